@@ -3,7 +3,7 @@
 Both loops live in the same ranks and take turns, block by block (A B A B ...), so that what the machine does
 meanwhile happens to both. A time is that of one whole step, its batch included. Beside them stand two floors: the
 same loop without communication, and the bare all-reduce of the same gradient bytes; and the hand-written loop in
-ranks of its own, which is without the allocator setting that a Job makes (`tutti.trainer.host_memory`).
+ranks of its own, which is without the allocator setting that a Job makes (`tutti.host_memory`).
 """
 
 import itertools

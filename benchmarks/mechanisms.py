@@ -67,7 +67,7 @@ def summary(samples: dict[str, list[list[float]]], sizes: Sizes) -> dict[str, An
 def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, list[list[float]]]:
     """Both loops of one mechanism."""
     from tutti.comm.world import join_world
-    from tutti.trainer.host_memory import keep_freed_memory
+    from tutti.host_memory import keep_freed_memory
 
     join_world()
     keep_freed_memory()

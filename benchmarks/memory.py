@@ -2,7 +2,7 @@
 
 Memory does not depend on load, so this suite may run beside others. The reserve is the peak of the same script with a
 tiny model: interpreter, libraries, connections. Each case is looked at twice: after the first updates, in which every
-large block has a mapping of its own (`tutti.trainer.host_memory`), and at the end, when one heap holds them: what the
+large block has a mapping of its own (`tutti.host_memory`), and at the end, when one heap holds them: what the
 second is more is the heap's.
 """
 
@@ -163,7 +163,7 @@ def train(case: str, steps: int, tiny: bool) -> tuple[int, int]:
     """On one rank, some steps: the most bytes this process has held after the first updates, and at the end."""
     import tutti
     from tutti.config import serialization
-    from tutti.trainer.host_memory import WARMUP_UPDATES
+    from tutti.host_memory import WARMUP_UPDATES
     from tutti.trainer.job import peak_memory_nbytes
 
     work = WORKLOADS[workload_of(case)]

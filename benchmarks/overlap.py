@@ -85,7 +85,7 @@ def _branch(entries: Rows) -> dict[str, Any]:
 def measure_on_rank(name: str, sizes: Sizes, launch: int) -> dict[str, Rows]:
     """The steps' rows of one case by way, as the run wrote them; on rank 0."""
     from tutti.comm.world import join_world
-    from tutti.trainer.host_memory import keep_freed_memory
+    from tutti.host_memory import keep_freed_memory
     from tutti.trainer.metrics import read_rows
 
     world = join_world()

@@ -17,7 +17,7 @@ from harness import run_ranks
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.parallel.layout import gather_whole, local_tensors, to_local
-from tutti.trainer.losses import loss_of
+from tutti.parallel.losses import loss_of
 
 
 @dataclass(frozen=True, kw_only=True)

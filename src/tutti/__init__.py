@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tutti.errors import TuttiError
     from tutti.nn.annotations import replicate, shard, split, stage
     from tutti.optim.learning_rate import LRRule
+    from tutti.parallel.losses import Weighted
     from tutti.trainer.job import Job
-    from tutti.trainer.losses import Weighted
 
 _HOMES = {
     "ClusterSpec": "tutti.config.cluster",
@@ -28,7 +28,7 @@ _HOMES = {
     "Prediction": "tutti.config.prediction",
     "RunReport": "tutti.config.run_report",
     "TuttiError": "tutti.errors",
-    "Weighted": "tutti.trainer.losses",
+    "Weighted": "tutti.parallel.losses",
     "replicate": "tutti.nn.annotations",
     "shard": "tutti.nn.annotations",
     "split": "tutti.nn.annotations",

@@ -10,7 +10,9 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tutti.checkpoint import latest_checkpoint, load_weights, to_safetensors, to_state_dict
-from tutti.checkpoint.contribution import Contribution, collect, find_conflict, pack_scalar, unpack_scalar
+from tutti.checkpoint.contribution import Contribution, collect, find_conflict
+from tutti.parallel.saved_values import unpack_scalar
+from tutti.parallel.saved_values import pack_scalar
 from tutti.checkpoint.load import load_checkpoint
 from tutti.errors import CheckpointError
 

@@ -15,7 +15,7 @@ from cost_model.examples_mesh import meshed
 from harness import run_ranks
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost
 from tutti.cost_model import cost_constants, predict
-from tutti.trainer.host_memory import map_large_blocks
+from tutti.host_memory import map_large_blocks
 
 
 def most_nbytes() -> int:

@@ -15,7 +15,7 @@ from tutti.config.consistency_modes import with_mode_defaults
 from tutti.data.batches import share_of
 from tutti.data.seeds import derive_seed
 from tutti.parallel.layout import local_tensors
-from tutti.trainer.losses import Weighted, as_weighted, default_unpack, loss_of
+from tutti.parallel.losses import Weighted, as_weighted, default_unpack, loss_of
 
 State = dict[str, torch.Tensor]
 

@@ -22,7 +22,7 @@ from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.errors import TuttiError
 from tutti.parallel.layout import Layout, local_tensors, to_local
-from tutti.trainer.losses import loss_of
+from tutti.parallel.losses import loss_of
 
 STEPS = 5
 FLOOR = {torch.float64: 1e-3, torch.float32: 0.1}

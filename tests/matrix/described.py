@@ -13,7 +13,7 @@ from matrix.peak import recorded_peak
 from tutti.cli.describe import describe_captured
 from tutti.config.model import ModelSpec
 from tutti.trainer.capture import CaptureDone, capturing
-from tutti.trainer.losses import loss_of
+from tutti.parallel.losses import loss_of
 
 
 def described(

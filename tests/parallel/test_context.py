@@ -19,7 +19,7 @@ from tutti.errors import TuttiError
 from tutti.parallel.context import sequences_of
 from tutti.parallel.mesh import Mesh
 from tutti.trainer.evaluate import evaluate
-from tutti.trainer.losses import default_unpack
+from tutti.parallel.losses import default_unpack
 
 VOCABULARY, LENGTH = 11, 16
 

@@ -15,7 +15,7 @@ from tutti.comm.clock import PhaseClock
 from tutti.config.run_folder import RunFolder
 from tutti.errors import CheckpointError, PlanError, ScriptError
 from tutti.parallel.data.batchnorm import BatchScope, share_statistics
-from tutti.trainer.losses import Weighted, as_weighted, default_loss, default_unpack
+from tutti.parallel.losses import Weighted, as_weighted, default_loss, default_unpack
 from tutti.trainer.metrics import MetricsLog, read_rows
 
 A, B, T = torch.zeros(2), torch.ones(2), torch.arange(2)

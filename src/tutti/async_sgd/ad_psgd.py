@@ -23,7 +23,7 @@ from tutti.async_sgd.asynchronous_replicas import (
 from tutti.data.seeds import derive_seed
 from tutti.local_sgd.consistency import ModeArguments
 from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup, distance_from_mean
-from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
 
 MEAN, LEAVE = range(2)
 """Requests of an active replica: the mean with what follows; nothing any more."""
@@ -57,8 +57,8 @@ class AdPsgd(AsynchronousReplicas):
         self._distance = 0.0
         self._threads: list[threading.Thread] = []
 
-    def begin(self, run: Run) -> None:
-        super().begin(run)
+    def begin(self, parallel: ParallelModel, step: int) -> None:
+        super().begin(parallel, step)
         if self.active and self.others:
             self._threads = [threading.Thread(target=self._ask, name="tutti-pairs", daemon=True)]
         elif not self.active:
@@ -75,7 +75,7 @@ class AdPsgd(AsynchronousReplicas):
             self._x = [flat.cpu().clone() for flat in self._found]
             self._mixed = False
 
-    def exchange(self, run: Run) -> None:
+    def exchange(self, parallel: ParallelModel) -> None:
         """Add the update to x, take x, and let the next exchange begin."""
         after = self.vectors.read()
         with self._changed:
@@ -103,7 +103,7 @@ class AdPsgd(AsynchronousReplicas):
         return self.replicas.mean(self.vectors.read())
 
     @contextmanager
-    def quiesced(self, run: Run) -> Iterator[None]:
+    def quiesced(self, parallel: ParallelModel) -> Iterator[None]:
         with self._changed:
             self._wanted = False
             while not self._resting and self._problem is None:
@@ -121,7 +121,7 @@ class AdPsgd(AsynchronousReplicas):
         yield
         self.barrier()
 
-    def on_exit(self, run: Run) -> None:
+    def on_exit(self, parallel: ParallelModel) -> None:
         """A passive replica answers until the last of the active has left."""
         with self._changed:
             if self._over:

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from tutti.comm.traffic import CommHandle
+from tutti.data.batches import BatchShare
 from tutti.environment import read_launch_options
 from tutti.errors import TrainingError
 from tutti.local_sgd.consistency import ReplicaState
 from tutti.local_sgd.diverged_replicas import DivergedReplicas
 from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup
-from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
 
 
 class AsynchronousReplicas(DivergedReplicas):
@@ -34,13 +35,11 @@ class AsynchronousReplicas(DivergedReplicas):
         self._last = torch.full((2,), torch.nan, dtype=torch.float64)
 
     @abstractmethod
-    def quiesced(self, run: Run) -> AbstractContextManager[None]:
+    def quiesced(self, parallel: ParallelModel) -> AbstractContextManager[None]:
         """All ranks have come and nothing is in flight; inside, nothing begins. Collective."""
 
-    def start_losses(self, run: Run, totals: torch.Tensor) -> CommHandle | None:
+    def start_losses(self, parallel: ParallelModel, totals: torch.Tensor, share: BatchShare) -> CommHandle | None:
         """Nothing is summed: a rank's loss is that of its own samples, which stand for the whole global batch."""
-        share = run.loader.share
-        assert share is not None
         own = sum(part.count for part in share.parts)
         totals[:2] *= share.batch_size / max(own, 1)
         if own == 0:  # its loss stays what it was
@@ -49,27 +48,27 @@ class AsynchronousReplicas(DivergedReplicas):
             self._last = totals[:2].clone()
         return None
 
-    def updated(self, run: Run) -> None:
+    def updated(self, parallel: ParallelModel, step: int) -> None:
         self.disagreement = None
         self.counts["since"] += 1
         self.staleness += 1
         self.equal = False
-        self.exchange(run)
-        if run.replica.parameters is not self._trained:
-            with self.quiesced(run):
-                self._retrain(run)
+        self.exchange(parallel)
+        if parallel.replica.parameters is not self._trained:
+            with self.quiesced(parallel):
+                self._retrain(parallel)
 
-    def finish(self, run: Run) -> None:
-        with self.quiesced(run):
-            super().finish(run)
+    def finish(self, parallel: ParallelModel) -> None:
+        with self.quiesced(parallel):
+            super().finish(parallel)
 
     @contextmanager
-    def averaged_model(self, run: Run, *, saving: bool = False) -> Iterator[ReplicaState]:
-        with self.quiesced(run), super().averaged_model(run, saving=saving) as kept:
+    def averaged_model(self, parallel: ParallelModel, *, saving: bool = False) -> Iterator[ReplicaState]:
+        with self.quiesced(parallel), super().averaged_model(parallel, saving=saving) as kept:
             yield kept
 
-    def on_resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
-        super().on_resumed(run, tensors)
+    def on_resumed(self, parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> None:
+        super().on_resumed(parallel, tensors)
         self.restart()
         self.barrier()
 

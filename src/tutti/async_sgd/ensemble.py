@@ -15,7 +15,7 @@ from tutti.async_sgd.asynchronous_replicas import AsynchronousReplicas
 from tutti.errors import ScriptError
 from tutti.local_sgd.consistency import ModeArguments, ReplicaState
 from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup
-from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
 
 
 class FirstCounts(ReplicaGroup):
@@ -38,19 +38,19 @@ class Ensemble(AsynchronousReplicas):
     def restart(self) -> None:
         pass
 
-    def exchange(self, run: Run) -> None:
+    def exchange(self, parallel: ParallelModel) -> None:
         self.staleness = 0
 
     def final_parameters(self) -> FlatVectors:
         return self.replicas.mean(self.vectors.read())
 
-    def quiesced(self, run: Run) -> AbstractContextManager[None]:
+    def quiesced(self, parallel: ParallelModel) -> AbstractContextManager[None]:
         return nullcontext()
 
     @contextmanager
-    def averaged_model(self, run: Run, *, saving: bool = False) -> Iterator[ReplicaState]:
+    def averaged_model(self, parallel: ParallelModel, *, saving: bool = False) -> Iterator[ReplicaState]:
         if saving:
-            with super().averaged_model(run, saving=True) as kept:
+            with super().averaged_model(parallel, saving=True) as kept:
                 yield kept
             return
         self._squares = torch.zeros(2, dtype=torch.float64)
@@ -59,10 +59,10 @@ class Ensemble(AsynchronousReplicas):
         relative = (squares[:, 0] / squares[:, 1].clamp_min(1e-300)).sqrt()
         self.last_disagreement = {"max": float(relative.max()), "mean": float(relative.mean())}
 
-    def finish(self, run: Run) -> None:
+    def finish(self, parallel: ParallelModel) -> None:
         """Members stay as they are."""
 
-    def evaluation_share(self, run: Run) -> tuple[int, int]:
+    def evaluation_share(self, parallel: ParallelModel) -> tuple[int, int]:
         return 0, 1
 
     def combine_predictions(self, output: Any) -> Any:

@@ -18,7 +18,7 @@ from tutti.errors import PlanError
 from tutti.local_sgd.consistency import ModeArguments
 from tutti.local_sgd.diverged_replicas import average_optimizer_states
 from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup
-from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
 
 _LINE = 64
 """Tensors begin at multiples of this many bytes."""
@@ -44,25 +44,25 @@ class Hogwild(AsynchronousReplicas):
         self._shared: dict[int, torch.Tensor] = {}
         self.counted = self.leaves = torch.zeros(0, dtype=torch.int64)
 
-    def begin(self, run: Run) -> None:
-        self._check_host(run)
-        super().begin(run)
-        self._share(list(run.model.parameters()), run)
-        self._take(run)
+    def begin(self, parallel: ParallelModel, step: int) -> None:
+        self._check_host(parallel)
+        super().begin(parallel, step)
+        self._share(list(parallel.model.parameters()), parallel)
+        self._take(parallel)
         table = torch.zeros(2, self.replicas.size, dtype=torch.int64)
-        self._share([table], run)
+        self._share([table], parallel)
         self.counted, self.leaves = table
 
     def restart(self) -> None:
         pass
 
-    def exchange(self, run: Run) -> None:
+    def exchange(self, parallel: ParallelModel) -> None:
         index = self.replicas.index
         self.counted[index] += 1
         total = self._of_others()
         self.staleness, self._seen = total - self._seen, total
         if not self.counts["rounds"]:
-            with self.quiesced(run):
+            with self.quiesced(parallel):
                 pass
         self.counts["rounds"] += 1
         self._watch()
@@ -71,18 +71,18 @@ class Hogwild(AsynchronousReplicas):
         return self.vectors.read()
 
     @contextmanager
-    def quiesced(self, run: Run) -> Iterator[None]:
+    def quiesced(self, parallel: ParallelModel) -> Iterator[None]:
         self.barrier()
-        self._share_states(run)
+        self._share_states(parallel)
         self._seen = self._of_others()
         yield
         self.barrier()
 
-    def on_resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
-        super().on_resumed(run, tensors)
-        self._share_states(run)
+    def on_resumed(self, parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> None:
+        super().on_resumed(parallel, tensors)
+        self._share_states(parallel)
 
-    def on_exit(self, run: Run) -> None:
+    def on_exit(self, parallel: ParallelModel) -> None:
         if self.leaves.numel():
             self.leaves[self.replicas.index] = 1
         while self._handles:
@@ -92,18 +92,18 @@ class Hogwild(AsynchronousReplicas):
         """Updates that the other replicas have made."""
         return int(self.counted.sum()) - int(self.counted[self.replicas.index])
 
-    def _check_host(self, run: Run) -> None:
+    def _check_host(self, parallel: ParallelModel) -> None:
         """Raise PlanError, on all ranks, where they cannot share memory."""
         if self.replicas.size == 1:
             return
-        if run.world.device.type != "cpu":
-            kind = run.world.device.type
+        if parallel.world.device.type != "cpu":
+            kind = parallel.world.device.type
             raise PlanError(f'sync.mode = "hogwild" with {kind} devices: their memory is their own; {_REMEDY}')
-        hosts = run.world.gather(host_identity())
+        hosts = parallel.world.gather(host_identity())
         if "" in hosts or len(set(hosts)) > 1:
             raise PlanError(f'sync.mode = "hogwild" on several hosts: they have no memory in common; {_REMEDY}')
 
-    def _share(self, tensors: list[torch.Tensor], run: Run) -> None:
+    def _share(self, tensors: list[torch.Tensor], parallel: ParallelModel) -> None:
         """Move tensors, alike on all ranks, into memory of replica 0, whose values count. Collective."""
         if self.replicas.size == 1 or not tensors:
             return
@@ -112,7 +112,7 @@ class Hogwild(AsynchronousReplicas):
             places.append(nbytes)
             nbytes += -(-tensor.numel() * tensor.element_size() // _LINE) * _LINE
         segment = SharedSegment(nbytes) if self.replicas.index == 0 else None
-        table = run.world.gather((os.getpid(), segment.file if segment is not None else -1))
+        table = parallel.world.gather((os.getpid(), segment.file if segment is not None else -1))
         self._handles = self._handles or {
             peer: os.pidfd_open(process) for peer, (process, _) in enumerate(table) if peer != self.replicas.index
         }
@@ -121,7 +121,7 @@ class Hogwild(AsynchronousReplicas):
         memory = segment.memory if segment is not None else None
         with suppress(OSError):
             memory = memory or attach_segment(*table[0], nbytes)
-        seen = all(run.world.gather(memory is not None))
+        seen = all(parallel.world.gather(memory is not None))
         if memory is None or not seen:
             raise PlanError(f'sync.mode = "hogwild": a rank may not see the memory of another; {_REMEDY}')
         for tensor, place in zip(tensors, places, strict=True):
@@ -134,22 +134,24 @@ class Hogwild(AsynchronousReplicas):
             tensor.data = view
         self.barrier()
 
-    def _share_states(self, run: Run) -> None:
+    def _share_states(self, parallel: ParallelModel) -> None:
         """Share the optimizers' state that all ranks have, beginning with its mean. Collective."""
         local_states = {}
-        for number, names in run.layout.state_names(run.model, run.optimizers).items():
+        for number, names in parallel.layout.state_names(parallel.model, parallel.optimizers).items():
             for parameter, name in names.items():
-                for key, value in run.optimizers[number].state.get(parameter, {}).items():
+                for key, value in parallel.optimizers[number].state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor) and value.is_floating_point() and id(value) not in self._shared:
                         local_states[f"optimizer-{number}/{name}/{key}"] = value
-        everyone = run.world.gather([(name, tuple(value.shape), value.dtype) for name, value in local_states.items()])
+        everyone = parallel.world.gather(
+            [(name, tuple(value.shape), value.dtype) for name, value in local_states.items()]
+        )
         common = set(everyone[0]).intersection(*everyone[1:])
         tensors = [local_states[one[0]] for one in everyone[0] if one in common]
         if not tensors:
             return
         if not self._shared:
-            average_optimizer_states(run, self.replicas)
-        self._share(tensors, run)
+            average_optimizer_states(parallel, self.replicas)
+        self._share(tensors, parallel)
         self._shared.update((id(one), one) for one in tensors)
 
     def _watch(self) -> None:

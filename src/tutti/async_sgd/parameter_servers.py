@@ -28,7 +28,7 @@ from tutti.async_sgd.asynchronous_replicas import (
 from tutti.config.partitioning import cut
 from tutti.local_sgd.consistency import ModeArguments
 from tutti.local_sgd.replica_group import MEASURED_EVERY, FlatVectors, ReplicaGroup, distance_from_mean
-from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
 
 UPDATE, AWAY, LEAVE = range(3)
 """Requests of a worker: add an update; do not wait for me; never wait for me again."""
@@ -198,8 +198,8 @@ class ParameterServers(AsynchronousReplicas):
         self._threads: list[threading.Thread] = []
         self._gone = False
 
-    def begin(self, run: Run) -> None:
-        super().begin(run)
+    def begin(self, parallel: ParallelModel, step: int) -> None:
+        super().begin(parallel, step)
         for worker in self.others:
             thread = threading.Thread(target=self._serve, args=(worker,), name=f"tutti-server-{worker}", daemon=True)
             self._threads.append(thread)
@@ -209,7 +209,7 @@ class ParameterServers(AsynchronousReplicas):
         self._found = self.vectors.read()
         self.served.restart([flat.cpu().clone() for flat in self._part(self._found, self.replicas.index)])
 
-    def exchange(self, run: Run) -> None:
+    def exchange(self, parallel: ParallelModel) -> None:
         if not self.others:
             self.staleness = 0
             return
@@ -235,7 +235,7 @@ class ParameterServers(AsynchronousReplicas):
         return self.vectors.read()
 
     @contextmanager
-    def quiesced(self, run: Run) -> Iterator[None]:
+    def quiesced(self, parallel: ParallelModel) -> Iterator[None]:
         """Inside, replicas have the parameters that are served."""
         self._ask_all(AWAY)
         self.barrier()
@@ -250,7 +250,7 @@ class ParameterServers(AsynchronousReplicas):
         self.served.restart()
         self.barrier()
 
-    def on_exit(self, run: Run) -> None:
+    def on_exit(self, parallel: ParallelModel) -> None:
         """Serve this rank's part until the last of the others has left."""
         if self._gone:
             return

@@ -5,21 +5,21 @@ from typing import TYPE_CHECKING, Any
 from tutti.checkpoint.index import latest_checkpoint
 from tutti.checkpoint.load import load_checkpoint, load_weights
 from tutti.checkpoint.plain_state import to_safetensors, to_state_dict
-from tutti.checkpoint.save import finish_saving, finish_saving_at_exit, save_checkpoint, save_when_due
+from tutti.checkpoint.save import CheckpointWriter
+from tutti.checkpoint.training_state import Progress, TrainingState
 
 if TYPE_CHECKING:
     from tutti.checkpoint.dcp import export_dcp, import_dcp
 
 __all__ = [
+    "CheckpointWriter",
+    "Progress",
+    "TrainingState",
     "export_dcp",
-    "finish_saving",
-    "finish_saving_at_exit",
     "import_dcp",
     "latest_checkpoint",
     "load_checkpoint",
     "load_weights",
-    "save_checkpoint",
-    "save_when_due",
     "to_safetensors",
     "to_state_dict",
 ]

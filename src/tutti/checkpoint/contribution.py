@@ -24,9 +24,10 @@ from tutti.checkpoint.index import (
     rank_file,
 )
 from tutti.checkpoint.tensor_files import TensorToWrite, dtype_name, tensor_to_write
+from tutti.checkpoint.training_state import TrainingState
 from tutti.errors import CheckpointError
 from tutti.parallel.layout import Cut, Layout, TensorShard, to_local
-from tutti.trainer.run_state import Run
+from tutti.parallel.saved_values import pack_scalar
 
 OptimizerGroup = tuple[dict[str, Any], list[str]]
 """Settings of an optimizer's parameter group, and the names of its parameters."""
@@ -103,23 +104,25 @@ class Collected:
         self.tensors.append(tensor_to_write(part.stored_as, tensor))
 
 
-def collect(run: Run) -> Collected:
+def collect(training: TrainingState) -> Collected:
     """Model, optimizers and generators of this rank. Raises CheckpointError for what cannot be written."""
     contribution = Contribution(generators=read_generators())
     collected = Collected(contribution)
-    for name, first, tensor in named_tensors(run.model, run.layout):
+    for name, first, tensor in named_tensors(training.parallel.model, training.parallel.layout):
         if name != first:
             contribution.tied[name] = first
         if first in contribution.order:
             continue
         contribution.order[first] = None
-        if run.layout.counts(name):
+        if training.parallel.layout.counts(name):
             part = to_local(tensor.detach())
-            collected.add((MODEL, first, ""), shard_here(run.layout, name, part), part)
-    contribution.extra_state = {name: module.get_extra_state() for name, module in extra_states(run.model)}
-    names = run.layout.state_names(run.model, run.optimizers)
-    for number, optimizer in enumerate(run.optimizers):
-        _collect_optimizer(run.layout, number, optimizer, names[number], collected)
+            collected.add((MODEL, first, ""), shard_here(training.parallel.layout, name, part), part)
+    contribution.extra_state = {
+        name: module.get_extra_state() for name, module in extra_states(training.parallel.model)
+    }
+    names = training.parallel.layout.state_names(training.parallel.model, training.parallel.optimizers)
+    for number, optimizer in enumerate(training.parallel.optimizers):
+        _collect_optimizer(training.parallel.layout, number, optimizer, names[number], collected)
     return collected
 
 
@@ -212,21 +215,6 @@ def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield f"{prefix}._extra_state" if prefix else "_extra_state", module
 
 
-def pack_scalar(value: Any) -> Any:
-    """A scalar of optimizer state as plain values; a tensor of one element becomes a number, dtype and shape."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return ["tensor", str(value.dtype).removeprefix("torch."), value.item(), list(value.shape)]
-    return ["value", value.cpu() if isinstance(value, torch.Tensor) else value]
-
-
-def unpack_scalar(packed: Any) -> Any:
-    """The value that `pack_scalar` packed."""
-    if packed[0] == "value":
-        return packed[1]
-    _, dtype, number, shape = packed
-    return torch.full(shape, number, dtype=getattr(torch, dtype))
-
-
 def _digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().data).hexdigest()
@@ -269,31 +257,33 @@ def find_conflict(contributions: list[Contribution]) -> str | None:
     return None
 
 
-def merge_contributions(run: Run, contributions: list[Contribution]) -> tuple[str, bytes]:
+def merge_contributions(training: TrainingState, contributions: list[Contribution]) -> tuple[str, bytes]:
     """The text of index.json and the bytes of run.pt. Raises CheckpointError for state that is no plain value."""
     parts: dict[Key, list[tuple[int, WrittenPart]]] = {}
     for rank, contribution in enumerate(contributions):
         for part in contribution.parts:
             parts.setdefault(part.key, []).append((rank, part))
     present = {name for contribution in contributions for name in contribution.order}
-    names = [name for name in dict.fromkeys([*run.layout.names, *contributions[0].order]) if name in present]
-    optimizers: list[dict[str, dict[str, StoredTensor]]] = [{} for _ in run.optimizers]
+    names = [
+        name for name in dict.fromkeys([*training.parallel.layout.names, *contributions[0].order]) if name in present
+    ]
+    optimizers: list[dict[str, dict[str, StoredTensor]]] = [{} for _ in training.parallel.optimizers]
     rank_state: dict[str, dict[str, StoredTensor]] = {}
     for (number, name, state), written in parts.items():
         if number != MODEL:
             target = rank_state if number == RANK_STATE else optimizers[number]
             target.setdefault(name, {})[state] = _stored_tensor(written)
     index = CheckpointIndex(
-        step=run.progress.step,
-        world_size=run.world.world_size,
-        mesh={str(axis): degree for axis, degree in run.mesh.degrees.items()},
+        step=training.progress.step,
+        world_size=training.parallel.world.world_size,
+        mesh={str(axis): degree for axis, degree in training.parallel.mesh.degrees.items()},
         id=uuid4().hex,
         model={name: _stored_tensor(parts[(MODEL, name, "")]) for name in names},
         tied={name: first for contribution in contributions for name, first in contribution.tied.items()},
         optimizers=tuple(optimizers),
         rank_state=rank_state,
     )
-    return index_to_text(index), _to_bytes(_run_state(run, contributions))
+    return index_to_text(index), _to_bytes(_run_state(training, contributions))
 
 
 def _stored_tensor(written: list[tuple[int, WrittenPart]]) -> StoredTensor:
@@ -305,39 +295,43 @@ def _stored_tensor(written: list[tuple[int, WrittenPart]]) -> StoredTensor:
     return StoredTensor(shape=first.shape, dtype=first.dtype, parts=tuple(parts.values()), replicated=first.replicated)
 
 
-def _run_state(run: Run, contributions: list[Contribution]) -> dict[str, Any]:
-    progress, batch = run.progress, run.plan.batch
+def _run_state(training: TrainingState, contributions: list[Contribution]) -> dict[str, Any]:
+    progress, batch = training.progress, training.parallel.plan.batch
     return {
-        "seed": run.settings.seed,
+        "seed": training.parallel.seed,
         "batch": [batch.global_batch_size, batch.unit],
         "ramp": [list(pair) for pair in batch.ramp],
         "step": progress.step,
         "samples_seen": progress.samples_seen,
         "tokens_seen": progress.tokens_seen,
         "base_steps": progress.base_steps,
-        "epoch": run.loader.epoch,
-        "position": run.loader.position,
-        "before": run.loader.before,
-        "world_size": run.world.world_size,
-        "optimizers": [_optimizer_state(run, number, contributions) for number in range(len(run.optimizers))],
-        "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
-        "scaler": run.scaler.state_dict(),
-        "noise": asdict(run.noise.averages),
+        "epoch": training.loader.epoch,
+        "position": training.loader.position,
+        "before": training.loader.before,
+        "world_size": training.parallel.world.world_size,
+        "optimizers": [
+            _optimizer_state(training, number, contributions) for number in range(len(training.parallel.optimizers))
+        ],
+        "scheduler": None if training.scheduler is None else training.scheduler.state_dict(),
+        "scaler": training.scaler.state_dict(),
+        "noise": asdict(training.noise.averages),
         "extra_state": {name: state for one in contributions[::-1] for name, state in one.extra_state.items()},
         "generators": [contribution.generators for contribution in contributions],
         "residuals": [contribution.residuals for contribution in contributions],
-        "mode": run.plan.sync.mode,
+        "mode": training.parallel.plan.sync.mode,
         "replicas": [contribution.replica for contribution in contributions],
     }
 
 
-def _optimizer_state(run: Run, number: int, contributions: list[Contribution]) -> dict[str, Any]:
+def _optimizer_state(training: TrainingState, number: int, contributions: list[Contribution]) -> dict[str, Any]:
     """Groups in the user's order, scalars of every parameter, and rank 0's state that belongs to no parameter."""
-    stated = run.layout.states.groups
+    stated = training.parallel.layout.states.groups
     groups: list[OptimizerGroup] = []
     for place, (settings, _) in enumerate(contributions[0].groups[number]):
         in_order = stated[number][place] if number < len(stated) and place < len(stated[number]) else []
-        present = {run.layout.first_name(n): None for one in contributions for n in one.groups[number][place][1]}
+        present = {
+            training.parallel.layout.first_name(n): None for one in contributions for n in one.groups[number][place][1]
+        }
         order = dict.fromkeys([*(name for name in in_order if name in present), *present])
         groups.append((settings, list(order)))
     scalars: dict[str, dict[str, Any]] = {}

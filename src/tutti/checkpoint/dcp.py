@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from tutti.checkpoint.contribution import unpack_scalar
 from tutti.checkpoint.index import MODEL, Key, Slices, StoredPart, StoredTensor
 from tutti.checkpoint.plain_state import DCP_METADATA, write_model_file
 from tutti.checkpoint.sources import Source, find_checkpoint, open_checkpoint, read_whole
-from tutti.checkpoint.tensor_files import dtype_name, parse_dtype
+from tutti.checkpoint.tensor_files import dtype_name
 from tutti.errors import CheckpointError
+from tutti.parallel.saved_values import parse_dtype, unpack_scalar
 
 _MODEL_ENTRIES = ("model", "state_dict")
 """Entries of a saved dict under which the model's state_dict usually is."""

@@ -1,5 +1,6 @@
 """Loading: a checkpoint's state becomes a prepared run's, whatever plan either has. Each rank reads its shards."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +14,58 @@ from tutti.checkpoint.contribution import (
     restore_generators,
     shard_here,
     state_shard_here,
-    unpack_scalar,
 )
 from tutti.checkpoint.index import MODEL
 from tutti.checkpoint.plain_state import is_dcp, open_weights, with_tied_names
 from tutti.checkpoint.rank_state import load_replica_state, load_residuals
 from tutti.checkpoint.sources import LoadTarget, Source, open_checkpoint, shared_source, transfer
-from tutti.checkpoint.tensor_files import parse_dtype
+from tutti.checkpoint.training_state import TrainingState
 from tutti.errors import CheckpointError
 from tutti.optim.gradient_noise_scale import NoiseAverages
 from tutti.parallel.layout import Layout, to_local
-from tutti.trainer.run_state import Run
+from tutti.parallel.saved_values import parse_dtype, unpack_scalar
 
 
-def load_checkpoint(run: Run, path: Path) -> None:
+def load_checkpoint(training: TrainingState, path: Path, say: Callable[[str], None]) -> None:
     """Put a checkpoint's state into a prepared run. Every rank must call it.
 
-    Raises CheckpointError, on every rank, when it does not fit, naming what does not.
+    Args:
+        training: the prepared state, under any plan and number of ranks.
+        path: the checkpoint's folder.
+        say: gets a sentence about each part of the checkpoint that this run cannot use.
+
+    Raises:
+        CheckpointError: on every rank, when the checkpoint does not fit; the message names what does not.
     """
-    source = shared_source(run.world, path, open_checkpoint)
-    raise_together(run, _run_mismatch(run, source) or model_mismatch(run, source) or _optimizer_mismatch(run, source))
-    load_model(run, source)
-    _load_optimizers(run, source)
+    source = shared_source(training.parallel.world, path, open_checkpoint)
+    raise_together(
+        training,
+        _run_mismatch(training, source) or model_mismatch(training, source) or _optimizer_mismatch(training, source),
+    )
+    load_model(training, source)
+    _load_optimizers(training, source)
     state = source.run_state
     if state["scaler"]:  # empty if the checkpoint's run had none; then this run starts with its initial scale
-        run.scaler.load_state_dict(state["scaler"])
-    load_residuals(run, source)
-    for name, module in extra_states(run.model):
+        training.scaler.load_state_dict(state["scaler"])
+    load_residuals(training, source, say)
+    for name, module in extra_states(training.parallel.model):
         if name in state["extra_state"]:
             module.set_extra_state(state["extra_state"][name])
-    if run.scheduler is not None and state["scheduler"] is not None:
-        run.scheduler.load_state_dict(state["scheduler"])
-    run.noise.averages = NoiseAverages(**state["noise"])
-    run.loader.epoch, run.loader.position, run.loader.before = state["epoch"], state["position"], state["before"]
+    if training.scheduler is not None and state["scheduler"] is not None:
+        training.scheduler.load_state_dict(state["scheduler"])
+    training.noise.averages = NoiseAverages(**state["noise"])
+    training.loader.epoch, training.loader.position, training.loader.before = (
+        state["epoch"],
+        state["position"],
+        state["before"],
+    )
     for name in ("step", "samples_seen", "tokens_seen", "base_steps"):
-        setattr(run.progress, name, state[name])
-    load_replica_state(run, source)
-    restore_generators(state["generators"][run.world.rank % len(state["generators"])])
+        setattr(training.progress, name, state[name])
+    load_replica_state(training, source, say)
+    restore_generators(state["generators"][training.parallel.world.rank % len(state["generators"])])
 
 
-def load_weights(run: Run, path: Path) -> None:
+def load_weights(training: TrainingState, path: Path) -> None:
     """Give the model the values of a plain state_dict as those it starts with, under any plan.
 
     Every rank must call it; each takes its shards. The names must be the model's, all of them; a tied tensor may be
@@ -64,10 +77,10 @@ def load_weights(run: Run, path: Path) -> None:
     Raises:
         CheckpointError: on every rank, when the file cannot be read or does not fit.
     """
-    source = shared_source(run.world, path, _open_weights)
-    source = with_tied_names(source, run.layout.tied)
-    raise_together(run, model_mismatch(run, source))
-    load_model(run, source)
+    source = shared_source(training.parallel.world, path, _open_weights)
+    source = with_tied_names(source, training.parallel.layout.tied)
+    raise_together(training, model_mismatch(training, source))
+    load_model(training, source)
 
 
 def _open_weights(path: Path) -> Source:
@@ -78,57 +91,59 @@ def _open_weights(path: Path) -> Source:
     return open_weights(path)
 
 
-def load_model(run: Run, source: Source) -> None:
+def load_model(training: TrainingState, source: Source) -> None:
     """Give parameters and buffers the values of a source that fits. Collective."""
     targets: dict[int, LoadTarget] = {}
-    for name, _, tensor in named_tensors(run.model, run.layout):
+    for name, _, tensor in named_tensors(training.parallel.model, training.parallel.layout):
         key = source.model_key(name)
         if key is not None and id(tensor) not in targets:
             part = to_local(tensor.detach())
-            targets[id(tensor)] = LoadTarget(key=key, out=part, cuts=shard_here(run.layout, name, part).cuts)
-    transfer(run.world, source, list(targets.values()))
-    for update_copies in run.layout.states.after_load:
+            targets[id(tensor)] = LoadTarget(
+                key=key, out=part, cuts=shard_here(training.parallel.layout, name, part).cuts
+            )
+    transfer(training.parallel.world, source, list(targets.values()))
+    for update_copies in training.parallel.layout.states.after_load:
         update_copies()
 
 
-def raise_together(run: Run, mismatch: str | None) -> None:
+def raise_together(training: TrainingState, mismatch: str | None) -> None:
     """Raise CheckpointError on every rank if any rank has a mismatch. Collective."""
-    mismatches = [message for message in run.world.gather(mismatch) if message is not None]
+    mismatches = [message for message in training.parallel.world.gather(mismatch) if message is not None]
     if mismatches:
         raise CheckpointError(mismatches[0])
 
 
-def _run_mismatch(run: Run, source: Source) -> str | None:
+def _run_mismatch(training: TrainingState, source: Source) -> str | None:
     """A setting of the run that differs from the checkpoint's and may not."""
-    batch = [run.plan.batch.global_batch_size, run.plan.batch.unit]
+    batch = [training.parallel.plan.batch.global_batch_size, training.parallel.plan.batch.unit]
     saved = source.run_state["batch"]
     if saved != batch:
         return (
             f"{source.path} was made with global_batch_size = {saved[0]} {saved[1]}, the Job says {batch[0]} "
             f"{batch[1]}; a run resumes with the batch it began with"
         )
-    ramp, saved_ramp = [list(pair) for pair in run.plan.batch.ramp], source.run_state["ramp"]
+    ramp, saved_ramp = [list(pair) for pair in training.parallel.plan.batch.ramp], source.run_state["ramp"]
     if ramp != saved_ramp:
         return (
             f"{source.path} was made with batch_ramp = {saved_ramp}, the Job says {ramp}; the batches would be cut "
             "otherwise: use the same"
         )
-    if source.run_state["seed"] != run.settings.seed:
+    if source.run_state["seed"] != training.parallel.seed:
         return (
-            f"{source.path} was made with seed = {source.run_state['seed']}, the Job says {run.settings.seed}; the "
+            f"{source.path} was made with seed = {source.run_state['seed']}, the Job says {training.parallel.seed}; the "
             "order of the data would change: use the same seed"
         )
     return None
 
 
-def model_mismatch(run: Run, source: Source) -> str | None:
+def model_mismatch(training: TrainingState, source: Source) -> str | None:
     """The first parameter or buffer that only one side has, or that has another shape."""
     stored = {name: tensor.shape for (number, name, _), tensor in source.tensors.items() if number == MODEL}
     stored.update({name: stored[first] for name, first in source.tied.items()})
     here: dict[str, tuple[int, ...]] = {}
-    for name, _, tensor in named_tensors(run.model, run.layout):
-        here[name] = shard_here(run.layout, name, to_local(tensor.detach())).shape
-    everywhere = {**run.layout.names, **here}  # the layout knows the shapes of tensors on other ranks
+    for name, _, tensor in named_tensors(training.parallel.model, training.parallel.layout):
+        here[name] = shard_here(training.parallel.layout, name, to_local(tensor.detach())).shape
+    everywhere = {**training.parallel.layout.names, **here}  # the layout knows the shapes of tensors on other ranks
     for name in [*here, *stored]:
         if name not in everywhere or name not in stored or everywhere[name] != stored[name]:
             return (
@@ -142,37 +157,37 @@ def _describe_shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
     return f"has shape {tuple(shapes[name])}" if name in shapes else "does not have it"
 
 
-def _optimizer_mismatch(run: Run, source: Source) -> str | None:
+def _optimizer_mismatch(training: TrainingState, source: Source) -> str | None:
     """The first optimizer, group or state that does not fit."""
     saved = source.run_state["optimizers"]
-    if len(saved) != len(run.optimizers):
-        return f"{source.path} holds {len(saved)} optimizers, prepare got {len(run.optimizers)}; pass the same"
+    if len(saved) != len(training.parallel.optimizers):
+        return f"{source.path} holds {len(saved)} optimizers, prepare got {len(training.parallel.optimizers)}; pass the same"
     for number, state in enumerate(saved):
-        kind = type(run.optimizers[number]).__name__
-        groups = run.layout.states.groups[number]
+        kind = type(training.parallel.optimizers[number]).__name__
+        groups = training.parallel.layout.states.groups[number]
         if len(state["groups"]) != len(groups):
             return (
                 f"{source.path}: optimizer {number} ({kind}) was saved with {len(state['groups'])} parameter groups "
                 f"and has {len(groups)} now; make it with the same groups"
             )
         for place, ((_, names), here) in enumerate(zip(state["groups"], groups, strict=True)):
-            different = sorted(set(names) ^ {run.layout.first_name(name) for name in here})
+            different = sorted(set(names) ^ {training.parallel.layout.first_name(name) for name in here})
             if different:
                 return (
                     f"{source.path}: group {place} of optimizer {number} ({kind}) was saved "
                     f"{'with' if different[0] in names else 'without'} {different[0]!r}; make it with the same groups"
                 )
-    return _state_shape_mismatch(run, source)
+    return _state_shape_mismatch(training, source)
 
 
-def _state_shape_mismatch(run: Run, source: Source) -> str | None:
+def _state_shape_mismatch(training: TrainingState, source: Source) -> str | None:
     """State of another shape than its parameter fits only where the parameter is whole."""
-    names = run.layout.state_names(run.model, run.optimizers)
+    names = training.parallel.layout.state_names(training.parallel.model, training.parallel.optimizers)
     for (number, name, key), stored in source.tensors.items():
-        if number < 0 or stored.replicated or stored.shape == run.layout.names.get(name, stored.shape):
+        if number < 0 or stored.replicated or stored.shape == training.parallel.layout.names.get(name, stored.shape):
             continue
-        here = (n for n in names[number].values() if run.layout.first_name(n) == name)
-        if any(run.layout.state_shard_of(n).cuts for n in here):
+        here = (n for n in names[number].values() if training.parallel.layout.first_name(n) == name)
+        if any(training.parallel.layout.state_shard_of(n).cuts for n in here):
             return (
                 f"{source.path}: the optimizer's state {key!r} of {name} has shape {stored.shape}, not the "
                 "parameter's, and this plan cuts the parameter; resume with a plan that leaves it whole"
@@ -180,17 +195,19 @@ def _state_shape_mismatch(run: Run, source: Source) -> str | None:
     return None
 
 
-def _load_optimizers(run: Run, source: Source) -> None:
+def _load_optimizers(training: TrainingState, source: Source) -> None:
     """Give this rank's shards of the state to each optimizer's own load_state_dict. Collective."""
-    names = run.layout.state_names(run.model, run.optimizers)
+    names = training.parallel.layout.state_names(training.parallel.model, training.parallel.optimizers)
     targets: list[LoadTarget] = []
     state_dicts: list[dict[str, Any]] = []
-    for number, optimizer in enumerate(run.optimizers):
+    for number, optimizer in enumerate(training.parallel.optimizers):
         now, saved = optimizer.state_dict(), source.run_state["optimizers"][number]
         states: dict[Any, dict[str, Any]] = {}
         for parameter, place in parameter_numbers(optimizer, now["param_groups"]).items():
             if parameter in names[number]:
-                state = _parameter_state(run.layout, source, number, names[number][parameter], parameter, targets)
+                state = _parameter_state(
+                    training.parallel.layout, source, number, names[number][parameter], parameter, targets
+                )
                 states.update({place: state} if state else {})
         groups = [
             {**settings, "params": group["params"]}
@@ -198,8 +215,8 @@ def _load_optimizers(run: Run, source: Source) -> None:
         ]
         others = saved["other_state"]
         state_dicts.append({**others, "state": {**others.get("state", {}), **states}, "param_groups": groups})
-    transfer(run.world, source, targets)
-    for optimizer, state_dict in zip(run.optimizers, state_dicts, strict=True):
+    transfer(training.parallel.world, source, targets)
+    for optimizer, state_dict in zip(training.parallel.optimizers, state_dicts, strict=True):
         optimizer.load_state_dict(state_dict)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from tutti.checkpoint.contribution import unpack_scalar
 from tutti.checkpoint.index import MODEL, Key, StoredPart, StoredTensor, read_run_state
 from tutti.checkpoint.sources import Source, find_checkpoint, in_memory, open_checkpoint, read_whole, reader_of
-from tutti.checkpoint.tensor_files import TensorFiles, parse_dtype, tensor_on_demand, write_tensors
+from tutti.checkpoint.tensor_files import TensorFiles, tensor_on_demand, write_tensors
 from tutti.errors import CheckpointError
+from tutti.parallel.saved_values import parse_dtype, unpack_scalar
 
 DCP_METADATA = ".metadata"
 """The file that makes a folder a checkpoint in torch's distributed format (DCP)."""

@@ -4,7 +4,7 @@ Every rank writes its own. The same number of ranks under the same plan resumes 
 the residuals of all ranks for each parameter and takes equal shares; its replicas start equal, from the averaged model.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from tutti.checkpoint.contribution import Collected
 from tutti.checkpoint.index import RANK_STATE
 from tutti.checkpoint.sources import LoadTarget, Source, transfer
-from tutti.checkpoint.tensor_files import parse_dtype
+from tutti.checkpoint.training_state import TrainingState
 from tutti.compression.reducer import load_states_by_tensor, split_by_tensor
 from tutti.config.compression import (
     FACTORS,
@@ -27,96 +27,105 @@ from tutti.local_sgd.consistency import ReplicaState
 from tutti.parallel.compressed.compressor import Compressor
 from tutti.parallel.compressed.sharded_reduction import FlatTensorRow, ReducerContents
 from tutti.parallel.layout import Cut, TensorShard
-from tutti.trainer.run_state import Run
+from tutti.parallel.saved_values import parse_dtype
 
 Residuals = dict[str, torch.Tensor]
 """Residuals of one tensor or bucket by name; names that begin with "shared." are equal on all ranks."""
 
 
-def collect_residuals(run: Run, collected: Collected) -> None:
+def collect_residuals(training: TrainingState, collected: Collected) -> None:
     """Add this rank's residuals to what it writes."""
-    compressor = run.replica.compressor
-    exactly = run.replica.factored.exactly()
+    compressor = training.parallel.replica.compressor
+    exactly = training.parallel.replica.factored.exactly()
     if exactly:
-        collected.contribution.residuals = {"method": FACTORS, "exactly": sorted(_names(run)[p] for p in exactly)}
+        collected.contribution.residuals = {"method": FACTORS, "exactly": sorted(_names(training)[p] for p in exactly)}
     if compressor is None:
         return
-    collected.contribution.residuals = _describe(run, compressor)
-    for number, bucket in enumerate(_buckets(run, compressor)):
+    collected.contribution.residuals = _describe(training, compressor)
+    for number, bucket in enumerate(_buckets(training, compressor)):
         for name, tensor in bucket.exchange.tensors().items():
             if tensor.dim():
-                _add_whole(collected, f"{run.world.rank}/{number}", name, tensor)
+                _add_whole(collected, f"{training.parallel.world.rank}/{number}", name, tensor)
 
 
-def collect_replica_state(run: Run, state: ReplicaState, collected: Collected) -> None:
+def collect_replica_state(training: TrainingState, state: ReplicaState, collected: Collected) -> None:
     """Add the tensors and values of this rank's diverged replica to what it writes."""
     collected.contribution.replica = state.values
     for name, tensor in state.tensors.items():
-        _add_whole(collected, f"{run.world.rank}/replica", name, tensor)
+        _add_whole(collected, f"{training.parallel.world.rank}/replica", name, tensor)
 
 
 def _add_whole(collected: Collected, owner: str, name: str, tensor: torch.Tensor) -> None:
     collected.add((RANK_STATE, owner, name), TensorShard(shape=tuple(tensor.shape)), tensor)
 
 
-def load_replica_state(run: Run, source: Source) -> None:
+def load_replica_state(training: TrainingState, source: Source, say: Callable[[str], None]) -> None:
     """Begin the plan's consistency mode, and resume as the replica that this rank was. Collective."""
-    run.consistency.begin(run)
+    training.consistency.begin(training.parallel, training.progress.step)
     saved = source.run_state.get("replicas", [])
     if not any(saved):
         return
-    same = source.run_state["mode"] == run.plan.sync.mode and len(saved) == run.world.world_size
-    wanted = run.consistency.resume(run, saved[run.world.rank]) if same else {}
-    if not all(run.world.gather(bool(wanted))):
-        run.screen.say(
+    same = (
+        source.run_state["mode"] == training.parallel.plan.sync.mode
+        and len(saved) == training.parallel.world.world_size
+    )
+    wanted = training.consistency.resume(training.parallel, saved[training.parallel.world.rank]) if same else {}
+    if not all(training.parallel.world.gather(bool(wanted))):
+        say(
             "replicas begin alike, from the model that was saved: those in it were of another mode or code, of other "
             "ranks, or trained other parameters"
         )
         return
-    owner = f"{run.world.rank}/replica"
-    transfer(run.world, source, [LoadTarget(key=(RANK_STATE, owner, name), out=out) for name, out in wanted.items()])
-    run.consistency.on_resumed(run, wanted)
+    owner = f"{training.parallel.world.rank}/replica"
+    transfer(
+        training.parallel.world,
+        source,
+        [LoadTarget(key=(RANK_STATE, owner, name), out=out) for name, out in wanted.items()],
+    )
+    training.consistency.on_resumed(training.parallel, wanted)
 
 
-def load_residuals(run: Run, source: Source) -> None:
+def load_residuals(training: TrainingState, source: Source, say: Callable[[str], None]) -> None:
     """Continue with the residuals of the checkpoint's ranks, at this run's loss scale. Collective."""
     saved: list[dict[str, Any] | None] = source.run_state.get("residuals") or []
     if any(description["method"] == FACTORS for description in saved if description):
-        _restore_unfactored(run, saved)
+        _restore_unfactored(training, saved)
         saved = []
-    compressor = run.replica.compressor
+    compressor = training.parallel.replica.compressor
     if compressor is not None and compressor.momentum_compression is not None:
         compressor.momentum_compression.loaded()
     if not any(saved):
         return
-    compression = run.plan.sync.gradient_code
+    compression = training.parallel.plan.sync.gradient_code
     if compressor is not None and compression is not None and _in_other_units(compression, saved):
-        run.screen.say(
+        say(
             "what compression kept back in the checkpoint's run is dropped: one of the two runs sums gradients, the "
             "another momentum"
         )
         return
     if compressor is None or compression is None or not compression.keeps:
         if any(key for key in source.tensors if key[0] == RANK_STATE and not key[2].startswith("shared.")):
-            run.screen.say("what compression kept back in the checkpoint's run is dropped: this run keeps nothing back")
+            say("what compression kept back in the checkpoint's run is dropped: this run keeps nothing back")
         if compressor is None:
             return
-    fits = len(saved) == run.world.world_size and _rebuild_buckets(run, compressor, saved[run.world.rank])
-    if all(run.world.gather(fits)):
-        _load_same_buckets(run, compressor, source, saved[run.world.rank])
+    fits = len(saved) == training.parallel.world.world_size and _rebuild_buckets(
+        training, compressor, saved[training.parallel.world.rank]
+    )
+    if all(training.parallel.world.gather(fits)):
+        _load_same_buckets(training, compressor, source, saved[training.parallel.world.rank])
     else:
-        run.replica.rebuild_buckets(None, [])
-        _load_equal_shares(run, compressor, source, saved)
-    scale, before = run.scaler.get_scale(), source.run_state["scaler"].get("scale", 1.0)
+        training.parallel.replica.rebuild_buckets(None, [])
+        _load_equal_shares(training, compressor, source, saved)
+    scale, before = training.scaler.get_scale(), source.run_state["scaler"].get("scale", 1.0)
     if scale != before:
         compressor.rescale(scale / before)
 
 
-def _restore_unfactored(run: Run, saved: list[dict[str, Any] | None]) -> None:
+def _restore_unfactored(training: TrainingState, saved: list[dict[str, Any] | None]) -> None:
     """Weights whose factors took more bytes than their gradients are sent as gradients in this run, too."""
     names = {name for description in saved if description for name in description["exactly"]}
-    run.replica.factored.leave([p for p, name in _names(run).items() if name in names])
-    run.replica.rebuild_buckets(None, [])
+    training.parallel.replica.factored.leave([p for p, name in _names(training).items() if name in names])
+    training.parallel.replica.rebuild_buckets(None, [])
 
 
 def _in_other_units(compression: Compression, saved: list[dict[str, Any] | None]) -> bool:
@@ -126,14 +135,16 @@ def _in_other_units(compression: Compression, saved: list[dict[str, Any] | None]
     return (parse_compression(before).method in momentum_compression) != (compression.method in momentum_compression)
 
 
-def _describe(run: Run, compressor: Compressor) -> dict[str, Any]:
+def _describe(training: TrainingState, compressor: Compressor) -> dict[str, Any]:
     """How this rank's buckets are made up, in plain values."""
-    name_of = _names(run)
+    name_of = _names(training)
     return {
         "method": format_compression(compressor.compression),
-        "order": [name_of[p] for p in run.replica.order],
-        "arrived": None if run.replica.arrived is None else [name_of[p] for p in run.replica.arrived],
-        "buckets": [_describe_bucket(bucket) for bucket in _buckets(run, compressor)],
+        "order": [name_of[p] for p in training.parallel.replica.order],
+        "arrived": None
+        if training.parallel.replica.arrived is None
+        else [name_of[p] for p in training.parallel.replica.arrived],
+        "buckets": [_describe_bucket(bucket) for bucket in _buckets(training, compressor)],
     }
 
 
@@ -152,65 +163,76 @@ def _describe_bucket(bucket: ReducerContents) -> dict[str, Any]:
     }
 
 
-def _buckets(run: Run, compressor: Compressor) -> list[ReducerContents]:
+def _buckets(training: TrainingState, compressor: Compressor) -> list[ReducerContents]:
     """All buckets of this rank with the tensors in them: those of whole gradients, then those of sharded ones."""
-    name_of, buckets = _names(run), []
+    name_of, buckets = _names(training), []
     for bucket, exchange in compressor.exchanges.items():
         named = zip((name_of[p] for p in bucket.parameters), bucket.views, strict=True)
         rows = [
-            FlatTensorRow(name, tuple(view.shape), view.stride(), run.layout.shard_of(name)) for name, view in named
+            FlatTensorRow(name, tuple(view.shape), view.stride(), training.parallel.layout.shard_of(name))
+            for name, view in named
         ]
         buckets.append(ReducerContents(exchange, rows, exchange.contributors))
     return buckets + [bucket for part in compressor.parts for bucket in part.keeping()]
 
 
-def _names(run: Run) -> dict[nn.Parameter, str]:
-    return {p: run.layout.first_name(name) for name, p in run.model.named_parameters()}
+def _names(training: TrainingState) -> dict[nn.Parameter, str]:
+    return {p: training.parallel.layout.first_name(name) for name, p in training.parallel.model.named_parameters()}
 
 
-def _rebuild_buckets(run: Run, compressor: Compressor, saved: dict[str, Any] | None) -> bool:
+def _rebuild_buckets(training: TrainingState, compressor: Compressor, saved: dict[str, Any] | None) -> bool:
     """Try to make this rank's buckets as they were when it saved; returns whether they are."""
-    by_name = {name: p for p, name in _names(run).items()}
+    by_name = {name: p for p, name in _names(training).items()}
     if saved is None or not by_name.keys() >= {*saved["order"], *(saved["arrived"] or ())}:
         return False
     arrived = saved["arrived"]
     order = [by_name[name] for name in saved["order"]]
-    if {*map(id, order)} == {*map(id, run.replica.order)}:
-        run.replica.rebuild_buckets(order, None if arrived is None else [by_name[name] for name in arrived])
-    return _without_counts(_describe(run, compressor)) == _without_counts(saved)
+    if {*map(id, order)} == {*map(id, training.parallel.replica.order)}:
+        training.parallel.replica.rebuild_buckets(
+            order, None if arrived is None else [by_name[name] for name in arrived]
+        )
+    return _without_counts(_describe(training, compressor)) == _without_counts(saved)
 
 
 def _without_counts(description: dict[str, Any]) -> dict[str, Any]:
     return {**description, "buckets": [{**bucket, "counts": None} for bucket in description["buckets"]]}
 
 
-def _load_same_buckets(run: Run, compressor: Compressor, source: Source, saved: dict[str, Any] | None) -> None:
+def _load_same_buckets(
+    training: TrainingState, compressor: Compressor, source: Source, saved: dict[str, Any] | None
+) -> None:
     assert saved is not None
-    buckets = _buckets(run, compressor)
-    tensors = _read(run, source, run.world.rank, range(len(buckets)))
+    buckets = _buckets(training, compressor)
+    tensors = _read(training, source, training.parallel.world.rank, range(len(buckets)))
     for number, (bucket, description) in enumerate(zip(buckets, saved["buckets"], strict=True)):
         counts = {f"{side}.count": torch.tensor(count) for side, count in description["counts"].items()}
         bucket.exchange.load({**tensors[number], **counts})
 
 
-def _load_equal_shares(run: Run, compressor: Compressor, source: Source, saved: list[dict[str, Any] | None]) -> None:
+def _load_equal_shares(
+    training: TrainingState, compressor: Compressor, source: Source, saved: list[dict[str, Any] | None]
+) -> None:
     """Take an equal share of the sum of all saved ranks' residuals of each parameter."""
-    here = {name: p for p, name in _names(run).items()}
+    here = {name: p for p, name in _names(training).items()}
     totals: dict[str, Residuals] = {}
     for rank, description in enumerate(saved):
         buckets = description["buckets"] if description is not None else []
         wanted = [number for number, bucket in enumerate(buckets) if any(name in here for name in bucket["names"])]
-        for number, tensors in _read(run, source, rank, wanted).items():
-            _add_bucket(run, totals, buckets[number], tensors, here)
+        for number, tensors in _read(training, source, rank, wanted).items():
+            _add_bucket(training, totals, buckets[number], tensors, here)
     counts = [max(bucket["counts"].values()) for one in saved if one is not None for bucket in one["buckets"]]
-    for bucket in _buckets(run, compressor):
+    for bucket in _buckets(training, compressor):
         shares = [_share(row, totals.get(row.name, {}), bucket.contributors) for row in bucket.rows]
         sizes = [torch.Size(row.shape).numel() for row in bucket.rows]
         load_states_by_tensor(bucket.exchange, sizes, shares, max(counts, default=0))
 
 
 def _add_bucket(
-    run: Run, totals: dict[str, Residuals], bucket: dict[str, Any], tensors: Residuals, here: Iterable[str]
+    training: TrainingState,
+    totals: dict[str, Residuals],
+    bucket: dict[str, Any],
+    tensors: Residuals,
+    here: Iterable[str],
 ) -> None:
     """Add a saved bucket's residuals to `totals`, by parameter; state that ranks share is taken once."""
     shapes = bucket["shapes"]
@@ -221,7 +243,7 @@ def _add_bucket(
         if name not in here:
             continue
         shard = TensorShard(
-            shape=run.layout.names[name],
+            shape=training.parallel.layout.names[name],
             cuts=tuple(Cut(dim=dim, ranges=tuple((a, b) for a, b in ranges)) for dim, ranges in cuts),
         )
         total = totals.setdefault(name, {})
@@ -248,7 +270,7 @@ def _share(row: FlatTensorRow, total: Residuals, contributors: int) -> Residuals
     return share
 
 
-def _read(run: Run, source: Source, rank: int, numbers: Iterable[int]) -> dict[int, Residuals]:
+def _read(training: TrainingState, source: Source, rank: int, numbers: Iterable[int]) -> dict[int, Residuals]:
     """Tensors of some buckets of a saved rank, by number of the bucket. Collective."""
     buckets: dict[int, Residuals] = {}
     targets = []
@@ -258,5 +280,5 @@ def _read(run: Run, source: Source, rank: int, numbers: Iterable[int]) -> dict[i
             stored = source.tensors[key]
             out = buckets[number][key[2]] = torch.empty(stored.shape, dtype=parse_dtype(stored.dtype))
             targets.append(LoadTarget(key=key, out=out))
-    transfer(run.world, source, targets)
+    transfer(training.parallel.world, source, targets)
     return buckets

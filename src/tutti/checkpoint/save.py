@@ -7,9 +7,10 @@ that leaves the earlier checkpoints as they are.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -30,7 +31,6 @@ from tutti.checkpoint.tensor_files import (
     TensorToWrite,
     in_file_order,
     make_temporary_folder,
-    parse_dtype,
     publish_folder,
     remove_folder,
     tensor_on_demand,
@@ -38,12 +38,14 @@ from tutti.checkpoint.tensor_files import (
     write_file,
     write_tensors,
 )
+from tutti.checkpoint.training_state import TrainingState
 from tutti.comm.world import World
+from tutti.config.run_folder import RunFolder
 from tutti.errors import CheckpointError
+from tutti.host_memory import long_lived_blocks
 from tutti.local_sgd.consistency import ReplicaState
 from tutti.parallel.layout import TensorShard
-from tutti.trainer.host_memory import long_lived_blocks
-from tutti.trainer.run_state import Run
+from tutti.parallel.saved_values import parse_dtype
 
 UNFINISHED, FAILED = ".part", ".failed"
 """Suffixes of a file that is being written, and of the mark that it could not be."""
@@ -52,60 +54,206 @@ _PATIENCE_S = 10.0
 """How long rank 0 waits, when its process ends, for other ranks' files to grow."""
 
 
-def save_checkpoint(run: Run) -> tuple[Path, int]:
-    """Write a checkpoint of the run as it is now; returns its folder and size in bytes. Every rank must call it.
+RowWriter = Callable[[dict[str, Any]], None]
+"""Gets the fields of the row about a finished checkpoint, for the metrics of rank 0."""
 
-    Raises CheckpointError on every rank if any rank fails; earlier checkpoints stay complete.
+
+class CheckpointWriter:
+    """Saves the checkpoints of one run. All ranks call its methods in the same order.
+
+    Args:
+        training: what is saved.
+        folder: the run folder.
+        every: steps between two checkpoints; None: only when `save` is called.
+        keep: how many of the newest checkpoints stay; 0: all.
+        write_row: called when a checkpoint is complete.
     """
-    finish_saving(run)
-    run.pending = _begin(run, background=False)
-    pending = run.pending
-    nbytes = finish_saving(run)
-    return pending.path, nbytes
 
+    def __init__(
+        self, training: TrainingState, folder: RunFolder, *, every: int | None, keep: int, write_row: RowWriter
+    ) -> None:
+        self._training, self._world = training, training.parallel.world
+        self._folder, self._every, self._keep, self._write_row = folder, every, keep, write_row
+        self._pending: PendingCheckpoint | None = None
 
-def save_when_due(run: Run) -> None:
-    """After every step: begin a checkpoint in the background if one is due, or finish a written one.
+    def save(self) -> tuple[Path, int]:
+        """Write a checkpoint of the state as it is now; returns its folder and size in bytes. Collective.
 
-    Raises CheckpointError, on every rank in the same step, if any rank failed to write.
-    """
-    every = run.settings.checkpoint_every
-    if every and run.progress.step % every == 0:
-        finish_saving(run)
-        run.pending = _begin(run, background=True)
-    if run.pending is not None:
-        _finish_if_written(run, run.pending)
+        Raises:
+            CheckpointError: on every rank, if any rank fails; earlier checkpoints stay complete.
+        """
+        self.finish()
+        self._pending = pending = self._begin(background=False)
+        return pending.path, self.finish()
 
+    def save_when_due(self) -> None:
+        """After every step: begin a checkpoint in the background if one is due, or finish a written one.
 
-def finish_saving(run: Run) -> int:
-    """Wait for the checkpoint that is being written, if any; returns its size in bytes. Every rank must call it."""
-    pending = run.pending
-    if pending is None:
-        return 0
-    before = time.perf_counter()
-    if pending.thread is not None:
-        pending.thread.join()
-    pending.blocked_s += time.perf_counter() - before
-    return _finish_if_written(run, pending)
+        Raises:
+            CheckpointError: on every rank in the same step, if any rank failed to write.
+        """
+        if self._every and self._training.progress.step % self._every == 0:
+            self.finish()
+            self._pending = self._begin(background=True)
+        if self._pending is not None:
+            self._finish_if_written(self._pending)
 
+    def finish(self) -> int:
+        """Wait for the checkpoint that is being written, if any; returns its size in bytes. Collective."""
+        pending = self._pending
+        if pending is None:
+            return 0
+        before = time.perf_counter()
+        if pending.thread is not None:
+            pending.thread.join()
+        pending.blocked_s += time.perf_counter() - before
+        return self._finish_if_written(pending)
 
-def finish_saving_at_exit(run: Run) -> str | None:
-    """Finish the pending checkpoint when the process ends, without communication; returns what went wrong.
+    def finish_at_exit(self) -> str | None:
+        """Finish the pending checkpoint when the process ends, without communication; returns what went wrong.
 
-    Every rank finishes its own file. Rank 0 waits for the others' files as long as they grow, then renames the folder.
-    """
-    pending, run.pending = run.pending, None
-    if pending is None:
+        Every rank finishes its own file. Rank 0 waits for the others' files as long as they grow, then renames the
+        folder.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        if pending.thread is not None:
+            pending.thread.join()
+        failure = pending.failure
+        if self._world.is_main and failure is None:
+            missing = _wait_for_files(pending)
+            failure = f"{missing} was not written" if missing else self._publish(pending)
+        if failure is None:
+            return None
+        return f"the checkpoint of step {pending.step} was not finished: {failure}; earlier checkpoints are whole"
+
+    def _begin(self, *, background: bool) -> PendingCheckpoint:
+        """Agree on which rank writes what, and start writing the state as it is now. Collective."""
+        started = time.perf_counter()
+        self._training.noise.flush(self._world)
+        path = self._folder.checkpoints / f"step-{self._training.progress.step:08d}"
+        name, failure = None, None
+        if self._world.is_main:
+            try:
+                name = make_temporary_folder(path)
+            except OSError as error:
+                failure = _message(error)
+        name, failure = self._world.broadcast((name, failure))
+        if name is None:
+            raise self._failed(path, failure)
+        pending = PendingCheckpoint(
+            step=self._training.progress.step,
+            path=path,
+            temporary=path.with_name(name),
+            started_s=started,
+            background=background,
+        )
+        with self._training.consistency.averaged_model(self._training.parallel, saving=True) as replica_state:
+            self._contribute(pending, replica_state)
+        pending.blocked_s = time.perf_counter() - started
+        return pending
+
+    def _contribute(self, pending: PendingCheckpoint, replica_state: ReplicaState) -> None:
+        """Collect this rank's state, agree with the others, and start writing. Collective."""
+        try:
+            collected = collect(self._training)
+            collect_residuals(self._training, collected)
+            collect_replica_state(self._training, replica_state, collected)
+        except Exception as error:  # the user's optimizer may raise; the other ranks must not wait for this one
+            collected = Collected(Contribution(failure=_message(error)))
+        collected.contribution.sees_folder = pending.temporary.is_dir()
+        contributions = self._world.gather(collected.contribution)
+        failure = find_conflict(contributions)
+        if failure is not None:
+            self._discard(pending)
+            raise self._failed(pending.path, failure)
+        self._write(pending, contributions, collected.tensors)
+
+    def _write(
+        self, pending: PendingCheckpoint, contributions: list[Contribution], tensors: list[TensorToWrite]
+    ) -> None:
+        """Start writing this rank's files. A failure waits in `pending` until all ranks hear of it."""
+        rank, texts = self._world.rank, None
+        if self._world.is_main:
+            try:
+                texts = merge_contributions(self._training, contributions)
+            except CheckpointError as error:
+                pending.failure = str(error)
+            writers = [other for other, contribution in enumerate(contributions) if contribution.parts]
+            pending.files = [rank_file(other) for other in writers]
+        for other, contribution in enumerate(contributions):  # ranks that see another disk have rank 0 write their file
+            if not contribution.sees_folder and contribution.parts:
+                if rank == other:
+                    _send_tensors(self._world, tensors)
+                elif rank == 0:
+                    pending.nbytes += _write_received(self._world, pending, other, contribution)
+        if not contributions[rank].sees_folder:
+            return
+        if pending.background:
+            try:
+                tensors, pending.background = _copy_to_host(tensors, self._world)
+            except (RuntimeError, MemoryError) as error:
+                pending.failure = pending.failure or _message(error)
+        if not pending.background:
+            _write_files(pending, rank, tensors, texts)
+            return
+        arguments = (pending, rank, tensors, texts)
+        pending.thread = threading.Thread(target=_write_files, args=arguments, name="tutti-checkpoint", daemon=True)
+        pending.thread.start()
+
+    def _finish_if_written(self, pending: PendingCheckpoint) -> int:
+        """Publish the checkpoint if every rank has written; returns its size in bytes, or 0 if one has not. Collective."""
+        flags = [float(not pending.written), float(pending.written and pending.failure is not None)]
+        counts = torch.tensor([*flags, pending.nbytes], dtype=torch.float64, device=self._world.device)
+        writing, failed, nbytes = self._world.sum(counts).tolist()
+        if writing:
+            return 0
+        self._pending = None
+        failure = None
+        if failed:
+            failures = enumerate(self._world.gather(pending.failure))
+            failure = next(f"rank {rank}: {message}" for rank, message in failures if message is not None)
+        elif self._world.is_main:
+            failure = self._publish(pending)
+        failure = self._world.broadcast(failure)
+        if failure is not None:
+            self._discard(pending)
+            raise self._failed(pending.path, failure)
+        self._log_row(pending, int(nbytes))
+        return int(nbytes)
+
+    def _publish(self, pending: PendingCheckpoint) -> str | None:
+        """On rank 0: give the complete checkpoint its name. Returns what went wrong."""
+        try:
+            publish_folder(pending.temporary, pending.path, self._keep)
+        except OSError as error:
+            return _message(error)
         return None
-    if pending.thread is not None:
-        pending.thread.join()
-    failure = pending.failure
-    if run.world.is_main and failure is None:
-        missing = _wait_for_files(pending)
-        failure = f"{missing} was not written" if missing else _publish(run, pending)
-    if failure is None:
-        return None
-    return f"the checkpoint of step {pending.step} was not finished: {failure}; earlier checkpoints are whole"
+
+    def _log_row(self, pending: PendingCheckpoint, nbytes: int) -> None:
+        """`duration_s`: how long training waited; `written_s`: from the beginning until the folder was published."""
+        fields = {
+            "step": pending.step,
+            "duration_s": pending.blocked_s,
+            "written_s": time.perf_counter() - pending.started_s,
+            "background": pending.background,
+            "path": pending.path.relative_to(self._folder.path),
+            "nbytes": nbytes,
+        }
+        self._write_row(fields)
+
+    def _discard(self, pending: PendingCheckpoint) -> None:
+        if self._world.is_main and pending.temporary.exists():
+            remove_folder(pending.temporary)
+
+    def _failed(self, path: Path, reason: str | None) -> CheckpointError:
+        last = latest_checkpoint(self._folder.path)
+        remedy = ". Free space or name another folder, then resume" if "[Errno" in str(reason) else ""
+        return CheckpointError(
+            f"checkpoint of step {int(path.name.removeprefix('step-'))} could not be written to {path}: {reason}; earlier "
+            f"checkpoints are whole ({last.name if last else 'there is none'}){remedy}"
+        )
 
 
 def _wait_for_files(pending: PendingCheckpoint) -> str | None:
@@ -123,83 +271,6 @@ def _wait_for_files(pending: PendingCheckpoint) -> str | None:
         if time.monotonic() - since > _PATIENCE_S:
             return missing[0]
         time.sleep(0.02)
-
-
-def _begin(run: Run, *, background: bool) -> PendingCheckpoint:
-    """Agree on which rank writes what, and start writing the state as it is now. Collective."""
-    started = time.perf_counter()
-    run.noise.flush(run.world)
-    path = run.folder.checkpoints / f"step-{run.progress.step:08d}"
-    name, failure = None, None
-    if run.world.is_main:
-        try:
-            name = make_temporary_folder(path)
-        except OSError as error:
-            failure = _message(error)
-    name, failure = run.world.broadcast((name, failure))
-    if name is None:
-        raise _failed(run, path, failure)
-    pending = PendingCheckpoint(
-        step=run.progress.step,
-        path=path,
-        temporary=path.with_name(name),
-        started_s=started,
-        background=background,
-    )
-    with run.consistency.averaged_model(run, saving=True) as replica_state:
-        _contribute(run, pending, replica_state)
-    pending.blocked_s = time.perf_counter() - started
-    return pending
-
-
-def _contribute(run: Run, pending: PendingCheckpoint, replica_state: ReplicaState) -> None:
-    """Collect this rank's state, agree with the others, and start writing. Collective."""
-    try:
-        collected = collect(run)
-        collect_residuals(run, collected)
-        collect_replica_state(run, replica_state, collected)
-    except Exception as error:  # the user's optimizer may raise; the other ranks must not wait for this one
-        collected = Collected(Contribution(failure=_message(error)))
-    collected.contribution.sees_folder = pending.temporary.is_dir()
-    contributions = run.world.gather(collected.contribution)
-    failure = find_conflict(contributions)
-    if failure is not None:
-        _discard(run, pending)
-        raise _failed(run, pending.path, failure)
-    _write(run, pending, contributions, collected.tensors)
-
-
-def _write(
-    run: Run, pending: PendingCheckpoint, contributions: list[Contribution], tensors: list[TensorToWrite]
-) -> None:
-    """Start writing this rank's files. A failure waits in `pending` until all ranks hear of it."""
-    rank, texts = run.world.rank, None
-    if run.world.is_main:
-        try:
-            texts = merge_contributions(run, contributions)
-        except CheckpointError as error:
-            pending.failure = str(error)
-        writers = [other for other, contribution in enumerate(contributions) if contribution.parts]
-        pending.files = [rank_file(other) for other in writers]
-    for other, contribution in enumerate(contributions):  # ranks that see another disk have rank 0 write their file
-        if not contribution.sees_folder and contribution.parts:
-            if rank == other:
-                _send_tensors(run.world, tensors)
-            elif rank == 0:
-                pending.nbytes += _write_received(run, pending, other, contribution)
-    if not contributions[rank].sees_folder:
-        return
-    if pending.background:
-        try:
-            tensors, pending.background = _copy_to_host(tensors, run)
-        except (RuntimeError, MemoryError) as error:
-            pending.failure = pending.failure or _message(error)
-    if not pending.background:
-        _write_files(pending, rank, tensors, texts)
-        return
-    arguments = (pending, rank, tensors, texts)
-    pending.thread = threading.Thread(target=_write_files, args=arguments, name="tutti-checkpoint", daemon=True)
-    pending.thread.start()
 
 
 def _write_files(
@@ -225,19 +296,19 @@ def _write_tensor_file(folder: Path, rank: int, tensors: list[TensorToWrite]) ->
     return nbytes
 
 
-def _copy_to_host(tensors: list[TensorToWrite], run: Run) -> tuple[list[TensorToWrite], bool]:
+def _copy_to_host(tensors: list[TensorToWrite], world: World) -> tuple[list[TensorToWrite], bool]:
     """Copies in host memory, and True; the tensors themselves, and False, where too little memory is free."""
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    if nbytes * run.world.local_world_size > psutil.virtual_memory().available // 2:
+    if nbytes * world.local_world_size > psutil.virtual_memory().available // 2:
         return tensors, False
-    pinned = run.world.device.type == "cuda"
+    pinned = world.device.type == "cuda"
     copies = []
     with long_lived_blocks():
         for tensor in tensors:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             copies.append(tensor_to_write(tensor.key, copy.copy_(tensor.make().detach(), non_blocking=True)))
     if pinned:
-        torch.cuda.synchronize(run.world.device)
+        torch.cuda.synchronize(world.device)
     return copies, True
 
 
@@ -249,11 +320,11 @@ def _send_tensors(world: World, tensors: list[TensorToWrite]) -> None:
             dist.send(data.to(world.device), dst=0)
 
 
-def _write_received(run: Run, pending: PendingCheckpoint, sender: int, contribution: Contribution) -> int:
+def _write_received(world: World, pending: PendingCheckpoint, sender: int, contribution: Contribution) -> int:
     """On rank 0: write the file of a rank that sends its tensors; returns its size in bytes."""
     unfinished = pending.temporary / (rank_file(sender) + UNFINISHED)
     expected = [_expected(part) for part in contribution.parts]
-    incoming = _receive(run.world, sender, expected)
+    incoming = _receive(world, sender, expected)
     fed = [
         TensorToWrite(key=tensor.key, shape=tensor.shape, dtype=tensor.dtype, make=lambda: next(incoming))
         for tensor in expected
@@ -281,65 +352,6 @@ def _receive(world: World, sender: int, tensors: list[TensorToWrite]) -> Iterato
         if tensor.nbytes:
             dist.recv(data, src=sender)
         yield data.cpu().view(tensor.dtype).reshape(tensor.shape)
-
-
-def _finish_if_written(run: Run, pending: PendingCheckpoint) -> int:
-    """Publish the checkpoint if every rank has written; returns its size in bytes, or 0 if one has not. Collective."""
-    flags = [float(not pending.written), float(pending.written and pending.failure is not None)]
-    counts = torch.tensor([*flags, pending.nbytes], dtype=torch.float64, device=run.world.device)
-    writing, failed, nbytes = run.world.sum(counts).tolist()
-    if writing:
-        return 0
-    run.pending = None
-    failure = None
-    if failed:
-        failures = enumerate(run.world.gather(pending.failure))
-        failure = next(f"rank {rank}: {message}" for rank, message in failures if message is not None)
-    elif run.world.is_main:
-        failure = _publish(run, pending)
-    failure = run.world.broadcast(failure)
-    if failure is not None:
-        _discard(run, pending)
-        raise _failed(run, pending.path, failure)
-    _log_row(run, pending, int(nbytes))
-    return int(nbytes)
-
-
-def _publish(run: Run, pending: PendingCheckpoint) -> str | None:
-    """On rank 0: give the complete checkpoint its name. Returns what went wrong."""
-    try:
-        publish_folder(pending.temporary, pending.path, run.settings.keep_checkpoints)
-    except OSError as error:
-        return _message(error)
-    return None
-
-
-def _log_row(run: Run, pending: PendingCheckpoint, nbytes: int) -> None:
-    """`duration_s`: how long training waited; `written_s`: from the beginning until the folder was published."""
-    run.log.row(
-        "checkpoint",
-        run.clock.elapsed_s(),
-        step=pending.step,
-        duration_s=pending.blocked_s,
-        written_s=time.perf_counter() - pending.started_s,
-        background=pending.background,
-        path=pending.path.relative_to(run.folder.path),
-        nbytes=nbytes,
-    )
-
-
-def _discard(run: Run, pending: PendingCheckpoint) -> None:
-    if run.world.is_main and pending.temporary.exists():
-        remove_folder(pending.temporary)
-
-
-def _failed(run: Run, path: Path, reason: str | None) -> CheckpointError:
-    last = latest_checkpoint(run.folder.path)
-    remedy = ". Free space or name another folder, then resume" if "[Errno" in str(reason) else ""
-    return CheckpointError(
-        f"checkpoint of step {int(path.name.removeprefix('step-'))} could not be written to {path}: {reason}; earlier "
-        f"checkpoints are whole ({last.name if last else 'there is none'}){remedy}"
-    )
 
 
 def _message(error: BaseException) -> str:

@@ -24,10 +24,11 @@ from tutti.checkpoint.index import (
     parse_index,
     read_run_state,
 )
-from tutti.checkpoint.tensor_files import TensorFiles, parse_dtype
+from tutti.checkpoint.tensor_files import TensorFiles
 from tutti.comm.world import World
 from tutti.errors import CheckpointError
 from tutti.parallel.layout import Cut, TensorShard
+from tutti.parallel.saved_values import parse_dtype
 
 ReadPart = Callable[[StoredPart, torch.dtype, Slices], torch.Tensor]
 """Returns the values of a stored part at an index into it."""

@@ -76,14 +76,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """The dtype that `dtype_name` wrote. Raises CheckpointError for an unknown one."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{name!r} is no dtype of this torch ({torch.__version__}); use a newer one")
-    return dtype
-
-
 def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[str, str] | None = None) -> int:
     """Write a file and wait until it is on disk; returns its size in bytes. Raises OSError."""
     ordered = in_file_order(tensors)

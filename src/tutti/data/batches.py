@@ -1,7 +1,7 @@
 """Global batches: the order of an epoch, its batches, each rank's share of them, and their microbatches."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,9 @@ from tutti.data.seeds import derive_seed, preserved_generators, seed_everything
 from tutti.errors import DataError
 
 Indices = npt.NDArray[np.int64]
+
+Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]
+"""batch -> (positional arguments, keyword arguments, target)."""
 
 
 def epoch_order(samples: int, seed: int, epoch: int, *, shuffle: bool) -> Indices:

@@ -13,7 +13,7 @@ import torch
 from tutti.local_sgd.consistency import ModeArguments
 from tutti.local_sgd.diverged_replicas import DivergedReplicas
 from tutti.local_sgd.replica_group import MEASURED_EVERY, FlatVectors, ReplicaGroup, distance_from_sampled_mean
-from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
 
 TINY = math.sqrt(sys.float_info.min)
 """Smaller squared lengths count as zero: such a vector is added as it is."""
@@ -83,7 +83,7 @@ class Adasum(DivergedReplicas):
     def restart(self) -> None:
         self.saved_vectors = {"reference": self.vectors.read()}
 
-    def exchange(self, run: Run) -> None:
+    def exchange(self, parallel: ParallelModel) -> None:
         if self.counts["since"] < self.period:
             return
         if self.counts["rounds"] % MEASURED_EVERY == 0:

@@ -16,6 +16,7 @@ import torch
 
 from tutti.comm.traffic import CommHandle
 from tutti.config.compression import Compression
+from tutti.data.batches import BatchShare
 from tutti.local_sgd.consistency import ModeArguments
 from tutti.local_sgd.delayed_reduction import (
     CompressedReplicaSum,
@@ -27,7 +28,7 @@ from tutti.local_sgd.delayed_reduction import (
 from tutti.local_sgd.diverged_replicas import DivergedReplicas, average_optimizer_states
 from tutti.local_sgd.replica_group import Drift, FlatVectors, ReplicaGroup
 from tutti.local_sgd.second_moments import SecondMomentCorrection, check_correctable
-from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
 
 NEVER = 1 << 62
 """A period that no run reaches: replicas are averaged when training ends."""
@@ -64,32 +65,32 @@ class LocalSgd(DivergedReplicas):
         self._coded: CompressedReplicaSum | None = None
         self._room: FlatVectors = []
 
-    def begin(self, run: Run) -> None:
-        for optimizer in run.optimizers if self.corrects else ():
+    def begin(self, parallel: ParallelModel, step: int) -> None:
+        for optimizer in parallel.optimizers if self.corrects else ():
             check_correctable(optimizer)
-        if run.progress.step >= self.after:
-            super().begin(run)
+        if step >= self.after:
+            super().begin(parallel, step)
 
-    def start_losses(self, run: Run, totals: torch.Tensor) -> CommHandle | None:
-        work = super().start_losses(run, totals)
+    def start_losses(self, parallel: ParallelModel, totals: torch.Tensor, share: BatchShare) -> CommHandle | None:
+        work = super().start_losses(parallel, totals, share)
         if self._moments is not None:
             self._moments.start()
         return work
 
-    def updated(self, run: Run) -> None:
+    def updated(self, parallel: ParallelModel, step: int) -> None:
         if self.diverged:
             if self._moments is not None:
                 self._moments.updated()
-            super().updated(run)
-        elif run.progress.step + 1 >= self.after:
-            super().begin(run)
+            super().updated(parallel, step)
+        elif step + 1 >= self.after:
+            super().begin(parallel, step)
 
-    def _take(self, run: Run) -> None:
-        super()._take(run)
+    def _take(self, parallel: ParallelModel) -> None:
+        super()._take(parallel)
         if self.corrects and self.replicas.size > 1:
             if self._moments is not None:
                 self._moments.cancel()
-            self._moments = SecondMomentCorrection(self.replicas, run.optimizers, self._trained)
+            self._moments = SecondMomentCorrection(self.replicas, parallel.optimizers, self._trained)
 
     def restart(self) -> None:
         self._room = []
@@ -101,18 +102,18 @@ class LocalSgd(DivergedReplicas):
         if self._moments is not None:
             self.saved_vectors["moments"] = self._moments.sums
 
-    def on_resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
-        super().on_resumed(run, tensors)
+    def on_resumed(self, parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> None:
+        super().on_resumed(parallel, tensors)
         if self._compression is not None:
             self._sums(self._compression).count = self.counts["coded"]
 
-    def exchange(self, run: Run) -> None:
+    def exchange(self, parallel: ParallelModel) -> None:
         if self.counts["since"] < self.period:
             return
         self.average()
         self.buffers.agree()
         if self.states:
-            average_optimizer_states(run, self.replicas)
+            average_optimizer_states(parallel, self.replicas)
         self.equal, self.staleness, self.counts["since"] = True, 0, 0
 
     def average(self) -> None:
@@ -205,10 +206,10 @@ class DiLoCo(LocalSgd):
     def final_parameters(self) -> FlatVectors:
         return self._outer()[0]
 
-    def finish(self, run: Run) -> None:
+    def finish(self, parallel: ParallelModel) -> None:
         if not self.equal:
             _, velocity = self._outer()
-            super().finish(run)
+            super().finish(parallel)
             self.saved_vectors["velocity"] = velocity
 
     def _outer(self) -> tuple[FlatVectors, FlatVectors]:
@@ -242,9 +243,9 @@ class DelayedAverage(LocalSgd):
         self._delayed: DelayedReduction | None = None
         self._means: FlatVectors = []
 
-    def start_losses(self, run: Run, totals: torch.Tensor) -> CommHandle | None:
+    def start_losses(self, parallel: ParallelModel, totals: torch.Tensor, share: BatchShare) -> CommHandle | None:
         """The average in flight goes on behind the sum of the losses, and has a step's time until the next."""
-        work = super().start_losses(run, totals)
+        work = super().start_losses(parallel, totals, share)
         if self._delayed is not None:
             self._delayed.advance(self.counts["since"] + 1, work)
         return work
@@ -259,12 +260,12 @@ class DelayedAverage(LocalSgd):
         self.saved_vectors["then"] = self.vectors.read()
         self._means = [torch.empty_like(flat) for flat in self.saved_vectors["then"]]
 
-    def on_resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
-        super().on_resumed(run, tensors)
+    def on_resumed(self, parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> None:
+        super().on_resumed(parallel, tensors)
         if self.counts["away"]:
             self._leave(again=True).advance(self.counts["since"])
 
-    def exchange(self, run: Run) -> None:
+    def exchange(self, parallel: ParallelModel) -> None:
         since = self.counts["since"]
         if self._delayed is not None and since >= self.delay:
             self._delayed.finish()

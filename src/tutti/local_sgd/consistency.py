@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,9 @@ from tutti.comm.point_to_point import all_reduce_small, ring_all_reduce_nbytes
 from tutti.comm.traffic import CommHandle
 from tutti.config.compression import Compression
 from tutti.config.consistency_modes import Relaxed
+from tutti.data.batches import BatchShare
 from tutti.parallel.layout import norm_squared
-
-if TYPE_CHECKING:
-    from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +63,17 @@ class Consistency:
     asynchronous: bool = False
     skip_together: bool = False
 
-    def begin(self, run: "Run") -> None:
-        """Model, optimizers and counters are ready, new or from a checkpoint."""
+    def begin(self, parallel: ParallelModel, step: int) -> None:
+        """Model, optimizers and counters are ready, new or from a checkpoint; `step` updates were made before."""
 
-    def start_losses(self, run: "Run", totals: torch.Tensor) -> CommHandle | None:
+    def start_losses(self, parallel: ParallelModel, totals: torch.Tensor, share: BatchShare) -> CommHandle | None:
         """Start to sum `totals` in place: the loss' total and count, one flag a rank, and what others add.
+
+        `share` is this rank's share of the global batch.
 
         Replicas that differ use direct messages, since their exchanges may fill the queues of a network.
         """
-        size, channel = run.world.world_size, run.layout.channel("scalars")
+        size, channel = parallel.world.world_size, parallel.layout.channel("scalars")
         if size == 1:
             return None
         if self.diverged:
@@ -80,40 +81,40 @@ class Consistency:
             return channel.start([work], nbytes)
         return channel.start([dist.all_reduce(totals, async_op=True)], ring_all_reduce_nbytes(totals, size))
 
-    def norm_squared(self, run: "Run", named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    def norm_squared(self, parallel: ParallelModel, named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
         """Sum of squares of the gradients that ranks which step alike hold, for clipping."""
-        return norm_squared(run.layout, named, run.world.device)
+        return norm_squared(parallel.layout, named, parallel.world.device)
 
-    def updated(self, run: "Run") -> None:
-        """The optimizers have made an update, or skipped it on all ranks. The step's row is not written yet."""
+    def updated(self, parallel: ParallelModel, step: int) -> None:
+        """The optimizers have made update `step`, from 0, or all ranks have skipped it. Its row is not written yet."""
 
     @contextmanager
-    def averaged_model(self, run: "Run", *, saving: bool = False) -> Iterator[ReplicaState]:
+    def averaged_model(self, parallel: ParallelModel, *, saving: bool = False) -> Iterator[ReplicaState]:
         """Temporarily load the model that all ranks would end with now, to evaluate or save it. Collective.
 
         Args:
-            run: this run.
+            parallel: the model and its optimizers.
             saving: also load the mean of the optimizers' state, and yield what this replica resumes from.
         """
         yield ReplicaState()
 
-    def evaluation_share(self, run: "Run") -> tuple[int, int]:
+    def evaluation_share(self, parallel: ParallelModel) -> tuple[int, int]:
         """(i, n): this rank computes the i-th of n parts of what is evaluated."""
-        return run.mesh.data_index, run.mesh.data_degree
+        return parallel.mesh.data_index, parallel.mesh.data_degree
 
     def combine_predictions(self, output: Any) -> Any:
         """The model's output that an evaluation uses, from this rank's. Called by all ranks that share a part."""
         return output
 
-    def resume(self, run: "Run", values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def resume(self, parallel: ParallelModel, values: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Restore the values that `averaged_model` yielded; returns tensors to be filled, after which `on_resumed` is
         called."""
         return {}
 
-    def on_resumed(self, run: "Run", tensors: dict[str, torch.Tensor]) -> None:
+    def on_resumed(self, parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> None:
         """The tensors are filled."""
 
-    def finish(self, run: "Run") -> None:
+    def finish(self, parallel: ParallelModel) -> None:
         """Training has ended: every rank gets the same model. Collective."""
 
     def row(self) -> dict[str, Any]:
@@ -124,5 +125,5 @@ class Consistency:
         """Fields about replicas in an evaluation's row; empty where they are equal or nothing is known."""
         return {}
 
-    def on_exit(self, run: "Run") -> None:
+    def on_exit(self, parallel: ParallelModel) -> None:
         """The script has ended well on this rank; on others it may go on."""

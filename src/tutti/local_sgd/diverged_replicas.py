@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from tutti.checkpoint.contribution import pack_scalar, unpack_scalar
-from tutti.checkpoint.tensor_files import parse_dtype
 from tutti.local_sgd.consistency import Consistency, ReplicaState
 from tutti.local_sgd.replica_group import FlatTensors, FlatVectors, ReplicaGroup
-from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
+from tutti.parallel.saved_values import pack_scalar, parse_dtype, unpack_scalar
 
 
 class DivergedReplicas(Consistency):
@@ -46,53 +45,53 @@ class DivergedReplicas(Consistency):
         """All replicas have the same parameters: go on from there, with nothing in flight."""
 
     @abstractmethod
-    def exchange(self, run: Run) -> None:
+    def exchange(self, parallel: ParallelModel) -> None:
         """An update was made, `counts["since"]` since the last exchange began: exchange if it is time."""
 
     @abstractmethod
     def final_parameters(self) -> FlatVectors:
         """The parameters that all ranks would end with now; changes nothing. Collective."""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, parallel: ParallelModel, step: int) -> None:
         """From here on replicas may differ."""
         self.diverged, self.gradient_scale = True, float(self.replicas.size)
-        run.scope.world_size, run.scope.group, run.scope.diverged = 1, None, True
-        run.replica.diverged_axes = ("replicate",)
-        run.replica.rebuild_buckets(None, [])
-        self.buffers = ReplicaBuffers(run.model, self.replicas)
-        self._take(run)
+        parallel.scope.world_size, parallel.scope.group, parallel.scope.diverged = 1, None, True
+        parallel.replica.diverged_axes = ("replicate",)
+        parallel.replica.rebuild_buckets(None, [])
+        self.buffers = ReplicaBuffers(parallel.model, self.replicas)
+        self._take(parallel)
         self.restart()
 
-    def norm_squared(self, run: Run, named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
+    def norm_squared(self, parallel: ParallelModel, named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
         if not self.diverged:
-            return super().norm_squared(run, named)
+            return super().norm_squared(parallel, named)
         squares = [_values(gradient).double().square().sum() for _, gradient in named]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
-    def updated(self, run: Run) -> None:
+    def updated(self, parallel: ParallelModel, step: int) -> None:
         self.disagreement = None
-        if run.replica.parameters is not self._trained:
-            self._retrain(run)
+        if parallel.replica.parameters is not self._trained:
+            self._retrain(parallel)
             return
         self.counts["since"] += 1
         self.staleness += 1
         self.equal = False
-        self.exchange(run)
+        self.exchange(parallel)
 
-    def finish(self, run: Run) -> None:
+    def finish(self, parallel: ParallelModel) -> None:
         if self.diverged and not self.equal:
             self.vectors.write(self.final_parameters())
             self.buffers.agree()
             self._alike()
 
     @contextmanager
-    def averaged_model(self, run: Run, *, saving: bool = False) -> Iterator[ReplicaState]:
+    def averaged_model(self, parallel: ParallelModel, *, saving: bool = False) -> Iterator[ReplicaState]:
         if not self.diverged or (self.equal and not saving):
             yield ReplicaState()
             return
         numbers, counters = self.buffers.moved()
         mine, values, counts = self.vectors.read(), numbers.read(), counters.read()
-        states, plain = copy_optimizer_states(run) if saving else ({}, [])
+        states, plain = copy_optimizer_states(parallel) if saving else ({}, [])
         kept = ReplicaState(
             {**_flat({"parameters": mine, "numbers": values, "counters": counts, **self.saved_vectors}), **states},
             {
@@ -111,7 +110,7 @@ class DivergedReplicas(Consistency):
             numbers.write(mean)
             counters.write(largest)
         if saving:
-            average_optimizer_states(run, self.replicas)
+            average_optimizer_states(parallel, self.replicas)
         try:
             yield kept
         finally:
@@ -119,9 +118,9 @@ class DivergedReplicas(Consistency):
             numbers.write(values)
             counters.write(counts)
             if saving:
-                restore_optimizer_states(run, states)
+                restore_optimizer_states(parallel, states)
 
-    def resume(self, run: Run, values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def resume(self, parallel: ParallelModel, values: dict[str, Any]) -> dict[str, torch.Tensor]:
         alike = values.get("trained") == self.vectors.names and values.get("saved_vectors") == sorted(
             self.saved_vectors
         )
@@ -132,9 +131,9 @@ class DivergedReplicas(Consistency):
         numbers, counters = self._restored = self.buffers.called(values["buffers"])
         vectors = {"parameters": self.vectors, "numbers": numbers, "counters": counters}
         flats = {name: one.read() for name, one in vectors.items()}
-        return {**_flat({**flats, **self.saved_vectors}), **make_optimizer_states(run, values["states"])}
+        return {**_flat({**flats, **self.saved_vectors}), **make_optimizer_states(parallel, values["states"])}
 
-    def on_resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
+    def on_resumed(self, parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> None:
         self.vectors.write(_flats("parameters", tensors))
         self._restored[0].write(_flats("numbers", tensors))
         self._restored[1].write(_flats("counters", tensors))
@@ -144,16 +143,16 @@ class DivergedReplicas(Consistency):
             return {}
         return {"replicas": {"staleness": self.staleness, "disagreement": self.disagreement}}
 
-    def _take(self, run: Run) -> None:
+    def _take(self, parallel: ParallelModel) -> None:
         """Hold the parameters that are trained now."""
-        self._trained = run.replica.parameters
-        self.vectors = FlatTensors(_named(run, self._trained).items())
+        self._trained = parallel.replica.parameters
+        self.vectors = FlatTensors(_named(parallel, self._trained).items())
 
-    def _retrain(self, run: Run) -> None:
+    def _retrain(self, parallel: ParallelModel) -> None:
         """The script has frozen or unfrozen parameters: replicas become equal in all of them and go on from there."""
-        before = _named(run, self._trained)
-        self._take(run)
-        both = FlatTensors({**before, **_named(run, self._trained)}.items())
+        before = _named(parallel, self._trained)
+        self._take(parallel)
+        both = FlatTensors({**before, **_named(parallel, self._trained)}.items())
         self.restart()
         both.write(self.replicas.mean(both.read()))
         self.buffers.agree()
@@ -165,8 +164,8 @@ class DivergedReplicas(Consistency):
         self.restart()
 
 
-def _named(run: Run, parameters: list[nn.Parameter]) -> dict[str, nn.Parameter]:
-    names = {parameter: name for name, parameter in run.model.named_parameters()}
+def _named(parallel: ParallelModel, parameters: list[nn.Parameter]) -> dict[str, nn.Parameter]:
+    names = {parameter: name for name, parameter in parallel.model.named_parameters()}
     return {names[parameter]: parameter for parameter in parameters}
 
 
@@ -243,28 +242,28 @@ def _changed(tensor: torch.Tensor, before: torch.Tensor, version: int) -> bool:
     return tensor is not before or tensor._version != version
 
 
-def shared_optimizer_state(run: Run) -> FlatTensors:
+def shared_optimizer_state(parallel: ParallelModel) -> FlatTensors:
     """Floating-point state tensors that every replica has, by "optimizer-0/name/key". Collective.
 
     A replica has no state of a parameter that its samples never used.
     """
-    mine = {name: value for name, value in _tensors(run).items() if value.is_floating_point()}
-    everyone = run.world.gather([(name, tuple(value.shape)) for name, value in mine.items()])
+    mine = {name: value for name, value in _tensors(parallel).items() if value.is_floating_point()}
+    everyone = parallel.world.gather([(name, tuple(value.shape)) for name, value in mine.items()])
     common = set(everyone[0]).intersection(*everyone[1:])
     return FlatTensors((name, mine[name]) for name, shape in everyone[0] if (name, shape) in common)
 
 
-def average_optimizer_states(run: Run, replicas: ReplicaGroup) -> None:
+def average_optimizer_states(parallel: ParallelModel, replicas: ReplicaGroup) -> None:
     """Set state tensors to their mean over the replicas. Collective."""
-    vectors = shared_optimizer_state(run)
+    vectors = shared_optimizer_state(parallel)
     vectors.write(replicas.mean(vectors.read()))
 
 
-def copy_optimizer_states(run: Run) -> tuple[dict[str, torch.Tensor], list[list[Any]]]:
+def copy_optimizer_states(parallel: ParallelModel) -> tuple[dict[str, torch.Tensor], list[list[Any]]]:
     """Copies of all state tensors, and plain values for each entry: [optimizer, name, key, value or shape]."""
-    copies = {name: value.detach().clone() for name, value in _tensors(run).items()}
+    copies = {name: value.detach().clone() for name, value in _tensors(parallel).items()}
     plain: list[list[Any]] = []
-    for number, name, _, key, value in _entries(run):
+    for number, name, _, key, value in _entries(parallel):
         tensor = copies.get(_state_key(number, name, key))
         what = (
             pack_scalar(value)
@@ -275,18 +274,18 @@ def copy_optimizer_states(run: Run) -> tuple[dict[str, torch.Tensor], list[list[
     return copies, plain
 
 
-def restore_optimizer_states(run: Run, copies: dict[str, torch.Tensor]) -> None:
+def restore_optimizer_states(parallel: ParallelModel, copies: dict[str, torch.Tensor]) -> None:
     """Set state tensors to their copies."""
-    for name, value in _tensors(run).items():
+    for name, value in _tensors(parallel).items():
         value.copy_(copies[name])
 
 
-def make_optimizer_states(run: Run, plain: list[list[Any]]) -> dict[str, torch.Tensor]:
+def make_optimizer_states(parallel: ParallelModel, plain: list[list[Any]]) -> dict[str, torch.Tensor]:
     """Give the optimizers the entries of `copy_optimizer_states`; returns the tensors to be filled."""
-    parameters = {(number, name): parameter for number, name, parameter in _parameters(run)}
-    before = {_state_key(number, name, key): value for number, name, _, key, value in _entries(run)}
-    for number, _, parameter in _parameters(run):
-        run.optimizers[number].state.pop(parameter, None)
+    parameters = {(number, name): parameter for number, name, parameter in _parameters(parallel)}
+    before = {_state_key(number, name, key): value for number, name, _, key, value in _entries(parallel)}
+    for number, _, parameter in _parameters(parallel):
+        parallel.optimizers[number].state.pop(parameter, None)
     tensors: dict[str, torch.Tensor] = {}
     for number, name, key, what in plain:
         parameter, called = parameters[number, name], _state_key(number, name, key)
@@ -296,27 +295,27 @@ def make_optimizer_states(run: Run, plain: list[list[Any]]) -> dict[str, torch.T
         else:
             value, like = unpack_scalar(what), before.get(called)
             value = value.to(like.device) if isinstance(like, torch.Tensor) else value
-        run.optimizers[number].state[parameter][key] = value
+        parallel.optimizers[number].state[parameter][key] = value
     return tensors
 
 
-def _parameters(run: Run) -> list[tuple[int, str, nn.Parameter]]:
-    names = run.layout.state_names(run.model, run.optimizers)
+def _parameters(parallel: ParallelModel) -> list[tuple[int, str, nn.Parameter]]:
+    names = parallel.layout.state_names(parallel.model, parallel.optimizers)
     return [(number, name, parameter) for number, some in names.items() for parameter, name in some.items()]
 
 
-def _entries(run: Run) -> list[tuple[int, str, nn.Parameter, str, Any]]:
+def _entries(parallel: ParallelModel) -> list[tuple[int, str, nn.Parameter, str, Any]]:
     return [
         (number, name, parameter, key, value)
-        for number, name, parameter in _parameters(run)
-        for key, value in run.optimizers[number].state.get(parameter, {}).items()
+        for number, name, parameter in _parameters(parallel)
+        for key, value in parallel.optimizers[number].state.get(parameter, {}).items()
     ]
 
 
-def _tensors(run: Run) -> dict[str, torch.Tensor]:
+def _tensors(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     return {
         _state_key(number, name, key): value
-        for number, name, _, key, value in _entries(run)
+        for number, name, _, key, value in _entries(parallel)
         if isinstance(value, torch.Tensor) and value.numel() > 1
     }
 

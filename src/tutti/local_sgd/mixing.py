@@ -20,7 +20,7 @@ from tutti.comm.traffic import CommHandle
 from tutti.local_sgd.consistency import ModeArguments
 from tutti.local_sgd.diverged_replicas import DivergedReplicas
 from tutti.local_sgd.replica_group import MEASURED_EVERY, FlatVectors, ReplicaGroup, distance_from_sampled_mean
-from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
 
 
 class OverlappedExchange(DivergedReplicas):
@@ -44,11 +44,11 @@ class OverlappedExchange(DivergedReplicas):
     def restart(self) -> None:
         self._wait_for_exchange()
 
-    def on_resumed(self, run: Run, tensors: dict[str, torch.Tensor]) -> None:
-        super().on_resumed(run, tensors)
+    def on_resumed(self, parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> None:
+        super().on_resumed(parallel, tensors)
         self._begin_if_due()
 
-    def exchange(self, run: Run) -> None:
+    def exchange(self, parallel: ParallelModel) -> None:
         if self._wait_for_exchange():
             self.receive()
             self.staleness = 1
@@ -185,7 +185,7 @@ class StochasticGradientPush(DecentralisedReplicas):
         weight = torch.ones(1, dtype=torch.float64, device=zeros[0].device)
         self.saved_vectors = {"excess": zeros, "weight": [weight]}
 
-    def exchange(self, run: Run) -> None:
+    def exchange(self, parallel: ParallelModel) -> None:
         if self.counts["since"] % self.period:
             return
         to, frm = self._graph(self.counts["mixings"], self.replicas.index, self.replicas.size)

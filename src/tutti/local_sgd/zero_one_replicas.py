@@ -9,7 +9,7 @@ from tutti.local_sgd.delayed_reduction import CompressedReplicaSum
 from tutti.local_sgd.diverged_replicas import DivergedReplicas
 from tutti.local_sgd.replica_group import FlatTensors, FlatVectors, ReplicaGroup, distance_from_mean
 from tutti.optim.zero_one_adam import zero_one_adam_of
-from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
 
 
 class ZeroOneReplicas(DivergedReplicas):
@@ -25,16 +25,16 @@ class ZeroOneReplicas(DivergedReplicas):
         self.compression, self.counts["agreed"] = compression, 0
         self._sums: CompressedReplicaSum | None = None
 
-    def begin(self, run: Run) -> None:
-        self.rule = zero_one_adam_of(run.optimizers[0])
+    def begin(self, parallel: ParallelModel, step: int) -> None:
+        self.rule = zero_one_adam_of(parallel.optimizers[0])
         if self.rule.frozen:
-            super().begin(run)
+            super().begin(parallel, step)
 
-    def updated(self, run: Run) -> None:
+    def updated(self, parallel: ParallelModel, step: int) -> None:
         if self.diverged:
-            super().updated(run)
+            super().updated(parallel, step)
         elif self.rule.frozen:
-            super().begin(run)
+            super().begin(parallel, step)
 
     def restart(self) -> None:
         self.rule.rebase()
@@ -45,7 +45,7 @@ class ZeroOneReplicas(DivergedReplicas):
         )
         self._hold()
 
-    def exchange(self, run: Run) -> None:
+    def exchange(self, parallel: ParallelModel) -> None:
         settings = self.compression.settings
         due = local_updates(self.counts["agreed"], int(settings["local_steps"]), int(settings["longest"]))
         if self.counts["since"] < due:

@@ -16,8 +16,8 @@ from tutti.config.partitioning import cut
 from tutti.data.batches import to_device
 from tutti.data.samples import Collate, DataSource, SeededSamples
 from tutti.errors import ScriptError
-from tutti.trainer.losses import Weighted
-from tutti.trainer.precision import autocast
+from tutti.parallel.losses import Weighted
+from tutti.parallel.mixed_precision import autocast
 from tutti.trainer.run_state import Run
 
 Metric = Callable[[Any, Any], Any]
@@ -33,15 +33,18 @@ def evaluate(
     `whole`: metrics of the complete outputs and targets, in the order of the data set (F1, AUC).
     """
     table = _metric_functions(run, metrics)
-    sums = torch.zeros(len(table), 2, dtype=torch.float64, device=run.world.device)
+    sums = torch.zeros(len(table), 2, dtype=torch.float64, device=run.parallel.world.device)
     samples, kept = 0, []
-    with _evaluation_mode(run.model):
+    with _evaluation_mode(run.parallel.model):
         for batch, counts in _evaluation_batches(run, source, batch_size):
-            run.scope.counts = counts
-            batch = to_device(batch, run.world.device)
-            with run.sequences.part(batch) as part, autocast(run.plan.precision, run.world.device):
-                args, kwargs, target = run.unpack(part)
-                output = run.consistency.combine_predictions(run.forward(*args, **kwargs))
+            run.parallel.scope.counts = counts
+            batch = to_device(batch, run.parallel.world.device)
+            with (
+                run.parallel.sequences.part(batch) as part,
+                autocast(run.parallel.plan.precision, run.parallel.world.device),
+            ):
+                args, kwargs, target = run.loop.unpack(part)
+                output = run.state.consistency.combine_predictions(run.forward(*args, **kwargs))
                 if not counts or not run.gives_output:
                     continue
                 size = _batch_size(batch)
@@ -49,16 +52,18 @@ def evaluate(
                 if "loss" in table and "loss" not in metrics:  # adds up over parts of sequences; metrics may not
                     rows = [_total_count("loss", table["loss"](output, target), size)]
                 if metrics or whole:
-                    output, target = run.sequences.join((output, target))
+                    output, target = run.parallel.sequences.join((output, target))
                 rows += [_total_count(name, metric(output, target), size) for name, metric in metrics.items()]
             sums += torch.tensor(rows, dtype=torch.float64, device=sums.device).reshape(len(table), 2)
             samples += size
             if whole:
                 kept.append(pytree.tree_map(_to_cpu, (output, target)))
-    run.world.sum(sums)
-    evaluated = int(run.world.sum(torch.tensor([int(run.gives_output)], device=run.world.device))[0])
-    copies = evaluated // run.consistency.evaluation_share(run)[1]  # ranks that gave the same samples' outputs
-    counted = int(run.world.sum(torch.tensor([samples], device=run.world.device))[0]) // copies
+    run.parallel.world.sum(sums)
+    evaluated = int(run.parallel.world.sum(torch.tensor([int(run.gives_output)], device=run.parallel.world.device))[0])
+    copies = (
+        evaluated // run.state.consistency.evaluation_share(run.parallel)[1]
+    )  # ranks that gave the same samples' outputs
+    counted = int(run.parallel.world.sum(torch.tensor([samples], device=run.parallel.world.device))[0]) // copies
     values = {name: float(total / count) for name, (total, count) in zip(table, sums.tolist(), strict=True) if count}
     values.update(_whole_set_metrics(run, kept, whole))
     return values, counted
@@ -66,17 +71,17 @@ def evaluate(
 
 def samples_at_once(run: Run) -> int:
     """As many samples as a rank computes at once in training, so that evaluation needs no more memory; at most 256."""
-    batch, tokens = run.plan.batch, run.loader.source.tokens
+    batch, tokens = run.parallel.plan.batch, run.state.loader.source.tokens
     samples: float = batch.global_batch_size
     if batch.unit == "tokens" and tokens:
         samples /= tokens if isinstance(tokens, int) else sum(tokens) / len(tokens)
-    return max(1, min(math.ceil(samples / (batch.num_microbatches * run.mesh.data_degree)), 256))
+    return max(1, min(math.ceil(samples / (batch.num_microbatches * run.parallel.mesh.data_degree)), 256))
 
 
 def _metric_functions(run: Run, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     table = dict(metrics)
-    if run.loss_fn is not None and "loss" not in table:
-        table = {"loss": run.loss_fn, **table}
+    if run.loop.loss_fn is not None and "loss" not in table:
+        table = {"loss": run.loop.loss_fn, **table}
     return table
 
 
@@ -84,8 +89,8 @@ def _evaluation_batches(run: Run, source: DataSource, batch_size: int) -> Iterat
     """This rank's batches: a contiguous share of a map data set, or every world_size-th batch of a stream; and whether
     they count. Where forward meets other data-parallel ranks, those with fewer batches take part with ones that do not.
     """
-    rank, size = run.consistency.evaluation_share(run)
-    together = run.mesh.degree("shard", "expert", "table") > 1
+    rank, size = run.state.consistency.evaluation_share(run.parallel)
+    together = run.parallel.mesh.degree("shard", "expert", "table") > 1
     if source.is_stream:
         number, batch = 0, None
         for number, batch in enumerate(DataLoader(source.dataset, batch_size=batch_size, collate_fn=source.collate), 1):
@@ -148,7 +153,7 @@ def _to_cpu(leaf: Any) -> Any:
 def _whole_set_metrics(run: Run, kept: list[Any], whole: Mapping[str, Metric]) -> dict[str, float]:
     if not whole:
         return {}
-    everyone = run.world.gather((run.consistency.evaluation_share(run)[0], kept))
+    everyone = run.parallel.world.gather((run.state.consistency.evaluation_share(run.parallel)[0], kept))
     parts = [part for _, rank_parts in sorted(dict(everyone).items()) for part in rank_parts]
     leaves, structure = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
     joined = [

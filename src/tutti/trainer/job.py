@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tutti.checkpoint import finish_saving_at_exit, save_checkpoint, save_when_due
 from tutti.comm.clock import PhaseClock
 from tutti.comm.shared_segment import attached_resident_nbytes
 from tutti.comm.world import World, leave_world
@@ -25,13 +24,13 @@ from tutti.environment import read_launch_options
 from tutti.errors import ScriptError, TuttiError
 from tutti.optim.learning_rate import LRRule
 from tutti.parallel.data.replicate import LossFunction
+from tutti.parallel.losses import default_loss, default_unpack, loss_of
 from tutti.trainer import capture
 from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
 from tutti.trainer.evaluate import Metric, evaluate, samples_at_once
 from tutti.trainer.job_context import open_job_context
-from tutti.trainer.losses import default_loss, default_unpack, loss_of
 from tutti.trainer.metrics import redirect_other_ranks
-from tutti.trainer.metrics_rows import write_evaluation_row, write_step_row
+from tutti.trainer.metrics_rows import write_bucket_size, write_evaluation_row, write_step_row
 from tutti.trainer.prepare import PrepareArguments, build_optimizers, captured_script, prepare_run
 from tutti.trainer.run_state import JobSettings, Run
 from tutti.trainer.step import StepResult, forward_backward
@@ -214,33 +213,33 @@ class Job:
         if self._finalizer is not None:
             self._finalizer.run = self._prepared
         if not self._context.launch_options.supervised:
-            redirect_other_ranks(self._context.world, str(self._prepared.folder.rank(self.rank) / "stdout.log"))
+            redirect_other_ranks(self._context.world, str(self._prepared.output.folder.rank(self.rank) / "stdout.log"))
         returned = list(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
-        return model, returned, JobLoader(self._prepared.loader, self._prepared.clock)
+        return model, returned, JobLoader(self._prepared.state.loader, self._prepared.loop.clock)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Numbers of the epochs still to run, of `count`; a resumed run goes on where its checkpoint stood."""
         run = self._run()
-        run.progress.total_epochs = count
-        first = run.loader.epoch
-        while run.loader.epoch < count:
-            epoch = run.progress.epoch = run.loader.epoch
+        run.state.progress.total_epochs = count
+        first = run.state.loader.epoch
+        while run.state.loader.epoch < count:
+            epoch = run.state.progress.epoch = run.state.loader.epoch
             yield epoch
-            if run.loader.epoch == epoch:  # the script left the loader early
-                run.loader.next_epoch()
-            if run.scheduler is not None and run.scheduler_clock == "epoch":
-                run.scheduler.step()
-            run.log.row("epoch", run.clock.elapsed_s(), epoch=epoch, step=run.progress.step)
-        if run.loader.epoch > first and run.settings.keep_checkpoints:
+            if run.state.loader.epoch == epoch:  # the script left the loader early
+                run.state.loader.next_epoch()
+            if run.state.scheduler is not None and run.loop.scheduler_clock == "epoch":
+                run.state.scheduler.step()
+            run.output.log.row("epoch", run.loop.clock.elapsed_s(), epoch=epoch, step=run.state.progress.step)
+        if run.state.loader.epoch > first and run.settings.keep_checkpoints:
             self.save()
-        run.consistency.finish(run)
+        run.state.consistency.finish(run.parallel)
 
     def step(self, batch: Any) -> float:
         """One optimizer update on a global batch; returns the global mean loss, the same on every rank (of this rank's
         share, where the plan says that ranks do not wait for each other).
         """
         run = self._run()
-        loss = self.forward_backward(loss_of(run.unpack, run.loss_fn or default_loss), batch)
+        loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
         self.update()
         return loss
 
@@ -257,15 +256,17 @@ class Job:
         run, result = self._run(), self._result
         if result is None:
             raise ScriptError("update was called before forward_backward; compute gradients first")
-        run.clock.enter("optimizer")
-        done = update(run, run.optimizers if optimizer is None else (optimizer,), finite=result.finite)
-        run.consistency.updated(run)
-        run.clock.enter("other")
-        run.sizes.end(run, result.samples)
+        run.loop.clock.enter("optimizer")
+        done = update(run, run.parallel.optimizers if optimizer is None else (optimizer,), finite=result.finite)
+        run.state.consistency.updated(run.parallel, run.state.progress.step)
+        run.loop.clock.enter("other")
+        chosen = run.loop.sizes.end(full_batch=result.samples == run.state.loader.stated_size)
+        if chosen is not None:
+            write_bucket_size(run, chosen)
         self._result = None
         write_step_row(run, result, done)
-        run.observer.updated(run.progress.step - 1, result.loss, done.learning_rate)
-        save_when_due(run)
+        run.loop.observer.updated(run.state.progress.step - 1, result.loss, done.learning_rate)
+        run.output.checkpoints.save_when_due()
 
     def evaluate(
         self,
@@ -283,11 +284,11 @@ class Job:
         fn(all outputs, all targets), for what is not a mean. "loss" is always among the results.
         """
         run = self._run()
-        arguments = {"collate_fn": run.loader.source.collate, **loader_arguments}
+        arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
         source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
-        run.clock.enter("evaluation")
+        run.loop.clock.enter("evaluation")
         size = batch_size or samples_at_once(run)
-        with run.consistency.averaged_model(run):
+        with run.state.consistency.averaged_model(run.parallel):
             values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
         write_evaluation_row(run, source, name, values, samples)
         return values
@@ -295,11 +296,17 @@ class Job:
     def log(self, **values: float | int | str) -> None:
         """Write values of your own to the run's metrics and TensorBoard (rank 0's are kept)."""
         run = self._run()
-        run.log.row("log", run.clock.elapsed_s(), step=run.progress.step, epoch=run.progress.epoch, values=values)
+        run.output.log.row(
+            "log",
+            run.loop.clock.elapsed_s(),
+            step=run.state.progress.step,
+            epoch=run.state.progress.epoch,
+            values=values,
+        )
 
     def save(self) -> Path:
         """Write a checkpoint now. Every rank must call it."""
-        return save_checkpoint(self._run())[0]
+        return self._run().output.checkpoints.save()[0]
 
     def print(self, *values: object, **options: Any) -> None:
         """print, on rank 0 only."""
@@ -333,38 +340,38 @@ class RunFinalizer:
             self._last_rows(self.run)
         if not self.failed:
             if self.run is not None:
-                self.run.consistency.on_exit(self.run)
+                self.run.state.consistency.on_exit(self.run.parallel)
             leave_world()
 
     def _last_rows(self, run: Run) -> None:
-        mine = run.folder.rank(run.world.rank)
+        mine = run.output.folder.rank(run.parallel.world.rank)
         self.failed = self.failed or (mine / "error.json").exists()
-        words = finish_saving_at_exit(run)
+        words = run.output.checkpoints.finish_at_exit()
         if words is not None:
             self.failed = True
             print(f"tutti: {words}", file=sys.stderr)
-        wall, phases = run.clock.take_row()
-        now = run.clock.elapsed_s()
+        wall, phases = run.loop.clock.take_row()
+        now = run.loop.clock.elapsed_s()
         memory = {
-            "step": run.progress.step,
-            "rank": run.world.rank,
-            "device": str(run.world.device),
-            "peak_nbytes": peak_memory_nbytes(run.world.device),
+            "step": run.state.progress.step,
+            "rank": run.parallel.world.rank,
+            "device": str(run.parallel.world.device),
+            "peak_nbytes": peak_memory_nbytes(run.parallel.world.device),
         }
-        run.log.timing(kind="memory", **memory)
-        run.log.timing(kind="machine", step=run.progress.step, stolen=run.clock.stolen.share())
-        run.log.row("memory", now, **memory)
+        run.output.log.timing(kind="memory", **memory)
+        run.output.log.timing(kind="machine", step=run.state.progress.step, stolen=run.loop.clock.stolen.share())
+        run.output.log.row("memory", now, **memory)
         status = "failed" if self.failed else "stopped" if (mine / "stopped").exists() else "completed"
-        run.log.row("end", now, status=status, step=run.progress.step, wall_s=wall, phases=phases)
-        run.log.close()
-        run.screen.close()
+        run.output.log.row("end", now, status=status, step=run.state.progress.step, wall_s=wall, phases=phases)
+        run.output.log.close()
+        run.output.screen.close()
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.failed = True
         if not isinstance(error, TuttiError):
             sys.__excepthook__(kind, error, trace)
             return
-        if self.world.is_main or (self.run is not None and self.run.consistency.asynchronous):
+        if self.world.is_main or (self.run is not None and self.run.state.consistency.asynchronous):
             print(f"tutti: {error}", file=sys.stderr)
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -17,8 +17,8 @@ from tutti.config.vocabulary import Precision
 from tutti.data.seeds import derive_seed
 from tutti.environment import LaunchOptions, RankEnvironment
 from tutti.errors import PlanError
+from tutti.host_memory import map_large_blocks
 from tutti.trainer.capture import is_capturing
-from tutti.trainer.host_memory import map_large_blocks
 from tutti.trainer.metrics import ProgressDisplay
 from tutti.trainer.run_state import JobSettings
 

@@ -6,6 +6,7 @@ from tutti.comm.traffic import exchanged_nbytes, sent_nbytes
 from tutti.data.fingerprint import describe_data, overlap
 from tutti.data.samples import DataSource
 from tutti.nn.mixture import Tally
+from tutti.parallel.data.bucket_size_tuner import MIB, ChosenBucketSize
 from tutti.trainer.run_header import data_fields
 from tutti.trainer.run_state import Run
 from tutti.trainer.step import StepResult
@@ -14,28 +15,28 @@ from tutti.trainer.update import UpdateResult
 
 def write_step_row(run: Run, result: StepResult, done: UpdateResult) -> None:
     """Count the step, write its row, show it."""
-    progress, unit = run.progress, run.plan.batch.unit
+    progress, unit = run.state.progress, run.parallel.plan.batch.unit
     if progress.step == 0:
-        unused = run.replica.unused(run.model)
+        unused = run.parallel.replica.unused(run.parallel.model)
         if unused:
             shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-            run.screen.say(f"parameters without a gradient in the first step (not used by the loss): {shown}")
+            run.output.screen.say(f"parameters without a gradient in the first step (not used by the loss): {shown}")
     progress.step += 1
     progress.samples_seen += result.samples
-    tokens = run.loader.tokens
+    tokens = run.state.loader.tokens
     progress.tokens_seen += tokens or 0
     total = None
     if progress.total_epochs is not None and run.steps_per_epoch is not None:
         total = progress.total_epochs * run.steps_per_epoch
-    timed = run.clock.timed
-    wall, phases = run.clock.take_row()
-    carried = run.layout.traffic.take()
+    timed = run.loop.clock.timed
+    wall, phases = run.loop.clock.take_row()
+    carried = run.parallel.layout.traffic.take()
     sent, exchanged = sent_nbytes(carried), exchanged_nbytes(carried)
-    run.log.row(
+    run.output.log.row(
         "step",
-        run.clock.elapsed_s(),
+        run.loop.clock.elapsed_s(),
         step=progress.step,
-        epoch=run.progress.epoch,
+        epoch=run.state.progress.epoch,
         loss=result.loss,
         learning_rate=done.learning_rate,
         samples=result.samples,
@@ -44,20 +45,22 @@ def write_step_row(run: Run, result: StepResult, done: UpdateResult) -> None:
         grad_norm=done.grad_norm,
         **({} if done.gain is None else {"gain": done.gain, "base_steps": progress.base_steps}),
         skipped=done.skipped,
-        loss_scale=run.scaler.get_scale() if run.scaler.is_enabled() else None,
+        loss_scale=run.state.scaler.get_scale() if run.state.scaler.is_enabled() else None,
         sent_nbytes=sent,
         exchanged_nbytes=exchanged,
         communication=[total.row() for total in carried],
         **_expert_fields(result.experts),
-        **run.noise.take_row(),
-        **run.consistency.row(),
+        **run.state.noise.take_row(),
+        **run.state.consistency.row(),
         total_steps=total,
         timed=timed,
         wall_s=wall,
         phases=phases,
     )
-    run.log.timing(kind="step", step=progress.step, wall_s=wall, phases=phases, sent_nbytes=sent + exchanged)
-    run.screen.step(progress.step, total, result.loss, run.throughput.update(tokens or result.samples), unit)
+    run.output.log.timing(kind="step", step=progress.step, wall_s=wall, phases=phases, sent_nbytes=sent + exchanged)
+    run.output.screen.step(
+        progress.step, total, result.loss, run.output.throughput.update(tokens or result.samples), unit
+    )
 
 
 def _expert_fields(tallies: dict[str, Tally]) -> dict[str, Any]:
@@ -79,33 +82,43 @@ def _expert_fields(tallies: dict[str, Tally]) -> dict[str, Any]:
 
 def write_evaluation_row(run: Run, source: DataSource, name: str, values: dict[str, float], samples: int) -> None:
     """Write the row of one evaluation; the time since the last row is accounted for in it."""
-    run.clock.enter("other")
-    wall, phases = run.clock.take_row()
-    run.layout.traffic.take()  # or the next step's row would have it
-    if not run.world.is_main:
+    run.loop.clock.enter("other")
+    wall, phases = run.loop.clock.take_row()
+    run.parallel.layout.traffic.take()  # or the next step's row would have it
+    if not run.parallel.world.is_main:
         return
-    run.log.row(
+    run.output.log.row(
         "evaluate",
-        run.clock.elapsed_s(),
+        run.loop.clock.elapsed_s(),
         name=name,
-        step=run.progress.step,
-        epoch=run.progress.epoch,
-        samples_seen=run.progress.samples_seen,
+        step=run.state.progress.step,
+        epoch=run.state.progress.epoch,
+        samples_seen=run.state.progress.samples_seen,
         samples=samples,
         values=values,
         wall_s=wall,
         phases=phases,
         **_evaluation_data_fields(run, source, name),
-        **run.consistency.evaluation_row(),
+        **run.state.consistency.evaluation_row(),
     )
 
 
 def _evaluation_data_fields(run: Run, source: DataSource, name: str) -> dict[str, Any]:
     """The evaluated data set's fingerprint and its overlap with the training data; computed once a name."""
-    known = run.data_facts.get(name)
+    known = run.output.data_facts.get(name)
     if known is None or known[0] is not source.dataset:
         info = describe_data(source.dataset, run.settings.seed, name)
-        same = overlap(run.loader.source.dataset, source.dataset, run.settings.seed)
+        same = overlap(run.state.loader.source.dataset, source.dataset, run.settings.seed)
         facts = {"data": data_fields(info), "overlap_with_training": same}
-        known = run.data_facts[name] = (source.dataset, facts)
+        known = run.output.data_facts[name] = (source.dataset, facts)
     return known[1]
+
+
+def write_bucket_size(run: Run, chosen: ChosenBucketSize) -> None:
+    """Write and say which bucket size the ranks chose, and what each size took."""
+    output, mib = run.output, {f"{size / MIB:g}": seconds for size, seconds in chosen.step_s.items()}
+    size = chosen.nbytes / MIB
+    step, elapsed_s = run.state.progress.step, run.loop.clock.elapsed_s()
+    output.log.row("buckets", elapsed_s, step=step, chosen_mib=size, step_s=mib)
+    timings = ", ".join(f"{name} MiB {1e3 * seconds:.3g} ms" for name, seconds in mib.items())
+    output.screen.say(f"gradients are summed in buckets of {size:g} MiB; a step took with {timings}")

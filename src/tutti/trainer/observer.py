@@ -2,17 +2,15 @@
 
 import importlib
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
+from tutti.checkpoint.training_state import TrainingState
 from tutti.comm.world import World
 from tutti.data.batches import BatchShare
 from tutti.environment import read_launch_options
 from tutti.errors import LaunchError
-
-if TYPE_CHECKING:
-    from tutti.trainer.run_state import Run
 
 
 class StopRun(SystemExit):
@@ -31,7 +29,7 @@ class Observer(Protocol):
     def sampled(self, batch: Any) -> Any:
         """A few samples by which the model is followed; returns what to follow it with."""
 
-    def prepared(self, run: "Run") -> None:
+    def prepared(self, training: TrainingState) -> None:
         """Model, optimizers and loader are ready; no step has run."""
 
     def loaded(self, step: int, batch: Any) -> Any:
@@ -59,7 +57,7 @@ class NullObserver:
     def sampled(self, batch: Any) -> Any:
         return batch
 
-    def prepared(self, run: "Run") -> None:
+    def prepared(self, training: TrainingState) -> None:
         pass
 
     def loaded(self, step: int, batch: Any) -> Any:

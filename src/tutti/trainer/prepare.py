@@ -1,6 +1,7 @@
 """Prepare: turns the user's model, optimizer and data into a Run.
 
-`prepare_run` reads top to bottom: the model (`build_model`), the loop (`build_loop`), the output (`open_output`).
+`prepare_run` reads top to bottom: the model (`build_model`), what checkpoints save (`build_state`), the loop
+(`build_loop`), the output (`open_output`).
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from tutti.checkpoint import latest_checkpoint, load_checkpoint, load_weights
+from tutti.checkpoint import CheckpointWriter, TrainingState, latest_checkpoint, load_checkpoint, load_weights
 from tutti.comm.shared_memory import make_shared_memory_communicator
 from tutti.comm.traffic import CommChannel
 from tutti.comm.world import World, deprioritise_gloo_threads
@@ -28,13 +29,12 @@ from tutti.config.model_fingerprint import describe_module, differences
 from tutti.config.plan import Plan
 from tutti.config.refusals import check_plan
 from tutti.config.run_folder import Recipe, RunFolder
-from tutti.data.batches import to_device
+from tutti.data.batches import Unpack, to_device
 from tutti.data.fingerprint import describe_data
 from tutti.data.loading_cost import measure_loading
 from tutti.data.samples import DataSource
 from tutti.data.share_loader import ShareLoader, first_samples
 from tutti.errors import PlanError, RankMismatchError, ScriptError
-from tutti.local_sgd.consistency import Consistency
 from tutti.local_sgd.modes import make_consistency
 from tutti.optim.learning_rate import initial_learning_rate
 from tutti.parallel.annotated_plan import with_annotations
@@ -43,10 +43,14 @@ from tutti.parallel.compressed.factor_buckets import make_factored
 from tutti.parallel.context import Sequences, sequences_of
 from tutti.parallel.data.batchnorm import BatchScope, batch_norms
 from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
+from tutti.parallel.data.noise_meter import NoiseMeter, unsupported_reason
 from tutti.parallel.data.replicate import Replica
 from tutti.parallel.expert.expert_parallel import mixtures_of
 from tutti.parallel.layout import GRADIENT_AXES, Layout
+from tutti.parallel.losses import default_loss
 from tutti.parallel.mesh import Mesh
+from tutti.parallel.mixed_precision import loss_scaler, set_matmul_precision
+from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.parallelize import parallelize, rebind
 from tutti.parallel.pipeline.pipeline_runner import Pipeline, make_pipeline
 from tutti.parallel.pipeline.stage_building import StagePartition, cut_stages
@@ -56,13 +60,10 @@ from tutti.parallel.spatial.apply_spatial_parallel import feed_parts
 from tutti.trainer.capture import CapturedScript, script_growth_nbytes
 from tutti.trainer.deferred_init import Tape, materialize
 from tutti.trainer.job_context import JobContext
-from tutti.trainer.losses import default_loss
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay
-from tutti.trainer.noise_meter import NoiseMeter, unsupported_reason
 from tutti.trainer.observer import Observer, load_observer
-from tutti.trainer.precision import loss_scaler, set_matmul_precision
 from tutti.trainer.run_header import make_header, open_folder, this_rank
-from tutti.trainer.run_state import Run, Unpack
+from tutti.trainer.run_state import Run, RunningStatistics, RunOutput, TrainingLoop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,92 +82,38 @@ class PrepareArguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedModel:
-    """What is trained: this rank's part of the model, the parallel layout, and how batches enter the model.
+class DividedModel:
+    """The model divided over ranks, and how batches enter it.
 
-    `plan`: with the script's annotations. `stages`: None without pipeline parallelism. `mixtures`: names of the whole
-    model's mixtures of experts.
+    `pipeline`: None without pipeline parallelism. `source` and `unpack`: the data as this rank's part of the model
+    takes it.
     """
 
-    plan: Plan
-    observer: Observer
-    layout: Layout
-    scope: BatchScope
-    stages: StagePartition | None
-    shards: Shards
+    parallel: ParallelModel
     pipeline: Pipeline | None
-    sequences: Sequences
+    observer: Observer
     source: DataSource
     unpack: Unpack
-    mixtures: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingLoop:
-    """What the step loop uses: gradient reduction, data loader, loss scaler, consistency mode and measurements."""
-
-    replica: Replica
-    initial_rates: tuple[float, ...]
-    loader: ShareLoader
-    scaler: torch.amp.GradScaler
-    noise: NoiseMeter
-    consistency: Consistency
-    sizes: BucketSizeTuner
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOutput:
-    """What the run writes: its folder, metrics and progress display."""
-
-    folder: RunFolder
-    log: MetricsLog
-    screen: ProgressDisplay
 
 
 def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     """Build the Run: the model, the run folder, the loop; then load a checkpoint and write the header. Collective."""
-    trained = build_model(context, arguments)
+    divided = build_model(context, arguments)
     folder = open_folder(context.launch_options, context.world, context.folder)
-    loop = build_loop(context, arguments, trained)
-    output = open_output(context, folder)
-    run = Run(
-        settings=context.settings,
-        plan=trained.plan,
-        world=context.world,
-        layout=trained.layout,
-        model=arguments.model,
-        replica=loop.replica,
-        pipeline=trained.pipeline,
-        optimizers=arguments.optimizers,
-        sequences=trained.sequences,
-        loss_fn=trained.sequences.loss_fn,
-        unpack=trained.unpack,
-        scheduler=arguments.scheduler,
-        scheduler_clock=arguments.scheduler_clock,
-        initial_rates=loop.initial_rates,
-        loader=loop.loader,
-        scaler=loop.scaler,
-        scope=trained.scope,
-        clock=context.clock,
-        log=output.log,
-        screen=output.screen,
-        folder=output.folder,
-        observer=trained.observer,
-        noise=loop.noise,
-        consistency=loop.consistency,
-        sizes=loop.sizes,
-        mixtures=trained.mixtures,
-    )
+    state = build_state(context, arguments, divided)
+    loop = build_loop(context, arguments, divided)
+    output = open_output(context, folder, state)
+    run = Run(settings=context.settings, state=state, loop=loop, output=output)
     resumed_from = _resume(run, context.resume or context.launch_options.resume, arguments.weights)
     _write_header(run, context, resumed_from)
     _start_row(run, context)
     deprioritise_gloo_threads()  # after the last process group has been created
-    run.observer.prepared(run)
+    loop.observer.prepared(state)
     return run
 
 
-def build_model(context: JobContext, arguments: PrepareArguments) -> TrainedModel:
-    """Make the model equal on all ranks and divide it as the plan says. Collective."""
+def build_model(context: JobContext, arguments: PrepareArguments) -> DividedModel:
+    """Make the model equal on all ranks, divide it as the plan says, and set up gradient reduction. Collective."""
     world, model = context.world, arguments.model
     plan = _annotated(context, model)
     set_matmul_precision(plan.precision, world.device)
@@ -181,38 +128,63 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> TrainedMode
     _rebind_optimizers(arguments, originals, layout, shards, world)
     source, unpack = feed_parts(model, arguments.source, arguments.unpack)
     pipeline = make_pipeline(stages, plan, layout, world.device)
-    return TrainedModel(
+    sequences = _sequences(arguments, plan, layout, pipeline)
+    parallel = ParallelModel(
         plan=plan,
-        observer=observer,
+        world=world,
+        model=model,
+        optimizers=arguments.optimizers,
         layout=layout,
+        replica=_replica(context, arguments, plan, layout, shards, stages),
         scope=scope,
-        stages=stages,
-        shards=shards,
-        pipeline=pipeline,
-        sequences=_sequences(arguments, plan, layout, pipeline),
-        source=source,
-        unpack=unpack,
+        sequences=sequences,
+        seed=context.settings.seed,
         mixtures=mixtures,
     )
+    return DividedModel(parallel=parallel, pipeline=pipeline, observer=observer, source=source, unpack=unpack)
 
 
-def build_loop(context: JobContext, arguments: PrepareArguments, trained: TrainedModel) -> TrainingLoop:
-    """Set up gradient reduction, the data loader and the consistency mode. Collective."""
-    plan, layout, device = trained.plan, trained.layout, context.world.device
-    return TrainingLoop(
-        replica=_replica(context, arguments, plan, layout, trained.shards, trained.stages),
-        initial_rates=tuple(initial_learning_rate(optimizer) for optimizer in arguments.optimizers),
-        loader=ShareLoader(trained.source, plan, context.settings.seed, layout.mesh.data_index),
-        scaler=loss_scaler(plan.precision, device),
+def build_state(context: JobContext, arguments: PrepareArguments, divided: DividedModel) -> TrainingState:
+    """Everything that a checkpoint will save, before the first step. Collective."""
+    parallel, seed = divided.parallel, context.settings.seed
+    plan = parallel.plan
+    return TrainingState(
+        parallel=parallel,
+        consistency=make_consistency(plan.sync, parallel.layout, seed),
+        loader=ShareLoader(divided.source, plan, seed, parallel.mesh.data_index),
+        scheduler=arguments.scheduler,
+        scaler=loss_scaler(plan.precision, context.world.device),
         noise=_noise_meter(context, plan),
-        consistency=make_consistency(plan.sync, layout, context.settings.seed),
-        sizes=BucketSizeTuner(plan),
     )
 
 
-def open_output(context: JobContext, folder: RunFolder) -> RunOutput:
+def build_loop(context: JobContext, arguments: PrepareArguments, divided: DividedModel) -> TrainingLoop:
+    """Set up what the steps use beside the state."""
+    parallel = divided.parallel
+    return TrainingLoop(
+        pipeline=divided.pipeline,
+        loss_fn=parallel.sequences.loss_fn,
+        unpack=divided.unpack,
+        scheduler_clock=arguments.scheduler_clock,
+        initial_rates=tuple(initial_learning_rate(optimizer) for optimizer in parallel.optimizers),
+        observer=divided.observer,
+        clock=context.clock,
+        sizes=BucketSizeTuner(parallel),
+        statistics=RunningStatistics(parallel.model),
+    )
+
+
+def open_output(context: JobContext, folder: RunFolder, state: TrainingState) -> RunOutput:
     """Open the metrics files in the run folder."""
-    return RunOutput(folder=folder, log=MetricsLog(folder, context.world.rank), screen=context.screen)
+    log, settings = MetricsLog(folder, context.world.rank), context.settings
+
+    def write_row(fields: dict[str, Any]) -> None:
+        log.row("checkpoint", context.clock.elapsed_s(), **fields)
+
+    checkpoints = CheckpointWriter(
+        state, folder, every=settings.checkpoint_every, keep=settings.keep_checkpoints, write_row=write_row
+    )
+    return RunOutput(folder=folder, log=log, screen=context.screen, checkpoints=checkpoints)
 
 
 def _annotated(context: JobContext, model: nn.Module) -> Plan:
@@ -362,67 +334,67 @@ def _resume(run: Run, path: Path | None, weights: Path | None) -> Path | None:
     """Go on from a checkpoint, which is returned; without one begin with the `weights`, if there are any."""
     if path is None:
         if weights is not None:
-            load_weights(run, weights)
-        run.consistency.begin(run)
+            load_weights(run.state, weights)
+        run.state.consistency.begin(run.parallel, run.state.progress.step)
         return None
-    checkpoint = latest_checkpoint(path) if run.world.is_main else None
-    checkpoint = run.world.broadcast(checkpoint) or path
-    load_checkpoint(run, checkpoint)
-    run.screen.say(f"resumed from {checkpoint} at step {run.progress.step}")
+    checkpoint = latest_checkpoint(path) if run.parallel.world.is_main else None
+    checkpoint = run.parallel.world.broadcast(checkpoint) or path
+    load_checkpoint(run.state, checkpoint, run.output.screen.say)
+    run.output.screen.say(f"resumed from {checkpoint} at step {run.state.progress.step}")
     return checkpoint
 
 
 def _write_header(run: Run, context: JobContext, resumed: Path | None) -> None:
-    ranks = run.world.gather(this_rank(run.world, run.replica.transports))
-    if not run.world.is_main:
+    ranks = run.parallel.world.gather(this_rank(run.parallel.world, run.parallel.replica.transports))
+    if not run.parallel.world.is_main:
         return
-    data = describe_data(run.loader.source.dataset, run.settings.seed, "train")
+    data = describe_data(run.state.loader.source.dataset, run.settings.seed, "train")
     header = make_header(
-        run.world,
+        run.parallel.world,
         ranks,
         name=context.name,
-        model=run.model,
-        parameters=run.layout.parameters,
-        mesh=run.plan.mesh,
+        model=run.parallel.model,
+        parameters=run.parallel.layout.parameters,
+        mesh=run.parallel.plan.mesh,
         recipe=_recipe(run),
         data=data,
         resumed_from=resumed,
-        resumed_at_step=run.progress.step,
+        resumed_at_step=run.state.progress.step,
         facts=context.facts,
     )
-    serialization.save(run.plan, run.folder.plan)
-    serialization.save(header, run.folder.header)
+    serialization.save(run.parallel.plan, run.output.folder.plan)
+    serialization.save(header, run.output.folder.header)
 
 
 def _recipe(run: Run) -> Recipe:
-    rule, compressor, sync = run.settings.lr_rule, run.replica.compressor, run.plan.sync
+    rule, compressor, sync = run.settings.lr_rule, run.parallel.replica.compressor, run.parallel.plan.sync
     compression = (
         sync.compress if sync.mode != "synchronous" else None if compressor is None else compressor.compression
     )
     return Recipe(
-        optimizer=" + ".join(type(optimizer).__name__ for optimizer in run.optimizers),
-        learning_rate=run.initial_rates[0],
-        global_batch_size=run.plan.batch.global_batch_size,
-        unit=run.plan.batch.unit,
-        num_microbatches=run.plan.batch.num_microbatches,
-        last_batch=run.plan.batch.last_batch,
-        precision=run.plan.precision,
+        optimizer=" + ".join(type(optimizer).__name__ for optimizer in run.parallel.optimizers),
+        learning_rate=run.loop.initial_rates[0],
+        global_batch_size=run.parallel.plan.batch.global_batch_size,
+        unit=run.parallel.plan.batch.unit,
+        num_microbatches=run.parallel.plan.batch.num_microbatches,
+        last_batch=run.parallel.plan.batch.last_batch,
+        precision=run.parallel.plan.precision,
         seed=run.settings.seed,
         clip_norm=run.settings.clip_norm,
         learning_rate_rule=None if rule is None else asdict(rule),
-        scheduler=None if run.scheduler is None else type(run.scheduler).__name__,
-        batch_ramp=run.plan.batch.ramp,
+        scheduler=None if run.state.scheduler is None else type(run.state.scheduler).__name__,
+        batch_ramp=run.parallel.plan.batch.ramp,
         compress=None if compression is None else format_compression(compression),
     )
 
 
 def _start_row(run: Run, context: JobContext) -> None:
-    wall, phases = run.clock.take_row()
-    run.log.row(
+    wall, phases = run.loop.clock.take_row()
+    run.output.log.row(
         "start",
-        run.clock.elapsed_s(),
-        resumed_at_step=run.progress.step,
-        startup_s={"rendezvous": run.world.rendezvous_s, "prepare": wall},
+        run.loop.clock.elapsed_s(),
+        resumed_at_step=run.state.progress.step,
+        startup_s={"rendezvous": run.parallel.world.rendezvous_s, "prepare": wall},
         wall_s=wall,
         phases=phases,
     )

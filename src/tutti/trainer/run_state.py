@@ -1,40 +1,24 @@
-"""Run: the parts that stand once a Job is prepared, and the few counters that move."""
+"""A run: what is trained, the loop that trains it, and what it writes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-
-from tutti.comm.clock import PhaseClock
-from tutti.comm.world import World
-from tutti.config.plan import Plan
-from tutti.config.run_folder import RunFolder
-from tutti.data.share_loader import ShareLoader
-from tutti.errors import PlanError
-from tutti.local_sgd.consistency import Consistency
-from tutti.optim.learning_rate import LRRule
-from tutti.parallel.context import Sequences
-from tutti.parallel.data.batchnorm import BatchScope
-from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
-from tutti.parallel.data.replicate import Replica
-from tutti.parallel.layout import Layout
-from tutti.parallel.mesh import Mesh
-from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
-from tutti.trainer.noise_meter import NoiseMeter
-from tutti.trainer.observer import Observer
-
-if TYPE_CHECKING:
-    from tutti.checkpoint.tensor_files import PendingCheckpoint
-
-if TYPE_CHECKING:
-    from tutti.parallel.pipeline.pipeline_runner import Pipeline
 from torch.nn.modules.batchnorm import _NormBase
 
-Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]
-"""batch -> (positional arguments, keyword arguments, target)."""
+from tutti.checkpoint import CheckpointWriter, TrainingState
+from tutti.comm.clock import PhaseClock
+from tutti.config.run_folder import RunFolder
+from tutti.data.batches import Unpack
+from tutti.errors import PlanError
+from tutti.optim.learning_rate import LRRule
+from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
+from tutti.parallel.parallel_model import ParallelModel
+from tutti.parallel.pipeline.pipeline_runner import Pipeline
+from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
+from tutti.trainer.observer import Observer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +46,6 @@ class JobSettings:
             raise PlanError(f"keep_checkpoints = {self.keep_checkpoints}; give 0 or more")
 
 
-@dataclass(slots=True, kw_only=True)
-class Progress:
-    """Counters of a run; with the loader's epoch and position they are what a checkpoint resumes from. `base_steps`:
-    updates, each by AdaScale's gain where that is the rule.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    samples_seen: int = 0
-    tokens_seen: int = 0
-    base_steps: float = 0.0
-    total_epochs: int | None = None
-
-
 class RunningStatistics:
     """Running statistics of the model's norm layers, saved before each step so that a skipped step can restore them."""
 
@@ -101,65 +71,78 @@ class RunningStatistics:
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
-    """One prepared model on its way through training. Parts are set once, by `prepare`; `progress` moves. `mixtures`:
-    names of the whole model's mixtures of experts.
+class TrainingLoop:
+    """What the steps use beside the training state.
+
+    Attributes:
+        pipeline: runs this rank's stages; None without pipeline parallelism.
+        loss_fn: (output, target) -> loss; None: the model's output is the loss.
+        unpack: how a batch becomes arguments and a target.
+        scheduler_clock: whether the scheduler counts steps or epochs.
+        initial_rates: learning rate of each optimizer before the first step.
+        observer: gets the events of the run.
+        clock: measures the phases of a step.
+        sizes: finds the bucket size, where the plan says that it is measured.
+        statistics: of norm layers, for steps that are skipped.
     """
 
-    settings: JobSettings
-    plan: Plan
-    world: World
-    layout: Layout
-    model: nn.Module
-    replica: Replica
-    pipeline: "Pipeline | None"
-    optimizers: tuple[Optimizer, ...]
-    sequences: Sequences
+    pipeline: Pipeline | None
     loss_fn: Callable[[Any, Any], Any] | None
     unpack: Unpack
-    scheduler: Any
     scheduler_clock: Literal["step", "epoch"]
     initial_rates: tuple[float, ...]
-    loader: ShareLoader
-    scaler: torch.amp.GradScaler
-    scope: BatchScope
+    observer: Observer
     clock: PhaseClock
+    sizes: BucketSizeTuner
+    statistics: RunningStatistics
+
+
+@dataclass(slots=True, kw_only=True)
+class RunOutput:
+    """What the run writes.
+
+    Attributes:
+        folder: the run folder.
+        log: rows of metrics.
+        screen: progress for a person.
+        checkpoints: saves the training state.
+        throughput: samples or tokens a second, smoothed.
+        data_facts: by name of an evaluation: its dataset, and what is known of it.
+    """
+
+    folder: RunFolder
     log: MetricsLog
     screen: ProgressDisplay
-    folder: RunFolder
-    observer: Observer
-    noise: NoiseMeter
-    consistency: Consistency
-    sizes: BucketSizeTuner
-    progress: Progress = field(default_factory=Progress)
+    checkpoints: CheckpointWriter
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
-    pending: "PendingCheckpoint | None" = None
-    mixtures: tuple[str, ...] = ()
-    statistics: RunningStatistics = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.statistics = RunningStatistics(self.model)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One prepared training. `prepare` sets its parts once."""
+
+    settings: JobSettings
+    state: TrainingState
+    loop: TrainingLoop
+    output: RunOutput
 
     @property
-    def mesh(self) -> Mesh:
-        return self.layout.mesh
+    def parallel(self) -> ParallelModel:
+        return self.state.parallel
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns, on ranks where `gives_output`."""
-        return self.model(*args, **kwargs) if self.pipeline is None else self.pipeline.forward(self.model, args, kwargs)
+        model, pipeline = self.parallel.model, self.loop.pipeline
+        return model(*args, **kwargs) if pipeline is None else pipeline.forward(model, args, kwargs)
 
     @property
     def gives_output(self) -> bool:
         """Whether outputs and losses appear on this rank: on those of a pipeline's last stage, or on all."""
-        return self.pipeline is None or self.pipeline.is_last
-
-    @property
-    def copies(self) -> int:
-        """Ranks that compute one and the same loss, of which one counts."""
-        return self.mesh.degree("split", "space")
+        return self.loop.pipeline is None or self.loop.pipeline.is_last
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch; None for a stream, and where the batch grows, for epochs then differ."""
-        return None if self.loader.source.is_stream or self.plan.batch.ramp else len(self.loader)
+        """Steps of an epoch; None for a stream, and where the batch grows, since epochs then differ."""
+        loader = self.state.loader
+        return None if loader.source.is_stream or self.parallel.plan.batch.ramp else len(loader)

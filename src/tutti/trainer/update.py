@@ -20,11 +20,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tutti.environment import read_launch_options
 from tutti.errors import TrainingError
+from tutti.host_memory import keep_memory_when_steady, limit_heap_growth
 from tutti.optim.gradient_noise_scale import adascale_gain
 from tutti.optim.learning_rate import learning_rate_factor, scaled_learning_rate
 from tutti.parallel.layout import to_local
-from tutti.trainer.host_memory import keep_memory_when_steady, limit_heap_growth
-from tutti.trainer.precision import never_finite_message
+from tutti.trainer.finite_gradients import never_finite_message
 from tutti.trainer.run_state import Run
 
 MIN_LOSS_SCALE = 2.0**-8
@@ -52,31 +52,31 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
     rate_factor = _rate_factor(run, gain or 1.0)
     rate = float(optimizers[0].param_groups[0]["lr"]) * rate_factor
     if not finite:
-        if run.consistency.diverged:  # others may make theirs, and rates stay alike
+        if run.state.consistency.diverged:  # others may make theirs, and rates stay alike
             _advance_schedule(run, gain or 1.0)
         return UpdateResult(learning_rate=rate, gain=gain, grad_norm=None, skipped=True)
     norm = _clip_gradients(run)
-    scale = run.scaler.get_scale() if run.scaler.is_enabled() else 1.0
-    own_factor = rate_factor * run.consistency.learning_rate_scale
+    scale = run.state.scaler.get_scale() if run.state.scaler.is_enabled() else 1.0
+    own_factor = rate_factor * run.state.consistency.learning_rate_scale
     with ExitStack() as stack:
         if own_factor != 1.0:
             for optimizer in optimizers:
                 stack.enter_context(scaled_learning_rate(optimizer, own_factor))
         for optimizer in optimizers:
             with fused_kernels(optimizer):
-                run.scaler.step(optimizer)
-        run.scaler.update()
+                run.state.scaler.step(optimizer)
+        run.state.scaler.update()
     skipped = False
-    if run.scaler.is_enabled() and (now := run.scaler.get_scale()) != scale:
+    if run.state.scaler.is_enabled() and (now := run.state.scaler.get_scale()) != scale:
         skipped = now < scale
         if now < MIN_LOSS_SCALE:  # on all ranks alike
             raise TrainingError(never_finite_message(run))
-        if run.replica.compressor is not None:
-            run.replica.compressor.rescale(now / scale)
+        if run.parallel.replica.compressor is not None:
+            run.parallel.replica.compressor.rescale(now / scale)
     if not skipped:
         _advance_schedule(run, gain or 1.0)
-        if run.replica.updated(len(run.optimizers)):
-            keep_memory_when_steady(run.world.local_world_size, frugal=read_launch_options().frugal)
+        if run.parallel.replica.updated(len(run.parallel.optimizers)):
+            keep_memory_when_steady(run.parallel.world.local_world_size, frugal=read_launch_options().frugal)
         limit_heap_growth()
     return UpdateResult(learning_rate=rate, gain=gain, grad_norm=norm, skipped=skipped)
 
@@ -86,16 +86,16 @@ def _adascale_gain_of_step(run: Run) -> float | None:
     rule = run.settings.lr_rule
     if rule is None or rule.scale != "adascale" or rule.base_batch_size is None:
         return None
-    return adascale_gain(run.noise.averages, run.loader.stated_size, rule.base_batch_size)
+    return adascale_gain(run.state.noise.averages, run.state.loader.stated_size, rule.base_batch_size)
 
 
 def _advance_schedule(run: Run, gain: float) -> None:
     """Count the update, in steps of the base batch, and advance a scheduler that counts steps by the whole ones."""
-    before = math.floor(run.progress.base_steps)
-    run.progress.base_steps += gain
-    if run.scheduler is not None and run.scheduler_clock == "step":
-        for _ in range(math.floor(run.progress.base_steps) - before):
-            run.scheduler.step()
+    before = math.floor(run.state.progress.base_steps)
+    run.state.progress.base_steps += gain
+    if run.state.scheduler is not None and run.loop.scheduler_clock == "step":
+        for _ in range(math.floor(run.state.progress.base_steps) - before):
+            run.state.scheduler.step()
 
 
 def _rate_factor(run: Run, gain: float) -> float:
@@ -105,9 +105,9 @@ def _rate_factor(run: Run, gain: float) -> float:
         return 1.0
     return learning_rate_factor(
         rule,
-        run.initial_rates[0],
-        run.progress.step,
-        global_batch_size=run.loader.stated_size,
+        run.loop.initial_rates[0],
+        run.state.progress.step,
+        global_batch_size=run.state.loader.stated_size,
         steps_per_epoch=run.steps_per_epoch,
         gain=gain,
     )
@@ -117,11 +117,13 @@ def _clip_gradients(run: Run) -> float | None:
     """Scale gradients so that their global norm is at most clip_norm; returns the norm before."""
     if run.settings.clip_norm is None:
         return None
-    sparse = any(p.grad is not None and p.grad.is_sparse for p in run.replica.parameters)  # torch clips none of those
-    if not run.layout.shards and not sparse:
-        return float(torch.nn.utils.clip_grad_norm_(run.replica.parameters, run.settings.clip_norm))
-    named = [(name, p.grad) for name, p in run.model.named_parameters() if p.grad is not None]
-    norm = math.sqrt(float(run.consistency.norm_squared(run, named)))
+    sparse = any(
+        p.grad is not None and p.grad.is_sparse for p in run.parallel.replica.parameters
+    )  # torch clips none of those
+    if not run.parallel.layout.shards and not sparse:
+        return float(torch.nn.utils.clip_grad_norm_(run.parallel.replica.parameters, run.settings.clip_norm))
+    named = [(name, p.grad) for name, p in run.parallel.model.named_parameters() if p.grad is not None]
+    norm = math.sqrt(float(run.state.consistency.norm_squared(run.parallel, named)))
     factor = run.settings.clip_norm / (norm + 1e-6)  # as torch does
     if factor < 1.0 and named:
         torch._foreach_mul_([to_local(gradient) for _, gradient in named], factor)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tutti.checkpoint.training_state import TrainingState
 from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.data.batches import MicrobatchShare
 from tutti.parallel.context.sequence_order import SequenceOrder
 from tutti.parallel.layout import TensorShard, to_local
 from tutti.parallel.spatial import spatial_tensor as space
 from tutti.parallel.tensor import tensor_activation as split
-from tutti.trainer.run_state import Run
 from tutti.verify.matched_randomness import rows_of
 
 
@@ -195,11 +195,15 @@ class RankShard:
     order: SequenceOrder | None = None
 
     @classmethod
-    def of(cls, run: Run) -> "RankShard":
+    def of(cls, training: TrainingState) -> "RankShard":
         """What this rank of a prepared run holds, by the names that one device knows."""
-        layout, mesh = run.layout, run.mesh
-        own = {name: layout.first_name(name) for name, _ in named_tensors(run) if name in layout.names}
-        states = {name for some in layout.state_names(run.model, run.optimizers).values() for name in some.values()}
+        layout, mesh = training.parallel.layout, training.parallel.mesh
+        own = {name: layout.first_name(name) for name, _ in named_tensors(training) if name in layout.names}
+        states = {
+            name
+            for some in layout.state_names(training.parallel.model, training.parallel.optimizers).values()
+            for name in some.values()
+        }
         return cls(
             place=tuple((axis, mesh.index(axis)) for axis in mesh.degrees if axis not in DATA_AXES),
             data_index=mesh.data_index,
@@ -212,15 +216,17 @@ class RankShard:
             names=frozenset(own.values()),
             state_names=frozenset(layout.first_name(name) for name in states),
             counts=frozenset(first for name, first in own.items() if layout.counts(name)),
-            order=SequenceOrder(kind=run.plan.context, degree=mesh.degree("context"), index=mesh.index("context"))
+            order=SequenceOrder(
+                kind=training.parallel.plan.context, degree=mesh.degree("context"), index=mesh.index("context")
+            )
             if mesh.degree("context") > 1
             else None,
         )
 
 
-def named_tensors(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(training: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, this rank's part) of every parameter and buffer; tied ones once."""
-    for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers()):
+    for name, tensor in (*training.parallel.model.named_parameters(), *training.parallel.model.named_buffers()):
         yield name, to_local(tensor)
 
 

@@ -19,15 +19,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from tutti.checkpoint.training_state import TrainingState
 from tutti.comm.world import World
 from tutti.data.batches import BatchShare, MicrobatchShare
 from tutti.data.seeds import derive_seed
 from tutti.environment import Recording, read_launch_options
 from tutti.errors import LaunchError
 from tutti.parallel.layout import TensorShard, to_local
-from tutti.trainer.losses import Weighted
+from tutti.parallel.losses import Weighted
 from tutti.trainer.observer import StopRun
-from tutti.trainer.run_state import Run
 from tutti.verify.alignment import (
     MAX_COLUMNS,
     MAX_ELEMENTS,
@@ -183,13 +183,13 @@ class RunRecorder(DoublePrecisionInputs):
         self._loss: LossRecord | None = None
         self._gradients: dict[str, torch.Tensor | None] = {}
         self._hyper: dict[str, float] = {}
-        self._run: Run | None = None
+        self._training: TrainingState | None = None
         self._log: CallLog | None = None
 
     @property
-    def run(self) -> Run:
-        assert self._run is not None
-        return self._run
+    def training(self) -> TrainingState:
+        assert self._training is not None
+        return self._training
 
     @property
     def log(self) -> CallLog:
@@ -208,16 +208,16 @@ class RunRecorder(DoublePrecisionInputs):
             model.double()
             torch.set_default_dtype(torch.float64)
 
-    def prepared(self, run: Run) -> None:
+    def prepared(self, training: TrainingState) -> None:
         """Watch the modules and the loss."""
-        self._run, self._log = run, CallLog(run.model)
-        for module in run.model.modules():
+        self._training, self._log = training, CallLog(training.parallel.model)
+        for module in training.parallel.model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout > 0:
                 module.register_forward_pre_hook(self._no_packed_dropout)
         if self.recording.double:
-            make_double(run)
+            make_double(training)
         if self.recording.still:
-            disable_dropout(run.model)
+            disable_dropout(training.parallel.model)
 
     def loaded(self, step: int, batch: Any) -> Any:
         """Record the batch and what the script changed since the last update; then start from one device's state."""
@@ -227,11 +227,11 @@ class RunRecorder(DoublePrecisionInputs):
             f"batch{pytree.keystr(path)}": sample_columns(leaf) for path, leaf in flat if isinstance(leaf, torch.Tensor)
         }
         self._parts = []
-        self._between = ModelState() if self._after is None else changes(self._after, recorded_state(self.run))
+        self._between = ModelState() if self._after is None else changes(self._after, recorded_state(self.training))
         if self.reference is None:
-            write_record(self.folder.state(step), whole_state(self.run))
+            write_record(self.folder.state(step), whole_state(self.training))
         elif self.reference.state(step).exists():
-            restore(self.run, read_record(self.reference.state(step)))
+            restore(self.training, read_record(self.reference.state(step)))
         if self.recording.still:
             self._still.enter_context(NoDropout())
         return batch
@@ -243,7 +243,7 @@ class RunRecorder(DoublePrecisionInputs):
         guide: ReferenceGuide | None = None
         if self.reference is not None and self.reference.guide(step, index).exists():
             guide = read_record(self.reference.guide(step, index))
-        torch.manual_seed(derive_seed(self.run.settings.seed, "verify", step, index))
+        torch.manual_seed(derive_seed(self.training.parallel.seed, "verify", step, index))
         mode = AlignedRandom(part, guide.draws if guide else None)
         self._loss = None
         self.log.begin(guide.calls if guide else None, BUDGET_NBYTES // len(share.parts))
@@ -273,36 +273,36 @@ class RunRecorder(DoublePrecisionInputs):
         """Record the averaged gradients and the settings of the optimizer."""
         self._still.close()
         self._without_calls()
-        layout = self.run.layout
+        layout = self.training.parallel.layout
         self._gradients = {
             layout.first_name(name): None
             if p.grad is None
             else sample_elements(to_local(p.grad), layout.shard_of(name))
-            for name, p in self.run.model.named_parameters()
+            for name, p in self.training.parallel.model.named_parameters()
             if p.requires_grad
         }
         self._hyper = {
             f"{index}.{number}.{key}": float(value)
-            for index, optimizer in enumerate(self.run.optimizers)
+            for index, optimizer in enumerate(self.training.parallel.optimizers)
             for number, group in enumerate(optimizer.param_groups)
             for key, value in _numbers(group)
         }
 
     def updated(self, step: int, loss: float, learning_rate: float) -> None:
         """Close the step, and end the run when enough steps are recorded."""
-        layout = self.run.layout
+        layout = self.training.parallel.layout
         used = {
             layout.first_name(name): float(torch.linalg.vector_norm(_dense(to_local(parameter.grad)).double()))
-            for name, parameter in self.run.model.named_parameters()
+            for name, parameter in self.training.parallel.model.named_parameters()
             if parameter.grad is not None
         }
-        share = self.run.loader.share
+        share = self.training.loader.share
         assert share is not None
-        self._after = recorded_state(self.run)
+        self._after = recorded_state(self.training)
         record = StepRecord(
             step=step,
             batch_size=share.batch_size,
-            indices=tuple(int(index) for index in self.run.loader.indices),
+            indices=tuple(int(index) for index in self.training.loader.indices),
             inputs=self._inputs,
             parts=tuple(self._parts),
             loss=loss,
@@ -313,7 +313,7 @@ class RunRecorder(DoublePrecisionInputs):
             between=self._between,
             after=self._after,
         )
-        rank = self.run.world.rank
+        rank = self.training.parallel.world.rank
         write_record(self.folder.step(rank, len(self.losses)), record)
         self.losses.append(tuple((part.part, part.loss) for part in self._parts))
         write_record(self.folder.rank(rank), self._record())
@@ -322,34 +322,37 @@ class RunRecorder(DoublePrecisionInputs):
 
     def _without_calls(self) -> None:
         """Add microbatches that could not be watched: a pipeline interleaves those of its stages."""
-        share = self.run.loader.share
+        share = self.training.loader.share
         if not self._parts and share is not None:
             self._parts = [MicrobatchRecord(part=part, calls=(), loss=None) for part in share.parts]
             self._note("module outputs were not compared, for a pipeline runs the microbatches of its stages in turns")
 
     def _record(self) -> RankRecord:
-        run = self.run
+        training = self.training
         owners = {
             f"{name}.{own}" if name else own: name
-            for name, module in run.model.named_modules()
+            for name, module in training.parallel.model.named_modules()
             for own, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         }
-        dtypes = [p.dtype for p in run.model.parameters() if p.is_floating_point()]
+        dtypes = [p.dtype for p in training.parallel.model.parameters() if p.is_floating_point()]
         return RankRecord(
-            rank=run.world.rank,
-            world_size=run.world.world_size,
-            seed=run.settings.seed,
-            global_batch_size=run.plan.batch.global_batch_size,
-            model=type(run.model).__name__,
+            rank=training.parallel.world.rank,
+            world_size=training.parallel.world.world_size,
+            seed=training.parallel.seed,
+            global_batch_size=training.parallel.plan.batch.global_batch_size,
+            model=type(training.parallel.model).__name__,
             owners=owners,
             initial=self.initial,
             dtype=str(lowest_of([*dtypes, *self._lowest])).removeprefix("torch."),
-            hooked=tuple(name for name, p in run.model.named_parameters() if _has_hooks(p)),
+            hooked=tuple(name for name, p in training.parallel.model.named_parameters() if _has_hooks(p)),
             notes=tuple(self._notes),
             losses=tuple(self.losses),
-            shapes={run.layout.first_name(name): shape for name, shape in run.layout.names.items()},
+            shapes={
+                training.parallel.layout.first_name(name): shape
+                for name, shape in training.parallel.layout.names.items()
+            },
             drew=self._drew,
-            holding=RankShard.of(run),
+            holding=RankShard.of(training),
         )
 
     def _no_packed_dropout(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -428,11 +431,11 @@ class _ModuleHook:
         self.log.leave(self.name, module, output)
 
 
-def recorded_state(run: Run) -> ModelState:
+def recorded_state(training: TrainingState) -> ModelState:
     """Parameters, buffers and optimizer state as they are now; large ones are sampled."""
-    layout, optimizer = run.layout, dict[str, torch.Tensor]()
-    names: dict[int, dict[Any, str]] = {**layout.state_names(run.model, run.optimizers)}
-    for index, one in enumerate(run.optimizers):
+    layout, optimizer = training.parallel.layout, dict[str, torch.Tensor]()
+    names: dict[int, dict[Any, str]] = {**layout.state_names(training.parallel.model, training.parallel.optimizers)}
+    for index, one in enumerate(training.parallel.optimizers):
         for parameter, entries in one.state.items():
             name = names[index].get(parameter)
             for key, value in entries.items():
@@ -441,12 +444,16 @@ def recorded_state(run: Run) -> ModelState:
                     optimizer[f"{index}.{first}.{key}"] = sample_elements(
                         value, None if name is None else layout.state_shard_of(name)
                     )
-    return ModelState(parameters=_sampled(run, "parameters"), buffers=_sampled(run, "buffers"), optimizer=optimizer)
+    return ModelState(
+        parameters=_sampled(training, "parameters"), buffers=_sampled(training, "buffers"), optimizer=optimizer
+    )
 
 
-def _sampled(run: Run, kind: str) -> Values:
-    layout = run.layout
-    named = run.model.named_parameters() if kind == "parameters" else run.model.named_buffers()
+def _sampled(training: TrainingState, kind: str) -> Values:
+    layout = training.parallel.layout
+    named = (
+        training.parallel.model.named_parameters() if kind == "parameters" else training.parallel.model.named_buffers()
+    )
     return {
         layout.first_name(name): sample_elements(
             to_local(tensor), layout.shard_of(name) if name in layout.names else None
@@ -472,24 +479,24 @@ def _changed(one: Values, other: Values) -> Values:
     }
 
 
-def whole_state(run: Run) -> dict[str, Any]:
+def whole_state(training: TrainingState) -> dict[str, Any]:
     """Everything that `restore` needs, on one device: parameters and buffers, and each optimizer's entries, by name."""
-    layout = run.layout
-    names = layout.state_names(run.model, run.optimizers)
+    layout = training.parallel.layout
+    names = layout.state_names(training.parallel.model, training.parallel.optimizers)
     return {
-        "model": {layout.first_name(name): tensor.detach().cpu() for name, tensor in named_tensors(run)},
+        "model": {layout.first_name(name): tensor.detach().cpu() for name, tensor in named_tensors(training)},
         "optimizers": [
             {layout.first_name(name): dict(one.state[p]) for p, name in names[index].items() if p in one.state}
-            for index, one in enumerate(run.optimizers)
+            for index, one in enumerate(training.parallel.optimizers)
         ],
     }
 
 
 @torch.no_grad()
-def restore(run: Run, saved: dict[str, Any]) -> None:
+def restore(training: TrainingState, saved: dict[str, Any]) -> None:
     """Copy this rank's part of one device's state in place. Settings of the optimizers stay this rank's own."""
-    layout = run.layout
-    for name, tensor in named_tensors(run):
+    layout = training.parallel.layout
+    for name, tensor in named_tensors(training):
         whole = saved["model"].get(layout.first_name(name))
         if whole is not None:
             part = whole if whole.shape == tensor.shape else layout.shard_of(name).take(whole)
@@ -497,8 +504,8 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
                 tensor.copy_(part)
     for follow in layout.states.after_load:
         follow()
-    names = layout.state_names(run.model, run.optimizers)
-    for index, (one, states) in enumerate(zip(run.optimizers, saved["optimizers"], strict=True)):
+    names = layout.state_names(training.parallel.model, training.parallel.optimizers)
+    for index, (one, states) in enumerate(zip(training.parallel.optimizers, saved["optimizers"], strict=True)):
         for parameter, name in names[index].items():
             entries = states.get(layout.first_name(name))
             if entries is None:
@@ -516,9 +523,9 @@ def _part(value: Any, held: TensorShard) -> Any:
     return held.take(value) if whole else value
 
 
-def make_double(run: Run) -> None:
+def make_double(training: TrainingState) -> None:
     """Convert optimizer state that a script brought along to float64, like its parameters."""
-    for one in run.optimizers:
+    for one in training.parallel.optimizers:
         for parameter, entries in one.state.items():
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():

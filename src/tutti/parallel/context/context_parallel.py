@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from tutti.comm.traffic import CommChannel, untracked_channel
 from tutti.config.plan import Plan
+from tutti.data.batches import Unpack
 from tutti.data.seeds import derive_seed, preserved_generators
 from tutti.errors import PlanError, ScriptError
 from tutti.parallel.context.attention_calls import (
@@ -30,11 +31,10 @@ from tutti.parallel.context.context_attention import Attention
 from tutti.parallel.context.ring_attention import Ring
 from tutti.parallel.context.sequence_order import SequenceOrder, cut_batch, join_parts, sequence_length, shorten
 from tutti.parallel.layout import to_local
+from tutti.parallel.losses import Weighted, default_loss
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.tensor.tensor_activation import whole
-from tutti.trainer.losses import Weighted, default_loss
 
-Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]
 Loss = Callable[[Any, Any], Any]
 Forward = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 

@@ -5,15 +5,12 @@ twice, in turn with the others, so that a machine that is slow for a while slows
 """
 
 import time
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
-from tutti.config.plan import Plan
-
-if TYPE_CHECKING:
-    from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
 
 MIB = 2**20
 TRIED = (2 * MIB, 8 * MIB, 25 * MIB, 100 * MIB)
@@ -29,10 +26,19 @@ PAYS = 0.02
 """The plan's size stays unless another saves this share of a step."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenBucketSize:
+    """The bucket size that all ranks keep, in bytes, and by size the median step in seconds on the slowest rank."""
+
+    nbytes: int
+    step_s: dict[int, float]
+
+
 class BucketSizeTuner:
     """Tries sizes while a run trains. Ranks decide by each size's median step on the rank that was slowest with it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, parallel: ParallelModel) -> None:
+        self._parallel, plan = parallel, parallel.plan
         self._stated = plan.sync.bucket_nbytes
         self._trying = plan.sync.bucket_sizes == "measured" and plan.world_size > 1
         self._turns: list[int] = []
@@ -40,54 +46,58 @@ class BucketSizeTuner:
         self._steps = 0
         self._began: float | None = None
 
-    def begin(self, run: "Run") -> None:
+    def begin(self) -> None:
         """A step begins."""
-        self._began = _now(run) if self._trying else None
+        self._began = self._now() if self._trying else None
 
-    def end(self, run: "Run", samples: int) -> None:
-        """The update of a step of `samples` is made; steps of a short batch are not timed. Collective when sizes are
-        decided."""
-        if self._began is None or samples != run.loader.stated_size:
-            return
-        seconds, self._began = _now(run) - self._began, None
+    def end(self, *, full_batch: bool) -> ChosenBucketSize | None:
+        """The update of a step is made; returns the size once it is decided. Collective then.
+
+        Steps of a short batch are not timed.
+        """
+        if self._began is None or not full_batch:
+            return None
+        seconds, self._began = self._now() - self._began, None
         self._steps += 1
         if not self._turns:
             if self._steps == WARM_UP:
-                self._start(run)
-            return
+                self._start()
+            return None
         turn, step = divmod(self._steps - 1, TIMED + 1)
         if step:
             self._times[self._turns[turn]].append(seconds)
-        if step == TIMED:
-            self._next(run, turn + 1)
+        return self._next(turn + 1) if step == TIMED else None
 
-    def _start(self, run: "Run") -> None:
+    def _start(self) -> None:
         """Ranks agree which sizes differ at all."""
-        local_nbytes = sum(parameter.numel() * parameter.element_size() for parameter in run.replica.order)
-        largest = max(run.world.gather(local_nbytes))
+        local_nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self._parallel.replica.order)
+        largest = max(self._parallel.world.gather(local_nbytes))
         sizes = sizes_to_try(self._stated, largest)
         self._trying = len(sizes) > 1
         if self._trying:
             self._turns, self._steps = sizes * ROUNDS, 0
             self._times = {size: [] for size in sizes}
-            self._use(run, sizes[0])
+            self._use(sizes[0])
 
-    def _next(self, run: "Run", turn: int) -> None:
+    def _next(self, turn: int) -> ChosenBucketSize | None:
         if turn < len(self._turns):
-            self._use(run, self._turns[turn])
-            return
+            self._use(self._turns[turn])
+            return None
         self._trying = False
-        everyone = run.world.gather([median(times) for times in self._times.values()])
+        everyone = self._parallel.world.gather([median(times) for times in self._times.values()])
         slowest = dict(zip(self._times, map(max, zip(*everyone, strict=True)), strict=True))
         chosen = fastest_size(slowest, self._stated)
-        self._use(run, chosen)
-        tried = {f"{size / MIB:g}": seconds for size, seconds in slowest.items()}
-        run.log.row("buckets", run.clock.elapsed_s(), step=run.progress.step, chosen_mib=chosen / MIB, step_s=tried)
-        timings = ", ".join(f"{size} MiB {1e3 * seconds:.3g} ms" for size, seconds in tried.items())
-        run.screen.say(f"gradients are summed in buckets of {chosen / MIB:g} MiB; a step took with {timings}")
+        self._use(chosen)
+        return ChosenBucketSize(chosen, slowest)
 
-    def _use(self, run: "Run", size: int) -> None:
-        run.replica.rebuild_buckets(run.replica.order, None, size)
+    def _use(self, size: int) -> None:
+        self._parallel.replica.rebuild_buckets(self._parallel.replica.order, None, size)
+
+    def _now(self) -> float:
+        device = self._parallel.world.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
 
 
 def sizes_to_try(stated: int, largest: int) -> list[int]:
@@ -103,9 +113,3 @@ def fastest_size(seconds: dict[int, float], stated: int) -> int:
     """The size with the shortest step; the stated one if it is as fast within noise."""
     best = min(seconds, key=lambda size: seconds[size])
     return best if seconds[best] < (1 - PAYS) * seconds[stated] else stated
-
-
-def _now(run: "Run") -> float:
-    if run.world.device.type == "cuda":
-        torch.cuda.synchronize(run.world.device)
-    return time.perf_counter()

@@ -16,12 +16,12 @@ from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
 from tutti.errors import ScriptError
+from tutti.host_memory import WARMUP_UPDATES, long_lived_blocks
 from tutti.parallel.compressed.compressor import Compressor
 from tutti.parallel.compressed.factor_buckets import FactoredLayers
 from tutti.parallel.data.buckets import Bucket, ReductionGroup, fastest_bucket_reducer, make_buckets
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.sharded_gradients import Shards
-from tutti.trainer.host_memory import WARMUP_UPDATES, long_lived_blocks
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """fn(model, batch) -> loss (a mean over samples, or Weighted)."""

@@ -2,29 +2,31 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tutti.comm.clock import PhaseClock
 from tutti.comm.rendezvous import make_local_group
 from tutti.config.pipeline_schedule import Action, Orders, build_schedule
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
-from tutti.data.batches import to_device
+from tutti.data.batches import BatchShare, to_device
 from tutti.data.seeds import derive_seed, seed_device
 from tutti.errors import PlanError
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
+from tutti.parallel.mixed_precision import autocast
+from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.pipeline.stage_building import Forwards, StagePartition
 from tutti.parallel.pipeline.stage_links import Links, Session, Ties, given, groups_at, wanted
 from tutti.parallel.pipeline.stage_placement import Placement
 from tutti.parallel.pipeline.stage_program import Value
 from tutti.parallel.pipeline.stage_tracing import Ending
 from tutti.parallel.pipeline.stage_work import StageWork
-from tutti.trainer.precision import autocast
-from tutti.trainer.run_state import Run
 
 LossRoot = Callable[[int, Any], torch.Tensor]
 """(microbatch, what the user's function returned) -> the scalar whose gradients are wanted."""
@@ -32,6 +34,27 @@ LossRoot = Callable[[int, Any], torch.Tensor]
 
 AHEAD = 2
 """While a rank waits for its first message it follows the forwards of so many microbatches for every rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineBatch:
+    """One global batch for the pipeline.
+
+    Attributes:
+        parallel: the model that this rank holds a part of.
+        function: (model, microbatch) -> loss.
+        pieces: the microbatches of this rank.
+        share: this rank's share of the global batch.
+        step: updates made before this one.
+        clock: gets the phases of the step.
+    """
+
+    parallel: ParallelModel
+    function: Callable[[Any, Any], Any]
+    pieces: Sequence[Any]
+    share: BatchShare
+    step: int
+    clock: PhaseClock
 
 
 class Pipeline:
@@ -54,9 +77,7 @@ class Pipeline:
 
     def forward_backward(
         self,
-        run: Run,
-        function: Callable[[Any, Any], Any],
-        pieces: Sequence[Any],
+        batch: PipelineBatch,
         root: LossRoot,
         forwards_done: Callable[[], None],
     ) -> None:
@@ -64,13 +85,13 @@ class Pipeline:
         the stages that hold them. Sums over data-parallel ranks start as soon as a stage's last backward does.
         `forwards_done` is called after this rank's last forward.
         """
-        step = _Step(self, run, function, pieces, root)
-        orders = self._orders_for(len(pieces))
+        step = _Step(self, batch, root)
+        orders = self._orders_for(len(batch.pieces))
         session = self._links.session(orders, step.placement)
         step.run(orders[self.stages.position], session, forwards_done)
-        run.clock.enter("exposed_communication")
+        batch.clock.enter("exposed_communication")
         self._links.settle()
-        self._ties.sum(run.model)
+        self._ties.sum(batch.parallel.model)
 
     def forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model returns, on ranks where `is_last`; None elsewhere. Without gradients."""
@@ -121,16 +142,19 @@ class Pipeline:
 class _Step:
     """One global batch on its way through this rank's stages."""
 
-    def __init__(
-        self, pipeline: Pipeline, run: Run, function: Callable[[Any, Any], Any], pieces: Sequence[Any], root: LossRoot
-    ) -> None:
-        self.pipeline, self.stages, self.plan, self.device = pipeline, pipeline.stages, run.plan, pipeline.device
-        self._run, self._function, self._root = run, function, root
-        prepared = [run.sequences.prepare(to_device(piece, self.device)) for piece in pieces]
+    def __init__(self, pipeline: Pipeline, batch: PipelineBatch, root: LossRoot) -> None:
+        self.pipeline, self.stages, self.plan, self.device = (
+            pipeline,
+            pipeline.stages,
+            batch.parallel.plan,
+            pipeline.device,
+        )
+        self._batch, self._parallel, self._function, self._root = batch, batch.parallel, batch.function, root
+        prepared = [self._parallel.sequences.prepare(to_device(piece, self.device)) for piece in batch.pieces]
         self._pieces, self._around = [part for part, _ in prepared], [around for _, around in prepared]
         self._placements: list[Placement] = []
         self._works: dict[tuple[int, int], StageWork] = {}
-        self._left = [len(range(self.stages.position, self.stages.count, self.stages.ranks))] * len(pieces)
+        self._left = [len(range(self.stages.position, self.stages.count, self.stages.ranks))] * len(batch.pieces)
 
     def placement(self, microbatch: int) -> Placement:
         """The microbatch's program; traced in order of microbatches, alike on all ranks of the stage axis."""
@@ -140,8 +164,8 @@ class _Step:
 
     def run(self, actions: Sequence[Action], session: Session, forwards_done: Callable[[], None]) -> None:
         """All of this rank's actions; what the next one needs is being received while one computes."""
-        clock, replica = self._run.clock, self._run.replica
-        endings = self.pipeline.endings(actions, self._run.model)
+        clock, replica = self._batch.clock, self._parallel.replica
+        endings = self.pipeline.endings(actions, self._parallel.model)
         last_forward = max(place for place, action in enumerate(actions) if action.kind == "F")
         waited = False
         for place, (action, following) in enumerate(itertools.zip_longest(actions, actions[1:])):
@@ -170,7 +194,7 @@ class _Step:
     def _do(self, action: Action, placement: Placement, received: dict[int, torch.Tensor]) -> StageWork:
         stage, microbatch = action.stage, action.microbatch
         if action.kind == "F":
-            work = StageWork(placement, stage, self._run.model, self.device)
+            work = StageWork(placement, stage, self._parallel.model, self.device)
             self._works[stage, microbatch] = work
             self._forward(work, stage, microbatch, received)
             return work
@@ -201,8 +225,8 @@ class _Step:
 
     def _value(self, work: StageWork, values: dict[int, torch.Tensor], microbatch: int) -> Any:
         """What the user's function returns, once the model's part of it is computed."""
-        run, batch, output = self._run, self._pieces[microbatch], work.output(values)
-        if not self.pipeline.until_model(self._function, run.model, batch):
+        parallel, batch, output = self._parallel, self._pieces[microbatch], work.output(values)
+        if not self.pipeline.until_model(self._function, parallel.model, batch):
             return output
         tracer, program = self.stages.tracer, self.placement(microbatch).program
         kept = work.kept(values)
@@ -213,26 +237,23 @@ class _Step:
             outline = program.outlines[value.key]
             stride = torch.empty(outline.shape, device="meta").stride()
             kept[slot] = tracer.stand_ins.empty(outline.shape, stride, outline.dtype, self.device)
-        return tracer.finish(lambda: self._function(run.model, batch), output, kept)
+        return tracer.finish(lambda: self._function(parallel.model, batch), output, kept)
 
     def _trace(self, microbatch: int) -> Placement:
-        run, batch = self._run, self._pieces[microbatch]
+        parallel, batch = self._parallel, self._pieces[microbatch]
         seed_device(self._seed(microbatch), self.device)
         self._enter(microbatch)
         with self._around[microbatch](), autocast(self.plan.precision, self.device):
-            ending = self.pipeline.until_model(self._function, run.model, batch)
-            return self.pipeline.forwards.place(lambda: self._function(run.model, batch), ending)
+            ending = self.pipeline.until_model(self._function, parallel.model, batch)
+            return self.pipeline.forwards.place(lambda: self._function(parallel.model, batch), ending)
 
     def _enter(self, microbatch: int) -> None:
         """Batch statistics count this microbatch's samples."""
-        share = self._run.loader.share
-        assert share is not None
-        self._run.scope.counts = share.parts[microbatch].count > 0
+        self._parallel.scope.counts = self._batch.share.parts[microbatch].count > 0
 
     def _seed(self, microbatch: int, *purpose: int | str) -> int:
-        run = self._run
-        place = run.mesh.index(*DATA_AXES, "context")
-        return derive_seed(run.settings.seed, "dropout", run.progress.step, microbatch, place, *purpose)
+        place = self._parallel.mesh.index(*DATA_AXES, "context")
+        return derive_seed(self._parallel.seed, "dropout", self._batch.step, microbatch, place, *purpose)
 
 
 def _groups(mesh: Mesh) -> Callable[[int, int], Any]:

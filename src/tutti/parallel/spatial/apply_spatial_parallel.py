@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
+from tutti.data.batches import Unpack
 from tutti.data.samples import DataSource
 from tutti.errors import PlanError
 from tutti.parallel.data.batchnorm import BatchScope
@@ -38,7 +39,6 @@ from tutti.parallel.spatial.spatial_tensor import (
     where_of,
     whole,
 )
-from tutti.trainer.run_state import Unpack
 
 HANDLING = (
     spatial_elementwise,

@@ -1,47 +1,19 @@
-"""Precision: autocast, loss scaling, TF32, and whether a step's gradients are finite.
+"""Whether the gradients of a step are finite on all ranks.
 
 Where loss or gradients are not finite, no rank that steps with the same gradients makes the update.
 """
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
-from tutti.config.vocabulary import AxisName, Precision
-from tutti.errors import PlanError, TrainingError
+from tutti.config.vocabulary import AxisName
+from tutti.errors import TrainingError
 from tutti.parallel.data.replicate import unchecked_gradients
 from tutti.parallel.layout import to_local
-
-if TYPE_CHECKING:
-    from tutti.trainer.run_state import Run
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """The context in which forward and loss run."""
-    if precision in _DTYPES:
-        return torch.autocast(device.type, dtype=_DTYPES[precision])
-    return nullcontext()
-
-
-def loss_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler:
-    """Dynamic loss scaling for float16; does nothing for the other precisions."""
-    return torch.amp.GradScaler(device.type, enabled=precision == "float16", init_scale=2.0**12)
-
-
-def set_matmul_precision(precision: Precision, device: torch.device) -> None:
-    """Allow TF32 where the plan asks for it. Raises PlanError on a device that has none."""
-    if precision == "tf32":
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-            raise PlanError("precision = tf32 needs an NVIDIA GPU of compute capability 8.0 or more; use 'full'")
-        torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.allow_tf32 = True
-
+from tutti.trainer.run_state import Run
 
 _IDENTICAL_AXES: frozenset[AxisName] = frozenset(("replicate", "shard", "context"))
 """Axes along which all ranks get the same sums, bit for bit, as long as none holds a part of a parameter."""
@@ -52,25 +24,27 @@ _REMEDY = (
 )
 
 
-def gradients_finite(run: "Run") -> bool:
+def gradients_finite(run: Run) -> bool:
     """Whether all gradients, summed as they are now, are finite: those of all ranks that step alike, so these agree.
     Where replicas step on gradients of their own, this rank's. Raises TrainingError where the Job says stop.
 
     Under loss scaling the scaler finds them: they are looked for only where a code must know.
     """
-    scaled = run.scaler.is_enabled()
-    if scaled and run.replica.compressor is None:
+    scaled = run.state.scaler.is_enabled()
+    if scaled and run.parallel.replica.compressor is None:
         return True
     # Where ranks of one host sum, each has looked at its parts while in the cache, 0.6 to 0.9 ms of a step of 70
     # (MLP of 10 M parameters, 2 ranks); over all buckets again takes 1.4.
-    finite = _sums_finite(unchecked_gradients(run.replica)) or _first_nonfinite(run) is None
-    if run.world.world_size > 1 and not (_skips_independently(run) or _gradients_identical(run)):
-        flag = torch.tensor(float(not finite), device=run.world.device)
-        with run.layout.channel("scalars").waiting(ring_all_reduce_nbytes(flag, run.world.world_size)):
+    finite = _sums_finite(unchecked_gradients(run.parallel.replica)) or _first_nonfinite(run) is None
+    if run.parallel.world.world_size > 1 and not (_skips_independently(run) or _gradients_identical(run)):
+        flag = torch.tensor(float(not finite), device=run.parallel.world.device)
+        with run.parallel.layout.channel("scalars").waiting(
+            ring_all_reduce_nbytes(flag, run.parallel.world.world_size)
+        ):
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         finite = not float(flag)
     if not finite and not scaled and run.settings.on_nonfinite == "stop":
-        run.statistics.restore()
+        run.loop.statistics.restore()
         raise TrainingError(_nonfinite_gradient_message(run))
     return finite
 
@@ -82,31 +56,35 @@ def nonfinite_loss_message(loss: float, bad: list[int], step: int) -> str:
     return f"the loss is {kind} at step {step} on {where}; {_parameters_as_after(step - 1)}. {_REMEDY}"
 
 
-def never_finite_message(run: "Run") -> str:
+def never_finite_message(run: Run) -> str:
     """What stops a run whose gradients are finite at no loss scale. Collective."""
     return (
-        f"{_locate_nonfinite(run)}, and at every loss scale down to {run.scaler.get_scale():.2g}, so that steps would "
-        f"be skipped for ever; {_parameters_as_after(run.progress.step)}. Look at the model and the loss, lower the "
+        f"{_locate_nonfinite(run)}, and at every loss scale down to {run.state.scaler.get_scale():.2g}, so that steps would "
+        f"be skipped for ever; {_parameters_as_after(run.state.progress.step)}. Look at the model and the loss, lower the "
         'learning rate, or use precision = "bfloat16", which needs no scale'
     )
 
 
-def _nonfinite_gradient_message(run: "Run") -> str:
+def _nonfinite_gradient_message(run: Run) -> str:
     """What stops a run whose gradients are not finite. Collective, unless replicas step on gradients of their own."""
-    how = run.plan.sync.gradient_code
+    how = run.parallel.plan.sync.gradient_code
     too_large = (
         "float16 holds no sum above 65504: use bfloat16. " if how is not None and how.method == "float16" else ""
     )
-    return f"{_locate_nonfinite(run)}; {_parameters_as_after(run.progress.step)}. {too_large}{_REMEDY}"
+    return f"{_locate_nonfinite(run)}; {_parameters_as_after(run.state.progress.step)}. {too_large}{_REMEDY}"
 
 
-def _locate_nonfinite(run: "Run") -> str:
+def _locate_nonfinite(run: Run) -> str:
     """Which gradient is not finite, in which step and where. Collective, like `_nonfinite_gradient_message`."""
-    mine, step = _first_nonfinite(run), run.progress.step + 1
-    ranks = [(run.world.rank, mine)] if _skips_independently(run) else [*enumerate(run.world.gather(mine))]
+    mine, step = _first_nonfinite(run), run.state.progress.step + 1
+    ranks = (
+        [(run.parallel.world.rank, mine)]
+        if _skips_independently(run)
+        else [*enumerate(run.parallel.world.gather(mine))]
+    )
     bad = [(rank, *found) for rank, found in ranks if found is not None]
     rank, name, is_nan = bad[0]
-    where = f" on rank {rank}" if _skips_independently(run) or len(bad) < run.world.world_size else ""
+    where = f" on rank {rank}" if _skips_independently(run) or len(bad) < run.parallel.world.world_size else ""
     return f"the loss is finite, but the gradient of {name} is {_nonfinite_kind(is_nan)} at step {step}{where}"
 
 
@@ -118,16 +96,16 @@ def _parameters_as_after(step: int) -> str:
     return f"parameters are as after step {step}"
 
 
-def _skips_independently(run: "Run") -> bool:
+def _skips_independently(run: Run) -> bool:
     """Whether this rank leaves out an update alone: telling the others would be a wait in every step."""
-    return run.consistency.diverged and not run.consistency.skip_together
+    return run.state.consistency.diverged and not run.state.consistency.skip_together
 
 
-def _gradients_identical(run: "Run") -> bool:
+def _gradients_identical(run: Run) -> bool:
     """Whether all ranks have the same gradients to judge by. Products of factors are each rank's own."""
-    others = [axis for axis in run.mesh.degrees if axis not in _IDENTICAL_AXES]
-    whole = not run.layout.shards and run.mesh.degree(*others) == 1
-    return whole and not run.consistency.diverged and not run.replica.factored.weights
+    others = [axis for axis in run.parallel.mesh.degrees if axis not in _IDENTICAL_AXES]
+    whole = not run.parallel.layout.shards and run.parallel.mesh.degree(*others) == 1
+    return whole and not run.state.consistency.diverged and not run.parallel.replica.factored.weights
 
 
 def _sums_finite(tensors: Iterable[torch.Tensor]) -> bool:
@@ -144,9 +122,9 @@ def _sums_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return all(bool(some_of.isfinite().all()) for some_of in skip_together)
 
 
-def _first_nonfinite(run: "Run") -> tuple[str, bool] | None:
+def _first_nonfinite(run: Run) -> tuple[str, bool] | None:
     """The first parameter whose gradient is not finite on this rank, and whether that has a NaN."""
-    for name, parameter in run.model.named_parameters():
+    for name, parameter in run.parallel.model.named_parameters():
         if parameter.grad is not None:
             values = _gradient_values(parameter.grad)
             if not bool(values.isfinite().all()):

@@ -1,0 +1,50 @@
+"""The model as this rank holds it: its part of the parameters, where each part lies, and who reduces its gradients."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.comm.world import World
+from tutti.config.plan import Plan
+from tutti.parallel.context import Sequences
+from tutti.parallel.data.batchnorm import BatchScope
+from tutti.parallel.data.replicate import Replica
+from tutti.parallel.layout import Layout
+from tutti.parallel.mesh import Mesh
+
+
+@dataclass(slots=True, kw_only=True)
+class ParallelModel:
+    """A prepared model with its optimizers, under a plan.
+
+    Attributes:
+        plan: the plan, with the script's annotations.
+        model: the user's module, divided in place: this rank's part.
+        layout: the shard of every parameter, buffer and optimizer state that this rank holds.
+        replica: gradient reduction over the data-parallel ranks.
+        scope: the ranks over which batch statistics are computed.
+        sequences: how batches are divided along the context axis.
+        seed: the Job's seed.
+        mixtures: names of the whole model's mixtures of experts.
+    """
+
+    plan: Plan
+    world: World
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    layout: Layout
+    replica: Replica
+    scope: BatchScope
+    sequences: Sequences
+    seed: int
+    mixtures: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.layout.mesh
+
+    @property
+    def loss_copies(self) -> int:
+        """Ranks that compute one and the same loss, of which one counts."""
+        return self.mesh.degree("split", "space")
