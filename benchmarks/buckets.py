@@ -66,7 +66,7 @@ def measure_on_rank(name: str, sizes: Sizes) -> tuple[dict[str, list[float]], di
     times: dict[str, list[float]] = {size: [] for size in sizes.mib}
     for _ in range(sizes.repeats):
         for size, found in times.items():
-            run.replica.rebuild_buckets(run.replica.order, None, int(float(size) * MIB))
+            run.parallel.replica.rebuild_buckets(run.parallel.replica.order, None, int(float(size) * MIB))
             job.step(next(batches))
             for _ in range(sizes.steps):
                 batch = next(batches)
@@ -75,7 +75,7 @@ def measure_on_rank(name: str, sizes: Sizes) -> tuple[dict[str, list[float]], di
                 found.append(time.perf_counter() - began)
     if job.rank:
         return times, {}
-    written = [row for row in read_rows(run.folder.metrics) if row["kind"] == "buckets"]
+    written = [row for row in read_rows(run.output.folder.metrics) if row["kind"] == "buckets"]
     return times, written[-1]
 
 

@@ -74,8 +74,8 @@ class TuttiLoop:
         run, ending = self.job._prepared, self.job._ending
         assert run is not None
         assert ending is not None
-        run.log.close()
-        run.screen.close()
+        run.output.log.close()
+        run.output.screen.close()
         atexit.unregister(ending.close)
         ending.run = self.job._prepared = None
         gc.collect()

@@ -178,7 +178,7 @@ def sent_nbytes(loop: TuttiLoop) -> list[int]:
 
     prepared = loop.job._prepared
     assert prepared is not None
-    file = prepared.folder.rank(dist.get_rank()) / "metrics.jsonl"
+    file = prepared.output.folder.rank(dist.get_rank()) / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [row["sent_nbytes"] for row in rows if row["kind"] == "step"]
 

@@ -66,18 +66,18 @@ def train(
     optimizer = subject.optimizer(model.parameters(), lr=subject.rate)
     model, optimizer, loader = job.prepare(model, optimizer, subject.data, subject.loss_fn, **subject.prepare)
     run = job._run()
-    function = loss_of(run.unpack, run.loss_fn)
+    function = loss_of(run.loop.unpack, run.loop.loss_fn)
     losses, gradients = [], []
     while len(losses) < steps:
         for data in loader:
             losses.append(job.forward_backward(function, data))
             named = {name: to_local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-            gradients.append(gather_whole(run.layout, run.world, named))
+            gradients.append(gather_whole(run.parallel.layout, run.parallel.world, named))
             job.update()
             if len(losses) == steps:
                 break
     parts = {name: to_local(tensor) for name, tensor in local_tensors(model)}
-    state = gather_whole(run.layout, run.world, parts)
+    state = gather_whole(run.parallel.layout, run.parallel.world, parts)
     facts = look(run) if look else {}
     return Trained(losses, gradients, state, job.evaluate(subject.data), facts)
 

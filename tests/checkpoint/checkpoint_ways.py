@@ -119,15 +119,15 @@ def train(way: Way, folder: Path, steps: int, *, resume: Path | None = None, sav
         model, optimizer, subject.data, subject.loss_fn, scheduler=scheduler, **subject.prepare
     )
     run, losses = job._run(), []
-    while run.progress.step < steps:
+    while run.state.progress.step < steps:
         for batch in loader:
             losses.append(job.step(batch))
-            if run.progress.step == save_at:
+            if run.state.progress.step == save_at:
                 job.save()
-            if run.progress.step == steps:
+            if run.state.progress.step == steps:
                 break
     parts = {name: to_local(tensor) for name, tensor in local_tensors(model)}
-    return Result(losses, gather_whole(run.layout, run.world, parts))
+    return Result(losses, gather_whole(run.parallel.layout, run.parallel.world, parts))
 
 
 def save_all(ways: list[Way], folder: Path) -> dict[str, str]:

@@ -72,7 +72,9 @@ def start_with(way: Way, weights: Path) -> Any:
     except CheckpointError as error:
         return str(error)
     run = job._run()
-    return gather_whole(run.layout, run.world, {name: to_local(tensor) for name, tensor in local_tensors(model)})
+    return gather_whole(
+        run.parallel.layout, run.parallel.world, {name: to_local(tensor) for name, tensor in local_tensors(model)}
+    )
 
 
 @pytest.mark.parametrize("way", [PLANS[0], DIVIDED[0], DIVIDED[-1]], ids=lambda way: way.name)

@@ -65,16 +65,16 @@ def slow_background(folder: Path) -> Any:
     save.write_tensors = late  # type: ignore[assignment]
     job, _, loader = sharded_job(folder, checkpoint_every=2, keep_checkpoints=5)
     run = job._run()
-    while run.progress.step < 4:
+    while run.state.progress.step < 4:
         for batch in loader:
             job.step(batch)
             seen.append([name for name in names(folder) if not name.startswith(".")])
-            if run.progress.step == 2:
-                state = run.optimizers[0].state_dict()["state"]
+            if run.state.progress.step == 2:
+                state = run.parallel.optimizers[0].state_dict()["state"]
                 moments = {place: one["exp_avg"].clone() for place, one in state.items()}
-            if run.progress.step == 3:
+            if run.state.progress.step == 3:
                 allowed.set()
-            if run.progress.step == 4:
+            if run.state.progress.step == 4:
                 break
     return seen, moments
 
@@ -113,7 +113,7 @@ def fail_later(folder: Path) -> Any:
             for batch in loader:
                 job.step(batch)
     except CheckpointError as error:
-        return run.progress.step, str(error)
+        return run.state.progress.step, str(error)
     return None
 
 
@@ -140,7 +140,7 @@ def ends_at_once(folder: Path, how: str) -> None:
     job, _, loader = sharded_job(folder, checkpoint_every=2)
     for batch in loader:
         job.step(batch)
-        if job._run().progress.step == 2:
+        if job._run().state.progress.step == 2:
             break
     if how == "error" and job.rank == 1:
         job._finalizer.failed = True
@@ -160,8 +160,8 @@ def without_memory(folder: Path) -> Any:
     job, _, loader = job_of(folder, checkpoint_every=2)
     for batch in loader:
         job.step(batch)
-        if job._run().progress.step == 2:
-            return job._run().pending
+        if job._run().state.progress.step == 2:
+            return job._run().output.checkpoints._pending
 
 
 def test_without_memory_for_a_copy_training_waits(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def _half_published(temporary: Path, path: Path, keep: int) -> None:
 
 def resume_from(folder: Path, where: Path) -> Any:
     job, _, loader = job_of(where, resume=folder)
-    before = job._run().progress.step
+    before = job._run().state.progress.step
     for batch in loader:
         job.step(batch)
         break
@@ -232,7 +232,7 @@ def kill_rank_1(folder: Path) -> None:
     job, _, loader = sharded_job(folder, checkpoint_every=1)
     steps = iter(loader)
     job.step(next(steps))
-    job._run().pending.thread.join()
+    job._run().output.checkpoints._pending.thread.join()
     if job.rank == 1:
         save.write_tensors = lambda path, items: kill()  # type: ignore[assignment]
     job.step(next(steps))
@@ -263,14 +263,14 @@ def own_disk(folder: Path, resume: Path | None) -> Any:
         load.open_checkpoint = nothing
     job, _, loader = sharded_job(folder / str(rank), resume=resume)
     run = job._run()
-    while run.progress.step < 4:
+    while run.state.progress.step < 4:
         for batch in loader:
             job.step(batch)
-            if run.progress.step == 2 and resume is None:
+            if run.state.progress.step == 2 and resume is None:
                 job.save()
-            if run.progress.step == 4:
+            if run.state.progress.step == 4:
                 break
-    return [tensor.detach().clone() for tensor in run.model.parameters()]
+    return [tensor.detach().clone() for tensor in run.parallel.model.parameters()]
 
 
 def test_hosts_that_share_no_disk_save_at_rank_0_and_resume_from_there(tmp_path: Path) -> None:

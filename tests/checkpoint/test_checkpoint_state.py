@@ -11,10 +11,9 @@ from torch.utils.data import TensorDataset
 import tutti
 from tutti.checkpoint import latest_checkpoint, load_weights, to_safetensors, to_state_dict
 from tutti.checkpoint.contribution import Contribution, collect, find_conflict
-from tutti.parallel.saved_values import unpack_scalar
-from tutti.parallel.saved_values import pack_scalar
 from tutti.checkpoint.load import load_checkpoint
 from tutti.errors import CheckpointError
+from tutti.parallel.saved_values import pack_scalar, unpack_scalar
 
 
 class Factored(torch.optim.Optimizer):
@@ -108,10 +107,10 @@ def test_state_of_another_shape_goes_only_where_the_parameter_is_whole(tmp_path:
     path = job.save()
     other, model, _, _ = job_in(tmp_path / "b", nn.Linear(3, 2), Factored)
     run = other._run()
-    run.layout.cut("weight", 0, (0, 1))
+    run.parallel.layout.cut("weight", 0, (0, 1))
     model.weight.data = model.weight.data[:1].clone()
     with pytest.raises(CheckpointError, match=r"state 'rows' of weight has shape \(2,\), not the parameter's"):
-        load_checkpoint(run, path)
+        load_checkpoint(run.state, path, print)
 
 
 def test_copies_of_parameters_follow_what_was_loaded(tmp_path: Path) -> None:
@@ -120,19 +119,24 @@ def test_copies_of_parameters_follow_what_was_loaded(tmp_path: Path) -> None:
         job.step(batch)
     path = job.save()
     torch.save(model.state_dict(), tmp_path / "w.pt")
-    for load in (lambda run: load_checkpoint(run, path), lambda run: load_weights(run, tmp_path / "w.pt")):
+    for load in (
+        lambda training: load_checkpoint(training, path, print),
+        lambda training: load_weights(training, tmp_path / "w.pt"),
+    ):
         other, fresh, _, _ = job_in(tmp_path / "b", nn.Linear(3, 2), torch.optim.SGD)
         copies: list[torch.Tensor] = []
-        other._run().layout.states.after_load.append(lambda to=copies, of=fresh: to.append(of.weight.detach().clone()))
-        load(other._run())
+        other._run().parallel.layout.states.after_load.append(
+            lambda to=copies, of=fresh: to.append(of.weight.detach().clone())
+        )
+        load(other._run().state)
         assert torch.equal(copies[0], model.weight)
 
 
 def test_a_part_that_is_not_as_the_layout_says_is_not_written(tmp_path: Path) -> None:
     job, _, _, _ = job_in(tmp_path / "a", nn.Linear(3, 2), torch.optim.SGD)
-    job._run().layout.cut("weight", 0, (0, 1))
+    job._run().parallel.layout.cut("weight", 0, (0, 1))
     with pytest.raises(CheckpointError, match=r"weight has shape \(2, 3\) on this rank, its layout says \(1, 3\)"):
-        collect(job._run())
+        collect(job._run().state)
     with pytest.raises(CheckpointError, match=r"could not be written .* its layout says"):
         job.save()
     assert list((tmp_path / "a" / "checkpoints").iterdir()) == []

@@ -14,10 +14,11 @@ from tutti.compression.bucketed_top_k import TOP16_Q4, BucketedTopK
 from tutti.compression.bytegrad import ByteGrad
 from tutti.compression.cast import Cast
 from tutti.compression.dgc import DGC, clip_locally
+from tutti.compression.largest_values import largest
 from tutti.compression.one_bit import OneBit
 from tutti.compression.qsgd import Levels, qsgd
 from tutti.compression.terngrad import TernGrad
-from tutti.compression.top_k import TopK, largest
+from tutti.compression.top_k import TopK
 from tutti.errors import CheckpointError, PlanError
 
 SIZES = (1, 7, 31, 32, 33, 511, 2048, 2053)

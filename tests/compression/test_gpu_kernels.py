@@ -15,10 +15,11 @@ from tutti.compression.cast import Cast
 from tutti.compression.codec import Codec
 from tutti.compression.codec_state import CodecState
 from tutti.compression.dgc import DGC
+from tutti.compression.largest_values import SAMPLE, largest
 from tutti.compression.one_bit import OneBit
 from tutti.compression.qsgd import Levels, _by_torch
 from tutti.compression.terngrad import TernGrad
-from tutti.compression.top_k import SAMPLE, TopK, largest
+from tutti.compression.top_k import TopK
 
 DTYPES = (torch.float32, torch.float64)
 KERNELS = {name: codec for name, codec in CODECS.items() if codec.has_triton_kernels}

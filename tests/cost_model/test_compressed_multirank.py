@@ -51,7 +51,7 @@ def sync_of(words: str, bucket_nbytes: int) -> SyncPlan:
 
 
 def rows_of(run: Any) -> dict[str, Any]:
-    rows = read_rows(run.folder.metrics) if run.world.is_main else []
+    rows = read_rows(run.output.folder.metrics) if run.parallel.world.is_main else []
     return {"sent": [row["sent_nbytes"] for row in rows if row["kind"] == "step"]}
 
 

@@ -41,14 +41,14 @@ def sent(modes: tuple[str, ...]) -> list[list[int]]:
         data = TensorDataset(torch.randn(8 * STEPS, WIDTH), torch.randint(WIDTH, (8 * STEPS,)))
         model, _, loader = job.prepare(model, torch.optim.Adam(model.parameters()), data, slow_loss)
         run, steps = job._run(), []
-        seen = run.layout.traffic.take
+        seen = run.parallel.layout.traffic.take
 
         def taken(seen: object = seen, steps: list[int] = steps) -> object:
             totals = seen()  # type: ignore[operator]
             steps.append(sum(total.nbytes for total in totals if total.row()["carried"] == "parameters"))
             return totals
 
-        run.layout.traffic.take = taken
+        run.parallel.layout.traffic.take = taken
         for _ in job.epochs(1):
             for batch in loader:
                 job.step(batch)

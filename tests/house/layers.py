@@ -6,13 +6,14 @@ from pathlib import Path
 
 from house.tree import imports, module_name
 
-COUPLED = frozenset({"parallel", "local_sgd", "async_sgd", "checkpoint", "trainer"})
-"""Layers that still import each other."""
-_BASE = frozenset({"errors", "machine", "environment", "config", "comm", "compression", "optim", "data", "nn"})
+_BASE = frozenset(
+    {"errors", "machine", "host_memory", "environment", "config", "comm", "compression", "optim", "data", "nn"}
+)
 
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "machine": frozenset(),
+    "host_memory": frozenset(),
     "environment": frozenset({"errors", "config"}),
     "config": frozenset({"errors"}),
     "cost_model": frozenset({"errors", "config"}),
@@ -24,12 +25,12 @@ ALLOWED: dict[str, frozenset[str]] = {
     "optim": frozenset({"errors", "config"}),
     "data": frozenset({"errors", "machine", "config"}),
     "nn": frozenset({"errors", "config"}),
-    "parallel": _BASE | COUPLED,
-    "local_sgd": _BASE | COUPLED,
-    "async_sgd": _BASE | COUPLED,
-    "checkpoint": _BASE | COUPLED,
-    "trainer": _BASE | COUPLED,
-    "verify": _BASE | COUPLED | {"profile"},
+    "parallel": _BASE,
+    "local_sgd": _BASE | {"parallel"},
+    "async_sgd": _BASE | {"parallel", "local_sgd"},
+    "checkpoint": _BASE | {"parallel", "local_sgd"},
+    "trainer": _BASE | {"parallel", "local_sgd", "checkpoint"},
+    "verify": _BASE | {"profile", "parallel", "local_sgd", "checkpoint", "trainer"},
     "launch": frozenset({"errors", "config"}),
     "lab": frozenset({"errors", "config"}),
     "report": frozenset({"errors", "config"}),
@@ -37,7 +38,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 """Layer -> the layers below it that it may import (itself always). `cli` stands on all; nobody imports it."""
 
 ALLOWED["cli"] = frozenset(ALLOWED) | {""}
-ALLOWED[""] = frozenset({"errors", "config", "nn", "optim", "data", "trainer"})
+ALLOWED[""] = frozenset({"errors", "config", "nn", "optim", "data", "parallel", "trainer"})
 """The root, tutti/__init__.py: the public names, loaded when asked for."""
 
 LIBRARIES: dict[str, frozenset[str]] = {

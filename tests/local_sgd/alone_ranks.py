@@ -58,14 +58,14 @@ def values(model: nn.Module) -> torch.Tensor:
 
 def met(run: Run) -> None:
     """All ranks come together, and this one leaves."""
-    run.consistency.finish(run)
-    run.consistency.on_exit(run)
+    run.state.consistency.finish(run.parallel)
+    run.state.consistency.on_exit(run.parallel)
 
 
 def stalled_server(sync: str, count: int) -> dict[str, Any]:
     """Rank 1 sleeps before its first step until the others are held back, or have made all of their steps."""
     job, model, run, loader = prepared(sync, int(os.environ["WORLD_SIZE"]))
-    served, seen = run.consistency.served, dict[str, Any](stale=[], rank=job.rank)
+    served, seen = run.state.consistency.served, dict[str, Any](stale=[], rank=job.rank)
     bounded = served.bound is not None
     others = [worker for worker in range(job.world_size) if worker != 1]
     for number, batch in enumerate(steps(job, loader)):
@@ -76,7 +76,7 @@ def stalled_server(sync: str, count: int) -> dict[str, Any]:
             time.sleep(0.2)
             seen["made"] = list(served.clocks)
         job.step(batch)
-        seen["stale"].append(run.consistency.own_staleness)
+        seen["stale"].append(run.state.consistency.own_staleness)
     met(run)
     return {**seen, "held": list(served.held_back), "values": values(model)}
 
@@ -96,20 +96,20 @@ def averaged_pairs(count: int) -> dict[str, Any]:
     def made(optimizer: Any, args: Any, kwargs: Any) -> None:
         changed.add_(values(model) - before)
 
-    run.optimizers[0].register_step_pre_hook(took)
-    run.optimizers[0].register_step_post_hook(made)
+    run.parallel.optimizers[0].register_step_pre_hook(took)
+    run.parallel.optimizers[0].register_step_post_hook(made)
     for number, batch in enumerate(steps(job, loader)):
         if number == count:
             break
         if job.rank == 1 and number == 2:
-            until(lambda: run.consistency.exchanges >= 3)
-        elif run.consistency.active:  # one exchange after every update
-            until(lambda least=number: run.consistency.exchanges >= least)
+            until(lambda: run.state.consistency.exchanges >= 3)
+        elif run.state.consistency.active:  # one exchange after every update
+            until(lambda least=number: run.state.consistency.exchanges >= least)
         job.step(batch)
     met(run)
-    rows = run.folder.metrics.read_text().count('"max"') if job.is_main else 0
+    rows = run.output.folder.metrics.read_text().count('"max"') if job.is_main else 0
     found = {"start": start, "changed": changed, "end": values(model), "measured": rows}
-    return {**found, "exchanges": run.consistency.exchanges}
+    return {**found, "exchanges": run.state.consistency.exchanges}
 
 
 def one_memory(count: int) -> dict[str, Any]:
@@ -122,14 +122,14 @@ def one_memory(count: int) -> dict[str, Any]:
         if job.rank == 1 and number == 1:
             before = values(model).clone()
             looked.touch()
-            until(lambda: int(run.consistency.counted[0]) == count)
+            until(lambda: int(run.state.consistency.counted[0]) == count)
             seen["moved"] = not torch.equal(before, values(model))
         elif number == 1:
             until(looked.exists)
         job.step(batch)
         if job.rank == 1 and number == 1:
-            seen["stale"] = run.consistency.staleness
-    state = run.optimizers[0].state
+            seen["stale"] = run.state.consistency.staleness
+    state = run.parallel.optimizers[0].state
     met(run)
     momenta = [state[p]["momentum_buffer"] for p in model.parameters() if state.get(p)]
     seen["momentum"] = torch.cat([one.reshape(-1) for one in momenta])
@@ -159,7 +159,7 @@ def leaving(sync: str) -> int:
     batches = steps(job, loader)
     for _ in range(2 + 5 * job.rank):
         job.step(next(batches))
-    return run.progress.step
+    return run.state.progress.step
 
 
 def ending_badly(sync: str, dies: int) -> str:

@@ -133,24 +133,28 @@ def train(told: Told, world_size: int, resume: str | None = None) -> Seen:
     run, seen = job._run(), Seen()
     for _ in job.epochs(10):
         for one in loader:
-            if told.freeze and run.progress.step == told.freeze[0]:
+            if told.freeze and run.state.progress.step == told.freeze[0]:
                 model.get_parameter(told.freeze[1]).requires_grad_(False)
             seen.losses.append(job.step(one))
             seen.batches.append(loader.shares.indices.tolist())
             seen.states.append({name: tensor.detach().clone() for name, tensor in local_tensors(model)})
-            if run.progress.step == told.save_at:
+            if run.state.progress.step == told.save_at:
                 seen.saved = str(job.save())
-            if run.progress.step == told.steps:
+            if run.state.progress.step == told.steps:
                 break
-        if run.progress.step == told.steps:
+        if run.state.progress.step == told.steps:
             break
     if told.leaves:
         return seen
     seen.evaluation = job.evaluate(data())
-    run.consistency.finish(run)
-    run.consistency.on_exit(run)
+    run.state.consistency.finish(run.parallel)
+    run.state.consistency.on_exit(run.parallel)
     seen.after = {name: tensor.detach().clone() for name, tensor in local_tensors(model)}
-    rows = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()] if run.world.is_main else []
+    rows = (
+        [json.loads(line) for line in run.output.folder.metrics.read_text().splitlines()]
+        if run.parallel.world.is_main
+        else []
+    )
     seen.rows = [row for row in rows if row["kind"] == "step"]
     return seen
 

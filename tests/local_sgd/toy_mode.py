@@ -14,7 +14,7 @@ from tutti.config.registry import REQUIRED, Parameter
 from tutti.local_sgd.consistency import ModeArguments
 from tutti.local_sgd.diverged_replicas import DivergedReplicas
 from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup, distance_from_mean
-from tutti.trainer.run_state import Run
+from tutti.parallel.parallel_model import ParallelModel
 
 NAME = "toy-halfway"
 
@@ -29,7 +29,7 @@ class Halfway(DivergedReplicas):
     def restart(self) -> None:
         pass
 
-    def exchange(self, run: Run) -> None:
+    def exchange(self, parallel: ParallelModel) -> None:
         if self.counts["since"] < self.period:
             return
         own, mean = self.vectors.read(), self.final_parameters()

@@ -104,11 +104,11 @@ class Comparison:
 
     def covers(self, run: Any, names: list[str], wholes: dict[str, torch.Tensor], words: str, *, once: bool) -> None:
         """All ranks' parts together are the whole tensors; those that count, each element once."""
-        layout: Layout = run.layout
+        layout: Layout = run.parallel.layout
         mine = [(_key(layout, name, wholes), layout.shard_of(name), layout.counts(name)) for name in names]
         held = {name: torch.zeros(whole.shape, dtype=torch.int64) for name, whole in wholes.items()}
         counted = {name: torch.zeros_like(value) for name, value in held.items()}
-        for theirs in run.world.gather(mine):
+        for theirs in run.parallel.world.gather(mine):
             for key, part, counts in theirs:
                 if key is not None:
                     for table in (held, *([counted] if counts else [])):
@@ -218,7 +218,7 @@ def _trained(task: Task, fields: dict[str, Any], comparison: Comparison | None) 
 
 def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comparison | None) -> Trained:
     run = job._run()
-    function = loss_of(run.unpack, run.loss_fn)  # type: ignore[arg-type]
+    function = loss_of(run.loop.unpack, run.loop.loss_fn)  # type: ignore[arg-type]
     trained, record = Trained([], [], {}, {}), contextlib.ExitStack()
     while len(trained.losses) < STEPS:
         for data in loader:
@@ -235,7 +235,7 @@ def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comp
                 trained.gradients.append({n: (g.to_dense() if g.is_sparse else g).clone() for n, g in gradients})
             else:
                 _compare_step(run, trained.losses, gradients, comparison)
-            trained.facts["exchanged"] = exchanged_nbytes(run.layout.traffic.take())
+            trained.facts["exchanged"] = exchanged_nbytes(run.parallel.layout.traffic.take())
             job.update()
             if len(trained.losses) == STEPS:
                 break
@@ -251,14 +251,14 @@ def _compare_step(
     expected, words = comparison.one.gradients[step - 1], f"step {step}: gradient of"
     loss = torch.tensor(comparison.one.losses[step - 1])
     comparison.values(torch.tensor(losses[-1]), loss, 0.0, f"step {step}: loss", "")
-    comparison.parts(run.layout, iter(gradients), expected, words)
+    comparison.parts(run.parallel.layout, iter(gradients), expected, words)
     comparison.covers(run, [name for name, _ in gradients], expected, words, once=False)
 
 
 def _compare_end(run: Any, trained: Trained, comparison: Comparison) -> None:
     one, words = comparison.one, f"after step {STEPS}:"
-    tensors = list(local_tensors(run.model))
-    comparison.parts(run.layout, iter(tensors), one.state, words)
+    tensors = list(local_tensors(run.parallel.model))
+    comparison.parts(run.parallel.layout, iter(tensors), one.state, words)
     comparison.covers(run, [name for name, _ in tensors], one.state, words, once=True)
     for name, value in one.evaluation.items():
         comparison.values(torch.tensor(trained.evaluation[name]), torch.tensor(value), 0.0, f"evaluation: {name}", "")
@@ -267,23 +267,23 @@ def _compare_end(run: Any, trained: Trained, comparison: Comparison) -> None:
 def _held_nbytes(run: Any) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state that this rank holds, each storage once, and bytes it sends
     for gradients in a step."""
-    parameters = list(run.model.parameters())
-    states = [v for o in run.optimizers for entries in o.state.values() for v in entries.values()]
+    parameters = list(run.parallel.model.parameters())
+    states = [v for o in run.parallel.optimizers for entries in o.state.values() for v in entries.values()]
     return {
         "parameters": _nbytes(parameters),
         "gradients": _nbytes([p.grad for p in parameters if p.grad is not None]),
         "optimizer": _nbytes([value for value in states if isinstance(value, torch.Tensor) and value.dim()]),
-        "sent": run.replica.sent_nbytes,
+        "sent": run.parallel.replica.sent_nbytes,
     }
 
 
 def alive_nbytes(run: Any) -> int:
     """Bytes of parameters, buffers, gradients and optimizer state of this rank, each storage once."""
-    parameters = list(run.model.parameters())
-    states = [v for o in run.optimizers for entries in o.state.values() for v in entries.values()]
+    parameters = list(run.parallel.model.parameters())
+    states = [v for o in run.parallel.optimizers for entries in o.state.values() for v in entries.values()]
     gradients = [p.grad for p in parameters if p.grad is not None]
     tensors = [value for value in states if isinstance(value, torch.Tensor)]
-    return _nbytes([*parameters, *run.model.buffers(), *gradients, *tensors])
+    return _nbytes([*parameters, *run.parallel.model.buffers(), *gradients, *tensors])
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:

@@ -12,8 +12,8 @@ from matrix.cell import alive_nbytes
 from matrix.peak import recorded_peak
 from tutti.cli.describe import describe_captured
 from tutti.config.model import ModelSpec
-from tutti.trainer.capture import CaptureDone, capturing
 from tutti.parallel.losses import loss_of
+from tutti.trainer.capture import CaptureDone, capturing
 
 
 def described(
@@ -41,5 +41,5 @@ def peak_of_a_step(model: nn.Module, data: Any, loss_fn: Any, *, batch: int, pla
     with recorded_peak(facts, "peak") as begin:
         job.step(first)
         begin(alive_nbytes(run))
-        job.forward_backward(loss_of(run.unpack, run.loss_fn), second)  # type: ignore[arg-type]
+        job.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn), second)  # type: ignore[arg-type]
     return facts["peak"]

@@ -86,7 +86,8 @@ def compared(part: torch.Tensor, name: str, parts: list[tuple[int, int]], counts
     comparison = Comparison(Reference(trained=Trained([], [], whole, {})))
     comparison.parts(layouts[0], iter([(name, part)]), whole, "after")
     everyone = [[("weight", layout.shard_of("weight"), counts)] for layout in layouts]
-    run = SimpleNamespace(layout=layouts[0], world=SimpleNamespace(gather=lambda mine: everyone))
+    world = SimpleNamespace(gather=lambda mine: everyone)
+    run = SimpleNamespace(parallel=SimpleNamespace(layout=layouts[0], world=world))
     comparison.covers(run, ["weight"], whole, "after", once=True)
     return comparison
 

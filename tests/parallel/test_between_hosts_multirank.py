@@ -29,11 +29,11 @@ def name_hosts(hosts: Hosts) -> None:
 
 
 def seen(run: Any) -> dict[str, Any]:
-    exchanges = run.replica.compressor.exchanges
+    exchanges = run.parallel.replica.compressor.exchanges
     return {
-        "ways": run.replica.transports,
+        "ways": run.parallel.replica.transports,
         "between": [isinstance(one, BetweenHostsReducer) for one in exchanges.values()],
-        "state": {name: value.clone() for name, value in run.model.state_dict().items()},
+        "state": {name: value.clone() for name, value in run.parallel.model.state_dict().items()},
     }
 
 
@@ -108,7 +108,7 @@ def counted(hosts: Hosts, words: str) -> tuple[list[int], list[list[int]]]:
     nbytes: list[tuple[int, int]] = []
 
     def look(run: Any) -> dict[str, Any]:
-        for bucket, exchange in run.replica.compressor.exchanges.items():
+        for bucket, exchange in run.parallel.replica.compressor.exchanges.items():
             numel = exchange.inner.numel if exchange.inner is not None else 0
             formula = all_reduce_sent_nbytes(parse_compression(words), [(numel,)], len(hosts), 8) if numel else 0
             flags = flags_sent_nbytes(len(bucket.parameters), sum(hosts), 8)

@@ -72,14 +72,14 @@ def train(settings: dict[str, str], clocks: list[dict[int, float]], steps: int) 
     def clock(_: object) -> float:
         """By the size that is in use: how long the step took that has begun."""
         if clocks:
-            now[0] += clocks[job.rank].get(run.replica._cap, 1.0)
+            now[0] += clocks[job.rank].get(run.parallel.replica._cap, 1.0)
         return now[0]
 
     bucket_size_tuner._now = clock
     caps, losses = [], []
     for _ in job.epochs(1):
         for batch in loader:
-            caps.append(run.replica._cap)
+            caps.append(run.parallel.replica._cap)
             losses.append(job.step(batch))
     path = Path(os.environ["TUTTI_RUN_FOLDER"]) / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if job.is_main else []

@@ -67,12 +67,12 @@ def sequences() -> Subject:
 
 def look(run: Any) -> dict[str, Any]:
     """The run's rows (rank 0's) and this rank's own."""
-    own = read_rows(run.folder.rank(run.world.rank) / "metrics.jsonl")
-    rows = read_rows(run.folder.metrics) if run.world.is_main else []
+    own = read_rows(run.output.folder.rank(run.parallel.world.rank) / "metrics.jsonl")
+    rows = read_rows(run.output.folder.metrics) if run.parallel.world.is_main else []
     return {
         "steps": [row for row in rows if row["kind"] == "step"],
         "own": [row for row in own if row["kind"] == "step"],
-        "replica": run.replica.sent_nbytes,
+        "replica": run.parallel.replica.sent_nbytes,
     }
 
 

@@ -41,10 +41,14 @@ def tied() -> Subject:
 
 
 def look(run: Any) -> dict[str, Any]:
-    steps = [row for row in read_rows(run.folder.metrics) if row["kind"] == "step"] if run.world.is_main else []
-    compressor = run.replica.compressor
+    steps = (
+        [row for row in read_rows(run.output.folder.metrics) if row["kind"] == "step"]
+        if run.parallel.world.is_main
+        else []
+    )
+    compressor = run.parallel.replica.compressor
     wires = [] if compressor is None else [one.collectives.sent_nbytes for one in compressor.exchanges.values()]
-    state = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in run.parallel.model.state_dict().items()}
     return {"steps": steps, "wires": wires, "state": state}
 
 
@@ -111,7 +115,7 @@ def trained(
     model, _, loader = job.prepare(model, optimizer, subject.data, subject.loss_fn)
     run = job._run()
     batches = iter(loader)
-    while run.progress.step < steps:
+    while run.state.progress.step < steps:
         batch = next(batches, None)
         if batch is None:
             batches = iter(loader)
@@ -119,7 +123,7 @@ def trained(
         job.step(batch)
     kept = {}
     names = {p: name for name, p in model.named_parameters()}
-    for bucket, exchange in run.replica.compressor.exchanges.items():
+    for bucket, exchange in run.parallel.replica.compressor.exchanges.items():
         for p, one in zip(bucket.parameters, states_by_tensor(exchange, sizes_of(bucket)), strict=True):
             kept[names[p]] = one
     job.save()

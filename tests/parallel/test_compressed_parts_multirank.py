@@ -93,7 +93,7 @@ def accounted(words: list[str], world_size: int) -> list[dict[str, Any]]:
 
         def look(run: Any, went: dict[int, Any] = went, came: dict[int, Any] = came) -> dict[str, Any]:
             sums, sent = [], []
-            for part in run.replica.compressor.parts:
+            for part in run.parallel.replica.compressor.parts:
                 there = part.there
                 sent.append((part._counted, part.sent_nbytes, len(part.pack.parameters) + 1))
                 if isinstance(there, ReduceScatterReducer):
@@ -139,7 +139,7 @@ def test_what_came_out_and_is_kept_is_what_went_in(world_size: int) -> None:
 def kept_by_name(run: Any) -> dict[str, torch.Tensor]:
     """What this rank keeps of every parameter, whole."""
     wholes: dict[str, torch.Tensor] = {}
-    for one in _buckets(run, run.replica.compressor):
+    for one in _buckets(run.state, run.parallel.replica.compressor):
         sizes = [torch.Size(row.shape).numel() for row in one.rows]
         kept = split_by_tensor(one.exchange.tensors(), one.exchange.spans, one.exchange.shared_spans, sizes)
         for row, values in zip(one.rows, kept, strict=True):
@@ -163,10 +163,10 @@ def going_on(words: str, steps: int, resume: str | None, folder: str, plan: dict
     optimizer = subject.optimizer(model.parameters(), lr=0.05)
     model, _, loader = job.prepare(model, optimizer, subject.data, subject.loss_fn)
     run = job._run()
-    while run.progress.step < steps:
+    while run.state.progress.step < steps:
         for batch in loader:
             job.step(batch)
-            if run.progress.step == steps:
+            if run.state.progress.step == steps:
                 break
     kept = kept_by_name(run)
     job.save()

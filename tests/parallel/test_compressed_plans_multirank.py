@@ -128,10 +128,10 @@ class Followed:
         self.came: dict[str, Any] = dict.fromkeys(self.names.values(), 0)
 
     def batches(self, steps: int) -> Iterator[Any]:
-        while self.run.progress.step < steps:
+        while self.run.state.progress.step < steps:
             for batch in self.loader:
                 yield batch
-                if self.run.progress.step == steps:
+                if self.run.state.progress.step == steps:
                     break
 
     def step(self, batch: Any, *, poisoned: bool) -> None:
@@ -139,7 +139,7 @@ class Followed:
 
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
             value = F.cross_entropy(model(batch[0]), batch[1])
-            return value * torch.nan if poisoned and self.run.world.rank == 1 else value
+            return value * torch.nan if poisoned and self.run.parallel.world.rank == 1 else value
 
         before, entered = self.kept(), dict(self.went)
         self.job.forward_backward(loss, batch)
@@ -153,7 +153,7 @@ class Followed:
 
     def kept(self) -> dict[str, Any]:
         found = {}
-        for bucket, exchange in self.run.replica.compressor.exchanges.items():
+        for bucket, exchange in self.run.parallel.replica.compressor.exchanges.items():
             for p, one in zip(bucket.parameters, states_by_tensor(exchange, sizes_of(bucket)), strict=True):
                 found[self.names[p]] = {what: value for what, value in one.items() if value.numel()}
         return found
@@ -229,8 +229,8 @@ def test_bytes_in_the_row_are_the_formula_and_those_of_the_wire(world_size: int)
 
 
 def look_at_sums(run: Any) -> dict[str, Any]:
-    rows = read_rows(run.folder.metrics) if run.world.is_main else []
-    exchanges = run.replica.compressor.exchanges
+    rows = read_rows(run.output.folder.metrics) if run.parallel.world.is_main else []
+    exchanges = run.parallel.replica.compressor.exchanges
     shapes = [[tuple(p.shape) for p in bucket.parameters] for bucket in exchanges]
     return {
         "sent": [row["sent_nbytes"] for row in rows if row["kind"] == "step"],

@@ -70,11 +70,11 @@ def trained(
     rule = torch.optim.SGD if words is not None and words.startswith("dgc") else torch.optim.AdamW
     model, _, loader = job.prepare(model, rule(model.parameters(), lr=0.01), data())
     run, made = job._run(), Run([], [])
-    run.scaler.set_growth_interval(growth)
+    run.state.scaler.set_growth_interval(growth)
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         output = model(batch[0])
-        if run.progress.step == SPOILT and run.world.rank == 1:
+        if run.state.progress.step == SPOILT and run.parallel.world.rank == 1:
             output.register_hook(lambda gradient: gradient * (1e6 if gradient.dtype is not torch.float64 else math.inf))
         return F.cross_entropy(output, batch[1])
 
@@ -83,11 +83,11 @@ def trained(
             job.forward_backward(loss, batch)
             job.update()
             parts = {name: to_local(p).clone() for name, p in model.named_parameters()}
-            made.states.append(gather_whole(run.layout, run.world, parts))
-            made.scales.append(run.scaler.get_scale())
+            made.states.append(gather_whole(run.parallel.layout, run.parallel.world, parts))
+            made.scales.append(run.state.scaler.get_scale())
             if len(made.states) == steps:
                 break
-    compressor = run.replica.compressor
+    compressor = run.parallel.replica.compressor
     names = {p: name for name, p in model.named_parameters()}
     for bucket, exchange in ({} if compressor is None else compressor.exchanges).items():
         for p, one in zip(bucket.parameters, states_by_tensor(exchange, sizes_of(bucket)), strict=True):

@@ -17,9 +17,9 @@ from tutti.config.plan import BatchPlan, LayoutRule, Plan
 from tutti.config.vocabulary import ContextKind
 from tutti.errors import TuttiError
 from tutti.parallel.context import sequences_of
+from tutti.parallel.losses import default_unpack
 from tutti.parallel.mesh import Mesh
 from tutti.trainer.evaluate import evaluate
-from tutti.parallel.losses import default_unpack
 
 VOCABULARY, LENGTH = 11, 16
 
@@ -155,7 +155,7 @@ def metrics(run: Any) -> dict[str, Any]:
     """Of whole sequences, not means over tokens."""
     of_sample = {"largest": lambda output, target: output.amax((1, 2))}
     of_all = {"in order": lambda output, target: (output.sum(-1) * torch.arange(output.shape[1])).sum()}
-    return evaluate(run, run.loader.source, of_sample, of_all, 3)[0]
+    return evaluate(run, run.state.loader.source, of_sample, of_all, 3)[0]
 
 
 RECOMPUTE = (LayoutRule(modules="blocks.*", recompute=True),)

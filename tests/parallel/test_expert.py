@@ -137,12 +137,12 @@ def mixtral() -> Subject:
 
 def drops(run: Any) -> dict[str, Any]:
     """What this rank's mixtures saw last, what it holds, and what its rows say."""
-    name = next(name for name in run.layout.names if name.endswith(("moe.input_weight", "experts.down_proj")))
-    held, part = run.layout.shard_of(name), dict(run.model.named_parameters())[name]
-    metrics = run.folder.metrics
+    name = next(name for name in run.parallel.layout.names if name.endswith(("moe.input_weight", "experts.down_proj")))
+    held, part = run.parallel.layout.shard_of(name), dict(run.parallel.model.named_parameters())[name]
+    metrics = run.output.folder.metrics
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     return {
-        "counts": [(moe.assigned, moe.dropped) for moe in mixtures(run.model)],
+        "counts": [(moe.assigned, moe.dropped) for moe in mixtures(run.parallel.model)],
         "experts": part.shape[0],
         "agrees": tuple(part.shape) == held.local_shape,
         "sums": held.sums,

@@ -76,16 +76,22 @@ def clipped() -> Subject:
 
 
 def look(run: Any) -> dict[str, Any]:
-    names = {p: name for name, p in run.model.named_parameters()}
-    weights = sorted(names[p] for p in run.replica.factored.weights)
-    rows = [row for row in read_rows(run.folder.metrics) if row["kind"] == "step"] if run.world.is_main else []
-    plain = sum(bucket.sent_nbytes for bucket in run.replica._buckets if not bucket.group.bucket_reducer.one_per_bucket)
-    copied = copy.deepcopy(run.model)
+    names = {p: name for name, p in run.parallel.model.named_parameters()}
+    weights = sorted(names[p] for p in run.parallel.replica.factored.weights)
+    rows = (
+        [row for row in read_rows(run.output.folder.metrics) if row["kind"] == "step"]
+        if run.parallel.world.is_main
+        else []
+    )
+    plain = sum(
+        bucket.sent_nbytes for bucket in run.parallel.replica._buckets if not bucket.group.bucket_reducer.one_per_bucket
+    )
+    copied = copy.deepcopy(run.parallel.model)
     left = [module for module in copied.modules() if isinstance(module, FactoredLinear)]
     assert left
     assert not any(module.factors.collecting for module in left)
-    share = sum(part.count for part in run.loader.share.parts)
-    return {"weights": weights, "rows": rows, "plain": plain, "ways": run.replica.transports, "share": share}
+    share = sum(part.count for part in run.state.loader.share.parts)
+    return {"weights": weights, "rows": rows, "plain": plain, "ways": run.parallel.replica.transports, "share": share}
 
 
 @functools.cache
@@ -173,12 +179,12 @@ def resumed(calls: list[tuple[int, str | None, str]]) -> list[dict[str, torch.Te
         model = dropping().model()
         model, _, loader = job.prepare(model, torch.optim.AdamW(model.parameters()), texts(), F.cross_entropy)
         run = job._run()
-        while run.progress.step < steps:
+        while run.state.progress.step < steps:
             for batch in loader:
                 job.step(batch)
-                if run.progress.step == steps:
+                if run.state.progress.step == steps:
                     break
-        assert len(run.replica.factored.weights) == 6
+        assert len(run.parallel.replica.factored.weights) == 6
         job.save()
         found.append({name: value.clone() for name, value in model.state_dict().items()})
     return found

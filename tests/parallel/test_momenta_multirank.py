@@ -170,11 +170,11 @@ def followed(words: str, world_size: int) -> dict[str, Any]:
 
     def keep(run: Any) -> dict[str, Any]:
         kept = {}
-        for bucket, exchange in run.replica.compressor.exchanges.items():
+        for bucket, exchange in run.parallel.replica.compressor.exchanges.items():
             values = [one["residual"] for one in states_by_tensor(exchange, sizes_of(bucket))]
             kept[id(exchange)] = torch.cat(values)
-        order = [id(one) for one in run.replica.compressor.exchanges.values()]
-        shapes = [[tuple(p.shape) for p in bucket.parameters] for bucket in run.replica.compressor.exchanges]
+        order = [id(one) for one in run.parallel.replica.compressor.exchanges.values()]
+        shapes = [[tuple(p.shape) for p in bucket.parameters] for bucket in run.parallel.replica.compressor.exchanges]
         sums = [(went[one], came[one], kept[one]) for one in order]
         return {**look(run), "sums": sums, "shapes": shapes}
 

@@ -91,7 +91,9 @@ def train(plan: Plan | None, names: list[str], experts: bool) -> dict[str, dict[
             for batch in loader:
                 job.step(batch)
         run = job._run()
-        results[name] = gather_whole(run.layout, run.world, dict(run.model.named_parameters()))
+        results[name] = gather_whole(
+            run.parallel.layout, run.parallel.world, dict(run.parallel.model.named_parameters())
+        )
     return results
 
 

@@ -77,9 +77,9 @@ CASES: dict[str, Case] = {
 
 def carried(run: Any) -> Any:
     """How often, and how many bytes, this rank sent in the first step, by what."""
-    if not run.world.is_main:
+    if not run.parallel.world.is_main:
         return {}
-    channels = next(row for row in read_rows(run.folder.metrics) if row.get("kind") == "step")["communication"]
+    channels = next(row for row in read_rows(run.output.folder.metrics) if row.get("kind") == "step")["communication"]
     return {channel["carried"]: (channel["count"], channel["nbytes"]) for channel in channels}
 
 

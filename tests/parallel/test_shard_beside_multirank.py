@@ -18,10 +18,10 @@ pytestmark = pytest.mark.long
 def counted(run: Any) -> dict[str, Any]:
     """Elements of every parameter's first moment that this rank writes into a checkpoint."""
     elements: dict[str, int] = {}
-    for number, names in run.layout.state_names(run.model, run.optimizers).items():
+    for number, names in run.parallel.layout.state_names(run.parallel.model, run.parallel.optimizers).items():
         for parameter, name in names.items():
-            if run.layout.counts_state(name) and parameter in run.optimizers[number].state:
-                elements[name] = run.optimizers[number].state[parameter]["exp_avg"].numel()
+            if run.parallel.layout.counts_state(name) and parameter in run.parallel.optimizers[number].state:
+                elements[name] = run.parallel.optimizers[number].state[parameter]["exp_avg"].numel()
     return elements
 
 

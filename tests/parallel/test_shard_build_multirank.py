@@ -34,7 +34,9 @@ def built(plan: Plan) -> tuple[dict[str, torch.Tensor], list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, _, loader = job.prepare(model, optimizer, subjects.words(), F.cross_entropy)
     run = job._run()
-    values = gather_whole(run.layout, run.world, {name: to_local(t) for name, t in local_tensors(model)})
+    values = gather_whole(
+        run.parallel.layout, run.parallel.world, {name: to_local(t) for name, t in local_tensors(model)}
+    )
     return values, [job.step(batch) for _ in job.epochs(2) for batch in loader]
 
 

@@ -44,8 +44,8 @@ def cases_of(level: int) -> dict[str, dict[str, Any]]:
 
 def held(run: Any) -> dict[str, Any]:
     """Values of parameters and of optimizer state on this rank at rest."""
-    parameters = sum(to_local(p).numel() for p in run.model.parameters())
-    states = [s for one in run.optimizers for state in one.state.values() for s in state.values() if s.dim()]
+    parameters = sum(to_local(p).numel() for p in run.parallel.model.parameters())
+    states = [s for one in run.parallel.optimizers for state in one.state.values() for s in state.values() if s.dim()]
     return {"parameters": parameters, "states": sum(s.numel() for s in states)}
 
 

@@ -55,13 +55,15 @@ def train(plan: Plan, folder: Path, resume: Path | None = None) -> States:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
             model, optimizer, loader = job.prepare(model, optimizer, words(), F.cross_entropy, scheduler=scheduler)
             run = job._run()
-            assert run.progress.step == (0 if resume is None else SAVED_AT)
-            while run.progress.step < STEPS:
+            assert run.state.progress.step == (0 if resume is None else SAVED_AT)
+            while run.state.progress.step < STEPS:
                 for batch in loader:
                     job.step(batch)
-                    if run.progress.step == SAVED_AT:
+                    if run.state.progress.step == SAVED_AT:
                         job.save()
-            results[kind, make.__name__] = gather_whole(run.layout, run.world, dict(local_tensors(model)))
+            results[kind, make.__name__] = gather_whole(
+                run.parallel.layout, run.parallel.world, dict(local_tensors(model))
+            )
     return results
 
 

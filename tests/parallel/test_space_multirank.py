@@ -64,7 +64,7 @@ def one_device(make: Any, num_microbatches: int) -> Trained:
 
 
 def bytes_read(run: Any) -> dict[str, Any]:
-    return {"nbytes": run.loader.source.dataset.nbytes_read, "sent": run.model.forward.space.sent_nbytes}
+    return {"nbytes": run.state.loader.source.dataset.nbytes_read, "sent": run.parallel.model.forward.space.sent_nbytes}
 
 
 def test_a_rank_reads_its_part_of_a_file(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_what_is_sent_is_foreseen() -> None:
 
 
 def sent(run: Any) -> dict[str, Any]:
-    return {"sent": run.model.forward.space.sent_nbytes}
+    return {"sent": run.parallel.model.forward.space.sent_nbytes}
 
 
 def refused() -> list[str]:

@@ -129,7 +129,7 @@ def sequences() -> Subject:
 
 
 def widths(run: Any) -> dict[str, Any]:
-    return {name: tuple(p.shape) for name, p in run.model.named_parameters()}
+    return {name: tuple(p.shape) for name, p in run.parallel.model.named_parameters()}
 
 
 def test_training_a_plain_net() -> None:

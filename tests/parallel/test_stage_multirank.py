@@ -97,7 +97,7 @@ def test_stages_hold_only_their_part() -> None:
 
 
 def held(run: Any) -> dict[str, Any]:
-    return {"names": {name for name, _ in run.model.named_parameters()}}
+    return {"names": {name for name, _ in run.parallel.model.named_parameters()}}
 
 
 def test_half_precision_agrees_as_far_as_it_can() -> None:

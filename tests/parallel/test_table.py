@@ -109,7 +109,7 @@ TABLES = (
 
 def look(run: Any) -> dict[str, Any]:
     """How many rows of each table this rank holds."""
-    held = dict(run.model.named_parameters())
+    held = dict(run.parallel.model.named_parameters())
     return {name: len(held[name]) if name in held else 0 for name in (*TABLES[0], *TABLES[1])}
 
 

@@ -94,10 +94,10 @@ def says(**placements: str) -> dict[str, Any]:
 
 def look(run: Any) -> dict[str, Any]:
     """Shapes that this rank holds, and values that it sent over `table` in all steps."""
-    shapes = {name: tuple(p.shape) for name, p in run.model.named_parameters()}
-    if not run.world.is_main:
+    shapes = {name: tuple(p.shape) for name, p in run.parallel.model.named_parameters()}
+    if not run.parallel.world.is_main:
         return shapes
-    channels = [channel for row in read_rows(run.folder.metrics) for channel in row.get("communication", ())]
+    channels = [channel for row in read_rows(run.output.folder.metrics) for channel in row.get("communication", ())]
     kinds = ("activations", "gradients")
     sent = {kind: sum(channel["nbytes"] for channel in channels if channel["carried"] == kind) for kind in kinds}
     return {**shapes, **sent}

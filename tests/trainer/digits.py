@@ -69,5 +69,5 @@ def reach(
             break
     right = job.evaluate(test, {"accuracy": lambda output, target: (output.argmax(1) == target).double()})
     reached = Reached(accuracy=right["accuracy"], last=sum(losses[-40:]) / 40, loss=job.evaluate(train)["loss"])
-    job._run().consistency.on_exit(job._run())
+    job._run().state.consistency.on_exit(job._run().parallel)
     return reached

@@ -24,7 +24,8 @@ def asked(batch: BatchPlan, degree: int = 1, tokens: Any = None) -> int:
     """What a run of this batch on `degree` data-parallel ranks would compute at once."""
     plan = Plan(batch=batch, mesh={"replicate": degree})
     loader, mesh = SimpleNamespace(source=SimpleNamespace(tokens=tokens)), SimpleNamespace(data_degree=degree)
-    return samples_at_once(SimpleNamespace(plan=plan, loader=loader, mesh=mesh))  # type: ignore[arg-type]
+    state, parallel = SimpleNamespace(loader=loader), SimpleNamespace(plan=plan, mesh=mesh)
+    return samples_at_once(SimpleNamespace(state=state, parallel=parallel))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

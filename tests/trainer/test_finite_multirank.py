@@ -100,14 +100,16 @@ def trained(case: Case, on_nonfinite: str = "skip") -> Seen:
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         output = model(batch[0])
-        if run.progress.step == SPOILT and run.world.rank == run.world.world_size - 1:
+        if run.state.progress.step == SPOILT and run.parallel.world.rank == run.parallel.world.world_size - 1:
             output.register_hook(lambda gradient: gradient * case.factor)
         return F.cross_entropy(output, batch[1])
 
     def look() -> None:
         parts = {name: to_local(tensor).clone() for name, tensor in local_tensors(built)}
-        seen.states.append(parts if run.consistency.diverged else gather_whole(run.layout, run.world, parts))
-        compressor = run.replica.compressor
+        seen.states.append(
+            parts if run.state.consistency.diverged else gather_whole(run.parallel.layout, run.parallel.world, parts)
+        )
+        compressor = run.parallel.replica.compressor
         exchanges = [] if compressor is None else [*compressor.exchanges.values()]
         exchanges += [one for part in compressor.parts for one in part._exchanges()] if compressor else []
         tensors = [(str(number), one.tensors()) for number, one in enumerate(exchanges)]
@@ -123,8 +125,8 @@ def trained(case: Case, on_nonfinite: str = "skip") -> Seen:
             return seen
         job.update()
         look()
-    run.consistency.finish(run)
-    run.consistency.on_exit(run)
+    run.state.consistency.finish(run.parallel)
+    run.state.consistency.on_exit(run.parallel)
     return seen
 
 
@@ -224,7 +226,7 @@ def of_one_sample(sync: str, tracked: bool) -> tuple[list[float], dict[str, torc
         except tutti.TuttiError as error:
             return losses, {}, str(error)
     state = {name: value.clone() for name, value in built.state_dict().items()}
-    job._run().consistency.finish(job._run())
+    job._run().state.consistency.finish(job._run().parallel)
     return losses, state, ""
 
 

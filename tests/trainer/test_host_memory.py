@@ -15,9 +15,9 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from harness import run_ranks
+from tutti import host_memory
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
-from tutti import host_memory
 
 pytestmark = pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="the allocator is glibc's")
 MB = 2**20

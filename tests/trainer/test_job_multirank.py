@@ -83,8 +83,8 @@ def count_samples(total: int) -> Any:
     job, _, _ = make(Mlp(), TensorDataset(*(t.float() if t.is_floating_point() else t for t in vectors().tensors)))
     data = TensorDataset(torch.randn(total, 6), torch.arange(total) % 3, torch.arange(total))
     seen: list[int] = []
-    job._prepared.unpack = lambda batch: ((batch[0],), {}, (batch[1], batch[2]))
-    job._prepared.loss_fn = lambda output, target: nn.functional.cross_entropy(output, target[0])
+    job._prepared.loop.unpack = lambda batch: ((batch[0],), {}, (batch[1], batch[2]))
+    job._prepared.loop.loss_fn = lambda output, target: nn.functional.cross_entropy(output, target[0])
 
     def remember(output: torch.Tensor, target: Any) -> torch.Tensor:
         seen.extend(target[1].tolist())
@@ -96,7 +96,7 @@ def count_samples(total: int) -> Any:
         whole={"in_order": lambda o, t: float((t[1] == torch.arange(total)).all())},
         batch_size=4,
     )
-    return seen, values, job._prepared.model.training
+    return seen, values, job._prepared.parallel.model.training
 
 
 @pytest.mark.parametrize(("world_size", "total"), [(1, 37), (3, 37), (4, 3)])

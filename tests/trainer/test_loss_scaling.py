@@ -56,7 +56,7 @@ def never_finite(mesh: str) -> tuple[int, str]:
 
     def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         output = model(batch[0])
-        if run.world.rank == run.world.world_size - 1:
+        if run.parallel.world.rank == run.parallel.world.world_size - 1:
             output.register_hook(lambda gradient: gradient * math.nan)
         return nn.functional.cross_entropy(output, batch[1])
 
@@ -66,8 +66,8 @@ def never_finite(mesh: str) -> tuple[int, str]:
                 job.forward_backward(loss, batch)
                 job.update()
     except TrainingError as error:
-        return run.progress.step, str(error)
-    return run.progress.step, "trained"
+        return run.state.progress.step, str(error)
+    return run.state.progress.step, "trained"
 
 
 @pytest.mark.parametrize("mesh", ["replicate=1", "replicate=2", "shard=2"])

@@ -71,7 +71,7 @@ def train(cases: list[Case], world_size: int) -> list[dict[str, Any]]:
         batches, losses = [], []
         for _ in job.epochs(2):
             for one in loader:
-                batches.append(job._run().loader.indices.tolist())
+                batches.append(job._run().state.loader.indices.tolist())
                 losses.append(job.step(one))
         rows = []
         if job.is_main:

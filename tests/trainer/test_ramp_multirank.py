@@ -40,7 +40,7 @@ def train(epochs: int, resume: str | None, ramp: tuple[tuple[int, int], ...], st
     batches, losses = [], []
     for _ in job.epochs(epochs):
         for batch in loader:
-            batches.append(job._run().loader.indices.tolist())
+            batches.append(job._run().state.loader.indices.tolist())
             losses.append(job.step(batch))
     state = {name: value.clone() for name, value in model.state_dict().items()}
     rates = []

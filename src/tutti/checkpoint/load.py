@@ -130,8 +130,8 @@ def _run_mismatch(training: TrainingState, source: Source) -> str | None:
         )
     if source.run_state["seed"] != training.parallel.seed:
         return (
-            f"{source.path} was made with seed = {source.run_state['seed']}, the Job says {training.parallel.seed}; the "
-            "order of the data would change: use the same seed"
+            f"{source.path} was made with seed = {source.run_state['seed']}, the Job says {training.parallel.seed}; "
+            "the order of the data would change: use the same seed"
         )
     return None
 
@@ -160,8 +160,9 @@ def _describe_shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
 def _optimizer_mismatch(training: TrainingState, source: Source) -> str | None:
     """The first optimizer, group or state that does not fit."""
     saved = source.run_state["optimizers"]
-    if len(saved) != len(training.parallel.optimizers):
-        return f"{source.path} holds {len(saved)} optimizers, prepare got {len(training.parallel.optimizers)}; pass the same"
+    count = len(training.parallel.optimizers)
+    if len(saved) != count:
+        return f"{source.path} holds {len(saved)} optimizers, prepare got {count}; pass the same"
     for number, state in enumerate(saved):
         kind = type(training.parallel.optimizers[number]).__name__
         groups = training.parallel.layout.states.groups[number]

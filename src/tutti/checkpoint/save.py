@@ -203,7 +203,7 @@ class CheckpointWriter:
         pending.thread.start()
 
     def _finish_if_written(self, pending: PendingCheckpoint) -> int:
-        """Publish the checkpoint if every rank has written; returns its size in bytes, or 0 if one has not. Collective."""
+        """Publish the checkpoint if every rank has written; returns its size in bytes, else 0. Collective."""
         flags = [float(not pending.written), float(pending.written and pending.failure is not None)]
         counts = torch.tensor([*flags, pending.nbytes], dtype=torch.float64, device=self._world.device)
         writing, failed, nbytes = self._world.sum(counts).tolist()
@@ -251,8 +251,8 @@ class CheckpointWriter:
         last = latest_checkpoint(self._folder.path)
         remedy = ". Free space or name another folder, then resume" if "[Errno" in str(reason) else ""
         return CheckpointError(
-            f"checkpoint of step {int(path.name.removeprefix('step-'))} could not be written to {path}: {reason}; earlier "
-            f"checkpoints are whole ({last.name if last else 'there is none'}){remedy}"
+            f"checkpoint of step {int(path.name.removeprefix('step-'))} could not be written to {path}: {reason}; "
+            f"earlier checkpoints are whole ({last.name if last else 'there is none'}){remedy}"
         )
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tutti.compression.codec_state import CodecState
-from tutti.compression.top_k import Momentum, TopK
+from tutti.compression.largest_values import Momentum
+from tutti.compression.top_k import TopK
 from tutti.config.compression import Compression, ramped_density
 
 

@@ -12,14 +12,9 @@ from torch import Tensor
 
 from tutti.compression.codec import Codec, arrays, parts
 from tutti.compression.codec_state import CodecState
+from tutti.compression.largest_values import SAMPLE, Momentum, largest, most_above, threshold_ranks
 from tutti.config.compression import Compression
 from tutti.errors import PlanError
-
-SAMPLE = 16384
-"""Size of the sample that gives the threshold."""
-
-Momentum = tuple[float, Tensor, Tensor]
-"""(m, old u, new u) of u = m u + values; the tensors are empty without momentum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,25 +101,6 @@ class TopK(Codec):
         residual[places] -= picked.to(residual.dtype)
         if momentum.numel():
             momentum[places] = 0
-
-
-def largest(x: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest magnitudes, rising; of equal ones the first. NaN is larger than infinity."""
-    whole, magnitude = (torch.int32, 2**31 - 1) if x.dtype is torch.float32 else (torch.int64, 2**63 - 1)
-    keys = x.view(whole) & magnitude
-    order = torch.sort(keys, descending=True, stable=True).indices
-    return order[:count].sort().values
-
-
-def threshold_ranks(expected: float) -> list[int]:
-    """Ranks in a sample of thresholds that enough values should exceed, if `expected` values of the sample belong to
-    the k."""
-    return [math.ceil(expected + spread * math.sqrt(expected) + 2) for spread in (3, 12)]
-
-
-def most_above(numel: int, count: int) -> int:
-    """Buffer size for places above a threshold; if there are more, the sample was misleading."""
-    return min(numel, 4 * count + numel // 64 + 4096)
 
 
 def _search(one_pass: list[Any], momentum: tuple[Any, ...], count: int) -> Any:

@@ -58,9 +58,10 @@ def nonfinite_loss_message(loss: float, bad: list[int], step: int) -> str:
 
 def never_finite_message(run: Run) -> str:
     """What stops a run whose gradients are finite at no loss scale. Collective."""
+    scale, after = run.state.scaler.get_scale(), _parameters_as_after(run.state.progress.step)
     return (
-        f"{_locate_nonfinite(run)}, and at every loss scale down to {run.state.scaler.get_scale():.2g}, so that steps would "
-        f"be skipped for ever; {_parameters_as_after(run.state.progress.step)}. Look at the model and the loss, lower the "
+        f"{_locate_nonfinite(run)}, and at every loss scale down to {scale:.2g}, so that steps would be skipped for "
+        f"ever; {after}. Look at the model and the loss, lower the "
         'learning rate, or use precision = "bfloat16", which needs no scale'
     )
 

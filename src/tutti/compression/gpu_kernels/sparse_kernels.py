@@ -19,7 +19,7 @@ from tutti.compression.gpu_kernels.primitives import (
     steps,
     value_of,
 )
-from tutti.compression.top_k import SAMPLE, Momentum, largest, most_above, threshold_ranks
+from tutti.compression.largest_values import SAMPLE, Momentum, largest, most_above, threshold_ranks
 
 
 @inline

@@ -48,7 +48,7 @@ class BucketSizeTuner:
 
     def begin(self) -> None:
         """A step begins."""
-        self._began = self._now() if self._trying else None
+        self._began = _now(self._parallel.world.device) if self._trying else None
 
     def end(self, *, full_batch: bool) -> ChosenBucketSize | None:
         """The update of a step is made; returns the size once it is decided. Collective then.
@@ -57,7 +57,7 @@ class BucketSizeTuner:
         """
         if self._began is None or not full_batch:
             return None
-        seconds, self._began = self._now() - self._began, None
+        seconds, self._began = _now(self._parallel.world.device) - self._began, None
         self._steps += 1
         if not self._turns:
             if self._steps == WARM_UP:
@@ -93,12 +93,6 @@ class BucketSizeTuner:
     def _use(self, size: int) -> None:
         self._parallel.replica.rebuild_buckets(self._parallel.replica.order, None, size)
 
-    def _now(self) -> float:
-        device = self._parallel.world.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
 
 def sizes_to_try(stated: int, largest: int) -> list[int]:
     """Sizes, the plan's first, that cut `largest` bytes of gradients differently."""
@@ -113,3 +107,10 @@ def fastest_size(seconds: dict[int, float], stated: int) -> int:
     """The size with the shortest step; the stated one if it is as fast within noise."""
     best = min(seconds, key=lambda size: seconds[size])
     return best if seconds[best] < (1 - PAYS) * seconds[stated] else stated
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, once everything that was queued on the device has run."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,32 @@
+"""The largest values of a tensor: a threshold from a sample, then an exact selection."""
+
+import math
+
+import torch
+from torch import Tensor
+
+SAMPLE = 16384
+"""Size of the sample that gives the threshold."""
+
+
+Momentum = tuple[float, Tensor, Tensor]
+"""(m, old u, new u) of u = m u + values; the tensors are empty without momentum."""
+
+
+def threshold_ranks(expected: float) -> list[int]:
+    """Ranks in a sample of thresholds that enough values should exceed, if `expected` values of the sample belong to
+    the k."""
+    return [math.ceil(expected + spread * math.sqrt(expected) + 2) for spread in (3, 12)]
+
+
+def most_above(numel: int, count: int) -> int:
+    """Buffer size for places above a threshold; if there are more, the sample was misleading."""
+    return min(numel, 4 * count + numel // 64 + 4096)
+
+
+def largest(x: Tensor, count: int) -> Tensor:
+    """The places of the `count` largest magnitudes, rising; of equal ones the first. NaN is larger than infinity."""
+    whole, magnitude = (torch.int32, 2**31 - 1) if x.dtype is torch.float32 else (torch.int64, 2**63 - 1)
+    keys = x.view(whole) & magnitude
+    order = torch.sort(keys, descending=True, stable=True).indices
+    return order[:count].sort().values
