@@ -71,7 +71,7 @@ class TuttiLoop:
     def close(self) -> None:
         """Leave the run but not its world, in which others go on."""
         self._steps.close()  # type: ignore[attr-defined]
-        run, ending = self.job._prepared, self.job._ending
+        run, ending = self.job._prepared, self.job._finalizer
         assert run is not None
         assert ending is not None
         run.output.log.close()

@@ -165,7 +165,7 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"prepare_s": time.perf_counter() - start}
     taken = take(loop, args)
     loop.close()
-    ending = job._ending
+    ending = job._finalizer
     assert ending is not None
     ending.close()
     counted = [step for step in taken if step.counts]

@@ -2,7 +2,7 @@
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +31,18 @@ from tutti.errors import PlanError
 from tutti.report.build_report import build_report
 
 TEXT = f"{toy_codec.NAME},levels=50"
-HOW = Compression(method=toy_codec.NAME, options={"levels": 50})
 STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register_codec(toy_codec.ENTRY)
+    yield
+    CODECS.remove(toy_codec.NAME)
+
+
+def toy_compression() -> Compression:
+    return Compression(method=toy_codec.NAME, options={"levels": 50})
 
 
 def plan_with(how: Compression | None) -> Plan:
@@ -40,13 +50,13 @@ def plan_with(how: Compression | None) -> Plan:
 
 
 def test_text_and_plan_files_state_the_codec_and_its_parameters() -> None:
-    assert parse_compression(TEXT) == HOW
-    assert format_compression(HOW) == TEXT
+    assert parse_compression(TEXT) == toy_compression()
+    assert format_compression(toy_compression()) == TEXT
     assert parse_compression(toy_codec.NAME).settings == {"levels": 100}
-    stated = plan_with(HOW)
+    stated = plan_with(toy_compression())
     check_plan(stated)
     assert serialization.loads(Plan, serialization.dumps(stated)) == stated
-    assert hash(HOW) == hash(Compression(method=toy_codec.NAME, options={"levels": 50}))
+    assert hash(toy_compression()) == hash(Compression(method=toy_codec.NAME, options={"levels": 50}))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +81,7 @@ def test_options_of_another_codec_are_refused() -> None:
 
 
 def test_what_the_entry_excludes_is_refused() -> None:
-    staged = replace(plan_with(HOW), mesh={"replicate": 2, "stage": 2})
+    staged = replace(plan_with(toy_compression()), mesh={"replicate": 2, "stage": 2})
     with pytest.raises(PlanError, match=r"with mesh.stage = 2: it was never tried with stages; use one-bit"):
         check_plan(staged)
 
@@ -82,7 +92,7 @@ def test_the_prediction_has_the_entrys_bytes_and_kernel_cost() -> None:
     predicted = {how: predict(mlp(), machines, exact.compressed(parse_compression(how))) for how in (TEXT, "bytegrad")}
     sent = predicted[TEXT].sent_nbytes_per_rank
     assert sent < 0.26 * predict(mlp(), machines, exact).sent_nbytes_per_rank
-    assert all_reduce_sent_nbytes(HOW, [(1000,)], 4, 4) == 3 * 2 * (4 + 256)  # chunks of a multiple of 8 values
+    assert all_reduce_sent_nbytes(toy_compression(), [(1000,)], 4, 4) == 3 * 2 * (4 + 256)  # chunks of a multiple of 8 values
     slower, usual = (predicted[how].step_time_s.value for how in (TEXT, "bytegrad"))
     assert slower > usual  # three times the time in the kernels, for about as many bytes
 
@@ -98,10 +108,10 @@ def test_two_ranks_train_with_it_and_the_report_names_it(tmp_path: Path) -> None
     error = float((first - _parameters(exact[0])).norm() / _parameters(exact[0]).norm())
     assert 0 < error < 0.02
     shapes = [tuple(tensor.shape) for tensor in coded[0].after.values()]
-    assert {row["sent_nbytes"] for row in coded[0].rows} >= {bucket_sent_nbytes(HOW, shapes[::-1], 2, 8)}
+    assert {row["sent_nbytes"] for row in coded[0].rows} >= {bucket_sent_nbytes(toy_compression(), shapes[::-1], 2, 8)}
     report = build_report(Path(folder))
     assert report.recipe.compress == TEXT
-    assert report.sent_per_step.value == bucket_sent_nbytes(HOW, shapes[::-1], 2, 8)
+    assert report.sent_per_step.value == bucket_sent_nbytes(toy_compression(), shapes[::-1], 2, 8)
 
 
 def test_a_codec_without_messages_of_flat_values_fails_loudly() -> None:

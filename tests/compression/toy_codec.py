@@ -8,7 +8,7 @@ from torch import Tensor
 from local_sgd.replicas import Seen, Told, train
 from tutti.compression.codec import Codec, parts
 from tutti.compression.codec_state import CodecState
-from tutti.config.codec_registry import CODECS, CodecEntry, KernelCost, register_codec, up_to_4
+from tutti.config.codec_registry import CodecEntry, KernelCost, register_codec, up_to_4
 from tutti.config.compression import Compression
 from tutti.config.registry import Parameter
 
@@ -39,26 +39,24 @@ def make_toy_levels(how: Compression) -> ToyLevels:
     return ToyLevels(int(how.settings["levels"]))
 
 
-if NAME not in CODECS:
-    register_codec(
-        CodecEntry(
-            name=NAME,
-            summary="levels of one scale for the whole message",
-            parameters={
-                "levels": Parameter(
-                    default=100,
-                    allowed=lambda levels: 1 <= levels <= 127,
-                    requirement="give a number of levels from 1 to 127",
-                )
-            },
-            message_nbytes=lambda settings, numel: 4 + up_to_4(numel),
-            excludes={"mesh.stage": "it was never tried with stages; use one-bit"},
-            kernel_cost=KernelCost(cpu_factor=3.0),
-            make_codec="compression.toy_codec:make_toy_levels",
+ENTRY = CodecEntry(
+    name=NAME,
+    summary="levels of one scale for the whole message",
+    parameters={
+        "levels": Parameter(
+            default=100,
+            allowed=lambda levels: 1 <= levels <= 127,
+            requirement="give a number of levels from 1 to 127",
         )
-    )
+    },
+    message_nbytes=lambda settings, numel: 4 + up_to_4(numel),
+    excludes={"mesh.stage": "it was never tried with stages; use one-bit"},
+    kernel_cost=KernelCost(cpu_factor=3.0),
+    make_codec="compression.toy_codec:make_toy_levels",
+)
 
 
 def train_with_it(told: Told) -> Seen:
-    """Train on two ranks, in processes that import this module and so have it registered."""
+    """Train on two ranks, in processes that register it first."""
+    register_codec(ENTRY)
     return train(told, 2)

@@ -180,7 +180,7 @@ def ending_badly(sync: str, dies: int) -> str:
             if number > 2:
                 time.sleep(0.02)
     except TuttiError as error:
-        job._ending.failed = True  # type: ignore[union-attr]
+        job._finalizer.failed = True  # type: ignore[union-attr]
         return f"{type(error).__name__}, {type(error.__cause__).__name__}: {error}"
     return "never"
 

@@ -1,5 +1,6 @@
 """A mode that another package registers works everywhere: text, plan files, refusals, prediction, run and report."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,14 +29,24 @@ from tutti.errors import PlanError
 from tutti.report.build_report import build_report
 
 TEXT = f"{toy_mode.NAME}:period=2,share=0.25"
-SYNC = SyncPlan(mode=toy_mode.NAME, relaxed=Relaxed(period=2, options={"share": 0.25}))
 N = 4.0 * 3 * 512 * 512
 """Bytes of the example's parameters."""
 
 
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register_consistency_mode(toy_mode.ENTRY)
+    yield
+    CONSISTENCY_MODES.remove(toy_mode.NAME)
+
+
+def toy_sync() -> SyncPlan:
+    return SyncPlan(mode=toy_mode.NAME, relaxed=Relaxed(period=2, options={"share": 0.25}))
+
+
 def test_text_and_plan_files_state_the_mode_and_its_parameters() -> None:
-    assert parse_sync(TEXT) == parse_sync(f"{toy_mode.NAME}:2,0.25") == SYNC
-    assert format_sync(SYNC) == TEXT
+    assert parse_sync(TEXT) == parse_sync(f"{toy_mode.NAME}:2,0.25") == toy_sync()
+    assert format_sync(toy_sync()) == TEXT
     defaults = with_mode_defaults(toy_mode.NAME, Relaxed(period=2))
     assert defaults == Relaxed(period=2, options={"share": 0.5})
     stated = plan_of(Told(sync=TEXT), 2)

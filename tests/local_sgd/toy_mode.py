@@ -4,7 +4,6 @@ import torch
 
 from local_sgd.replicas import Seen, Told, train
 from tutti.config.consistency_modes import (
-    CONSISTENCY_MODES,
     ConsistencyMode,
     ReplicaTraffic,
     register_consistency_mode,
@@ -47,29 +46,25 @@ def make_halfway(replicas: ReplicaGroup, arguments: ModeArguments) -> Halfway:
     return Halfway(replicas, arguments.period, float(arguments.relaxed.options["share"]))
 
 
-if NAME not in CONSISTENCY_MODES:
-    register_consistency_mode(
-        ConsistencyMode(
-            name=NAME,
-            summary="replicas go part of the way to their mean",
-            parameters={
-                "period": Parameter(
-                    default=REQUIRED,
-                    allowed=lambda period: period >= 2,
-                    requirement="give a number of updates of 2 or more",
-                ),
-                "share": Parameter(
-                    default=0.5, allowed=lambda share: 0 < share <= 1, requirement="give a number above 0 and at most 1"
-                ),
-            },
-            traffic=ReplicaTraffic(
-                sent_vectors=ring_share, pattern="all-reduce", passes=lambda replicas: 5.0, transient=2
-            ),
-            make="local_sgd.toy_mode:make_halfway",
-        )
-    )
+ENTRY = ConsistencyMode(
+    name=NAME,
+    summary="replicas go part of the way to their mean",
+    parameters={
+        "period": Parameter(
+            default=REQUIRED,
+            allowed=lambda period: period >= 2,
+            requirement="give a number of updates of 2 or more",
+        ),
+        "share": Parameter(
+            default=0.5, allowed=lambda share: 0 < share <= 1, requirement="give a number above 0 and at most 1"
+        ),
+    },
+    traffic=ReplicaTraffic(sent_vectors=ring_share, pattern="all-reduce", passes=lambda replicas: 5.0, transient=2),
+    make="local_sgd.toy_mode:make_halfway",
+)
 
 
 def train_with_it(told: Told) -> Seen:
-    """Train on two ranks, in processes that import this module and so have it registered."""
+    """Train on two ranks, in processes that register it first."""
+    register_consistency_mode(ENTRY)
     return train(told, 2)
