@@ -4,6 +4,9 @@ Each message names what is wrong, where (file, field, module, rank), and ends wi
 line prints the message without a traceback and exits with `exit_code`.
 """
 
+import sys
+from types import FrameType
+
 
 class TuttiError(Exception):
     """Base of all errors tutti raises on purpose. `exit_code`: 2 user's input, 1 what happened in a run."""
@@ -16,7 +19,16 @@ class SpecError(TuttiError, ValueError):
 
 
 class PlanError(TuttiError, ValueError):
-    """A plan that cannot be carried out: degrees, layout or batch do not fit the model or the cluster."""
+    """A plan that cannot be carried out: degrees, layout or batch do not fit the model or the cluster.
+
+    Attributes:
+        code: name of the refusal in `tutti.config.refusals`, or the place that refuses, such as
+            "parallel.pipeline.stage_building.cut_stages". docs/refusals.md lists both.
+    """
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code or _place(sys._getframe(1))
 
 
 class ScriptError(TuttiError):
@@ -53,6 +65,12 @@ class CheckpointError(TuttiError):
 
 class ReportError(TuttiError):
     """A run folder cannot be reported on, or a comparison would mislead and is refused."""
+
+
+def _place(frame: FrameType) -> str:
+    """Module within tutti and function of a frame."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return f"{module.removeprefix('tutti.')}.{frame.f_code.co_name}"
 
 
 __all__ = [

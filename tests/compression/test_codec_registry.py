@@ -92,7 +92,9 @@ def test_the_prediction_has_the_entrys_bytes_and_kernel_cost() -> None:
     predicted = {how: predict(mlp(), machines, exact.compressed(parse_compression(how))) for how in (TEXT, "bytegrad")}
     sent = predicted[TEXT].sent_nbytes_per_rank
     assert sent < 0.26 * predict(mlp(), machines, exact).sent_nbytes_per_rank
-    assert all_reduce_sent_nbytes(toy_compression(), [(1000,)], 4, 4) == 3 * 2 * (4 + 256)  # chunks of a multiple of 8 values
+    assert all_reduce_sent_nbytes(toy_compression(), [(1000,)], 4, 4) == 3 * 2 * (
+        4 + 256
+    )  # chunks of a multiple of 8 values
     slower, usual = (predicted[how].step_time_s.value for how in (TEXT, "bytegrad"))
     assert slower > usual  # three times the time in the kernels, for about as many bytes
 

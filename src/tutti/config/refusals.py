@@ -1,71 +1,333 @@
-"""Combinations in a plan that no model can run under: one table for the runtime and the planner."""
+"""Refusals: combinations in a plan that no model can run under.
 
-from collections.abc import Mapping, Sequence
+`REFUSALS` is the one table that the planner, the cost model, `tutti verify` and the runtime check a plan against. A
+refusal is a function that gets the plan and returns the sentence for the user, with the remedy, or None. Another
+package adds its own with `register_refusal`, in a module that it announces as an entry point of "tutti.plugins".
+
+What only a model or a cluster can decide is refused where it is found: each place raises `PlanError`. docs/refusals.md
+lists both.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from tutti.config.compression import Compression, format_compression
 from tutti.config.consistency_modes import CONSISTENCY_MODES
 from tutti.config.plan import Plan
+from tutti.config.registry import Registry
 from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError
+
+PlanCheck = Callable[[Plan], str | None]
+"""Plan -> why it is refused and what to do instead; None where it is not refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A combination that no model can run under.
+
+    Args:
+        name: the code of the error, such as "stages-with-sharded-parameters".
+        summary: the combination, in one line.
+        check: finds the combination in a plan.
+    """
+
+    name: str
+    summary: str
+    check: PlanCheck
+
+
+REFUSALS: Final[Registry[Refusal]] = Registry("refusal", "refusal")
+"""Refusals by their code, in the order in which a plan is checked."""
+
+
+def register_refusal(refusal: Refusal) -> Refusal:
+    """Have every plan checked for a combination.
+
+    Raises:
+        PlanError: the code is registered already.
+
+    Examples:
+        >>> from tutti.config.plan import BatchPlan, Plan
+        >>> def check(plan):
+        ...     odd = plan.batch.global_batch_size % 2
+        ...     return "global_batch_size is odd; give an even number" if odd else None
+        >>> refusal = register_refusal(Refusal(name="odd-batch", summary="an odd global batch", check=check))
+        >>> check_plan(Plan(batch=BatchPlan(global_batch_size=3)))
+        Traceback (most recent call last):
+        ...
+        tutti.errors.PlanError: global_batch_size is odd; give an even number
+        >>> REFUSALS.remove("odd-batch")
+    """
+    return REFUSALS.register(refusal)
 
 
 def check_plan(plan: Plan) -> None:
     """Check a plan for combinations that no model can run under.
 
     Raises:
-        PlanError: with the reason and the remedy.
+        PlanError: with the reason, the remedy, and the refusal's name as its `code`.
     """
-    checks = (
-        check_stages, check_space, check_context, check_split, check_sharding, check_compression, check_relaxed
-    )  # fmt: skip
-    for check in checks:
-        check(plan)
+    for refusal in REFUSALS.loaded():
+        message = refusal.check(plan)
+        if message is not None:
+            raise PlanError(message, code=refusal.name)
 
 
-def check_stages(plan: Plan) -> None:
-    """What pipeline stages exclude."""
-    if plan.degree("stage") == 1:
-        return
-    if plan.degree("shard") > 1 and plan.sharding.level > 1:
-        raise PlanError(
-            f"sharding.level = {plan.sharding.level} with mesh.stage = {plan.degree('stage')}: parameters cannot be "
-            "gathered while several microbatches are on their way; use sharding.level = 1"
-        )
-    if plan.sharding.offload == "parameters":
-        raise PlanError("sharding.offload = parameters with mesh.stage: use offload = optimizer, or more stages")
+def _refuse(name: str) -> Callable[[PlanCheck], PlanCheck]:
+    """Register the decorated check; the first line of its docstring is the summary."""
+
+    def register(check: PlanCheck) -> PlanCheck:
+        summary = (check.__doc__ or "").partition("\n")[0].rstrip(".")
+        register_refusal(Refusal(name=name, summary=summary, check=check))
+        return check
+
+    return register
 
 
-def check_space(plan: Plan) -> None:
-    """What a cut in space excludes."""
-    if plan.degree("space") > 1 and plan.degree("stage") > 1:
-        raise PlanError(
-            f"mesh.space = {plan.degree('space')} with mesh.stage = {plan.degree('stage')}: what a stage receives is "
-            "not known to be cut; use one of the two, with replicate or shard"
-        )
+def _shards_parameters(plan: Plan) -> bool:
+    return plan.degree("shard") > 1 and plan.sharding.level > 1
 
 
-def check_context(plan: Plan) -> None:
-    """What context parallelism excludes."""
-    if plan.degree("context") > 1 and plan.degree("space") > 1:
-        raise PlanError(
-            f"mesh.context = {plan.degree('context')} with mesh.space = {plan.degree('space')}: sequences are not cut "
-            "where samples are cut in space; use one of the two"
-        )
+# Pipeline, spatial, context and tensor parallelism
 
 
-def check_split(plan: Plan) -> None:
-    """What unequal parts of layers exclude."""
-    if plan.split_weights and plan.degree("context") > 1 and plan.context == "all-to-all":
-        raise PlanError(
-            f'split_shares = {list(plan.split_shares)} with context = "all-to-all": split ranks have unequal '
-            "numbers of heads, and each would exchange its own among the ranks of context, which must divide them; use "
-            'context = "ring", or leave split_shares out'
-        )
+@_refuse("stages-with-sharded-parameters")
+def _stages_with_sharded_parameters(plan: Plan) -> str | None:
+    """Pipeline stages with sharding level 2 or 3."""
+    if plan.degree("stage") == 1 or not _shards_parameters(plan):
+        return None
+    return (
+        f"sharding.level = {plan.sharding.level} with mesh.stage = {plan.degree('stage')}: parameters cannot be "
+        "gathered while several microbatches are in flight; use sharding.level = 1"
+    )
+
+
+@_refuse("stages-with-offloaded-parameters")
+def _stages_with_offloaded_parameters(plan: Plan) -> str | None:
+    """Pipeline stages with parameters in host memory."""
+    if plan.degree("stage") == 1 or plan.sharding.offload != "parameters":
+        return None
+    return "sharding.offload = parameters with mesh.stage: use offload = optimizer, or more stages"
+
+
+@_refuse("spatial-with-stages")
+def _spatial_with_stages(plan: Plan) -> str | None:
+    """Spatial parallelism with pipeline stages."""
+    if plan.degree("space") == 1 or plan.degree("stage") == 1:
+        return None
+    return (
+        f"mesh.space = {plan.degree('space')} with mesh.stage = {plan.degree('stage')}: what a stage receives is "
+        "not known to be cut; use one of the two, with replicate or shard"
+    )
+
+
+@_refuse("context-with-spatial")
+def _context_with_spatial(plan: Plan) -> str | None:
+    """Context parallelism with spatial parallelism."""
+    if plan.degree("context") == 1 or plan.degree("space") == 1:
+        return None
+    return (
+        f"mesh.context = {plan.degree('context')} with mesh.space = {plan.degree('space')}: sequences are not cut "
+        "where samples are cut in space; use one of the two"
+    )
+
+
+@_refuse("unequal-shares-with-all-to-all")
+def _unequal_shares_with_all_to_all(plan: Plan) -> str | None:
+    """Unequal tensor-parallel shares with all-to-all context parallelism."""
+    if not plan.split_weights or plan.degree("context") == 1 or plan.context != "all-to-all":
+        return None
+    return (
+        f'split_shares = {list(plan.split_shares)} with context = "all-to-all": split ranks have unequal '
+        "numbers of heads, and each would exchange its own among the ranks of context, which must divide them; use "
+        'context = "ring", or leave split_shares out'
+    )
+
+
+@_refuse("offloaded-parameters-without-sharding")
+def _offloaded_parameters_without_sharding(plan: Plan) -> str | None:
+    """Parameters in host memory at sharding level 1."""
+    if plan.degree("shard") == 1 or plan.sharding.level != 1 or plan.sharding.offload != "parameters":
+        return None
+    return (
+        'sharding.offload = "parameters" needs sharding level 2 or 3, which divide parameters; level 1 keeps '
+        'them whole on the device: use offload = "optimizer"'
+    )
+
+
+# Compressed gradients
+
+
+@_refuse("codec-excludes")
+def _codec_excludes(plan: Plan) -> str | None:
+    """A codec with an axis, a sharding level or a precision that its registry entry excludes."""
+    compress = plan.sync.compress
+    if compress is None:
+        return None
+    stated = {f"mesh.{axis}": f"mesh.{axis} = {degree}" for axis, degree in plan.mesh.items() if degree > 1}
+    if _shards_parameters(plan):
+        stated["sharding.level"] = f"sharding.level = {plan.sharding.level}"
+    stated[f"precision.{plan.precision}"] = f'precision = "{plan.precision}"'
+    for condition, reason in compress.entry.excludes.items():
+        if condition in stated:
+            return f"{_compression_of(compress)} with {stated[condition]}: {reason}"
+    return None
+
+
+@_refuse("codec-with-measured-buckets")
+def _codec_with_measured_buckets(plan: Plan) -> str | None:
+    """A lossy codec with bucket sizes that are found by timing."""
+    compress = plan.sync.compress
+    if compress is None or compress.entry.exact or plan.sync.bucket_sizes != "measured":
+        return None
+    return (
+        f'{_compression_of(compress)} with sync.bucket_sizes = "measured": what a codec keeps and loses depends on '
+        "the buckets, so sizes that follow a clock would change values; state a size"
+    )
+
+
+@_refuse("codec-gain-with-sharded-gradients")
+def _codec_gain_with_sharded_gradients(plan: Plan) -> str | None:
+    """A codec whose rank adapts to its gain, with sharding level 2 or 3."""
+    compress = plan.sync.compress
+    if compress is None or compress.entry.exact or not _shards_parameters(plan) or compress.gain is None:
+        return None
+    return (
+        f"{_compression_of(compress)} with sharding.level = {plan.sharding.level}: ranks judge by what every message "
+        "says, and each gets messages of its part only; leave gain out, or use sharding.level = 1"
+    )
+
+
+@_refuse("codec-between-hosts-with-sharded-gradients")
+def _codec_between_hosts_with_sharded_gradients(plan: Plan) -> str | None:
+    """Compression between hosts with sharding level 2 or 3."""
+    compress = plan.sync.compress
+    if compress is None or compress.entry.exact or not _shards_parameters(plan) or compress.between != "hosts":
+        return None
+    return (
+        f"{_compression_of(compress)} with sharding.level = {plan.sharding.level}: sums of which each rank gets its "
+        "part are compressed between ranks; leave between out, or use sharding.level = 1"
+    )
+
+
+# Replicas that diverge
+
+
+@_refuse("diverged-replicas-that-share")
+def _diverged_replicas_that_share(plan: Plan) -> str | None:
+    """Replicas that diverge, with an axis whose ranks sum gradients or gather parameters in every step."""
+    for axis in _SHARED_AXES:
+        if plan.sync.mode != "synchronous" and plan.degree(axis) > 1:
+            return (
+                f'sync.mode = "{plan.sync.mode}" with mesh.{axis} = {plan.degree(axis)}: ranks along {axis} share what '
+                "they train in every step and cannot differ; use replicate for the ranks that may"
+            )
+    return None
+
+
+@_refuse("diverged-replicas-of-several-ranks")
+def _diverged_replicas_of_several_ranks(plan: Plan) -> str | None:
+    """Replicas that diverge, each on several ranks."""
+    for axis in _REPLICA_AXES:
+        if plan.sync.mode != "synchronous" and plan.degree(axis) > 1:
+            return (
+                f'sync.mode = "{plan.sync.mode}" with mesh.{axis} = {plan.degree(axis)}: replicas that differ are of '
+                'one rank each in this version; use replicate alone, or sync.mode = "synchronous"'
+            )
+    return None
+
+
+@_refuse("codec-with-mode")
+def _codec_with_mode(plan: Plan) -> str | None:
+    """A codec with a mode whose replicas do not sum their changes."""
+    compress, mode = plan.sync.compress, plan.sync.mode
+    averaged = [entry.name for entry in CONSISTENCY_MODES.values() if entry.compresses_changes]
+    if compress is None or mode == "synchronous" or mode in averaged:
+        return None
+    return (
+        f"{_compression_with_mode(plan, compress)}: replicas sum nothing that could be written so; leave one out, or "
+        f"use one of the modes {', '.join(averaged)}, whose replicas sum their changes"
+    )
+
+
+@_refuse("gradient-codec-with-diverged-replicas")
+def _gradient_codec_with_diverged_replicas(plan: Plan) -> str | None:
+    """A codec that is made for gradients, with replicas that diverge."""
+    compress = plan.sync.compress
+    if compress is None or plan.sync.mode == "synchronous" or not compress.entry.per_step_only:
+        return None
+    return (
+        f"{_compression_with_mode(plan, compress)}: {compress.method} is made for gradients of every step, and what "
+        "replicas sum here are changes of parameters over several; use another code, such as qsgd, or leave one out"
+    )
+
+
+@_refuse("codec-between-hosts-with-diverged-replicas")
+def _codec_between_hosts_with_diverged_replicas(plan: Plan) -> str | None:
+    """Compression between hosts, with replicas that diverge."""
+    compress = plan.sync.compress
+    if compress is None or plan.sync.mode == "synchronous" or compress.between != "hosts":
+        return None
+    return (
+        f"{_compression_with_mode(plan, compress)}: replicas' changes are written in a code between all ranks alike; "
+        "leave between out"
+    )
+
+
+@_refuse("odd-number-of-paired-replicas")
+def _odd_number_of_paired_replicas(plan: Plan) -> str | None:
+    """A mode whose replicas meet in pairs, with an odd number of them."""
+    replicas = plan.degree("replicate")
+    if not CONSISTENCY_MODES[plan.sync.mode].pairs_of_replicas or replicas % 2 == 0 or replicas == 1:
+        return None
+    return (
+        f'sync.mode = "{plan.sync.mode}" with mesh.replicate = {replicas}: replicas meet in pairs; use an even number '
+        'of them, or sync.mode = "ring"'
+    )
+
+
+@_refuse("asynchronous-float16")
+def _asynchronous_float16(plan: Plan) -> str | None:
+    """Float16 loss scaling with ranks that do not wait for each other."""
+    if not CONSISTENCY_MODES[plan.sync.mode].asynchronous or plan.precision != "float16":
+        return None
+    return (
+        f'sync.mode = "{plan.sync.mode}" with precision = "float16": ranks agree on the loss scale in every step, and '
+        'here no rank waits for the others; use precision = "bfloat16"'
+    )
+
+
+_REPLICA_AXES: tuple[AxisName, ...] = ("split", "stage", "context", "space")
+"""Axes inside a replica."""
+
+_SHARED_AXES: tuple[AxisName, ...] = ("shard", "expert", "table")
+"""Axes whose ranks sum gradients or gather parameters with all others in every step."""
+
+
+def _compression_of(compress: Compression) -> str:
+    return f"sync.compress = {format_compression(compress)!r}"
+
+
+def _compression_with_mode(plan: Plan, compress: Compression) -> str:
+    return f'{_compression_of(compress)} with sync.mode = "{plan.sync.mode}"'
+
+
+# Refusals that the model's sizes decide, shared by the cost model and the runtime
 
 
 def check_parts_not_empty(name: str, sizes: Sequence[int], shares: Sequence[float], what: str) -> None:
-    """Raise PlanError where unequal shares leave a rank without any of the `what` of a module; `sizes` are the ranks'
-    parts.
+    """Check that unequal shares leave each rank a part of a module.
+
+    Args:
+        name: of the module; empty for the model itself.
+        sizes: number of `what` that each rank gets.
+        shares: the plan's `split_shares`.
+        what: what is divided, such as "heads".
+
+    Raises:
+        PlanError: a rank gets none.
     """
     if 0 in sizes:
         place = list(sizes).index(0)
@@ -76,122 +338,19 @@ def check_parts_not_empty(name: str, sizes: Sequence[int], shares: Sequence[floa
         )
 
 
-def check_sharding(plan: Plan) -> None:
-    """What the levels of sharding exclude."""
-    if plan.degree("shard") > 1 and plan.sharding.level == 1 and plan.sharding.offload == "parameters":
-        raise PlanError(
-            'sharding.offload = "parameters" needs sharding level 2 or 3, which divide parameters; level 1 keeps '
-            'them whole on the device: use offload = "optimizer"'
-        )
-
-
-def check_compression(plan: Plan) -> None:
-    """What compressed reductions exclude."""
-    compress = plan.sync.compress
-    if compress is None:
-        return
-    words = f"sync.compress = {format_compression(compress)!r}"
-    _check_exclusions(plan, compress.entry.excludes, words)
-    if compress.entry.exact:
-        return
-    if plan.sync.bucket_sizes == "measured":
-        raise PlanError(
-            f'{words} with sync.bucket_sizes = "measured": what a codec keeps and loses depends on the buckets, so '
-            "sizes that follow a clock would change values; state a size"
-        )
-    if plan.degree("shard") > 1 and plan.sharding.level > 1:
-        _check_parts(plan, compress, words)
-
-
-def _check_exclusions(plan: Plan, excludes: Mapping[str, str], words: str) -> None:
-    """Raise PlanError for the first condition of the plan that a codec's entry excludes."""
-    level, precision = plan.sharding.level, plan.precision
-    stated = {f"mesh.{axis}": f"mesh.{axis} = {degree}" for axis, degree in plan.mesh.items() if degree > 1}
-    if plan.degree("shard") > 1 and level > 1:
-        stated["sharding.level"] = f"sharding.level = {level}"
-    stated[f"precision.{precision}"] = f'precision = "{precision}"'
-    for condition, reason in excludes.items():
-        if condition in stated:
-            raise PlanError(f"{words} with {stated[condition]}: {reason}")
-
-
-def _check_parts(plan: Plan, compress: Compression, words: str) -> None:
-    """What a compressed reduce-scatter excludes."""
-    if compress.gain is not None:
-        raise PlanError(
-            f"{words} with sharding.level = {plan.sharding.level}: ranks judge by what every message says, and each "
-            "gets messages of its part only; leave gain out, or use sharding.level = 1"
-        )
-    if compress.between == "hosts":
-        raise PlanError(
-            f"{words} with sharding.level = {plan.sharding.level}: sums of which each rank gets its part are "
-            "compressed between ranks; leave between out, or use sharding.level = 1"
-        )
-
-
-def _check_coded(plan: Plan) -> None:
-    """What a codec for the changes of diverged replicas excludes."""
-    how, mode = plan.sync.compress, plan.sync.mode
-    if how is None:
-        return
-    words = f'sync.compress = {format_compression(how)!r} with sync.mode = "{mode}"'
-    averaged = [entry.name for entry in CONSISTENCY_MODES.values() if entry.compresses_changes]
-    if mode not in averaged:
-        raise PlanError(
-            f"{words}: replicas sum nothing that could be written so; leave one out, or use one of the modes "
-            f"{', '.join(averaged)}, whose replicas sum their changes"
-        )
-    if how.entry.per_step_only:
-        raise PlanError(
-            f"{words}: {how.method} is made for gradients of every step, and what replicas sum here are changes of "
-            "parameters over several; use another code, such as qsgd, or leave one out"
-        )
-    if how.between == "hosts":
-        raise PlanError(f"{words}: replicas' changes are written in a code between all ranks alike; leave between out")
-
-
-_INSIDE: tuple[AxisName, ...] = ("split", "stage", "context", "space")
-"""Axes inside a replica."""
-
-_TOGETHER: tuple[AxisName, ...] = ("shard", "expert", "table")
-"""Axes whose ranks reduce gradients or gather parameters with all others in every step."""
-
-
 def check_width(name: str, width: int, *, columns: bool, degree: int) -> None:
-    """Raise PlanError for a linear layer with fewer outputs (`columns`) or inputs than the table axis has ranks."""
+    """Check that a linear layer is wide enough for the table axis to divide it.
+
+    Args:
+        name: of the layer.
+        width: number of its outputs (`columns`) or inputs.
+        degree: ranks along the table axis.
+
+    Raises:
+        PlanError: a rank would get no column or row.
+    """
     if width < degree:
         raise PlanError(
             f"layer {name!r} has {width} {'outputs' if columns else 'inputs'}, fewer than mesh.table = {degree}; place "
             "it 'replicate', or leave it out of the rule"
-        )
-
-
-def check_relaxed(plan: Plan) -> None:
-    """What modes whose replicas diverge exclude."""
-    mode = plan.sync.mode
-    if mode == "synchronous":
-        return
-    for axis in _TOGETHER:
-        if plan.degree(axis) > 1:
-            raise PlanError(
-                f'sync.mode = "{mode}" with mesh.{axis} = {plan.degree(axis)}: ranks along {axis} share what they '
-                "train in every step and cannot differ; use replicate for the ranks that may"
-            )
-    for axis in _INSIDE:
-        if plan.degree(axis) > 1:
-            raise PlanError(
-                f'sync.mode = "{mode}" with mesh.{axis} = {plan.degree(axis)}: replicas that differ are of one rank '
-                'each in this version; use replicate alone, or sync.mode = "synchronous"'
-            )
-    _check_coded(plan)
-    entry, replicas = CONSISTENCY_MODES[mode], plan.degree("replicate")
-    if entry.pairs_of_replicas and replicas % 2 and replicas > 1:
-        raise PlanError(
-            f'sync.mode = "{mode}" with mesh.replicate = {plan.degree("replicate")}: replicas meet in pairs; use an '
-            'even number of them, or sync.mode = "ring"'
-        )
-    if entry.asynchronous and plan.precision == "float16":
-        raise PlanError(
-            f'sync.mode = "{mode}" with precision = "float16": ranks agree on the loss scale in every step, and here '
-            'no rank waits for the others; use precision = "bfloat16"'
         )

@@ -20,7 +20,7 @@ REQUIRED: Final = None
 """The default of a parameter that the user must give."""
 
 PLUGIN_GROUP = "tutti.plugins"
-"""Group of entry points whose modules register codecs and consistency modes."""
+"""Group of entry points whose modules register codecs, consistency modes and refusals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,6 @@ class Named(Protocol):
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def parameters(self) -> Mapping[str, Parameter]: ...
 
 
 Entry = TypeVar("Entry", bound=Named)
@@ -99,6 +96,11 @@ class Registry(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def loaded(self) -> list[Entry]:
+        """All entries, those of installed packages too."""
+        self._load_plugins()
+        return list(self._entries.values())
 
     def _load_plugins(self) -> None:
         if not self._plugins_loaded:

@@ -126,8 +126,8 @@ def summed(
             place = int(np.flatnonzero(places == rows.module)[0])
             own_nbytes[place] = max(0.0, own_nbytes[place] - rows.nbytes)
             one = BucketCost(nbytes=rows.nbytes, last=len(nbytes) - 1 - place)
-            own_nbytes = np.where(places == rows.module, rows.nbytes, 0.0)
-            found.append(Summed(group=group, nbytes=own_nbytes, buckets=(one,), factors=rows))
+            factor_nbytes = np.where(places == rows.module, rows.nbytes, 0.0)
+            found.append(Summed(group=group, nbytes=factor_nbytes, buckets=(one,), factors=rows))
         if group.ranks > 1 and own_nbytes.any():
             some = buckets(own_nbytes.tolist(), plan.sync.bucket_nbytes)
             how = written(plan, group, axes, own_nbytes, [bucket.nbytes for bucket in some], updates)

@@ -41,7 +41,7 @@ _PUT_OFF = (0, 0, 1, -1)
 class ActionOrder:
     """A schedule's actions in an order in which each comes after what it needs. Of action i: its `rank`, `stage`,
     `microbatch` and `kind` (0 forward, 1 backward, 2 and 3 its halves for inputs and weights); `after`: the action
-    whose result it needs, -1 for none; `link`: the number of the way between two ranks that its own result takes, -1
+    whose result it needs, -1 for none; `link`: the number of the link between two ranks that its own result takes, -1
     for none; `crosses`: the boundary between stages that this result crosses.
     """
 
@@ -81,8 +81,8 @@ def _regular(name: ScheduleName, ranks: int, count: int) -> ActionOrder:
     after = np.concatenate([none, forward[:-1], backward[1:], none]).reshape(-1)[order]
     kind = np.repeat([0, 1], ranks * count)[order]
     stage, microbatch = np.tile(rank, 2)[order], np.tile(m, 2)[order]
-    link = np.where(after < 0, 0, stage - 1 + kind)
-    return _order(stage, after, stage, microbatch, kind, link)
+    boundary = np.where(after < 0, 0, stage - 1 + kind)
+    return _order(stage, after, stage, microbatch, kind, boundary)
 
 
 def _walked(orders: Orders, stages: int, count: int) -> ActionOrder:
@@ -95,32 +95,32 @@ def _walked(orders: Orders, stages: int, count: int) -> ActionOrder:
         for rank, order in enumerate(waiting):
             while order:
                 kind, stage, microbatch = _KIND[order[0].kind], order[0].stage, order[0].microbatch
-                at, after, link = stage * count + microbatch, _NOTHING, 0
+                at, after, boundary = stage * count + microbatch, _NOTHING, 0
                 if kind == 0 and stage:
-                    after, link = forward[at - count], stage - 1
+                    after, boundary = forward[at - count], stage - 1
                 elif kind in (1, 2) and stage < stages - 1:
-                    after, link = gradient[at + count], stage
+                    after, boundary = gradient[at + count], stage
                 if after == _NOT_YET:
                     break
                 if kind == 0:
                     forward[at] = len(rows)
                 elif kind < 3:
                     gradient[at] = len(rows)
-                rows.append((rank, after, stage, microbatch, kind, link))
+                rows.append((rank, after, stage, microbatch, kind, boundary))
                 order.popleft()
         if len(rows) == before:
             raise PlanError("the pipeline's schedule deadlocks: no rank has an action that can begin")
     return _order(*np.array(rows, dtype=np.intp).reshape(-1, 6).T)
 
 
-def _order(rank: Places, after: Places, stage: Places, microbatch: Places, kind: Places, link: Places) -> ActionOrder:
-    """`link`: the boundary that what each action needs has crossed."""
+def _order(rank: Places, after: Places, stage: Places, microbatch: Places, kind: Places, boundary: Places) -> ActionOrder:
+    """`boundary`: the boundary that what each action needs has crossed."""
     takers = np.flatnonzero(after >= 0)  # each result is taken once
     makers, ranks = after[takers], int(rank.max(initial=0)) + 1
     other_rank = rank[makers] != rank[takers]
     link, crosses = np.full(len(rank), -1, dtype=np.intp), np.zeros(len(rank), dtype=np.intp)
     link[makers] = np.where(other_rank, rank[makers] * ranks + rank[takers], -1)
-    crosses[makers] = link[takers]
+    crosses[makers] = boundary[takers]
     return ActionOrder(
         rank=tuple(rank.tolist()),
         after=tuple(after.tolist()),

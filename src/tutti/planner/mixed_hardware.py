@@ -12,7 +12,7 @@ from tutti.config.cluster import ClusterSpec, DeviceSpec, NodeSpec
 from tutti.config.model import Loading, ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction, RankMemory
-from tutti.config.refusals import check_split
+from tutti.config.refusals import check_plan
 from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.cost_model import compute_cost
 from tutti.cost_model.compute_cost import update_nbytes
@@ -248,7 +248,7 @@ def split_shares(
         return ()
     divided = dataclasses.replace(plan, split_shares=found)
     try:
-        check_split(divided)
+        check_plan(divided)
         parts(room.tables.model, divided)
     except PlanError:
         return ()

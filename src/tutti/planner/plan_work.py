@@ -269,8 +269,8 @@ class ModelWork:
             probable += 2 * tables.exchange(best, table, inside * expert)(vectors)
             rows = columns.linear * np.where(part.by_outputs, table, 1.0)
             rows += columns.outputs * np.where(part.by_outputs, 1.0, table)
-            sent = np.where(part.linear, samples * part.passed * tables.width * rows, 0.0)
-            probable += 2 * tables.exchange(best, table, inside * expert)(sent)
+            exchanged = np.where(part.linear, samples * part.passed * tables.width * rows, 0.0)
+            probable += 2 * tables.exchange(best, table, inside * expert)(exchanged)
         if context > 1:
             keys = samples * part.work * columns.key_value * tables.width
             probable += 2 * tables.exchange(best, context, split)(keys)

@@ -298,7 +298,7 @@ def script_line(error: BaseException) -> str:
     """file:line of the innermost frame of an error that is the user's code."""
     place = "forward"
     for frame in traceback.extract_tb(error.__traceback__):
-        library = f"{os.sep}torch{os.sep}" in frame.filename or f"runtime{os.sep}stage" in frame.filename
+        library = f"{os.sep}torch{os.sep}" in frame.filename or f"parallel{os.sep}pipeline" in frame.filename
         if not library:
             place = f"{os.path.basename(frame.filename)}:{frame.lineno} ({frame.line})"
     return place
