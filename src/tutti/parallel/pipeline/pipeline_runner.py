@@ -124,7 +124,7 @@ class Pipeline:
         if key not in self._endings:
             named = dict(model.named_parameters())
             names_by_index = self.stages.endings(order, splits=self.splits_backward)
-            self._endings[key] = {place: [named[name] for name in names] for place, names in names_by_index.items()}
+            self._endings[key] = {index: [named[name] for name in names] for index, names in names_by_index.items()}
         return self._endings[key]
 
     def _orders_for(self, microbatches: int) -> Orders:
@@ -147,7 +147,6 @@ class _Step:
         self._pieces, self._around = [part for part, _ in prepared], [around for _, around in prepared]
         self._placements: list[Placement] = []
         self._works: dict[tuple[int, int], StageWork] = {}
-        self._left = [len(range(self.stages.position, self.stages.count, self.stages.ranks))] * len(pieces)
 
     def placement(self, microbatch: int) -> Placement:
         """The program of a microbatch, assigned to stages.
@@ -162,9 +161,9 @@ class _Step:
         """Run this rank's actions; receives for the next action are posted before the current one computes."""
         clock, replica = self._run.clock, self._run.replica
         endings = self.pipeline.endings(actions, self._run.model)
-        last_forward = max(place for place, action in enumerate(actions) if action.kind == "F")
+        last_forward = max(index for index, action in enumerate(actions) if action.kind == "F")
         waited = False
-        for place, (action, following) in enumerate(itertools.zip_longest(actions, actions[1:])):
+        for index, (action, following) in enumerate(itertools.zip_longest(actions, actions[1:])):
             placement = self.placement(action.microbatch)
             messages = wanted(action, placement)
             session.post(messages)
@@ -173,7 +172,7 @@ class _Step:
             if messages and not waited:  # other ranks compute meanwhile
                 self.placement(min(action.microbatch + AHEAD * self.stages.ranks, len(self._pieces) - 1))
                 waited = True
-            replica.last_of(endings.get(place, ()))
+            replica.last_of(endings.get(index, ()))
             clock.enter("forward" if action.kind == "F" else "backward")
             received: dict[int, torch.Tensor] = {}
             for message in messages:
@@ -184,7 +183,7 @@ class _Step:
                 session.give(message, work.gradient(message.key) if message.gradient else work.outgoing(message.key))
             if action.kind == "F":
                 work.let_go()
-            if place == last_forward:
+            if index == last_forward:
                 forwards_done()
 
     def _do(self, action: Action, placement: Placement, received: dict[int, torch.Tensor]) -> StageWork:
@@ -251,8 +250,8 @@ class _Step:
 
     def _seed(self, microbatch: int, *purpose: int | str) -> int:
         run = self._run
-        place = run.mesh.index(*DATA_AXES, "context")
-        return derive_seed(run.settings.seed, "dropout", run.progress.step, microbatch, place, *purpose)
+        index = run.mesh.index(*DATA_AXES, "context")
+        return derive_seed(run.settings.seed, "dropout", run.progress.step, microbatch, index, *purpose)
 
 
 def _groups(mesh: Mesh) -> Callable[[int, int], Any]:

@@ -78,8 +78,8 @@ class StandIns:
     def outline(self, tensor: torch.Tensor, *, requires_grad: bool | None = None) -> torch.Tensor:
         """A tensor without values, with the shape, strides, dtype and device of `tensor`; the CPU for a meta tensor."""
         device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-        made = self.empty(tensor.shape, tensor.stride(), tensor.dtype, device)
-        return made.requires_grad_(tensor.requires_grad if requires_grad is None else requires_grad)
+        placeholder = self.empty(tensor.shape, tensor.stride(), tensor.dtype, device)
+        return placeholder.requires_grad_(tensor.requires_grad if requires_grad is None else requires_grad)
 
     def empty(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -89,8 +89,8 @@ class StandIns:
 
     def computed(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` as a non-leaf that requires a gradient, so that it may be changed in place."""
-        made: torch.Tensor = _Computed.apply(self._anchor, [tensor])  # type: ignore[no-untyped-call]
-        return made
+        non_leaf: torch.Tensor = _Computed.apply(self._anchor, [tensor])  # type: ignore[no-untyped-call]
+        return non_leaf
 
     def _entries(self, name: str, module: nn.Module) -> dict[str, Any]:
         """The entries of the module's `__dict__` during tracing."""
@@ -109,20 +109,20 @@ class StandIns:
     def _parameter(self, name: str, parameter: nn.Parameter | None) -> torch.Tensor | None:
         if parameter is None:
             return None
-        made = self._made.get(id(parameter))
-        if made is None:
-            made = self._made[id(parameter)] = self.outline(parameter)
-            self.names[id(made)] = name
-        return made
+        placeholder = self._made.get(id(parameter))
+        if placeholder is None:
+            placeholder = self._made[id(parameter)] = self.outline(parameter)
+            self.names[id(placeholder)] = name
+        return placeholder
 
     def _buffer(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
         if buffer is None:
             return None
-        made = self._made.get(id(buffer))
-        if made is None:
+        placeholder = self._made.get(id(buffer))
+        if placeholder is None:
             small = buffer.numel() <= SMALL_NUMEL
-            made = self._made[id(buffer)] = buffer.detach().clone() if small else self.outline(buffer)
-        return made
+            placeholder = self._made[id(buffer)] = buffer.detach().clone() if small else self.outline(buffer)
+        return placeholder
 
     def modes(self) -> tuple[bool, ...]:
         """Whether each module is in training mode."""
@@ -253,10 +253,10 @@ def tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def attributes(model: nn.Module, wanted: Mapping[Slot, torch.Tensor]) -> Iterator[None]:
+def attributes(model: nn.Module, tensors: Mapping[Slot, torch.Tensor]) -> Iterator[None]:
     """Set the attributes `wanted` while the context is open."""
     with Attributes(model) as setting:
-        for slot, tensor in wanted.items():
+        for slot, tensor in tensors.items():
             setting.set(slot, tensor)
         yield
 

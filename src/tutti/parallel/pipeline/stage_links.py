@@ -109,9 +109,15 @@ class Links:
         self.ranks, self.own, self.device, self.channel = ranks, own, device, channel
         self._groups = groups
         self._sending: list[tuple[CommHandle, torch.Tensor]] = []
-        others = [place for place in range(len(ranks)) if place != own] if local_group is not None else []
-        self._to = {place: MessageSender(local_group, place) for place in others if local_group is not None}
-        self._from = {place: MessageReceiver(local_group, place) for place in others if local_group is not None}
+        other_positions = (
+            [position for position in range(len(ranks)) if position != own] if local_group is not None else []
+        )
+        self._to = {
+            position: MessageSender(local_group, position) for position in other_positions if local_group is not None
+        }
+        self._from = {
+            position: MessageReceiver(local_group, position) for position in other_positions if local_group is not None
+        }
 
     def session(self, orders: Orders, placements: Placements) -> "Session":
         """The messages of one run of a schedule."""
@@ -119,7 +125,7 @@ class Links:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Start to send; `tensor` must not change until `settle`."""
-        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
         nbytes = tensor.numel() * tensor.element_size()
         if self._to:
             with self.channel.waiting(nbytes):
@@ -136,8 +142,8 @@ class Links:
 
     def settle(self) -> None:
         """Wait until all messages are sent, or have been read from shared memory."""
-        for path in self._to.values():
-            path.synchronize()
+        for sender in self._to.values():
+            sender.synchronize()
         for work, _ in self._sending:
             work.wait()
         self._sending = []

@@ -79,25 +79,25 @@ def place(program: Program, starts: tuple[Call, ...], holders: StageHolders | No
         PlanError: the program needs a unit or parameter on a stage that does not hold it, or changes a tensor in place
             through a view across two stages.
     """
-    made: dict[int, int] = {}
-    stages = _assign_by_inputs(program, starts, holders, made)
-    _assign_parameter_only(program, len(starts), stages, made, holders)
+    stage_of: dict[int, int] = {}
+    stages = _assign_by_inputs(program, starts, holders, stage_of)
+    _assign_parameter_only(program, len(starts), stages, stage_of, holders)
     chosen = tuple(stage if stage is not None else 0 for stage in stages)
     if holders is not None:
         _check_parameters(program, chosen, holders)
-    _check_views(program, chosen, made)
-    return Placement(program=program, stages=chosen, parts=_parts(program, chosen, made, len(starts)))
+    _check_views(program, chosen, stage_of)
+    return Placement(program=program, stages=chosen, parts=_parts(program, chosen, stage_of, len(starts)))
 
 
 def _assign_by_inputs(
-    program: Program, starts: tuple[Call, ...], holders: StageHolders | None, made: dict[int, int]
+    program: Program, starts: tuple[Call, ...], holders: StageHolders | None, stage_of: dict[int, int]
 ) -> list[int | None]:
     """Stages of all nodes, with None for nodes that depend on parameters only. Fills `made`: value -> its stage."""
     begin = {call: number for number, call in enumerate(starts, 1)}
     seen: Counter[str] = Counter()
     current, stages = 0, []
     for node in program.nodes:
-        inputs = [made[key] for key in node.uses if key in made]
+        inputs = [stage_of[key] for key in node.uses if key in stage_of]
         stage = max(inputs, default=None)
         if node.unit:
             current = max(current, begin.get((node.unit, seen[node.unit]), 0))
@@ -105,7 +105,7 @@ def _assign_by_inputs(
             stage = current if holders is None else _stage_of_call(node, current, stage or 0, holders)
         stages.append(stage)
         if stage is not None:
-            _record_stage(node, stage, made)
+            _record_stage(node, stage, stage_of)
     return stages
 
 
@@ -124,13 +124,13 @@ def _stage_of_call(node: ProgramCall, current: int, earliest: int, holders: Stag
     return later[0]
 
 
-def _record_stage(node: ProgramCall, stage: int, made: dict[int, int]) -> None:
-    made.update(dict.fromkeys(node.makes, stage))
-    made.update(dict.fromkeys((new for _, new in node.views), stage))
+def _record_stage(node: ProgramCall, stage: int, stage_of: dict[int, int]) -> None:
+    stage_of.update(dict.fromkeys(node.makes, stage))
+    stage_of.update(dict.fromkeys((new for _, new in node.views), stage))
 
 
 def _assign_parameter_only(
-    program: Program, last: int, stages: list[int | None], made: dict[int, int], holders: StageHolders | None
+    program: Program, last: int, stages: list[int | None], stage_of: dict[int, int], holders: StageHolders | None
 ) -> None:
     """Fill in the stages of nodes that depend on parameters only: where these are held, or the result is needed."""
     free = [at for at, stage in enumerate(stages) if stage is None]
@@ -151,10 +151,10 @@ def _assign_parameter_only(
             needed[key] = min(needed.get(key, last), stage)
     for at in free:
         node = program.nodes[at]
-        inputs = [made[key] for key in node.uses]
+        inputs = [stage_of[key] for key in node.uses]
         stage = max([chosen[at], *inputs]) if node.parameters or not inputs else max(inputs)
         stages[at] = stage
-        _record_stage(node, stage, made)
+        _record_stage(node, stage, stage_of)
 
 
 def _all_values(node: ProgramCall) -> list[int]:
@@ -186,21 +186,21 @@ def _check_parameters(program: Program, stages: tuple[int, ...], holders: StageH
                 )
 
 
-def _check_views(program: Program, stages: tuple[int, ...], made: dict[int, int]) -> None:
+def _check_views(program: Program, stages: tuple[int, ...], stage_of: dict[int, int]) -> None:
     """Refuse a tensor that is changed through a view of it on another stage."""
     used = {key for node in program.nodes for key in node.uses}
     used |= set(program.ends)
     for node, stage in zip(program.nodes, stages, strict=True):
-        sources = [made[leaf.key] for at, _ in node.written if isinstance(leaf := node.leaves[at], Value)]
+        sources = [stage_of[leaf.key] for at, _ in node.written if isinstance(leaf := node.leaves[at], Value)]
         for old, new in node.views:
-            if new in used and any(source != stage for source in (made[old], *sources)):
+            if new in used and any(source != stage for source in (stage_of[old], *sources)):
                 raise PlanError(
                     "mesh.stage: forward changes a tensor in place through a view of it on another stage; make a new "
                     "tensor instead, or choose other pipeline.cuts"
                 )
 
 
-def _parts(program: Program, stages: tuple[int, ...], made: dict[int, int], last: int) -> tuple[StagePart, ...]:
+def _parts(program: Program, stages: tuple[int, ...], stage_of: dict[int, int], last: int) -> tuple[StagePart, ...]:
     parts = tuple(StagePart() for _ in range(last + 1))
     uses: list[tuple[int, int]] = []
     for node, stage in zip(program.nodes, stages, strict=True):
@@ -208,7 +208,7 @@ def _parts(program: Program, stages: tuple[int, ...], made: dict[int, int], last
         uses += [(key, stage) for key in node.uses]
     uses += [(key, last) for key in program.ends]
     for key, stage in dict.fromkeys(uses):
-        source = made[key]
+        source = stage_of[key]
         if source != stage:
             parts[stage].receives[source].append(key)
             parts[source].sends[stage].append(key)
@@ -248,12 +248,12 @@ def choose_units(model: nn.Module, opened: Iterable[str] = ()) -> Units:
         opened: names of modules that are always divided into their children.
     """
     glue, names = {""}, []
-    wanted = set(opened)
+    divided = set(opened)
 
     def walk(name: str, module: nn.Module, in_list: bool) -> None:
         children = [] if _is_indivisible(module) else list(module.named_children())
         is_list = isinstance(module, _LISTS)
-        if children and (not name or is_list or name in wanted or not in_list):
+        if children and (not name or is_list or name in divided or not in_list):
             glue.add(name)
             for key, child in children:
                 walk(f"{name}.{key}" if name else key, child, is_list)
@@ -317,10 +317,10 @@ def _is_indivisible(module: nn.Module) -> bool:
     These are torch's own modules (their code reads their children's weights), parametrised modules, and experts,
     which route by values.
     """
-    own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _LISTS)
-    coders = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+    from_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _LISTS)
+    containers = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
     experts = isinstance(module, MixtureOfExperts) or is_stacked(module)
-    return (own and not isinstance(module, coders)) or experts or parametrize.is_parametrized(module)
+    return (from_torch and not isinstance(module, containers)) or experts or parametrize.is_parametrized(module)
 
 
 def calls_of(program: Program) -> list[Call]:

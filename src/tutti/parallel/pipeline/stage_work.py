@@ -299,26 +299,26 @@ def input_gradients(
     if not inputs or not roots:
         return [None] * len(inputs), Deferred(roots=list(roots), seeds=list(seeds))
     paths = _Paths({edge.node for edge in inputs})
-    leading = [at for at, root in enumerate(roots) if paths.leads(root.node)]
-    if not leading:
+    leading_roots = [at for at, root in enumerate(roots) if paths.leads(root.node)]
+    if not leading_roots:
         return [None] * len(inputs), Deferred(roots=list(roots), seeds=list(seeds))
     junctions = paths.junctions()
-    others = [at for at in range(len(roots)) if at not in leading]
+    other_roots = [at for at in range(len(roots)) if at not in leading_roots]
     if junctions is None:
         return _all_gradients(roots, seeds, inputs), Deferred()
     hooks = [junction.node.register_prehook(_capture_hook(junction)) for junction in junctions]
     try:
         gradients = torch.autograd.grad(
-            [roots[at] for at in leading],
+            [roots[at] for at in leading_roots],
             list(inputs),
-            [seeds[at] for at in leading],
+            [seeds[at] for at in leading_roots],
             retain_graph=True,
             allow_unused=True,
         )
     finally:
         for hook in hooks:
             hook.remove()
-    return list(gradients), Deferred(junctions, [roots[at] for at in others], [seeds[at] for at in others])
+    return list(gradients), Deferred(junctions, [roots[at] for at in other_roots], [seeds[at] for at in other_roots])
 
 
 def _all_gradients(
