@@ -24,7 +24,7 @@ _wanted = [
     "tutti.compression.cpu_kernels",
     "pytest",
     "against_one",
-    "runtime.training",
+    "trainer.training",
 ]
 
 

@@ -12,7 +12,6 @@ from config import toy_refusal
 from cost_model.examples import mlp, plan
 from house.refusals import PAGE, page
 from planner.machines import cards
-from tutti.cli.verify import command as verify
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.refusals import REFUSALS, check_plan, register_refusal
 from tutti.cost_model import predict
@@ -44,12 +43,6 @@ def test_the_prediction_is_refused_with_the_code() -> None:
         predict(mlp(), cards(), plan(64, 4))
     assert refused.value.code == toy_refusal.NAME
     check_plan(plan(64, 3))
-
-
-@pytest.mark.usefixtures("registered")
-def test_verification_is_refused_before_ranks_start() -> None:
-    with pytest.raises(PlanError, match="the toy switch has three ports"):
-        verify.main(["--mesh", "replicate=4", str(SCRIPTS / "train.py"), "1", "0"], standalone_mode=False)
 
 
 def test_a_run_is_refused_once_with_exit_code_2(tmp_path: Path) -> None:

@@ -328,5 +328,5 @@ def test_a_loss_that_uses_parameters_is_not_taken_for_one_that_does_not() -> Non
     assert tracer.ends_with_model(lambda: model(x).square().mean())
     assert not tracer.ends_with_model(lambda: model(x).mean() + model.one.weight.square().sum())
     assert not tracer.ends_with_model(lambda: model(x).mean() + model(-x).mean())
-    with pytest.raises(PlanError, match="parameters beside calling it"):
+    with pytest.raises(PlanError, match="parameters outside its forward"):
         tracer.finish(lambda: F.relu(model(x)).mean() + model.one.weight.sum(), torch.ones(3, 4))

@@ -135,7 +135,7 @@ def test_what_modules_leave_in_attributes_is_known_by_who_reads_it() -> None:
     )
     assert all(dict(vars(module)).keys() == old.keys() for module, old in zip(model.modules(), before, strict=True))
     assert all(is_unknown(vars(module).get("size")) is False for module in model.modules())
-    with pytest.raises(PlanError, match="parameters beside calling it"):
+    with pytest.raises(PlanError, match="parameters outside its forward"):
         tracer.finish(lambda: model(x).sum() + model.last.sum(), x, {("", "last"): tracer.stand_ins.outline(x)})
 
 

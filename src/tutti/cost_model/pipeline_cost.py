@@ -113,7 +113,9 @@ def _walked(orders: Orders, stages: int, count: int) -> ActionOrder:
     return _order(*np.array(rows, dtype=np.intp).reshape(-1, 6).T)
 
 
-def _order(rank: Places, after: Places, stage: Places, microbatch: Places, kind: Places, boundary: Places) -> ActionOrder:
+def _order(
+    rank: Places, after: Places, stage: Places, microbatch: Places, kind: Places, boundary: Places
+) -> ActionOrder:
     """`boundary`: the boundary that what each action needs has crossed."""
     takers = np.flatnonzero(after >= 0)  # each result is taken once
     makers, ranks = after[takers], int(rank.max(initial=0)) + 1

@@ -1,4 +1,4 @@
-"""The pipeline at work: this rank's actions of a schedule, one after another."""
+"""Runs a pipeline schedule: this rank's forward and backward actions, in order, with the messages between stages."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -29,11 +29,11 @@ from tutti.parallel.pipeline.stage_tracing import Ending
 from tutti.parallel.pipeline.stage_work import StageWork
 
 LossRoot = Callable[[int, Any], torch.Tensor]
-"""(microbatch, what the user's function returned) -> the scalar whose gradients are wanted."""
+"""(microbatch, return value of the user's function) -> the scalar to differentiate."""
 
 
 AHEAD = 2
-"""While a rank waits for its first message it follows the forwards of so many microbatches for every rank."""
+"""While a rank waits for its first message, it traces up to this many microbatches ahead per rank of the stage axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,13 @@ class PipelineBatch:
 
 
 class Pipeline:
-    """Runs forward and backward of this rank's stages. `is_last`: whether outputs and losses appear here."""
+    """Runs forward and backward of the stages that this rank holds.
+
+    Attributes:
+        is_last: whether this rank holds the last stage, where outputs and losses appear.
+        splits_backward: whether gradients of inputs and of weights are computed in separate actions (zero bubble).
+        forwards: traces each forward and assigns its operations to stages.
+    """
 
     def __init__(self, stages: StagePartition, plan: Plan, layout: Layout, device: torch.device) -> None:
         mesh, channel = layout.mesh, layout.channel("messages", "stage")
@@ -81,9 +87,17 @@ class Pipeline:
         root: LossRoot,
         forwards_done: Callable[[], None],
     ) -> None:
-        """Gradients of every microbatch, added up in the `grad` of this rank's parameters; tied ones are summed over
-        the stages that hold them. Sums over data-parallel ranks start as soon as a stage's last backward does.
-        `forwards_done` is called after this rank's last forward.
+        """Run forward and backward of all microbatches of a step.
+
+        Gradients accumulate in the `grad` of this rank's parameters. Gradients of parameters that several stages share
+        are reduced over those stages. The reduction over data-parallel ranks begins during a parameter's last backward.
+
+        Args:
+            run: the run in progress.
+            function: the user's function of (model, batch).
+            pieces: one batch for each microbatch.
+            root: makes the scalar to differentiate from the function's return value.
+            forwards_done: called after this rank's last forward.
         """
         step = _Step(self, batch, root)
         orders = self._orders_for(len(batch.pieces))
@@ -94,7 +108,7 @@ class Pipeline:
         self._ties.sum(batch.parallel.model)
 
     def forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns, on ranks where `is_last`; None elsewhere. Without gradients."""
+        """Run one forward without gradients. Returns the model's output on ranks where `is_last`, None elsewhere."""
         stages = self.stages
         placement = self.forwards.place(lambda: model(*args, **kwargs), Ending())
         orders = [[Action("F", s, 0) for s in range(r, stages.count, stages.ranks)] for r in range(stages.ranks)]
@@ -116,19 +130,22 @@ class Pipeline:
         return output
 
     def until_model(self, function: Callable[[Any, Any], Any], model: Any, batch: Any) -> Ending | None:
-        """Whether a loss function calls the model once, and only that; found at its first use."""
+        """How tracing may stop at the model's return, or None if `function` must be traced to its end.
+
+        The answer is determined at the first use of each function and cached; see `Tracer.ends_with_model`.
+        """
         key = getattr(function, "__code__", function)
         if key not in self._until_model:
             self._until_model[key] = self.stages.tracer.ends_with_model(lambda: function(model, batch))
         return self._until_model[key]
 
     def endings(self, order: Sequence[Action], model: nn.Module) -> dict[int, list[nn.Parameter]]:
-        """By place in this rank's order: the parameters to which that action is the last to add a gradient."""
+        """Index in `order` -> the parameters whose gradient is complete after that action."""
         key = len(order)
         if key not in self._endings:
             named = dict(model.named_parameters())
-            found = self.stages.endings(order, splits=self.splits_backward)
-            self._endings[key] = {place: [named[name] for name in names] for place, names in found.items()}
+            names_by_index = self.stages.endings(order, splits=self.splits_backward)
+            self._endings[key] = {index: [named[name] for name in names] for index, names in names_by_index.items()}
         return self._endings[key]
 
     def _orders_for(self, microbatches: int) -> Orders:
@@ -140,7 +157,7 @@ class Pipeline:
 
 
 class _Step:
-    """One global batch on its way through this rank's stages."""
+    """Runs one global batch through this rank's stages."""
 
     def __init__(self, pipeline: Pipeline, batch: PipelineBatch, root: LossRoot) -> None:
         self.pipeline, self.stages, self.plan, self.device = (
@@ -154,30 +171,32 @@ class _Step:
         self._pieces, self._around = [part for part, _ in prepared], [around for _, around in prepared]
         self._placements: list[Placement] = []
         self._works: dict[tuple[int, int], StageWork] = {}
-        self._left = [len(range(self.stages.position, self.stages.count, self.stages.ranks))] * len(batch.pieces)
 
     def placement(self, microbatch: int) -> Placement:
-        """The microbatch's program; traced in order of microbatches, alike on all ranks of the stage axis."""
+        """The program of a microbatch, assigned to stages.
+
+        All ranks of the stage axis trace microbatches in the same order and get the same programs.
+        """
         while len(self._placements) <= microbatch:
             self._placements.append(self._trace(len(self._placements)))
         return self._placements[microbatch]
 
     def run(self, actions: Sequence[Action], session: Session, forwards_done: Callable[[], None]) -> None:
-        """All of this rank's actions; what the next one needs is being received while one computes."""
+        """Run this rank's actions; receives for the next action are posted before the current one computes."""
         clock, replica = self._batch.clock, self._parallel.replica
         endings = self.pipeline.endings(actions, self._parallel.model)
-        last_forward = max(place for place, action in enumerate(actions) if action.kind == "F")
+        last_forward = max(index for index, action in enumerate(actions) if action.kind == "F")
         waited = False
-        for place, (action, following) in enumerate(itertools.zip_longest(actions, actions[1:])):
+        for index, (action, following) in enumerate(itertools.zip_longest(actions, actions[1:])):
             placement = self.placement(action.microbatch)
             messages = wanted(action, placement)
             session.post(messages)
             if following is not None:
                 session.post(wanted(following, self.placement(following.microbatch)))
-            if messages and not waited:  # others compute meanwhile
+            if messages and not waited:  # other ranks compute meanwhile
                 self.placement(min(action.microbatch + AHEAD * self.stages.ranks, len(self._pieces) - 1))
                 waited = True
-            replica.last_of(endings.get(place, ()))
+            replica.last_of(endings.get(index, ()))
             clock.enter("forward" if action.kind == "F" else "backward")
             received: dict[int, torch.Tensor] = {}
             for message in messages:
@@ -188,7 +207,7 @@ class _Step:
                 session.give(message, work.gradient(message.key) if message.gradient else work.outgoing(message.key))
             if action.kind == "F":
                 work.let_go()
-            if place == last_forward:
+            if index == last_forward:
                 forwards_done()
 
     def _do(self, action: Action, placement: Placement, received: dict[int, torch.Tensor]) -> StageWork:
@@ -224,20 +243,20 @@ class _Step:
                 work.loss = self._root(microbatch, value)
 
     def _value(self, work: StageWork, values: dict[int, torch.Tensor], microbatch: int) -> Any:
-        """What the user's function returns, once the model's part of it is computed."""
+        """The return value of the user's function, given the model's output."""
         parallel, batch, output = self._parallel, self._pieces[microbatch], work.output(values)
         if not self.pipeline.until_model(self._function, parallel.model, batch):
             return output
         tracer, program = self.stages.tracer, self.placement(microbatch).program
-        kept = work.kept(values)
+        saved = work.kept(values)
         for slot, value in program.hidden.items():
             if not isinstance(value, Value):
-                kept[slot] = value
+                saved[slot] = value
                 continue
             outline = program.outlines[value.key]
             stride = torch.empty(outline.shape, device="meta").stride()
-            kept[slot] = tracer.stand_ins.empty(outline.shape, stride, outline.dtype, self.device)
-        return tracer.finish(lambda: self._function(parallel.model, batch), output, kept)
+            saved[slot] = tracer.stand_ins.empty(outline.shape, stride, outline.dtype, self.device)
+        return tracer.finish(lambda: self._function(parallel.model, batch), output, saved)
 
     def _trace(self, microbatch: int) -> Placement:
         parallel, batch = self._parallel, self._pieces[microbatch]
@@ -248,29 +267,35 @@ class _Step:
             return self.pipeline.forwards.place(lambda: self._function(parallel.model, batch), ending)
 
     def _enter(self, microbatch: int) -> None:
-        """Batch statistics count this microbatch's samples."""
+        """Tell batch statistics whether this microbatch has samples on this rank."""
         self._parallel.scope.counts = self._batch.share.parts[microbatch].count > 0
 
     def _seed(self, microbatch: int, *purpose: int | str) -> int:
-        place = self._parallel.mesh.index(*DATA_AXES, "context")
-        return derive_seed(self._parallel.seed, "dropout", self._batch.step, microbatch, place, *purpose)
+        index = self._parallel.mesh.index(*DATA_AXES, "context")
+        return derive_seed(self._parallel.seed, "dropout", self._batch.step, microbatch, index, *purpose)
 
 
 def _groups(mesh: Mesh) -> Callable[[int, int], Any]:
-    """The group for messages from one position to another. On Gloo one for each direction: a receiver's word that it is
-    ready then never waits behind a message that goes the same way (comm/pairs.py). On NCCL, where messages of a
-    group wait for each other, one for each direction of each pair.
+    """The function (source, target) -> process group for messages between two positions of the stage axis.
+
+    On Gloo there is one group for each direction. A receiver's "ready" then never waits behind a message that goes
+    in the same direction (comm/point_to_point.py). On NCCL the messages of a group are serialised, so each
+    direction of each pair has its own group.
     """
     if dist.get_backend() != "nccl":
-        ahead, back = mesh.new_group("stage"), mesh.new_group("stage")
-        return lambda source, target: ahead if source < target else back
+        forward_group, backward_group = mesh.new_group("stage"), mesh.new_group("stage")
+        return lambda source, target: forward_group if source < target else backward_group
     pairs = list(itertools.permutations(range(mesh.degree("stage")), 2))
     groups = dict(zip(pairs, groups_at(mesh, pairs), strict=True))
     return lambda source, target: groups[source, target]
 
 
 def make_pipeline(stages: StagePartition | None, plan: Plan, layout: Layout, device: torch.device) -> Pipeline | None:
-    """The pipeline of a model that was cut into stages. Collective."""
+    """The pipeline of a model that was cut into stages, or None without stages. Collective.
+
+    Raises:
+        PlanError: with float16, an optimizer has no trainable parameter on some rank of the stage axis.
+    """
     if stages is None:
         return None
     if plan.precision == "float16":
@@ -278,7 +303,7 @@ def make_pipeline(stages: StagePartition | None, plan: Plan, layout: Layout, dev
             names = {name for group in groups for name in group}
             if any(not stages.trains(position, names) for position in range(stages.ranks)):
                 raise PlanError(
-                    "precision = float16 with a stage in which an optimizer has nothing to train: loss scaling cannot "
-                    "be kept equal; use bfloat16, or name other pipeline.cuts"
+                    "precision = float16: an optimizer has no trainable parameter on some ranks of the stage axis, so "
+                    "their loss scales would differ; use bfloat16, or name other pipeline.cuts"
                 )
     return Pipeline(stages, plan, layout, device)

@@ -1,7 +1,7 @@
-"""Stand-ins: while a model is traced, its parameters are tensors with a shape and no values.
+"""Placeholders: while a model is traced, its parameters are tensors with a shape and no values.
 
-A module is traced as it was when the stages were cut: what later mechanisms put on it (other forwards, hooks) is set
-aside meanwhile, since it would exchange values with other ranks.
+A module is traced as it was when the model was cut. Forwards and hooks that later mechanisms installed are
+disabled during tracing, since they would communicate with other ranks.
 """
 
 import os
@@ -20,7 +20,7 @@ from tutti.parallel.expert.expert_parallel import is_stacked
 from tutti.parallel.pipeline.stage_program import Slot, Surroundings
 
 SMALL_NUMEL = 65536
-"""Buffers of at most this many elements keep their values while a module is traced on shapes: code reads them."""
+"""Buffers of at most this many elements keep their values during tracing, because code may read them."""
 
 HOOKS = (
     "_forward_hooks",
@@ -31,11 +31,11 @@ HOOKS = (
 _ABSENT = object()
 
 Interceptor = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-"""(name, module, args, kwargs) -> what a call of the module gives."""
+"""(name, module, args, kwargs) -> the result of a call of the module."""
 
 
 class _Computed(torch.autograd.Function):
-    """Gives a tensor a place in a graph that nobody walks."""
+    """Gives a tensor a `grad_fn` in a graph that is never run backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
@@ -43,8 +43,8 @@ class _Computed(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class _Door:
-    """What a call of a module goes through while stand-ins are in place."""
+class _CallInterceptor:
+    """Called in place of a module while placeholders are installed."""
 
     name: str
     module: nn.Module
@@ -56,8 +56,13 @@ class _Door:
 
 
 class StandIns:
-    """The stand-ins of every tensor of `model` as it is now, whole; `names`: of stand-ins of parameters, by id;
-    `intercept`: what calls go to now; `stacked`: ids of layers of stacked experts.
+    """Placeholders for all tensors of `model`, made while the tensors are still whole.
+
+    Attributes:
+        mode: the mode of all fake tensors made here.
+        names: id of a parameter's placeholder -> name of the parameter.
+        intercept: receives calls of modules while placeholders are installed.
+        stacked: ids of layers of stacked experts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,10 +76,10 @@ class StandIns:
         self._modules = [(name, module, self._entries(name, module)) for name, module in model.named_modules()]
 
     def outline(self, tensor: torch.Tensor, *, requires_grad: bool | None = None) -> torch.Tensor:
-        """A tensor without values of the same shape, strides, dtype and device; of one without memory, on the CPU."""
+        """A tensor without values, with the shape, strides, dtype and device of `tensor`; the CPU for a meta tensor."""
         device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-        made = self.empty(tensor.shape, tensor.stride(), tensor.dtype, device)
-        return made.requires_grad_(tensor.requires_grad if requires_grad is None else requires_grad)
+        placeholder = self.empty(tensor.shape, tensor.stride(), tensor.dtype, device)
+        return placeholder.requires_grad_(tensor.requires_grad if requires_grad is None else requires_grad)
 
     def empty(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -83,66 +88,70 @@ class StandIns:
         return FakeTensor(self.mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
     def computed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor as one that requires a gradient but is no leaf, so that it may be changed in place."""
-        made: torch.Tensor = _Computed.apply(self._anchor, [tensor])  # type: ignore[no-untyped-call]
-        return made
+        """`tensor` as a non-leaf that requires a gradient, so that it may be changed in place."""
+        non_leaf: torch.Tensor = _Computed.apply(self._anchor, [tensor])  # type: ignore[no-untyped-call]
+        return non_leaf
 
     def _entries(self, name: str, module: nn.Module) -> dict[str, Any]:
-        """What the module's __dict__ holds while it is traced."""
-        kept = {key: module.__dict__.get(key, _ABSENT) for key in ("forward", *HOOKS)}
-        hooks = {key: value.copy() if hasattr(value, "copy") else value for key, value in kept.items()}
+        """The entries of the module's `__dict__` during tracing."""
+        current = {key: module.__dict__.get(key, _ABSENT) for key in ("forward", *HOOKS)}
+        hooks = {key: value.copy() if hasattr(value, "copy") else value for key, value in current.items()}
         prefix = name + "." if name else ""
-        own: dict[str, torch.Tensor | None] = {}
+        parameters: dict[str, torch.Tensor | None] = {}
         for key, parameter in module._parameters.items():
-            own[key] = self._parameter(prefix + key, parameter)
+            parameters[key] = self._parameter(prefix + key, parameter)
         buffers = {key: self._buffer(buffer) for key, buffer in module._buffers.items()}
-        entries = {**hooks, "_parameters": own, "_buffers": buffers}
-        if isinstance(module, nn.RNNBase):  # its forward reads this list, not the parameters
-            entries["_flat_weights"] = [own.get(key) for key in module._flat_weights_names]
+        entries = {**hooks, "_parameters": parameters, "_buffers": buffers}
+        if isinstance(module, nn.RNNBase):  # forward reads this list instead of the parameters
+            entries["_flat_weights"] = [parameters.get(key) for key in module._flat_weights_names]
         return entries
 
     def _parameter(self, name: str, parameter: nn.Parameter | None) -> torch.Tensor | None:
         if parameter is None:
             return None
-        made = self._made.get(id(parameter))
-        if made is None:
-            made = self._made[id(parameter)] = self.outline(parameter)
-            self.names[id(made)] = name
-        return made
+        placeholder = self._made.get(id(parameter))
+        if placeholder is None:
+            placeholder = self._made[id(parameter)] = self.outline(parameter)
+            self.names[id(placeholder)] = name
+        return placeholder
 
     def _buffer(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
         if buffer is None:
             return None
-        made = self._made.get(id(buffer))
-        if made is None:
+        placeholder = self._made.get(id(buffer))
+        if placeholder is None:
             small = buffer.numel() <= SMALL_NUMEL
-            made = self._made[id(buffer)] = buffer.detach().clone() if small else self.outline(buffer)
-        return made
+            placeholder = self._made[id(buffer)] = buffer.detach().clone() if small else self.outline(buffer)
+        return placeholder
 
     def modes(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
+        """Whether each module is in training mode."""
         return tuple([module.training for _, module, _ in self._modules])
 
     @contextmanager
     def in_place(self, glue: frozenset[str], intercept: Interceptor) -> Iterator[None]:
-        """While open, the model's tensors are stand-ins and every call of a module goes to `intercept`. Modules named
-        in `glue` keep their own buffers and forward; hooks of others are those of their time, see `hooks_in_place`.
+        """Install the placeholders, and send every call of a module to `intercept`.
+
+        Args:
+            glue: names of the modules that are traced with their present buffers and forward. Hooks of all other
+                modules stay as they are now; see `hooks_in_place`.
+            intercept: receives the calls.
         """
         before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.intercept = intercept
         try:
-            for own, new in self._plan(glue):
-                before.append((own, {key: own.get(key, _ABSENT) for key in new}))
-                _set(own, new)
+            for state, new in self._plan(glue):
+                before.append((state, {key: state.get(key, _ABSENT) for key in new}))
+                _set(state, new)
             yield
         finally:
             self.intercept = None
-            for own, values in reversed(before):
-                _set(own, values)
+            for state, values in reversed(before):
+                _set(state, values)
 
     @contextmanager
     def hooks_in_place(self, module: nn.Module) -> Iterator[None]:
-        """While open, the hooks of a unit and its parts are those it had when the stages were cut."""
+        """Restore the hooks that a unit and its children had when the model was cut."""
         inside = {id(part) for part in module.modules()}
         before = []
         try:
@@ -152,49 +161,55 @@ class StandIns:
                     _set(part.__dict__, {key: entries[key] for key in HOOKS})
             yield
         finally:
-            for own, values in before:
-                _set(own, values)
+            for state, values in before:
+                _set(state, values)
 
     def _plan(self, glue: frozenset[str]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """For each module: its __dict__, and what that holds while stand-ins are in place."""
+        """The `__dict__` of each module, and the entries it has while placeholders are installed."""
         if glue not in self._plans:
             plan = []
             for name, module, entries in self._modules:
-                left = ("forward", "_buffers") if name in glue else HOOKS
-                new = {key: value for key, value in entries.items() if key not in left}
-                plan.append((module.__dict__, {**new, "_compiled_call_impl": _Door(name, module, self)}))
+                unchanged = ("forward", "_buffers") if name in glue else HOOKS
+                new = {key: value for key, value in entries.items() if key not in unchanged}
+                plan.append((module.__dict__, {**new, "_compiled_call_impl": _CallInterceptor(name, module, self)}))
             self._plans[glue] = plan
         return self._plans[glue]
 
 
-def _set(own: dict[str, Any], values: dict[str, Any]) -> None:
-    own.update(values)
+def _set(state: dict[str, Any], values: dict[str, Any]) -> None:
+    state.update(values)
     for key, value in values.items():
         if value is _ABSENT:
-            del own[key]
+            del state[key]
 
 
 def is_unknown(value: Any) -> bool:
-    """Whether a tensor has no values."""
+    """Whether `value` is a tensor without values."""
     return isinstance(value, FakeTensor)
 
 
 _UNSET = object()
 
 Apply = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""(the bound apply of a torch.autograd.Function, args, kwargs) -> what it gives."""
+"""(the bound `apply` of a torch.autograd.Function, args, kwargs) -> its result."""
 
 
 def surroundings(device: torch.device) -> Surroundings:
-    """Grad mode and autocast as they are now."""
+    """The current grad mode and autocast on `device`."""
     kind = device.type
     autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
     return Surroundings(grad=torch.is_grad_enabled(), autocast=autocast)
 
 
 class Attributes:
-    """Tensors in plain attributes of a model's modules that are set for a while: `now`. Set by `set`, or by the modules
-    called `watched` themselves.
+    """Sets plain attributes of a model's modules to tensors, and restores the attributes at the end.
+
+    Args:
+        model: the model.
+        watched: names of modules that set attributes themselves; `look` records these.
+
+    Attributes:
+        now: the tensors set so far.
     """
 
     def __init__(self, model: nn.Module, watched: Iterable[str] = ()) -> None:
@@ -202,86 +217,93 @@ class Attributes:
         self._model = model
         self._before: dict[Slot, Any] = {}
         self._watched = [(name, model.get_submodule(name)) for name in watched]
-        self._found: list[dict[str, torch.Tensor]] = []
+        self._initial: list[dict[str, torch.Tensor]] = []
 
     def __enter__(self) -> "Attributes":
-        self._found = [tensor_attributes(module) for _, module in self._watched]
+        self._initial = [tensor_attributes(module) for _, module in self._watched]
         return self
 
     def look(self) -> None:
-        """Take in what watched modules have set so far."""
-        for (name, module), before in zip(self._watched, self._found, strict=True):
+        """Record the tensors that watched modules have set so far."""
+        for (name, module), before in zip(self._watched, self._initial, strict=True):
             for key, tensor in tensor_attributes(module).items():
                 if tensor is not before.get(key):
                     self._before.setdefault((name, key), before.get(key, _UNSET))
                     self.now[name, key] = tensor
 
     def set(self, slot: Slot, tensor: torch.Tensor) -> None:
-        """Let the attribute be `tensor` until the end."""
-        own = self._model.get_submodule(slot[0]).__dict__
-        self._before.setdefault(slot, own.get(slot[1], _UNSET))
-        self.now[slot] = own[slot[1]] = tensor
+        """Set an attribute to `tensor` until the end."""
+        state = self._model.get_submodule(slot[0]).__dict__
+        self._before.setdefault(slot, state.get(slot[1], _UNSET))
+        self.now[slot] = state[slot[1]] = tensor
 
     def __exit__(self, *problem: object) -> None:
         self.look()
         for (name, key), value in self._before.items():
-            own = self._model.get_submodule(name).__dict__
+            state = self._model.get_submodule(name).__dict__
             if value is _UNSET:
-                own.pop(key, None)
+                state.pop(key, None)
             else:
-                own[key] = value
+                state[key] = value
 
 
 def tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's tensors that are neither parameters nor buffers."""
+    """The tensors of a module that are neither parameters nor buffers."""
     return {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
 
 @contextmanager
-def attributes(model: nn.Module, wanted: Mapping[Slot, torch.Tensor]) -> Iterator[None]:
-    """While open, modules' attributes are those tensors."""
+def attributes(model: nn.Module, tensors: Mapping[Slot, torch.Tensor]) -> Iterator[None]:
+    """Set the attributes `wanted` while the context is open."""
     with Attributes(model) as setting:
-        for slot, tensor in wanted.items():
+        for slot, tensor in tensors.items():
             setting.set(slot, tensor)
         yield
 
 
 def cache_configs(model: nn.Module) -> list[Any]:
-    """The configs of transformers' models that can ask for key-value caches, each once."""
+    """The configs of transformers' models that can request key-value caches, without repetition."""
     configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
     return [config for config in configs.values() if hasattr(config, "use_cache")]
 
 
 @contextmanager
 def without_caches(configs: list[Any]) -> Iterator[None]:
-    """transformers' models make no key-value caches meanwhile: those collect tensors of all layers in one object."""
-    asking = [config for config in configs if config.use_cache is True]
-    for config in asking:
+    """Stop transformers' models from making key-value caches, which collect tensors of all layers in one object."""
+    caching = [config for config in configs if config.use_cache is True]
+    for config in caching:
         config.use_cache = False
     try:
         yield
     finally:
-        for config in asking:
+        for config in caching:
             config.use_cache = True
 
 
 @contextmanager
-def functions(seen: Apply) -> Iterator[None]:
-    """While open, the user's own autograd functions go to `seen`, given the function's plain apply."""
-    plain = Function.__dict__["apply"]
+def functions(handler: Apply) -> Iterator[None]:
+    """Send calls of the user's autograd functions to `seen`, which gets the function's original `apply`."""
+    original = Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return seen(plain.__get__(None, cls), args, kwargs)
+        return handler(original.__get__(None, cls), args, kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        Function.apply = plain  # type: ignore[method-assign]
+        Function.apply = original  # type: ignore[method-assign]
 
 
 def positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """x[mask] with a known mask, as x[positions]: how many there are is then known too."""
+    """Replace known boolean masks of x[mask] by index tensors, which makes the number of selected elements known.
+
+    Args:
+        args: the arguments of `__getitem__` or `__setitem__`.
+
+    Returns:
+        `args` itself if there is no such mask.
+    """
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     new: list[Any] = []
     for part in index:
@@ -295,7 +317,7 @@ def positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def script_line(error: BaseException) -> str:
-    """file:line of the innermost frame of an error that is the user's code."""
+    """file:line of the innermost frame of an error in the user's code."""
     place = "forward"
     for frame in traceback.extract_tb(error.__traceback__):
         library = f"{os.sep}torch{os.sep}" in frame.filename or f"parallel{os.sep}pipeline" in frame.filename

@@ -1,4 +1,4 @@
-"""Infer: the shapes of what a module returns, from the shapes of what it gets. Found once, then remembered."""
+"""Infers the shapes of a module's results from the shapes of its arguments. Results are cached."""
 
 import enum
 from collections import defaultdict
@@ -20,14 +20,14 @@ READS = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
     | {"nonzero", "unique", "masked_select", "equal", "allclose", "is_nonzero", "cpu"}
 )
-"""Functions of torch that tell Python what is in a tensor."""
+"""Functions of torch that return the values of a tensor to Python, or whose result's shape depends on these."""
 
 _SIMPLE = (int, float, str, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice)
 
 Shape = tuple[int, ...]
 
 MEMORY_FLOPS = 10
-"""What one value of a result is taken to cost beside the operations counted: small modules are not free."""
+"""FLOPs charged for each element of a result, in addition to those counted: small modules are not free."""
 
 
 def _attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
@@ -35,12 +35,25 @@ def _attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any)
 
 
 COUNTED_TOO = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-"""Attention as CPUs do it, which torch's counter leaves out: transformers would be cut by their layers alone."""
+"""The CPU's fused attention, which torch's counter leaves out. Without it transformers would be balanced by their
+linear layers alone.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One leaf of what a module returns: argument number `source` itself, a view of it, a new tensor, or `constant`."""
+    """One leaf of a module's result: an argument, a view of an argument, a new tensor or a constant.
+
+    Attributes:
+        source: index of the argument that the leaf is (no `shape`) or views; None for a new tensor or a constant.
+        shape: shape of a view or a new tensor.
+        stride: strides of a view or a new tensor.
+        offset: storage offset of a view.
+        dtype: of a new tensor.
+        device: of a new tensor.
+        requires_grad: of a new tensor.
+        constant: the leaf itself, if it is no tensor.
+    """
 
     source: int | None = None
     shape: tuple[int, ...] | None = None
@@ -54,8 +67,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inference:
-    """What a call gives. `written`: positions of the arguments it changes in place; `keeps`: attributes in which it
-    leaves tensors, which are the last of `leaves`; `cost`: FLOPs of its forward.
+    """The effects of one call of a unit.
+
+    Attributes:
+        leaves: the leaves of the result, then the tensors left in attributes.
+        keeps: attributes in which the unit leaves tensors.
+        spec: structure of the result, without attributes.
+        written: indices of the arguments that the call changes in place.
+        cost: FLOPs of the forward.
     """
 
     leaves: tuple[Result, ...]
@@ -65,7 +84,7 @@ class Inference:
     cost: float
 
     def results(self, subjects: list[Any], stand_ins: StandIns) -> list[Any]:
-        """Tensors without values of the right shapes, as leaves."""
+        """The leaves of the result, as tensors without values."""
         return [self._make(leaf, subjects, stand_ins) for leaf in self.leaves]
 
     def _make(self, leaf: Result, subjects: list[Any], stand_ins: StandIns) -> Any:
@@ -76,13 +95,16 @@ class Inference:
         if leaf.source is not None and is_unknown(subjects[leaf.source]):
             return subjects[leaf.source].as_strided(leaf.shape, leaf.stride, leaf.offset)
         assert leaf.device is not None
-        made = stand_ins.empty(leaf.shape, leaf.stride, leaf.dtype, leaf.device)
-        return stand_ins.computed(made) if leaf.requires_grad else made
+        tensor = stand_ins.empty(leaf.shape, leaf.stride, leaf.dtype, leaf.device)
+        return stand_ins.computed(tensor) if leaf.requires_grad else tensor
 
 
 class ShapeCache:
-    """Results of units by the shapes of their arguments. `counting`: whether FLOPs are counted too; `modes`: of the
-    model's modules, in the trace that runs.
+    """Results of units, cached by the shapes of their arguments.
+
+    Attributes:
+        counting: whether FLOPs are counted.
+        modes: whether each module of the model is in training mode, in the trace in progress.
     """
 
     def __init__(self, stand_ins: StandIns) -> None:
@@ -92,37 +114,41 @@ class ShapeCache:
         self._known: dict[Any, list[tuple[Form, Inference]]] = defaultdict(list)
 
     def known(self, name: str, subjects: list[Any], spec: Form) -> Inference | None:
-        """What a call of unit `name` gives, if such a call was followed before."""
+        """The cached result of such a call of unit `name`, or None."""
         key = self._key(name, subjects)
-        found = (inference for other, inference in self._known.get(key, ()) if other == spec)
-        return next(found, None)
+        matches = (inference for cached_spec, inference in self._known.get(key, ()) if cached_spec == spec)
+        return next(matches, None)
 
     def follow(self, name: str, module: nn.Module, subjects: list[Any], spec: Form) -> Inference:
-        """What a call gives, found by running it on shapes; remembered unless its code looked at values (then the
-        result's shapes do not follow from shapes alone). Raises PlanError where it cannot be found.
+        """Run a call on tensors without values.
+
+        The result is cached unless the code read values of tensors: its shapes would then not depend on shapes alone.
+
+        Raises:
+            PlanError: the module fails on tensors without values.
         """
         copies = [self._copy(subject) for subject in subjects]
         versions = [_version(copy) for copy in copies]
         args, kwargs = unflatten(list(copies), spec)
-        with _Watching() as watching, _Attributes(name, module) as attributes:
+        with _ReadDetector() as detector, _AttributeRecorder(name, module) as recorder:
             returned, flops = self._run(name, module, args, kwargs)
         leaves, out_spec = flatten(returned)
         for leaf in leaves:
             refuse_hidden_tensors(leaf, f"the result of {name}")
         inference = Inference(
-            leaves=tuple(_result(leaf, copies) for leaf in (*leaves, *attributes.new.values())),
-            keeps=tuple(attributes.new),
+            leaves=tuple(_result(leaf, copies) for leaf in (*leaves, *recorder.new.values())),
+            keeps=tuple(recorder.new),
             spec=out_spec,
             written=tuple(at for at, copy in enumerate(copies) if _version(copy) != versions[at]),
             cost=_cost(module, flops, leaves),
         )
         key = self._key(name, subjects)
-        if key is not None and not watching.reads:
+        if key is not None and not detector.reads:
             self._known[key].append((spec, inference))
         return inference
 
     def _run(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
-        """What the module returns on shapes, and its FLOPs where they are counted."""
+        """The module's result on tensors without values, and its FLOPs (0 if they are not counted)."""
         counter = FlopCounterMode(display=False, custom_mapping=COUNTED_TOO)
         call = of_experts if id(module) in self._stand_ins.stacked else module._call_impl
         try:
@@ -131,10 +157,10 @@ class ShapeCache:
         except TuttiError:
             raise
         except Exception as error:
-            words = (str(error).splitlines() or [""])[0]
+            reason = (str(error).splitlines() or [""])[0]
             raise PlanError(
-                f"mesh.stage: {name} ({type(module).__name__}) cannot be followed on shapes alone "
-                f"({type(error).__name__}: {words}); its forward must not depend on the values it computes"
+                f"mesh.stage: {name} ({type(module).__name__}) cannot be traced on shapes alone "
+                f"({type(error).__name__}: {reason}); its forward must not depend on the values it computes"
             ) from error
         return returned, float(counter.get_total_flops()) if self.counting else 0.0
 
@@ -143,24 +169,24 @@ class ShapeCache:
         return described and (name, self.modes, described)
 
     def _copy(self, subject: Any) -> Any:
-        """An argument the module may write to without harm; known tensors keep their values."""
+        """A copy of an argument, which the module may change in place. Known tensors keep their values."""
         if not isinstance(subject, torch.Tensor):
             return subject
         if not is_unknown(subject):
             copy = subject.detach().clone()
-            vars(copy).update(vars(subject))  # what a library notes on a mask, say
+            vars(copy).update(vars(subject))  # for example, attributes that a library sets on a mask
             return copy
-        made = self._stand_ins.outline(subject, requires_grad=False)
-        return self._stand_ins.computed(made) if subject.requires_grad else made
+        placeholder = self._stand_ins.outline(subject, requires_grad=False)
+        return self._stand_ins.computed(placeholder) if subject.requires_grad else placeholder
 
 
 def of_experts(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """The shape of what a layer of stacked experts returns; which expert gets how many rows depends on values."""
+    """A result with the shape that a layer of stacked experts returns. The rows of each expert depend on values."""
     return hidden_states * top_k_weights.sum().to(hidden_states.dtype)
 
 
-class _Watching(TorchFunctionMode):
-    """Notices code that looks at values."""
+class _ReadDetector(TorchFunctionMode):
+    """Detects code that reads values of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,9 +199,10 @@ class _Watching(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Attributes:
-    """Afterwards, `new` has the tensors that a module and its parts have left in plain attributes (a load-balancing
-    loss, say), by module and attribute; all attributes are as they were.
+class _AttributeRecorder:
+    """Records the tensors that a module and its children leave in plain attributes, such as a load-balancing loss.
+
+    All attributes are restored at the end. `new` then has the tensors by names of module and attribute.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -183,7 +210,7 @@ class _Attributes:
         self._before: list[dict[str, Any]] = []
         self.new: dict[Slot, torch.Tensor] = {}
 
-    def __enter__(self) -> "_Attributes":
+    def __enter__(self) -> "_AttributeRecorder":
         self._before = [dict(vars(part)) for _, part in self._parts]
         return self
 
@@ -193,7 +220,7 @@ class _Attributes:
             self.new |= {(name, key): tensor for key, tensor in tensors.items() if before.get(key) is not tensor}
             part.__dict__.clear()
             part.__dict__.update(before)
-        self.new = dict(sorted(self.new.items()))  # in one order on all ranks
+        self.new = dict(sorted(self.new.items()))  # the same order on all ranks
 
 
 def _version(leaf: Any) -> int:
@@ -201,22 +228,23 @@ def _version(leaf: Any) -> int:
 
 
 def signature(leaves: list[Any]) -> Any:
-    """All of arguments that a call's result may depend on, except values, and what holds around the call; None where
-    that cannot be said.
+    """All properties of arguments that a result may depend on, except values, with grad mode and autocast.
+
+    Returns None for arguments of unsupported types.
     """
-    described: list[Any] = []
-    kind = None
+    described_leaves: list[Any] = []
+    device_type = None
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             form = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, is_unknown(leaf))
-            described.append((*form, next(at for at, other in enumerate(leaves) if other is leaf)))
-            kind = kind or (leaf.device.type if leaf.device.type != "meta" else None)
+            described_leaves.append((*form, next(at for at, other in enumerate(leaves) if other is leaf)))
+            device_type = device_type or (leaf.device.type if leaf.device.type != "meta" else None)
         elif isinstance(leaf, _SIMPLE):
-            described.append((type(leaf), str(leaf) if isinstance(leaf, slice) else leaf))
+            described_leaves.append((type(leaf), str(leaf) if isinstance(leaf, slice) else leaf))
         else:
             return None
-    autocast = kind and (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-    return torch.is_grad_enabled(), autocast, tuple(described)
+    autocast = device_type and (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+    return torch.is_grad_enabled(), autocast, tuple(described_leaves)
 
 
 def _result(leaf: Any, inputs: list[Any]) -> Result:
@@ -242,10 +270,10 @@ def _result(leaf: Any, inputs: list[Any]) -> Result:
 
 
 def _cost(module: nn.Module, flops: float, leaves: list[Any]) -> float:
-    """FLOPs of a forward; recurrent layers, which torch does not count, by their weights."""
-    made = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    """FLOPs of a forward. Recurrent layers, which torch does not count, are estimated from their weights."""
+    result_numel = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
             weights = sum(p.numel() for p in part.parameters() if p.dim() > 1)
-            flops += 2.0 * weights * made / max(part.hidden_size, 1)
-    return flops + MEMORY_FLOPS * made
+            flops += 2.0 * weights * result_numel / max(part.hidden_size, 1)
+    return flops + MEMORY_FLOPS * result_numel

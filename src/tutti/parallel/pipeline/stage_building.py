@@ -1,4 +1,4 @@
-"""Build: a model is cut into stages, and this rank keeps what its own stages hold."""
+"""Cuts a model into stages; each rank keeps only the parameters and buffers that its stages use."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,17 +33,25 @@ from tutti.parallel.pipeline.stage_program import Argument, Copied, Program, fla
 from tutti.parallel.pipeline.stage_tracing import Ending, Tracer
 
 Sample = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
-"""Positional and keyword arguments of the model for a few samples."""
+"""Makes the model's positional and keyword arguments for a few samples."""
 
 MOST_OPENED = 64
-"""So many units are taken apart at most in search of balanced stages."""
+"""Upper bound on the number of units that are divided in search of balanced stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePartition:
-    """Where a model is cut; stage s is on position s mod `ranks` of the stage axis. `starts`: the first calls of stages
-    1, 2, ...; `tracer` follows each forward; `first`: names of tensors -> the first name of the same tensor; `shared`:
-    parameters held at several positions, by those; `trained`: parameters that require a gradient.
+    """Where a model is cut into stages. Stage s is on position s mod `ranks` of the stage axis.
+
+    Attributes:
+        ranks: number of ranks along the stage axis.
+        position: this rank's index along the stage axis.
+        starts: the first call of each of the stages 1, 2, ...
+        tracer: traces each forward.
+        holders: the stages that hold each unit and parameter.
+        first: name of a parameter or buffer -> the first name of the same tensor.
+        shared: positions -> names of the trainable parameters held at all of these (only where there are several).
+        trained: names of the parameters that require a gradient.
     """
 
     ranks: int
@@ -57,65 +65,81 @@ class StagePartition:
 
     @property
     def count(self) -> int:
+        """Number of stages."""
         return len(self.starts) + 1
 
     def place(self, program: Program) -> Placement:
-        """A forward's program on these stages."""
+        """Assign the operations of a traced forward to these stages."""
         return place(program, self.starts, self.holders)
 
     def trains(self, position: int, names: Iterable[str]) -> bool:
-        """Whether any of the parameters called `names` is trained at a position of the stage axis."""
+        """Whether a position of the stage axis holds a trainable parameter that `names` includes."""
         stages = set(range(position, self.count, self.ranks))
         return any(self.holders.parameters[name] & stages for name in self.trained.intersection(names))
 
     def tied_here(self, model: nn.Module) -> list[str]:
-        """Names of parameters that this rank and others of the stage axis train: the ends of stages tie them."""
+        """Names of the trainable parameters that this rank shares with other ranks of the stage axis."""
         shared = [name for positions, names in self.shared.items() if self.position in positions for name in names]
-        own = {name for name, _ in model.named_parameters()}
-        return [name for name in shared if name in own]
+        names_here = {name for name, _ in model.named_parameters()}
+        return [name for name in shared if name in names_here]
 
     def endings(self, order: Sequence[Action], *, splits: bool) -> dict[int, list[str]]:
-        """By place in this rank's `order`: names of the parameters to which that action is the last to add a
-        gradient; not of those that are tied to other ranks'. `splits`: whether weights' gradients are a half of
-        their own.
+        """Index in `order` -> names of the parameters whose gradient is complete after that action.
+
+        Parameters shared between positions of the stage axis are left out: their gradients are reduced after the last
+        action.
+
+        Args:
+            order: this rank's actions.
+            splits: whether gradients of weights are computed in actions of their own ("W").
         """
         tied = {name for names in self.shared.values() for name in names}
         kinds = ("B", "W") if splits else ("B", "I")
-        last = {action.stage: place for place, action in enumerate(order) if action.kind in kinds}
-        found: dict[int, list[str]] = defaultdict(list)
+        last = {action.stage: index for index, action in enumerate(order) if action.kind in kinds}
+        names_by_index: dict[int, list[str]] = defaultdict(list)
         for name in sorted(self.trained - tied):
-            places = [last[stage] for stage in self.holders.parameters[name] if stage in last]
-            if places:
-                found[max(places)].append(name)
-        return found
+            indices = [last[stage] for stage in self.holders.parameters[name] if stage in last]
+            if indices:
+                names_by_index[max(indices)].append(name)
+        return names_by_index
 
     def keep_own(self, model: nn.Module, layout: Layout) -> None:
-        """Take away the parameters and buffers of modules that this rank does not compute; memory follows."""
-        mine = set(range(self.position, self.count, self.ranks))
-        units = [unit + "." for unit, stages in self.holders.units.items() if stages & mine]
-        kept = {self.first[name] for name, _ in _buffers(model) if _in_any(name, units)}
-        kept |= {
+        """Remove the parameters and buffers that no stage of this rank uses, which frees their memory."""
+        own_stages = set(range(self.position, self.count, self.ranks))
+        units = [unit + "." for unit, stages in self.holders.units.items() if stages & own_stages]
+        needed = {self.first[name] for name, _ in _buffers(model) if _in_any(name, units)}
+        needed |= {
             self.first[name]
             for name, _ in _buffers(model)
             if not _in_any(name, [u + "." for u in self.tracer.units.names])
         }
-        kept |= {name for name, stages in self.holders.parameters.items() if stages & mine}
+        needed |= {name for name, stages in self.holders.parameters.items() if stages & own_stages}
         for prefix, module in model.named_modules():
             for tensors in (module._parameters, module._buffers):
                 for key, tensor in list(tensors.items()):
                     name = f"{prefix}.{key}" if prefix else key
-                    if tensor is not None and self.first.get(name, name) not in kept:
+                    if tensor is not None and self.first.get(name, name) not in needed:
                         tensors[key] = None
-            if isinstance(module, nn.RNNBase):  # its own list of its parameters
+            if isinstance(module, nn.RNNBase):  # it keeps a second list of its parameters
                 module._flat_weights = [module._parameters.get(key) for key in module._flat_weights_names]
-        for name in layout.names:  # what is on other ranks only must not be taken for whole here
+        for name in layout.names:  # parameters held only by other ranks must not count as whole here
             layout.set_reduce_axes(name, layout.shard_of(name).sums)
 
 
 def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> StagePartition | None:
-    """Find out where `model` is cut, without changing it; None where the mesh has no stages.
+    """Decide where to cut `model`, without changing it.
 
-    Raises PlanError where the model cannot be cut so.
+    Args:
+        model: the whole model.
+        plan: names the cuts, or leaves them to be balanced by FLOPs.
+        layout: the mesh and the placement of parameters.
+        sample: makes arguments to trace the model with.
+
+    Returns:
+        The partition, or None without a stage axis.
+
+    Raises:
+        PlanError: the model cannot be traced, or cannot be cut as the plan asks.
     """
     ranks = layout.mesh.degree("stage")
     if ranks == 1:
@@ -136,7 +160,7 @@ def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> 
         tracer, program = traced(open_for_cuts(model, plan.pipeline.cuts))
         starts = named_starts(calls_of(program), plan.pipeline.cuts, count)
     else:
-        tracer, program = _opened(model, count, traced)
+        tracer, program = _open_until_balanced(model, count, traced)
         costs = [node.cost for node in program.nodes if node.unit]
         starts = automatic_starts(calls_of(program), costs, count)
     placements = [place(program, starts, None)]
@@ -172,8 +196,10 @@ def _in_any(name: str, prefixes: list[str]) -> bool:
     return any(name.startswith(prefix) for prefix in prefixes)
 
 
-def _opened(model: nn.Module, count: int, traced: Callable[[Units], tuple[Tracer, Program]]) -> tuple[Tracer, Program]:
-    """Units small enough for `count` stages of about the same cost."""
+def _open_until_balanced(
+    model: nn.Module, count: int, traced: Callable[[Units], tuple[Tracer, Program]]
+) -> tuple[Tracer, Program]:
+    """Divide units until they are small enough for `count` stages of about equal cost."""
     tracer, program = traced(choose_units(model))
     closed: set[str] = set()
     for _ in range(MOST_OPENED):
@@ -187,14 +213,14 @@ def _opened(model: nn.Module, count: int, traced: Callable[[Units], tuple[Tracer
         try:
             tracer, program = traced(tracer.units.opened(model, name))
         except PlanError:
-            closed.add(name)  # its own code cannot be followed: it stays whole
+            closed.add(name)  # its own code cannot be traced, so it stays one unit
     return tracer, program
 
 
 def _in_evaluation(
     model: nn.Module, tracer: Tracer, starts: tuple[Call, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Placement]:
-    """The forward in evaluation mode, which may call other modules; none if it cannot be followed now."""
+    """The forward in evaluation mode, which may call other modules; empty if it cannot be traced."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -207,7 +233,7 @@ def _in_evaluation(
 
 
 def _holders(model: nn.Module, units: Units, placements: list[Placement], count: int) -> StageHolders:
-    """Stages of all units and parameters; what is never used goes where its neighbour is."""
+    """The stages of all units and parameters; a unit that no forward calls joins the unit before it."""
     where: dict[str, set[int]] = defaultdict(set)
     direct: dict[str, set[int]] = defaultdict(set)
     for placement in placements:
@@ -238,8 +264,8 @@ def _check_statistics(model: nn.Module, holders: StageHolders) -> None:
         inside = model.get_submodule(unit).modules()
         if len(stages) > 1 and any(isinstance(part, _BatchNorm) and part.track_running_stats for part in inside):
             raise PlanError(
-                f"mesh.stage: {unit} has batch statistics and is called on stages {sorted(stages)}; name pipeline.cuts "
-                "such that all its calls fall into one stage"
+                f"mesh.stage: {unit} has batch statistics and is called on stages {sorted(stages)}; choose "
+                "pipeline.cuts such that all calls of it are in one stage"
             )
 
 
@@ -253,14 +279,14 @@ def _shared(model: nn.Module, holders: StageHolders, ranks: int) -> dict[tuple[i
 
 
 class Forwards:
-    """Places the forwards of one model."""
+    """Assigns the forwards of one model to stages. Programs that do not depend on values are cached."""
 
     def __init__(self, stages: StagePartition) -> None:
         self._stages, self._tracer = stages, stages.tracer
         self._placed: dict[Any, Placement] = {}
 
     def place(self, function: Callable[[], Any], ending: Ending | None) -> Placement:
-        """What `function()`, which calls the model, does on which stage; see Tracer.trace."""
+        """Trace `function()`, which calls the model, and assign its operations to stages; see `Tracer.trace`."""
         call = self._tracer.call_of(function) if ending and self._is_plain() else None
         leaves, form = flatten(call)
         described = None if call is None else signature(leaves)
@@ -271,13 +297,13 @@ class Forwards:
             args, kwargs = call
             model = self._tracer.model
             program, known = self._tracer.traced(lambda: model(*args, **kwargs), ending)
-            if not known or not _serves_again(program, leaves):
+            if not known or not _bind_arguments(program, leaves):
                 return self._stages.place(program)
             self._placed[key] = self._stages.place(program)
         return replace(self._placed[key], arguments=tuple(leaves))
 
     def _is_plain(self) -> bool:
-        """Whether nothing but torch's own Sequential decides which units are called, and with what."""
+        """Whether all traced modules are plain Sequentials, so that arguments alone determine the program."""
         if modules._global_forward_hooks or modules._global_forward_pre_hooks:
             return False
         return all(map(_is_bare_sequential, self._glue()))
@@ -291,14 +317,16 @@ class Forwards:
 
 
 def _is_bare_sequential(module: nn.Module) -> bool:
-    own = module.__dict__
-    hooked = any(own[key] for key in (*HOOKS, "_backward_hooks", "_backward_pre_hooks"))
-    return type(module) is nn.Sequential and "forward" not in own and not hooked
+    state = module.__dict__
+    hooked = any(state[key] for key in (*HOOKS, "_backward_hooks", "_backward_pre_hooks"))
+    return type(module) is nn.Sequential and "forward" not in state and not hooked
 
 
-def _serves_again(program: Program, leaves: list[Any]) -> bool:
-    """Put `Argument`s in place of the tensors that the model was called with; False where others are in the program,
-    or one is written to."""
+def _bind_arguments(program: Program, leaves: list[Any]) -> bool:
+    """Replace the tensors that the model was called with by `Argument`s.
+
+    Returns False if the program holds other tensors or writes to one of them: it must not be reused.
+    """
     places = {id(leaf): at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
 
     def bound(leaf: Any) -> Any:

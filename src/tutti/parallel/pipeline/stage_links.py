@@ -1,7 +1,8 @@
-"""Links: values and gradients between stages, sent without waiting and received in the order they were sent.
+"""Messages between stages: values and their gradients, sent without waiting and received in the order of sending.
 
-Every rank knows all ranks' schedules, so it knows in which order each other rank sends to it; receives are posted in
-that order. So no message needs a tag, and one group for each direction of a pair of ranks is enough on NCCL.
+Every rank knows the schedules of all ranks, so it knows the order in which each of them sends to it. It posts
+receives in that order. Messages therefore need no tags, and on NCCL one group for each direction of a pair of
+ranks is enough.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,15 @@ from tutti.parallel.pipeline.stage_placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMessage:
-    """A value on its way from stage `source` to `target`, or (`gradient`) its gradient on the way back."""
+    """A value sent from stage `source` to `target`, or its gradient (`gradient`) sent back.
+
+    Attributes:
+        gradient: whether this is a gradient.
+        key: number of the value in the program.
+        microbatch: the microbatch it belongs to.
+        source: the sending stage.
+        target: the receiving stage.
+    """
 
     gradient: bool
     key: int
@@ -35,11 +44,11 @@ class StageMessage:
 
 
 Placements = Callable[[int], Placement]
-"""Microbatch -> its program on its stages."""
+"""Microbatch -> its program, divided into stages."""
 
 
 def wanted(action: Action, placement: Placement) -> list[StageMessage]:
-    """The messages an action needs before it begins."""
+    """The messages that an action receives before it begins."""
     part, stage, microbatch = placement.parts[action.stage], action.stage, action.microbatch
     if action.kind == "F":
         return [
@@ -58,7 +67,7 @@ def wanted(action: Action, placement: Placement) -> list[StageMessage]:
 
 
 def given(action: Action, placement: Placement) -> list[StageMessage]:
-    """The messages an action sends when it has ended."""
+    """The messages that an action sends when it has ended."""
     part, stage, microbatch = placement.parts[action.stage], action.stage, action.microbatch
     if action.kind == "F":
         return [
@@ -77,10 +86,15 @@ def given(action: Action, placement: Placement) -> list[StageMessage]:
 
 
 class Links:
-    """This rank's links along the stage axis. `ranks`: global ranks by position; `groups[(from, to)]`: whose group a
-    message from one position to another uses; `channel`: where messages are counted; `local_group`: the positions'
-    ranks, where
-    they share memory: messages then go through that.
+    """This rank's connections along the stage axis.
+
+    Args:
+        ranks: position along the stage axis -> global rank.
+        own: this rank's position.
+        groups: (source, target) -> process group for messages between two positions.
+        device: where received values are allocated.
+        channel: counts the messages.
+        local_group: the ranks of the stage axis if they share memory; messages then go through shared memory.
     """
 
     def __init__(
@@ -95,17 +109,23 @@ class Links:
         self.ranks, self.own, self.device, self.channel = ranks, own, device, channel
         self._groups = groups
         self._sending: list[tuple[CommHandle, torch.Tensor]] = []
-        others = [place for place in range(len(ranks)) if place != own] if local_group is not None else []
-        self._to = {place: MessageSender(local_group, place) for place in others if local_group is not None}
-        self._from = {place: MessageReceiver(local_group, place) for place in others if local_group is not None}
+        other_positions = (
+            [position for position in range(len(ranks)) if position != own] if local_group is not None else []
+        )
+        self._to = {
+            position: MessageSender(local_group, position) for position in other_positions if local_group is not None
+        }
+        self._from = {
+            position: MessageReceiver(local_group, position) for position in other_positions if local_group is not None
+        }
 
     def session(self, orders: Orders, placements: Placements) -> "Session":
-        """The exchange of one run of a schedule."""
+        """The messages of one run of a schedule."""
         return Session(self, orders, placements)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Start to send; the tensor must stay as it is until `settle`."""
-        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        """Start to send; `tensor` must not change until `settle`."""
+        self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
         nbytes = tensor.numel() * tensor.element_size()
         if self._to:
             with self.channel.waiting(nbytes):
@@ -121,16 +141,16 @@ class Links:
         return self.channel.start([dist.irecv(tensor, self.ranks[source], group=self._groups(source, self.own))])
 
     def settle(self) -> None:
-        """Wait until everything sent has left, or in shared memory has been read."""
-        for path in self._to.values():
-            path.synchronize()
+        """Wait until all messages are sent, or have been read from shared memory."""
+        for sender in self._to.values():
+            sender.synchronize()
         for work, _ in self._sending:
             work.wait()
         self._sending = []
 
 
 class Session:
-    """Messages of one run of a schedule, on this rank."""
+    """This rank's messages in one run of a schedule."""
 
     def __init__(self, links: Links, orders: Orders, placements: Placements) -> None:
         self._links, self._placements = links, placements
@@ -140,7 +160,7 @@ class Session:
         self._here: dict[StageMessage, torch.Tensor] = {}
 
     def post(self, messages: Sequence[StageMessage]) -> None:
-        """Get ready to receive `messages`, and whatever their senders send before them."""
+        """Post receives for `messages`, and for all messages that their senders send earlier."""
         for message in messages:
             source = message.source % self._ranks
             while source != self._links.own and message not in self._posted:
@@ -149,7 +169,7 @@ class Session:
                 self._posted[expected] = (self._links.receive(buffer, source), buffer)
 
     def take(self, message: StageMessage) -> torch.Tensor:
-        """Wait for a message."""
+        """Wait for a message and return its tensor."""
         if message in self._here:
             return self._here.pop(message)
         work, buffer = self._posted.pop(message)
@@ -157,15 +177,15 @@ class Session:
         return buffer
 
     def give(self, message: StageMessage, tensor: torch.Tensor) -> None:
-        """Send a message; one between two stages of this rank stays here."""
+        """Send a message. A message between two stages of this rank stays in its memory."""
         target = message.target % self._ranks
         if target == self._links.own:
-            self._here[message] = tensor.clone()  # either stage may change its own in place
+            self._here[message] = tensor.clone()  # either stage may change its tensor in place
         else:
             self._links.send(tensor, target)
 
     def _incoming(self, order: list[Action]) -> Iterator[StageMessage]:
-        """What a rank with that order sends here, in order."""
+        """The messages that a rank with schedule `order` sends to this rank, in order."""
         for action in order:
             for message in given(action, self._placements(action.microbatch)):
                 if message.target % self._ranks == self._links.own:
@@ -177,9 +197,11 @@ class Session:
 
 
 class Ties:
-    """Sums gradients over the ranks that hold a parameter. `shared`: names by positions along the stage axis.
+    """Reduces gradients of parameters that several stages hold. Construction is collective.
 
-    Making one is collective.
+    Args:
+        shared: positions along the stage axis -> names of the parameters held there.
+        layout: the mesh, and the channel that counts the all-reduces.
     """
 
     def __init__(self, shared: Mapping[tuple[int, ...], Sequence[str]], layout: Layout) -> None:
@@ -191,14 +213,14 @@ class Ties:
         ]
 
     def sum(self, model: nn.Module) -> None:
-        """Make gradients of shared parameters equal on all ranks that hold them; None where none has one."""
+        """All-reduce the gradients of shared parameters; a `grad` stays None if no rank has one."""
         for names, group in self._shared:
             parameters = [model.get_parameter(name) for name in names]
             for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-                _sum([parameter for parameter in parameters if parameter.dtype == dtype], group)
+                _all_reduce_gradients([parameter for parameter in parameters if parameter.dtype == dtype], group)
 
 
-def _sum(parameters: list[nn.Parameter], group: ReductionGroup) -> None:
+def _all_reduce_gradients(parameters: list[nn.Parameter], group: ReductionGroup) -> None:
     flags = [float(parameter.grad is not None) for parameter in parameters]
     parts = [
         (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).to_dense().flatten()
@@ -207,26 +229,32 @@ def _sum(parameters: list[nn.Parameter], group: ReductionGroup) -> None:
     flat = torch.cat([*parts, torch.tensor(flags, dtype=parts[0].dtype, device=parts[0].device)])
     with group.channel.waiting(ring_all_reduce_nbytes(flat, group.size)):
         dist.all_reduce(flat, group=group.handle)
-    *sums, seen = torch.split(flat, [*(part.numel() for part in parts), len(parts)])
-    for parameter, total, one in zip(parameters, sums, seen.tolist(), strict=True):
-        parameter.grad = total.view_as(parameter).clone() if one else None
+    *reduced, counts = torch.split(flat, [*(part.numel() for part in parts), len(parts)])
+    for parameter, total, has_gradient in zip(parameters, reduced, counts.tolist(), strict=True):
+        parameter.grad = total.view_as(parameter).clone() if has_gradient else None
 
 
 def groups_at(mesh: Mesh, sets: Iterable[tuple[int, ...]]) -> list[Any]:
-    """For each set of positions along the stage axis: the group of this rank's stage-axis ranks there (None where this
-    rank is not among them). Collective; all ranks must ask for the same sets.
+    """Open process groups among positions of the stage axis. Collective: all ranks must pass the same sets.
+
+    Args:
+        mesh: the mesh.
+        sets: sets of positions along the stage axis.
+
+    Returns:
+        For each set, the group within this rank's pipeline replica; None if this rank is not in the set.
     """
-    wanted = list(sets)
-    if not wanted:
+    position_sets = list(sets)
+    if not position_sets:
         return []
-    lines: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(lines, mesh.ranks("stage"))
-    own: list[Any] = []
-    for positions in wanted:
-        mine = None
-        for line in dict.fromkeys(tuple(ranks) for ranks in lines):
-            group = dist.new_group([line[position] for position in positions])
-            if mesh.rank in (line[position] for position in positions):
-                mine = group
-        own.append(mine)
-    return own
+    rank_lists: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(rank_lists, mesh.ranks("stage"))
+    groups: list[Any] = []
+    for positions in position_sets:
+        own_group = None
+        for replica_ranks in dict.fromkeys(tuple(ranks) for ranks in rank_lists):
+            group = dist.new_group([replica_ranks[position] for position in positions])
+            if mesh.rank in (replica_ranks[position] for position in positions):
+                own_group = group
+        groups.append(own_group)
+    return groups

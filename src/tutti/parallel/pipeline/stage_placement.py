@@ -1,8 +1,9 @@
-"""Place: which stage computes what of a program, and which values travel between stages.
+"""Assigns the operations of a traced forward to stages, which determines the values sent between stages.
 
-Calls of units are cut in order of execution. An operation runs on the stage of its latest input. One that needs only
-parameters runs on the stage that holds them, or where its result is first needed. A value goes from the stage that
-computes it straight to every stage that needs it, however far.
+Stages are contiguous ranges of the calls of units, in order of execution. An operation runs on the stage of its
+latest input. An operation that needs only parameters runs on a stage that holds them, or where its result is
+first needed. A value is sent directly from the stage that computes it to every stage that needs it, without
+relays.
 """
 
 from collections import Counter, defaultdict
@@ -22,7 +23,7 @@ from tutti.parallel.pipeline.stage_program import Program, ProgramCall, Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageHolders:
-    """Which stages hold each unit and each parameter, by name (parameters by their first)."""
+    """The stages that hold each unit and each parameter, by name. A tied parameter has its first name."""
 
     units: Mapping[str, frozenset[int]]
     parameters: Mapping[str, frozenset[int]]
@@ -30,8 +31,13 @@ class StageHolders:
 
 @dataclass(slots=True, kw_only=True)
 class StagePart:
-    """One stage's part of a program. `receives`, `sends`: numbers of values by the other stage; `copied`: values to
-    send that the stage itself overwrites later.
+    """The operations of one stage.
+
+    Attributes:
+        nodes: the calls, in order.
+        receives: source stage -> numbers of the values received from it.
+        sends: target stage -> numbers of the values sent to it.
+        copied: values that the stage overwrites after they were to be sent, so a copy is sent.
     """
 
     nodes: list[ProgramCall] = field(default_factory=list)
@@ -42,8 +48,13 @@ class StagePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A program on its stages. `stages`: of each node; `arguments`: leaves of the model's call, where the program
-    serves several forwards.
+    """A program with its stages.
+
+    Attributes:
+        program: the traced forward.
+        stages: the stage of each node.
+        parts: the operations of each stage.
+        arguments: leaves of the arguments of the model's call, if the program is reused for several forwards.
     """
 
     program: Program
@@ -53,73 +64,79 @@ class Placement:
 
 
 Call = tuple[str, int]
-"""A call of a unit: its name, and how many calls of it came before in the same forward."""
+"""A call of a unit: its name, and the number of earlier calls of it in the same forward."""
 
 
 def place(program: Program, starts: tuple[Call, ...], holders: StageHolders | None) -> Placement:
-    """The parts of `program` for stages that begin at `starts`.
+    """Divide `program` into stages that begin at `starts`.
 
-    `holders`: None while the stages are made; later, what each of them got: a program that needs anything else is
-    refused with PlanError.
+    Args:
+        program: the traced forward.
+        starts: the first call of each of the stages 1, 2, ...
+        holders: what each stage holds; None while the stages are being decided.
+
+    Raises:
+        PlanError: the program needs a unit or parameter on a stage that does not hold it, or changes a tensor in place
+            through a view across two stages.
     """
-    made: dict[int, int] = {}
-    stages = _fixed(program, starts, holders, made)
-    _free(program, len(starts), stages, made, holders)
+    stage_of: dict[int, int] = {}
+    stages = _assign_by_inputs(program, starts, holders, stage_of)
+    _assign_parameter_only(program, len(starts), stages, stage_of, holders)
     chosen = tuple(stage if stage is not None else 0 for stage in stages)
     if holders is not None:
         _check_parameters(program, chosen, holders)
-    _check_views(program, chosen, made)
-    return Placement(program=program, stages=chosen, parts=_parts(program, chosen, made, len(starts)))
+    _check_views(program, chosen, stage_of)
+    return Placement(program=program, stages=chosen, parts=_parts(program, chosen, stage_of, len(starts)))
 
 
-def _fixed(
-    program: Program, starts: tuple[Call, ...], holders: StageHolders | None, made: dict[int, int]
+def _assign_by_inputs(
+    program: Program, starts: tuple[Call, ...], holders: StageHolders | None, stage_of: dict[int, int]
 ) -> list[int | None]:
-    """Stages of all nodes but those that depend on nothing except parameters."""
+    """Stages of all nodes, with None for nodes that depend on parameters only. Fills `made`: value -> its stage."""
     begin = {call: number for number, call in enumerate(starts, 1)}
     seen: Counter[str] = Counter()
     current, stages = 0, []
     for node in program.nodes:
-        inputs = [made[key] for key in node.uses if key in made]
+        inputs = [stage_of[key] for key in node.uses if key in stage_of]
         stage = max(inputs, default=None)
         if node.unit:
             current = max(current, begin.get((node.unit, seen[node.unit]), 0))
             seen[node.unit] += 1
-            stage = current if holders is None else _held(node, current, stage or 0, holders)
+            stage = current if holders is None else _stage_of_call(node, current, stage or 0, holders)
         stages.append(stage)
         if stage is not None:
-            _make(node, stage, made)
+            _record_stage(node, stage, stage_of)
     return stages
 
 
-def _held(node: ProgramCall, current: int, earliest: int, holders: StageHolders) -> int:
-    """The stage for a call of a unit: the one the forward has come to if it holds the unit, else one it may go to."""
-    held = holders.units.get(node.unit, frozenset())
-    if current in held:
+def _stage_of_call(node: ProgramCall, current: int, earliest: int, holders: StageHolders) -> int:
+    """The stage of a unit's call: `current` if it holds the unit, else the first holder at or after `earliest`."""
+    holding = holders.units.get(node.unit, frozenset())
+    if current in holding:
         return current
-    later = [stage for stage in sorted(held) if stage >= earliest]
+    later = [stage for stage in sorted(holding) if stage >= earliest]
     if not later:
         raise PlanError(
-            f"mesh.stage: this forward calls {node.unit} on stage {max(current, earliest)}, which does not hold it: "
-            f"when the stages were cut it ran on {sorted(held)}; call modules in the same order in every forward, or "
-            "name pipeline.cuts that suit all of them"
+            f"mesh.stage: this forward calls {node.unit} on stage {max(current, earliest)}, which does not hold it; "
+            f"it ran on stages {sorted(holding)} when the model was cut; call modules in the same order in every "
+            "forward, or choose pipeline.cuts that suit all forwards"
         )
     return later[0]
 
 
-def _make(node: ProgramCall, stage: int, made: dict[int, int]) -> None:
-    made.update(dict.fromkeys(node.makes, stage))
-    made.update(dict.fromkeys((new for _, new in node.views), stage))
+def _record_stage(node: ProgramCall, stage: int, stage_of: dict[int, int]) -> None:
+    stage_of.update(dict.fromkeys(node.makes, stage))
+    stage_of.update(dict.fromkeys((new for _, new in node.views), stage))
 
 
-def _free(
-    program: Program, last: int, stages: list[int | None], made: dict[int, int], holders: StageHolders | None
+def _assign_parameter_only(
+    program: Program, last: int, stages: list[int | None], stage_of: dict[int, int], holders: StageHolders | None
 ) -> None:
-    """Stages of nodes that depend on parameters only: where the result is first needed, or where they are held."""
+    """Fill in the stages of nodes that depend on parameters only: where these are held, or the result is needed."""
     free = [at for at, stage in enumerate(stages) if stage is None]
     if not free:
         return
-    held = holders.parameters if holders is not None else _held_by_units(program, stages)
+    held = holders.parameters if holders is not None else _stages_by_owner(program, stages)
     needed: dict[int, int] = {}
     for key in program.ends:
         needed[key] = last
@@ -127,25 +144,25 @@ def _free(
     for at in reversed(range(len(stages))):
         node, stage = program.nodes[at], stages[at]
         if stage is None:
-            first = min((needed[key] for key in _all_made(node) if key in needed), default=last)
+            first = min((needed[key] for key in _all_values(node) if key in needed), default=last)
             options = [s for name in node.parameters for s in held.get(name, ()) if s <= first]
             stage = chosen[at] = max(options, default=first)
         for key in node.uses:
             needed[key] = min(needed.get(key, last), stage)
     for at in free:
         node = program.nodes[at]
-        inputs = [made[key] for key in node.uses]
+        inputs = [stage_of[key] for key in node.uses]
         stage = max([chosen[at], *inputs]) if node.parameters or not inputs else max(inputs)
         stages[at] = stage
-        _make(node, stage, made)
+        _record_stage(node, stage, stage_of)
 
 
-def _all_made(node: ProgramCall) -> list[int]:
+def _all_values(node: ProgramCall) -> list[int]:
     return node.makes + [new for _, new in node.views]
 
 
-def _held_by_units(program: Program, stages: list[int | None]) -> dict[str, frozenset[int]]:
-    """Stages of parameters that belong to units (their own names begin with the unit's)."""
+def _stages_by_owner(program: Program, stages: list[int | None]) -> dict[str, frozenset[int]]:
+    """Parameter -> stages of the units that own it (its name begins with the unit's name)."""
     homes: dict[str, set[int]] = defaultdict(set)
     units: dict[str, set[int]] = defaultdict(set)
     for node, stage in zip(program.nodes, stages, strict=True):
@@ -169,29 +186,29 @@ def _check_parameters(program: Program, stages: tuple[int, ...], holders: StageH
                 )
 
 
-def _check_views(program: Program, stages: tuple[int, ...], made: dict[int, int]) -> None:
-    """A tensor that changes through a view of it must live on one stage together with the view."""
+def _check_views(program: Program, stages: tuple[int, ...], stage_of: dict[int, int]) -> None:
+    """Refuse a tensor that is changed through a view of it on another stage."""
     used = {key for node in program.nodes for key in node.uses}
     used |= set(program.ends)
     for node, stage in zip(program.nodes, stages, strict=True):
-        sources = [made[leaf.key] for at, _ in node.written if isinstance(leaf := node.leaves[at], Value)]
+        sources = [stage_of[leaf.key] for at, _ in node.written if isinstance(leaf := node.leaves[at], Value)]
         for old, new in node.views:
-            if new in used and any(source != stage for source in (made[old], *sources)):
+            if new in used and any(source != stage for source in (stage_of[old], *sources)):
                 raise PlanError(
-                    "mesh.stage: forward changes a tensor in place through a view of it, across the border of two "
-                    "stages; make a new tensor instead, or name pipeline.cuts elsewhere"
+                    "mesh.stage: forward changes a tensor in place through a view of it on another stage; make a new "
+                    "tensor instead, or choose other pipeline.cuts"
                 )
 
 
-def _parts(program: Program, stages: tuple[int, ...], made: dict[int, int], last: int) -> tuple[StagePart, ...]:
+def _parts(program: Program, stages: tuple[int, ...], stage_of: dict[int, int], last: int) -> tuple[StagePart, ...]:
     parts = tuple(StagePart() for _ in range(last + 1))
-    wanted: list[tuple[int, int]] = []
+    uses: list[tuple[int, int]] = []
     for node, stage in zip(program.nodes, stages, strict=True):
         parts[stage].nodes.append(node)
-        wanted += [(key, stage) for key in node.uses]
-    wanted += [(key, last) for key in program.ends]
-    for key, stage in dict.fromkeys(wanted):
-        source = made[key]
+        uses += [(key, stage) for key in node.uses]
+    uses += [(key, last) for key in program.ends]
+    for key, stage in dict.fromkeys(uses):
+        source = stage_of[key]
         if source != stage:
             parts[stage].receives[source].append(key)
             parts[source].sends[stage].append(key)
@@ -208,30 +225,35 @@ _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """`glue`: names of the modules whose own code is traced, the model ("") among them; `names`: the units, in the
-    model's order. Every parameter belongs to a unit or directly to a module of the glue.
+    """The parts of a model that stages consist of. Every parameter belongs to a unit or directly to a glue module.
+
+    Attributes:
+        glue: names of the modules whose own code is traced; the model itself ("") is one of them.
+        names: names of the units, in the model's order.
     """
 
     glue: frozenset[str]
     names: tuple[str, ...]
 
     def opened(self, model: nn.Module, name: str) -> "Units":
-        """The same with the unit `name` taken apart into its parts."""
+        """These units, with the unit `name` divided into its children."""
         return choose_units(model, (*self.glue, name))
 
 
 def choose_units(model: nn.Module, opened: Iterable[str] = ()) -> Units:
     """Units of `model`: the entries of its outermost lists of modules, and the smallest modules outside lists.
 
-    `opened`: names of modules that are taken apart in any case.
+    Args:
+        model: the whole model.
+        opened: names of modules that are always divided into their children.
     """
     glue, names = {""}, []
-    wanted = set(opened)
+    divided = set(opened)
 
     def walk(name: str, module: nn.Module, in_list: bool) -> None:
-        children = [] if _whole(module) else list(module.named_children())
+        children = [] if _is_indivisible(module) else list(module.named_children())
         is_list = isinstance(module, _LISTS)
-        if children and (not name or is_list or name in wanted or not in_list):
+        if children and (not name or is_list or name in divided or not in_list):
             glue.add(name)
             for key, child in children:
                 walk(f"{name}.{key}" if name else key, child, is_list)
@@ -243,13 +265,17 @@ def choose_units(model: nn.Module, opened: Iterable[str] = ()) -> Units:
 
 
 def can_open(model: nn.Module, name: str) -> bool:
-    """Whether the unit `name` has parts of its own."""
+    """Whether the unit `name` can be divided into children."""
     module = model.get_submodule(name)
-    return not _whole(module) and any(True for _ in module.children())
+    return not _is_indivisible(module) and any(True for _ in module.children())
 
 
 def open_for_cuts(model: nn.Module, cuts: Iterable[str]) -> Units:
-    """Units such that every name in `cuts` begins one. Raises PlanError for a name the model does not have."""
+    """Units of which one begins at every name in `cuts`.
+
+    Raises:
+        PlanError: the model has no module of that name.
+    """
     known = dict(model.named_modules())
     opened: list[str] = []
     for cut in cuts:
@@ -262,15 +288,21 @@ def open_for_cuts(model: nn.Module, cuts: Iterable[str]) -> Units:
 
 
 def begins(cut: str, unit: str) -> bool:
-    """Whether a call of `unit` is a call of (a part of) the module called `cut`."""
+    """Whether `unit` is the module called `cut`, or a part of it."""
     return unit == cut or unit.startswith(cut + ".")
 
 
 def heaviest_to_open(
     model: nn.Module, costs: Mapping[str, float], stages: int, closed: Container[str] = ()
 ) -> str | None:
-    """The unit to take apart because it is too large a part for `stages` equal stages; None where all is well.
-    `closed`: units that cannot be taken apart."""
+    """The unit to divide next because it is too expensive for `stages` equal stages, or None.
+
+    Args:
+        model: the whole model.
+        costs: FLOPs of each unit.
+        stages: number of stages.
+        closed: units that cannot be divided.
+    """
     total = sum(costs.values())
     able = [name for name in costs if name not in closed and can_open(model, name)]
     if not able:
@@ -279,13 +311,16 @@ def heaviest_to_open(
     return heaviest if len(costs) < stages or costs[heaviest] > 0.75 * total / stages else None
 
 
-def _whole(module: nn.Module) -> bool:
-    """Modules never taken apart: torch's own (their code reads their parts' weights), parametrised ones, and experts,
-    which route by values."""
-    own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _LISTS)
-    coders = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+def _is_indivisible(module: nn.Module) -> bool:
+    """Whether a module is never divided.
+
+    These are torch's own modules (their code reads their children's weights), parametrised modules, and experts,
+    which route by values.
+    """
+    from_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _LISTS)
+    containers = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
     experts = isinstance(module, MixtureOfExperts) or is_stacked(module)
-    return (own and not isinstance(module, coders)) or experts or parametrize.is_parametrized(module)
+    return (from_torch and not isinstance(module, containers)) or experts or parametrize.is_parametrized(module)
 
 
 def calls_of(program: Program) -> list[Call]:
@@ -300,17 +335,25 @@ def calls_of(program: Program) -> list[Call]:
 
 
 def automatic_starts(calls: Sequence[Call], costs: Sequence[float], stages: int) -> tuple[Call, ...]:
-    """The first calls of stages 1, 2, ... Raises PlanError where there are fewer calls than stages."""
+    """The first calls of stages 1, 2, ..., such that stages cost about the same.
+
+    Raises:
+        PlanError: there are fewer calls than stages.
+    """
     if len(calls) < stages:
         raise PlanError(
-            f"the pipeline has {stages} stages, but the model only {len(calls)} parts that can be told apart; use at "
+            f"the pipeline has {stages} stages, but the model can be divided into only {len(calls)} parts; use at "
             f"most {max(len(calls), 1)} stages (mesh.stage times pipeline.stages_per_rank)"
         )
     return tuple(calls[start] for start in cut_balanced(costs, stages))
 
 
 def named_starts(calls: Sequence[Call], cuts: Sequence[str], stages: int) -> tuple[Call, ...]:
-    """The first calls of the modules named in `cuts`. Raises PlanError for cuts that make no pipeline."""
+    """The first calls of the modules named in `cuts`.
+
+    Raises:
+        PlanError: the cuts do not match the number of stages or the order of the calls.
+    """
     if len(cuts) != stages - 1:
         raise PlanError(
             f"pipeline.cuts names {len(cuts)} modules, but {stages} stages (mesh.stage times pipeline.stages_per_rank) "
@@ -318,14 +361,14 @@ def named_starts(calls: Sequence[Call], cuts: Sequence[str], stages: int) -> tup
         )
     starts: list[int] = []
     for cut in cuts:
-        at = next((number for number, (unit, _) in enumerate(calls) if begins(cut, unit)), None)
-        if at is None:
+        index = next((number for number, (unit, _) in enumerate(calls) if begins(cut, unit)), None)
+        if index is None:
             raise PlanError(f"pipeline.cuts: forward never calls {cut!r}; name a module that it calls")
-        if at <= (starts[-1] if starts else 0):
+        if index <= (starts[-1] if starts else 0):
             raise PlanError(
                 f"pipeline.cuts: forward calls {cut!r} "
-                + ("first" if not at else "before the module that begins the stage before")
-                + "; name modules in the order of their first calls, each stage with at least one"
+                + ("first" if not index else "before the start of the preceding stage")
+                + "; name modules in the order of their first calls, at least one call per stage"
             )
-        starts.append(at)
+        starts.append(index)
     return tuple(calls[start] for start in starts)

@@ -1,4 +1,4 @@
-"""The program of one forward: what the user's code did, as a straight line of operations on values."""
+"""The program of one forward: the operations that the user's code performed, in order, as calls on numbered values."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from tutti.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that some node computes. `key`: its number in the program."""
+    """A tensor that some node computes. `key` is its number in the program."""
 
     key: int
 
@@ -28,25 +28,25 @@ class ProgramParameter:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A tensor that the model was called with, in a program that serves several forwards: leaf `at` of the call."""
+    """Leaf `at` of the arguments of the model's call, in a program that is reused for several forwards."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A known tensor that the node writes to: every run writes to a copy of its own."""
+    """A tensor known at tracing time that the node writes to. Every run writes to its own copy."""
 
     tensor: torch.Tensor
 
 
 Slot = tuple[str, str]
-"""A tensor that a module keeps as a plain attribute: names of the module and of the attribute."""
+"""A tensor in a plain attribute of a module: names of the module and of the attribute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What is known of a value before it is computed."""
+    """Shape, dtype and gradient requirement of a value, known before it is computed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class Outline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Grad mode and autocast at a node: (enabled, dtype) of autocast on the model's device."""
+    """Grad mode and autocast at a node. `autocast` is (enabled, dtype) on the model's device."""
 
     grad: bool
     autocast: tuple[bool, torch.dtype]
@@ -63,8 +63,12 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How leaves are put together: (args, kwargs) with `count` args and kwargs called `names`, or as `spec` says, or
-    one leaf alone.
+    """The structure from which leaves were flattened.
+
+    Attributes:
+        count: for (args, kwargs): the number of args; None otherwise.
+        names: for (args, kwargs): the keys of kwargs.
+        spec: any other structure. None, together with `count`, for a single leaf.
     """
 
     count: int | None = None
@@ -74,14 +78,19 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramCall:
-    """One call. `unit`: name of the module that is called, "" for an operation (`function`).
+    """One call of a unit or of an operation.
 
-    `leaves` and `spec` are (args, kwargs) with `Value`, `ProgramParameter`, `Copied` and `Argument` in place of
-    tensors; `results`: the number of the value that each leaf of the result is, None for one that is no new value;
-    `written`: (position in leaves, number) of arguments that the call changed, which are new values from there on;
-    `views`: (old number, new number) of other values that changed with them because they share their memory; `keeps`:
-    attributes in which the unit leaves tensors, which are its results too, the last ones; `cost`: FLOPs, where they
-    were counted.
+    Attributes:
+        unit: name of the module that is called; "" for an operation.
+        function: the module or the operation.
+        leaves: (args, kwargs), flattened. Tensors are `Value`, `ProgramParameter`, `Copied`, `Argument` or constants.
+        spec: the structure of (args, kwargs).
+        results: number of the value of each leaf of the result; None for a leaf that is no new value.
+        written: (position in `leaves`, new number) of each argument that the call changed in place.
+        views: (old number, new number) of other values that changed because they share memory with these.
+        surroundings: grad mode and autocast.
+        keeps: attributes in which the unit leaves tensors; these are the last of its results.
+        cost: FLOPs, where they were counted.
     """
 
     unit: str
@@ -97,24 +106,31 @@ class ProgramCall:
 
     @property
     def uses(self) -> list[int]:
-        """Numbers of the values it reads."""
+        """Numbers of the values that the call reads."""
         return [leaf.key for leaf in self.leaves if isinstance(leaf, Value)]
 
     @property
     def parameters(self) -> list[str]:
-        """Names of the parameters that are among its arguments."""
+        """Names of the parameters among its arguments."""
         return [leaf.name for leaf in self.leaves if isinstance(leaf, ProgramParameter)]
 
     @property
     def makes(self) -> list[int]:
-        """Numbers of the values that are its own (not those that changed through a view)."""
+        """Numbers of the values that it computes, except those that changed through a view."""
         return [key for key in self.results if key is not None] + [key for _, key in self.written]
 
 
 @dataclass(slots=True, kw_only=True)
 class Program:
-    """Nodes in order, and what the forward returned (`output`: leaves with `Value` in place of computed tensors).
-    `kept`: what modules left in attributes that the loss reads; `hidden`: in others.
+    """The calls of one forward, in order, and its output.
+
+    Attributes:
+        nodes: the calls.
+        outlines: number of a value -> its shape and dtype.
+        output: leaves of the return value, with `Value` in place of computed tensors.
+        kept: tensors that modules left in attributes and the loss reads.
+        hidden: tensors that modules left in attributes and the loss does not read.
+        output_spec: the structure of the return value.
     """
 
     nodes: list[ProgramCall] = field(default_factory=list)
@@ -126,21 +142,24 @@ class Program:
 
     @property
     def ends(self) -> list[int]:
-        """Numbers of the values that are needed when the forward is over."""
+        """Numbers of the values needed after the forward."""
         return [leaf.key for leaf in (*self.output, *self.kept.values()) if isinstance(leaf, Value)]
 
 
 _LEAVES = frozenset(
     {torch.Tensor, torch.nn.Parameter, FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device}
 )
-"""Types of leaves that are met most: what consists of them needs none of torch's search for containers."""
+"""The most frequent types of leaves. Arguments made of these alone skip torch's slower pytree search."""
 
 
 LONE_VALUE = Form()
 
 
 def flatten(value: Any) -> tuple[list[Any], Form]:
-    """Leaves of nested tuples, lists, dicts, named tuples and data classes (such as `transformers`' outputs)."""
+    """Leaves and structure of nested tuples, lists, dicts, named tuples and data classes.
+
+    Data classes such as the outputs of `transformers` are registered with torch's pytree when first met.
+    """
     if type(value) in _LEAVES:
         return [value], LONE_VALUE
     if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict:
@@ -158,7 +177,7 @@ def flatten(value: Any) -> tuple[list[Any], Form]:
 
 
 def unflatten(leaves: list[Any], form: Form) -> Any:
-    """What `flatten` took apart, with other leaves."""
+    """Rebuild the structure that `flatten` returned, with other leaves."""
     if form.spec is not None:
         return pytree.tree_unflatten(leaves, form.spec)
     if form.count is None:
@@ -167,13 +186,17 @@ def unflatten(leaves: list[Any], form: Form) -> Any:
 
 
 def refuse_hidden_tensors(leaf: Any, where: str) -> None:
-    """Raise PlanError for an object that keeps tensors where they cannot be seen: they could not be sent on."""
+    """Refuse an object that holds tensors in its attributes, which could not be sent between stages.
+
+    Raises:
+        PlanError: `leaf` is such an object; `where` names the caller in the message.
+    """
     if type(leaf) in _LEAVES or isinstance(leaf, torch.nn.Module | torch.Tensor | type):
         return
     if hasattr(leaf, "__dict__") and any(isinstance(inner, torch.Tensor) for inner in _inside(vars(leaf))):
         raise PlanError(
-            f"mesh.stage: {where} passes a {type(leaf).__name__} that holds tensors; pass tensors, tuples, lists, "
-            "dicts or data classes between the modules that stages are made of"
+            f"mesh.stage: {where} passes a {type(leaf).__name__} that holds tensors; pass only tensors, tuples, lists, "
+            "dicts or data classes between the modules of stages"
         )
 
 

@@ -1,9 +1,9 @@
-"""Trace: one forward of the user's code on shapes, written down as a Program.
+"""Traces one forward of the user's code on tensors without values, and records it as a `Program`.
 
-The code runs as it stands. Calls of units give tensors without values; what is computed from those is written down
-too. What depends only on the batch is computed at once, so Python that looks at the batch works, and every forward is
-traced anew, so Python that decides otherwise is followed. (torch's own tracer copies tied weights into each stage and
-knows no skip connections.)
+The user's code runs unchanged. Calls of units return tensors without values, and operations on these are
+recorded. Operations that depend only on the batch are computed at once, so Python may read the batch. Every
+forward is traced anew, so Python control flow may differ between forwards. (torch's own tracer for pipelines
+copies tied weights into each stage and does not support skip connections.)
 """
 
 from collections import defaultdict
@@ -53,13 +53,11 @@ _UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
 
 _NONE: Mapping[Slot, torch.Tensor] = MappingProxyType({})
 
-_ONE_CALL = (
-    "let one function call the model once and compute the loss from what it returns, or write it with modules only"
-)
+_ONE_CALL = "call the model once and compute the loss from its output, or compute the loss inside modules of the model"
 
 
 class StopTracing(Exception):
-    """Raised to end a trace when the model's own call has returned. `output`: what it returned."""
+    """Raised to end a trace when the model's own call has returned. `output` is the return value."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -68,15 +66,21 @@ class StopTracing(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """A function that calls the model once and touches no part of it otherwise. `reads`: attributes in which modules
-    left tensors that it reads afterwards; None where any may be.
+    """A function that calls the model once and does not use its parts otherwise; its trace stops at the model's return.
+
+    Attributes:
+        reads: attributes set by modules that the function reads afterwards; None if unknown, so that all are provided.
     """
 
     reads: frozenset[Slot] | None = None
 
 
 class Tracer:
-    """Traces forwards of one model. `shapes`: what is known of the units' results, kept between traces."""
+    """Traces the forwards of one model.
+
+    Attributes:
+        shapes: cached results of units, shared by all traces.
+    """
 
     def __init__(self, model: nn.Module, units: Units, stand_ins: StandIns, device: torch.device) -> None:
         self.model, self.units, self.stand_ins, self.device = model, units, stand_ins, device
@@ -86,18 +90,20 @@ class Tracer:
     def trace(self, function: Callable[[], Any], ending: Ending | None = None) -> Program:
         """The program of `function()`.
 
-        `ending`: stop when the model's call returns, and take what it returned.
+        Args:
+            function: calls the model.
+            ending: if given, tracing stops at the model's return, and the program's output is the return value.
         """
         return self.traced(function, ending)[0]
 
     def traced(self, function: Callable[[], Any], ending: Ending | None) -> tuple[Program, bool]:
-        """`trace`, and whether the shapes of all units' results were known before."""
+        """Like `trace`, with whether the results of all units were cached."""
         recorder = ProgramRecorder(self, until_root=ending is not None)
         self._run(recorder, function)
         return recorder.finish(recorder.output, ending), not recorder.followed
 
     def call_of(self, function: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments that `function()` calls the model with; None where it does anything else with it before."""
+        """The arguments of the model's call in `function()`; None without such a call, or if a part is called first."""
 
         def called(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise StopTracing(None if name else (args, kwargs))
@@ -110,8 +116,13 @@ class Tracer:
         return None
 
     def ends_with_model(self, function: Callable[[], Any]) -> Ending | None:
-        """Whether `function()` calls the model itself once and touches no part of it otherwise: then what follows the
-        call need not be traced. Raises PlanError where it would have to be and cannot.
+        """Determine whether `function()` calls the model exactly once and does not use its parts otherwise.
+
+        Returns:
+            An `Ending`, so that later traces may stop at the model's return, or None if they may not.
+
+        Raises:
+            PlanError: the function must be traced to its end and cannot be.
         """
         recorder, reads = ProgramRecorder(self, until_root=False), True
         try:
@@ -119,16 +130,21 @@ class Tracer:
         except PlanError:
             if recorder.root_calls != 1 or recorder.outside:
                 raise
-            reads = False  # it was not followed to its end
+            reads = False  # it was not traced to its end
         if recorder.root_calls != 1 or recorder.outside:
             return None
         return Ending(reads=frozenset(recorder.read) if reads else None)
 
     def finish(self, function: Callable[[], Any], output: Any, kept: Mapping[Slot, torch.Tensor] = _NONE) -> Any:
-        """What `function()` returns if the model's call in it returns `output` and leaves `kept` in attributes (those
-        of other stages as tensors without values).
+        """Compute the return value of `function()` after the model's part of it is computed.
 
-        Raises PlanError if it uses the model otherwise: its parameters lie on other stages.
+        Args:
+            function: calls the model once.
+            output: the return value of that call.
+            kept: attributes that modules have set; those that are on other stages are tensors without values.
+
+        Raises:
+            PlanError: the function uses the model otherwise, although its parameters are on other stages.
         """
         calls: list[str] = []
 
@@ -141,7 +157,7 @@ class Tracer:
         with self.stand_ins.in_place(self.units.glue, called), attributes(self.model, kept):
             result = function()
         if any(is_unknown(leaf) for leaf in flatten(result)[0]):
-            raise PlanError(f"mesh.stage: the loss uses the model's parameters beside calling it; {_ONE_CALL}")
+            raise PlanError(f"mesh.stage: the loss uses the model's parameters outside its forward; {_ONE_CALL}")
         return result
 
     def _run(self, recorder: "ProgramRecorder", function: Callable[[], Any]) -> None:
@@ -154,31 +170,43 @@ class Tracer:
                 recorder.output = stop.output
             except _UNREADABLE as error:
                 raise PlanError(
-                    f"mesh.stage: {script_line(error)} needs the values of a module's output ({error}); compute "
-                    "that inside a module of the model, or without looking at values"
+                    f"mesh.stage: {script_line(error)} needs the values of a module's output ({error}); move this "
+                    "code into a module of the model, or do not read the values"
                 ) from error
 
 
 class ProgramRecorder(TorchFunctionMode):
-    """Writes one program."""
+    """Records one program.
+
+    Attributes:
+        until_root: whether to stop when the model's own call returns.
+        root_calls: finished calls of the model itself.
+        outside: whether a part of the model was used outside such a call.
+        output: return value of the traced function.
+        followed: whether the result of some unit was not cached.
+        paused: whether operations are run without being recorded.
+        keeping: attributes that units have set.
+        read: attributes set by units and read outside the model's call.
+        inside: name of the unit whose result is being inferred.
+    """
 
     def __init__(self, tracer: Tracer, *, until_root: bool) -> None:
         super().__init__()
         self.tracer, self.until_root = tracer, until_root
         self.program = Program()
         self.root_calls = 0
-        self.outside = False  # whether the model was used beside its own call
+        self.outside = False
         self.output: Any = None
-        self.followed = False  # whether what some unit returns was not known before
+        self.followed = False
         self._depth = 0
         self.paused = False
         self.keeping = Attributes(tracer.model, tracer.units.glue)
-        self.read: set[Slot] = set()  # attributes that units have written to and the rest has read
-        self.inside = ""  # the unit whose result's shape is being found
+        self.read: set[Slot] = set()
+        self.inside = ""
         self._keys: dict[int, int] = {}  # id of a tensor without values -> number of its value
-        self._stands: dict[int, torch.Tensor] = {}  # id of a known tensor that was written to -> what stands for it
-        self._alive: list[Any] = []  # ids above stay unique
-        self._memory: dict[int, list[torch.Tensor]] = defaultdict(list)  # values by the memory they share
+        self._placeholders: dict[int, torch.Tensor] = {}  # id of a known tensor that was written to -> its placeholder
+        self._alive: list[Any] = []  # keeps tensors alive, so that the ids above stay unique
+        self._memory: dict[int, list[torch.Tensor]] = defaultdict(list)  # storage -> the values in it
         self._views: set[int] = set()
         self._captured: list[tuple[torch.Tensor, int]] = []
 
@@ -191,7 +219,9 @@ class ProgramRecorder(TorchFunctionMode):
         if func in _MASKED:
             args = positions(args)
         leaves, spec = flatten((args, kwargs))
-        if not any(is_unknown(leaf) or id(leaf) in self._stands for leaf in leaves if isinstance(leaf, torch.Tensor)):
+        if not any(
+            is_unknown(leaf) or id(leaf) in self._placeholders for leaf in leaves if isinstance(leaf, torch.Tensor)
+        ):
             result = func(*args, **kwargs)
             if isinstance(result, torch.Tensor) and result._is_view():
                 self._views.add(result.untyped_storage()._cdata)
@@ -199,19 +229,19 @@ class ProgramRecorder(TorchFunctionMode):
         return self.operation(func, leaves, spec)
 
     def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of a module does while the trace runs."""
+        """Handle a call of a module during the trace."""
         if self.paused and not self.inside:
             raise PlanError(
-                f"mesh.stage: {name or 'the model'} is called from inside a function of torch; call it in forward"
+                f"mesh.stage: {name or 'the model'} is called from inside a torch function; call it in forward"
             )
         if not self.paused and name not in self.tracer.units.glue:
             return self._unit(name, module, args, kwargs)
         if self.paused and id(module) in self.tracer.stand_ins.stacked:
             return of_experts(*args, **kwargs)
-        own = not name and not self.paused
-        self._depth += own
+        is_root = not name and not self.paused
+        self._depth += is_root
         result = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if own:
+        if is_root:
             self.keeping.look()
             self._depth -= 1
             self.root_calls += 1
@@ -220,16 +250,19 @@ class ProgramRecorder(TorchFunctionMode):
         return result
 
     def applied(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An autograd function of the user's own is written down as one operation, with its backward."""
+        """Record a call of the user's autograd function as one operation, with its backward."""
         leaves, spec = flatten((args, kwargs))
         if self.paused or not any(is_unknown(leaf) for leaf in leaves):
             return function(*args, **kwargs)
         if function.__self__ is CheckpointFunction:
-            raise PlanError("mesh.stage: checkpoint(use_reentrant=True) in forward; use use_reentrant=False")
+            raise PlanError(
+                "mesh.stage: forward calls checkpoint(use_reentrant=True), which cannot be traced; pass "
+                "use_reentrant=False"
+            )
         return self.operation(function, leaves, spec)
 
     def operation(self, func: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
-        """Run an operation on shapes and write it down."""
+        """Run an operation on tensors without values and record it."""
         subjects = [self._subject(leaf) for leaf in leaves]
         versions = [_version(subject) for subject in subjects]
         args, kwargs = unflatten(subjects, spec)
@@ -240,16 +273,16 @@ class ProgramRecorder(TorchFunctionMode):
         if not written and not any(is_unknown(leaf) for leaf in results):
             return result
         self._write("", func, leaves, subjects, spec, results, written)
-        back = {id(stand): leaf for leaf, stand in zip(leaves, subjects, strict=True) if stand is not leaf}
-        return back.get(id(result), result) if isinstance(result, torch.Tensor) else result
+        originals = {id(subject): leaf for leaf, subject in zip(leaves, subjects, strict=True) if subject is not leaf}
+        return originals.get(id(result), result) if isinstance(result, torch.Tensor) else result
 
     def _unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shapes, stand_ins = self.tracer.shapes, self.tracer.stand_ins
-        with torch._C.DisableTorchFunction():  # what is done here is none of the user's operations
+        with torch._C.DisableTorchFunction():  # operations in here are not the user's
             leaves, spec = flatten((args, kwargs))
             for leaf in leaves:
                 refuse_hidden_tensors(leaf, f"a call of {name}")
-            subjects = [self._stands.get(id(leaf), leaf) for leaf in leaves]
+            subjects = [self._placeholders.get(id(leaf), leaf) for leaf in leaves]
             inference = shapes.known(name, subjects, spec)
         if inference is None:
             self.followed = True
@@ -262,8 +295,10 @@ class ProgramRecorder(TorchFunctionMode):
             self._write(name, module, leaves, subjects, spec, results, list(inference.written), inference)
             for slot in reversed(inference.keeps):
                 self.keeping.set(slot, results.pop())
-            back = {id(stand): leaf for leaf, stand in zip(leaves, subjects, strict=True) if stand is not leaf}
-            return unflatten([back.get(id(leaf), leaf) for leaf in results], inference.spec)
+            originals = {
+                id(subject): leaf for leaf, subject in zip(leaves, subjects, strict=True) if subject is not leaf
+            }
+            return unflatten([originals.get(id(leaf), leaf) for leaf in results], inference.spec)
 
     def _write(
         self,
@@ -276,7 +311,7 @@ class ProgramRecorder(TorchFunctionMode):
         written: list[int],
         inference: Inference | None = None,
     ) -> None:
-        """Add the node; give numbers to what it made and to what it changed."""
+        """Append a node, and number the values that it makes or changes."""
         read = tuple(self._leaf(leaf, written=at in written) for at, leaf in enumerate(leaves))
         if not self._depth and (unit or any(isinstance(leaf, ProgramParameter) for leaf in read)):
             self.outside = True
@@ -306,12 +341,12 @@ class ProgramRecorder(TorchFunctionMode):
         )
 
     def finish(self, output: Any, ending: Ending | None) -> Program:
-        """The program, returning `output`."""
+        """The recorded program, with `output` as its return value."""
         leaves, spec = flatten(output)
         if ending is not None:
-            left = sorted(self.keeping.now.items())
-            left = [(slot, tensor) for slot, tensor in left if id(tensor) in self._keys or not is_unknown(tensor)]
-            values = {slot: self._leaf(tensor, written=False) for slot, tensor in left}
+            slots = sorted(self.keeping.now.items())
+            slots = [(slot, tensor) for slot, tensor in slots if id(tensor) in self._keys or not is_unknown(tensor)]
+            values = {slot: self._leaf(tensor, written=False) for slot, tensor in slots}
             reads = set(values) if ending.reads is None else ending.reads
             self.program.kept = {slot: value for slot, value in values.items() if slot in reads}
             self.program.hidden = {slot: value for slot, value in values.items() if slot not in reads}
@@ -326,17 +361,19 @@ class ProgramRecorder(TorchFunctionMode):
         return self.program
 
     def _subject(self, leaf: Any) -> Any:
-        """What stands for an argument while an operation is tried: known tensors lend their shape only."""
+        """The placeholder of an argument: a known tensor contributes only its shape."""
         if not isinstance(leaf, torch.Tensor) or is_unknown(leaf):
             return leaf
-        return self._stands.get(id(leaf)) if id(leaf) in self._stands else self.tracer.stand_ins.outline(leaf)
+        return (
+            self._placeholders.get(id(leaf)) if id(leaf) in self._placeholders else self.tracer.stand_ins.outline(leaf)
+        )
 
     def _leaf(self, leaf: Any, *, written: bool) -> Any:
-        """How an argument is written down."""
+        """The form in which an argument is recorded."""
         if not isinstance(leaf, torch.Tensor):
             refuse_hidden_tensors(leaf, "an operation")
             return leaf
-        subject = self._stands.get(id(leaf), leaf)
+        subject = self._placeholders.get(id(leaf), leaf)
         if id(subject) in self._keys:
             if not self._depth:
                 self.read |= {slot for slot, tensor in self.keeping.now.items() if tensor is subject}
@@ -346,37 +383,41 @@ class ProgramRecorder(TorchFunctionMode):
         if is_unknown(subject):
             raise PlanError(
                 f"mesh.stage: forward uses a buffer of shape {tuple(leaf.shape)} outside the module that owns it; use "
-                "it in that module's forward, or keep it on the module whose forward needs it"
+                "it in that module's forward, or register it in the module whose forward needs it"
             )
         if written:
             return Copied(leaf)
         self._captured.append((leaf, leaf._version))
         return leaf
 
-    def _may_change(self, leaf: Any, subject: Any, words: str) -> None:
-        """A tensor is changed in place: from here on it is a value. Refuses what could not be kept consistent."""
+    def _may_change(self, leaf: Any, subject: Any, operation: str) -> None:
+        """Turn a tensor that is changed in place into a value from here on.
+
+        Raises:
+            PlanError: the tensor is a parameter, a buffer, or shares memory with other known tensors.
+        """
         if id(subject) in self.tracer.stand_ins.names:
             name = self.tracer.stand_ins.names[id(subject)]
-            raise PlanError(f"mesh.stage: {words} changes parameter {name} in forward; leave that to the optimizer")
-        if is_unknown(leaf) or id(leaf) in self._stands:
+            raise PlanError(f"mesh.stage: {operation} changes parameter {name} in forward; leave that to the optimizer")
+        if is_unknown(leaf) or id(leaf) in self._placeholders:
             return
         shared = leaf._is_view() or leaf.untyped_storage()._cdata in self._views
         if shared or any(leaf is buffer for buffer in self.tracer.model.buffers()):
-            what = "a view of another tensor" if shared else "a buffer of the model"
+            kind = "a view of another tensor" if shared else "a buffer of the model"
             raise PlanError(
-                f"mesh.stage: {words} writes a module's output into {what} of shape {tuple(leaf.shape)}; make a new "
-                "tensor (torch.stack, torch.cat), or do it inside one module"
+                f"mesh.stage: {operation} writes a module's output into {kind} of shape {tuple(leaf.shape)}; make a "
+                "new tensor (torch.stack, torch.cat), or do it inside one module"
             )
-        self._stands[id(leaf)] = subject
+        self._placeholders[id(leaf)] = subject
         self._alive.append(leaf)
 
     def _shared(self, subject: torch.Tensor, written: set[int]) -> list[tuple[int, int]]:
-        """Other values in the same memory get new numbers too."""
+        """Renumber the other values in the memory of `subject`. Returns (old number, new number) pairs."""
         others = self._memory[subject.untyped_storage()._cdata]
         return [(self._keys[id(other)], self._number(other)) for other in list(others) if id(other) not in written]
 
     def _number(self, tensor: torch.Tensor) -> int:
-        """A new number for a tensor's present values."""
+        """A new number for the present values of a tensor."""
         key = len(self.program.outlines)
         if id(tensor) not in self._keys:
             self._alive.append(tensor)

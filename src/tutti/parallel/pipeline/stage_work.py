@@ -1,4 +1,4 @@
-"""Work: one stage's forward and backward on one microbatch, as plain tensors in and tensors out."""
+"""Forward and backward of one stage on one microbatch: plain tensors in, plain tensors out."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -28,7 +28,7 @@ from tutti.parallel.tensor import whole, whole_parameter
 
 
 class StageEntry(torch.autograd.Function):
-    """A received value where it enters a stage: no leaf, so the stage may change it in place."""
+    """Makes a received value a non-leaf of the autograd graph, so that the stage may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, arrival: "Arrival") -> torch.Tensor:
@@ -44,7 +44,14 @@ class StageEntry(torch.autograd.Function):
 
 
 class Arrival:
-    """A received value. `gradient`: with respect to it, after backward; `edge`: its place in the graph."""
+    """A received value that requires a gradient.
+
+    Attributes:
+        tensor: the value, until `enter`.
+        like: its shape, dtype and device.
+        gradient: its gradient, after backward.
+        edge: where its gradient leaves the autograd graph.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -53,13 +60,14 @@ class Arrival:
         self.edge: GradientEdge | None = None
 
     def enter(self, device: torch.device) -> torch.Tensor:
+        """The value as a tensor of the autograd graph."""
         anchor = torch.empty((), device=device, requires_grad=True)
         entered: torch.Tensor = StageEntry.apply(anchor, self)  # type: ignore[no-untyped-call]
         self.edge = get_gradient_edge(entered)
         return entered
 
     def taken(self) -> torch.Tensor:
-        """The gradient, zeros where the stage did not use the value."""
+        """Remove and return the gradient; zeros if the stage did not use the value."""
         gradient, self.gradient = self.gradient, None
         if gradient is None:
             shape, dtype, device = self.like
@@ -68,7 +76,19 @@ class Arrival:
 
 
 class StageWork:
-    """Stage `stage` of one microbatch's program. Made for its forward, used up by its backward."""
+    """Forward and backward of one stage on one microbatch. It is made for the forward and used up by the backward.
+
+    Args:
+        placement: the microbatch's program, divided into stages.
+        stage: the stage to compute.
+        model: the model, with at least this stage's parameters.
+        device: where received values lie.
+
+    Attributes:
+        part: this stage's operations.
+        outlines: shape and dtype of each value, by its number.
+        loss: the scalar to differentiate, set by the caller on the last stage.
+    """
 
     def __init__(self, placement: Placement, stage: int, model: nn.Module, device: torch.device) -> None:
         self.part: StagePart = placement.parts[stage]
@@ -82,7 +102,14 @@ class StageWork:
         self._deferred: Deferred | None = None
 
     def forward(self, received: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Compute; returns all values of this stage by number (those to send are contiguous where they are sent)."""
+        """Compute the stage.
+
+        Args:
+            received: number -> value from other stages.
+
+        Returns:
+            All values of this stage, by number.
+        """
         values: dict[int, torch.Tensor] = {}
         for key, tensor in received.items():
             if self.wants_gradient(key) and torch.is_grad_enabled():
@@ -102,60 +129,68 @@ class StageWork:
         return values
 
     def outgoing(self, key: int) -> torch.Tensor:
-        """A value to send. Raises PlanError when it is not what the trace foresaw: others wait for that."""
+        """The value to send to other stages, contiguous.
+
+        Raises:
+            PlanError: its shape or dtype differs from the traced one, which the receiver has allocated.
+        """
         tensor, outline = self._sent[key].detach().contiguous(), self.outlines[key]
         if (tuple(tensor.shape), tensor.dtype) != (outline.shape, outline.dtype):
             raise PlanError(
-                f"mesh.stage: a value between stages is {tuple(tensor.shape)}, {tensor.dtype}, where following the "
-                f"model on shapes gave {outline.shape}, {outline.dtype}; name pipeline.cuts elsewhere"
+                f"mesh.stage: a value sent between stages has shape {tuple(tensor.shape)} and {tensor.dtype}, but "
+                f"tracing gave {outline.shape} and {outline.dtype}; choose other pipeline.cuts"
             )
         return tensor
 
     def let_go(self) -> None:
-        """What was sent is held no longer: of it backward needs only where its gradient enters."""
+        """Release sent values; backward needs only the graph edges at which their gradients enter."""
         self._paths |= {key: get_gradient_edge(sent) for key, sent in self._sent.items() if sent.requires_grad}
         self._sent = {}
 
     def output(self, values: Mapping[int, torch.Tensor]) -> Any:
-        """What the forward returned, on the last stage."""
+        """The model's return value, on the last stage."""
         program = self._placement.program
         leaves = [self._resolve(leaf, values) for leaf in program.output]
         assert program.output_spec is not None
         return unflatten(leaves, program.output_spec)
 
     def kept(self, values: Mapping[int, torch.Tensor]) -> dict[Slot, torch.Tensor]:
-        """What modules of any stage left in attributes that the loss reads, on the last stage."""
+        """Tensors that modules of any stage left in attributes and the loss reads, on the last stage."""
         return {slot: self._resolve(leaf, values) for slot, leaf in self._placement.program.kept.items()}
 
     def wants_gradient(self, key: int) -> bool:
-        """Whether a gradient travels back along a value's way."""
+        """Whether the gradient of a value is sent back to the stage that computed it."""
         return self.outlines[key].requires_grad
 
     def backward(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """All gradients, from those of the values sent (and the loss, where there is one)."""
+        """Compute all gradients.
+
+        Args:
+            gradients: number -> gradient of a value sent; the loss, if set, gets gradient 1.
+        """
         roots, seeds = self._roots(gradients)
         if roots:
             torch.autograd.backward(roots, seeds)
         self._paths, self.loss = {}, None
 
     def backward_inputs(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Gradients of what was received; those of weights are left for `backward_weights`."""
+        """Compute the gradients of received values; gradients of weights are left to `backward_weights`."""
         roots, seeds = self._roots(gradients)
         edges = {key: arrival.edge for key, arrival in self._arrivals.items() if arrival.edge is not None}
-        found, self._deferred = input_gradients(roots, seeds, list(edges.values()))
-        for key, gradient in zip(edges, found, strict=True):
+        input_grads, self._deferred = input_gradients(roots, seeds, list(edges.values()))
+        for key, gradient in zip(edges, input_grads, strict=True):
             if gradient is not None:
                 self._arrivals[key].gradient = gradient
         self._paths, self.loss = {}, None
 
     def backward_weights(self) -> None:
-        """What `backward_inputs` left out."""
+        """Compute the gradients that `backward_inputs` left out."""
         assert self._deferred is not None
         self._deferred.run()
         self._deferred = None
 
     def gradient(self, key: int) -> torch.Tensor:
-        """The gradient of a received value, to be sent back."""
+        """Remove and return the gradient of a received value."""
         return self._arrivals[key].taken()
 
     def _roots(self, gradients: Mapping[int, torch.Tensor]) -> tuple[list[GradientEdge], list[torch.Tensor | None]]:
@@ -174,11 +209,11 @@ class StageWork:
     def _run(self, node: ProgramCall, values: dict[int, torch.Tensor]) -> None:
         leaves = [self._resolve(leaf, values) for leaf in node.leaves]
         args, kwargs = unflatten(leaves, node.spec)
-        with _like(node.surroundings, self.device):
+        with _match_surroundings(node.surroundings, self.device):
             result = node.function(*args, **kwargs)
         if any(key is not None for key in node.results):
-            left = [getattr(self._model.get_submodule(name), attribute) for name, attribute in node.keeps]
-            for key, leaf in zip(node.results, [*flatten(result)[0], *left], strict=True):
+            attribute_tensors = [getattr(self._model.get_submodule(name), attribute) for name, attribute in node.keeps]
+            for key, leaf in zip(node.results, [*flatten(result)[0], *attribute_tensors], strict=True):
                 if key is not None:
                     values[key] = leaf
         for at, key in node.written:
@@ -197,20 +232,26 @@ class StageWork:
         return leaf.tensor.clone() if isinstance(leaf, Copied) else leaf
 
 
-def _like(wanted: Surroundings, device: torch.device) -> ExitStack:
-    """The grad mode and autocast that a node was written down in."""
-    stack, now = ExitStack(), surroundings(device)
-    if wanted.grad != now.grad:
-        stack.enter_context(torch.set_grad_enabled(wanted.grad))
-    if wanted.autocast != now.autocast:
-        enabled, dtype = wanted.autocast
+def _match_surroundings(traced: Surroundings, device: torch.device) -> ExitStack:
+    """Enter the grad mode and autocast under which a node was traced."""
+    stack, current = ExitStack(), surroundings(device)
+    if traced.grad != current.grad:
+        stack.enter_context(torch.set_grad_enabled(traced.grad))
+    if traced.autocast != current.autocast:
+        enabled, dtype = traced.autocast
         stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=enabled))
     return stack
 
 
 @dataclass(slots=True)
 class Junction:
-    """A node where branches to weights leave the way to the inputs. `arrived`: gradients that flowed into it."""
+    """A node on the path to the inputs from which branches lead to weights.
+
+    Attributes:
+        node: the autograd node.
+        weights: the leaves that these branches reach.
+        arrived: gradients that flowed into the node, None for outputs without one.
+    """
 
     node: AutogradNode
     weights: list[torch.Tensor]
@@ -219,7 +260,13 @@ class Junction:
 
 @dataclass(slots=True)
 class Deferred:
-    """The second half. `roots`: where gradients of results enter that no input leads to, with those."""
+    """The part of backward that computes gradients of weights.
+
+    Attributes:
+        junctions: where this part starts from the paths to the inputs.
+        roots: graph edges of results that lead to no input.
+        seeds: the gradients of those results.
+    """
 
     junctions: list[Junction] = field(default_factory=list)
     roots: list[GradientEdge] = field(default_factory=list)
@@ -239,46 +286,54 @@ class Deferred:
 def input_gradients(
     roots: Sequence[GradientEdge], seeds: Sequence[torch.Tensor | None], inputs: Sequence[GradientEdge]
 ) -> tuple[list[torch.Tensor | None], Deferred]:
-    """Gradients with respect to `inputs` (None for one that is not used), and the half that is left. `roots`: where the
-    gradients of results, `seeds`, enter the graph."""
+    """Compute gradients with respect to `inputs` only.
+
+    Args:
+        roots: graph edges at which the gradients of results enter.
+        seeds: those gradients; None means 1.
+        inputs: graph edges of the inputs.
+
+    Returns:
+        The gradient of each input (None if unused), and the deferred gradients of the weights.
+    """
     if not inputs or not roots:
         return [None] * len(inputs), Deferred(roots=list(roots), seeds=list(seeds))
     paths = _Paths({edge.node for edge in inputs})
-    leading = [at for at, root in enumerate(roots) if paths.leads(root.node)]
-    if not leading:
+    leading_roots = [at for at, root in enumerate(roots) if paths.leads(root.node)]
+    if not leading_roots:
         return [None] * len(inputs), Deferred(roots=list(roots), seeds=list(seeds))
     junctions = paths.junctions()
-    others = [at for at in range(len(roots)) if at not in leading]
+    other_roots = [at for at in range(len(roots)) if at not in leading_roots]
     if junctions is None:
-        return _whole(roots, seeds, inputs), Deferred()
-    hooks = [junction.node.register_prehook(_keeper(junction)) for junction in junctions]
+        return _all_gradients(roots, seeds, inputs), Deferred()
+    hooks = [junction.node.register_prehook(_capture_hook(junction)) for junction in junctions]
     try:
-        found = torch.autograd.grad(
-            [roots[at] for at in leading],
+        gradients = torch.autograd.grad(
+            [roots[at] for at in leading_roots],
             list(inputs),
-            [seeds[at] for at in leading],
+            [seeds[at] for at in leading_roots],
             retain_graph=True,
             allow_unused=True,
         )
     finally:
         for hook in hooks:
             hook.remove()
-    return list(found), Deferred(junctions, [roots[at] for at in others], [seeds[at] for at in others])
+    return list(gradients), Deferred(junctions, [roots[at] for at in other_roots], [seeds[at] for at in other_roots])
 
 
-def _whole(
+def _all_gradients(
     roots: Sequence[GradientEdge], seeds: Sequence[torch.Tensor | None], inputs: Sequence[GradientEdge]
 ) -> list[torch.Tensor | None]:
-    """All gradients at once; those of the inputs are caught on the way."""
+    """Compute all gradients at once; hooks capture those of the inputs."""
     caught: list[torch.Tensor | None] = [None] * len(inputs)
 
-    def keeper(at: int, position: int) -> Any:
-        def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def capture_hook(at: int, position: int) -> Any:
+        def capture(gradients: tuple[torch.Tensor | None, ...]) -> None:
             caught[at] = gradients[position]
 
-        return keep
+        return capture
 
-    hooks = [edge.node.register_prehook(keeper(at, edge.output_nr)) for at, edge in enumerate(inputs)]
+    hooks = [edge.node.register_prehook(capture_hook(at, edge.output_nr)) for at, edge in enumerate(inputs)]
     try:
         torch.autograd.backward(list(roots), list(seeds))
     finally:
@@ -287,22 +342,25 @@ def _whole(
     return caught
 
 
-def _keeper(junction: Junction) -> Any:
-    def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
+def _capture_hook(junction: Junction) -> Any:
+    def capture(gradients: tuple[torch.Tensor | None, ...]) -> None:
         junction.arrived = gradients
 
-    return keep
+    return capture
 
 
 class _Paths:
-    """Which nodes of a graph lead to any of `ends`."""
+    """The nodes of an autograd graph that lead to any of `ends`."""
 
     def __init__(self, ends: set[AutogradNode]) -> None:
         self._ends = ends
         self._leads: dict[AutogradNode, bool] = dict.fromkeys(ends, True)
 
     def leads(self, start: AutogradNode) -> bool:
-        """Whether `start` leads to an end; all nodes under it are settled too (depth first, without recursion)."""
+        """Whether `start` leads to an end.
+
+        The search is depth first without recursion and records the answer for all nodes below `start` too.
+        """
         stack = [(start, False)]
         while stack:
             node, below_done = stack.pop()
@@ -317,26 +375,26 @@ class _Paths:
         return self._leads[start]
 
     def junctions(self) -> list[Junction] | None:
-        """Where branches to weights leave; None where two of them meet again."""
-        found: list[Junction] = []
-        taken: set[AutogradNode] = set()
+        """The nodes where branches to weights leave the paths to `ends`; None if two such branches share a node."""
+        junctions: list[Junction] = []
+        claimed: set[AutogradNode] = set()
         for node, leads in self._leads.items():
             if not leads or node in self._ends:
                 continue
             branches = {c for c, _ in node.next_functions if c is not None and not self._leads[c]}
-            own = _below(branches)
-            weights = [leaf.variable for leaf in own if hasattr(leaf, "variable")]
+            branch_nodes = _below(branches)
+            weights = [leaf.variable for leaf in branch_nodes if hasattr(leaf, "variable")]
             if not weights:
                 continue
-            if own & taken:
+            if branch_nodes & claimed:
                 return None
-            taken |= own
-            found.append(Junction(node, weights))
-        return found
+            claimed |= branch_nodes
+            junctions.append(Junction(node, weights))
+        return junctions
 
 
 def _below(starts: set[AutogradNode]) -> set[AutogradNode]:
-    """All nodes under `starts`, themselves included."""
+    """All nodes below `starts`, including these."""
     seen, stack = set(starts), list(starts)
     while stack:
         for child, _ in stack.pop().next_functions:

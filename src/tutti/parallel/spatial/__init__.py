@@ -1,8 +1,9 @@
-"""One sample cut in space: each rank computes its part of every activation, and halos travel between neighbours.
+"""Spatial parallelism: each rank computes its part of every activation of a sample, and neighbours exchange halos.
 
-`CutTensor` behaves as the whole tensor and holds this rank's part; what it cannot do exactly it refuses. Along the
-space axis the sum over ranks of their losses is `degree` times the loss, so each rank's backward starts from
-1 / degree, every exchange's backward is its exact adjoint, and all gradients are summed over space like over data.
+`CutTensor` behaves as the whole tensor and holds this rank's part. It refuses functions that it cannot compute
+exactly. Along the space axis, the ranks' losses add up to `degree` times the loss, so each rank's backward
+starts from 1 / degree. The backward of every exchange is its exact adjoint. Gradients are summed over space as
+they are over data.
 """
 
 from tutti.parallel.spatial.spatial_tensor import CutTensor, whole

@@ -1,4 +1,4 @@
-"""The space axis of a plan: groups along the grid, and a model whose inputs arrive cut."""
+"""Applies the space axis of a plan: process groups along the grid, and a model whose inputs are cut."""
 
 import copy
 import functools
@@ -40,31 +40,33 @@ from tutti.parallel.spatial.spatial_tensor import (
     whole,
 )
 
-HANDLING = (
-    spatial_elementwise,
-    spatial_elementwise,
-    spatial_elementwise,
-    spatial_pooling,
-    spatial_pooling,
-    spatial_reshapes,
-    spatial_reshapes,
-    spatial_convolution,
-)
-"""The modules that say what a cut tensor can do; importing them registers it."""
+HANDLING = (spatial_elementwise, spatial_pooling, spatial_reshapes, spatial_convolution)
+"""The modules that register the functions of cut tensors when imported."""
 
 
 def cut_space(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -> SpatialGroup:
-    """Make `model` take whole samples, cut them, and compute this rank's part. Call it last: all gradients are
-    summed over space too, on top of what other mechanisms said.
+    """Make `model` accept whole samples, cut them, and compute this rank's part.
 
-    Raises PlanError where the model has no convolution, or fewer spatial dims than the grid.
+    Call this after all other mechanisms: it adds the space axis to the axes over which every gradient is reduced.
+
+    Args:
+        model: the model; its forward is replaced.
+        plan: names the degree of space and the grid.
+        layout: the mesh, the gradients' reduction axes and the channels.
+        scope: of batch statistics over data.
+
+    Returns:
+        This rank's groups and position in the grid.
+
+    Raises:
+        PlanError: the model has no convolution, or its convolutions have fewer spatial dims than the grid.
     """
     mesh = layout.mesh
     ranks = [module.weight.dim() - 2 for module in model.modules() if isinstance(module, _ConvNd)]
     if not ranks:
         raise PlanError(
-            f"mesh.space = {mesh.degree('space')}, but the model has no convolution whose input could be cut in space;"
-            " use replicate, split or context instead"
+            f"mesh.space = {mesh.degree('space')}, but the model has no convolution whose input could be cut in space; "
+            "use replicate, split or context instead"
         )
     grid = grid_of(plan, max(ranks))
     statistics = any(isinstance(module, _BatchNorm) for module in model.modules())
@@ -80,33 +82,38 @@ def cut_space(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -
 
 
 def grid_of(plan: Plan, rank: int) -> tuple[int, ...]:
-    """Parts along each of `rank` spatial dims."""
-    given = plan.space_grid or (plan.degree("space"),)
-    if len(given) > rank:
+    """Parts along each of `rank` spatial dims, from the plan.
+
+    Raises:
+        PlanError: the plan's grid has more dims.
+    """
+    grid = plan.space_grid or (plan.degree("space"),)
+    if len(grid) > rank:
         raise PlanError(
-            f"space_grid = {list(given)} cuts {len(given)} spatial dims, but the model's convolutions have {rank}; "
+            f"space_grid = {list(grid)} cuts {len(grid)} spatial dims, but the model's convolutions have {rank}; "
             f"give at most {rank} numbers"
         )
-    return (*given, *(1,) * (rank - len(given)))
+    return (*grid, *(1,) * (rank - len(grid)))
 
 
 class SpaceForward:
-    """The model's forward on parts: inputs of (batch, channels, spatial dims) are cut, other inputs stay whole.
+    """The forward of a model with cut inputs. Inputs of (batch, channels, spatial dims) are cut, others stay whole.
 
-    Where gradients are computed the output stays cut, and the loss function sees it as the whole; else it is fetched.
+    With gradients, the output stays cut, and the loss function sees its whole shape. Without, the whole output is
+    fetched.
     """
 
     def __init__(self, model: nn.Module, plain: Callable[..., Any], space: SpatialGroup) -> None:
         self.model, self.plain, self.space = model, plain, space
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled model gets its plain forward back: the ranks are not part of it."""
+        """A pickled model gets its original forward back: process groups cannot be pickled."""
         return functools.partial, (type(self.model).forward, self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(self._cut, (args, kwargs))
         output = self.plain(*args, **kwargs)
-        return output if torch.is_grad_enabled() else pytree.tree_map(_whole, output)
+        return output if torch.is_grad_enabled() else pytree.tree_map(_whole_leaf, output)
 
     def _cut(self, leaf: Any) -> Any:
         if (
@@ -118,24 +125,30 @@ class SpaceForward:
         return leaf
 
 
-def _whole(leaf: Any) -> Any:
+def _whole_leaf(leaf: Any) -> Any:
     return whole(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def open_space(mesh: Mesh, grid: Sequence[int], *, statistics: bool = False) -> SpatialGroup:
-    """Groups for every set of cut grid axes, and over data for batch statistics. Collective over all ranks."""
+    """Open groups for every set of cut grid axes, and for batch statistics over data too. Collective over all ranks.
+
+    Args:
+        mesh: the mesh.
+        grid: parts along each spatial dim.
+        statistics: whether the model has batch statistics.
+    """
     ranks = mesh.ranks("space")
     place = tuple(int(part) for part in np.unravel_index(mesh.index("space"), tuple(grid)))
     axes = [axis for axis, parts in enumerate(grid) if parts > 1]
-    every = [some for count in range(1, len(axes) + 1) for some in itertools.combinations(axes, count)]
+    axis_sets = [axis_set for count in range(1, len(axes) + 1) for axis_set in itertools.combinations(axes, count)]
     group = mesh.new_group("space")
-    sums = {some: _group(_line(ranks, grid, place, some)) for some in every}
+    sums = {axis_set: _open_group(_ranks_on_line(ranks, grid, place, axis_set)) for axis_set in axis_sets}
     scopes = {}
-    for some in every if statistics else ():
-        members = _members(mesh, grid, place, some)
-        scopes[some] = BatchScope(world_size=len(members), group=_group(members))
+    for axis_set in axis_sets if statistics else ():
+        members = _statistics_ranks(mesh, grid, place, axis_set)
+        scopes[axis_set] = BatchScope(world_size=len(members), group=_open_group(members))
     if statistics or ranks:
-        dist.all_reduce(torch.zeros(1, device=_device(group)), group=group)  # some backends connect a group here
+        dist.all_reduce(torch.zeros(1, device=_device(group)), group=group)  # some backends connect on first use
     return SpatialGroup(grid=tuple(grid), place=place, group=group, sums=sums, scopes=scopes)
 
 
@@ -143,42 +156,52 @@ def _device(group: Any) -> torch.device:
     return torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
-def _line(ranks: Sequence[int], grid: Sequence[int], place: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    """Of `ranks`, row-major over the grid, those that differ from `place` along `axes` alone."""
-    spots = itertools.product(*(range(grid[i]) if i in axes else (place[i],) for i in range(len(grid))))
-    return tuple(ranks[int(np.ravel_multi_index(spot, tuple(grid)))] for spot in spots)
+def _ranks_on_line(
+    ranks: Sequence[int], grid: Sequence[int], place: Sequence[int], axes: Sequence[int]
+) -> tuple[int, ...]:
+    """The entries of `ranks` (row-major over the grid) whose grid position differs from `place` only along `axes`."""
+    return tuple(ranks[int(np.ravel_multi_index(position, tuple(grid)))] for position in _positions(grid, place, axes))
 
 
-def _members(mesh: Mesh, grid: Sequence[int], place: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    """Ranks over all data, on this rank's line along `axes`: those that share batch statistics."""
+def _statistics_ranks(mesh: Mesh, grid: Sequence[int], place: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that share batch statistics: those of all data axes on this rank's line along `axes`."""
     names, degrees = tuple(mesh.degrees), tuple(mesh.degrees.values())
-    spots = {int(np.ravel_multi_index(s, tuple(grid))) for s in _spots(grid, place, axes)}
+    positions = {int(np.ravel_multi_index(s, tuple(grid))) for s in _positions(grid, place, axes)}
     members = []
     for rank in range(math.prod(degrees)):
-        where = dict(zip(names, (int(i) for i in np.unravel_index(rank, degrees)), strict=True))
+        coordinates = dict(zip(names, (int(i) for i in np.unravel_index(rank, degrees)), strict=True))
         others = (name for name in names if name != "space" and name not in DATA_AXES)
-        if where["space"] in spots and all(where[name] == mesh.coordinates[name] for name in others):
+        if coordinates["space"] in positions and all(coordinates[name] == mesh.coordinates[name] for name in others):
             members.append(rank)
     return tuple(members)
 
 
-def _spots(grid: Sequence[int], place: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _positions(grid: Sequence[int], place: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(grid[i]) if i in axes else (place[i],) for i in range(len(grid))))
 
 
-def _group(members: tuple[int, ...]) -> Any:
-    """One group for each distinct set of members that ranks name; this rank's."""
-    named: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(named, members)
-    groups = {some: dist.new_group(list(some)) for some in sorted(set(named))}
+def _open_group(members: tuple[int, ...]) -> Any:
+    """Open one group for each distinct set of members that any rank passes; returns this rank's group."""
+    member_sets: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(member_sets, members)
+    groups = {member_set: dist.new_group(list(member_set)) for member_set in sorted(set(member_sets))}
     return groups[members]
 
 
 def on_shapes(
     model: nn.Module, grid: Sequence[int], place: Sequence[int], dtype: torch.dtype
 ) -> tuple[nn.Module, SpatialGroup]:
-    """A copy of `model` on shapes that computes the part at `place` of `grid`, and the Space in which it counts what it
-    would send."""
+    """Copy `model` to meta tensors, to compute the part at `place` of `grid` without values.
+
+    Args:
+        model: the model as the user wrote it.
+        grid: parts along each spatial dim.
+        place: the part along each spatial dim.
+        dtype: of parameters and activations.
+
+    Returns:
+        The copy, and the SpatialGroup that counts the bytes it would send.
+    """
     assert HANDLING
     space = SpatialGroup(grid=tuple(grid), place=tuple(place), group=None, sums={}, dry=True)
     shapes = copy.deepcopy(model).to("meta", dtype).train()
@@ -191,11 +214,22 @@ def on_shapes(
 def halo_nbytes_of(
     model: nn.Module, shape: Sequence[int], grid: Sequence[int], index: int, dtype: torch.dtype = torch.float32
 ) -> tuple[int, int]:
-    """(bytes sent in forward, bytes sent in backward) of one microbatch, by part `index` (row-major) of the grid.
+    """Halo bytes of one microbatch that one part of the grid sends.
 
-    `model`: as the user wrote it, one input of `shape` (batch, channels, spatial dims); `grid`: parts along each
-    spatial dim; `dtype`: of activations. Batch statistics and other sums over ranks are small and left out. Raises
-    PlanError for what a cut tensor cannot do.
+    Batch statistics and other small sums are not counted.
+
+    Args:
+        model: the model as the user wrote it, with one input.
+        shape: of the input: (batch, channels, spatial dims).
+        grid: parts along each spatial dim.
+        index: the part, row-major over the grid.
+        dtype: of activations.
+
+    Returns:
+        Bytes sent in forward, and bytes sent in backward.
+
+    Raises:
+        PlanError: the model calls a function that a cut tensor refuses.
     """
     place = tuple(int(part) for part in np.unravel_index(index, tuple(grid)))
     shapes, space = on_shapes(model, grid, place, dtype)
@@ -206,21 +240,32 @@ def halo_nbytes_of(
 
 
 class OwnStatistics:
-    """The forward of a BatchNorm over this part alone: its shapes are right, and nothing is sent."""
+    """The forward of a BatchNorm with statistics of this part only: shapes are right, and nothing is sent."""
 
     def __init__(self, module: _BatchNorm) -> None:
         self.module = module
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        made = type(self.module).forward(self.module, local(input))
-        return cut(made, where_of(input), space_of([input])) if isinstance(input, CutTensor) else made
+        output = type(self.module).forward(self.module, local(input))
+        return cut(output, where_of(input), space_of([input])) if isinstance(input, CutTensor) else output
 
 
 def feed_parts(model: nn.Module, source: DataSource, unpack: Unpack) -> tuple[DataSource, Unpack]:
-    """The source and the pickers by which each rank reads only its part of every sample.
+    """Make each rank read only its part of every sample, if the data set can.
 
-    For a data set with `extents(rank)` and `part_of_space(rows)`, as tutti.data.volumes.Hdf5Volumes has them; others
-    give whole samples, which the model's forward cuts. Evaluation reads whole samples.
+    This needs a data set with `extents(rank)` and `part_of_space(rows)`, such as tutti.data.volumes.Hdf5Volumes.
+    Other data sets return whole samples, which the model's forward cuts. Evaluation reads whole samples.
+
+    Args:
+        model: the model, after `cut_space`.
+        source: the training data.
+        unpack: divides a batch into arguments and target.
+
+    Returns:
+        The source and `unpack`, replaced if parts are read.
+
+    Raises:
+        PlanError: the grid has more parts than the volumes have rows.
     """
     space = getattr(model.forward, "space", None)
     dataset = source.dataset
@@ -234,22 +279,27 @@ def feed_parts(model: nn.Module, source: DataSource, unpack: Unpack) -> tuple[Da
 
 
 class MarkedUnpack:
-    """Pickers whose tensors of this rank's extents are marked as parts of the whole, while gradients are computed."""
+    """Divides a batch like `unpack`.
+
+    With gradients, it first marks tensors that have this rank's extents as parts of the whole.
+    """
 
     def __init__(self, unpack: Unpack, extents: tuple[int, ...], space: SpatialGroup) -> None:
         self.plain, self.space = unpack, space
         bounds = [bounds_of(extent, parts) for extent, parts in zip(extents, space.grid, strict=True)]
-        self.rows = [owned(one, place) for one, place in zip(bounds, space.place, strict=True)]
+        self.rows = [owned(dim_bounds, place) for dim_bounds, place in zip(bounds, space.place, strict=True)]
         self.shape = tuple(stop - start for start, stop in self.rows)
-        self.where: Where = tuple(Along(axis, one) if space.grid[axis] > 1 else None for axis, one in enumerate(bounds))
+        self.where: Where = tuple(
+            Along(axis, dim_bounds) if space.grid[axis] > 1 else None for axis, dim_bounds in enumerate(bounds)
+        )
 
     def __call__(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         if not torch.is_grad_enabled():
             return self.plain(batch)
         if not any(self._fits(leaf) for leaf in pytree.tree_leaves(batch)):
             raise PlanError(
-                f"no tensor of the batch ends in {list(self.shape)} rows, this rank's part of a volume; keep the data "
-                "set's sizes in collate_fn, or give prepare a data set that returns whole samples"
+                f"no tensor of the batch has {list(self.shape)} as its last sizes, which this rank's part of a volume "
+                "has; keep the data set's sizes in collate_fn, or use a data set that returns whole samples"
             )
         unpacked: tuple[tuple[Any, ...], dict[str, Any], Any] = self.plain(pytree.tree_map(self._marked, batch))
         return unpacked

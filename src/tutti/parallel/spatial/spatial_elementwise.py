@@ -1,4 +1,4 @@
-"""Functions of a cut tensor whose every value depends on values at the same place: parts are computed as they are."""
+"""Elementwise functions, normalisations and losses of cut tensors."""
 
 import functools
 from collections.abc import Callable
@@ -49,7 +49,7 @@ _COPIES = (
     "to type float double half bfloat16 int long bool short byte clone detach detach_ contiguous requires_grad_ cpu "
     "cuda type_as zeros_like ones_like empty_like full_like alias view_as_real get:data retain_grad resolve_conj"
 )
-_FACTS = (
+_PROPERTIES = (
     "get:dtype get:device get:requires_grad get:is_leaf get:grad_fn get:layout get:is_cuda get:is_cpu get:is_meta "
     "get:is_sparse get:is_mkldnn get:is_quantized get:is_nested get:itemsize get:names get:_version get:output_nr "
     "get:retains_grad get:is_mps get:is_xpu get:is_mtia set:requires_grad is_floating_point is_complex element_size "
@@ -58,34 +58,43 @@ _FACTS = (
 )
 
 
-def together(values: list[Any]) -> tuple[list[Any], Where, SpatialGroup]:
-    """Tensors that broadcast against each other, as parts that do; how the result is cut; and its space.
+def align_parts(values: list[Any]) -> tuple[list[Any], Where, SpatialGroup]:
+    """Cut broadcastable tensors alike.
 
-    Plain tensors, and those that are whole along a dim that another is cut along, are narrowed to this rank's rows.
+    Plain tensors, and tensors that are whole along a dim which another cuts, are narrowed to this rank's rows.
+
+    Args:
+        values: tensors and other arguments.
+
+    Returns:
+        The values with tensors as plain parts, how the broadcast result is cut, and the parts' SpatialGroup.
+
+    Raises:
+        PlanError: sizes along a cut dim differ.
     """
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     space = space_of(tensors)
     dims = max(len(where_of(tensor)) for tensor in tensors)
     where: list[Along | None] = [None] * dims
     for tensor in tensors:
-        for place, along in zip(range(dims - len(where_of(tensor)), dims), where_of(tensor), strict=True):
-            if along is not None and where[place] not in (None, along):
-                raise PlanError(f"tensors that mesh.space cuts differ in size: {_shapes(tensors)}; make them equal")
-            where[place] = along or where[place]
-    placed = [_fit(value, tuple(where), space) if isinstance(value, torch.Tensor) else value for value in values]
-    return placed, tuple(where), space
+        for position, along in zip(range(dims - len(where_of(tensor)), dims), where_of(tensor), strict=True):
+            if along is not None and where[position] not in (None, along):
+                raise PlanError(f"mesh.space: cut tensors differ in size: {_shapes(tensors)}; make their sizes equal")
+            where[position] = along or where[position]
+    parts = [_fit(value, tuple(where), space) if isinstance(value, torch.Tensor) else value for value in values]
+    return parts, tuple(where), space
 
 
 def _fit(tensor: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:
-    """The part of one tensor that broadcasts against parts cut like `where`."""
-    own, part = where_of(tensor), local(tensor)
-    for dim, along in enumerate(where[len(where) - len(own) :]):
-        if along is None or own[dim] is not None or part.shape[dim] == 1:
+    """The part of one tensor that broadcasts with parts cut like `where`."""
+    own_where, part = where_of(tensor), local(tensor)
+    for dim, along in enumerate(where[len(where) - len(own_where) :]):
+        if along is None or own_where[dim] is not None or part.shape[dim] == 1:
             continue
         if part.shape[dim] != along.extent:
             raise PlanError(
-                f"a tensor of shape {tuple(part.shape)} meets one that mesh.space cuts, of {along.extent} rows along "
-                f"dim {dim - part.dim()}; make its size there {along.extent} or 1"
+                f"mesh.space: a tensor of shape {tuple(part.shape)} cannot broadcast with a cut tensor of "
+                f"{along.extent} rows along dim {dim - part.dim()}; make its size there {along.extent} or 1"
             )
         part = narrowed(part, dim, along, space)
     return part
@@ -96,36 +105,36 @@ def _shapes(tensors: list[torch.Tensor]) -> str:
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
-    """The whole tensor's shape. Call it with the subclass switched off."""
-    own = where_of(tensor)
-    return torch.Size(size if a is None else a.extent for size, a in zip(tensor.size(), own, strict=True))
+    """The shape of the whole tensor. Call this with the subclass disabled."""
+    where = where_of(tensor)
+    return torch.Size(size if a is None else a.extent for size, a in zip(tensor.size(), where, strict=True))
 
 
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any function of values at one place, of tensors that broadcast."""
+    """Apply an elementwise function to tensors that broadcast."""
     if kwargs.get("out") is not None:
-        raise PlanError(f"{func.__name__}(out=...) on a tensor that mesh.space cuts; leave out= away")
+        raise PlanError(f"mesh.space: {func.__name__}(out=...) is not supported on a cut tensor; omit out=")
     names = list(kwargs)
-    placed, where, space = together([*args, *kwargs.values()])
-    positional, named = placed[: len(args)], dict(zip(names, placed[len(args) :], strict=True))
+    parts, where, space = align_parts([*args, *kwargs.values()])
+    positional, named = parts[: len(args)], dict(zip(names, parts[len(args) :], strict=True))
     return cut(func(*positional, **named), where, space)
 
 
 def in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same, written into the first tensor."""
+    """Apply an elementwise function that writes into its first argument."""
     target, names = args[0], list(kwargs)
-    placed, where, _ = together([*args, *kwargs.values()])
+    parts, where, _ = align_parts([*args, *kwargs.values()])
     if not isinstance(target, CutTensor) or where != where_of(target):
         raise PlanError(
-            f"{func.__name__} writes a tensor that mesh.space cuts into one that is whole, or of another size; use the "
-            "form that returns a new tensor"
+            f"mesh.space: {func.__name__} writes a cut tensor into a tensor that is whole or has another size; use "
+            "the form that returns a new tensor"
         )
-    func(target, *placed[1 : len(args)], **dict(zip(names, placed[len(args) :], strict=True)))
+    func(target, *parts[1 : len(args)], **dict(zip(names, parts[len(args) :], strict=True)))
     return target
 
 
 def copying(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Functions of one tensor that keep its geometry; other tensors among the arguments are only looked at."""
+    """Apply a function of one tensor that preserves how it is cut. Other tensor arguments only provide properties."""
     first, *rest = args
     others = [local(value) if isinstance(value, torch.Tensor) else value for value in rest]
     result = func(first, *others, **kwargs)
@@ -134,13 +143,13 @@ def copying(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return cut(result, where_of(first), space_of([first]))
 
 
-def fact(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a part knows as well as the whole."""
+def read_property(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Read a property that the part shares with the whole tensor."""
     return func(*args, **kwargs)
 
 
 def activation(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Elementwise functions of one tensor, possibly in place."""
+    """Apply an elementwise function of one tensor, which may be in place."""
     tensor = args[0]
     if kwargs.get("inplace"):
         func(tensor, *args[1:], **kwargs)
@@ -153,7 +162,7 @@ for _names, _handler in (
     (_ACTIVATIONS, activation),
     (_IN_PLACE, in_place),
     (_COPIES, copying),
-    (_FACTS, fact),
+    (_PROPERTIES, read_property),
 ):
     HANDLERS.update(dict.fromkeys(_names.split(), _handler))
 
@@ -192,16 +201,16 @@ def _repr(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 @handles("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A new tensor of a stated shape, whole on every rank."""
+    """A new tensor of the given shape, whole on every rank."""
     return func(local(args[0]), *args[1:], **kwargs)
 
 
 @handles("expand_as")
 def _expand_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A plain tensor seen in the whole shape of a cut one."""
+    """Expand a plain tensor to the whole shape of a cut one."""
     tensor, other = (*args, *kwargs.values())
     if isinstance(tensor, CutTensor):
-        raise PlanError("expand_as of a tensor that mesh.space cuts; broadcast in arithmetic instead")
+        raise PlanError("mesh.space: expand_as is not supported on a cut tensor; let arithmetic broadcast it instead")
     return tensor.expand(shape_of(other))
 
 
@@ -213,7 +222,7 @@ def _prelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 @handles("dropout")
 def _dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The mask is drawn for the whole tensor, as one device draws it, and this rank's part is kept."""
+    """Draw the mask for the whole tensor, as one device would, and apply this rank's part of it."""
     tensor, where = args[0], where_of(args[0])
     p, training, inplace = _dropout_arguments(*args[1:], **kwargs)
     if not training or p == 0.0:
@@ -235,16 +244,19 @@ def _dropout_arguments(p: float = 0.5, training: bool = True, inplace: bool = Fa
 
 @handles("dropout1d", "dropout2d", "dropout3d", "feature_dropout")
 def _channel_dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Whole channels are dropped: every rank draws the same ones."""
+    """Drop whole channels; every rank draws the same ones."""
     tensor = args[0]
     if any(where_of(tensor)[:2]) or len(where_of(tensor)) < 3:
-        raise PlanError(f"{func.__name__} on channels that mesh.space cuts; drop channels before they are cut")
+        raise PlanError(
+            f"mesh.space: {func.__name__} needs (batch, channels, ...) with batch and channels whole; apply it "
+            "before these are cut"
+        )
     return activation(func, args, kwargs)
 
 
 @handles("local_response_norm")
 def _response_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Normalises over channels, at each place."""
+    """Normalises over channels at each position."""
     tensor = args[0]
     return cut(func(local(tensor), *args[1:], **kwargs), where_of(tensor), space_of([tensor]))
 
@@ -253,13 +265,16 @@ Function = Callable[..., Any]
 
 
 class SpaceBatchNorm:
-    """The forward of one BatchNorm: over data and the axes that cut its input; the plain one for a whole input."""
+    """The forward of a BatchNorm. Statistics of a cut input span data and the axes that cut it.
+
+    A whole input goes to `plain`, the forward that this one replaces.
+    """
 
     def __init__(self, module: _BatchNorm, plain: Callable[[torch.Tensor], torch.Tensor], scope: BatchScope) -> None:
         self.module, self.plain, self.scope = module, plain, scope
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled model gets its plain forward back: the ranks are not part of it."""
+        """A pickled model gets its original forward back: process groups cannot be pickled."""
         return functools.partial, (type(self.module).forward, self.module)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -267,14 +282,14 @@ class SpaceBatchNorm:
             return self.plain(input)
         where, space = where_of(input), space_of([input])
         if any(where[:2]):
-            raise PlanError(f"{type(self.module).__name__} on channels that mesh.space cuts; cut spatial dims only")
-        wide = space.scopes[tuple(sorted(along.axis for along in where if along))]
-        wide.counts, wide.recomputing = self.scope.counts, self.scope.recomputing
-        return cut(GlobalForward(self.module, wide)(local(input)), where, space)
+            raise PlanError(f"mesh.space: {type(self.module).__name__} got cut channels; cut spatial dims only")
+        space_scope = space.scopes[tuple(sorted(along.axis for along in where if along))]
+        space_scope.counts, space_scope.recomputing = self.scope.counts, self.scope.recomputing
+        return cut(GlobalForward(self.module, space_scope)(local(input)), where, space)
 
 
 def share_statistics_in_space(model: nn.Module, scope: BatchScope) -> None:
-    """Give every BatchNorm of `model` statistics over all parts of its input, on top of those over data."""
+    """Make the statistics of every BatchNorm span all parts of its input, in addition to data."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.forward = SpaceBatchNorm(module, module.forward, scope)  # type: ignore[method-assign]
@@ -282,30 +297,32 @@ def share_statistics_in_space(model: nn.Module, scope: BatchScope) -> None:
 
 @handles("batch_norm")
 def _batch_norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The functional form: in evaluation only, when it uses no statistics of its input."""
+    """The functional form, supported only in evaluation, where it uses no statistics of its input."""
     tensor, *rest = args
     training = kwargs.get("training", rest[4] if len(rest) > 4 else False)
     if training:
-        raise PlanError("F.batch_norm(training=True) on a tensor that mesh.space cuts; use an nn.BatchNorm module")
+        raise PlanError(
+            "mesh.space: F.batch_norm(training=True) is not supported on a cut tensor; use an nn.BatchNorm module"
+        )
     return cut(func(local(tensor), *rest, **kwargs), where_of(tensor), space_of([tensor]))
 
 
 @handles("group_norm")
 def _group_norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _grouped(*args, **kwargs)
+    return _group_normalised(*args, **kwargs)
 
 
-def _grouped(
+def _group_normalised(
     input: torch.Tensor,
     num_groups: int,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """Group normalisation (Wu and He 2018, arXiv 1803.08494): mean and variance in two sums over all parts."""
+    """Group normalisation (Wu and He 2018, arXiv 1803.08494). Mean and variance take one sum over all parts each."""
     where, space, part = where_of(input), space_of([input]), local(input)
     if any(where[:2]):
-        raise PlanError("group_norm on channels that mesh.space cuts; cut spatial dims only")
+        raise PlanError("mesh.space: group_norm got cut channels; cut spatial dims only")
     axes = tuple(sorted(along.axis for along in where if along))
     work = part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
     grouped = work.reshape(part.shape[0], num_groups, -1)
@@ -327,10 +344,10 @@ def _grouped(
 
 @handles("instance_norm")
 def _instance_norm(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _each(*args, **kwargs)
+    return _instance_normalised(*args, **kwargs)
 
 
-def _each(
+def _instance_normalised(
     input: torch.Tensor,
     running_mean: torch.Tensor | None = None,
     running_var: torch.Tensor | None = None,
@@ -340,10 +357,13 @@ def _each(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """Instance normalisation: groups of one channel."""
+    """Instance normalisation: group normalisation with one channel per group."""
     if running_mean is not None or running_var is not None:
-        raise PlanError("instance_norm with running statistics where mesh.space cuts; use track_running_stats=False")
-    return _grouped(input, local(input).shape[1], weight, bias, eps)
+        raise PlanError(
+            "mesh.space: instance_norm with running statistics is not supported on a cut tensor; use "
+            "track_running_stats=False"
+        )
+    return _group_normalised(input, local(input).shape[1], weight, bias, eps)
 
 
 @handles(
@@ -357,16 +377,16 @@ def _each(
     "poisson_nll_loss",
     "kl_div",
 )
-def _pointwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Losses whose value at each place is reduced by a sum or a mean over all elements."""
+def _pointwise_loss(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Losses computed at each position and reduced by a sum or mean over all elements."""
     reduction, named = _reduction(func, kwargs)
     names = list(named)
-    placed, where, space = together([*args, *named.values()])
-    rest = dict(zip(names, placed[len(args) :], strict=True))
-    values = func(*placed[: len(args)], **rest, reduction="none")
+    parts, where, space = align_parts([*args, *named.values()])
+    rest = dict(zip(names, parts[len(args) :], strict=True))
+    values = func(*parts[: len(args)], **rest, reduction="none")
     if reduction == "none":
         return cut(values, where, space)
-    total = _total(values, where, space)
+    total = _sum_over_parts(values, where, space)
     if reduction == "sum":
         return total
     size = shape_of(cut(values, where, space))
@@ -374,8 +394,8 @@ def _pointwise(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @handles("cross_entropy", "nll_loss")
-def _classes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Losses of class scores (batch, classes, places) against a class at each place, or class probabilities."""
+def _class_loss(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Losses of class scores (batch, classes, positions) and a class per position, or class probabilities."""
     reduction, named = _reduction(func, kwargs)
     input, target = (*args, *(named.pop(name) for name in ("input", "target")[len(args) :]))[:2]
     if len(args) > 2:
@@ -383,52 +403,63 @@ def _classes(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     space, where = space_of([input, target]), where_of(input)
     if len(args) > 3 or len(where) < 3 or where[1] is not None:
         raise PlanError(
-            f"{func.__name__} on a tensor that mesh.space cuts: scores must be (batch, classes, places) with classes "
-            "whole, and options given by name"
+            f"mesh.space: {func.__name__} on a cut tensor needs scores of (batch, classes, positions) with whole "
+            "classes; pass its options by name"
         )
     indices = not target.dtype.is_floating_point
-    wanted = (where[0], *where[2:]) if indices else where
-    if not any(where):  # scores are whole here and the target is not
-        raise PlanError(f"{func.__name__} of a whole tensor against a target that mesh.space cuts; cut both or none")
-    part, fitted = local(input), _fitted(target, wanted, space)
+    target_where = (where[0], *where[2:]) if indices else where
+    if not any(where):
+        raise PlanError(
+            f"mesh.space: {func.__name__} got whole scores and a cut target; make the target whole with "
+            "tutti.parallel.spatial.whole"
+        )
+    part, fitted = local(input), _fit_target(target, target_where, space)
     values = func(part, fitted, **named, reduction="none")
-    spread = (where[0], *where[2:])
+    loss_where = (where[0], *where[2:])
     if reduction == "none":
-        return cut(values, spread, space)
-    total = _total(values, spread, space)
+        return cut(values, loss_where, space)
+    total = _sum_over_parts(values, loss_where, space)
     if reduction == "sum":
         return total
     if not indices:
-        return total / shape_of(cut(values, spread, space)).numel()
+        return total / shape_of(cut(values, loss_where, space)).numel()
     with torch.no_grad():
-        kept = fitted != named.get("ignore_index", -100)
+        counted = fitted != named.get("ignore_index", -100)
         weight = named.get("weight")
-        counts = kept.to(values.dtype) if weight is None else weight[fitted * kept] * kept
-    return total / _total(counts, spread, space)
+        counts = counted.to(values.dtype) if weight is None else weight[fitted * counted] * counted
+    return total / _sum_over_parts(counts, loss_where, space)
 
 
 def _reduction(func: Function, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(how the loss is reduced, the other keyword arguments)."""
+    """(reduction of the loss, the other keyword arguments)."""
     named = {name: value for name, value in kwargs.items() if name not in ("reduction", "size_average", "reduce")}
     if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
-        raise PlanError(f"{func.__name__}(size_average=, reduce=) where mesh.space cuts; use reduction=")
+        raise PlanError(
+            f"mesh.space: {func.__name__} does not support size_average= and reduce= on a cut tensor; use reduction="
+        )
     return kwargs.get("reduction", "mean"), named
 
 
-def _total(values: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:
+def _sum_over_parts(values: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:
     return all_sum(values.sum(), tuple(sorted(along.axis for along in where if along)), space)
 
 
-def _fitted(target: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:
-    """The part of a target that belongs to scores cut like `where`."""
-    own, part = where_of(target), local(target)
-    if len(own) != len(where):
-        raise PlanError(f"a target of {len(own)} dims for scores that have {len(where)} without classes")
+def _fit_target(target: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:
+    """The part of a target that matches scores cut like `where`."""
+    own_where, part = where_of(target), local(target)
+    if len(own_where) != len(where):
+        raise PlanError(
+            f"mesh.space: the target has {len(own_where)} dims, but the scores have {len(where)} without classes; give "
+            "the target the shape of the scores without classes"
+        )
     for dim, along in enumerate(where):
-        if along is not None and own[dim] is None:
+        if along is not None and own_where[dim] is None:
             if part.shape[dim] != along.extent:
-                raise PlanError(f"a target of {part.shape[dim]} rows along dim {dim} for scores of {along.extent}")
+                raise PlanError(
+                    f"mesh.space: the target has {part.shape[dim]} rows along dim {dim}, but the scores have "
+                    f"{along.extent}; make the sizes equal"
+                )
             part = narrowed(part, dim, along, space)
-        elif own[dim] != along:
-            raise PlanError("target and scores are cut differently; give the target the size of the scores")
+        elif own_where[dim] != along:
+            raise PlanError("mesh.space: target and scores are cut differently; make their sizes equal")
     return part

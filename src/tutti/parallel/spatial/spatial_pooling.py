@@ -1,4 +1,4 @@
-"""Pooling of parts: maxima and averages over windows, and over everything."""
+"""Pooling and interpolation of cut tensors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ _AVERAGES = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 @handles("max_pool1d", "max_pool2d", "max_pool3d")
 def _max_pool(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return maximum(rank_of(func.__name__, args[0], func.__name__[8]), *args, **kwargs)
+    return max_pool(rank_of(func.__name__, args[0], func.__name__[8]), *args, **kwargs)
 
 
-def maximum(
+def max_pool(
     rank: int,
     input: torch.Tensor,
     kernel_size: Any,
@@ -45,21 +45,21 @@ def maximum(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> torch.Tensor:
-    """Max pooling of parts; minus infinity stands outside the whole tensor."""
+    """Max pooling of a cut tensor; rows outside the whole tensor are minus infinity."""
     if return_indices:
-        raise PlanError("max pooling with return_indices=True on a tensor that mesh.space cuts; pool without indices")
-    windows = _pools(rank, kernel_size, stride, padding, dilation)
-    part, result, space = _pooled(input, windows, ceil_mode, float("-inf"))
+        raise PlanError("mesh.space: max pooling of a cut tensor returns no indices; use return_indices=False")
+    windows = _windows(rank, kernel_size, stride, padding, dilation)
+    part, result, space = _pooling_input(input, windows, ceil_mode, float("-inf"))
     kernels, strides, dilations = ([getattr(w, k) for w in windows] for k in ("kernel", "stride", "dilation"))
     return cut(_MAXIMA[rank](part, kernels, strides, 0, dilations), result, space)
 
 
 @handles("avg_pool1d", "avg_pool2d", "avg_pool3d")
 def _avg_pool(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return average(rank_of(func.__name__, args[0], func.__name__[8]), *args, **kwargs)
+    return avg_pool(rank_of(func.__name__, args[0], func.__name__[8]), *args, **kwargs)
 
 
-def average(
+def avg_pool(
     rank: int,
     input: torch.Tensor,
     kernel_size: Any,
@@ -69,10 +69,10 @@ def average(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> torch.Tensor:
-    """Average pooling of parts: sums over windows, divided by what the whole tensor's windows hold."""
-    windows = _pools(rank, kernel_size, stride, padding, 1)
+    """Average pooling of a cut tensor. Windows at its borders have the divisors of the whole tensor's windows."""
+    windows = _windows(rank, kernel_size, stride, padding, 1)
     shape = input.shape if not isinstance(input, CutTensor) else [0, 0, *_extents(input)]
-    part, result, space = _pooled(input, windows, ceil_mode, 0.0)
+    part, result, space = _pooling_input(input, windows, ceil_mode, 0.0)
     kernels, strides = [w.kernel for w in windows], [w.stride for w in windows]
     total = _AVERAGES[rank](part, kernels, strides)
     if divisor_override:
@@ -81,8 +81,8 @@ def average(
         along = result[2 + i]
         start, stop = rows_of(along, space) if along else (0, total.shape[2 + i])
         counts = [window.divisor(row, shape[2 + i], count_padding=count_include_pad) for row in range(start, stop)]
-        if any(one != window.kernel for one in counts):
-            factors = total.new_tensor([window.kernel / one for one in counts])
+        if any(count != window.kernel for count in counts):
+            factors = total.new_tensor([window.kernel / count for count in counts])
             total = total * factors.reshape([-1 if dim == 2 + i else 1 for dim in range(total.dim())])
     return cut(total, result, space)
 
@@ -92,17 +92,21 @@ def _extents(tensor: torch.Tensor) -> list[int]:
     return [a.extent if a else size for a, size in zip(where_of(tensor)[2:], sizes, strict=True)]
 
 
-def _pools(rank: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[Window]:
+def _windows(rank: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[Window]:
     kernels = many(kernel, rank)
     strides = kernels if stride is None or stride == [] or stride == () else many(stride, rank)
     each = (kernels, strides, many(padding, rank), many(dilation, rank))
     return [Window(kernel=k, stride=s, dilation=d, before=p, after=p) for k, s, p, d in zip(*each, strict=True)]
 
 
-def _pooled(
+def _pooling_input(
     input: torch.Tensor, windows: Sequence[Window], ceil: bool, fill: float
 ) -> tuple[torch.Tensor, Where, SpatialGroup]:
-    """Exactly the rows that this rank's windows cover, padded with `fill`; how the output is cut; the space."""
+    """The exact input rows of this rank's windows.
+
+    Returns:
+        The rows, padded with `fill`; how the output is cut; the SpatialGroup.
+    """
     tensor = spread_enough(input, windows, ceil)
     where, space, part = where_of(tensor), space_of([input]), local(tensor)
     result = after(where, windows, ceil)
@@ -123,7 +127,7 @@ def _pooled(
 
 @handles("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 def _adaptive(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """To one value: a mean over all ranks; to more: of the whole tensor."""
+    """Pooling to one value is a mean over all ranks; pooling to more values fetches the whole tensor."""
     tensor, size = (*args, *kwargs.values())
     rank = rank_of(func.__name__, tensor, func.__name__[17])
     if many(size if size is not None else 0, rank) == (1,) * rank:
@@ -154,17 +158,21 @@ def _resampled(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> torch.Tensor:
-    """F.interpolate for the nearest and linear modes; refuses the others."""
+    """F.interpolate in nearest and linear modes.
+
+    Raises:
+        PlanError: another mode, or antialias.
+    """
     if mode not in (*_LINEAR, *_NEAREST) or antialias:
         raise PlanError(
-            f"interpolate(mode={mode!r}, antialias={antialias}) on a tensor that mesh.space cuts; use nearest or a "
-            "linear mode without antialias"
+            f"mesh.space: interpolate(mode={mode!r}, antialias={antialias}) is not supported on a cut tensor; use a "
+            "nearest or linear mode without antialias"
         )
     count = len(where_of(input)) - 2
-    factors = None if scale_factor is None else _each(scale_factor, count, float)
-    sizes = None if size is None else _each(size, count, int)
+    factors = None if scale_factor is None else _per_dim(scale_factor, count, float)
+    sizes = None if size is None else _per_dim(size, count, int)
     for i in range(count):
-        input = _along(
+        input = _resample_dim(
             input,
             2 + i,
             None if sizes is None else int(sizes[i]),
@@ -176,11 +184,11 @@ def _resampled(
     return input
 
 
-def _each(value: Any, count: int, kind: type) -> tuple[Any, ...]:
+def _per_dim(value: Any, count: int, kind: type) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple | torch.Size) else (kind(value),) * count
 
 
-def _along(
+def _resample_dim(
     input: torch.Tensor,
     dim: int,
     size: int | None,
@@ -190,7 +198,7 @@ def _along(
     align_corners: bool,
     recompute: bool,
 ) -> torch.Tensor:
-    """Resample one dim, cut or whole."""
+    """Resample along one dim, cut or whole."""
     along, space = where_of(input)[dim], space_of([input]) if any(where_of(input)) else None
     extent = along.extent if along else local(input).shape[dim]
     out = size if size is not None else math.floor(float(extent) * (factor or 1.0))
@@ -210,34 +218,34 @@ def _along(
         start, stop = rows_of(where[dim], space)  # type: ignore[arg-type]
         offset = needs[space.place[along.axis]][0]
         taps = (taps[0][start:stop] - offset, taps[1][start:stop] - offset, taps[2][start:stop])
-    made = _apply(part, dim, taps, linear=mode in _LINEAR)
-    return made if space is None else cut(made, tuple(where), space)
+    output = _interpolate_rows(part, dim, taps, linear=mode in _LINEAR)
+    return output if space is None else cut(output, tuple(where), space)
 
 
 def _taps(extent: int, out: int, factor: float | None, mode: str, like: torch.Tensor, *, align_corners: bool) -> Taps:
-    """Rows and weights for all output rows."""
+    """Input rows and weights for all output rows."""
     if mode in _NEAREST:
         numbers = torch.arange(extent, dtype=torch.float64).reshape(1, 1, extent)
         if factor is None:
-            chosen = F.interpolate(numbers, size=out, mode=mode)
+            source_rows = F.interpolate(numbers, size=out, mode=mode)
         else:
-            chosen = F.interpolate(numbers, scale_factor=factor, mode=mode)
-        rows = chosen.reshape(-1).long().to(like.device)
+            source_rows = F.interpolate(numbers, scale_factor=factor, mode=mode)
+        rows = source_rows.reshape(-1).long().to(like.device)
         return rows, rows, torch.zeros(out, dtype=like.dtype, device=like.device)
     precise = torch.float64 if like.dtype == torch.float64 else torch.float32
     row = torch.arange(out, dtype=precise, device=like.device)
-    one = torch.ones((), dtype=precise, device=like.device)
+    unit = torch.ones((), dtype=precise, device=like.device)
     if align_corners:
-        position = row * (one * (extent - 1) / (out - 1) if out > 1 else one * 0)
+        position = row * (unit * (extent - 1) / (out - 1) if out > 1 else unit * 0)
     else:
-        scale = one * extent / out if factor is None else one * (1.0 / factor)
+        scale = unit * extent / out if factor is None else unit * (1.0 / factor)
         position = ((row + 0.5) * scale - 0.5).clamp(min=0)
     first = position.long().clamp(max=extent - 1)
     second = (first + 1).clamp(max=extent - 1)
     return first, second, (position - first).clamp(0, 1).to(like.dtype)
 
 
-def _apply(part: torch.Tensor, dim: int, taps: Taps, *, linear: bool) -> torch.Tensor:
+def _interpolate_rows(part: torch.Tensor, dim: int, taps: Taps, *, linear: bool) -> torch.Tensor:
     first, second, weight = taps
     near = part.index_select(dim, first)
     if not linear:

@@ -1,4 +1,4 @@
-"""The cut tensor: behaves as the whole one, holds this rank's part, and refuses what it cannot do exactly."""
+"""The cut tensor behaves as the whole tensor, holds this rank's part, and refuses what it cannot compute exactly."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,27 +20,30 @@ class Along:
 
     @property
     def extent(self) -> int:
+        """Rows of the whole tensor."""
         return self.bounds[-1]
 
     @property
     def parts(self) -> int:
+        """Number of parts."""
         return len(self.bounds) - 1
 
 
 Where = tuple[Along | None, ...]
-"""For each dim of a tensor, how it is cut; None: whole on this rank."""
+"""For each dim of a tensor, how it is cut; None if it is whole on this rank."""
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""fn(function, args, kwargs) -> result; runs with the subclass switched off, so that torch sees plain tensors."""
+"""(function, args, kwargs) -> result. Runs with the subclass disabled, so that torch sees plain tensors."""
 
 HANDLERS: dict[str, Handler] = {}
-"""What a cut tensor can do, by the name of torch's function. Properties are named "get:property"."""
+"""Name of a torch function -> its implementation for cut tensors. Properties are named "get:property"."""
 
 
 class CutTensor(torch.Tensor):
-    """A part of a tensor whose dims `where_of(x)` says are cut among the ranks of `space_of(x)`.
+    """A part of a tensor. `where_of(x)` tells which dims are cut among the ranks of `space_of(x)`.
 
-    `shape`, `size` and `numel` are the whole tensor's. Raises PlanError for a function that is not in HANDLERS.
+    `shape`, `size` and `numel` are those of the whole tensor. Raises PlanError for a function that is not in
+    HANDLERS.
     """
 
     _tutti_where: Where
@@ -54,8 +57,8 @@ class CutTensor(torch.Tensor):
         handler = HANDLERS.get(name)
         if handler is None:
             raise PlanError(
-                f"{name} on a tensor that mesh.space cuts: not known to be right on parts; compute it on the whole "
-                "tensor, tutti.parallel.spatial.whole(x), or take space out of the mesh"
+                f"mesh.space: {name} is not supported on a cut tensor; compute it on the whole tensor, "
+                "tutti.parallel.spatial.whole(x), or remove space from the mesh"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return handler(func, args, kwargs or {})
@@ -73,7 +76,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A function's name as HANDLERS has it."""
+    """The key of a function in HANDLERS."""
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__", "__delete__"):
         return f"{name.strip('_')}:{getattr(getattr(function, '__self__', None), '__name__', '')}"
@@ -81,7 +84,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def where_of(value: Any) -> Where:
-    """How a tensor is cut: all None for a plain one."""
+    """How a tensor is cut: all None for a plain tensor."""
     if isinstance(value, CutTensor):
         where: Where = value._tutti_where
         return where
@@ -89,7 +92,7 @@ def where_of(value: Any) -> Where:
 
 
 def space_of(values: Iterable[Any]) -> SpatialGroup:
-    """The space of the first cut tensor among `values`."""
+    """The SpatialGroup of the first cut tensor among `values`."""
     return next(value._tutti_space for value in values if isinstance(value, CutTensor))
 
 
@@ -99,7 +102,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 def cut(part: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:
-    """The whole tensor of which `part` is here; `part` itself where no dim is cut."""
+    """Wrap this rank's `part` as a CutTensor; a plain tensor if no dim is cut."""
     if not any(where):
         return local(part)
     result = part.as_subclass(CutTensor)
@@ -108,7 +111,7 @@ def cut(part: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:
 
 
 def rows_of(along: Along, space: SpatialGroup) -> Rows:
-    """The rows this rank owns."""
+    """The rows that this rank owns."""
     return owned(along.bounds, space.place[along.axis])
 
 
@@ -119,7 +122,16 @@ def narrowed(tensor: torch.Tensor, dim: int, along: Along, space: SpatialGroup) 
 
 
 def cut_whole(tensor: torch.Tensor, first: int, space: SpatialGroup) -> torch.Tensor:
-    """Cut a tensor that is whole here along its dims `first` and after, as the grid says."""
+    """Cut a tensor that is whole on this rank as the grid says.
+
+    Args:
+        tensor: the whole tensor.
+        first: the dim that grid axis 0 cuts; later axes cut the dims after it.
+        space: the parts.
+
+    Raises:
+        PlanError: a dim has fewer rows than parts.
+    """
     where: list[Along | None] = [None] * tensor.dim()
     for axis, parts in enumerate(space.grid):
         extent = tensor.shape[first + axis]
@@ -135,9 +147,13 @@ def cut_whole(tensor: torch.Tensor, first: int, space: SpatialGroup) -> torch.Te
 
 
 def whole(tensor: torch.Tensor, dims: Iterable[int] | None = None) -> torch.Tensor:
-    """The whole tensor, on every rank: cut dims (of `dims`; none named: all) are fetched from those who own them.
+    """The whole tensor, on every rank: rows along cut dims are fetched from their owners.
 
-    A plain tensor is returned as it is, so a script may call this on any number of devices.
+    A plain tensor is returned unchanged, so a script may call this on any number of devices.
+
+    Args:
+        tensor: cut or plain.
+        dims: the dims to make whole; all if None.
     """
     if not isinstance(tensor, CutTensor):
         return tensor
