@@ -27,6 +27,7 @@ from tutti.parallel.context.context_attention import Attention
 from tutti.parallel.tensor.tensor_activation import HANDLERS, Parted, local, on_whole
 
 TRACER = str(Path(__file__).parents[1] / "stage" / "trace.py")
+"""File of the pipeline's tracer, whose frames do not count as callers."""
 
 Site = tuple[str, int]
 """File and line of a call."""

@@ -35,9 +35,13 @@ from tutti.parallel.tensor.tensor_activation import whole
 from tutti.trainer.losses import Weighted, default_loss
 
 Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]
-Loss = Callable[[Any, Any], Any]
-Forward = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""batch -> (positional arguments, keyword arguments, target)."""
 
+Loss = Callable[[Any, Any], Any]
+"""(output, target) -> loss."""
+
+Forward = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""(positional arguments, keyword arguments) -> output."""
 
 OpenContext = Callable[..., AbstractContextManager[None]]
 """Opens the context in which the model, its loss and its backward run on a part of the batch."""
@@ -117,17 +121,17 @@ class ContextParallelModel:
         self._state: MicrobatchState | None = None
         self._weighted = False
         self._stages: Forward | None = None
-        self._everyone = ring.group
+        self._all_ranks = ring.group
         if is_hugging_face(model):
             adapt(model, lambda: self._state)
         self._take_positions()
 
-    def take_stages(self, forward: Forward, everyone: Any) -> None:
+    def take_stages(self, forward: Forward, all_ranks: Any) -> None:
         """Use `forward` for a model that is divided into stages; only ranks of the last stage get a result.
 
-        `everyone` is the group of all ranks that compute parts or stages of the same samples.
+        `all_ranks` is the group of all ranks that compute parts or stages of the same samples.
         """
-        self._stages, self._everyone = forward, everyone
+        self._stages, self._all_ranks = forward, all_ranks
 
     def prepare(self, batch: Any) -> tuple[Any, OpenContext]:
         """See `Sequences.prepare`. The first batch is also used for the check."""
@@ -192,8 +196,8 @@ class ContextParallelModel:
             with self._running(self._state_of(batch, tokens, sites)):
                 return loss(piece)
 
-        groups = CheckGroups(parts=self.ring.group, everyone=self._everyone)
-        lengths = piece_lengths(self.model, length, order, self._everyone)
+        groups = CheckGroups(parts=self.ring.group, all_ranks=self._all_ranks)
+        lengths = piece_lengths(self.model, length, order, self._all_ranks)
         return check(self.model, lengths, order, groups, run_whole, run_part)
 
     def _take_positions(self) -> None:
@@ -223,6 +227,8 @@ class ContextParallelModel:
 T = TypeVar("T")
 
 SAMPLES = 2
+"""Number of samples in the piece of the first batch that is checked."""
+
 REMEDY = "give the model's forward a parameter `position_ids`, or drop the context axis for this model"
 
 
@@ -253,20 +259,20 @@ class CheckGroups:
 
     Attributes:
         parts: ranks that hold parts of the same sequences.
-        everyone: these ranks, and those that compute other stages of the same samples.
+        all_ranks: these ranks, and those that compute other stages of the same samples.
     """
 
     parts: Any
-    everyone: Any
+    all_ranks: Any
 
 
-def piece_lengths(model: nn.Module, length: int, order: SequenceOrder, everyone: Any) -> list[int]:
+def piece_lengths(model: nn.Module, length: int, order: SequenceOrder, all_ranks: Any) -> list[int]:
     """Lengths to try in the check: a short one if any fits, then the whole length.
 
     Neither the short one nor a rank's part of it equals a dim of a parameter, so no other dim is taken for a sequence.
     """
     local_sizes = {size for parameter in model.parameters() for size in to_local(parameter).shape}
-    sizes = set().union(*_gathered(local_sizes, everyone))
+    sizes = set().union(*_gathered(local_sizes, all_ranks))
     multiples = range(2 * order.unit, min(length, 64 * order.unit) + 1, order.unit)
     fitting = [tokens for tokens in multiples if not {tokens, tokens // order.degree} & sizes]
     return [*fitting[:1], *([length] if fitting[:1] != [length] else [])]
@@ -306,7 +312,7 @@ def check(
             )
     findings = [other for other in _gathered(finding, groups.parts) if other is not None]
     first = min(findings, key=itemgetter(0))[1] if findings else None
-    message = next((other for other in _gathered(first, groups.everyone) if other is not None), None)
+    message = next((other for other in _gathered(first, groups.all_ranks) if other is not None), None)
     if message is not None:
         raise ScriptError(message)
     return sites
@@ -344,10 +350,10 @@ def _average(record: ModelRecord, group: Any) -> bool:
     """
     leaves = [*(leaf for *_, tensors in record.outputs for leaf in tensors), *record.loss]
     scalars = [leaf for leaf in leaves if leaf.dim() == 0 and leaf.is_floating_point()]
-    everyone = _gathered([float(scalar) for scalar in scalars], group)
-    if len({len(values) for values in everyone}) > 1:
+    by_rank = _gathered([float(scalar) for scalar in scalars], group)
+    if len({len(values) for values in by_rank}) > 1:
         return False
-    for scalar, *values in zip(scalars, *everyone, strict=True):
+    for scalar, *values in zip(scalars, *by_rank, strict=True):
         scalar.fill_(sum(values) / len(values))
     return True
 

@@ -103,7 +103,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         out, lse = empty_state(q, v.shape[-1])
         for owner, keys, values in _round(ring, k, v):
-            part = _seen(block, ring.order, owner, q.shape[-2])
+            part = _visible(block, ring.order, owner, q.shape[-2])
             if part is not None:
                 rows, columns, seen_block = part
                 attend(
@@ -176,7 +176,7 @@ def _backward_round(
     for owner, keys, values in _round(ring, k, v):
         grads = torch.zeros_like(arriving)
         grad_keys, grad_values = _unpack(grads, k, v)
-        part = _seen(block, ring.order, owner, queries.q.shape[-2])
+        part = _visible(block, ring.order, owner, queries.q.shape[-2])
         if part is not None:
             rows, columns, seen_block = part
             attend_backward(
@@ -213,7 +213,7 @@ def _wait(handle: CommHandle | None) -> None:
         handle.wait()
 
 
-def _seen(
+def _visible(
     block: AttentionBlock, order: SequenceOrder, owner: int, rows: int
 ) -> tuple[slice, slice, AttentionBlock] | None:
     """Which of this rank's rows see which of `owner`'s columns, and the block of both; None if none do.
@@ -237,11 +237,10 @@ def _seen(
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that the fused CPU kernel supports."""
 
 
 def fits(block: AttentionBlock, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -299,7 +298,7 @@ def _as_laid_out(lse: torch.Tensor) -> torch.Tensor:
 
 
 TILE_COLUMNS = 1024
-
+"""Largest number of keys in a tile."""
 
 TILE_ELEMENTS = 2**22
 """Approximate number of scores in memory at a time."""
@@ -326,7 +325,7 @@ def attend_tiles(
         tile_lse = torch.logsumexp(scores, -1)
         probabilities = _exp(scores, tile_lse)
         if block.dropout:
-            probabilities *= _kept(block, number, probabilities)
+            probabilities *= _dropout_factors(block, number, probabilities)
         seen = _by_keys(probabilities.to(v.dtype), v[:, :, columns]).to(out.dtype)
         merge(out[..., rows, :], lse[..., rows], seen, tile_lse)
 
@@ -353,8 +352,8 @@ def attend_tiles_backward(
         grad_probabilities = _by_keys(tile.grad_out, v[:, :, columns].transpose(-2, -1)).to(tile.lse.dtype)
         dropped = probabilities
         if block.dropout:
-            kept = _kept(block, number, probabilities)
-            dropped, grad_probabilities = probabilities * kept, grad_probabilities * kept
+            factors = _dropout_factors(block, number, probabilities)
+            dropped, grad_probabilities = probabilities * factors, grad_probabilities * factors
         grad_v[:, :, columns] += _by_queries(dropped.to(v.dtype), tile.grad_out).to(grad_v.dtype)
         grad_scores = (grad_probabilities - tile.delta[..., None]) * probabilities * block.scale
         grad_scores = grad_scores.to(tile.q.dtype)
@@ -403,9 +402,9 @@ def _by_queries(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.flatten(2, 3).transpose(-2, -1) @ right.flatten(2, 3)
 
 
-def _kept(block: AttentionBlock, tile: int, like: torch.Tensor) -> torch.Tensor:
+def _dropout_factors(block: AttentionBlock, tile: int, like: torch.Tensor) -> torch.Tensor:
     """1 / (1 - dropout) where a probability is kept, 0 elsewhere; the same in forward and backward."""
     draw = torch.Generator(like.device)
     draw.manual_seed(derive_seed(block.seed, tile))
-    kept = torch.empty_like(like).bernoulli_(1.0 - block.dropout, generator=draw)
-    return kept.div_(max(1.0 - block.dropout, 1e-30))
+    factors = torch.empty_like(like).bernoulli_(1.0 - block.dropout, generator=draw)
+    return factors.div_(max(1.0 - block.dropout, 1e-30))

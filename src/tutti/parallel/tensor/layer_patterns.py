@@ -13,27 +13,18 @@ from torch import nn
 from tutti.errors import PlanError
 from tutti.parallel.tensor.partition_ranges import Among, RankRanges, shared_heads
 
+# Names that models give to the projections of attention.
 QUERY = "q query q_proj query_proj q_lin to_q wq w_q Wq q_linear linear_q q_attn W_q"
-
-
 KEY = "k key k_proj key_proj k_lin to_k wk w_k Wk k_linear linear_k W_k"
-
-
 VALUE = "v value v_proj value_proj v_lin to_v wv w_v Wv v_linear linear_v W_v"
-
-
 FUSED = "qkv c_attn qkv_proj in_proj Wqkv query_key_value attn_qkv to_qkv wqkv W_qkv qkv_linear"
-
-
 OUTPUT = """
     o o_proj out_proj output_proj out_lin to_out wo w_o Wo dense proj projection merge out c_proj output
     out_linear linear_o W_o to_out.0 output.dense
 """
 
-
+# Names of the attributes, of a module or its config, that hold the number of heads and the size of a head.
 HEADS = "num_heads num_attention_heads n_heads n_head heads nhead nheads"
-
-
 HEAD_SIZE = "head_dim attention_head_size key_value_proj_dim head_size d_head dim_head d_kv"
 
 

@@ -174,8 +174,8 @@ def log_softmax(logits: torch.Tensor, dim: int, group: SplitGroup) -> torch.Tens
 
 @handles(*named("softmax log_softmax"))
 def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-    first, dim = given["input"], given.get("dim")
+    arguments = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    first, dim = arguments["input"], arguments.get("dim")
     if dim is None or len(args) > 2:
         return NotImplemented
     if dim % first.ndim != first.place.dim:
@@ -225,9 +225,9 @@ def _reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cross-entropy of logits (rows, classes, ...) whose classes are divided; targets are class indices."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-    logits, target = given["input"], given["target"]
-    deprecated = given.get("size_average") is not None or given.get("reduce") is not None
+    arguments: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    logits, target = arguments["input"], arguments["target"]
+    deprecated = arguments.get("size_average") is not None or arguments.get("reduce") is not None
     if not isinstance(logits, Parted) or isinstance(target, Parted) or target.is_floating_point() or deprecated:
         return NotImplemented
     classes = 0 if logits.ndim == 1 else 1
@@ -236,15 +236,15 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return NotImplemented
     group, spread = logits.place.group, logits.place.spread
     log_p = log_softmax(logits, classes, group).movedim(classes, -1)
-    weight = given.get("weight")
+    weight = arguments.get("weight")
     return _negative_log_likelihood(
         log_p,
         target,
         None if weight is None else (weight, take(weight, 0, spread, group)),
         _positions(target, logits.place),
-        given.get("ignore_index", -100),
-        given.get("reduction", "mean"),
-        given.get("label_smoothing", 0.0),
+        arguments.get("ignore_index", -100),
+        arguments.get("reduction", "mean"),
+        arguments.get("label_smoothing", 0.0),
         logits.place,
     )
 
@@ -305,8 +305,8 @@ def _negative_log_likelihood(
 @handles(F.linear)
 def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows (samples, tokens, heads) that are parts: weights are copied, so their gradients are all-reduced."""
-    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    arguments = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = arguments["input"], arguments["weight"], arguments.get("bias")
     if isinstance(bias, Parted):
         return NotImplemented
     if isinstance(weight, Parted):  # the model's code applies a divided matrix itself: outputs are parts
@@ -388,26 +388,26 @@ def _einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Queries divided by heads (or another batch dim); keys and values are fitted to them."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-    query, mask = given["query"], given.get("attn_mask")
-    random = given.get("dropout_p", 0.0) > 0
+    arguments: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    query, mask = arguments["query"], arguments.get("attn_mask")
+    random = arguments.get("dropout_p", 0.0) > 0
     if not isinstance(query, Parted) or query.place.dim > query.ndim - 3 or (random and draws_whole()):
         return NotImplemented
     place, back = query.place, query.place.dim - query.ndim
     spread, group = place.spread, place.group
-    ratio = whole_shape(query)[-3] // whole_shape(given["key"])[-3] if given.get("enable_gqa") else 1
-    keys = [given["key"], given["value"]]
+    ratio = whole_shape(query)[-3] // whole_shape(arguments["key"])[-3] if arguments.get("enable_gqa") else 1
+    keys = [arguments["key"], arguments["value"]]
     if ratio > 1 and not (back == -3 and all(_grouped(t, query, ratio) for t in keys)):
         keys = [_repeated(t, ratio) for t in keys]
-        given["enable_gqa"] = False
-    if not given.get("enable_gqa"):
+        arguments["enable_gqa"] = False
+    if not arguments.get("enable_gqa"):
         keys = [fit(t, back, spread, group) for t in keys]
-    given.update(key=keys[0], value=keys[1], attn_mask=fit(mask, back, spread, group))
+    arguments.update(key=keys[0], value=keys[1], attn_mask=fit(mask, back, spread, group))
     if random:
         with own_stream(query.device, group):
-            result = func(**given)
+            result = func(**arguments)
     else:
-        result = func(**given)
+        result = func(**arguments)
     return parted(result, PartPlacement(dim=result.ndim + back, spread=spread, group=group))
 
 

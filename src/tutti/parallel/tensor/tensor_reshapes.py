@@ -120,8 +120,8 @@ def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles(*named("squeeze"))
 def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     place, shape = args[0].place, whole_shape(args[0])
-    given = args[1:] or tuple(kwargs.values())
-    dims = [dim % len(shape) for dim in _sizes(given)] if given else range(len(shape))
+    arguments = args[1:] or tuple(kwargs.values())
+    dims = [dim % len(shape) for dim in _sizes(arguments)] if arguments else range(len(shape))
     removed = [dim for dim in dims if shape[dim] == 1]
     if place.dim in removed:
         return NotImplemented
@@ -148,9 +148,9 @@ def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(*named("repeat_interleave"))
 def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
-    first, times, dim = given.get("input"), given.get("repeats"), given.get("dim")
-    if not isinstance(first, Parted) or not isinstance(times, int) or dim is None or "output_size" in given:
+    arguments = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    first, times, dim = arguments.get("input"), arguments.get("repeats"), arguments.get("dim")
+    if not isinstance(first, Parted) or not isinstance(times, int) or dim is None or "output_size" in arguments:
         return NotImplemented
     place, dim = first.place, dim % first.ndim
     result = torch.repeat_interleave(first, times, dim)
@@ -181,21 +181,21 @@ def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles(*named("split split_with_sizes"))
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ("tensor", "split_size_or_sections", "dim")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    size: Any = given.get("split_size_or_sections", given.get("split_size", given.get("split_sizes")))
-    first, dim = given["tensor"], given.get("dim", 0) % given["tensor"].ndim
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    size: Any = arguments.get("split_size_or_sections", arguments.get("split_size", arguments.get("split_sizes")))
+    first, dim = arguments["tensor"], arguments.get("dim", 0) % arguments["tensor"].ndim
     total = whole_shape(first)[dim]
-    lengths = [min(size, total - at) for at in range(0, total, size)] if isinstance(size, int) else list(size)
+    lengths = [min(size, total - start) for start in range(0, total, size)] if isinstance(size, int) else list(size)
     return tuple(_cut(first, dim, lengths))
 
 
 @handles(*named("chunk"))
 def _chunk(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = dict(zip(("input", "chunks", "dim"), args, strict=False)) | kwargs
-    first, dim = given["input"], given.get("dim", 0) % given["input"].ndim
+    arguments = dict(zip(("input", "chunks", "dim"), args, strict=False)) | kwargs
+    first, dim = arguments["input"], arguments.get("dim", 0) % arguments["input"].ndim
     total = whole_shape(first)[dim]
-    size = -(-total // given["chunks"])
-    return tuple(_cut(first, dim, [min(size, total - at) for at in range(0, total, max(size, 1))]))
+    size = -(-total // arguments["chunks"])
+    return tuple(_cut(first, dim, [min(size, total - start) for start in range(0, total, max(size, 1))]))
 
 
 def _cut(first: Any, dim: int, lengths: list[int]) -> list[Any]:
@@ -233,8 +233,8 @@ def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     used = sum(item is not None and item is not Ellipsis for item in index)
     if Ellipsis not in index:
         index = (*index, Ellipsis)
-    at = index.index(Ellipsis)
-    index = (*index[:at], *[slice(None)] * (first.ndim - used), *index[at + 1 :])
+    ellipsis_at = index.index(Ellipsis)
+    index = (*index[:ellipsis_at], *[slice(None)] * (first.ndim - used), *index[ellipsis_at + 1 :])
     source = target = 0
     result, place = first, first.place
     local_index: list[Any] = []
@@ -253,14 +253,14 @@ def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(*named("cat concat concatenate"))
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-    return _joined(torch.cat, list(given["tensors"]), given.get("dim", 0), 0)
+    arguments = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    return _joined(torch.cat, list(arguments["tensors"]), arguments.get("dim", 0), 0)
 
 
 @handles(*named("stack"))
 def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-    return _joined(torch.stack, list(given["tensors"]), given.get("dim", 0), 1)
+    arguments = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    return _joined(torch.stack, list(arguments["tensors"]), arguments.get("dim", 0), 1)
 
 
 def _joined(func: Any, tensors: list[Any], dim: int, new: int) -> Any:
