@@ -326,18 +326,18 @@ def refused_by_one() -> str:
 def test_what_one_rank_finds_all_ranks_say() -> None:
     one, other = run_ranks(refused_by_one, 2, timeout_s=60)
     assert one == other
-    assert "head (Linear) computes something else" in one
+    assert "head (Linear) computes different values" in one
 
 
 def test_what_mixes_tokens_otherwise_is_refused_by_name() -> None:
     expected = {
         "0 ByHand": "attention by hand",
         "1 Triangle": "use is_causal=True",
-        "2 Convolved": "near (Conv1d) computes something else",
+        "2 Convolved": "near (Conv1d) computes different values",
         "3 Sliced": "positions from 0 on every rank",
         "4 Fixed": "Fixed fails on 8 tokens (mesh.context = 2), but not on 16",
         "5 Weights": "need_weights=False",
-        "6 Pooled": "head (Linear) computes something else",
+        "6 Pooled": "head (Linear) computes different values",
         "7 Positionless": "shift labels in the data set",
         "8 Positionless": "pad sequences to 12",
         "9 Positionless": "(samples, tokens)",

@@ -166,8 +166,8 @@ def test_what_cannot_be_known_is_refused() -> None:
         "learned bias",
         "8 x 5",
         "queries must be parts",
-        "keys with a causal",
-        "keys with a",
+        "keys, with a causal",
+        "keys, with a causal",
     ]
     words.append('use context = "ring"')
     for said in run_ranks(refusals, 2):

@@ -96,7 +96,7 @@ def test_a_transformers_model_that_shifts_its_own_labels(kind: str) -> None:
 
 def test_what_mixes_tokens_otherwise_is_refused_on_every_stage() -> None:
     cases: dict[str, Case] = {
-        "near (Conv1d) computes something else": staged(convolved, "1f1b", 1),
+        "near (Conv1d) computes different values": staged(convolved, "1f1b", 1),
         "positions from 0 on every rank": staged(sliced, "1f1b", 1),
     }
     for said in run_ranks(refusals, 4, list(cases.values()), timeout_s=100):

@@ -1,8 +1,8 @@
-"""A call of scaled_dot_product_attention inside a model that holds parts of sequences: what it means, and its result.
+"""A call of scaled_dot_product_attention in a model that holds parts of sequences: its meaning, and its result.
 
-What the call means for the whole sequence must follow from its arguments: none, `is_causal`, a mask over keys alone,
-or a mask with a column for every key of the whole sequence. A mask of (part x part) says nothing about the tokens of
-other ranks: refused.
+The meaning for the whole sequence must follow from the arguments: no mask, `is_causal`, a mask over keys only, or a
+mask with a column for every key of the whole sequence. A mask of (part x part) says nothing about the tokens of other
+ranks and is refused.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.nn.functional import scaled_dot_product_attention as torch_attention  # while the model sees another
+from torch.nn.functional import scaled_dot_product_attention as torch_attention  # the model's is replaced
 
 from tutti.comm.point_to_point import all_to_all
 from tutti.comm.traffic import CommChannel, CommHandle
@@ -24,7 +24,7 @@ from tutti.parallel.context.sequence_order import SequenceOrder, gather_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Attention for sequences of `length`, of which every rank of `ring` holds a part."""
+    """Attention over sequences of `length` tokens, of which each rank of `ring` holds a part."""
 
     ring: Ring
     length: int
@@ -35,7 +35,7 @@ class Attention:
 
     @property
     def part(self) -> int:
-        """Tokens this rank holds of a sequence."""
+        """The number of tokens of a sequence that this rank holds."""
         return self.length // self.order.degree
 
     def __call__(
@@ -49,13 +49,17 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """As F.scaled_dot_product_attention over the whole sequence, for this rank's queries. Raises ScriptError for
-        what cannot be known to be right. Unlike torch's, a mask and `is_causal` may stand together.
+        """F.scaled_dot_product_attention over the whole sequence, for this rank's queries. Collective.
+
+        Unlike in torch, a mask and `is_causal` may be combined.
+
+        Raises:
+            ScriptError: if the arguments do not say what the call means for the whole sequence.
         """
-        if isinstance(query, FakeTensor):  # a model followed on shapes: nothing is exchanged
+        if isinstance(query, FakeTensor):  # the model is traced for its shapes: nothing is communicated
             return torch_attention(query, key, value, enable_gqa=enable_gqa)
         rows, columns = query.shape[-2], key.shape[-2]
-        if rows != self.part and columns != self.part:  # attention over something else, all of it here
+        if rows != self.part and columns != self.part:  # attention over another dim, of which this rank has all
             return torch_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -64,14 +68,15 @@ class Attention:
         if columns == self.part:
             raise ScriptError(
                 f"attention of {rows} queries to {columns} keys, which are this rank's part of a sequence of "
-                f"{self.length}: with mesh.context = {self.order.degree} queries must be parts of sequences too; drop "
-                "the context axis for this model"
+                f"{self.length} tokens: with mesh.context = {self.order.degree} the queries must be parts of sequences "
+                "too; drop the context axis for this model"
             )
         if is_causal or (attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[-2] != 1):
             raise ScriptError(
-                f"attention of a part of a sequence ({rows} of {self.length} tokens) to {columns} keys with a causal "
-                "flag or a mask that differs between queries: which of them the mask means is unknown with "
-                f"mesh.context = {self.order.degree}; use a mask of shape (batch, 1, 1, keys), or drop the context axis"
+                f"attention of a part of a sequence ({rows} of {self.length} tokens) to {columns} keys, with a causal "
+                "flag or a mask that differs between queries: it is unknown which queries of the whole sequence the "
+                f"rows of the mask belong to (mesh.context = {self.order.degree}); use a mask of shape "
+                "(batch, 1, 1, keys), or drop the context axis"
             )
         return torch_attention(query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
 
@@ -88,21 +93,21 @@ class Attention:
     ) -> torch.Tensor:
         device = query.device.type
         if torch.is_autocast_enabled(device):
-            low = torch.get_autocast_dtype(device)
-            query, key, value = query.to(low), key.to(low), value.to(low)
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         q, k, v = _with_heads(query), _with_heads(key), _with_heads(value)
         k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
         if not grouped:
             k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         elif q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
             raise ScriptError(
-                f"attention with {q.shape[1]} query heads, {k.shape[1]} key heads and {v.shape[1]} value heads: the "
-                "number of query heads must be a multiple of that of key and value heads"
+                f"attention with {q.shape[1]} query heads, {k.shape[1]} key heads and {v.shape[1]} value heads: key "
+                "and value heads must be equally many, and the number of query heads a multiple of theirs"
             )
         mask = None if attn_mask is None else self.whole_mask(attn_mask, headless=query.dim() == 3)
         scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-        form = self._ring if self.order.kind == "ring" else self._all_to_all
-        out = form(q, k, v, mask, dropout, causal, scale)
+        attention = self._ring if self.order.kind == "ring" else self._all_to_all
+        out = attention(q, k, v, mask, dropout, causal, scale)
         return out.reshape(*query.shape[:-1], v.shape[-1])
 
     def _ring(
@@ -137,10 +142,10 @@ class Attention:
         degree, group, heads = self.order.degree, self.ring.group, q.shape[1]
         if heads % degree:
             raise ScriptError(
-                f'attention with {heads} heads cannot exchange them among {degree} ranks (context = "all-to-all"): '
-                f'the heads must divide; use context = "ring", or a context degree that divides {heads}'
+                f'attention with {heads} heads cannot divide them over {degree} ranks (context = "all-to-all"); use '
+                f'context = "ring", or a context degree that divides {heads}'
             )
-        if k.shape[1] % degree:  # too few key heads: each query head brings its own
+        if k.shape[1] % degree:  # the degree does not divide the key heads: repeat them, one for each query head
             k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
         q, k, v = to_heads((q, k, v), group, degree, self.ring.channel)
         if mask is not None:
@@ -157,18 +162,24 @@ class Attention:
         return to_tokens(out, group, degree, self.ring.channel)
 
     def whole_mask(self, mask: torch.Tensor, *, headless: bool) -> torch.Tensor:
-        """A mask with 4 dims and a column for every key of the whole sequence; rows 1, a part's, or the whole's."""
+        """The mask with 4 dims and a column for every key of the whole sequence.
+
+        It has 1 row, a row for each of this rank's queries, or a row for each query of the whole sequence.
+
+        Raises:
+            ScriptError: if the mask needs a gradient, or does not say which keys of other ranks are seen.
+        """
         if mask.requires_grad:
             raise ScriptError(
-                f"an attention mask that needs a gradient (a learned bias) with mesh.context = {self.order.degree}: "
-                "its gradient is not computed over parts of sequences; drop the context axis for this model"
+                "an attention mask needs a gradient (a learned bias), which is not computed over parts of sequences "
+                f"(mesh.context = {self.order.degree}); drop the context axis for this model"
             )
         mask = mask.detach()
         if mask.dim() == 3:
             mask = mask[:, None] if headless else mask[None]
         while mask.dim() < 4:
             mask = mask[None]
-        if mask.shape[-2] > 1 and mask.stride(-2) == 0:  # one row, shown many times: a mask over keys
+        if mask.shape[-2] > 1 and mask.stride(-2) == 0:  # one row, expanded: a mask over keys
             mask = mask[..., :1, :]
         rows, columns = mask.shape[-2:]
         if columns == self.part and rows == 1:
@@ -176,9 +187,9 @@ class Attention:
         if columns != self.length or rows not in (1, self.part, self.length):
             raise ScriptError(
                 f"an attention mask of {rows} x {columns} for a part of {self.part} tokens of sequences of "
-                f"{self.length} (mesh.context = {self.order.degree}): it does not say what this part's queries see of "
-                "other ranks' keys; use is_causal=True, or a mask over keys of shape (batch, 1, 1, keys), or drop the "
-                "context axis"
+                f"{self.length} (mesh.context = {self.order.degree}): it does not say which keys of other ranks this "
+                "part's queries see; use is_causal=True, or a mask over keys of shape (batch, 1, 1, keys), or drop "
+                "the context axis"
             )
         return mask
 
@@ -191,9 +202,16 @@ def _with_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(slots=True, kw_only=True)
-class Road:
-    """One tensor's way to the other ranks and its gradient's way back. `heads`: heads are given for tokens, else the
-    other way round; `handle`, `arriving`: what is under way, and where it comes in.
+class HeadExchange:
+    """One tensor's all-to-all, and the reverse all-to-all of its gradient.
+
+    Attributes:
+        heads: whether forward gives up heads for tokens; otherwise tokens for heads.
+        group: the process group.
+        degree: its number of ranks.
+        channel: where communication is counted.
+        handle: the operation in progress.
+        arriving: the buffer that it fills.
     """
 
     heads: bool
@@ -204,14 +222,14 @@ class Road:
     arriving: torch.Tensor | None = None
 
     def start(self, x: torch.Tensor, *, heads: bool) -> None:
-        """Cut one dim into a part for each rank, and send the parts."""
+        """Cut one dim (heads, or else tokens) into a part for each rank, and start sending the parts."""
         sent = torch.stack(x.chunk(self.degree, 1 if heads else 2)).contiguous()
         self.arriving = torch.empty_like(sent)
         work = all_to_all(self.arriving, sent, self.group)
         self.handle = self.channel.start([work], sent[1:].numel() * sent.element_size())
 
     def finish(self, *, heads: bool) -> torch.Tensor:
-        """Join what arrives along the other dim, in order of rank."""
+        """Wait for the parts, and join them along the other dim, in order of rank."""
         assert self.handle is not None
         assert self.arriving is not None
         self.handle.wait()
@@ -222,51 +240,51 @@ class Road:
 def to_heads(xs: Sequence[torch.Tensor], group: Any, degree: int, channel: CommChannel) -> list[torch.Tensor]:
     """Each (batch, heads, part of the tokens, d) -> (batch, part of the heads, tokens, d).
 
-    All are under way at once, and so are their gradients.
+    The tensors are exchanged concurrently, and so are their gradients.
     """
-    roads = [Road(heads=True, group=group, degree=degree, channel=channel) for _ in xs]
-    left = [_Leave.apply(x, road) for x, road in zip(xs, roads, strict=True)]  # type: ignore[no-untyped-call]
-    return [_Arrive.apply(x, road) for x, road in zip(left, roads, strict=True)]  # type: ignore[no-untyped-call]
+    exchanges = [HeadExchange(heads=True, group=group, degree=degree, channel=channel) for _ in xs]
+    tokens = [_Leave.apply(x, each) for x, each in zip(xs, exchanges, strict=True)]  # type: ignore[no-untyped-call]
+    return [_Arrive.apply(x, each) for x, each in zip(tokens, exchanges, strict=True)]  # type: ignore[no-untyped-call]
 
 
 def to_tokens(x: torch.Tensor, group: Any, degree: int, channel: CommChannel) -> torch.Tensor:
     """(batch, part of the heads, tokens, d) -> (batch, heads, part of the tokens, d)."""
-    road = Road(heads=False, group=group, degree=degree, channel=channel)
-    return _Arrive.apply(_Leave.apply(x, road), road)  # type: ignore[no-any-return, no-untyped-call]
+    exchange = HeadExchange(heads=False, group=group, degree=degree, channel=channel)
+    return _Arrive.apply(_Leave.apply(x, exchange), exchange)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Leave(torch.autograd.Function):
-    """Starts the exchange; in backward, where the gradient's exchange ends."""
+    """Starts the exchange; its backward finishes the exchange of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, road: Road) -> torch.Tensor:
-        ctx.road = road
-        road.start(x, heads=road.heads)
+    def forward(ctx: Any, x: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        exchange.start(x, heads=exchange.heads)
         return _token(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        road: Road = ctx.road  # type: ignore[attr-defined]
-        return road.finish(heads=not road.heads), None
+        exchange: HeadExchange = ctx.exchange  # type: ignore[attr-defined]
+        return exchange.finish(heads=not exchange.heads), None
 
 
 class _Arrive(torch.autograd.Function):
-    """Ends the exchange; in backward, where the gradient's exchange starts."""
+    """Finishes the exchange; its backward starts the exchange of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, road: Road) -> torch.Tensor:
-        ctx.road = road
-        return road.finish(heads=road.heads)
+    def forward(ctx: Any, token: torch.Tensor, exchange: HeadExchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.finish(heads=exchange.heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        road: Road = ctx.road  # type: ignore[attr-defined]
-        road.start(grad, heads=not road.heads)
+        exchange: HeadExchange = ctx.exchange  # type: ignore[attr-defined]
+        exchange.start(grad, heads=not exchange.heads)
         return _token(grad), None
 
 
 def _token(like: torch.Tensor) -> torch.Tensor:
-    """What ties the end of an exchange to its start in the graph; it carries no value."""
+    """A scalar that connects the end of an exchange to its start in the autograd graph; its value is not used."""
     return like.new_zeros(())

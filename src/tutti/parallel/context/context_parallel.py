@@ -1,4 +1,4 @@
-"""All of context parallel around a microbatch: cut, run in parts, and what the rest of the runtime calls."""
+"""Context parallelism around a microbatch: cut the batch, run the model on parts, and check it on the first batch."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ from tutti.data.batches import Unpack
 from tutti.data.seeds import derive_seed, preserved_generators
 from tutti.errors import PlanError, ScriptError
 from tutti.parallel.context.attention_calls import (
-    Pass,
+    CallRecorder,
+    MicrobatchState,
     Site,
-    Watch,
     adapt,
-    found_calls,
+    intercepted_calls,
     is_hugging_face,
     shifted_labels,
 )
@@ -36,43 +36,46 @@ from tutti.parallel.mesh import Mesh
 from tutti.parallel.tensor.tensor_activation import whole
 
 Loss = Callable[[Any, Any], Any]
+"""(output, target) -> loss."""
+
 Forward = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""(positional arguments, keyword arguments) -> output."""
+
+OpenContext = Callable[..., AbstractContextManager[None]]
+"""Opens the context in which the model, its loss and its backward run on a part of the batch."""
 
 
-Around = Callable[..., AbstractContextManager[None]]
-
-
-def _same(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
-def _whole(batch: Any) -> tuple[Any, Around]:
-    def around(*, within: bool = False) -> AbstractContextManager[None]:
+def _uncut(batch: Any) -> tuple[Any, OpenContext]:
+    def open_context(*, within: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
-    return batch, around
+    return batch, open_context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
-    """What a rank does with sequences. Without a context axis: nothing.
+    """How a rank handles sequences; without a context axis they are left whole.
 
-    `prepare(batch)`: this rank's part of the batch, and a function that opens the context in which the model, its loss
-    and its backward run on it (`within=True`: in the midst of the model's forward). `join(value)`: outputs and targets
-    of all parts as whole sequences, collective, in that context too. `loss_fn`: the user's.
+    Attributes:
+        loss_fn: the user's loss, adapted to parts of sequences.
+        prepare: from a batch, this rank's part of it and a function that opens the context in which the model, its loss
+            and its backward run. The function takes `within=True` if it is opened inside the model's forward.
+        join: whole sequences from the outputs and targets of all parts. Collective; call it in that context too.
     """
 
     loss_fn: Loss | None
-    prepare: Callable[[Any], tuple[Any, Around]] = _whole
-    join: Callable[[Any], Any] = _same
+    prepare: Callable[[Any], tuple[Any, OpenContext]] = _uncut
+    join: Callable[[Any], Any] = _unchanged
 
     @contextmanager
     def part(self, batch: Any) -> Iterator[Any]:
-        """A context in which the model runs on this rank's part of the batch, which it yields; backward belongs
-        inside.
-        """
-        part, around = self.prepare(batch)
-        with around():
+        """While open, the model runs on this rank's part of the batch, which is yielded. Run backward inside too."""
+        part, open_context = self.prepare(batch)
+        with open_context():
             yield part
 
 
@@ -85,83 +88,95 @@ def sequences_of(
     channel: CommChannel | None = None,
     stages: Forward | None = None,
 ) -> Sequences:
-    """Make `model` ready for parts of sequences, in place, if the mesh has a context axis. Collective.
+    """Prepare `model` for parts of sequences, in place, if the mesh has a context axis. Collective.
 
-    `channel`: where what attention exchanges is counted; `stages`: the forward of a model that is cut into stages.
+    Args:
+        model: the user's model.
+        plan: the plan; it says which form of attention is used.
+        mesh: the mesh of the ranks.
+        unpack: splits a batch into the model's arguments and the target.
+        loss_fn: the user's loss, or None if the model returns it.
+        channel: where the communication of attention is counted.
+        stages: the forward of the whole pipeline, if the model is divided into stages.
     """
     if mesh.degree("context") == 1:
         return Sequences(loss_fn=loss_fn)
     order = SequenceOrder(kind=plan.context, degree=mesh.degree("context"), index=mesh.index("context"))
     ring = Ring(order=order, group=mesh.new_group("context"), channel=channel or untracked_channel())
-    parts = Parts(model, ring, unpack, loss_fn)
+    parallel = ContextParallelModel(model, ring, unpack, loss_fn)
     if stages is not None:
-        parts.take_stages(stages, mesh.new_group("context", "stage"))
-    return Sequences(loss_fn=parts.loss, prepare=parts.prepare, join=parts.join)
+        parallel.take_stages(stages, mesh.new_group("context", "stage"))
+    return Sequences(loss_fn=parallel.loss, prepare=parallel.prepare, join=parallel.join)
 
 
-class Parts:
+class ContextParallelModel:
     """One model that runs on parts of sequences."""
 
     def __init__(self, model: nn.Module, ring: Ring, unpack: Unpack, loss_fn: Loss | None) -> None:
         self.ring = ring
         self.model, self._unpack, self._loss_fn = model, unpack, loss_fn or default_loss
         self._sites: frozenset[Site] | None = None
-        self._known: Pass | None = None
+        self._state: MicrobatchState | None = None
         self._weighted = False
         self._stages: Forward | None = None
-        self._everyone = ring.group
+        self._all_ranks = ring.group
         if is_hugging_face(model):
-            adapt(model, lambda: self._known)
+            adapt(model, lambda: self._state)
         self._take_positions()
 
-    def take_stages(self, forward: Forward, everyone: Any) -> None:
-        """The model is cut into stages: this is its forward, which returns something on the last stage's ranks.
-        `everyone`: the group of all ranks that compute parts or stages of the same samples.
-        """
-        self._stages, self._everyone = forward, everyone
+    def take_stages(self, forward: Forward, all_ranks: Any) -> None:
+        """Use `forward` for a model that is divided into stages; only ranks of the last stage get a result.
 
-    def prepare(self, batch: Any) -> tuple[Any, Around]:
-        """See Sequences.prepare. The first batch is also checked."""
+        `all_ranks` is the group of all ranks that compute parts or stages of the same samples.
+        """
+        self._stages, self._all_ranks = forward, all_ranks
+
+    def prepare(self, batch: Any) -> tuple[Any, OpenContext]:
+        """See `Sequences.prepare`. The first batch is also used for the check."""
         order = self.ring.order
         length = sequence_length(batch, order)
         batch = shifted_labels(self.model, batch)
         if self._sites is None:
             self._sites = self._check(batch, length)
-        return cut_batch(batch, length, order), partial(self._running, self._pass(batch, length, self._sites))
+        return cut_batch(batch, length, order), partial(self._running, self._state_of(batch, length, self._sites))
 
     def join(self, value: Any) -> Any:
-        """See Sequences.join."""
-        if self._known is None:
-            raise RuntimeError("outputs of parts are joined while the parts' microbatch runs")
-        return join_parts(value, self._known.attention.part, self.ring.order, self.ring.group)
+        """See `Sequences.join`."""
+        if self._state is None:
+            raise RuntimeError("join was called outside the context of a microbatch; call it while the microbatch runs")
+        return join_parts(value, self._state.attention.part, self.ring.order, self.ring.group)
 
     def loss(self, output: Any, target: Any) -> Any:
-        """The user's loss of a part: a mean over tokens is taken over all ranks' tokens, sums stay this part's."""
-        known = self._known
-        if known is None or self._weighted:
+        """The user's loss of a part.
+
+        A mean over tokens is taken over all ranks' tokens. Sums are those of this part.
+        """
+        state = self._state
+        if state is None or self._weighted:
             return self._loss_fn(output, target)
-        with known.averaging():
+        with state.averaging():
             value = self._loss_fn(output, target)
-        if isinstance(value, Weighted):  # made of sums, or of means over this part: nothing of other ranks in it
+        if isinstance(value, Weighted):  # it adds up over ranks, so no mean in it may include other ranks' tokens
             self._weighted = True
             value = self._loss_fn(output, target)
         return value
 
-    def _pass(self, batch: Any, length: int, sites: frozenset[Site]) -> Pass:
+    def _state_of(self, batch: Any, length: int, sites: frozenset[Site]) -> MicrobatchState:
         device = next(leaf.device for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
         attention = Attention(ring=self.ring, length=length)
-        return Pass(attention, self.ring.order.positions(length, device), sites)
+        return MicrobatchState(attention, self.ring.order.positions(length, device), sites)
 
     @contextmanager
-    def _running(self, known: Pass, *, within: bool = False) -> Iterator[None]:
-        self._known = known
+    def _running(self, state: MicrobatchState, *, within: bool = False) -> Iterator[None]:
+        self._state = state
         try:
-            with found_calls(known, self.model), known.averaging() if within else nullcontext():
+            with intercepted_calls(state, self.model), state.averaging() if within else nullcontext():
                 yield
         finally:
-            self._known = None
+            self._state = None
 
     def _check(self, batch: Any, length: int) -> frozenset[Site]:
+        """Run `check` on a short piece of the batch; returns where the model makes positions."""
         order = self.ring.order
 
         def loss(piece: Any) -> Any:
@@ -171,37 +186,37 @@ class Parts:
             output = self._stages(args, kwargs)
             return None if output is None else self.loss(output, target)
 
-        def whole(tokens: int) -> Any:
+        def run_whole(tokens: int) -> Any:
             return loss(shorten(batch, length, SAMPLES, tokens))
 
-        def in_parts(tokens: int, sites: frozenset[Site]) -> Any:
+        def run_part(tokens: int, sites: frozenset[Site]) -> Any:
             piece = cut_batch(shorten(batch, length, SAMPLES, tokens), tokens, order)
-            with self._running(self._pass(batch, tokens, sites)):
+            with self._running(self._state_of(batch, tokens, sites)):
                 return loss(piece)
 
-        groups = Groups(parts=self.ring.group, everyone=self._everyone)
-        lengths = piece_lengths(self.model, length, order, self._everyone)
-        return check(self.model, lengths, order, groups, whole, in_parts)
+        groups = CheckGroups(parts=self.ring.group, all_ranks=self._all_ranks)
+        lengths = piece_lengths(self.model, length, order, self._all_ranks)
+        return check(self.model, lengths, order, groups, run_whole, run_part)
 
     def _take_positions(self) -> None:
-        """Give the model's forward its tokens' positions where it takes them by name and the caller gave none."""
+        """Pass the tokens' positions to the model's forward if it has a parameter for them that the caller left out."""
         plain = self.model.forward
         parameters = inspect.signature(plain).parameters
         name = next((name for name in ("position_ids", "positions") if name in parameters), None)
         hugging_face = is_hugging_face(self.model) and "attention_mask" in parameters
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            known = self._known
-            if known is None:
+            state = self._state
+            if state is None:
                 return plain(*args, **kwargs)
-            given = inspect.signature(plain).bind_partial(*args, **kwargs).arguments
-            if name and given.get(name) is None:
-                kwargs[name] = known.positions[None] if name == "position_ids" else known.positions
-                known.own_mask = hugging_face and given.get("attention_mask") is None
-            if known.own_mask:  # or the library takes a jump between positions for the start of another sequence
-                first = next(leaf for leaf in given.values() if isinstance(leaf, torch.Tensor))
+            passed = inspect.signature(plain).bind_partial(*args, **kwargs).arguments
+            if name and passed.get(name) is None:
+                kwargs[name] = state.positions[None] if name == "position_ids" else state.positions
+                state.own_mask = hugging_face and passed.get("attention_mask") is None
+            if state.own_mask:  # without a mask the library takes a jump between positions for a new packed sequence
+                first = next(leaf for leaf in passed.values() if isinstance(leaf, torch.Tensor))
                 kwargs["attention_mask"] = first.new_ones(first.shape[:2], dtype=torch.bool)
-            with known.averaging():
+            with state.averaging():
                 return plain(*args, **kwargs)
 
         self.model.forward = forward
@@ -210,37 +225,52 @@ class Parts:
 T = TypeVar("T")
 
 SAMPLES = 2
+"""Number of samples in the piece of the first batch that is checked."""
+
 REMEDY = "give the model's forward a parameter `position_ids`, or drop the context axis for this model"
 
 
 @dataclass(slots=True)
-class Seen:
-    """What one run of a model gave: every module's outputs in order of call, and the loss."""
+class ModelRecord:
+    """One run of a model.
+
+    Attributes:
+        outputs: (name, class, tensors) of every module, in order of call.
+        loss: the loss, as tensors.
+    """
 
     outputs: list[tuple[str, str, list[torch.Tensor]]] = field(default_factory=list)
     loss: list[torch.Tensor] = field(default_factory=list)
 
 
 Runner = Callable[[int], Any]
-"""tokens -> the loss (or None) of the piece of so many tokens."""
+"""Number of tokens -> the loss (or None) of a piece of that length."""
 
 
 Finding = tuple[int, str]
-"""How many modules had returned before, and what is wrong."""
+"""(number of modules that had returned before, what is wrong)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """`parts`: ranks that hold parts of the same sequences; `everyone`: with them those that compute other stages."""
+class CheckGroups:
+    """The groups of the check.
+
+    Attributes:
+        parts: ranks that hold parts of the same sequences.
+        all_ranks: these ranks, and those that compute other stages of the same samples.
+    """
 
     parts: Any
-    everyone: Any
+    all_ranks: Any
 
 
-def piece_lengths(model: nn.Module, length: int, order: SequenceOrder, everyone: Any) -> list[int]:
-    """Lengths to try: short ones that are no size of a parameter, so that nothing is a sequence by chance; then all."""
-    own = {size for parameter in model.parameters() for size in to_local(parameter).shape}
-    sizes = set().union(*_gathered(own, everyone))
+def piece_lengths(model: nn.Module, length: int, order: SequenceOrder, all_ranks: Any) -> list[int]:
+    """Lengths to try in the check: a short one if any fits, then the whole length.
+
+    Neither the short one nor a rank's part of it equals a dim of a parameter, so no other dim is taken for a sequence.
+    """
+    local_sizes = {size for parameter in model.parameters() for size in to_local(parameter).shape}
+    sizes = set().union(*_gathered(local_sizes, all_ranks))
     multiples = range(2 * order.unit, min(length, 64 * order.unit) + 1, order.unit)
     fitting = [tokens for tokens in multiples if not {tokens, tokens // order.degree} & sizes]
     return [*fitting[:1], *([length] if fitting[:1] != [length] else [])]
@@ -250,143 +280,155 @@ def check(
     model: nn.Module,
     lengths: list[int],
     order: SequenceOrder,
-    groups: Groups,
-    on_one: Runner,
-    in_parts: Callable[[int, frozenset[Site]], Any],
+    groups: CheckGroups,
+    run_whole: Runner,
+    run_part: Callable[[int, frozenset[Site]], Any],
 ) -> frozenset[Site]:
-    """Compare the model on whole sequences and on parts; returns where it counts positions.
+    """Compare the model on whole sequences with the model on parts; returns where it makes positions.
 
-    Raises ScriptError, on every rank along the context axis, naming the first module whose output differs.
+    Raises:
+        ScriptError: on every rank along the context axis; it names the first module whose output differs.
     """
     with _undisturbed(model):
-        tokens, seen, sites = _run_whole(model, lengths, on_one)
-        parts, watch = Seen(), Watch(tokens // order.degree)
+        tokens, reference, sites = _run_whole(model, lengths, run_whole)
+        part, recorder = ModelRecord(), CallRecorder(tokens // order.degree)
         finding: Finding | None = None
         try:
-            with _recorded(model, parts), watch:
-                parts.loss = _loss_leaves(in_parts(tokens, sites), order.degree)
+            with _recorded(model, part), recorder:
+                part.loss = _loss_leaves(run_part(tokens, sites), order.degree)
         except (PlanError, RuntimeError, ValueError, IndexError, TypeError) as error:
             finding = (
-                len(parts.outputs),
+                len(part.outputs),
                 f"{type(model).__name__} fails on {tokens // order.degree} tokens (mesh.context = {order.degree}), but "
                 f"not on {tokens}: {str(error).splitlines()[0] if str(error) else type(error).__name__}. Tokens are "
                 f"dim 1 of the batch's tensors; {REMEDY}",
             )
-        averaged = _average(parts, groups.parts)
+        averaged = _average(part, groups.parts)
         if finding is None:
-            finding = _first_difference(seen, parts, tokens, order, averaged=averaged, by_hand=watch.softmaxes > 0)
-    of_parts = [one for one in _gathered(finding, groups.parts) if one is not None]
-    first = min(of_parts, key=itemgetter(0))[1] if of_parts else None
-    said = next((one for one in _gathered(first, groups.everyone) if one is not None), None)
-    if said is not None:
-        raise ScriptError(said)
+            finding = _first_difference(
+                reference, part, tokens, order, averaged=averaged, by_hand=recorder.softmaxes > 0
+            )
+    findings = [other for other in _gathered(finding, groups.parts) if other is not None]
+    first = min(findings, key=itemgetter(0))[1] if findings else None
+    message = next((other for other in _gathered(first, groups.all_ranks) if other is not None), None)
+    if message is not None:
+        raise ScriptError(message)
     return sites
 
 
 def _gathered(value: T, group: Any) -> list[T]:
     """Every rank's value, in order of rank."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def _run_whole(model: nn.Module, lengths: list[int], on_one: Runner) -> tuple[int, Seen, frozenset[Site]]:
-    """(tokens, what was seen, position sites) of the first length the model takes."""
+def _run_whole(model: nn.Module, lengths: list[int], run_whole: Runner) -> tuple[int, ModelRecord, frozenset[Site]]:
+    """(tokens, record, position sites) of the first length with which the model runs."""
     for tokens in lengths:
-        seen, watch = Seen(), Watch(tokens)
+        record, recorder = ModelRecord(), CallRecorder(tokens)
         try:
-            with _recorded(model, seen), watch:
-                seen.loss = _loss_leaves(on_one(tokens))
-        except (PlanError, RuntimeError, ValueError, IndexError, TypeError):  # a PlanError: stages cannot follow it
+            with _recorded(model, record), recorder:
+                record.loss = _loss_leaves(run_whole(tokens))
+        except (PlanError, RuntimeError, ValueError, IndexError, TypeError):  # PlanError: stages cannot be traced
             if tokens == lengths[-1]:
                 raise
             continue
-        return tokens, seen, frozenset(watch.sites)
+        return tokens, record, frozenset(recorder.sites)
     raise AssertionError("there is always a length to try")
 
 
-def _average(parts: Seen, group: Any) -> bool:
-    """Numbers without dims that modules and the loss gave become their means over the ranks; False where ranks have
-    not as many. Every rank calls it, whatever it has found: ranks differ in that.
+def _average(record: ModelRecord, group: Any) -> bool:
+    """Replace scalars that modules and the loss returned by their means over the ranks.
+
+    Every rank must call it, whatever it has found, because ranks may find different things.
+
+    Returns:
+        False if ranks have different numbers of scalars; they are unchanged then.
     """
-    leaves = [*(leaf for *_, some in parts.outputs for leaf in some), *parts.loss]
-    numbers = [leaf for leaf in leaves if leaf.dim() == 0 and leaf.is_floating_point()]
-    everyone = _gathered([float(number) for number in numbers], group)
-    if len({len(theirs) for theirs in everyone}) > 1:
+    leaves = [*(leaf for *_, tensors in record.outputs for leaf in tensors), *record.loss]
+    scalars = [leaf for leaf in leaves if leaf.dim() == 0 and leaf.is_floating_point()]
+    by_rank = _gathered([float(scalar) for scalar in scalars], group)
+    if len({len(values) for values in by_rank}) > 1:
         return False
-    for number, *values in zip(numbers, *everyone, strict=True):
-        number.fill_(sum(values) / len(values))
+    for scalar, *values in zip(scalars, *by_rank, strict=True):
+        scalar.fill_(sum(values) / len(values))
     return True
 
 
 def _first_difference(
-    seen: Seen, parts: Seen, tokens: int, order: SequenceOrder, *, averaged: bool, by_hand: bool
+    reference: ModelRecord, part: ModelRecord, tokens: int, order: SequenceOrder, *, averaged: bool, by_hand: bool
 ) -> Finding | None:
-    """The first module that gives something else on parts; None where all agree. `averaged`: whether numbers without
-    dims are means over all parts; else nothing is known of them.
+    """The first module whose result on parts differs; None if all agree.
+
+    `averaged` says whether scalars are means over all parts; otherwise they are not compared.
     """
     context = f"mesh.context = {order.degree}"
-    if [name for name, *_ in seen.outputs] != [name for name, *_ in parts.outputs]:
+    if [name for name, *_ in reference.outputs] != [name for name, *_ in part.outputs]:
         return 0, f"the model calls other modules for a part of a sequence than for a whole one ({context}); {REMEDY}"
     hint = (
-        f"attention by hand (a softmax of its own) sees one rank's tokens only: call "
+        "attention by hand (with a softmax of its own) sees only one rank's tokens: call "
         f"F.scaled_dot_product_attention (attn_implementation='sdpa'), or {REMEDY}"
         if by_hand
         else f"it mixes tokens other than by attention, or counts positions from 0 on every rank: {REMEDY}"
     )
-    for number, ((name, kind, ones), (_, _, theirs)) in enumerate(zip(seen.outputs, parts.outputs, strict=True)):
-        for one, other in zip(ones, theirs, strict=False):
-            verdict = _agree(one, other, tokens, order) if averaged or other.dim() else True
+    for number, ((name, kind, references), (_, _, parts)) in enumerate(
+        zip(reference.outputs, part.outputs, strict=True)
+    ):
+        for expected, actual in zip(references, parts, strict=False):
+            verdict = _agree(expected, actual, tokens, order) if averaged or actual.dim() else True
             if verdict is False or (verdict is None and not name):
                 module = f"{name or 'the model'} ({kind})"
-                return number, f"{module} computes something else on a part of a sequence ({context}): {hint}"
-    for one, other in zip(seen.loss, parts.loss, strict=False):
-        if averaged and _agree(one, other, tokens, order) is False:
-            return len(parts.outputs), (
-                f"the loss over a part of the tokens is not the whole's ({context}): it must be a mean over tokens, or "
-                "tutti.Weighted(sum, count); shift labels in the data set rather than in the loss, and leave out what "
-                "is computed over whole sequences"
+                return number, f"{module} computes different values on a part of a sequence ({context}): {hint}"
+    for expected, actual in zip(reference.loss, part.loss, strict=False):
+        if averaged and _agree(expected, actual, tokens, order) is False:
+            return len(part.outputs), (
+                f"the loss of a part of the tokens does not agree with that of whole sequences ({context}): it must be "
+                "a mean over tokens, or tutti.Weighted(sum, count); shift labels in the data set, not in the loss, and "
+                "leave out terms that are computed over whole sequences"
             )
     return None
 
 
-def _agree(one: torch.Tensor, part: torch.Tensor, tokens: int, order: SequenceOrder) -> bool | None:
-    """Whether `part` is this rank's part of `one`; None where their shapes do not say."""
-    if one.shape == part.shape:
-        expected = one
+def _agree(reference: torch.Tensor, part: torch.Tensor, tokens: int, order: SequenceOrder) -> bool | None:
+    """Whether `part` is this rank's part of `reference`, within a tolerance; None if their shapes do not say."""
+    if reference.shape == part.shape:
+        expected = reference
     else:
-        dims = [d for d, (a, b) in enumerate(zip(one.shape, part.shape, strict=False)) if a != b]
-        if one.dim() != part.dim() or len(dims) != 1:
+        dims = [
+            d for d, (size, part_size) in enumerate(zip(reference.shape, part.shape, strict=False)) if size != part_size
+        ]
+        if reference.dim() != part.dim() or len(dims) != 1:
             return None
         dim = dims[0]
-        if one.shape[dim] % tokens or part.shape[dim] * order.degree != one.shape[dim]:
+        if reference.shape[dim] % tokens or part.shape[dim] * order.degree != reference.shape[dim]:
             return None
-        by_tokens = one.reshape(*one.shape[:dim], -1, tokens, *one.shape[dim + 1 :])
+        by_tokens = reference.reshape(*reference.shape[:dim], -1, tokens, *reference.shape[dim + 1 :])
         expected = order.take(by_tokens, dim + 1).flatten(dim, dim + 1)
-    if not one.is_floating_point():
+    if not reference.is_floating_point():
         return bool(torch.equal(expected, part))
-    tolerance = torch.finfo(one.dtype).eps ** 0.5
+    tolerance = torch.finfo(reference.dtype).eps ** 0.5
     expected, part = expected.double().nan_to_num(), part.double().nan_to_num()
-    scale = float(one.double().nan_to_num().abs().max()) if one.numel() else 0.0
+    scale = float(reference.double().nan_to_num().abs().max()) if reference.numel() else 0.0
     return bool((expected - part).abs().max() <= tolerance * scale) if part.numel() else True
 
 
 def _loss_leaves(value: Any, parts: int = 1) -> list[torch.Tensor]:
-    """The numbers of a loss of one of `parts` ranks, in a form whose mean over ranks is the whole's."""
+    """The numbers of a loss of one of `parts` ranks, such that their means over the ranks are those of the whole."""
     if isinstance(value, Weighted):
         return [torch.as_tensor(number, dtype=torch.float64).detach() * parts for number in (value.total, value.count)]
     return [value.detach().clone()] if isinstance(value, torch.Tensor) and value.numel() == 1 else []
 
 
 @contextmanager
-def _recorded(model: nn.Module, seen: Seen) -> Iterator[None]:
-    """Note every module's outputs."""
+def _recorded(model: nn.Module, record: ModelRecord) -> Iterator[None]:
+    """While open, record every module's outputs."""
 
     def hook(name: str) -> Callable[..., None]:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
             tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             leaves = [whole(leaf.detach()).clone() for leaf in tensors]
-            seen.outputs.append((name, type(module).__name__, leaves))
+            record.outputs.append((name, type(module).__name__, leaves))
 
         return note
 
@@ -400,7 +442,10 @@ def _recorded(model: nn.Module, seen: Seen) -> Iterator[None]:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, random values for constant parameters; afterwards all is as it was."""
+    """While open, the model is in evaluation mode, without gradients, and constant parameters have random values.
+
+    Afterwards the model and the random generators are as before.
+    """
     training = [module for module in model.modules() if module.training]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     constants = []
@@ -415,7 +460,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for tensor, kept in (*constants, *buffers):
-                tensor.copy_(kept)
+            for tensor, saved in (*constants, *buffers):
+                tensor.copy_(saved)
             for module in training:
                 module.training = True

@@ -1,8 +1,9 @@
-"""Ring attention: keys and values travel round the ranks while each rank's queries look at those that are there.
+"""Ring attention: keys and values are sent around the ring of ranks; each rank attends its queries to them in turn.
 
 Liu, Zaharia and Abbeel 2023 (arXiv 2310.01889); zig-zag order of the tokens for causal balance as in Brandon et al.
-2023 (arXiv 2311.09431). Exact: log-sum-exp merging in forward, and backward passes keys and values round a second
-time, with their gradients travelling one step behind them. A transfer runs while the block before it is computed.
+2023 (arXiv 2311.09431). It is exact: forward merges partial outputs by their log-sum-exp. Backward sends keys and
+values around a second time, and their gradients follow one step behind. Each transfer overlaps the computation of the
+block before it.
 """
 
 from collections.abc import Iterator
@@ -20,9 +21,12 @@ from tutti.parallel.context.sequence_order import SequenceOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """The ranks that keys and values travel round: this one sends to the next and receives from the one before.
+    """The ranks of ring attention: this rank sends to the next one and receives from the previous one.
 
-    `group`: their process group, in their order; `channel`: where exchanges are counted.
+    Attributes:
+        order: which tokens each rank holds.
+        group: their process group, in ring order.
+        channel: where communication is counted.
     """
 
     order: SequenceOrder
@@ -30,10 +34,14 @@ class Ring:
     channel: CommChannel = field(default_factory=untracked_channel, compare=False)
 
     def pass_on(self, tensor: torch.Tensor) -> tuple[torch.Tensor, CommHandle]:
-        """Start sending `tensor` on; returns where the previous rank's arrives, and what to wait for."""
-        me, degree = self.order.index, self.order.degree
+        """Start sending `tensor` to the next rank.
+
+        Returns:
+            The buffer for the previous rank's tensor, and the handle to wait for.
+        """
+        rank, degree = self.order.index, self.order.degree
         received = torch.empty_like(tensor)
-        works = start_messages([((me - 1) % degree, received)], [((me + 1) % degree, tensor)], self.group)
+        works = start_messages([((rank - 1) % degree, received)], [((rank + 1) % degree, tensor)], self.group)
         return received, self.channel.start(works, tensor.numel() * tensor.element_size())
 
 
@@ -48,11 +56,20 @@ def ring_attention(
     mask: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attention of this rank's queries to the keys of all ranks; every rank must call it together.
+    """Attention of this rank's queries to the keys of all ranks. Collective.
 
-    q: (batch, kv_heads, group, rows, d), k and v: (batch, kv_heads, rows, d or d_v), the parts of a sequence in
-    `ring.order`. `mask`: as in Block, over rows here and all columns of the whole sequence; no gradient passes to it.
-    Returns (batch, kv_heads, group, rows, d_v). Rows that see no key are 0.
+    Args:
+        q: (batch, kv_heads, group, rows, d), this rank's part of the sequences in `ring.order`.
+        k: (batch, kv_heads, rows, d), likewise.
+        v: (batch, kv_heads, rows, d_v), likewise.
+        ring: the ranks.
+        scale: factor of the scores.
+        causal: whether a query sees only keys up to its own position.
+        mask: as in `AttentionBlock`, with this rank's rows and all columns of the whole sequence; it gets no gradient.
+        dropout: share of the probabilities that is dropped.
+
+    Returns:
+        (batch, kv_heads, group, rows, d_v). Rows that see no key are 0.
     """
     seed = int(torch.randint(2**62, (), dtype=torch.int64)) if dropout else 0
     block = AttentionBlock(scale=scale, causal=causal, mask=mask, dropout=dropout, seed=seed)
@@ -62,8 +79,14 @@ def ring_attention(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBlock:
-    """How some queries look at some keys. `causal`: row i sees columns 0..i; `mask`: boolean (True: seen) or added;
-    `dropout`: share of probabilities dropped, drawn from `seed`.
+    """How some queries attend to some keys.
+
+    Attributes:
+        scale: factor of the scores.
+        causal: whether row i sees columns 0..i only.
+        mask: boolean (True: seen), or values to add to the scores.
+        dropout: share of the probabilities that is dropped.
+        seed: seed of the dropout.
     """
 
     scale: float
@@ -80,11 +103,16 @@ class _RingAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         out, lse = empty_state(q, v.shape[-1])
         for owner, keys, values in _round(ring, k, v):
-            part = _seen(block, ring.order, owner, q.shape[-2])
+            part = _visible(block, ring.order, owner, q.shape[-2])
             if part is not None:
-                rows, columns, one = part
+                rows, columns, seen_block = part
                 attend(
-                    one, q[..., rows, :], keys[:, :, columns], values[:, :, columns], out[..., rows, :], lse[..., rows]
+                    seen_block,
+                    q[..., rows, :],
+                    keys[:, :, columns],
+                    values[:, :, columns],
+                    out[..., rows, :],
+                    lse[..., rows],
                 )
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse, block.mask)
@@ -108,8 +136,15 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queries:
-    """What queries bring to the way back. `out`, `lse`: final, of all keys; `delta`: row sums of grad_out * out;
-    `grad_q`: what each block's part is added to.
+    """The queries' tensors for backward.
+
+    Attributes:
+        q: the queries.
+        out: their output, over all keys.
+        lse: their log-sum-exp, over all keys.
+        grad_out: gradient of the output.
+        delta: row sums of grad_out * out.
+        grad_q: where each block's gradient is added.
     """
 
     q: torch.Tensor
@@ -120,7 +155,7 @@ class Queries:
     grad_q: torch.Tensor
 
     def of(self, rows: slice) -> "Queries":
-        """Those of some rows, as views."""
+        """Views of some rows."""
         return Queries(
             q=self.q[..., rows, :],
             out=self.out[..., rows, :],
@@ -134,18 +169,18 @@ class Queries:
 def _backward_round(
     block: AttentionBlock, ring: Ring, queries: Queries, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add to the queries' gradients; returns those of this rank's keys and values, which have come round."""
+    """Add to the queries' gradients; returns the gradients of this rank's keys and values after a whole round."""
     dtype = accumulate_dtype(k.dtype)
     arriving = torch.zeros(k.numel() + v.numel(), dtype=dtype, device=k.device)
     handle: CommHandle | None = None
     for owner, keys, values in _round(ring, k, v):
         grads = torch.zeros_like(arriving)
         grad_keys, grad_values = _unpack(grads, k, v)
-        part = _seen(block, ring.order, owner, queries.q.shape[-2])
+        part = _visible(block, ring.order, owner, queries.q.shape[-2])
         if part is not None:
-            rows, columns, one = part
+            rows, columns, seen_block = part
             attend_backward(
-                one,
+                seen_block,
                 queries.of(rows),
                 keys[:, :, columns],
                 values[:, :, columns],
@@ -159,14 +194,14 @@ def _backward_round(
 
 
 def _round(ring: Ring, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(owner, keys, values) of this rank, then of the one before it, and so on round; the next are on their way."""
-    here = torch.cat([k.reshape(-1), v.reshape(-1)])
+    """(owner, keys, values) of this rank, then of the previous ranks in turn; the next are received meanwhile."""
+    current = torch.cat([k.reshape(-1), v.reshape(-1)])
     for step in range(ring.order.degree):
         last = step == ring.order.degree - 1
-        coming, handle = (here, None) if last else ring.pass_on(here)
-        yield (ring.order.index - step) % ring.order.degree, *_unpack(here, k, v)
+        following, handle = (current, None) if last else ring.pass_on(current)
+        yield (ring.order.index - step) % ring.order.degree, *_unpack(current, k, v)
         _wait(handle)
-        here = coming
+        current = following
 
 
 def _unpack(flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,55 +213,55 @@ def _wait(handle: CommHandle | None) -> None:
         handle.wait()
 
 
-def _seen(
+def _visible(
     block: AttentionBlock, order: SequenceOrder, owner: int, rows: int
 ) -> tuple[slice, slice, AttentionBlock] | None:
-    """Which of this rank's rows see which of `owner`'s columns, and how; None: none do.
+    """Which of this rank's rows see which of `owner`'s columns, and the block of both; None if none do.
 
-    Causal, zig-zag: of an earlier owner all rows see the first half; of a later one the second half sees all.
+    Causal, zig-zag: all rows see the first half of an earlier owner's columns. Only the second half of the rows sees a
+    later owner's columns, and it sees all of them.
     """
     mask = None if block.mask is None else order.take(block.mask, -1, owner)
-    one = replace(block, mask=mask, seed=derive_seed(block.seed, owner) if block.dropout else 0)
+    seen_block = replace(block, mask=mask, seed=derive_seed(block.seed, owner) if block.dropout else 0)
     if not block.causal or owner == order.index:
-        return slice(0, rows), slice(0, rows), one
-    one, half = replace(one, causal=False), rows // 2
+        return slice(0, rows), slice(0, rows), seen_block
+    seen_block, half = replace(seen_block, causal=False), rows // 2
     if owner < order.index:
         top, left = slice(0, rows), slice(0, half)
     else:
         top, left = slice(half, rows), slice(0, rows)
     if mask is not None:
         taken = mask if mask.shape[-2] == 1 else mask[..., top, :]
-        one = replace(one, mask=taken[..., left])
-    return top, left, one
+        seen_block = replace(seen_block, mask=taken[..., left])
+    return top, left, seen_block
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that the fused CPU kernel supports."""
 
 
 def fits(block: AttentionBlock, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the kernel computes this block."""
+    """Whether torch's fused CPU kernel computes this block."""
     plain = block.mask is None and not block.dropout
     square = not block.causal or q.shape[-2] == k.shape[-2]
-    there = q.numel() > 0 and k.numel() > 0
-    return plain and square and there and k.shape == v.shape and q.device.type == "cpu" and q.dtype in DTYPES
+    not_empty = q.numel() > 0 and k.numel() > 0
+    return plain and square and not_empty and k.shape == v.shape and q.device.type == "cpu" and q.dtype in DTYPES
 
 
 def attend(
     block: AttentionBlock, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Let the queries also see these keys: `out` and `lse` are merged with them, in place."""
+    """Let the queries also attend to these keys: merge the result into `out` and `lse`, in place."""
     if not fits(block, q, k, v):
         attend_tiles(block, q, k, v, out, lse)
         return
     q, k, v = map(_by_rows, (q, k, v))
-    for one in range(q.shape[2]):
-        seen, seen_lse = _forward(q[:, :, one], k, v, 0.0, block.causal, scale=block.scale)
-        merge(out[:, :, one], lse[:, :, one], seen.to(out.dtype), seen_lse)
+    for head in range(q.shape[2]):
+        seen, seen_lse = _forward(q[:, :, head], k, v, 0.0, block.causal, scale=block.scale)
+        merge(out[:, :, head], lse[:, :, head], seen.to(out.dtype), seen_lse)
 
 
 def attend_backward(
@@ -237,65 +272,66 @@ def attend_backward(
     grad_k: torch.Tensor,
     grad_v: torch.Tensor,
 ) -> None:
-    """Add this block's part to the gradients: of the queries, of these keys and of their values."""
+    """Add this block's gradients: to `queries.grad_q`, and to those of these keys and values."""
     if not fits(block, queries.q, k, v):
         attend_tiles_backward(block, queries, k, v, grad_k, grad_v)
         return
     q, k, v, out, grad_out = map(_by_rows, (queries.q, k, v, queries.out, queries.grad_out))
-    for one in range(q.shape[2]):
-        lse = _as_laid_out(queries.lse[:, :, one])
+    for head in range(q.shape[2]):
+        lse = _as_laid_out(queries.lse[:, :, head])
         query, key, value = _backward(
-            grad_out[:, :, one], q[:, :, one], k, v, out[:, :, one], lse, 0.0, block.causal, scale=block.scale
+            grad_out[:, :, head], q[:, :, head], k, v, out[:, :, head], lse, 0.0, block.causal, scale=block.scale
         )
-        queries.grad_q[:, :, one] += query
+        queries.grad_q[:, :, head] += query
         grad_k += key
         grad_v += value
 
 
 def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """With the last dim's values next to each other: the kernel takes for granted that they are, and says nothing."""
+    """A tensor whose last dim is contiguous: the kernel takes that for granted and gives wrong results otherwise."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _as_laid_out(lse: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, rows), rows before heads in memory, as the kernel's forward makes it and its backward takes it."""
+    """(batch, heads, rows) with rows before heads in memory, as the kernel's backward requires."""
     return lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 TILE_COLUMNS = 1024
-
+"""Largest number of keys in a tile."""
 
 TILE_ELEMENTS = 2**22
-"""Scores held at a time, about."""
+"""Approximate number of scores in memory at a time."""
 
 
 def empty_state(q: torch.Tensor, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, log-sum-exp) of queries that have seen no key: zeros and -inf, in the dtype sums are kept in."""
+    """(output, log-sum-exp) of queries that have seen no key: zeros and -inf, in the dtype of accumulation."""
     dtype = accumulate_dtype(q.dtype)
     out = torch.zeros(*q.shape[:-1], value_size, dtype=dtype, device=q.device)
     return out, torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over values of `dtype` are accumulated."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def attend_tiles(
     block: AttentionBlock, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Let the queries also see these keys: `out` and `lse` are merged with them, in place."""
+    """`attend` in tiles, without the fused kernel."""
     for number, (rows, columns) in enumerate(_tiles(q, k, block.causal)):
         scores = _scores(block, q, k, rows, columns)
         tile_lse = torch.logsumexp(scores, -1)
         probabilities = _exp(scores, tile_lse)
         if block.dropout:
-            probabilities *= _kept(block, number, probabilities)
+            probabilities *= _dropout_factors(block, number, probabilities)
         seen = _by_keys(probabilities.to(v.dtype), v[:, :, columns]).to(out.dtype)
         merge(out[..., rows, :], lse[..., rows], seen, tile_lse)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, seen: torch.Tensor, seen_lse: torch.Tensor) -> None:
-    """Merge what the queries saw of some keys into what they saw of others, in place."""
+    """Merge the queries' attention to some keys into their attention to other keys, in place."""
     after = torch.logaddexp(lse, seen_lse)
     out.mul_(_exp(lse[..., None], after)).addcmul_(seen, _exp(seen_lse[..., None], after))
     lse.copy_(after)
@@ -309,23 +345,24 @@ def attend_tiles_backward(
     grad_k: torch.Tensor,
     grad_v: torch.Tensor,
 ) -> None:
-    """Add this block's part to the gradients: of the queries, of these keys and of their values."""
+    """`attend_backward` in tiles, without the fused kernel."""
     for number, (rows, columns) in enumerate(_tiles(queries.q, k, block.causal)):
-        here = queries.of(rows)
-        probabilities = _exp(_scores(block, queries.q, k, rows, columns), here.lse)
-        slope = _by_keys(here.grad_out, v[:, :, columns].transpose(-2, -1)).to(here.lse.dtype)
+        tile = queries.of(rows)
+        probabilities = _exp(_scores(block, queries.q, k, rows, columns), tile.lse)
+        grad_probabilities = _by_keys(tile.grad_out, v[:, :, columns].transpose(-2, -1)).to(tile.lse.dtype)
         dropped = probabilities
         if block.dropout:
-            kept = _kept(block, number, probabilities)
-            dropped, slope = probabilities * kept, slope * kept
-        grad_v[:, :, columns] += _by_queries(dropped.to(v.dtype), here.grad_out).to(grad_v.dtype)
-        slope = ((slope - here.delta[..., None]) * probabilities * block.scale).to(here.q.dtype)
-        here.grad_q.add_(_by_keys(slope, k[:, :, columns]).to(here.grad_q.dtype))
-        grad_k[:, :, columns] += _by_queries(slope, here.q).to(grad_k.dtype)
+            factors = _dropout_factors(block, number, probabilities)
+            dropped, grad_probabilities = probabilities * factors, grad_probabilities * factors
+        grad_v[:, :, columns] += _by_queries(dropped.to(v.dtype), tile.grad_out).to(grad_v.dtype)
+        grad_scores = (grad_probabilities - tile.delta[..., None]) * probabilities * block.scale
+        grad_scores = grad_scores.to(tile.q.dtype)
+        tile.grad_q.add_(_by_keys(grad_scores, k[:, :, columns]).to(tile.grad_q.dtype))
+        grad_k[:, :, columns] += _by_queries(grad_scores, tile.q).to(grad_k.dtype)
 
 
 def _tiles(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of one tile after another; those above the diagonal are left out."""
+    """Rows and columns of each tile; those above the diagonal are left out if `causal`."""
     rows, columns = q.shape[-2], k.shape[-2]
     wide = min(columns, TILE_COLUMNS)
     tall = max(16, TILE_ELEMENTS // max(1, q[..., 0, 0].numel() * wide))
@@ -348,13 +385,13 @@ def _scores(block: AttentionBlock, q: torch.Tensor, k: torch.Tensor, rows: slice
 
 
 def _exp(values: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """exp(values - lse) along the last dim; 0 where nothing was seen (lse is -inf)."""
+    """exp(values - lse) along the last dim; 0 where no key was seen (lse is -inf)."""
     lse = lse[..., None]
     return torch.exp(values - lse.masked_fill(lse == -torch.inf, 0.0))
 
 
 def _by_keys(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """(b, h, g, rows, x) @ (b, h, x, y): heads of a group share the right side, which is not copied."""
+    """(b, h, g, rows, x) @ (b, h, x, y): the query heads of a group share the right side, which is not copied."""
     batch, heads, group, rows, inner = left.shape
     product = left.reshape(batch, heads, group * rows, inner) @ right
     return product.view(batch, heads, group, rows, -1)
@@ -365,9 +402,9 @@ def _by_queries(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.flatten(2, 3).transpose(-2, -1) @ right.flatten(2, 3)
 
 
-def _kept(block: AttentionBlock, tile: int, like: torch.Tensor) -> torch.Tensor:
+def _dropout_factors(block: AttentionBlock, tile: int, like: torch.Tensor) -> torch.Tensor:
     """1 / (1 - dropout) where a probability is kept, 0 elsewhere; the same in forward and backward."""
     draw = torch.Generator(like.device)
     draw.manual_seed(derive_seed(block.seed, tile))
-    kept = torch.empty_like(like).bernoulli_(1.0 - block.dropout, generator=draw)
-    return kept.div_(max(1.0 - block.dropout, 1e-30))
+    factors = torch.empty_like(like).bernoulli_(1.0 - block.dropout, generator=draw)
+    return factors.div_(max(1.0 - block.dropout, 1e-30))

@@ -1,8 +1,8 @@
-"""Split: the layers of a model divided over the ranks of the mesh's split axis (tensor parallelism).
+"""Tensor parallelism: the layers of a model divided over the ranks of the mesh's split axis.
 
-`decide` says from the layout's rules and known patterns how every module is divided; `apply_decisions` does it on this
-rank. Between divided layers activations are parts that behave as the whole tensor (`parted`), so a model's code is
-unchanged.
+`decide` derives from the layout rules and known layer patterns how each module is divided. `apply_decisions` carries
+this out on one rank. Between divided layers, an activation is a `Parted` tensor: it holds this rank's part and behaves
+as the whole tensor, so the model's code is unchanged.
 """
 
 from torch import nn
@@ -16,19 +16,20 @@ from tutti.parallel.tensor.tensor_activation import whole
 from tutti.parallel.tensor.tensor_collectives import SplitGroup
 from tutti.parallel.tensor.tensor_plan import SplitModule, decide, describe_split
 
-TABLES = (tensor_functions, tensor_functions, tensor_functions, tensor_reshapes)
-"""The modules that fill the table of functions on parts when they are imported."""
+TABLES = (tensor_functions, tensor_reshapes)
+"""The modules that register handlers for torch functions on parts (see `HANDLERS`) when they are imported."""
 
 
 def rules_for_others(plan: Plan) -> bool:
-    """Whether layout rules may be meant for other axes, so that one which divides nothing here is no error."""
+    """Whether layout rules may be meant for other axes, so that a rule may divide nothing over the split axis."""
     return plan.degree("expert", "table", "stage", "space") > 1
 
 
 def split_model(model: nn.Module, plan: Plan, layout: Layout) -> None:
-    """Divide `model` over the split axis, in place, and write into `layout` what this rank holds. Collective.
+    """Divide `model` over the split axis, in place, and record in `layout` what this rank holds. Collective.
 
-    Raises PlanError for what cannot be divided, naming the module and the remedy.
+    Raises:
+        PlanError: if a rule asks for a module that cannot be divided; it names the module and the remedy.
     """
     mesh = layout.mesh
     degree = mesh.degree("split")

@@ -1,4 +1,4 @@
-"""Apply: the decisions carried out on this rank: parameters become this rank's parts, modules compute on parts."""
+"""Apply the decisions on this rank: replace parameters by this rank's parts, and module forwards by divided ones."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,15 +29,17 @@ from tutti.parallel.tensor.tensor_layers import (
 )
 
 PLACES = "_tutti_split_places"
-"""Attribute of a module's class: where its divided parameters lie in the whole ones."""
+"""Attribute of a module's class: the placement of each of its divided parameters, by name."""
 
 Cut = tuple[str, int, RankRanges]
-"""(name of a parameter in its module, dim, spread)."""
+"""(name of a parameter in its module, dim, ranges of each rank)."""
 
 
 class Running:
-    """Whether code of a model that contains divided parameters is running: then its own reads of them are of the
-    whole tensor (a part that behaves as the whole). At other times everybody sees this rank's plain parameter.
+    """Counts the calls in progress of modules that contain divided parameters.
+
+    While any is in progress, the model's own code reads a divided parameter as a `Parted` tensor, which behaves as the
+    whole one. At other times every reader gets this rank's plain parameter.
     """
 
     def __init__(self) -> None:
@@ -48,43 +50,53 @@ class Running:
 
 
 def apply_decisions(model: nn.Module, decisions: Sequence[Decision], layout: Layout, group: SplitGroup) -> None:
-    """Change `model` in place as `decisions` say, and write into `layout` what this rank holds."""
+    """Divide `model` in place as `decisions` say, and record in `layout` what this rank holds."""
     entry, running = ParallelEntry(group), Running()
-    by_tokens = any(one.role == "tokens" for one in decisions)
-    done: dict[int, nn.Parameter] = {}
+    by_tokens = any(decision.role == "tokens" for decision in decisions)
+    parts: dict[int, nn.Parameter] = {}
     places: dict[int, PartPlacement] = {}
-    for one in decisions:
-        module = model.get_submodule(one.name)
-        for leaf, dim, spread in cuts_of(module, one):
-            _cut(module, leaf, f"{one.name}.{leaf}" if one.name else leaf, dim, spread, layout, group, done, places)
-        _set_forward(module, one, entry, group, layout, by_tokens)
-    owners = _share(model, done, places)
+    for decision in decisions:
+        module = model.get_submodule(decision.name)
+        for leaf, dim, spread in cuts_of(module, decision):
+            _cut(
+                module,
+                leaf,
+                f"{decision.name}.{leaf}" if decision.name else leaf,
+                dim,
+                spread,
+                layout,
+                group,
+                parts,
+                places,
+            )
+        _set_forward(module, decision, entry, group, layout, by_tokens)
+    owners = _share(model, parts, places)
     for module, leaves in owners:
         _guard(module, leaves, running)
     _watch(model, [module for module, _ in owners], running, entry)
     for module in model.modules():
-        if isinstance(module, _BatchNorm):  # its exchange over samples takes plain tensors
+        if isinstance(module, _BatchNorm):  # its reduction over samples needs plain tensors
             module.register_forward_pre_hook(lambda _, args: all_whole(args))
 
 
-def cuts_of(module: nn.Module, one: Decision) -> list[Cut]:
-    """Which of a module's parameters are cut, along which dim, into what."""
-    if one.role in ("shared", "tokens", "samples"):
+def cuts_of(module: nn.Module, decision: Decision) -> list[Cut]:
+    """The parameters of a module that are cut: along which dim, and into which ranges per rank."""
+    if decision.role in ("shared", "tokens", "samples"):
         return []
-    if one.role == "vocabulary":
-        return [("weight", 0, one.spread)]
-    if one.role == "heads":
+    if decision.role == "vocabulary":
+        return [("weight", 0, decision.spread)]
+    if decision.role == "heads":
         assert isinstance(module, nn.MultiheadAttention)
-        unit = one.spread.scaled(module.head_dim)
+        unit = decision.spread.scaled(module.head_dim)
         return [(leaf, dim, unit.repeated(repeats)) for leaf, dim, repeats in projections(module)]
-    if one.role == "units":
+    if decision.role == "units":
         assert isinstance(module, nn.RNNBase)
-        rows = one.spread.repeated(GATES[module.mode])
+        rows = decision.spread.repeated(GATES[module.mode])
         return [(leaf, 0, rows) for leaf in recurrent_parameters(module)]
-    outputs = one.role == "column"
-    cuts: list[Cut] = [("weight", int(outputs == is_transposed(module)), one.spread)]
+    outputs = decision.role == "column"
+    cuts: list[Cut] = [("weight", int(outputs == is_transposed(module)), decision.spread)]
     if outputs and module._parameters.get("bias") is not None:
-        cuts.append(("bias", 0, one.spread))
+        cuts.append(("bias", 0, decision.spread))
     return cuts
 
 
@@ -96,70 +108,78 @@ def _cut(
     spread: RankRanges,
     layout: Layout,
     group: SplitGroup,
-    done: dict[int, nn.Parameter],
+    parts: dict[int, nn.Parameter],
     places: dict[int, PartPlacement],
 ) -> None:
-    """Replace one parameter by this rank's part; one that is tied and has been cut already stays as it is."""
+    """Make this rank's part of one parameter, unless a tied module has already cut it."""
     whole = module._parameters[leaf]
     assert whole is not None
-    if id(whole) in done:
+    if id(whole) in parts:
         return
     ranges = spread.parts[group.rank]
     with torch.no_grad():
         pieces = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
         part = torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0).clone()
-    done[id(whole)] = nn.Parameter(part.contiguous(), requires_grad=whole.requires_grad)
+    parts[id(whole)] = nn.Parameter(part.contiguous(), requires_grad=whole.requires_grad)
     places[id(whole)] = PartPlacement(dim=dim, spread=spread, group=group)
     layout.cut(name, dim, *ranges)
 
 
 def _share(
-    model: nn.Module, done: dict[int, nn.Parameter], places: dict[int, PartPlacement]
+    model: nn.Module, parts: dict[int, nn.Parameter], places: dict[int, PartPlacement]
 ) -> list[tuple[nn.Module, dict[str, PartPlacement]]]:
-    """Put the parts wherever the whole parameters were, tied places too; returns where that was."""
+    """Put each part in every module that had the whole parameter, including tied modules.
+
+    Returns:
+        Each such module, with the placements of its divided parameters.
+    """
     owners = []
     for module in list(model.modules()):
-        leaves = {leaf: id(p) for leaf, p in module._parameters.items() if p is not None and id(p) in done}
+        leaves = {leaf: id(p) for leaf, p in module._parameters.items() if p is not None and id(p) in parts}
         for leaf, key in leaves.items():
-            setattr(module, leaf, done[key])  # not into _parameters: recurrent layers keep a list of their own
+            setattr(module, leaf, parts[key])  # _parameters is not enough: recurrent layers also list their weights
         if leaves:
             owners.append((module, {leaf: places[key] for leaf, key in leaves.items()}))
     return owners
 
 
 def _set_forward(
-    module: Any, one: Decision, entry: ParallelEntry, group: SplitGroup, layout: Layout, by_tokens: bool
+    module: Any, decision: Decision, entry: ParallelEntry, group: SplitGroup, layout: Layout, by_tokens: bool
 ) -> None:
-    if one.role in ("column", "shared"):
-        module.forward = ColumnForward(module=module, entry=entry, spread=one.spread, shared=one.role == "shared")
-    elif one.role == "row":
-        module.forward = RowForward(module=module, group=group, spread=one.spread, by_tokens=by_tokens)
-    elif one.role == "vocabulary":
-        module.forward = VocabularyForward(module=module, group=group, spread=one.spread)
-    elif one.role == "heads":
-        module.forward = HeadsForward(module=module, entry=entry, heads=one.spread)
-    elif one.role == "units":
-        module.forward = RecurrentForward(module=module, entry=entry, units=one.spread)
-    elif one.role == "samples":
+    """Replace the module's forward by that of its role, and set over which axes replicated gradients are reduced."""
+    if decision.role in ("column", "shared"):
+        module.forward = ColumnForward(
+            module=module, entry=entry, spread=decision.spread, shared=decision.role == "shared"
+        )
+    elif decision.role == "row":
+        module.forward = RowForward(module=module, group=group, spread=decision.spread, by_tokens=by_tokens)
+    elif decision.role == "vocabulary":
+        module.forward = VocabularyForward(module=module, group=group, spread=decision.spread)
+    elif decision.role == "heads":
+        module.forward = HeadsForward(module=module, entry=entry, heads=decision.spread)
+    elif decision.role == "units":
+        module.forward = RecurrentForward(module=module, entry=entry, units=decision.spread)
+    elif decision.role == "samples":
         module.forward = SamplesForward(module=module, group=group, plain=module.forward)
     else:
         module.forward = TokensForward(module=module, group=group, plain=module.forward)
-    if one.role in ("shared", "samples"):
+    if decision.role in ("shared", "samples"):
         for leaf, _ in module.named_parameters():
-            layout.set_reduce_axes(f"{one.name}.{leaf}", (*GRADIENT_AXES, "split"))
+            layout.set_reduce_axes(f"{decision.name}.{leaf}", (*GRADIENT_AXES, "split"))
 
 
 def _guard(module: nn.Module, leaves: dict[str, PartPlacement], running: Running) -> None:
-    """While the model runs, `module.weight` read by the model's own code stands for the whole parameter."""
+    """Make `module.weight` return the whole parameter, as a `Parted` tensor, to the model's own code while it runs."""
 
     def reader(leaf: str, place: PartPlacement) -> property:
         def read(self: nn.Module) -> Any:
             if leaf not in self._parameters:
                 raise AttributeError(leaf)
-            own = self._parameters[leaf]
-            if own is None or not running.depth or own.shape[place.dim] != place.spread.local(place.group.rank):
-                return own  # a whole one stands in for it while shapes are found out
-            return parted(own.as_subclass(torch.Tensor), place)
+            parameter = self._parameters[leaf]
+            local_size = place.spread.local(place.group.rank)
+            if parameter is None or not running.depth or parameter.shape[place.dim] != local_size:
+                return parameter  # shape inference puts a whole parameter in its place for a while
+            return parted(parameter.as_subclass(torch.Tensor), place)
 
         return property(read)
 
@@ -170,7 +190,7 @@ def _guard(module: nn.Module, leaves: dict[str, PartPlacement], running: Running
 
 
 def whole_parameter(model: nn.Module, name: str) -> torch.Tensor:
-    """The parameter `name` as the model's own code sees it: a divided one is a part that behaves as the whole."""
+    """The parameter `name` as the model's code sees it: `Parted`, which behaves as the whole, if it is divided."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     parameter = module._parameters[leaf]
@@ -180,20 +200,20 @@ def whole_parameter(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def _watch(model: nn.Module, divided: list[nn.Module], running: Running, entry: ParallelEntry) -> None:
-    """Note when modules that contain divided ones run; what the model returns without gradients is made whole."""
+    """Count the calls of modules that contain divided modules. Without gradients, the model's result is gathered."""
     inside = {id(module) for module in divided}
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # its fused kernel for evaluation takes whole parameters
+            module.activation_relu_or_gelu = 0  # disables its fused evaluation kernel, which needs whole parameters
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-        contains = any(id(one) in inside for one in module.modules() if one is not module)
+        contains = any(id(inner) in inside for inner in module.modules() if inner is not module)
         if contains or module is model:
             module.forward = _running(module.forward, running, entry if module is model else None)
 
 
 def _running(plain: Callable[..., Any], running: Running, entry: ParallelEntry | None) -> Callable[..., Any]:
-    """`entry`: given for the model itself."""
+    """Wrap a forward so that `running` counts its calls; `entry` is given only for the model itself."""
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:

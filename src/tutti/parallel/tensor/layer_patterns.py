@@ -1,7 +1,7 @@
-"""Patterns: groups of layers in known models and in plain ones that are divided together.
+"""Patterns: groups of layers, in known and in plain models, that are divided together.
 
-A group that is taken for what it is not costs exchanges and gives the same results (see parted.py), so names and
-shapes are enough to go by.
+Names and shapes are enough to recognise a group: a wrong guess costs communication and gives the same results (see
+tensor_activation.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -13,44 +13,48 @@ from torch import nn
 from tutti.errors import PlanError
 from tutti.parallel.tensor.partition_ranges import Among, RankRanges, shared_heads
 
+# Names that models give to the projections of attention.
 QUERY = "q query q_proj query_proj q_lin to_q wq w_q Wq q_linear linear_q q_attn W_q"
-
-
 KEY = "k key k_proj key_proj k_lin to_k wk w_k Wk k_linear linear_k W_k"
-
-
 VALUE = "v value v_proj value_proj v_lin to_v wv w_v Wv v_linear linear_v W_v"
-
-
 FUSED = "qkv c_attn qkv_proj in_proj Wqkv query_key_value attn_qkv to_qkv wqkv W_qkv qkv_linear"
-
-
 OUTPUT = """
     o o_proj out_proj output_proj out_lin to_out wo w_o Wo dense proj projection merge out c_proj output
     out_linear linear_o W_o to_out.0 output.dense
 """
 
-
+# Names of the attributes, of a module or its config, that hold the number of heads and the size of a head.
 HEADS = "num_heads num_attention_heads n_heads n_head heads nhead nheads"
-
-
 HEAD_SIZE = "head_dim attention_head_size key_value_proj_dim head_size d_head dim_head d_kv"
 
 
 Role = Literal["column", "shared", "row", "vocabulary", "heads", "units", "tokens", "samples"]
-"""column: a linear layer by its outputs; shared: the same, but parameters are whole and ranks use overlapping parts;
-row: by its inputs; vocabulary: an embedding by its rows; heads: nn.MultiheadAttention; units: LSTM, GRU, RNN by hidden
-units; tokens: a norm, each rank on its part of the sequence; samples: any module, each rank on its part of the samples
-(parameters of both are whole)."""
+"""How a module is divided.
+
+column: a linear layer, by its outputs.
+shared: as column, but parameters are whole and the ranks use overlapping parts of them.
+row: a linear layer, by its inputs.
+vocabulary: an embedding, by its rows.
+heads: nn.MultiheadAttention, by its heads.
+units: LSTM, GRU or RNN, by its hidden units.
+tokens: a norm with whole parameters; each rank computes its part of the sequence.
+samples: any module, with whole parameters; each rank computes its part of the samples.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The module `name` is divided as `role` says, along `spread` (of outputs, inputs, rows, heads or units).
+    """How one module is divided.
 
-    `partner`: the module whose inputs or outputs meet these parts; `entered`: its input is whole and is copied for
-    it alone, so backward needs an exchange (the first of several that share a copy has it). `groups`: of key heads,
-    which stay whole with the heads that use them as long as every rank has one; 0: no such groups.
+    Attributes:
+        name: dotted name of the module.
+        role: see `Role`.
+        spread: ranges of the outputs, inputs, rows, heads or units that each rank holds.
+        partner: the module whose inputs or outputs are these parts.
+        entered: whether backward needs an all-reduce for this module's input, which is whole. Of several modules that
+            share an input, only the first has it.
+        groups: number of key heads, which stay together with the query heads that use them as long as every rank has at
+            least one; 0 without grouped-query attention.
     """
 
     name: str
@@ -63,9 +67,12 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """Layers that are divided together: `decide(among)` says how; `members`: their names, producers first.
+    """Layers that are divided together.
 
-    `consumer`: the one that takes the others' parts (a row layer), where there is one.
+    Attributes:
+        members: names of the modules, producers first.
+        decide: from the ranks, a decision for each member.
+        consumer: the row layer that takes the others' parts as its input, if there is one.
     """
 
     members: tuple[str, ...]
@@ -74,7 +81,7 @@ class LayerGroup:
 
 
 def groups(model: nn.Module) -> Iterator[LayerGroup]:
-    """All groups that are recognised; no module is in two of them."""
+    """All groups that are recognised. No module is in two of them."""
     taken: set[str] = set()
     for find in (_torch_heads, _attention, _bert_mlp, _mlp):
         for name, module in model.named_modules():
@@ -89,15 +96,15 @@ def groups(model: nn.Module) -> Iterator[LayerGroup]:
 
 
 def child(name: str, *path: str) -> str:
-    """The dotted name of a module inside `name` (the empty string is the model)."""
+    """The dotted name of a module inside `name`; the empty string is the model itself."""
     return ".".join(part for part in (name, *path) if part)
 
 
 def _linear_at(module: nn.Module, path: str) -> nn.Module | None:
-    found: Any = module
+    inner: Any = module
     for part in path.split("."):
-        found = found._modules.get(part) if isinstance(found, nn.Module) else None
-    return found if isinstance(found, nn.Module) and is_linear(found) else None
+        inner = inner._modules.get(part) if isinstance(inner, nn.Module) else None
+    return inner if isinstance(inner, nn.Module) and is_linear(inner) else None
 
 
 def _role(module: nn.Module, names: str) -> str | None:
@@ -119,19 +126,19 @@ def _torch_heads(name: str, module: nn.Module, taken: set[str]) -> Iterator[Laye
 
 
 def _heads_among(name: str, heads: int, among: Among) -> RankRanges:
-    """The heads of each rank: as many as all others', or in proportion to the weights."""
+    """The heads of each rank: equally many, or in proportion to the weights."""
     degree = among.degree
     if heads % degree and not among.weights:
         raise PlanError(
             f"module {name or 'the model'!r} has {heads} attention heads, which mesh.split = {degree} does not divide "
-            f"({heads} % {degree} = {heads % degree}); use a degree that divides {heads}, unequal split_shares, or "
-            f"keep it whole: LayoutRule(modules='{name}*', placement='replicate')"
+            f"({heads} % {degree} = {heads % degree}); use a degree that divides {heads}, use unequal split_shares, or "
+            f"keep the module whole: LayoutRule(modules='{name}*', placement='replicate')"
         )
     return among.units(name, heads, "attention heads")
 
 
 def _attention(name: str, module: nn.Module, taken: set[str]) -> Iterator[LayerGroup]:
-    """Attention with separate or fused projections; the output's may lie in a sibling (BERT's output.dense)."""
+    """Attention with separate or fused projections. The output projection may be in a sibling (BERT's output.dense)."""
     for inner in ("", "self", "attention"):
         holder = module._modules.get(inner) if inner else module
         if holder is None:
@@ -150,10 +157,10 @@ def _attention(name: str, module: nn.Module, taken: set[str]) -> Iterator[LayerG
 
 
 def _number(module: nn.Module, names: str) -> int | None:
-    """The first of these attributes, of the module or of its config, that is a number."""
-    for place in (module, getattr(module, "config", None)):
+    """The first of these attributes of the module or of its config that is a positive integer."""
+    for source in (module, getattr(module, "config", None)):
         for name in names.split():
-            value = getattr(place, name, None)
+            value = getattr(source, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
@@ -173,10 +180,10 @@ def _separate(
     names = [child(prefix, role) for role in roles]
 
     def decide(among: Among) -> list[Decision]:
-        spread, value_size, own_keys = _heads_among(prefix, heads, among), v // key_heads, among.fills(key_heads)
-        keys = among.parted(key_heads) if own_keys else shared_heads(spread, key_heads)
-        spread = keys.scaled(heads // key_heads) if own_keys else spread
-        role: Any = "column" if own_keys else "shared"
+        spread, value_size, divide_keys = _heads_among(prefix, heads, among), v // key_heads, among.fills(key_heads)
+        keys = among.parted(key_heads) if divide_keys else shared_heads(spread, key_heads)
+        spread = keys.scaled(heads // key_heads) if divide_keys else spread
+        role: Any = "column" if divide_keys else "shared"
         sizes, groups = (keys.scaled(size), keys.scaled(value_size)), key_heads if key_heads < heads else 0
         return [
             Decision(name=names[0], role="column", spread=spread.scaled(size), partner=out_name, groups=groups),
@@ -190,7 +197,7 @@ def _separate(
 
 
 def _heads(holder: nn.Module, q: int) -> tuple[int | None, int | None]:
-    """(heads, size of a head) of attention whose queries have `q` values."""
+    """(number of heads, size of a head) of attention whose queries have `q` features; (None, None) if unknown."""
     heads, size = _number(holder, HEADS), _number(holder, HEAD_SIZE)
     if heads is not None and size is not None and heads * size == q:
         return heads, size
@@ -204,7 +211,7 @@ def _heads(holder: nn.Module, q: int) -> tuple[int | None, int | None]:
 def _fused(
     prefix: str, holder: nn.Module, fused: str, query: str | None, module: nn.Module, out_name: str, out: str
 ) -> Iterator[LayerGroup]:
-    """q, k and v (or, beside a query layer of its own, k and v) one behind another in one layer."""
+    """Attention with q, k and v concatenated in one layer, or k and v in one layer and q in another."""
     inputs, _ = features(module.get_submodule(out))
     _, outputs = features(holder.get_submodule(fused))
     heads, size = _heads(holder, inputs)
@@ -225,7 +232,7 @@ def _fused(
 
 
 def _pair(ups: list[str], down: str, width: int) -> LayerGroup:
-    """Layers of one input whose outputs, combined value by value, are the input of `down`."""
+    """Layers that share an input, and whose outputs are combined elementwise into the input of `down`."""
 
     def decide(among: Among) -> list[Decision]:
         spread = among.units(ups[0], width, "outputs")
@@ -245,27 +252,31 @@ def _bert_mlp(name: str, module: nn.Module, taken: set[str]) -> Iterator[LayerGr
 
 
 def _mlp(name: str, module: nn.Module, taken: set[str]) -> Iterator[LayerGroup]:
-    """Direct children: linear layers of one shape, then the first later one that takes as many inputs."""
+    """Direct children: linear layers of one shape, and the first later one with as many inputs as they have outputs."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return
-    own = {key: one for key, one in module.named_children() if child(name, key) not in taken and is_linear(one)}
-    keys = list(own)
+    linears = {
+        key: inner for key, inner in module.named_children() if child(name, key) not in taken and is_linear(inner)
+    }
+    keys = list(linears)
     used: set[str] = set()
     for index, key in enumerate(keys):
         if key in used:
             continue
-        inputs, width = features(own[key])
-        down = next((k for k in keys[index + 1 :] if k not in used and features(own[k])[0] == width), None)
+        inputs, width = features(linears[key])
+        down = next((k for k in keys[index + 1 :] if k not in used and features(linears[k])[0] == width), None)
         if down is None or not _direct(module, key, down):
             continue
-        alike = [k for k in keys[index:] if k not in used and k != down and features(own[k]) == (inputs, width)]
-        ups = alike if inputs != width and not isinstance(module, nn.Sequential) else [key]
+        same_shape = [
+            k for k in keys[index:] if k not in used and k != down and features(linears[k]) == (inputs, width)
+        ]
+        ups = same_shape if inputs != width and not isinstance(module, nn.Sequential) else [key]
         used.update([*ups, down])
         yield _pair([child(name, k) for k in ups], child(name, down), width)
 
 
 def _direct(module: nn.Module, first: str, second: str) -> bool:
-    """In a Sequential: nothing but elementwise modules lies between the two."""
+    """Whether, in a Sequential, only elementwise modules are between the two; True in other modules."""
     if not isinstance(module, nn.Sequential):
         return True
     keys = list(module._modules)
@@ -274,12 +285,12 @@ def _direct(module: nn.Module, first: str, second: str) -> bool:
 
 
 def _vocabularies(model: nn.Module) -> Iterator[LayerGroup]:
-    """Output layers tied to embeddings, and what transformers models call their input and output embeddings."""
+    """Output layers tied to embeddings, and the modules that transformers models return as their embeddings."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         if is_embedding(module) or (isinstance(module, nn.Linear) and is_linear(module)):
             owners.setdefault(id(module._parameters["weight"]), []).append(name)
-    special = {id(one) for one in _transformers_embeddings(model)}
+    special = {id(module) for module in _transformers_embeddings(model)}
     for names in owners.values():
         modules = [model.get_submodule(name) for name in names]
         tied = any(isinstance(m, nn.Linear) for m in modules) and any(isinstance(m, nn.Embedding) for m in modules)
@@ -307,7 +318,7 @@ def _vocabulary(names: list[str], modules: list[nn.Module]) -> LayerGroup:
 
 
 def is_elementwise(module: nn.Module) -> bool:
-    """A module that maps every value by itself."""
+    """Whether the module maps each value independently."""
     kind = type(module)
     dropout = isinstance(module, nn.Dropout | nn.Identity)
     softmaxes = nn.Softmax | nn.LogSoftmax | nn.Softmin | nn.Softmax2d | nn.MultiheadAttention | nn.GLU | nn.PReLU
@@ -315,7 +326,7 @@ def is_elementwise(module: nn.Module) -> bool:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """An embedding whose rows can be divided."""
+    """Whether the module is an embedding whose rows can be divided."""
     return (
         isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
@@ -327,7 +338,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def is_heads(module: nn.Module) -> bool:
-    """Attention whose heads can be divided."""
+    """Whether the module is attention whose heads can be divided."""
     return (
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
@@ -344,21 +355,23 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A layer x W' + b with weight and bias as plain parameters: nn.Linear, or transformers' Conv1D."""
-    own = module._parameters
-    plain = set(own) <= {"weight", "bias"} and own.get("weight") is not None and not module._forward_pre_hooks
+    """Whether the module computes x W' + b with plain weight and bias: nn.Linear, or transformers' Conv1D."""
+    parameters = module._parameters
+    plain = (
+        set(parameters) <= {"weight", "bias"} and parameters.get("weight") is not None and not module._forward_pre_hooks
+    )
     if isinstance(module, nn.Linear):
         return plain and type(module).forward is nn.Linear.forward
     named = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
-    return plain and named and own["weight"].ndim == 2  # type: ignore[union-attr]
+    return plain and named and parameters["weight"].ndim == 2  # type: ignore[union-attr]
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """A recurrent layer whose units can be divided."""
+    """Whether the module is a recurrent layer whose units can be divided."""
     return isinstance(module, nn.LSTM | nn.GRU | nn.RNN) and module.proj_size == 0
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A norm over features, which any part of the tokens can be put through."""
+    """Whether the module is a norm over features, which can be computed on any part of the tokens."""
     names = ("LayerNorm", "RMSNorm")
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(names)

@@ -1,9 +1,9 @@
-"""Parted: an activation of which every split rank has its part, and which behaves as the whole one.
+"""Parted: an activation that is divided over the split ranks and behaves as the whole tensor.
 
-It is a plain local tensor that knows which ranges of which dim it holds. It reports the whole shape, and every
-function of torch that is called with it goes through a table: what can be computed on parts is, with the same result;
-whatever is not in the table gets the gathered, whole tensor. So a model's own code runs unchanged, and where its
-layout was guessed badly it is slower, never wrong. What would write into a gathered copy is refused.
+It is a plain local tensor that knows which ranges of which dim it holds. It reports the whole shape. Every torch
+function called with it is looked up in a table: functions in the table compute on the part, with the same result, and
+all others get the gathered whole tensor. A model's own code therefore runs unchanged; a layout that was guessed badly
+makes it slower, never wrong. A function that would write into a gathered copy is refused.
 """
 
 import sys
@@ -19,18 +19,26 @@ from tutti.parallel.tensor.partition_ranges import RankRanges
 from tutti.parallel.tensor.tensor_collectives import SplitGroup, copy, gather, pieces, take
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""fn(torch function, args, kwargs) -> result, or NotImplemented for what it cannot do on parts. It runs with torch's
-dispatch to subclasses off, so a Parted among its arguments is the local tensor."""
+"""fn(torch function, args, kwargs) -> result, or NotImplemented if it cannot compute on parts.
+
+It runs with torch's dispatch to subclasses disabled, so a Parted argument acts as the local tensor.
+"""
 
 HANDLERS: dict[Any, Handler] = {}
-"""torch function -> how it is computed on parts; filled when the modules of this package are imported."""
+"""torch function -> its computation on parts; filled when the modules of this package are imported."""
 
 H = TypeVar("H", bound=Handler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPlacement:
-    """Where a part lies in its whole tensor: along which `dim` (counted from the front), which ranges."""
+    """Where a part lies in its whole tensor.
+
+    Attributes:
+        dim: the divided dim, not negative.
+        spread: the ranges of `dim` that each rank holds.
+        group: the ranks that hold the parts.
+    """
 
     dim: int
     spread: RankRanges
@@ -38,7 +46,7 @@ class PartPlacement:
 
 
 class Parted(torch.Tensor):
-    """A part of a whole tensor; `place` says which. Made by `parted`."""
+    """This rank's part of a whole tensor, at `place`. Made by `parted`."""
 
     place: PartPlacement
 
@@ -59,8 +67,8 @@ class Parted(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            held = self.place.spread.parts[self.place.group.rank]
-            return f"Parted(whole {whole_shape(self)}, dim {self.place.dim} at {held}, local {local(self)!r})"
+            ranges = self.place.spread.parts[self.place.group.rank]
+            return f"Parted(whole {whole_shape(self)}, dim {self.place.dim} at {ranges}, local {local(self)!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return whole(self).__reduce_ex__(protocol)
@@ -71,7 +79,7 @@ class Parted(torch.Tensor):
 
 
 def handles(*functions: Any) -> Callable[[H], H]:
-    """Enter a handler into the table for these functions."""
+    """Decorator: register a handler for these functions."""
 
     def enter(handler: H) -> H:
         HANDLERS.update(dict.fromkeys(functions, handler))
@@ -81,22 +89,25 @@ def handles(*functions: Any) -> Callable[[H], H]:
 
 
 def named(words: str) -> list[Any]:
-    """What these names stand for in torch, torch.Tensor, torch.nn.functional and torch.special."""
+    """The functions of these names in torch, torch.Tensor, torch.nn.functional and torch.special."""
     spaces = (torch, torch.Tensor, torch.nn.functional, torch.special, torch._C._nn)
     names = words.split()
-    found = [getattr(space, name) for name in names for space in spaces if hasattr(space, name)]
+    functions = [getattr(space, name) for name in names for space in spaces if hasattr(space, name)]
     missing = [name for name in names if not any(hasattr(space, name) for space in spaces)]
     assert not missing, missing
-    return found
+    return functions
 
 
 def properties(words: str) -> list[Any]:
-    """What torch dispatches when these properties of a tensor are read."""
+    """The functions that torch dispatches when these properties of a tensor are read."""
     return [getattr(torch.Tensor, name).__get__ for name in words.split()]
 
 
 def parted(tensor: torch.Tensor, place: PartPlacement) -> torch.Tensor:
-    """`tensor`, which is this rank's part, as the whole tensor's part. A fresh tensor becomes it without a copy."""
+    """Mark `tensor`, which is this rank's part, as a part of a whole tensor.
+
+    A plain tensor is changed in place, without a copy, so it must be fresh.
+    """
     if isinstance(tensor, Parted):
         if tensor.place == place:
             return tensor
@@ -115,7 +126,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(value: Any) -> Any:
-    """The whole tensor, gathered if `value` is a part; anything else as it is."""
+    """The whole tensor, gathered if `value` is a part; any other value unchanged. Collective for a part."""
     if not isinstance(value, Parted):
         return value
     place = value.place
@@ -124,14 +135,14 @@ def whole(value: Any) -> Any:
 
 
 def all_whole(tree: Any) -> Any:
-    """`whole` of every leaf of a nested structure."""
+    """Apply `whole` to every leaf of a nested structure."""
     if not any(isinstance(leaf, Parted) for leaf in pytree.tree_leaves(tree)):
         return tree
     return pytree.tree_map(whole, tree)
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor; called where dispatch to subclasses is off."""
+    """The shape of the whole tensor. Call it only where dispatch to subclasses is disabled."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, Parted):
         return shape
@@ -140,25 +151,29 @@ def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call with whole tensors. Raises ScriptError for a function that would change a gathered copy in place."""
+    """Call the function with gathered tensors.
+
+    Raises:
+        ScriptError: if the function would change a gathered copy in place.
+    """
     name = getattr(func, "__name__", str(func))
     inplace = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__", "__delitem__")
     inplace = inplace or name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__")
     first = args[0] if args else None
     if (inplace and isinstance(first, Parted)) or isinstance(kwargs.get("out"), Parted):
         raise ScriptError(
-            f"{name} writes into an activation that is divided over the split axis, in a way that is not supported; "
-            "write it without changing the tensor in place, or keep the layer that makes it whole: "
+            f"{name} changes in place an activation that is divided over the split axis, which is not supported; "
+            "use a function that returns a new tensor, or keep whole the layer that computes the activation: "
             "LayoutRule(modules=..., placement='replicate')"
         )
     return func(*all_whole(args), **all_whole(kwargs))
 
 
 def fit(tensor: Any, back: int, spread: RankRanges, group: SplitGroup) -> Any:
-    """An operand made fit to meet parts of `spread` along dim `back` (negative: counted from the end).
+    """Make an operand match parts of ranges `spread` along dim `back`, which is negative (counted from the end).
 
-    A part that holds what is needed is narrowed; other parts are gathered; of a whole tensor the part is taken, or,
-    where it broadcasts along the dim, a copy whose gradient is summed.
+    A part that contains these ranges is narrowed; any other part is gathered. A whole tensor is cut to this rank's
+    part. If it broadcasts along the dim it is copied instead, and its gradient is all-reduced.
     """
     if not isinstance(tensor, torch.Tensor):
         return tensor
@@ -175,9 +190,13 @@ def fit(tensor: Any, back: int, spread: RankRanges, group: SplitGroup) -> Any:
 
 
 def lead(tensors: list[Any], forced: Parted | None = None) -> tuple[int, RankRanges, SplitGroup] | None:
-    """Along which dim (negative) and spread an elementwise function of `tensors` is computed on parts; None: not.
+    """Choose the dim (negative), ranges and group on which an elementwise function of `tensors` computes.
 
-    The spread that others contain is chosen, so that most operands need no exchange; or that of `forced`.
+    The choice is the operand with the fewest positions, whose ranges the others contain, so that most operands need no
+    communication. `forced` overrides it.
+
+    Returns:
+        None if the function cannot be computed on parts.
     """
     parts = [t for t in tensors if isinstance(t, Parted)] if forced is None else [forced]
     if not parts:
@@ -195,13 +214,13 @@ def _size(tensor: Parted) -> int:
 
 
 def _meets(tensor: torch.Tensor, back: int, size: int) -> bool:
-    """Whether the tensor has that size along the dim, or broadcasts to it."""
+    """Whether the whole tensor has this size along the dim, or broadcasts to it."""
     shape = whole_shape(tensor)
     return len(shape) < -back or shape[back] in (1, size)
 
 
 def _refuse_custom_function(args: tuple[Any, ...]) -> None:
-    """A custom autograd function gets its arguments past the table, and its backward would see only a part."""
+    """Refuse a Parted argument of a custom autograd function: its backward would see only the part."""
     if not any(isinstance(arg, Parted) and arg.requires_grad for arg in args):
         return
     frame: Any = sys._getframe(2)
@@ -211,7 +230,7 @@ def _refuse_custom_function(args: tuple[Any, ...]) -> None:
         if isinstance(first, torch.autograd.function.FunctionCtx):
             raise ScriptError(
                 f"the autograd function {type(first).__name__.removesuffix('Backward')} got an activation that is "
-                "divided over the split axis; keep the layer that makes it whole: LayoutRule(modules=..., "
-                "placement='replicate')"
+                "divided over the split axis; keep whole the layer that computes the activation: "
+                "LayoutRule(modules=..., placement='replicate')"
             )
         frame = frame.f_back

@@ -1,10 +1,14 @@
-"""Conjugate pairs of exchanges over the split axis: what one does in forward the other does in backward.
+"""Conjugate pairs of collectives over the split axis: each one's backward is the other's forward.
 
-Tensors are of two kinds. A *whole* one is equal on all split ranks, and so is its gradient, which is complete. Of a
-*part* every rank has its own, with its own gradient. `copy`: whole -> whole whose uses are parts of one sum (identity,
-gradients summed: f of Shoeybi et al. 2019, arXiv 1909.08053); `add`: parts of a sum -> whole (their g); `gather`:
-parts -> whole; `take`: whole -> part; `gather_copy` and `add_take`: the same in one exchange, along the sequence
-(Korthikanti et al. 2022, arXiv 2205.05198).
+A *whole* tensor is equal on all split ranks, and so is its gradient, which is complete. A *part* differs between
+ranks, and so does its gradient.
+
+copy: whole -> whole, used by computation on parts. Identity in forward, all-reduce of gradients in backward. This is
+    f of Shoeybi et al. 2019 (arXiv 1909.08053).
+add: one term on each rank -> whole. All-reduce in forward, identity in backward. This is their g.
+gather: parts -> whole.
+take: whole -> part.
+gather_copy, add_take: both steps in one collective, along the sequence (Korthikanti et al. 2022, arXiv 2205.05198).
 """
 
 from collections.abc import Iterator
@@ -26,10 +30,15 @@ from tutti.parallel.tensor.partition_ranges import Range, RankRanges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitGroup:
-    """The ranks of this rank's split group. `handle`: their process group; `rank`: this one's place among them;
-    `weights`: of the parts that each computes, empty where they are equal; `channel`: where exchanges are counted;
-    `communicator`:
-    where they are made, if ranks share memory: all of them, or those of each host.
+    """The ranks of this rank's split group.
+
+    Attributes:
+        handle: their process group.
+        rank: this rank's number in the group.
+        size: number of ranks.
+        weights: relative size of the part that each rank computes; empty for equal parts.
+        channel: where communication is counted.
+        communicator: makes the collectives where ranks share memory: all ranks, or the ranks of each node.
     """
 
     handle: Any
@@ -40,7 +49,7 @@ class SplitGroup:
     communicator: SharedMemoryCommunicator | HierarchicalCommunicator | None = field(default=None, compare=False)
 
     def sum(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Reduce in place over the ranks, and return the tensor."""
+        """All-reduce in place, and return the tensor."""
         with self.channel.waiting(ring_all_reduce_nbytes(tensor, self.size)):
             if self.communicator is not None:
                 self.communicator.reduce(tensor, op)
@@ -48,35 +57,35 @@ class SplitGroup:
                 dist.all_reduce(tensor, op, group=self.handle)
         return tensor
 
-    def gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
-        """Every rank's `mine`, one behind another along dim 0, into `everyone`."""
-        with self.channel.waiting((self.size - 1) * mine.numel() * mine.element_size()):
+    def gather(self, gathered: torch.Tensor, part: torch.Tensor) -> None:
+        """All-gather every rank's `part`, concatenated along dim 0, into `gathered`."""
+        with self.channel.waiting((self.size - 1) * part.numel() * part.element_size()):
             if self.communicator is not None:
-                self.communicator.gather(everyone.view(self.size, -1), mine).wait()
+                self.communicator.gather(gathered.view(self.size, -1), part).wait()
             else:
-                all_gather(everyone, mine, self.handle).wait()
+                all_gather(gathered, part, self.handle).wait()
 
-    def sum_part(self, mine: torch.Tensor, whole: torch.Tensor) -> None:
-        """This rank's part along dim 0 of the sum of `whole` over ranks into `mine`."""
+    def sum_part(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Reduce-scatter `whole` along dim 0 into `part`."""
         with self.channel.waiting(ring_all_reduce_nbytes(whole, self.size) // 2):
             if self.communicator is not None:
-                self.communicator.scatter_sum(whole, mine).wait()
+                self.communicator.scatter_sum(whole, part).wait()
             else:
-                reduce_scatter(mine, whole, self.handle).wait()
+                reduce_scatter(part, whole, self.handle).wait()
 
 
 def copy(whole: torch.Tensor, group: SplitGroup) -> torch.Tensor:
-    """The whole tensor for uses on parts: its gradient is the sum over ranks."""
+    """The whole tensor, for computation on parts: its gradient is all-reduced."""
     return _Copy.apply(whole, group) if _tracked(whole) else whole  # type: ignore[no-untyped-call]
 
 
 def add(term: torch.Tensor, group: SplitGroup) -> torch.Tensor:
-    """The sum of the ranks' terms, whole. `term` must be fresh: it is overwritten."""
+    """All-reduce the ranks' terms. `term` must be fresh: it is overwritten."""
     return _Add.apply(term, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather(part: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
-    """The whole tensor from the ranks' parts along `dim`."""
+    """All-gather the ranks' parts along `dim` into the whole tensor."""
     return _GatherActivation.apply(part, dim, spread, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -86,17 +95,17 @@ def take(whole: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -
 
 
 def gather_copy(part: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
-    """`copy` of `gather`: gradients are summed and taken apart in one exchange."""
+    """`copy` of `gather`: the gradient is reduce-scattered in one collective."""
     return _GatherCopy.apply(part, dim, spread, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def add_take(term: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
-    """`take` of `add`: this rank's part, along `dim`, of the sum of the ranks' terms."""
+    """`take` of `add`: the ranks' terms are reduce-scattered along `dim`."""
     return _AddTake.apply(term, dim, spread, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def pieces(tensor: torch.Tensor, dim: int, ranges: tuple[Range, ...]) -> torch.Tensor:
-    """The positions `ranges` of a tensor along `dim`, one behind another; a view where it is one range."""
+    """Positions `ranges` of a tensor along `dim`, concatenated; a view if there is one range."""
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
     if not parts:
         return tensor.narrow(dim, 0, 0)
@@ -108,34 +117,34 @@ def _tracked(tensor: torch.Tensor) -> bool:
 
 
 def _gathered(part: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
-    """Parts of different sizes travel padded to the largest, truth values as bytes."""
+    """All-gather along `dim`. Parts of different sizes are padded to the largest; booleans are sent as bytes."""
     if part.dtype is torch.bool:
         return _gathered(part.to(torch.uint8), dim, spread, group).bool()
     sizes = [spread.local(rank) for rank in range(group.size)]
-    most, lead = max(sizes), part.movedim(dim, 0)
-    if sizes[group.rank] < most:
-        lead = torch.cat([lead, lead.new_zeros((most - sizes[group.rank], *lead.shape[1:]))])
-    lead = lead.contiguous()
-    everyone = lead.new_empty((group.size * most, *lead.shape[1:]))
-    group.gather(everyone, lead)
+    largest, rows = max(sizes), part.movedim(dim, 0)
+    if sizes[group.rank] < largest:
+        rows = torch.cat([rows, rows.new_zeros((largest - sizes[group.rank], *rows.shape[1:]))])
+    rows = rows.contiguous()
+    gathered = rows.new_empty((group.size * largest, *rows.shape[1:]))
+    group.gather(gathered, rows)
     if not spread.simple:
-        whole = lead.new_empty((spread.size, *lead.shape[1:]))
+        whole = rows.new_empty((spread.size, *rows.shape[1:]))
         for rank, ranges in enumerate(spread.parts):
-            offset = rank * most
+            offset = rank * largest
             for start, stop in ranges:
-                whole[start:stop] = everyone[offset : offset + stop - start]
+                whole[start:stop] = gathered[offset : offset + stop - start]
                 offset += stop - start
-        everyone = whole
-    return everyone.movedim(0, dim).contiguous()
+        gathered = whole
+    return gathered.movedim(0, dim).contiguous()
 
 
 def _summed_part(term: torch.Tensor, dim: int, spread: RankRanges, group: SplitGroup) -> torch.Tensor:
     """This rank's part of the sum over ranks."""
     if spread.simple:
-        lead = term.movedim(dim, 0).contiguous()
-        mine = lead.new_empty((spread.local(group.rank), *lead.shape[1:]))
-        group.sum_part(mine, lead)
-        return mine.movedim(0, dim).contiguous()
+        rows = term.movedim(dim, 0).contiguous()
+        part = rows.new_empty((spread.local(group.rank), *rows.shape[1:]))
+        group.sum_part(part, rows)
+        return part.movedim(0, dim).contiguous()
     whole = group.sum(term.contiguous().clone())
     return pieces(whole, dim, spread.parts[group.rank]).contiguous()
 
@@ -176,13 +185,13 @@ class _GatherActivation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dim, spread, group = ctx.place
-        mine = spread.parts[group.rank]
+        ranges = spread.parts[group.rank]
         if spread.disjoint:
-            return pieces(grad, dim, mine), None, None, None
-        kept = torch.zeros_like(grad)  # what several ranks hold counts once
+            return pieces(grad, dim, ranges), None, None, None
+        owned = torch.zeros_like(grad)  # a position that several ranks hold counts once
         for start, stop in spread.owned().parts[group.rank]:
-            kept.narrow(dim, start, stop - start).copy_(grad.narrow(dim, start, stop - start))
-        return pieces(kept, dim, mine), None, None, None
+            owned.narrow(dim, start, stop - start).copy_(grad.narrow(dim, start, stop - start))
+        return pieces(owned, dim, ranges), None, None, None
 
 
 class _Take(torch.autograd.Function):
@@ -228,7 +237,7 @@ class _AddTake(torch.autograd.Function):
 
 
 def _placed(part: torch.Tensor, dim: int, shape: list[int], ranges: tuple[Range, ...]) -> torch.Tensor:
-    """A tensor of zeros with the part where it belongs."""
+    """Zeros of `shape`, with the part at its ranges."""
     whole, offset = part.new_zeros(shape), 0
     for start, stop in ranges:
         whole.narrow(dim, start, stop - start).copy_(part.narrow(dim, offset, stop - start))
@@ -237,21 +246,23 @@ def _placed(part: torch.Tensor, dim: int, shape: list[int], ranges: tuple[Range,
 
 
 def draws_whole() -> bool:
-    """Whether a mode is on (verification) that makes random draws agree with one device's: then a part is gathered,
-    and every rank draws for the whole tensor."""
+    """Whether a mode is active (in verification) under which random draws must equal those of one device.
+
+    Parts are then gathered, and every rank draws for the whole tensor.
+    """
     modes = _python_dispatch._get_current_dispatch_mode_stack()
     return any(getattr(mode, "draws_whole", False) for mode in modes)
 
 
 @contextmanager
 def own_stream(device: torch.device, group: SplitGroup) -> Iterator[None]:
-    """Draw from a stream derived from (the common stream, this rank's place among the split ranks).
+    """Draw random numbers from a stream of this rank, derived from the common stream and the rank in the split group.
 
-    The common stream goes on by one draw whatever is drawn inside, so it stays equal on all split ranks; recompute,
-    which restores it, finds the same values again.
+    The common stream advances by one draw, whatever is drawn inside, so it stays equal on all split ranks. Recompute
+    restores the common stream and therefore draws the same values again.
     """
     generator = _generator(device)
-    if device.type == "cuda":  # no draw: it would wait for the device
+    if device.type == "cuda":  # advances the offset instead of drawing, which would synchronize with the device
         seed, offset = generator.initial_seed(), generator.get_offset()
         generator.set_offset(offset + 4)
         seed = hash((seed, offset))

@@ -1,4 +1,4 @@
-"""The table's elementwise functions, what is asked of a tensor, and dropout."""
+"""Handlers for functions that keep the shape, for reductions, losses, products and attention."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ _BINARY = """
     __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __floordiv__ __pow__ __rpow__
     __mod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ copysign ldexp
 """
-_ASKED = """
+_QUERIES = """
     dim size numel nelement __len__ is_floating_point is_complex element_size get_device register_hook
     retain_grad is_contiguous data_ptr untyped_storage
 """
@@ -51,7 +51,7 @@ _PROPERTIES = """
 
 @handles(*named(_UNARY))
 def _unary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One tensor in, one of its shape out. In `x.to(y)` the part may be `y` alone: then only its dtype counts."""
+    """One tensor in, one of the same shape out. In `x.to(y)` only `y` may be a part; only its dtype matters then."""
     first = args[0] if args else kwargs.get("input")
     result = func(*args, **kwargs)
     if not isinstance(first, Parted):
@@ -61,17 +61,17 @@ def _unary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(*named(_BINARY))
 def _binary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Operands that broadcast against each other, each fitted to the parts of the one that leads."""
+    """Operands that broadcast against each other; each is fitted to the ranges of the leading operand."""
     if "out" in kwargs or (func in _WHERE and len(args) + len(kwargs) < 3):
         return NotImplemented
     leaves, structure = pytree.tree_flatten((args, kwargs))
     inplace = _in_place(func)
     if inplace and not isinstance(args[0], Parted):
         return NotImplemented
-    found = lead(leaves, args[0] if inplace else None)
-    if found is None:
+    leading = lead(leaves, args[0] if inplace else None)
+    if leading is None:
         return NotImplemented
-    back, spread, group = found
+    back, spread, group = leading
     dims = max(leaf.ndim for leaf in leaves if isinstance(leaf, torch.Tensor))
     fitted = [fit(leaf, back, spread, group) for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(fitted, structure)
@@ -87,9 +87,9 @@ def _in_place(func: Any) -> bool:
 _WHERE = set(named("where"))
 
 
-@handles(*named(_ASKED), *properties(_PROPERTIES))
-def _ask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Questions: about sizes the whole tensor answers, about the rest the part."""
+@handles(*named(_QUERIES), *properties(_PROPERTIES))
+def _query(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sizes are those of the whole tensor; everything else is that of the part."""
     name, shape = getattr(func, "__name__", ""), whole_shape(args[0])
     if name == "size":
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -123,7 +123,7 @@ def _numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(F.dropout, torch.dropout)
 def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draws of a part's own: parts are different units, so their masks differ. Without dropout nothing is drawn."""
+    """Each rank draws its own mask, because parts are different units. Without dropout nothing is drawn."""
     first = args[0] if args else kwargs.get("input")
     rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
@@ -139,7 +139,7 @@ def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _LogSoftmax(torch.autograd.Function):
-    """log softmax over the last dim, of which every rank has a part."""
+    """log softmax over the last dim, which is divided over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, group: SplitGroup) -> torch.Tensor:
@@ -162,8 +162,10 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 def log_softmax(logits: torch.Tensor, dim: int, group: SplitGroup) -> torch.Tensor:
-    """log softmax along `dim`, of which every rank has a part; returns this rank's part. As autocast would have it,
-    low precision is raised to float32 where autocast is on."""
+    """log softmax along `dim`, which is divided over the ranks; returns this rank's part.
+
+    Where autocast is on, half precision is raised to float32, as autocast does for torch's log_softmax.
+    """
     if torch.is_autocast_enabled(logits.device.type) and logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     result = _LogSoftmax.apply(logits.movedim(dim, -1), group)  # type: ignore[no-untyped-call]
@@ -172,8 +174,8 @@ def log_softmax(logits: torch.Tensor, dim: int, group: SplitGroup) -> torch.Tens
 
 @handles(*named("softmax log_softmax"))
 def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-    first, dim = given["input"], given.get("dim")
+    arguments = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+    first, dim = arguments["input"], arguments.get("dim")
     if dim is None or len(args) > 2:
         return NotImplemented
     if dim % first.ndim != first.place.dim:
@@ -186,7 +188,7 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows that are parts; weights are copied, their gradients summed."""
+    """Rows that are parts: weights are copied, so their gradients are all-reduced."""
     first = args[0] if args else kwargs.get("input")
     if not isinstance(first, Parted):
         return NotImplemented
@@ -205,17 +207,17 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(*named("sum mean amax amin logsumexp argmax argmin all any var std norm"))
 def _reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Reductions over dims that are not cut."""
+    """Reductions over dims that are not divided."""
     first, keep = args[0], kwargs.get("keepdim", False)
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
-    odd = len(args) > 2 or "norm" in func.__name__ or kwargs.keys() - {"dim", "keepdim", "dtype"}
-    if odd or dims is None or isinstance(dims, bool) or (isinstance(dims, list | tuple) and not dims):
+    unsupported = len(args) > 2 or "norm" in func.__name__ or kwargs.keys() - {"dim", "keepdim", "dtype"}
+    if unsupported or dims is None or isinstance(dims, bool) or (isinstance(dims, list | tuple) and not dims):
         return NotImplemented
-    gone = {dim % first.ndim for dim in ((dims,) if isinstance(dims, int) else dims)}
+    reduced = {dim % first.ndim for dim in ((dims,) if isinstance(dims, int) else dims)}
     place = first.place
-    if place.dim in gone:
+    if place.dim in reduced:
         return NotImplemented
-    dim = place.dim if keep else place.dim - sum(one < place.dim for one in gone)
+    dim = place.dim if keep else place.dim - sum(removed < place.dim for removed in reduced)
     return parted(func(*args, **kwargs), PartPlacement(dim=dim, spread=place.spread, group=place.group))
 
 
@@ -223,10 +225,10 @@ def _reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cross-entropy of logits (rows, classes, ...) whose classes are divided; targets are class indices."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-    logits, target = given["input"], given["target"]
-    old = given.get("size_average") is not None or given.get("reduce") is not None
-    if not isinstance(logits, Parted) or isinstance(target, Parted) or target.is_floating_point() or old:
+    arguments: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    logits, target = arguments["input"], arguments["target"]
+    deprecated = arguments.get("size_average") is not None or arguments.get("reduce") is not None
+    if not isinstance(logits, Parted) or isinstance(target, Parted) or target.is_floating_point() or deprecated:
         return NotImplemented
     classes = 0 if logits.ndim == 1 else 1
     shape = whole_shape(logits)
@@ -234,27 +236,27 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return NotImplemented
     group, spread = logits.place.group, logits.place.spread
     log_p = log_softmax(logits, classes, group).movedim(classes, -1)
-    weight = given.get("weight")
+    weight = arguments.get("weight")
     return _negative_log_likelihood(
         log_p,
         target,
         None if weight is None else (weight, take(weight, 0, spread, group)),
         _positions(target, logits.place),
-        given.get("ignore_index", -100),
-        given.get("reduction", "mean"),
-        given.get("label_smoothing", 0.0),
+        arguments.get("ignore_index", -100),
+        arguments.get("reduction", "mean"),
+        arguments.get("label_smoothing", 0.0),
         logits.place,
     )
 
 
 def _positions(target: torch.Tensor, place: PartPlacement) -> tuple[torch.Tensor, torch.Tensor]:
     """(local position of each target, whether this rank holds it)."""
-    local, held, offset = torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool), 0
+    local, is_held, offset = torch.zeros_like(target), torch.zeros_like(target, dtype=torch.bool), 0
     for start, stop in place.spread.parts[place.group.rank]:
         inside = (target >= start) & (target < stop)
         local = torch.where(inside, target - start + offset, local)
-        held, offset = held | inside, offset + stop - start
-    return local, held
+        is_held, offset = is_held | inside, offset + stop - start
+    return local, is_held
 
 
 def _negative_log_likelihood(
@@ -267,22 +269,33 @@ def _negative_log_likelihood(
     smoothing: float,
     place: PartPlacement,
 ) -> torch.Tensor:
-    """From this rank's log probabilities (..., classes of its own) to the loss, as torch defines it."""
-    local, held = positions
+    """The loss, as torch defines it, from this rank's log probabilities.
+
+    Args:
+        log_p: log probabilities (..., this rank's classes).
+        target: indices among all classes.
+        weights: class weights: of all classes, and of this rank's.
+        positions: see `_positions`.
+        ignored: the target index that the loss ignores.
+        reduction: "none", "sum" or "mean".
+        smoothing: label smoothing.
+        place: placement of the logits.
+    """
+    local, is_held = positions
     counted = target != ignored
     classes = place.spread.size
-    known = ~counted | ((target >= 0) & (target < classes))
-    torch._assert_async(known.all(), f"a target is not among the {classes} classes")
+    valid = ~counted | ((target >= 0) & (target < classes))
+    torch._assert_async(valid.all(), f"a target is not among the {classes} classes")
     if log_p.shape[-1] == 0:
         log_p = torch.cat([log_p, log_p.new_zeros((*log_p.shape[:-1], 1))], -1)
-    picked = log_p.gather(-1, local.unsqueeze(-1)).squeeze(-1) * (held & counted)
+    picked = log_p.gather(-1, local.unsqueeze(-1)).squeeze(-1) * (is_held & counted)
     scale = counted.to(log_p.dtype)
     if weights is not None:
         scale = scale * weights[0][target.clamp(0, classes - 1)]
     loss = -add(picked, place.group) * scale
     if smoothing > 0:
-        even = log_p if weights is None else log_p * weights[1]
-        smooth = -add(even.sum(-1), place.group) * counted
+        uniform = log_p if weights is None else log_p * weights[1]
+        smooth = -add(uniform.sum(-1), place.group) * counted
         loss = (1 - smoothing) * loss + smoothing / classes * smooth
     if reduction == "none":
         return loss
@@ -291,12 +304,12 @@ def _negative_log_likelihood(
 
 @handles(F.linear)
 def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows (samples, tokens, heads) that are parts: weights are copied, their gradients summed."""
-    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    """Rows (samples, tokens, heads) that are parts: weights are copied, so their gradients are all-reduced."""
+    arguments = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = arguments["input"], arguments["weight"], arguments.get("bias")
     if isinstance(bias, Parted):
         return NotImplemented
-    if isinstance(weight, Parted):  # as a user's own code applies a divided matrix: outputs are parts
+    if isinstance(weight, Parted):  # the model's code applies a divided matrix itself: outputs are parts
         if isinstance(x, Parted) or weight.place.dim != 0 or bias is not None or weight.ndim != 2:
             return NotImplemented
         place = weight.place
@@ -314,13 +327,15 @@ def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     a, b = args
     cuts = [t.place.dim - t.ndim if isinstance(t, Parted) else None for t in args]
-    if cuts == [-1, -2] and a.place.spread == b.place.spread:  # summed over: every rank has a term
+    if cuts == [-1, -2] and a.place.spread == b.place.spread:  # the divided dim is summed over: ranks have terms
         return add(torch.matmul(a, b), a.place.group)
-    if cuts in ([-2, None], [None, -1]):  # rows of one side, columns of the other
-        lead = a if cuts[0] is not None else b
-        group, spread = lead.place.group, lead.place.spread
-        result = torch.matmul(*(t if t is lead else copy(t, group) for t in args))
-        return parted(result, PartPlacement(dim=result.ndim + lead.place.dim - lead.ndim, spread=spread, group=group))
+    if cuts in ([-2, None], [None, -1]):  # a is divided by rows, or b by columns
+        divided = a if cuts[0] is not None else b
+        group, spread = divided.place.group, divided.place.spread
+        result = torch.matmul(*(t if t is divided else copy(t, group) for t in args))
+        return parted(
+            result, PartPlacement(dim=result.ndim + divided.place.dim - divided.ndim, spread=spread, group=group)
+        )
     return _batched(func, args, [t for t in args if isinstance(t, Parted)])
 
 
@@ -332,7 +347,7 @@ def _baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _batched(func: Any, args: tuple[Any, ...], parts: list[Parted], kwargs: dict[str, Any] | None = None) -> Any:
-    """Parts along a batch dim (heads): the other operands are fitted to the first."""
+    """Products of parts along a batch dim (heads): the other operands are fitted to the smallest part."""
     place, back = parts[0].place, parts[0].place.dim - parts[0].ndim
     dims = [t.place.dim - t.ndim for t in parts]
     if back > -3 or any(dim != back for dim in dims):
@@ -347,7 +362,7 @@ def _batched(func: Any, args: tuple[Any, ...], parts: list[Parted], kwargs: dict
 
 @handles(torch.einsum)
 def _einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Parts along a letter that the result keeps; operands without the letter are copied."""
+    """Parts along a letter that the result has; operands without the letter are copied."""
     equation, operands = args[0], args[1:]
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
@@ -371,40 +386,40 @@ def _einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(F.scaled_dot_product_attention)
 def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Heads (or any batch dim) of the query that are parts; keys and values are fitted to them."""
+    """Queries divided by heads (or another batch dim); keys and values are fitted to them."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-    query, mask = given["query"], given.get("attn_mask")
-    random = given.get("dropout_p", 0.0) > 0
+    arguments: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+    query, mask = arguments["query"], arguments.get("attn_mask")
+    random = arguments.get("dropout_p", 0.0) > 0
     if not isinstance(query, Parted) or query.place.dim > query.ndim - 3 or (random and draws_whole()):
         return NotImplemented
     place, back = query.place, query.place.dim - query.ndim
     spread, group = place.spread, place.group
-    ratio = whole_shape(query)[-3] // whole_shape(given["key"])[-3] if given.get("enable_gqa") else 1
-    keys = [given["key"], given["value"]]
+    ratio = whole_shape(query)[-3] // whole_shape(arguments["key"])[-3] if arguments.get("enable_gqa") else 1
+    keys = [arguments["key"], arguments["value"]]
     if ratio > 1 and not (back == -3 and all(_grouped(t, query, ratio) for t in keys)):
         keys = [_repeated(t, ratio) for t in keys]
-        given["enable_gqa"] = False
-    if not given.get("enable_gqa"):
+        arguments["enable_gqa"] = False
+    if not arguments.get("enable_gqa"):
         keys = [fit(t, back, spread, group) for t in keys]
-    given.update(key=keys[0], value=keys[1], attn_mask=fit(mask, back, spread, group))
+    arguments.update(key=keys[0], value=keys[1], attn_mask=fit(mask, back, spread, group))
     if random:
         with own_stream(query.device, group):
-            result = func(**given)
+            result = func(**arguments)
     else:
-        result = func(**given)
+        result = func(**arguments)
     return parted(result, PartPlacement(dim=result.ndim + back, spread=spread, group=group))
 
 
 def _grouped(key: Any, query: Parted, ratio: int) -> bool:
-    """Whether this rank's, and every rank's, query heads are whole groups of the key heads it holds."""
+    """Whether, on every rank, the query heads are exactly those that use the key heads it holds."""
     return isinstance(key, Parted) and key.place.dim == key.ndim - 3 and (
         key.place.spread.scaled(ratio) == query.place.spread
     )  # fmt: skip
 
 
 def _repeated(key: Any, ratio: int) -> Any:
-    """Every key head, `ratio` times one behind another."""
+    """Each key head repeated `ratio` times in a row."""
     if not isinstance(key, Parted):
         return torch.repeat_interleave(key, ratio, -3)
     place = key.place

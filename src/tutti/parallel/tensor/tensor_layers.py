@@ -1,6 +1,6 @@
-"""Linear layers over the split axis: by columns (outputs), by rows (inputs), and embeddings by vocabulary.
+"""The forwards of divided modules: linear, embedding, attention, norm and recurrent layers.
 
-Each replaces the forward of one module, which keeps its parameters under their names, as this rank's parts.
+Each replaces the forward of one module, whose parameters have the same names and are this rank's parts.
 """
 
 import math
@@ -33,8 +33,10 @@ from tutti.parallel.tensor.tensor_collectives import (
 
 
 class ParallelEntry:
-    """Where whole activations enter divided layers. Layers that follow each other on the same input (q, k and v; gate
-    and up) share one copy, so that their gradients are summed over ranks in one exchange.
+    """Where whole activations enter divided layers.
+
+    Consecutive layers with the same input (q, k and v; gate and up) share one copy of it, so that its gradient is
+    all-reduced once.
     """
 
     def __init__(self, group: SplitGroup) -> None:
@@ -45,11 +47,11 @@ class ParallelEntry:
         return self
 
     def forget(self) -> None:
-        """Let go of the last activation."""
+        """Drop the reference to the last activation."""
         self._last = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole `x` as a plain tensor, for uses on parts."""
+        """The whole `x` as a plain tensor, for computation on parts."""
         with_grad = torch.is_grad_enabled() and x.requires_grad
         last = self._last
         if last is not None and last[0]() is x and last[1:3] == (x._version, with_grad):
@@ -69,8 +71,12 @@ class ParallelEntry:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ColumnForward:
-    """x -> parts of x W' + b: this rank's outputs. `spread`: of the outputs; `shared`: the parameters are whole and
-    this rank's part of them is taken, because several ranks need the same outputs.
+    """x -> this rank's outputs of x W' + b, as a part.
+
+    Attributes:
+        spread: ranges of the outputs that each rank holds.
+        shared: whether the parameters are whole, because several ranks need the same outputs; this rank then uses its
+            rows of them.
     """
 
     module: nn.Module
@@ -91,8 +97,11 @@ class ColumnForward:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RowForward:
-    """x -> x W' + b, whole: every rank's inputs give a term; the bias is added once. `spread`: of the inputs;
-    `by_tokens`: the result is left as parts along its second dim (the sequence).
+    """x -> x W' + b, whole: each rank's inputs give a term, the terms are all-reduced, and the bias is added once.
+
+    Attributes:
+        spread: ranges of the inputs that each rank holds.
+        by_tokens: whether the terms are reduce-scattered along dim 1 (the sequence) instead.
     """
 
     module: nn.Module
@@ -115,7 +124,7 @@ class RowForward:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class VocabularyForward:
-    """Indices -> vectors: every rank looks up the rows it holds, and the results are added."""
+    """Indices -> vectors: each rank looks up the rows it holds, and the results are all-reduced."""
 
     module: nn.Embedding
     group: SplitGroup
@@ -130,21 +139,21 @@ class VocabularyForward:
             low, high = indices.aminmax()
             torch._assert_async(
                 (low >= 0) & (high < self.spread.size),
-                f"an index of an embedding is not among its {self.spread.size} rows",
+                f"an index is outside the {self.spread.size} rows of an embedding",
             )
         (start, stop), *_ = (*self.spread.parts[self.group.rank], (0, 0))
-        if stop == start:  # more ranks than rows: this one only takes part
+        if stop == start:  # more ranks than rows: this rank has none, but must take part in the all-reduce
             return add(weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum(), self.group)
         inside = (indices >= start) & (indices < stop)
-        own = None if padding is None or not start <= padding < stop else padding - start
-        part = F.embedding(torch.where(inside, indices - start, 0), weight, own)
+        local_padding = None if padding is None or not start <= padding < stop else padding - start
+        part = F.embedding(torch.where(inside, indices - start, 0), weight, local_padding)
         part = part.masked_fill(~inside.unsqueeze(-1), 0.0)
         return add(part, self.group)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TokensForward:
-    """A norm of whole rows (batch, tokens, features), each rank on its part of the tokens."""
+    """A norm over the features of (batch, tokens, features); each rank computes its part of the tokens."""
 
     module: nn.Module
     group: SplitGroup
@@ -160,9 +169,10 @@ class TokensForward:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SamplesForward:
-    """Any module, each rank on its part of the samples (dim 0 of every tensor it gets and of the one it returns).
+    """Any module; each rank computes its part of the samples.
 
-    Its parameters are whole, their gradients are sums over ranks.
+    Samples lie along dim 0 of every tensor argument, and of the tensor that the module returns. Parameters are whole,
+    and their gradients are summed over the ranks.
     """
 
     module: nn.Module
@@ -175,14 +185,15 @@ class SamplesForward:
         counts = {len(tensor) for tensor in tensors if tensor.ndim}
         if len(counts) != 1:
             raise ScriptError(
-                f"a {type(self.module).__name__} placed 'row' runs on parts of the samples, but its arguments have "
-                f"{sorted(counts)} of them; keep it whole with LayoutRule(modules=..., placement='replicate')"
+                f"a {type(self.module).__name__} with placement 'row' computes a part of the samples on each rank, but "
+                f"dim 0 of its arguments has several sizes: {sorted(counts)}; keep the module whole with "
+                "LayoutRule(modules=..., placement='replicate')"
             )
         count = counts.pop()
         group = self.group
         spread = Among(group.size, group.weights).parted(count)
         place = PartPlacement(dim=0, spread=spread, group=group)
-        if not all(spread.parts) or draws_whole():  # all of it, of which this rank's samples count
+        if not all(spread.parts) or draws_whole():  # compute all samples, and use this rank's
             result = pieces(self._checked(self.plain(*args, **kwargs), count), 0, spread.parts[group.rank])
             return parted(result.clone(), place)
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: take(t, 0, spread, group), (args, kwargs))
@@ -194,18 +205,19 @@ class SamplesForward:
         if isinstance(result, torch.Tensor) and result.ndim and len(result) == count:
             return result
         raise ScriptError(
-            f"a {type(self.module).__name__} placed 'row' runs on parts of the samples, but does not return one tensor "
-            "with a row for each; keep it whole with LayoutRule(modules=..., placement='replicate')"
+            f"a {type(self.module).__name__} with placement 'row' computes a part of the samples on each rank, but "
+            "does not return one tensor with a row for each sample; keep the module whole with "
+            "LayoutRule(modules=..., placement='replicate')"
         )
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear layer keeps its weight as (inputs, outputs), as transformers' Conv1D does."""
+    """Whether a linear layer has its weight as (inputs, outputs), as transformers' Conv1D has."""
     return not isinstance(module, nn.Linear)
 
 
 def _weight(module: nn.Module) -> torch.Tensor:
-    """A linear layer's weight as (outputs, inputs)."""
+    """The weight of a linear layer as (outputs, inputs)."""
     weight = module._parameters["weight"]
     assert weight is not None
     return weight.t() if is_transposed(module) else weight
@@ -213,10 +225,10 @@ def _weight(module: nn.Module) -> torch.Tensor:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HeadsForward:
-    """The forward of one nn.MultiheadAttention. `heads`: the spread of its heads.
+    """The forward of an nn.MultiheadAttention; `heads` are the ranges of heads that each rank holds.
 
-    Projections are this rank's heads' part (q, k and v one behind another where they are fused); the output projection
-    is divided by its inputs, and its terms are added.
+    The projections compute this rank's heads; fused weights are this rank's rows of q, k and v, concatenated. The
+    output projection is divided by its inputs, and its terms are all-reduced.
     """
 
     module: nn.MultiheadAttention
@@ -262,12 +274,12 @@ class HeadsForward:
         return PartPlacement(dim=dim, spread=self.heads.scaled(unit), group=self.entry.group)
 
     def _projected(self, query: Any, key: Any, value: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        own, entry = self.module._parameters, self.entry
-        fused, bias = own.get("in_proj_weight"), own.get("in_proj_bias")
+        parameters, entry = self.module._parameters, self.entry
+        fused, bias = parameters.get("in_proj_weight"), parameters.get("in_proj_bias")
         if fused is not None:
             matrices: list[Any] = list(fused.chunk(3))
         else:
-            matrices = [own[f"{letter}_proj_weight"] for letter in "qkv"]
+            matrices = [parameters[f"{letter}_proj_weight"] for letter in "qkv"]
         biases: list[Any] = [None] * 3 if bias is None else list(bias.chunk(3))
         if fused is not None and query is key is value:
             q, k, v = F.linear(entry(query), fused, bias).chunk(3, -1)
@@ -276,7 +288,7 @@ class HeadsForward:
         return q, k, v
 
     def _mask(self, q: torch.Tensor, k: torch.Tensor, padding: Any, attention: Any) -> torch.Tensor | None:
-        """Both masks as one to add, (batch or 1, heads or 1, query or 1, key), whole."""
+        """Both masks as one additive mask (batch or 1, heads or 1, query or 1, key), whole."""
         terms = []
         if attention is not None:
             shape = attention.shape
@@ -306,21 +318,25 @@ class HeadsForward:
 
 
 def _to_add(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as values to add to scores; True hides."""
+    """A mask as values to add to the scores; True in a boolean mask hides."""
     if mask.dtype is torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
     return mask.to(dtype)
 
 
 def projections(module: nn.MultiheadAttention) -> list[tuple[str, int, int]]:
-    """(parameter, dim, how often heads repeat along it) of what is cut by heads, beside the output projection."""
-    found = []
+    """The parameters that are cut by heads, without the output projection.
+
+    Returns:
+        (parameter, dim, number of times the heads repeat along it) for each.
+    """
+    cuts = []
     for name, repeats in (("in_proj_weight", 3), ("in_proj_bias", 3)):
         if module._parameters.get(name) is not None:
-            found.append((name, 0, repeats))
+            cuts.append((name, 0, repeats))
     if module._parameters.get("in_proj_weight") is None:
-        found += [(f"{letter}_proj_weight", 0, 1) for letter in "qkv"]
-    return found
+        cuts += [(f"{letter}_proj_weight", 0, 1) for letter in "qkv"]
+    return cuts
 
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
@@ -329,9 +345,10 @@ GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RecurrentForward:
-    """The forward of one nn.LSTM, nn.GRU or nn.RNN. `units`: the spread of its hidden units, the same in all layers.
+    """The forward of an nn.LSTM, nn.GRU or nn.RNN; `units` are the ranges of hidden units that each rank holds.
 
-    Input-to-hidden products of all steps are computed at once; each step then needs one exchange of the hidden state.
+    The ranges are the same in all layers. Input-to-hidden products of all time steps are computed at once. Each time
+    step then needs one all-gather of the hidden state.
     """
 
     module: nn.RNNBase
@@ -343,7 +360,7 @@ class RecurrentForward:
         if isinstance(input, PackedSequence):
             raise ScriptError(
                 f"a {module.mode} that is divided over the split axis got a packed sequence; give it padded sequences, "
-                "or keep it whole: LayoutRule(modules=..., placement='replicate')"
+                "or keep the module whole: LayoutRule(modules=..., placement='replicate')"
             )
         x, batched = whole(input), input.dim() == 3
         x = x.unsqueeze(1) if not batched else x.transpose(0, 1) if module.batch_first else x  # (time, batch, features)
@@ -372,21 +389,21 @@ class RecurrentForward:
         kinds = 2 if self.module.mode == "LSTM" else 1
         if hx is None:
             return [x.new_zeros(count, x.shape[1], self.module.hidden_size)] * kinds
-        given = [whole(one) for one in (hx if isinstance(hx, tuple | list) else (hx,))]
-        return given if batched else [one.unsqueeze(1) for one in given]
+        states = [whole(state) for state in (hx if isinstance(hx, tuple | list) else (hx,))]
+        return states if batched else [state.unsqueeze(1) for state in states]
 
     def _run(
         self, x: torch.Tensor, initial: list[torch.Tensor], layer: int, direction: int
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """One layer in one direction: all outputs, whole, and this rank's part of the last state."""
-        own, group = self.module._parameters, self.entry.group
+        parameters, group = self.module._parameters, self.entry.group
         suffix = f"l{layer}" + ("_reverse" if direction else "")
         names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        w_ih, w_hh, b_ih, b_hh = (own.get(f"{name}_{suffix}") for name in names)
+        w_ih, w_hh, b_ih, b_hh = (parameters.get(f"{name}_{suffix}") for name in names)
         assert w_ih is not None
         assert w_hh is not None
         inputs = F.linear(self.entry(x), w_ih, b_ih)
-        state = tuple(take(one, 1, self.units, group) for one in initial)
+        state = tuple(take(value, 1, self.units, group) for value in initial)
         full = copy(initial[0], group)
         steps = range(x.shape[0])
         outputs: list[torch.Tensor] = []
@@ -399,7 +416,7 @@ class RecurrentForward:
 
 
 def _cell(mode: str, x: torch.Tensor, h: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """One step of this rank's units from the gates' two products, by torch's definitions."""
+    """One time step of this rank's units, from the gates' two products, by torch's definitions."""
     if mode == "LSTM":
         i, f, g, o = (x + h).chunk(4, -1)
         c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()

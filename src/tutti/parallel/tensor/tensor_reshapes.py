@@ -1,4 +1,4 @@
-"""The table's functions that change the shape: views, permutations, cuts and joins."""
+"""Handlers for functions that change the shape: views, permutations, slices and joins."""
 
 import itertools
 import operator
@@ -22,11 +22,12 @@ _T = properties("T")
 
 
 def _moved(tensor: torch.Tensor, place: PartPlacement, dim: int) -> torch.Tensor:
+    """Mark `tensor` as a part that is divided along `dim`."""
     return parted(tensor, PartPlacement(dim=dim, spread=place.spread, group=place.group))
 
 
 def _sizes(values: tuple[Any, ...]) -> tuple[int, ...]:
-    """Sizes given one by one or as one sequence."""
+    """Sizes given as separate arguments or as one sequence."""
     flat = values[0] if len(values) == 1 and not isinstance(values[0], int | torch.Tensor) else values
     return tuple(operator.index(value) for value in flat)
 
@@ -66,7 +67,7 @@ def _unflatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _filled(sizes: tuple[int, ...], numel: int) -> tuple[int, ...]:
-    """Sizes whose -1 is worked out."""
+    """Replace a size of -1 by the size that makes `numel` elements."""
     known = torch.Size(size for size in sizes if size != -1).numel()
     return tuple(numel // max(known, 1) if size == -1 else size for size in sizes)
 
@@ -74,19 +75,19 @@ def _filled(sizes: tuple[int, ...], numel: int) -> tuple[int, ...]:
 def _as_shape(first: Any, sizes: tuple[int, ...], only_view: bool) -> Any:
     place, shape = first.place, whole_shape(first)
     target = _filled(sizes, torch.Size(shape).numel())
-    found = viewed(shape, place.dim, place.spread, target)
-    if found is None:
+    moved = viewed(shape, place.dim, place.spread, target)
+    if moved is None:
         return NotImplemented
-    dim, spread = found
-    mine = list(target)
-    mine[dim] = spread.local(place.group.rank)
+    dim, spread = moved
+    local_sizes = list(target)
+    local_sizes[dim] = spread.local(place.group.rank)
     if only_view and not first.is_contiguous():
         try:
-            result = torch.Tensor.view(first, mine)
-        except RuntimeError:  # a view of the whole exists, of the part it may not
-            result = first.reshape(mine)
+            result = torch.Tensor.view(first, local_sizes)
+        except RuntimeError:  # the whole tensor can be viewed so, but the strides of the part may not allow it
+            result = first.reshape(local_sizes)
     else:
-        result = first.reshape(mine)
+        result = first.reshape(local_sizes)
     return parted(result, PartPlacement(dim=dim, spread=spread, group=place.group))
 
 
@@ -119,12 +120,12 @@ def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles(*named("squeeze"))
 def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     place, shape = args[0].place, whole_shape(args[0])
-    given = args[1:] or tuple(kwargs.values())
-    dims = [dim % len(shape) for dim in _sizes(given)] if given else range(len(shape))
-    gone = [dim for dim in dims if shape[dim] == 1]
-    if place.dim in gone:
+    arguments = args[1:] or tuple(kwargs.values())
+    dims = [dim % len(shape) for dim in _sizes(arguments)] if arguments else range(len(shape))
+    removed = [dim for dim in dims if shape[dim] == 1]
+    if place.dim in removed:
         return NotImplemented
-    return _moved(torch.squeeze(args[0], tuple(gone)), place, place.dim - sum(dim < place.dim for dim in gone))
+    return _moved(torch.squeeze(args[0], tuple(removed)), place, place.dim - sum(dim < place.dim for dim in removed))
 
 
 @handles(*named("expand broadcast_to") if hasattr(torch, "expand") else [torch.Tensor.expand, torch.broadcast_to])
@@ -147,9 +148,9 @@ def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(*named("repeat_interleave"))
 def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
-    first, times, dim = given.get("input"), given.get("repeats"), given.get("dim")
-    if not isinstance(first, Parted) or not isinstance(times, int) or dim is None or "output_size" in given:
+    arguments = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
+    first, times, dim = arguments.get("input"), arguments.get("repeats"), arguments.get("dim")
+    if not isinstance(first, Parted) or not isinstance(times, int) or dim is None or "output_size" in arguments:
         return NotImplemented
     place, dim = first.place, dim % first.ndim
     result = torch.repeat_interleave(first, times, dim)
@@ -158,7 +159,7 @@ def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def narrow(first: Any, dim: int, start: int, stop: int) -> Any:
-    """Positions start .. stop - 1 (of the whole) along `dim`."""
+    """Positions start .. stop - 1 of the whole tensor along `dim`."""
     place = first.place
     if dim != place.dim:
         return parted(torch.narrow(first, dim, start, stop - start), place)
@@ -180,21 +181,21 @@ def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles(*named("split split_with_sizes"))
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ("tensor", "split_size_or_sections", "dim")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    size: Any = given.get("split_size_or_sections", given.get("split_size", given.get("split_sizes")))
-    first, dim = given["tensor"], given.get("dim", 0) % given["tensor"].ndim
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    size: Any = arguments.get("split_size_or_sections", arguments.get("split_size", arguments.get("split_sizes")))
+    first, dim = arguments["tensor"], arguments.get("dim", 0) % arguments["tensor"].ndim
     total = whole_shape(first)[dim]
-    lengths = [min(size, total - at) for at in range(0, total, size)] if isinstance(size, int) else list(size)
+    lengths = [min(size, total - start) for start in range(0, total, size)] if isinstance(size, int) else list(size)
     return tuple(_cut(first, dim, lengths))
 
 
 @handles(*named("chunk"))
 def _chunk(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = dict(zip(("input", "chunks", "dim"), args, strict=False)) | kwargs
-    first, dim = given["input"], given.get("dim", 0) % given["input"].ndim
+    arguments = dict(zip(("input", "chunks", "dim"), args, strict=False)) | kwargs
+    first, dim = arguments["input"], arguments.get("dim", 0) % arguments["input"].ndim
     total = whole_shape(first)[dim]
-    size = -(-total // given["chunks"])
-    return tuple(_cut(first, dim, [min(size, total - at) for at in range(0, total, max(size, 1))]))
+    size = -(-total // arguments["chunks"])
+    return tuple(_cut(first, dim, [min(size, total - start) for start in range(0, total, max(size, 1))]))
 
 
 def _cut(first: Any, dim: int, lengths: list[int]) -> list[Any]:
@@ -208,7 +209,7 @@ def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     place = args[0].place
     if dim == place.dim:
         return NotImplemented
-    return tuple(_moved(one, place, place.dim - (dim < place.dim)) for one in torch.unbind(args[0], dim))
+    return tuple(_moved(piece, place, place.dim - (dim < place.dim)) for piece in torch.unbind(args[0], dim))
 
 
 @handles(*named("select"))
@@ -221,57 +222,64 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(torch.Tensor.__getitem__)
 def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Slices, None, an ellipsis, and integers off the cut dim."""
+    """Slices, None, an ellipsis, and integers along dims that are not divided."""
     first, index = args
     if not isinstance(first, Parted):
         return NotImplemented
     index = index if isinstance(index, tuple) else (index,)
-    plain = all(one is None or one is Ellipsis or isinstance(one, slice | int) for one in index)
-    if not plain or any(isinstance(one, bool) for one in index):
+    plain = all(item is None or item is Ellipsis or isinstance(item, slice | int) for item in index)
+    if not plain or any(isinstance(item, bool) for item in index):
         return NotImplemented
-    used = sum(one is not None and one is not Ellipsis for one in index)
+    used = sum(item is not None and item is not Ellipsis for item in index)
     if Ellipsis not in index:
         index = (*index, Ellipsis)
-    at = index.index(Ellipsis)
-    index = (*index[:at], *[slice(None)] * (first.ndim - used), *index[at + 1 :])
+    ellipsis_at = index.index(Ellipsis)
+    index = (*index[:ellipsis_at], *[slice(None)] * (first.ndim - used), *index[ellipsis_at + 1 :])
     source = target = 0
     result, place = first, first.place
-    own: list[Any] = []
+    local_index: list[Any] = []
     new_dim = place.dim
-    for one in index:
-        if source == place.dim and one is not None:
-            if not isinstance(one, slice) or one.step not in (None, 1):
+    for item in index:
+        if source == place.dim and item is not None:
+            if not isinstance(item, slice) or item.step not in (None, 1):
                 return NotImplemented
-            start, stop, _ = one.indices(place.spread.size)
-            result, new_dim, one = narrow(first, place.dim, start, max(start, stop)), target, slice(None)
-        own.append(one)
-        source += one is not None
-        target += one is None or isinstance(one, slice)
-    return _moved(torch.Tensor.__getitem__(result, tuple(own)), result.place, new_dim)
+            start, stop, _ = item.indices(place.spread.size)
+            result, new_dim, item = narrow(first, place.dim, start, max(start, stop)), target, slice(None)
+        local_index.append(item)
+        source += item is not None
+        target += item is None or isinstance(item, slice)
+    return _moved(torch.Tensor.__getitem__(result, tuple(local_index)), result.place, new_dim)
 
 
 @handles(*named("cat concat concatenate"))
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-    return _joined(torch.cat, list(given["tensors"]), given.get("dim", 0), 0)
+    arguments = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    return _joined(torch.cat, list(arguments["tensors"]), arguments.get("dim", 0), 0)
 
 
 @handles(*named("stack"))
 def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-    return _joined(torch.stack, list(given["tensors"]), given.get("dim", 0), 1)
+    arguments = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+    return _joined(torch.stack, list(arguments["tensors"]), arguments.get("dim", 0), 1)
 
 
 def _joined(func: Any, tensors: list[Any], dim: int, new: int) -> Any:
-    """Join along a dim that is not cut; all parts must be cut alike, of whole members the part is taken."""
+    """Join along a dim that is not divided. All parts must have the same placement; whole tensors are cut to match.
+
+    Args:
+        func: torch.cat or torch.stack.
+        tensors: the tensors to join.
+        dim: dim of the result.
+        new: 1 if the function adds a dim, else 0.
+    """
     place = next(t.place for t in tensors if isinstance(t, Parted))
     if not new:
-        tensors = [t for t in tensors if whole_shape(t) != (0,)]  # torch lets cat ignore them; caches begin so
+        tensors = [t for t in tensors if whole_shape(t) != (0,)]  # torch.cat ignores these; empty caches have them
     dims = tensors[0].ndim
     dim = dim % (dims + new)
-    at = place.dim + (new and dim <= place.dim)
-    alike = all(t.ndim == dims > place.dim and whole_shape(t)[place.dim] == place.spread.size for t in tensors)
-    if not alike or (not new and dim == place.dim) or any(t.place != place for t in tensors if isinstance(t, Parted)):
+    new_place_dim = place.dim + (new and dim <= place.dim)
+    fits = all(t.ndim == dims > place.dim and whole_shape(t)[place.dim] == place.spread.size for t in tensors)
+    if not fits or (not new and dim == place.dim) or any(t.place != place for t in tensors if isinstance(t, Parted)):
         return NotImplemented
     parts = [t if isinstance(t, Parted) else take(t, place.dim, place.spread, place.group) for t in tensors]
-    return _moved(func(parts, dim), place, at)
+    return _moved(func(parts, dim), place, new_place_dim)
