@@ -174,7 +174,7 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
         "step_s": [step.wall_s for step in counted],
         "cpu_s": statistics.mean(step.cpu_s for step in counted),
         "stolen": max(step.stolen for step in counted),
-        "pace": [step.relative_speed for step in counted],
+        "pace": [step.pace for step in counted],
         "set_aside": sum(not step.warm and not step.counts for step in taken),
         **recorded([number for number, step in enumerate(taken) if step.counts]),
     }
@@ -194,7 +194,7 @@ class Step:
     wall_s: float
     cpu_s: float
     stolen: float
-    relative_speed: float
+    pace: float
     warm: bool = False
     counts: bool = True
 
@@ -202,7 +202,7 @@ class Step:
 def take(loop: Iterator[tutti.Job], args: argparse.Namespace) -> list[Step]:
     """All steps: those that warm up, those that count and those that were disturbed. Ranks decide alike."""
     taken = [one_step(loop)]
-    if taken[0].wall_s > args.patience and disturbance(taken[0], args.relative_speed) <= 1:
+    if taken[0].wall_s > args.patience and disturbance(taken[0], args.pace) <= 1:
         return taken
     while not settled(taken) and sum(step.wall_s for step in taken) < args.patience:
         taken.append(one_step(loop))
@@ -211,11 +211,11 @@ def take(loop: Iterator[tutti.Job], args: argparse.Namespace) -> list[Step]:
     last = taken[-1].wall_s
     count = max(2 if last < args.seconds else 1, min(args.steps, int(args.seconds / last)))
     timed_: list[Step] = []
-    while sum(disturbance(step, args.relative_speed) <= 1 for step in timed_) < count:
+    while sum(disturbance(step, args.pace) <= 1 for step in timed_) < count:
         timed_.append(one_step(loop))
         if len(timed_) >= count and sum(step.wall_s for step in timed_) > args.again:
             break
-    least = sorted(timed_, key=lambda step: max(1.0, disturbance(step, args.relative_speed)))[:count]
+    least = sorted(timed_, key=lambda step: max(1.0, disturbance(step, args.pace)))[:count]
     for step in timed_:
         step.counts = step in least
     return taken + timed_
@@ -236,23 +236,23 @@ their pace in spells of seconds with no word of it: one product ran at 126 GFLOP
 
 def disturbance(step: Step, probed: float) -> float:
     """Of cores that were given to others, or ran at another pace than `probed`; up to 1 it is let pass."""
-    pace_off = abs(step.relative_speed / probed - 1) / AS_PROBED if probed > 0 else 0.0
+    pace_off = abs(step.pace / probed - 1) / AS_PROBED if probed > 0 else 0.0
     return max(step.stolen / MOST_STOLEN, pace_off)
 
 
 def one_step(loop: Iterator[tutti.Job]) -> Step:
-    before = relative_speed()
+    before = pace()
     dist.barrier()  # or a rank whose product took less would begin earlier, and its step would have the difference
     stolen, busy, start = StolenTime(), time.process_time(), time.perf_counter()
     next(loop)
     wall, busy, share = time.perf_counter() - start, time.process_time() - busy, stolen.share()
     dist.barrier()  # a rank whose part ends later may be on this core
-    agreed = torch.tensor([wall, share, -min(before, relative_speed())], dtype=torch.float64)
+    agreed = torch.tensor([wall, share, -min(before, pace())], dtype=torch.float64)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
-    return Step(wall_s=agreed[0].item(), cpu_s=busy, stolen=agreed[1].item(), relative_speed=-agreed[2].item())
+    return Step(wall_s=agreed[0].item(), cpu_s=busy, stolen=agreed[1].item(), pace=-agreed[2].item())
 
 
-def relative_speed() -> float:
+def pace() -> float:
     """FLOP/s of the better of two products of `PACE_N` square float32 matrices, while further ranks of this core
     wait; of those, infinite."""
     if int(os.environ["LOCAL_RANK"]) >= len(os.sched_getaffinity(0)):

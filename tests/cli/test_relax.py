@@ -46,13 +46,13 @@ def test_a_plan_that_sends_less_is_written_and_explained(capsys: Capture, tmp_pa
     assert serialization.load(Plan, file).sync.compress is not None
 
 
-def test_the_dial_is_in_the_document(capsys: Capture, tmp_path: Path) -> None:
+def test_the_relaxation_is_in_the_document(capsys: Capture, tmp_path: Path) -> None:
     code, out, err = told(capsys, tmp_path, "plan", "--relax", "relaxed", "--mesh", "replicate=4", "--json")
     assert code == 0, err
     document = json.loads(out)
     assert document["request"]["relax"] == "relaxed"
-    assert document["dial"]["chosen"]
-    assert document["dial"]["exact_step_s"] > document["dial"]["step_s"]
+    assert document["relaxation"]["chosen"]
+    assert document["relaxation"]["exact_step_s"] > document["dial"]["step_s"]
     assert document["best"]["mesh"] == {"replicate": 4}
 
 
@@ -64,8 +64,8 @@ def test_sparse_gradients_are_not_compressed(capsys: Capture, tmp_path: Path) ->
     )
     assert code == 0, err
     document = json.loads(out)
-    assert not document["dial"]["chosen"]
-    assert "no way to send less goes with these plans" in document["dial"]["sentence"]
+    assert not document["relaxation"]["chosen"]
+    assert "no way to send less goes with these plans" in document["relaxation"]["sentence"]
 
 
 @pytest.mark.parametrize(

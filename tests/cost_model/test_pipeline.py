@@ -233,11 +233,11 @@ def test_messages_of_several_boundaries_between_two_ranks_share_the_way(chunks: 
     """What goes from rank 0 to rank 1: forward over the first boundary, and, with two stages a rank, over the third,
     and gradients over the second."""
     order = order_of("interleaved" if chunks > 1 else "1f1b", 2, chunks, 4)
-    crossed = {(way, int(boundary)) for way, boundary in zip(order.way, order.crosses, strict=True) if way >= 0}
+    crossed = {(way, int(boundary)) for way, boundary in zip(order.link, order.crosses, strict=True) if way >= 0}
     ahead = {boundary for way, boundary in crossed if way == 0 * 2 + 1}
     back = {boundary for way, boundary in crossed if way == 1 * 2 + 0}
     assert (ahead, back) == (({0, 1, 2}, {0, 1, 2}) if shared else ({0}, {0}))
-    assert sum(way < 0 for way in order.way) == sum(
+    assert sum(way < 0 for way in order.link) == sum(
         (kind == 0 and stage == 2 * chunks - 1) or (kind == 1 and stage == 0)
         for kind, stage in zip(order.kind, order.stage, strict=True)
     )

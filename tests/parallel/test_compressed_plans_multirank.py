@@ -173,11 +173,11 @@ def follow(words: str, steps: int, poison: int | None = None) -> dict[str, Any]:
 
     CompressedBucketReducer.start = start  # type: ignore[method-assign]
     for batch in this.batches(steps):
-        this.step(batch, poisoned=this.run.progress.step == poison)
+        this.step(batch, poisoned=this.run.state.progress.step == poison)
     CompressedBucketReducer.start = begin  # type: ignore[method-assign]
-    exchanges = this.run.replica.compressor.exchanges
+    exchanges = this.run.parallel.replica.compressor.exchanges
     shapes = [[tuple(p.shape) for p in bucket.parameters] for bucket in exchanges]
-    rows = read_rows(this.run.folder.metrics) if this.run.world.is_main else []
+    rows = read_rows(this.run.output.folder.metrics) if this.run.parallel.world.is_main else []
     return {
         "went": this.went,
         "came": this.came,
@@ -323,7 +323,7 @@ def leaves(words: str) -> str:
     this = Followed(parse_compression(words), words)
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        if this.run.progress.step == 1 and this.run.world.rank == 1:
+        if this.run.state.progress.step == 1 and this.run.parallel.world.rank == 1:
             raise ZeroDivisionError("rank 1 has failed")
         return F.cross_entropy(model(batch[0]), batch[1])
 

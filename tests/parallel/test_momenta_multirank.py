@@ -262,14 +262,16 @@ def poisoned(words: str) -> dict[str, torch.Tensor]:
     torch.set_default_dtype(torch.float64)
     this = Followed(parse_compression(words), words, torch.optim.AdamW)
     for batch in this.batches(16):
-        spoilt = this.run.progress.step == 13
-        before = {p: state["exp_avg"].clone() for p, state in this.run.optimizers[0].state.items()}
+        spoilt = this.run.state.progress.step == 13
+        before = {p: state["exp_avg"].clone() for p, state in this.run.parallel.optimizers[0].state.items()}
         weights = {p: p.detach().clone() for p in before}
         this.step(batch, poisoned=spoilt)
         if spoilt:
-            assert all(torch.equal(this.run.optimizers[0].state[p]["exp_avg"], value) for p, value in before.items())
+            assert all(
+                torch.equal(this.run.parallel.optimizers[0].state[p]["exp_avg"], value) for p, value in before.items()
+            )
             assert all(torch.equal(p, value) for p, value in weights.items())
-    assert this.run.replica.compressor.momentum_compression.compresses_next
+    assert this.run.parallel.replica.compressor.momentum_compression.compresses_next
     return {name: value.clone() for name, value in this.model.state_dict().items()}
 
 

@@ -257,7 +257,7 @@ def test_bounds_of_time_are_near(case: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("case", "alone", "staged"),
+    ("case", "unstaged", "staged"),
     [
         ("llama, grouped queries", 0.9, 0.9),
         ("moe", 0.8, 0.9),
@@ -265,11 +265,11 @@ def test_bounds_of_time_are_near(case: str, monkeypatch: pytest.MonkeyPatch) -> 
         ("gpt on mixed devices", 0.9, 0.6),  # a cut may be anywhere in a bound, and only between blocks in a plan
     ],
 )
-def test_bounds_of_time_are_near_with_stages_and_without(case: str, uncontended: float, staged: float | None) -> None:
+def test_bounds_of_time_are_near_with_stages_and_without(case: str, unstaged: float, staged: float | None) -> None:
     """A bound says little when it is far below the prediction: how near it is for half of the plans, by whether they
     have stages."""
     bounds, _, rows = rows_of(case, 60)
-    for stages, near in ((False, uncontended), (True, staged)):
+    for stages, near in ((False, unstaged), (True, staged)):
         ratios = [
             bounds.step_s[row] / prediction.step_time_s.value
             for row, _, intended, prediction in rows
