@@ -52,7 +52,7 @@ def test_the_relaxation_is_in_the_document(capsys: Capture, tmp_path: Path) -> N
     document = json.loads(out)
     assert document["request"]["relax"] == "relaxed"
     assert document["relaxation"]["chosen"]
-    assert document["relaxation"]["exact_step_s"] > document["dial"]["step_s"]
+    assert document["relaxation"]["exact_step_s"] > document["relaxation"]["step_s"]
     assert document["best"]["mesh"] == {"replicate": 4}
 
 
