@@ -71,7 +71,7 @@ def test_sparse_gradients_are_not_compressed(capsys: Capture, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("command", "options", "words"),
     [
-        ("plan", ("--relax", "reduced", "--compress", "bytegrad"), "bytegrad says how; leave one out"),
+        ("plan", ("--relax", "reduced", "--compress", "bytegrad"), "already asks for bytegrad; leave one out"),
         ("plan", ("--relax", "reduced", "--explain", "--nproc", "2"), "--nproc say what is explained"),
         ("plan", ("--samples-from", "run", "--target-quality", "a=1"), "add --relax reduced, or relaxed"),
         ("plan", ("--relax", "relaxed", "--samples-from", "run"), "add --target-quality"),

@@ -250,7 +250,7 @@ def test_time_to_quality_may_change_the_batch_and_says_so() -> None:
     assert choice.best.batch.global_batch_size > 4
     assert "this changes what is computed" in explain(choice)
     assert "the number of steps is assumed" in explain(choice)
-    with pytest.raises(PlanError, match="needs to know how many samples a quality takes"):
+    with pytest.raises(PlanError, match="needs a noise scale: how many samples a quality takes"):
         ask(4, objective="time-to-quality")
 
 
