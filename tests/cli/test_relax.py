@@ -65,7 +65,7 @@ def test_sparse_gradients_are_not_compressed(capsys: Capture, tmp_path: Path) ->
     assert code == 0, err
     document = json.loads(out)
     assert not document["dial"]["chosen"]
-    assert "no way to send less goes with these plans" in document["dial"]["sentence"]
+    assert "no strategy that sends less applies to these plans" in document["dial"]["sentence"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Why a plan lost, and what a choice means, in words with numbers."""
+"""Why a plan lost, and what a choice means, as sentences with numbers."""
 
 import math
 import re
@@ -75,7 +75,7 @@ def _tie(loser: Costed, best: Costed, ratio: float) -> str:
 
 
 def _cause(loser: Costed, best: Costed) -> str:
-    """The part of the step that makes the largest difference."""
+    """The phase of the step that makes the largest difference."""
     slow, fast = loser.prediction, best.prediction
     own = {
         "compute": _compute_s(slow) - _compute_s(fast),
@@ -101,7 +101,7 @@ def _cause(loser: Costed, best: Costed) -> str:
 
 
 def _sharing_memory(host_groups: tuple[HostGroup, ...]) -> list[int]:
-    """Ranks of a host that have one memory, seat by seat: of cards each has its own."""
+    """For each host group, the number of ranks of a host that share one memory; 1 on GPUs, which have their own."""
     return [host_group.ranks_per_host if host_group.device.kind == "cpu" else 1 for host_group in host_groups]
 
 
@@ -177,7 +177,7 @@ def remarks(
     best: Costed,
     alternatives: Sequence[Alternative],
 ) -> tuple[str, ...]:
-    """What the choice means, in sentences: how many devices and why no more, what limits, what was held fixed."""
+    """What the choice means, in sentences: the number of devices and why no more, what limits it, what was held fixed."""
     plan, prediction = best.plan, best.prediction
     said = [
         _mesh_remark(model, request, best) if request.mesh is not None else _devices_remark(request, best, alternatives)
@@ -220,7 +220,7 @@ def remarks(
 
 
 def _with_more(request: PlanRequest, best: Costed, alternatives: Sequence[Alternative]) -> float:
-    """By which part the best plan on more devices is better; those within the error may be. 0 where none is."""
+    """The fraction by which the best plan on more devices is better (plans within the tolerance may be); 0 if none is."""
     values = [
         objectives.value(best.cluster, request, other.plan, other.prediction)
         for other in alternatives
@@ -263,7 +263,7 @@ def _held_remarks(model: ModelSpec, request: PlanRequest, plan: Plan, alternativ
 
 
 def _mesh_remark(model: ModelSpec, request: PlanRequest, best: Costed) -> str:
-    """That the mesh is the user's, and what one device would do, which the search then does not look at."""
+    """Says that the mesh is the user's, and what one device would do, which the search does not try in this case."""
     said = f"The mesh is {mesh_words(best.plan)}, as asked"
     one_device = _single_device_plan(model, request, best) if best.plan.world_size > 1 else None
     if one_device is None:
@@ -279,8 +279,9 @@ def _mesh_remark(model: ModelSpec, request: PlanRequest, best: Costed) -> str:
 
 
 def _single_device_plan(model: ModelSpec, request: PlanRequest, best: Costed) -> Costed | None:
-    """The better of the script's own plan on one device and the same with the microbatches of `best`; None where none
-    can be costed."""
+    """The better of two plans on one device: with the script's microbatches, and with those of `best`. None where
+    neither can be predicted.
+    """
     script, found = request.script, []
     for many in {script.batch.num_microbatches, best.plan.batch.num_microbatches}:
         batch = replace(best.plan.batch, num_microbatches=many)
@@ -306,7 +307,7 @@ def _single_device_plan(model: ModelSpec, request: PlanRequest, best: Costed) ->
 
 
 def _doubt(best: Prediction, other: Prediction) -> str:
-    """What is to be said where another plan's step lies in the interval of the best one's; empty where it does not."""
+    """A warning where another plan's step time lies in the interval of the best plan's; else empty."""
     time = best.step_time_s
     if not time.low <= other.step_time_s.value <= time.high:
         return ""
@@ -316,7 +317,7 @@ def _doubt(best: Prediction, other: Prediction) -> str:
 
 
 def _one_device(request: PlanRequest, chosen: Costed, more: Alternative) -> str:
-    """That one device was chosen, and what the nearest plan of more would be."""
+    """Says that one device was chosen, and what the nearest plan of more would be."""
     ranks, best = more.plan.world_size, _MOST.get(request.objective, "to be the fastest")
     if more.prediction is None or not more.prediction.fits or more.reason.startswith("not allowed"):
         return f"One device is predicted {best}; {ranks} ranks: {more.reason}"
@@ -352,28 +353,30 @@ def _devices_remark(request: PlanRequest, chosen: Costed, alternatives: Sequence
 
 
 _TOLD = 0.02
-"""Waits below this part of a step are not told."""
+"""Waiting for data below this fraction of a step is not reported."""
 
 _WORTH = 0.95
-"""More workers are advised where a step with them takes less than this part."""
+"""More workers are advised where a step with them takes less than this fraction of its time."""
 
 _MOST_WORKERS = 16
-"""More workers of a rank are not advised; and as many cores a host counts as having where nobody knows."""
+"""Largest number of workers for a rank that is advised; also the cores assumed for a host where the number is
+unknown.
+"""
 
 
 def sample_nbytes(model: ModelSpec) -> float:
-    """Bytes of one sample as the model takes it; stored ones may be fewer (compressed) or more."""
+    """Bytes of one sample as the model's input; stored samples may be smaller (compressed) or larger."""
     return float(sum(math.prod(each.shape) * _width(each.dtype) for each in model.inputs))
 
 
 def _width(dtype: str) -> float:
-    """Bytes of a value by its type's name: float32, int64, bool."""
+    """Bytes of a value by its dtype's name: float32, int64, bool."""
     bits = re.search(r"\d+", dtype)
     return int(bits.group()) / 8 if bits else 1.0
 
 
 def starved(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
-    """One sentence where a step waits for data, or might where nobody knows what samples cost; else empty."""
+    """A sentence where a step waits for data, or may wait because the cost of samples is unknown; else empty."""
     if model.loading is None:
         return _perhaps(model, cluster, plan, prediction)
     step_s, data_s = prediction.step_time_s.value, prediction.phases["data"]
@@ -387,7 +390,9 @@ def starved(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Pred
 
 
 def _perhaps(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
-    """Of samples that are stored as the model takes them, loaded ahead by workers that need no time."""
+    """A warning if reading may be slower than a step. Assumes samples stored as the model takes them, and workers that
+    load ahead in no time.
+    """
     as_taken = Loading(stored_nbytes=sample_nbytes(model), workers=1)
     batch_s = load_of(replace(model, loading=as_taken), cluster, plan).batch_s
     if not storage_known(cluster, place_ranks(cluster, plan.world_size)) or batch_s <= prediction.step_time_s.value:
@@ -399,7 +404,7 @@ def _perhaps(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Pre
 
 
 def _because(loading: Loading, load: BatchLoad, rest_s: float) -> str:
-    """Which station is slower than the rest of the step."""
+    """Which part of loading is slower than the rest of the step."""
     if load.storage_s >= max(load.loaders_s, rest_s):
         return f"storage gives a batch every {seconds(load.storage_s)}; quicker storage or smaller files would help"
     if not load.ahead:
@@ -412,7 +417,7 @@ def _because(loading: Loading, load: BatchLoad, rest_s: float) -> str:
 
 
 def _with_more_loaders(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load: BatchLoad, rest_s: float) -> str:
-    """What as many workers as would keep up, or as there are cores for, make of the step; empty where it is little."""
+    """The advice to use more workers: as many as keep up, limited by the cores. Empty where they save little."""
     assert model.loading is not None
     host_groups = place_ranks(cluster, plan.world_size)
     most = min((host_cores(host_group) or _MOST_WORKERS) // host_group.ranks_per_host for host_group in host_groups)

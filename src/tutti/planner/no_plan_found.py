@@ -1,4 +1,4 @@
-"""One sentence for a model that no plan can hold: what it needs, what there is, and what would fit."""
+"""The sentence for a model that no plan can hold: what it needs, what the cluster has, and what would fit."""
 
 import dataclasses
 
@@ -30,12 +30,14 @@ _MOST_RANKS = 2**20
 _MESHES = 3000
 _PREDICTED = 6
 _REFUSALS = 5
-"""After so many refusals a combination of axes is not tried again."""
+"""After this many refusals, a combination of axes is not tried again."""
 
 
 def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Costed | None:
-    """The plan that needs the least memory of its fullest rank, of those that fit one first; None if none can be
-    costed. The most promising by their estimated memory are predicted."""
+    """The plan whose fullest rank needs the least memory, preferring plans that fit; None if none can be predicted.
+
+    Only the plans with the least estimated memory are predicted.
+    """
     precision: Precision = request.script.precision
     if request.precision != "script" and request.precision != "auto":
         precision = request.precision
@@ -75,7 +77,7 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
 
 
 def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: list[Costed]) -> str:
-    """The sentence for a search whose plans are all too large, break a limit, or are predicted to take for ever."""
+    """The sentence for a search whose plans are all too large, break a limit, or have a value that is not finite."""
     fitting = [one for one in costed if one.prediction.fits]
     if not fitting:
         return no_fit(model, cluster, request, costed)
@@ -85,7 +87,7 @@ def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, c
 
 
 def no_fit(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: list[Costed]) -> str:
-    """The sentence that refuses a model no candidate can hold: its smallest need against what there is."""
+    """The sentence that refuses a model which no candidate can hold: its smallest need against what the cluster has."""
     one = min(
         costed,
         key=lambda one: one.prediction.memory.total - objectives.room_nbytes(one.cluster, one.plan),
@@ -118,7 +120,7 @@ def no_fit(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed:
 
 
 def _refused(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> str:
-    """Why what was asked for excludes itself, or cannot be had of this model; empty where neither is so."""
+    """Why the request contradicts itself, or is impossible with this model; empty where neither is so."""
     script = request.script
     asked = request.mesh or {axis: max(2, degree) for axis, degree in request.demanded.items()} or script.mesh
     sharding = script.sharding
@@ -165,7 +167,9 @@ def _remedy(one: Costed, room: float) -> str:
 
 
 def what_fits(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, least: Costed) -> str:
-    """The smallest number of nodes of this kind that holds the model, by which plan, and the memory that would do."""
+    """The smallest number of ranks of this kind that holds the model, with the plan, and the memory that would be
+    enough.
+    """
     memory = f"on these {least.plan.world_size} with {gigabytes(least.prediction.memory.total)} each"
     if least.plan.world_size == 1:
         memory = f"on one rank with {gigabytes(least.prediction.memory.total)}"
@@ -183,7 +187,7 @@ def what_fits(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, leas
 
 
 def enough(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> tuple[ClusterSpec, Costed] | None:
-    """The cluster grown by whole nodes until some plan fits: found by doubling, then by halving the interval."""
+    """The cluster, with each node repeated until some plan fits, and that plan. Found by doubling, then by bisection."""
     free = dataclasses.replace(
         request, degree=None, max_devices=None, mesh=None, demanded={}, scope="all", objective="memory"
     )
@@ -210,14 +214,16 @@ def enough(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> tupl
 
 
 def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
-    """The links, with a network like the nodes' own link where there was one node only: memory is what is asked."""
+    """The cluster's links. A single node, without a network, gets one like its own first link: only memory matters
+    here.
+    """
     if any(link.tier == "network" for link in cluster.every_link) or not cluster.links:
         return cluster.links
     return (*cluster.links, dataclasses.replace(cluster.links[0], tier="network"))
 
 
 def nothing_keeps(request: PlanRequest, costed: list[Costed]) -> str:
-    """The sentence for plans that fit but all break a limit of the request: the nearest of them."""
+    """The sentence for plans that fit but all break a limit of the request; it names the plan that is nearest to it."""
     fitting = [one for one in costed if one.broken]
 
     def over(one: Costed) -> float:
@@ -241,7 +247,7 @@ def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, on
 
 
 def gigabytes(value: float) -> str:
-    """Bytes in decimal units as data sheets count them: 1,120 GB, 9.85 GB, 350 MB."""
+    """Bytes in decimal units, as in data sheets: 1,120 GB, 9.85 GB, 350 MB."""
     if value >= 1e9:
         return f"{value / 1e9:,.0f} GB" if value >= 99.5e9 else f"{value / 1e9:.3g} GB"
     return f"{value / 1e6:,.0f} MB"

@@ -1,4 +1,4 @@
-"""Plans in words: what a mesh is made of, how it is sharded, scheduled and recomputed."""
+"""Plans as text: what a mesh consists of, how it is sharded, scheduled and recomputed."""
 
 from tutti.config.compression import format_compression
 from tutti.config.model import ModelSpec
@@ -12,14 +12,14 @@ _ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
 def mesh_words(plan: Plan) -> str:
-    """replicate 4 x split 2; split 2 (1:0.5) where its parts are unequal; "1 rank" where nothing is divided."""
+    """The mesh: replicate 4 x split 2; split 2 (1:0.5) where its parts are unequal; "1 rank" where nothing is divided."""
     axes = {axis: degree for axis, degree in plan.mesh.items() if degree > 1}
     parts = {"split": f" ({parts_words(plan)})"} if plan.split_weights else {}
     return " x ".join(f"{axis} {degree}{parts.get(axis, '')}" for axis, degree in axes.items()) or "1 rank"
 
 
 def parts_words(plan: Plan) -> str:
-    """The parts of layers along the split axis: equal, or 1:0.5:0.5; the first of many."""
+    """The parts of layers along the split axis: equal, or 1:0.5:0.5. Only the first eight are listed."""
     if not plan.split_weights:
         return "equal"
     shown = ":".join(f"{share:g}" for share in plan.split_weights[:8])
@@ -27,7 +27,7 @@ def parts_words(plan: Plan) -> str:
 
 
 def settings_words(plan: Plan) -> str:
-    """What the mesh alone does not say: ZeRO-3, 1f1b, recompute; empty where there is nothing."""
+    """What the mesh does not say: ZeRO-3, 1f1b, recompute; empty where there is nothing to add."""
     found = []
     if plan.mesh.get("shard", 1) > 1:
         found.append(_ZERO[plan.sharding.level])
@@ -71,19 +71,19 @@ def recompute_words(plan: Plan) -> str:
 
 
 def wide_layers(plan: Plan) -> tuple[str, ...]:
-    """What the layout's rules name to be divided over `table`."""
+    """The modules that the layout's rules divide along the `table` axis."""
     if plan.degree("table") == 1 or plan.degree("split") > 1:
         return ()
     return tuple(rule.modules for rule in plan.layout if rule.placement not in ("auto", "replicate"))
 
 
 def axes_of(plan: Plan) -> tuple[AxisName, ...]:
-    """The axes that a plan uses."""
+    """The axes with more than one rank."""
     return tuple(axis for axis, degree in plan.mesh.items() if degree > 1)
 
 
 def stamp(model: ModelSpec) -> dict[str, str]:
-    """Every module with parameters: its kind and how many; equal numbered siblings as one: layers.0-11.query."""
+    """Every module with parameters: its kind and their number. Equal numbered siblings are merged: layers.0-11.query."""
     return merge_siblings(_entries(model))
 
 
@@ -96,7 +96,9 @@ def _entries(model: ModelSpec) -> dict[str, str]:
 
 
 def changed_modules(plan: Plan, model: ModelSpec) -> str:
-    """What is new, gone or other in `model` since the plan was made; empty where nothing is, or nobody knows."""
+    """A sentence naming the modules that were added, removed or changed in `model` since the plan was made; empty where
+    none were, or this is unknown.
+    """
     found = differences(plan.made_for, _entries(model))
     if not found:
         return ""
