@@ -41,7 +41,7 @@ def test_hosts_read_together_what_a_step_takes(unit: str) -> None:
     assert load_of(as_taken, slow, choice.best).storage_s == pytest.approx(took)
     assert choice.prediction.step_time_s.value < took
     assert any(
-        "Storage may be slower than that: to read a step's samples takes 384 ms" in one for one in choice.remarks
+        "Storage may be slower than that: reading a step's samples takes 384 ms" in one for one in choice.remarks
     )
     uncontended = choose(model, slow, PlanRequest(script=script, degree=1)).best
     assert load_of(as_taken, slow, uncontended).storage_s == pytest.approx(2 * took)
@@ -71,7 +71,7 @@ def test_what_a_wait_is_due_to_and_what_helps() -> None:
         "with prepare(..., num_workers=8) it would take 4 ms"  # as many as cores are taken for granted
     )
     both = said(here, how, core_s=1e-3, stored_nbytes=1e6)
-    assert both.endswith("storage gives a batch every 64 ms; quicker storage or smaller files would help")
+    assert both.endswith("storage gives a batch every 64 ms; faster storage or smaller files would help")
     assert "storage gives a batch every 64 ms" in said(here, how, stored_nbytes=1e6, workers=4)
     few = said(here, how, core_s=1e-3, workers=2)
     assert few.endswith(

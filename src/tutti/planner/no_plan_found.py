@@ -48,7 +48,9 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
     except PlanError:
         return None
     each = np.maximum(1, limits.samples // found.data)
-    rows = np.flatnonzero((found.microbatches == 1) | (found.microbatches >= each))  # what lies between needs no less
+    rows = np.flatnonzero(
+        (found.microbatches == 1) | (found.microbatches >= each)
+    )  # numbers in between need no less memory
     order = rows[np.argsort(least[rows], kind="stable")][:_MESHES]
     levels = tuple(sorted({limits.levels[0], limits.levels[-1]}))
     strategies = variants(
@@ -115,7 +117,7 @@ def no_fit(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed:
         f"model {model.name!r} does not fit on cluster {cluster.name!r}: it needs {gigabytes(state)} for parameters, "
         f"gradients and {model.optimizer or 'the optimizer'}'s state; the smallest plan of "
         f"{count(plan.world_size, 'rank')} ({plan_words(plan)}) needs {gigabytes(memory.total)} a rank "
-        f"({_parts(one.prediction)}), {device} has {gigabytes(room)}; {what_fits(model, cluster, request, one)}"
+        f"({_parts(one.prediction)}), but {device} has {gigabytes(room)}; {what_fits(model, cluster, request, one)}"
     )
 
 
@@ -125,7 +127,7 @@ def _refused(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> st
     asked = request.mesh or {axis: max(2, degree) for axis, degree in request.demanded.items()} or script.mesh
     sharding = script.sharding
     if "shard" in asked and "stage" in asked and sharding == ShardingPlan():
-        sharding = ShardingPlan(level=1)  # what the search tries, too
+        sharding = ShardingPlan(level=1)  # as the search does
     try:
         plan = dataclasses.replace(script, mesh=asked, shares=(), sharding=sharding)
         check_plan(plan)
@@ -150,7 +152,7 @@ def _parts(prediction: Prediction) -> str:
     parts = {
         "state": state,
         "activations": memory.activations,
-        "exchanges": memory.communication,
+        "communication buffers": memory.communication,
         "libraries and allocator": memory.reserve,
         "the script's own data": memory.script,
     }
@@ -161,8 +163,8 @@ def _parts(prediction: Prediction) -> str:
 def _remedy(one: Costed, room: float) -> str:
     memory = one.prediction.memory
     if memory.parameters + memory.gradients + memory.optimizer > room:
-        keeps = "data parallelism keeps a copy of all of that on every rank"
-        return f"{keeps}; use devices with more memory or a smaller model"
+        copies = "data parallelism keeps a copy of all of that on every rank"
+        return f"{copies}; use devices with more memory or a smaller model"
     return "use a smaller global_batch_size, more microbatches, recompute in the layout, or devices with more memory"
 
 
@@ -187,13 +189,13 @@ def what_fits(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, leas
 
 
 def enough(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> tuple[ClusterSpec, Costed] | None:
-    """The cluster, with each node repeated until some plan fits, and that plan. Found by doubling, then by bisection."""
+    """The cluster, with each node repeated until some plan fits, and that plan. Found by doubling, then bisection."""
     free = dataclasses.replace(
         request, degree=None, max_devices=None, mesh=None, demanded={}, scope="all", objective="memory"
     )
 
     def fits(factor: int) -> tuple[ClusterSpec, Costed] | None:
-        devices = factor * cluster.device_count  # on the CPU, more ranks than these would share the hosts' memory
+        devices = factor * cluster.device_count  # on the CPU, more ranks would share the hosts' memory
         free_of = dataclasses.replace(free, max_devices=devices)
         nodes = tuple(dataclasses.replace(node, count=node.count * factor) for node in cluster.nodes)
         grown = dataclasses.replace(cluster, nodes=nodes, links=_links(cluster))
@@ -234,15 +236,15 @@ def nothing_keeps(request: PlanRequest, costed: list[Costed]) -> str:
     found = objectives.totals(best.cluster, request, best.plan, best.prediction)
     return (
         f"no plan keeps the limits: the nearest ({plan_words(best.plan)}, {objectives.duration(found.time_s)}) "
-        f"{best.broken}; relax that, or allow other devices"
+        f"{best.broken}; relax that limit, or allow other devices"
     )
 
 
 def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, one: Costed) -> str:
     return (
         f"no plan of model {model.name!r} on cluster {cluster.name!r} has a {request.objective} that can be compared "
-        f"(the first, {plan_words(one.plan)}, has {one.value}): a rate, size or price is beyond what can be counted "
-        "with; correct the cluster file or the model"
+        f"(the first, {plan_words(one.plan)}, has {one.value}): a rate, size or price is out of range; "
+        "correct the cluster file or the model"
     )
 
 

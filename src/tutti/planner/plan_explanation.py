@@ -89,7 +89,7 @@ def explain(choice: Choice) -> str:
 
 
 def _of_ranks(plan: Plan) -> str:
-    """Whose memory a prediction names: the fullest rank's where stages, shares or parts are unequal, else every rank's."""
+    """Whose memory is predicted: the fullest rank's where stages, shares or parts are unequal, else every rank's."""
     unequal = plan.shares or plan.split_weights or plan.degree("stage") > 1
     return "on the fullest rank" if unequal else "for each rank"
 
@@ -118,7 +118,7 @@ def whole_words(totals: Totals | None) -> tuple[str, ...]:
     said = {"predicted": "", "measured": "; the number of steps follows from a run's measured noise scale"}
     note = said.get(totals.evidence, f"; the number of steps is {totals.evidence}")
     if totals.steps is None:
-        return (f"A step: {', '.join(parts)}; --samples or --epochs say how long training is",)
+        return (f"A step: {', '.join(parts)}; give --samples or --epochs for the whole training",)
     return (f"The whole training: {', '.join(parts)}{note}",)
 
 
@@ -126,7 +126,7 @@ def _searched(coverage: Coverage) -> str:
     """What the search left open."""
     return (
         f"{coverage.costed:,} plans were predicted, {coverage.too_slow + coverage.too_large:,} ruled out by bounds, "
-        f"{coverage.left:,} left: none of those can be better by more than {coverage.gap:.0%}"
+        f"{coverage.left:,} not examined: none of those can be better by more than {coverage.gap:.0%}"
     )
 
 
@@ -166,14 +166,14 @@ def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
     if _replicas(first) != _replicas(second):
         said.append(f"Replicas: {_replicas(first)} in {a}, {_replicas(second)} in {b}")
     if first.sync.gradient_code != second.sync.gradient_code:
-        said.append(f"Gradients are summed {_written(first)} in {a}, {_written(second)} in {b}")
+        said.append(f"Gradients are reduced {_written(first)} in {a}, {_written(second)} in {b}")
     if _buckets(first) != _buckets(second):
         said.append(f"Gradients are fused into buckets of {_buckets(first)} in {a}, {_buckets(second)} in {b}")
     return (*said, *_rules(first, second, a, b), *_models(first, second, a, b))
 
 
 def _buckets(plan: Plan) -> str:
-    measured = " at first, then as is measured to be quickest" if plan.sync.bucket_sizes == "measured" else ""
+    measured = " at first, then of the size measured as fastest" if plan.sync.bucket_sizes == "measured" else ""
     return f"{plan.sync.bucket_nbytes:,} bytes{measured}"
 
 
@@ -259,7 +259,7 @@ def _rules(first: Plan, second: Plan, a: str, b: str) -> list[str]:
     above = recompute_words(first) != recompute_words(second)
     pairs = ((first, second, a), (second, first, b))
     said = [
-        f"Only {name} says of modules {rule.modules}: {', '.join(parts)}"
+        f"Only {name} has a rule for modules {rule.modules}: {', '.join(parts)}"
         for plan, other, name in pairs
         for rule in plan.layout
         if rule not in other.layout and (parts := _opinions(rule, recompute=not above))
@@ -267,7 +267,7 @@ def _rules(first: Plan, second: Plan, a: str, b: str) -> list[str]:
     if not said and not above:
         rules = [[rule for rule in plan.layout if _opinions(rule, recompute=True)] for plan in (first, second)]
         if rules[0] != rules[1]:
-            said.append(f"Rules of the layout, of which the last that matches counts, stand otherwise in {a} and {b}")
+            said.append(f"The layout's rules, of which the last match counts, are in another order in {a} and {b}")
     return said
 
 

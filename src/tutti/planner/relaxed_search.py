@@ -381,7 +381,8 @@ def chosen_words(request: PlanRequest, best: Costed, one: Tried, doubt: Doubt) -
     if one.strategy.relaxation == "exact":
         return (
             f"{_describe_strategy(one)}, which takes fewer bytes and loses nothing: a step takes {_step(one.one)} "
-            f"instead of {_step(best)} where gradients are reduced directly. That pays even if {doubt_words(one, doubt)}"
+            f"instead of {_step(best)} where gradients are reduced directly. That pays even if "
+            f"{doubt_words(one, doubt)}"
         )
     return (
         f"{_describe_strategy(one)}, as --relax {request.relax} allows: a step takes {_step(one.one)} instead "
@@ -392,7 +393,7 @@ def chosen_words(request: PlanRequest, best: Costed, one: Tried, doubt: Doubt) -
 
 
 def exact_words(request: PlanRequest, best: Costed, near: Tried | None, doubt: Doubt | None, why: str) -> str:
-    """The sentence that says why gradient reduction stays exact although the request allows strategies that send less."""
+    """Say why gradient reduction stays exact although the request allows strategies that send less."""
     begin = f"Gradient reduction stays exact, although --relax {request.relax} allows other strategies: "
     if near is None or doubt is None:
         return begin + (why or "no strategy that sends less applies to these plans")
