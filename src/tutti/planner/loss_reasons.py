@@ -328,8 +328,9 @@ def _one_device(request: PlanRequest, chosen: Costed, more: Alternative) -> str:
         return f"One device is predicted {best}; {ranks} ranks: {more.reason}"
     ratio = objectives.value(chosen.cluster, request, more.plan, more.prediction) / chosen.value
     if ratio <= 1.02:  # chosen because fewer devices are preferred among equals
-        return f"One device is chosen, because more are no better within the prediction's error: "
-            f"{ranks} ranks are {more.reason}"
+        return (
+            f"One device is chosen, because more gain no more than the prediction's error; {ranks} ranks: {more.reason}"
+        )
     return f"One device is predicted {best}; {ranks} ranks would be {more.reason}"
 
 
