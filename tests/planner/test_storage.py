@@ -67,7 +67,7 @@ def test_what_a_wait_is_due_to_and_what_helps() -> None:
     rest_s = predict(mlp(), here, how).step_time_s.value
     assert said(here, how, core_s=1e-9) == ""
     assert said(here, how, core_s=1e-3) == (
-        f"A step waits 32 ms for data ({32e-3 / (32e-3 + rest_s):.0%} of it): ranks load between steps; "
+        f"A step waits 32 ms for data ({32e-3 / (32e-3 + rest_s):.0%} of it): ranks load samples between steps; "
         "with prepare(..., num_workers=8) it would take 4 ms"  # as many as cores are taken for granted
     )
     both = said(here, how, core_s=1e-3, stored_nbytes=1e6)
@@ -82,7 +82,7 @@ def test_what_a_wait_is_due_to_and_what_helps() -> None:
     crowded = said(cluster(cpu()), how, core_s=1e-3, workers=64)
     assert crowded.endswith("workers and ranks share the same cores; samples that cost less to decode would help")
     # four ranks on four cores: these have nothing else to do while ranks load
-    assert said(cluster(cpu()), plan(64, 4), core_s=1.0).endswith("ranks load between steps")
+    assert said(cluster(cpu()), plan(64, 4), core_s=1.0).endswith("ranks load samples between steps")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
