@@ -408,7 +408,7 @@ def test_the_dial_and_a_stated_way_exclude_each_other() -> None:
         asked(samples={"bytegrad": 0.0})
 
 
-@pytest.mark.parametrize("way", RELAXED_STRATEGIES, ids=lambda strategy: strategy.words)
+@pytest.mark.parametrize("strategy", RELAXED_STRATEGIES, ids=lambda strategy: strategy.words)
 def test_words_of_a_way_are_what_a_user_types(strategy: RelaxedStrategy) -> None:
     mode, _, code = (
         strategy.words.rpartition(" in ")

@@ -31,12 +31,12 @@ def scaling(request: PlanRequest, counts: Sequence[int], search: Callable[[PlanR
     Raises PlanError where the request fixes the number of ranks.
     """
     if request.degree is not None or request.mesh is not None:
-        raise PlanError("a scaling curve varies the number of ranks, and --nproc or --mesh say it; leave them out")
+        raise PlanError("a scaling curve varies the number of ranks, but --nproc or --mesh fixes it; leave them out")
     points: list[ScalingPoint] = []
     for count in counts:
         one = _point(count, dataclasses.replace(request, objective="throughput", max_devices=count, noise=None), search)
         before = max(points, key=lambda point: point.throughput_per_s, default=one)
-        if one.throughput_per_s < before.throughput_per_s:  # a search in limited time: what fewer do, more can leave
+        if one.throughput_per_s < before.throughput_per_s:  # the search was cut short: more devices can idle
             one = dataclasses.replace(before, devices=count)
         points.append(dataclasses.replace(one, worth=_worth(points, one)))
     until = pays_until(points)
@@ -92,12 +92,12 @@ def _sentence(points: Sequence[ScalingPoint], until: int) -> str:
     at = next(point for point in points if point.devices == until)
     after = next((point for point in points if point.devices > until), None)
     if after is None:
-        return f"more devices pay up to all {until}: none of them brings less than half of what one before it does"
+        return f"more devices pay up to all {until}: each adds at least half of what one before it does"
     if after.worth is None:
         return f"beyond {until} devices there is no plan: {after.reason}"
     if after.throughput_per_s <= at.throughput_per_s:
         return f"more devices stop paying at {until}: {after.devices} are not faster"
     return (
-        f"more devices stop paying at {until}: up to {after.devices} each one more brings {after.worth:.0%} of what "
-        "one before does"
+        f"more devices stop paying at {until}: up to {after.devices}, each additional one adds {after.worth:.0%} of "
+        "what one before does"
     ).replace("%", " %")
