@@ -80,7 +80,7 @@ def test_what_a_wait_is_due_to_and_what_helps() -> None:
     assert "every rank reads the whole stream" in said(here, how, core_s=1e-3, workers=1, stream=True)
     assert "num_workers" not in said(here, how, core_s=1e-3, workers=1, stream=True)
     crowded = said(cluster(cpu()), how, core_s=1e-3, workers=64)
-    assert crowded.endswith("workers and ranks share the same cores; samples that cost less to decode would help")
+    assert crowded.endswith("workers and the ranks share the same cores; samples that are cheaper to decode would help")
     # four ranks on four cores: these have nothing else to do while ranks load
     assert said(cluster(cpu()), plan(64, 4), core_s=1.0).endswith("ranks load samples between steps")
 
