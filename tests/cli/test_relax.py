@@ -1,4 +1,4 @@
-"""`--relax`: the dial on the command line of plan and run."""
+"""`--relax`: the relaxation level on the command line of plan and run."""
 
 import json
 from pathlib import Path
@@ -51,8 +51,8 @@ def test_the_dial_is_in_the_document(capsys: Capture, tmp_path: Path) -> None:
     assert code == 0, err
     document = json.loads(out)
     assert document["request"]["relax"] == "relaxed"
-    assert document["dial"]["chosen"]
-    assert document["dial"]["exact_step_s"] > document["dial"]["step_s"]
+    assert document["relaxation"]["chosen"]
+    assert document["relaxation"]["exact_step_s"] > document["relaxation"]["step_s"]
     assert document["best"]["mesh"] == {"replicate": 4}
 
 
@@ -64,8 +64,8 @@ def test_sparse_gradients_are_not_compressed(capsys: Capture, tmp_path: Path) ->
     )
     assert code == 0, err
     document = json.loads(out)
-    assert not document["dial"]["chosen"]
-    assert "no strategy that sends less applies to these plans" in document["dial"]["sentence"]
+    assert not document["relaxation"]["chosen"]
+    assert "no strategy that sends less applies to these plans" in document["relaxation"]["sentence"]
 
 
 @pytest.mark.parametrize(
