@@ -1,4 +1,4 @@
-"""`--relax`: the dial on the command line of plan and run."""
+"""`--relax`: the relaxation level on the command line of plan and run."""
 
 import json
 from pathlib import Path
@@ -65,13 +65,13 @@ def test_sparse_gradients_are_not_compressed(capsys: Capture, tmp_path: Path) ->
     assert code == 0, err
     document = json.loads(out)
     assert not document["relaxation"]["chosen"]
-    assert "no way to send less goes with these plans" in document["relaxation"]["sentence"]
+    assert "no strategy that sends less applies to these plans" in document["relaxation"]["sentence"]
 
 
 @pytest.mark.parametrize(
     ("command", "options", "words"),
     [
-        ("plan", ("--relax", "reduced", "--compress", "bytegrad"), "bytegrad says how; leave one out"),
+        ("plan", ("--relax", "reduced", "--compress", "bytegrad"), "already asks for bytegrad; leave one out"),
         ("plan", ("--relax", "reduced", "--explain", "--nproc", "2"), "--nproc say what is explained"),
         ("plan", ("--samples-from", "run", "--target-quality", "a=1"), "add --relax reduced, or relaxed"),
         ("plan", ("--relax", "relaxed", "--samples-from", "run"), "add --target-quality"),

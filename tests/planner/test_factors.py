@@ -28,7 +28,7 @@ def test_they_are_taken_on_a_slow_network_where_rows_are_few(relax: Any) -> None
     assert best.relaxation is not None
     assert best.relaxation.chosen
     assert (best.relaxation.strategy, best.relaxation.samples) == ("factors", 1.0)
-    assert "lose nothing" in best.remarks[0]
+    assert "loses nothing" in best.remarks[0]
     assert "something else" not in explain(best)
 
 

@@ -225,7 +225,7 @@ def test_limits_are_kept_and_what_breaks_them_is_said() -> None:
     assert any("not allowed: costs" in row.reason for row in rows(thrifty))
     with pytest.raises(PlanError, match=r"no plan keeps the limits: .*the deadline is"):
         choose(model, machines, ask(16, train_samples=16_000.0, deadline_s=1e-3))
-    with pytest.raises(PlanError, match="whose length is unknown"):
+    with pytest.raises(PlanError, match="length of the whole training, which is unknown"):
         choose(model, machines, ask(16, budget=1.0))
     with pytest.raises(PlanError, match="no power_w"):
         choose(model, machines, ask(16, objective="energy"))
@@ -250,7 +250,7 @@ def test_time_to_quality_may_change_the_batch_and_says_so() -> None:
     assert choice.best.batch.global_batch_size > 4
     assert "this changes what is computed" in explain(choice)
     assert "the number of steps is assumed" in explain(choice)
-    with pytest.raises(PlanError, match="needs to know how many samples a quality takes"):
+    with pytest.raises(PlanError, match="needs a noise scale: how many samples a quality takes"):
         ask(4, objective="time-to-quality")
 
 

@@ -249,7 +249,7 @@ def test_the_mesh_is_chosen_with_the_way() -> None:
     assert chosen(20, "exact", **free).best.world_size == 1
     choice = chosen(20, "reduced", **free)
     assert choice.best.mesh == {"replicate": 4}
-    assert [row.reason for row in rows(choice)][1].startswith("exact sums;")
+    assert [row.reason for row in rows(choice)][1].startswith("exact gradient reduction;")
 
 
 @pytest.mark.parametrize("mbit", [50, 1000])
@@ -277,7 +277,7 @@ def test_one_rank_and_the_objective_memory_stay_exact_and_say_so() -> None:
     assert "one rank sends nothing" in explain(uncontended)
     least = chosen(100, objective="memory")
     assert least.best.sync == SCRIPT.sync
-    assert "no way to send less takes less memory" in explain(least)
+    assert "no strategy that sends less takes less memory" in explain(least)
 
 
 def test_runners_up_are_in_the_table_with_what_they_are_counted_with() -> None:

@@ -41,7 +41,7 @@ def test_hosts_read_together_what_a_step_takes(unit: str) -> None:
     assert load_of(as_taken, slow, choice.best).storage_s == pytest.approx(took)
     assert choice.prediction.step_time_s.value < took
     assert any(
-        "Storage may be slower than that: to read a step's samples takes 384 ms" in one for one in choice.remarks
+        "Storage may be slower than that: reading a step's samples takes 384 ms" in one for one in choice.remarks
     )
     uncontended = choose(model, slow, PlanRequest(script=script, degree=1)).best
     assert load_of(as_taken, slow, uncontended).storage_s == pytest.approx(2 * took)
@@ -67,11 +67,11 @@ def test_what_a_wait_is_due_to_and_what_helps() -> None:
     rest_s = predict(mlp(), here, how).step_time_s.value
     assert said(here, how, core_s=1e-9) == ""
     assert said(here, how, core_s=1e-3) == (
-        f"A step waits 32 ms for data ({32e-3 / (32e-3 + rest_s):.0%} of it): ranks load between steps; "
+        f"A step waits 32 ms for data ({32e-3 / (32e-3 + rest_s):.0%} of it): ranks load samples between steps; "
         "with prepare(..., num_workers=8) it would take 4 ms"  # as many as cores are taken for granted
     )
     both = said(here, how, core_s=1e-3, stored_nbytes=1e6)
-    assert both.endswith("storage gives a batch every 64 ms; quicker storage or smaller files would help")
+    assert both.endswith("storage gives a batch every 64 ms; faster storage or smaller files would help")
     assert "storage gives a batch every 64 ms" in said(here, how, stored_nbytes=1e6, workers=4)
     few = said(here, how, core_s=1e-3, workers=2)
     assert few.endswith(
@@ -80,9 +80,9 @@ def test_what_a_wait_is_due_to_and_what_helps() -> None:
     assert "every rank reads the whole stream" in said(here, how, core_s=1e-3, workers=1, stream=True)
     assert "num_workers" not in said(here, how, core_s=1e-3, workers=1, stream=True)
     crowded = said(cluster(cpu()), how, core_s=1e-3, workers=64)
-    assert crowded.endswith("workers and ranks share the same cores; samples that cost less to decode would help")
+    assert crowded.endswith("workers and the ranks share the same cores; samples that are cheaper to decode would help")
     # four ranks on four cores: these have nothing else to do while ranks load
-    assert said(cluster(cpu()), plan(64, 4), core_s=1.0).endswith("ranks load between steps")
+    assert said(cluster(cpu()), plan(64, 4), core_s=1.0).endswith("ranks load samples between steps")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -37,7 +37,7 @@ def test_every_difference_is_a_sentence() -> None:
     assert "Precision: full in old.json, bfloat16 in new.json: this changes the numbers" in found
     assert "Recompute: none in old.json, full in new.json" in found
     assert "new.json runs as ZeRO-1, zero-bubble, recompute" in found
-    assert "Only old.json says of modules head: column" in found
+    assert "Only old.json has a rule for modules head: column" in found
 
 
 def test_the_order_of_axes_and_settings_of_shared_axes_are_told() -> None:

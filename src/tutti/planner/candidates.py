@@ -1,4 +1,4 @@
-"""The data-parallel plans worth costing: degrees, microbatches, precisions and shares for a request."""
+"""The data-parallel plans worth predicting: degrees, microbatches, precisions and shares for a request."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from tutti.planner.cost_tables import Array, ranks_of_node
 from tutti.planner.plan_request import PlanRequest
 
 LOWER: tuple[Precision, ...] = ("tf32", "bfloat16", "float16")
-"""Precisions below full, in the order in which they keep range: float16 needs loss scaling."""
+"""Precisions below full, those that keep float32's range first: float16 needs loss scaling."""
 
 
 def candidates(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> list[Plan]:
-    """Every plan to cost. One-device and data-parallel plans of the script's batch, none with an idle rank."""
+    """Every plan to predict: one-device and data-parallel plans of the script's batch, none with an idle rank."""
     samples = samples_of(request.script.batch.global_batch_size, request.script.batch.unit, model.tokens_per_sample)
     plans = []
     for degree in degrees(cluster, request, samples):
@@ -45,7 +45,7 @@ def candidates(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> 
 
 
 def degrees(cluster: ClusterSpec, request: PlanRequest, samples: int) -> list[int]:
-    """Data-parallel degrees: all up to 16, then divisors of the batch, whole nodes, powers of two, and the most.
+    """Data-parallel degrees: all up to 16, then divisors of the batch, whole nodes, powers of two, and the largest.
 
     CPU hosts can take a rank for each core. Raises PlanError for a fixed degree above the batch.
     """
@@ -68,10 +68,11 @@ def degrees(cluster: ClusterSpec, request: PlanRequest, samples: int) -> list[in
 
 
 def precisions(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> list[Precision]:
-    """The precisions to try: one, unless the request leaves the choice. All devices must have a rate for it.
+    """The precisions to try: a single one, unless the request leaves the choice. All devices must have a rate for
+    it.
 
-    float16 is tried where a device is faster in it than in bfloat16: it takes as much memory, and scaling of losses,
-    with which codes of momenta do not go.
+    float16 is tried where a device is faster in it than in bfloat16. It takes as much memory and needs loss
+    scaling, with which momentum compression does not work.
     """
     if request.precision == "script":
         return [request.script.precision]
@@ -89,7 +90,7 @@ def precisions(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> 
 
 
 def possible(model: ModelSpec, cluster: ClusterSpec, precision: Precision) -> bool:
-    """Whether every device of the cluster says how fast it is in this precision, and it is lower than the model's."""
+    """Whether every device of the cluster has a rate in this precision, and it is lower than the model's."""
     if model.dtype != "float32":
         return False
     dtype = matrix_dtype(model.dtype, precision)
@@ -97,9 +98,9 @@ def possible(model: ModelSpec, cluster: ClusterSpec, precision: Precision) -> bo
 
 
 def microbatches(model: ModelSpec, request: PlanRequest, samples: int, degree: int) -> list[int]:
-    """Numbers of microbatches: the script's, and where results allow a change the powers of two.
+    """Numbers of microbatches: the script's, and the powers of two where results allow a change.
 
-    More are left out once a slice has fewer samples than ranks.
+    Numbers that leave a microbatch with fewer samples than ranks are not tried.
     """
     own = request.script.batch.num_microbatches
     fixed = request.keep_microbatches or (model.batch_statistics and not request.allow_microbatches)
@@ -117,7 +118,7 @@ def _shares(model: ModelSpec, cluster: ClusterSpec, plan: Plan, samples: int) ->
             model, cluster, plan.world_size, plan.precision, samples // plan.batch.num_microbatches
         )
     except PlanError:
-        return ()  # costing this plan says why it is impossible
+        return ()  # the prediction of this plan will say why it is impossible
 
 
 MOST_SPLIT = 64
@@ -125,19 +126,25 @@ MOST_EXPERT = 512
 MOST_TABLE = 64
 MOST_SPACE = 64
 LEAST_TOKENS = 256
-"""Fewer tokens on a rank than this and the context axis has nothing to divide."""
+"""The context axis is not used where a rank would have fewer tokens than this."""
 
 UNEVEN = 1.1
-"""Times its share of a layer that a rank may have at most, else the layer is none that a degree divides."""
+"""A degree counts as dividing a layer only if no rank has more than this multiple of an equal share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Degrees to try along every axis. `devices`: beyond which ranks share them (the cores of CPUs). `axes`: of a mesh
-    that was asked for, with `copies` for replicate times shard; `microbatches`: the only number allowed, if one is;
-    `pipeline`: schedule and stages per rank that the script asks for; `cuts`: stages that the script marks;
-    `recompute`: indices into enumerate.RECOMPUTE; `single_device`: one rank is tried too, where annotations ask for
-    axes that it does not have; `staged`: stages are asked for.
+    """The degrees to try along every axis, and what else restricts the search.
+
+    Attributes:
+        devices: number of devices (CPU cores count); more ranks than this share them.
+        axes: the mesh that was asked for, if any, with `copies` for replicate times shard.
+        microbatches: the only number allowed, if it is fixed.
+        pipeline: schedule and stages per rank that the script asks for.
+        cuts: stages that the script marks.
+        recompute: indices into mesh_enumeration.RECOMPUTE.
+        single_device: whether one rank is tried too, where annotations ask for axes that it does not have.
+        staged: whether stages are asked for.
     """
 
     samples: int
@@ -166,7 +173,7 @@ class Limits:
 
 
 def limits_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Limits:
-    """The limits for a request. Raises PlanError for more ranks than there can be, or a batch of unknown size."""
+    """The limits for a request. Raises PlanError for more ranks than possible, or a batch of unknown size."""
     script = request.script
     samples = samples_of(script.batch.global_batch_size, script.batch.unit, model.tokens_per_sample)
     most = host_groups(cluster)
@@ -212,7 +219,7 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> L
 
 
 def host_groups(cluster: ClusterSpec) -> int:
-    """How many ranks the cluster takes without making cores serve two."""
+    """The number of ranks that the cluster takes without two ranks sharing a core."""
     return sum(node.count * ranks_of_node(cluster, node) for node in cluster.nodes)
 
 
@@ -236,7 +243,7 @@ def _may_shard(request: PlanRequest) -> bool:
 
 
 def _axis(request: PlanRequest, axis: AxisName, able: tuple[int, ...]) -> tuple[int, ...]:
-    """The degrees of one axis: what the model is able to, or what was asked for."""
+    """The degrees of one axis: those that the model allows, or the one that was asked for."""
     if request.mesh is not None:
         return (request.mesh.get(axis, 1),)
     if request.scope == "data":
@@ -249,7 +256,7 @@ def _axis(request: PlanRequest, axis: AxisName, able: tuple[int, ...]) -> tuple[
     divided = tuple(degree for degree in able if degree > 1)
     if wanted == 0 and not divided:
         raise PlanError(
-            f"the script asks for the {axis} axis, but nothing in this model can be divided over it in 2 ranks or more"
+            f"the script asks for the {axis} axis, but nothing of the model can be divided over 2 or more ranks"
         )
     return divided if wanted == 0 else (1,)
 
@@ -259,7 +266,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _splits(model: ModelSpec, most: int, per_node: int) -> tuple[int, ...]:
-    """Degrees that divide most of what can be split: within a node, and powers of two a little beyond."""
+    """Degrees that divide most of the layers that can be split: within a node, and powers of two a little beyond."""
     divided = [module for module in model.modules if module.split]
     if not divided:
         return (1,)
@@ -280,12 +287,12 @@ def _splits(model: ModelSpec, most: int, per_node: int) -> tuple[int, ...]:
 
 
 def _uneven(units: int, degree: int) -> bool:
-    """Whether one of so many equal ranks gets more of a layer's units than `UNEVEN` of its share."""
+    """Whether one of `degree` ranks gets more of a layer's units than `UNEVEN` times an equal share."""
     return -(-units // degree) * degree > UNEVEN * units
 
 
 def _stages(blocks: int, cuts: int, most: int) -> tuple[int, ...]:
-    """Numbers of ranks in a pipeline: the fewest for each number of blocks on the fullest, and powers of two."""
+    """Numbers of pipeline ranks: the fewest for each number of blocks on the fullest rank, and powers of two."""
     if cuts:
         return tuple(dict.fromkeys(degree for degree in (1, cuts + 1) if degree <= most))
     highest = min(most, blocks)
@@ -323,12 +330,15 @@ def marked(script: Plan) -> bool:
 
 
 ROUNDS = 4
-"""How often shares are found anew for the speeds that devices have at them: what a rank reads whatever its share is,
-its weights, weighs more in a small one."""
+"""How often shares are recomputed for the speeds that devices have with them. Work that does not depend on the
+share, such as reading weights, weighs more in a small one.
+"""
 
 
 def speeds(model: ModelSpec, host_groups: tuple[HostGroup, ...], precision: Precision, loads: Array) -> Array:
-    """Samples a second of the whole model on every rank, relative to the fastest, where rank r computes `loads[r]`."""
+    """Samples per second of the whole model on every rank, relative to the fastest, where rank r computes
+    `loads[r]`.
+    """
     table, modules = model_table(model).ops, len(model.modules)
     found, known, first = np.ones(len(loads)), {}, 0
     for host_group in host_groups:
@@ -348,9 +358,10 @@ def speeds(model: ModelSpec, host_groups: tuple[HostGroup, ...], precision: Prec
 def proportional_shares(
     model: ModelSpec, cluster: ClusterSpec, ranks: int, precision: Precision, samples: int
 ) -> tuple[float, ...]:
-    """A share for each rank such that all finish together, the fastest's 1; empty where all ranks are alike.
+    """A share for each rank such that all finish together, relative to the fastest's; empty where all ranks are
+    equal.
 
-    `samples`: of one slice.
+    `samples`: samples of a microbatch.
     """
     host_groups, loads = place_ranks(cluster, ranks), np.full(ranks, samples / ranks)
     for _ in range(ROUNDS):

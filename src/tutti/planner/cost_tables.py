@@ -1,4 +1,4 @@
-"""Totals of a model by the degrees that divide it, looked up row by row: what bounds and estimates are made of."""
+"""Totals of a model by the degrees that divide it, looked up row by row. Bounds and estimates are made of them."""
 
 import math
 from collections.abc import Callable
@@ -39,10 +39,17 @@ def by_kind(columns: tuple[Ints, ...], function: Callable[..., tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """What a number of ranks stands on. `best`: which worker is as good as the best seat in every respect, by which
-    links are known, too, as other kinds of hosts make another; `speed`:
-    mean speed of the ranks as a part of that, at most; `memory_nbytes`: of the roomiest rank; `least_nbytes`: of the
-    tightest; `hosts`; `speeds`: (ranks, speed of each), in order of ranks."""
+    """What is known of the devices on which a number of ranks runs.
+
+    Attributes:
+        best: index of a worker that is at least as good as every rank's in each respect. Its links are known too,
+            so other kinds of hosts make another one.
+        speed: upper bound of the ranks' mean speed, relative to the best worker.
+        memory_nbytes: memory of the largest rank.
+        least_nbytes: memory of the smallest rank.
+        hosts: number of hosts.
+        speeds: (ranks, relative speed of each), in order of ranks.
+    """
 
     best: int
     speed: float
@@ -53,8 +60,9 @@ class Ground:
 
 
 class Tables:
-    """Totals of one model on one cluster in one precision, with the script's `layout`. Everything is per sample unless
-    it says otherwise."""
+    """Totals of one model on one cluster in one precision, with the script's `layout`. All are per sample unless
+    noted.
+    """
 
     def __init__(
         self, model: ModelSpec, cluster: ClusterSpec, precision: Precision, layout: tuple[LayoutRule, ...] = ()
@@ -76,7 +84,7 @@ class Tables:
         self.aligned = not self.unequal and kinds == {"cuda"} and joined
 
     def ground(self, world: int) -> Ground:
-        """What `world` ranks stand on. Raises PlanError where the cluster has too few devices."""
+        """What is known of the devices of `world` ranks. Raises PlanError where the cluster has too few devices."""
         if world not in self._worlds:
             host_groups = place_ranks(self.cluster, world)
             self._worlds[world] = self._of_host_groups(host_groups)
@@ -107,26 +115,30 @@ class Tables:
         )
 
     def facts(self, world: int) -> tuple[float, float, float]:
-        """(which best worker, mean speed, hosts) of `world` ranks."""
+        """(index of the best worker, mean speed, hosts) of `world` ranks."""
         ground = self.ground(world)
         return float(ground.best), ground.speed, float(ground.hosts)
 
     def relative_speed(self, world: int, stage: int, inner: int, split: int, microbatches: int) -> tuple[float]:
-        """How fast lines of `stage` places of `inner` times `split` ranks each are in the mean, at most, as a part of
-        what the best worker would be that never waits. Unequal ranks along split may have parts in proportion to their
-        speeds. `microbatches`: 0 where nothing is known of what comes before."""
+        """Upper bound of the mean speed of pipeline replicas, relative to the best worker that never waits.
+
+        A pipeline replica has `stage` places of `inner` times `split` ranks each. Unequal ranks along split may have
+        parts in proportion to their speeds. `microbatches` is 0 where nothing is known of the work before.
+        """
         speeds = np.concatenate([np.full(count, speed) for count, speed in self.ground(world).speeds])
         grid = speeds.reshape(stage, -1, inner, split)
         places = (grid.mean(axis=3) if uneven(self, world, split)[0] else grid.min(axis=3)).min(axis=2)
         return (paced(places, microbatches) if microbatches else float(places.mean()),)
 
     def worker(self, best: int) -> Worker:
-        """One of the best workers."""
+        """The best worker with this index."""
         return self._workers[best]
 
     def seconds(self, samples: int, best: int) -> tuple[float, float]:
-        """(forward, backward) of one microbatch of `samples` samples, undivided, without weights and calls, which are
-        fewer where the model is divided."""
+        """(forward, backward) seconds of one microbatch of `samples` samples on an undivided model.
+
+        Weights and calls are not counted, because they are fewer where the model is divided.
+        """
         own = self._workers[best]
         worker = replace(own, call_s=0.0, convolutions=own.convolutions.rising, images=own.images.rising)
         passes, count = (compute_cost.forward, compute_cost.backward), len(self.model.modules)
@@ -134,7 +146,9 @@ class Tables:
         return float(ahead.seconds.sum()), float(back.seconds.sum())
 
     def ring(self, best: int, degree: int, inside: int) -> Callable[[Array], Array]:
-        """Seconds at least of sums of so many bytes over an axis with `inside` ranks in the axes within it."""
+        """A function from bytes to the least seconds of an all-reduce over an axis with `inside` ranks in the axes
+        within it.
+        """
         if degree == 1:
             return np.zeros_like
         near = self.per_node % (degree * inside) == 0
@@ -145,7 +159,7 @@ class Tables:
         return lambda nbytes: np.where(nbytes > 0, latency + 2 * (degree - 1) / degree * nbytes / bandwidth, 0.0)
 
     def _across(self, best: int, degree: int) -> Callable[[Array], Array]:
-        """The same for groups that have some hosts for themselves: what the prediction says."""
+        """The same for groups that do not share their hosts, as the prediction computes it."""
         span = Span(ranks=degree, hosts=degree // self.per_node, per_host=self.per_node, sharing_groups=1, leaving=1)
         both = (self.link(best, tier) for tier in _TIERS)
         node, network = (Link(latency_s=latency, bandwidth_bytes_per_s=bandwidth) for latency, bandwidth in both)
@@ -153,7 +167,7 @@ class Tables:
         return lambda nbytes: each_of(group.all_reduce, nbytes)
 
     def exchange(self, best: int, degree: int, inside: int) -> Callable[[Array], Array]:
-        """Seconds at least of an all-to-all of so many bytes from every rank of an axis."""
+        """A function from bytes to the least seconds of an all-to-all of so many bytes from every rank of an axis."""
         if degree == 1:
             return np.zeros_like
         if self.per_node % (degree * inside) == 0:
@@ -164,31 +178,33 @@ class Tables:
         return lambda nbytes: max(0, degree - here) / degree * nbytes * self.per_node / self.link(best, "network")[1]
 
     def link(self, best: int, tier: LinkTier) -> tuple[float, float]:
-        """(latency, bandwidth) of a tier under the ranks that have this best worker: none, and the best bandwidth of
-        any link, where it has none."""
+        """(latency, bandwidth) of a tier for the ranks with this best worker. Without such a link: no latency, and the
+        best bandwidth of any link.
+        """
         found = self._wires[best][tier]
         if found is not None:
             return found.latency_s, found.bandwidth_bytes_per_s
         return 0.0, max((link.bandwidth_bytes_per_s for link in self.cluster.every_link), default=1e9)
 
     def fastest(self, best: int) -> tuple[float, float]:
-        """(latency, bandwidth) that no link of these ranks is better than."""
+        """(latency, bandwidth) that none of these ranks' links exceeds."""
         latency = min((link.latency_s for link in self.cluster.every_link), default=0.0)
         return latency, max(self.link(best, tier)[1] for tier in _TIERS)
 
     def across_hosts(self, best: int) -> tuple[float, float]:
-        """(latency, bandwidth) of a rank's messages where all ranks of its host send to another one."""
+        """(latency, bandwidth) of a rank's messages where all ranks of its host send to another host."""
         latency, bandwidth = self.link(best, "network")
         return latency, bandwidth / self.per_node
 
     def links_of(self, best: int) -> tuple[float, float, float, float]:
-        """(bandwidth within hosts, between them, latency of a message between hosts, the least of any link)."""
+        """(bandwidth within hosts, between them, latency of a message between hosts, the least latency of any link)."""
         between, network = self.link(best, "network")
         return self.link(best, "node")[1], network, between, self.fastest(best)[0]
 
     def state(self, split: int, expert: int, table: int) -> tuple[float, float, float, float]:
-        """Bytes of (parameters, gradients, optimizer state), whole, for one rank of these axes; of the parameters
-        outside of blocks or tied."""
+        """Whole bytes of (parameters, gradients, optimizer state) for one rank of these axes, and of the parameters
+        outside of blocks or tied.
+        """
         totals = [0.0] * 4
         for module, linear in zip(self.model.modules, self._linear, strict=True):
             if module.parameter_nbytes:
@@ -202,12 +218,13 @@ class Tables:
 
 
 def paced(speeds: ArrayLike, microbatches: int) -> float:
-    """The mean over lines of: work done in a second, as a part of what places of speed 1 that never wait would do,
-    however the work is cut. `speeds`: (places, lines).
+    """The mean over pipeline replicas of work per second, relative to places of speed 1 that never wait, for any cut
+    of the work. `speeds`: (places, replicas).
 
-    With t_q the seconds of place q in a microbatch, a step lasts at least m t_p and all t_q before p, for every p (see
-    Work.step), and so the sum of these with weights l_p that add up to 1. With m l_q as large as place q's speed less
-    all l_p after q, t_q counts with its speed or more, before the weights are scaled: the sum is the work, over them.
+    With t_q the seconds of place q in a microbatch, a step lasts at least m t_p and all t_q before p, for every p
+    (see ModelWork.step). So it lasts at least the sum of these with weights l_p that add up to 1. Choose m l_q as
+    place q's speed less all l_p after q: then t_q counts with at least its speed, before the weights are scaled.
+    The sum is then the work over the weights.
     """
     places = np.asarray(speeds, dtype=np.float64)
     weights = np.zeros(places.shape[1])
@@ -240,13 +257,13 @@ def is_mixed(cluster: ClusterSpec) -> bool:
 
 
 def ranks_of_node(cluster: ClusterSpec, node: NodeSpec) -> int:
-    """How many ranks one host takes without making cores serve two."""
+    """The number of ranks that one host takes without two ranks sharing a core."""
     device = cluster.devices[node.device]
     return node.devices_per_node * (max(1, device.cores) if device.kind == "cpu" else 1)
 
 
 def split_of(module: ModuleSpec, degree: int) -> int:
-    """Into how many parts at most a module is divided over `degree` split ranks."""
+    """The largest number of parts into which a module is divided over `degree` split ranks."""
     if not module.split:
         return 1
     return degree if module.split_limit == 0 else min(degree, module.split_limit)
@@ -264,7 +281,7 @@ def _first(host_groups: tuple[HostGroup, ...]) -> list[HostGroup]:
 def _best(workers: list[Worker]) -> Worker:
     """A worker whose every rate is the best of any: no work takes it longer than any of them.
 
-    Its matrix rate never falls with size, so that a part of some work never takes less than its part of the time.
+    Its matrix rate never falls with size, so a part of some work never takes less than its part of the time.
     """
     if not workers:
         raise PlanError("a plan has 1 rank or more")
@@ -304,7 +321,7 @@ def _quickest(times: list[WeightPassTime]) -> WeightPassTime:
 
 
 def _relative(worker: Worker, best: Worker) -> float:
-    """How fast a worker is beside the best one at what it does best."""
+    """The speed of a worker relative to the best one, in the respect in which it compares best."""
     at = best.matrix.flops
     ratios = [
         float(np.max(best.matrix.time(at) / np.maximum(worker.matrix.time(at), 1e-300))),

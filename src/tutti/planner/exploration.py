@@ -1,5 +1,7 @@
-"""The search: meshes in order of their bounds, their variants in order of corrected estimates, until nothing that is
-left can be better, or time is up. What was ruled out was ruled out by bounds that no prediction is below.
+"""The search: meshes in order of their bounds, their variants in order of corrected estimates.
+
+It ends when nothing that is left can be better, or time is up. Plans are ruled out only by lower bounds of
+their predictions.
 """
 
 import math
@@ -32,40 +34,45 @@ _CHUNK = 300
 """Meshes whose variants are made at once."""
 
 _AT_ONCE = 12
-"""Plans costed between two looks at the order."""
+"""Plans predicted before the order is computed anew."""
 
 _PATIENCE = 150
-"""The search ends when so many plans in a row brought nothing and more than that are left."""
+"""The search ends when this many plans in a row brought no gain and more than this many are left."""
 
 _QUIET = 0.125
-"""Where time is limited, nothing must have come for this part of it either: what plans are left may be better, and the
-time was given to look at them."""
+"""With a time limit, it ends only if no gain came for this fraction of the limit, too. Plans that are left may
+be better, and the time was given to examine them.
+"""
 
 _EACH = 4
-"""Plans that a mesh whose variants were not made yet counts for."""
+"""Plans that a mesh counts for whose variants were not made yet."""
 
 _SURE = 6
 """Plans that are predicted however short the time is."""
 
 _UNTIL_ONE = 3.0
-"""How many times the limit a search may take until it has found any plan that fits."""
+"""Multiple of the time limit that a search may take as long as no plan fits."""
 
 _HOPELESS = 60
-"""The same as long as nothing fits at all."""
+"""The search ends when this many plans in a row brought no gain and none at all fits."""
 
 _FIRST, _SEARCH = 0.5, 0.85
 """Parts of the time after which the first look and the search end; the rest is for neighbours of the best."""
 
 _GAIN = 0.002
-"""What counts as better."""
+"""The smallest relative improvement that counts as a gain."""
 
 _FAMILIES = 24
-"""Kinds of plans of which the first meshes' best is costed in any case, so that every kind is judged once."""
+"""Number of kinds of plans of which the best of the first meshes is always predicted, so that every kind is
+judged once.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costed:
-    """A plan, what it is predicted to cost on which order of nodes, and what the objective says of it."""
+    """A plan, its prediction on a cluster with a given order of nodes, the objective's value, and the limit that it
+    breaks.
+    """
 
     plan: Plan
     prediction: Prediction
@@ -75,14 +82,18 @@ class Costed:
 
     @property
     def good(self) -> bool:
-        """Whether it fits, keeps every limit of the request and has a value that can be compared."""
+        """Whether it fits, keeps every limit of the request and has a finite value."""
         return self.prediction.fits and not self.broken and math.isfinite(self.value)
 
 
 @dataclass(slots=True, kw_only=True)
 class SearchBranch:
-    """The meshes of one order of nodes and one precision. `waiting`: rows whose variants were not made yet, the most
-    promising first; `least`: the objective's bound by row."""
+    """The meshes of one order of nodes and one precision.
+
+    Attributes:
+        waiting: rows whose variants were not made yet, the most promising first.
+        least: lower bound of the objective, by row.
+    """
 
     cluster: ClusterSpec
     precision: Precision
@@ -95,8 +106,9 @@ class SearchBranch:
 
 
 class Explorer:
-    """One search. `clock` and `limit_s` end it early; without them it ends by itself. `offload`: of plans that keep
-    state in the host's memory."""
+    """One search. `clock` and `limit_s` end it early; without them it ends by itself. `offload`: search plans that
+    keep state in the host's memory.
+    """
 
     def __init__(
         self,
@@ -128,8 +140,10 @@ class Explorer:
         ]
 
     def run(self, *, than: float | None = None) -> None:
-        """Search until nothing left can be better, nothing came for long, or time is up. `than`: only what is better is
-        wanted, so that it gets no more time where it finds nothing at all."""
+        """Search until nothing left can be better, no gain came for long, or time is up.
+
+        `than`: only plans below this value are wanted, so no additional time is taken where none fits.
+        """
         if than is not None:
             self.best, self._until_one = min(self.best, than), 1.0
         self._prune()
@@ -141,7 +155,7 @@ class Explorer:
             grown = self._expand()
             if not costed and not grown:
                 break
-            if grown:  # costing some in between lets better plans rule out meshes that were not looked at yet
+            if grown:  # better plans found now may rule out meshes before their variants are made
                 continue
             better = self.best < before * (1 - _GAIN)
             idle, gained_s = (0, _now(self._clock)) if better else (idle + _AT_ONCE, gained_s)
@@ -162,20 +176,20 @@ class Explorer:
         return Coverage(**self._counts, costed=len(self.costed), left=left, gap=gap if math.isfinite(gap) else 0.0)
 
     def cost(self, plan: Plan, cluster: ClusterSpec) -> Costed | None:
-        """Predict one plan; None, with its reason kept, where it cannot be costed."""
+        """Predict one plan; None where it cannot be predicted, and the reason is recorded."""
         try:
             prediction = predict(self.model, cluster, plan)
         except PlanError as error:
             self.impossible.setdefault(str(error), Alternative(plan=plan, prediction=None, reason=str(error)))
             self._counts["refused"] += 1
             return None
-        found = objectives.totals(cluster, self.request, plan, prediction)
+        totals = objectives.totals(cluster, self.request, plan, prediction)
         one = Costed(
             plan=plan,
             prediction=prediction,
             cluster=cluster,
             value=objectives.value(cluster, self.request, plan, prediction),
-            broken=objectives.broken_limit(self.request, found, prediction),
+            broken=objectives.broken_limit(self.request, totals, prediction),
         )
         self.costed.append(one)
         if one.good:
@@ -183,7 +197,7 @@ class Explorer:
         return one
 
     def add(self, found: Costed | None) -> None:
-        """Take in a plan that was costed elsewhere."""
+        """Add a plan that was predicted elsewhere."""
         if found is not None:
             self.cost(found.plan, found.cluster)
 
@@ -195,7 +209,7 @@ class Explorer:
             nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))
             self.impossible.setdefault(str(error), nothing)
             return None
-        # where parts along split may be unequal, a prediction may show the memory of a rank with little of the model
+        # Where parts along split may be unequal, a prediction may report the memory of a rank with a small part.
         (uneven_rows,) = by_kind((found.world, found.split), partial(uneven, tables))
         shown = np.where(uneven_rows > 0, 0.0, memory)
         least = objectives.bound(cluster, self.request, seconds, found.world, shown)
@@ -215,7 +229,7 @@ class Explorer:
         )
 
     def _room(self, tables: Tables, found: MeshTable, *, tightest: bool = False) -> Array:
-        """Bytes that each row's roomiest (or tightest) rank has."""
+        """Memory of each row's largest (or smallest) rank, in bytes."""
 
         def room(world: int) -> tuple[float]:
             ground = tables.ground(world)
@@ -225,15 +239,16 @@ class Explorer:
         return np.minimum(own, self.request.memory_nbytes or math.inf)
 
     def over(self, part: float = 1.0) -> bool:
-        """Whether this part of the time is used up; while no plan fits yet, several times as much."""
+        """Whether this fraction of the time is used up. While no plan fits yet, several times as much is allowed."""
         if self._clock is None:
             return False
         patience = 1.0 if math.isfinite(self.best) else self._until_one
         return self._clock() >= self._began + patience * part * self._limit_s
 
     def _first(self) -> None:
-        """Look at a sample of all meshes and cost the best of every kind of plan: that gives a plan to beat, and says
-        how far estimates are off for each kind."""
+        """Predict the best of every kind of plan in a sample of all meshes. This gives a plan to beat, and the error of
+        the estimates for each kind.
+        """
         for branch in self.branches:
             world, rows = branch.shapes.world[branch.waiting], branch.waiting
             if not len(rows):
@@ -250,7 +265,7 @@ class Explorer:
             branch.pool.drop(branch.pool.done)
 
     def _expand(self) -> bool:
-        """Make the variants of the next meshes that may still be better; whether there were any."""
+        """Make the variants of the next meshes that may still be better. Returns whether there were any."""
         branch = min(
             (branch for branch in self.branches if len(branch.waiting)),
             key=lambda branch: float(branch.least[branch.waiting[0]]),
@@ -268,7 +283,7 @@ class Explorer:
             return
         bounds = variant_bounds(branch.room, branch.shapes, variant_rows, self.samples)
         world = branch.shapes.world[variant_rows.shape]
-        # On unequal devices a prediction shows the memory of the tightest rank, which may not be the fullest.
+        # On unequal devices a prediction reports the memory of the tightest rank, which may not be the fullest.
         shown = bounds.least_memory if branch.tables.mixed else bounds.memory
         least = objectives.bound(branch.cluster, self.request, bounds.step_s, world, shown)
         likely = objectives.bound(branch.cluster, self.request, bounds.likely_s, world, bounds.memory)
@@ -281,7 +296,7 @@ class Explorer:
         branch.pool.add(branch.shapes, variant_rows, fits & quick, least, likely, bounds, tight)
 
     def _prune(self) -> None:
-        """Forget what cannot be better than the best so far."""
+        """Drop plans that cannot be better than the best so far."""
         for branch in self.branches:
             slow = branch.pool.least >= self.best
             late = branch.least[branch.waiting] >= self.best
@@ -291,7 +306,7 @@ class Explorer:
             branch.waiting = branch.waiting[~late]
 
     def _cost_next(self) -> bool:
-        """Cost the most promising plans; whether there were any."""
+        """Predict the most promising plans. Returns whether there were any."""
         orders = [branch.pool.corrected(self._lessons) for branch in self.branches]
         branch_of = np.concatenate([np.full(len(order), index) for index, order in enumerate(orders)] or [np.empty(0)])
         row_of = np.concatenate([np.arange(len(order)) for order in orders] or [np.empty(0, dtype=np.intp)])
@@ -305,7 +320,7 @@ class Explorer:
         return True
 
     def _cost_rows(self, branch: SearchBranch, rows: NDArray[np.intp], *, keep: bool = False) -> None:
-        """Predict these rows of a lane's pool and learn from them; `keep`: only mark them as done."""
+        """Predict these rows of a branch's pool and learn from them; `keep`: only mark them as done."""
         pool = branch.pool
         for row in rows.tolist():
             if self.over(_SEARCH) and not keep:
@@ -345,7 +360,7 @@ def _timed(explorer: Explorer) -> bool:
 
 
 def _enough(explorer: Explorer, idle: int, gained_s: float) -> bool:
-    """Whether nothing came in so many plans, and since then, that more are not worth their time."""
+    """Whether the plans since the last gain are so many, and took so long, that more are not worth their time."""
     if not math.isfinite(explorer.best):
         return idle >= _HOPELESS and not any(one.prediction.fits for one in explorer.costed)
     waited = not _timed(explorer) or _now(explorer._clock) >= gained_s + _QUIET * explorer._limit_s
@@ -353,7 +368,7 @@ def _enough(explorer: Explorer, idle: int, gained_s: float) -> bool:
 
 
 def _in_time(explorer: Explorer) -> bool:
-    """Whether the plans that are left can all be predicted in the time that is left."""
+    """Whether all plans that are left can be predicted in the remaining time."""
     left = sum(len(branch.pool) + _EACH * len(branch.waiting) for branch in explorer.branches)
     return left <= _PATIENCE or (
         _timed(explorer) and not explorer.over(_SEARCH / (1 + left / max(1, len(explorer.costed))))
@@ -361,8 +376,9 @@ def _in_time(explorer: Explorer) -> bool:
 
 
 def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:
-    """The most promising row of each family: the plainest families first, those probably too large and those that take
-    long to predict last."""
+    """The most promising row of each family. The plainest families come first; those that are probably too large,
+    and those that take long to predict, last.
+    """
     order = pool.corrected(lessons)
     kinds, at = np.unique(pool.family, return_inverse=True)
     firsts = np.full(len(kinds), -1, dtype=np.int64)

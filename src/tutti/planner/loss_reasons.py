@@ -1,4 +1,4 @@
-"""Why a plan lost, and what a choice means, in words with numbers."""
+"""Why a plan lost, and what a choice means, as sentences with numbers."""
 
 import math
 import re
@@ -36,7 +36,7 @@ def why(request: PlanRequest, loser: Costed, best: Costed) -> str:
     if not prediction.fits:
         return (
             f"does not fit: needs {nbytes(prediction.memory.total)} for each rank ({_largest_part(prediction)}), "
-            f"there are {nbytes(objectives.room_nbytes(loser.cluster, plan))}"
+            f"but there are {nbytes(objectives.room_nbytes(loser.cluster, plan))}"
         )
     if loser.broken:
         return f"not allowed: {loser.broken}"
@@ -66,7 +66,7 @@ def _tie(loser: Costed, best: Costed, ratio: float) -> str:
     if plan.precision != chosen.precision:
         return f"{same}, but computes in {plan.precision}"
     if len(axes_of(plan)) > len(axes_of(chosen)):
-        return f"{same}, but divides the model in more ways"
+        return f"{same}, but divides the model along more axes"
     if settings_words(plan) != settings_words(chosen) and recompute_words(plan) != "none":
         return f"{same}, but needs {settings_words(plan)}"
     if plan.batch.num_microbatches > chosen.batch.num_microbatches:
@@ -75,7 +75,7 @@ def _tie(loser: Costed, best: Costed, ratio: float) -> str:
 
 
 def _cause(loser: Costed, best: Costed) -> str:
-    """The part of the step that makes the largest difference."""
+    """The phase of the step that makes the largest difference."""
     slow, fast = loser.prediction, best.prediction
     own = {
         "compute": _compute_s(slow) - _compute_s(fast),
@@ -101,7 +101,7 @@ def _cause(loser: Costed, best: Costed) -> str:
 
 
 def _sharing_memory(host_groups: tuple[HostGroup, ...]) -> list[int]:
-    """Ranks of a host that have one memory, seat by seat: of cards each has its own."""
+    """For each host group, the number of ranks of a host that share one memory; 1 on GPUs, which have their own."""
     return [host_group.ranks_per_host if host_group.device.kind == "cpu" else 1 for host_group in host_groups]
 
 
@@ -115,11 +115,14 @@ def _compute_cause(loser: Costed, best: Costed) -> str:
     if plan.precision != chosen.precision:
         return f"{plan.precision} is slower on {host_groups[0].device.name}; {against}"
     if plan.world_size < chosen.world_size:
-        one = plan.world_size == 1
-        who = "one rank computes all samples" if one else f"each of {plan.world_size} ranks computes more"
+        who = (
+            "one rank computes all samples"
+            if plan.world_size == 1
+            else f"each of {plan.world_size} ranks computes more"
+        )
         return f"{who}; {against}"
     if (again := recompute_words(plan)) != recompute_words(chosen) and again != "none":
-        return f"{'forward' if again == 'full' else 'a part of forward'} is computed twice; {against}"
+        return f"{'forward' if again == 'full' else 'part of forward'} is computed twice; {against}"
     if plan.shares != chosen.shares and not plan.shares and plan.data_parallel_degree > 1:
         slowest = {host_group.device.name for host_group in host_groups}
         return f"equal shares on unequal devices ({', '.join(sorted(slowest))}); {against}"
@@ -127,9 +130,9 @@ def _compute_cause(loser: Costed, best: Costed) -> str:
         unequal = {host_group.device.name for host_group in host_groups}
         return f"equal parts of layers on unequal devices ({', '.join(sorted(unequal))}); {against}"
     if plan.degree("split", "space") > chosen.degree("split", "space"):
-        return f"operators cut in {plan.degree('split', 'space')} parts are smaller, less efficient; {against}"
+        return f"operators cut into {plan.degree('split', 'space')} parts are smaller and less efficient; {against}"
     if plan.batch.num_microbatches > chosen.batch.num_microbatches:
-        return f"{plan.batch.num_microbatches} microbatches of smaller, less efficient operators; {against}"
+        return f"{plan.batch.num_microbatches} microbatches have smaller, less efficient operators; {against}"
     idle = (
         host_groups[0].device.cores - host_groups[0].sharing * host_groups[0].threads
         if host_groups[0].device.kind == "cpu"
@@ -177,50 +180,52 @@ def remarks(
     best: Costed,
     alternatives: Sequence[Alternative],
 ) -> tuple[str, ...]:
-    """What the choice means, in sentences: how many devices and why no more, what limits, what was held fixed."""
+    """What the choice means: the number of devices and why no more, what limits it, what was held fixed."""
     plan, prediction = best.plan, best.prediction
-    said = [
+    sentences = [
         _mesh_remark(model, request, best) if request.mesh is not None else _devices_remark(request, best, alternatives)
     ]
-    said.append(prediction.notes[0][0].upper() + prediction.notes[0][1:])
+    sentences.append(prediction.notes[0][0].upper() + prediction.notes[0][1:])
     if slow := starved(model, best.cluster, plan, prediction):
-        said.append(slow)
+        sentences.append(slow)
     if wide := wide_remark(model, plan):
-        said.append(wide)
-    said += _held_remarks(model, request, plan, alternatives)
+        sentences.append(wide)
+    sentences += _held_remarks(model, request, plan, alternatives)
     idle = cluster.device_count - plan.world_size
     used = {host_group.device.kind for host_group in place_ranks(best.cluster, plan.world_size)}
     if idle > 0 and used == {"cuda"} and request.degree is None and request.scope != "data":
         gained = _with_more(request, best, alternatives)
-        said.append(
+        sentences.append(
             f"{count(idle, 'device')} of {cluster.device_count} {'stays' if idle == 1 else 'stay'} idle: "
             + (
                 f"with more of them it is only {gained:.1%} better"
                 if gained >= 0.001
-                else "no plan with them was found better"
+                else "no better plan with them was found"
             )
         )
     if plan.shares:
-        said.append("Shares follow the devices' speeds, as far as their memory allows, so that all finish together")
+        sentences.append(
+            "Shares follow the devices' speeds, as far as their memory allows, so that all ranks finish together"
+        )
     if plan.split_shares:
-        said.append(
-            "Parts of layers along split follow the devices' speeds, as far as their memory allows, so that all finish "
-            "together"
+        sentences.append(
+            "Parts of layers along split follow the devices' speeds, as far as their memory allows, so that all ranks "
+            "finish together"
         )
     if best.cluster.nodes != cluster.nodes:
         names = ", ".join(node.name for node in best.cluster.nodes)
-        said.append(f"Start the nodes in this order, which is not the cluster file's: {names}")
+        sentences.append(f"Start the nodes in this order, which is not the cluster file's: {names}")
     if plan.batch.global_batch_size != request.script.batch.global_batch_size:
         own = request.script.batch
-        said.append(
+        sentences.append(
             f"The global batch is {plan.batch.global_batch_size} instead of {own.global_batch_size} "
-            f"{own.unit}, because quality is then reached sooner: this changes what is computed"
+            f"{own.unit}, because the quality is reached sooner: this changes what is computed"
         )
-    return tuple(said)
+    return tuple(sentences)
 
 
 def _with_more(request: PlanRequest, best: Costed, alternatives: Sequence[Alternative]) -> float:
-    """By which part the best plan on more devices is better; those within the error may be. 0 where none is."""
+    """The fraction by which the best plan on more devices is better; 0 if none is."""
     values = [
         objectives.value(best.cluster, request, other.plan, other.prediction)
         for other in alternatives
@@ -235,52 +240,53 @@ def _with_more(request: PlanRequest, best: Costed, alternatives: Sequence[Altern
 
 def _held_remarks(model: ModelSpec, request: PlanRequest, plan: Plan, alternatives: Sequence[Alternative]) -> list[str]:
     """What stays as the script has it, and what changed although results do not."""
-    said = []
+    sentences = []
     if request.precision == "script" and plan.precision == "full":
         faster = [a for a in alternatives if a.prediction and a.plan.precision != "full" and a.prediction.fits]
-        said.append(
-            "Precision stays as the script has it (full), because another changes the numbers"
+        sentences.append(
+            "Precision stays as the script has it (full), because another precision changes the numbers"
             + ("; --precision auto would allow a faster one" if faster else "")
         )
     if request.precision == "auto" and plan.precision not in ("full", request.script.precision):
-        said.append(
+        sentences.append(
             f"Matrix products are computed in {plan.precision}, which changes the numbers; --precision full keeps the "
             "model's own"
         )
     if request.keep_microbatches:
-        said.append(f"The number of microbatches stays {plan.batch.num_microbatches}, as asked")
+        sentences.append(f"The number of microbatches stays {plan.batch.num_microbatches}, as asked")
     elif model.batch_statistics and not request.allow_microbatches:
-        said.append(
+        sentences.append(
             f"The number of microbatches stays {plan.batch.num_microbatches}, because this model normalises over "
-            "the batch and would compute something else; --allow-microbatches lifts that"
+            "the batch and its results would change; --allow-microbatches allows that"
         )
     elif plan.batch.num_microbatches != request.script.batch.num_microbatches:
-        said.append(
+        sentences.append(
             f"The batch is cut into {count(plan.batch.num_microbatches, 'microbatch')} instead of "
-            f"{request.script.batch.num_microbatches}: the same sum of gradients, other memory and speed"
+            f"{request.script.batch.num_microbatches}: the gradients are the same, memory and speed differ"
         )
-    return said
+    return sentences
 
 
 def _mesh_remark(model: ModelSpec, request: PlanRequest, best: Costed) -> str:
-    """That the mesh is the user's, and what one device would do, which the search then does not look at."""
-    said = f"The mesh is {mesh_words(best.plan)}, as asked"
+    """Says that the mesh is the user's, and what one device would do, which the search does not try in this case."""
+    mesh = f"The mesh is {mesh_words(best.plan)}, as asked"
     one_device = _single_device_plan(model, request, best) if best.plan.world_size > 1 else None
     if one_device is None:
-        return said
+        return mesh
     if not one_device.good:
-        return f"{said}; one device {'is ' if one_device.prediction.fits else ''}{why(request, one_device, best)}"
+        return f"{mesh}; one device {'is ' if one_device.prediction.fits else ''}{why(request, one_device, best)}"
     if request.objective != "throughput":
         own = objectives.totals(one_device.cluster, request, one_device.plan, one_device.prediction)
-        return f"{said}; one device would take {objectives.shown_value(request, own, one_device.prediction)}"
+        return f"{mesh}; one device would take {objectives.shown_value(request, own, one_device.prediction)}"
     ratio = one_device.value / best.value
     words = f"{ratio:.2f}x slower" if ratio >= 1 else f"{1 / ratio:.2f}x as fast"
-    return f"{said}; one device would be {words}{_doubt(best.prediction, one_device.prediction)}"
+    return f"{mesh}; one device would be {words}{_doubt(best.prediction, one_device.prediction)}"
 
 
 def _single_device_plan(model: ModelSpec, request: PlanRequest, best: Costed) -> Costed | None:
-    """The better of the script's own plan on one device and the same with the microbatches of `best`; None where none
-    can be costed."""
+    """The better of two plans on one device: with the script's microbatches, and with those of `best`. None where
+    neither can be predicted.
+    """
     script, found = request.script, []
     for many in {script.batch.num_microbatches, best.plan.batch.num_microbatches}:
         batch = replace(best.plan.batch, num_microbatches=many)
@@ -306,7 +312,7 @@ def _single_device_plan(model: ModelSpec, request: PlanRequest, best: Costed) ->
 
 
 def _doubt(best: Prediction, other: Prediction) -> str:
-    """What is to be said where another plan's step lies in the interval of the best one's; empty where it does not."""
+    """A warning where another plan's step time lies in the interval of the best plan's; else empty."""
     time = best.step_time_s
     if not time.low <= other.step_time_s.value <= time.high:
         return ""
@@ -316,14 +322,14 @@ def _doubt(best: Prediction, other: Prediction) -> str:
 
 
 def _one_device(request: PlanRequest, chosen: Costed, more: Alternative) -> str:
-    """That one device was chosen, and what the nearest plan of more would be."""
+    """Says that one device was chosen, and what the nearest plan of more would be."""
     ranks, best = more.plan.world_size, _MOST.get(request.objective, "to be the fastest")
     if more.prediction is None or not more.prediction.fits or more.reason.startswith("not allowed"):
         return f"One device is predicted {best}; {ranks} ranks: {more.reason}"
     ratio = objectives.value(chosen.cluster, request, more.plan, more.prediction) / chosen.value
-    if ratio <= 1.02:  # it was chosen for being one, not for being better
+    if ratio <= 1.02:  # chosen because fewer devices are preferred among equals
         return (
-            f"One device is taken, for more are no better than predictions are: with {ranks} ranks it is {more.reason}"
+            f"One device is chosen, because more gain no more than the prediction's error; {ranks} ranks: {more.reason}"
         )
     return f"One device is predicted {best}; {ranks} ranks would be {more.reason}"
 
@@ -335,11 +341,11 @@ def _devices_remark(request: PlanRequest, chosen: Costed, alternatives: Sequence
     more = [a for a in alternatives if a.prediction and a.plan.world_size > plan.world_size]
     if plan.world_size == 1:
         if not more:
-            return "One device: no more were to be considered"
+            return "One device: the request allows no more"
         return _one_device(request, chosen, more[0])
     fewer = [
         a for a in alternatives if a.prediction and a.plan.world_size == 1 and a.plan.precision == plan.precision
-    ]  # in another one it would be precision that is compared
+    ]  # in another precision, that would be compared instead
     text = f"{count(plan.world_size, 'rank')}, data parallel"
     if not set(axes_of(plan)) <= {"replicate"}:
         text = f"{count(plan.world_size, 'rank')} as {plan_words(plan)}"
@@ -352,28 +358,30 @@ def _devices_remark(request: PlanRequest, chosen: Costed, alternatives: Sequence
 
 
 _TOLD = 0.02
-"""Waits below this part of a step are not told."""
+"""Waiting for data below this fraction of a step is not reported."""
 
 _WORTH = 0.95
-"""More workers are advised where a step with them takes less than this part."""
+"""More workers are advised where a step with them takes less than this fraction of its time."""
 
 _MOST_WORKERS = 16
-"""More workers of a rank are not advised; and as many cores a host counts as having where nobody knows."""
+"""Largest number of workers for a rank that is advised; also the cores assumed for a host where the number is
+unknown.
+"""
 
 
 def sample_nbytes(model: ModelSpec) -> float:
-    """Bytes of one sample as the model takes it; stored ones may be fewer (compressed) or more."""
+    """Bytes of one sample as the model's input; stored samples may be smaller (compressed) or larger."""
     return float(sum(math.prod(each.shape) * _width(each.dtype) for each in model.inputs))
 
 
 def _width(dtype: str) -> float:
-    """Bytes of a value by its type's name: float32, int64, bool."""
+    """Bytes of a value by its dtype's name: float32, int64, bool."""
     bits = re.search(r"\d+", dtype)
     return int(bits.group()) / 8 if bits else 1.0
 
 
 def starved(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
-    """One sentence where a step waits for data, or might where nobody knows what samples cost; else empty."""
+    """A sentence where a step waits for data, or may wait because the cost of samples is unknown; else empty."""
     if model.loading is None:
         return _perhaps(model, cluster, plan, prediction)
     step_s, data_s = prediction.step_time_s.value, prediction.phases["data"]
@@ -387,32 +395,34 @@ def starved(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Pred
 
 
 def _perhaps(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
-    """Of samples that are stored as the model takes them, loaded ahead by workers that need no time."""
+    """A warning if reading may be slower than a step. Assumes samples stored as the model takes them, and workers that
+    load ahead in no time.
+    """
     as_taken = Loading(stored_nbytes=sample_nbytes(model), workers=1)
     batch_s = load_of(replace(model, loading=as_taken), cluster, plan).batch_s
     if not storage_known(cluster, place_ranks(cluster, plan.world_size)) or batch_s <= prediction.step_time_s.value:
         return ""
     return (
-        f"Storage may be slower than that: to read a step's samples takes {seconds(batch_s)} at the hosts' rates, as "
-        f"the model takes them ({nbytes(sample_nbytes(model))} each); the prediction holds for data in memory"
+        f"Storage may be slower than that: reading a step's samples takes {seconds(batch_s)} at the hosts' rates, if "
+        f"stored as the model takes them ({nbytes(sample_nbytes(model))} each); the prediction holds for data in memory"
     )
 
 
 def _because(loading: Loading, load: BatchLoad, rest_s: float) -> str:
-    """Which station is slower than the rest of the step."""
+    """Which part of loading is slower than the rest of the step."""
     if load.storage_s >= max(load.loaders_s, rest_s):
-        return f"storage gives a batch every {seconds(load.storage_s)}; quicker storage or smaller files would help"
+        return f"storage gives a batch every {seconds(load.storage_s)}; faster storage or smaller files would help"
     if not load.ahead:
-        return "ranks load between steps"
+        return "ranks load samples between steps"
     if load.loaders_s > rest_s and loading.stream:
-        return "every rank reads the whole stream; a data set with __len__ and __getitem__ is shared"
+        return "every rank reads the whole stream; a data set with __len__ and __getitem__ would be shared"
     if load.loaders_s > rest_s:
         return f"a rank's workers give a batch every {seconds(load.loaders_s)}"
-    return "loaders' workers and ranks share the same cores; samples that cost less to decode would help"
+    return "the loaders' workers and the ranks share the same cores; samples that are cheaper to decode would help"
 
 
 def _with_more_loaders(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load: BatchLoad, rest_s: float) -> str:
-    """What as many workers as would keep up, or as there are cores for, make of the step; empty where it is little."""
+    """The advice to use more workers: as many as keep up, limited by the cores. Empty where they save little."""
     assert model.loading is not None
     host_groups = place_ranks(cluster, plan.world_size)
     most = min((host_cores(host_group) or _MOST_WORKERS) // host_group.ranks_per_host for host_group in host_groups)

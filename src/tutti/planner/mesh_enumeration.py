@@ -1,8 +1,8 @@
-"""Every plan worth costing, as columns of numbers: meshes first, then for each mesh the ways to run it.
+"""Every plan worth predicting, as columns of numbers: meshes first, then the variants of each mesh.
 
-A `MeshTable` row says the degree of every axis (replicate and shard together) and the microbatches; a `Variants` row
-says for one such row how it is sharded, scheduled and recomputed. Both are made by vector operations, so that hundreds
-of thousands of rows cost less than a second.
+A `MeshTable` row has the degree of every axis (replicate and shard together) and the number of microbatches.
+A `Variants` row says for one such row how it is sharded, scheduled and recomputed. Both are made by vector
+operations, so hundreds of thousands of rows take less than a second.
 """
 
 import dataclasses
@@ -27,16 +27,19 @@ CONTEXTS: tuple[ContextKind, ...] = ("ring", "all-to-all")
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 
 SMALL = 64
-"""Up to so many ranks every degree is tried, beyond only powers of two, divisors of the batch and the most."""
+"""Up to this many ranks every degree is tried; beyond, only powers of two, divisors of the batch and the
+largest.
+"""
 
 CHUNKS = (1, 2, 3, 4, 6, 8)
-"""Stages per rank of interleaved schedules that are tried. With one it is 1F1B with up to twice as many microbatches
-under way, which hides slow messages."""
+"""Stages per rank of interleaved schedules that are tried. With one stage, the schedule is 1F1B with up to twice
+as many microbatches in flight, which hides slow messages.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshTable:
-    """Columns of equal length. `copies`: replicate times shard."""
+    """Columns of equal length. `copies` is replicate times shard."""
 
     split: Ints
     stage: Ints
@@ -65,7 +68,8 @@ class MeshTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variants:
-    """Columns of equal length: `shape` is the row in `MeshTable`; the words are indices into the tuples above.
+    """Columns of equal length. `shape` is the row in `MeshTable`; schedules and forms of recompute are indices into
+    the tuples above.
 
     `level`: 0 without sharding; `chunks`: stages per rank.
     """
@@ -87,7 +91,7 @@ class Variants:
 
 
 def shapes(limits: Limits, request: PlanRequest) -> MeshTable:
-    """All meshes for a request. Raises PlanError where a mesh that was asked for cannot be had."""
+    """All meshes for a request. Raises PlanError where a mesh that was asked for is impossible."""
     parts = []
     for inner in product(limits.splits, limits.stages, limits.contexts, limits.experts, limits.tables, limits.spaces):
         _, stage, context, _, _, space = inner
@@ -119,7 +123,7 @@ def _of_inner(limits: Limits, request: PlanRequest, inner: tuple[int, ...]) -> N
 
 
 def _copies(limits: Limits, whole: int, divided: int) -> list[int]:
-    """Degrees of replicate times shard, where `divided` more data-parallel ranks are along expert and table."""
+    """Degrees of replicate times shard. Expert and table contribute `divided` further data-parallel ranks."""
     each = whole * divided
     most = min(limits.most_ranks // each, limits.samples // divided)
     least = max(2 if limits.must_shard else 1, -(-limits.least_ranks // each))
@@ -154,7 +158,7 @@ def _slices(limits: Limits, data: int, stages: int) -> list[int]:
 
 
 def _thinned(counts: list[int]) -> list[int]:
-    """Of increasing numbers those at least a quarter larger than the one before."""
+    """From increasing numbers, those at least a quarter larger than the one before."""
     kept: list[int] = []
     for count in counts:
         if not kept or count >= 1.25 * kept[-1]:
@@ -163,7 +167,7 @@ def _thinned(counts: list[int]) -> list[int]:
 
 
 def variants(limits: Limits, found: MeshTable, rows: NDArray[np.intp], *, offload: bool = False) -> Variants:
-    """All ways to run the meshes in `rows` of `found`."""
+    """All ways of sharding, scheduling and recomputing the meshes in `rows` of `found`."""
     parts: list[NDArray[np.int64]] = []
     if not len(rows):
         return _variants(np.empty((0, 8), dtype=np.int64))
@@ -210,7 +214,7 @@ def _variant_columns(limits: Limits, kind: tuple[int, ...], *, offload: bool) ->
 
 
 def _shardings(limits: Limits, copies: int) -> list[tuple[int, int]]:
-    """(shard degree, level): over all copies, within a node, and for level 3 at degrees between."""
+    """(shard degree, level): over all copies, within a node, and for level 3 also degrees in between."""
     found = [] if limits.must_shard else [(1, 0)]
     if copies == 1 or not limits.may_shard:
         return [(1, 0)]
@@ -226,8 +230,9 @@ def _shardings(limits: Limits, copies: int) -> list[tuple[int, int]]:
 
 
 def _pipelines(limits: Limits, stage: int) -> list[tuple[int, int]]:
-    """(schedule, stages per rank) of all that run. GPipe and interleaved schedules hold more than 1F1B, but wait less
-    for slow messages."""
+    """(schedule, stages per rank) of all possible schedules. GPipe and interleaved schedules hold more activations
+    than 1F1B, but wait less for slow messages.
+    """
     if stage == 1:
         return [(0, 1)]
     own = limits.pipeline
@@ -239,8 +244,9 @@ def _pipelines(limits: Limits, stage: int) -> list[tuple[int, int]]:
 
 
 ORDER: tuple[AxisName, ...] = ("stage", "replicate", "shard", "table", "expert", "context", "space", "split")
-"""Axes by how much their ranks exchange, least first. The outermost lie across nodes, the innermost within one: a split
-rank sums activations in every layer, a stage hands on one activation in each microbatch."""
+"""Axes by how much their ranks communicate, the least first. The outermost lie across nodes, the innermost
+within one. A split rank reduces activations in every layer; a stage sends one activation in each microbatch.
+"""
 
 _LEVELS: dict[int, ShardLevel] = {1: 1, 2: 2, 3: 3}
 
@@ -248,7 +254,7 @@ _LEVELS: dict[int, ShardLevel] = {1: 1, 2: 2, 3: 3}
 def plan_of(
     model: ModelSpec, request: PlanRequest, shapes: MeshTable, variant_rows: Variants, row: int, precision: Precision
 ) -> Plan:
-    """The plan that a row of `variant_rows` means."""
+    """The plan of a row of `variant_rows`."""
     at, script = int(variant_rows.shape[row]), request.script
     shard = int(variant_rows.shard[row])
     degrees: dict[AxisName, int] = {
@@ -287,14 +293,14 @@ def plan_of(
 
 
 def mesh_of(request: PlanRequest, degrees: dict[AxisName, int]) -> dict[AxisName, int]:
-    """The axes above one in their order; a mesh that was asked for as it was written."""
+    """The axes above one in their order; for a mesh that was asked for, in the order in which it was written."""
     if request.mesh is not None:
         return dict(request.mesh)
     return {axis: degrees[axis] for axis in ORDER if degrees[axis] > 1} or {"replicate": 1}
 
 
 def recompute_rules(model: ModelSpec, how: str) -> tuple[LayoutRule, ...]:
-    """Layout rules that make every block recompute, or every module right in the model where it has no blocks."""
+    """Layout rules that recompute every block; or every direct child of the model where it has no blocks."""
     if how == "none":
         return ()
     return tuple(
@@ -311,7 +317,7 @@ def block_globs(model: ModelSpec) -> tuple[str, ...]:
 
 
 def block_roots(model: ModelSpec) -> dict[int, str]:
-    """Block -> the dotted name that all of its modules have in common."""
+    """Block -> the dotted name that all of its modules share."""
     members: dict[int, list[list[str]]] = {}
     for module in model.modules:
         if module.block >= 0:

@@ -1,4 +1,6 @@
-"""Devices of unequal speed and memory: who computes how many samples, where a pipeline is cut, who sits first."""
+"""Devices of unequal speed and memory: each rank's number of samples, the cuts of a pipeline, the order of
+nodes.
+"""
 
 import dataclasses
 import math
@@ -31,18 +33,18 @@ from tutti.planner.plan_work import Room, times_held
 
 MOST_ORDERS = 6
 MOST_SHARES = 4096
-"""Data-parallel ranks beyond which shares are not listed one by one."""
+"""Largest number of data-parallel ranks for which shares are listed one by one."""
 
 
 def orders(
     cluster: ClusterSpec, loading: Loading | None = None, objective: Objective = "throughput"
 ) -> tuple[ClusterSpec, ...]:
-    """The cluster with its nodes in the orders worth trying: the fastest first, what loads its data quickest first,
-    what has the quickest network first, for cost and energy what computes most for its price or power first, the
-    roomiest first, every kind first once, and the slowest first. Ranks are seated in this order, so first ones get the
-    first stages and the last are left idle.
+    """The cluster with its nodes in each order worth trying. Ranks are placed in this order, so the first nodes get
+    the first stages and the last are left idle.
 
-    They do not depend on the order in which the cluster has its nodes.
+    The orders are: the fastest first; the fastest data loading first; the fastest network first; for cost and
+    energy, the most computation for its price or power first; the most memory first; every kind first once; the
+    slowest first. They do not depend on the cluster's own order of nodes.
     """
     feeding = [_feeding(node, loading) for node in cluster.nodes]
     network = [cluster.link_at(node, "network") for node in cluster.nodes]
@@ -72,7 +74,7 @@ def _peak(device: DeviceSpec) -> float:
 
 
 def _kind(cluster: ClusterSpec, node: NodeSpec) -> tuple[float | str, ...]:
-    """What tells kinds of nodes apart, the fastest first."""
+    """Sort key that distinguishes kinds of nodes, the fastest first."""
     device = cluster.devices[node.device]
     paid = (device.price_per_device_hour or 0.0, device.power_w or 0.0)
     return (-_peak(device), -device.memory_nbytes, *paid, -node.devices_per_node, -node.memory_nbytes, node.device)
@@ -86,7 +88,7 @@ def _paid(cluster: ClusterSpec, node: NodeSpec, objective: Objective) -> float:
 
 
 def _feeding(node: NodeSpec, loading: Loading | None) -> tuple[float, int]:
-    """What a host brings samples in with, where they need it: its disk's rate, and its cores."""
+    """What limits a host's data loading, where samples are loaded: its disk's rate, and its cores."""
     stored = loading is not None and loading.stored_nbytes > 0
     worked = loading is not None and loading.core_s > 0 and loading.workers > 0
     return (node.disk_read_bytes_per_s or math.inf) if stored else 0.0, node.cores if worked else 0
@@ -102,8 +104,9 @@ def by_axes(values: Array, plan: Plan, keep: tuple[AxisName, ...], how: np.ufunc
 
 
 def improved(room: Room, cluster: ClusterSpec, one: Plan, prediction: Prediction, samples: int) -> list[Plan]:
-    """The plan with shares and parts of layers by speed and with stages cut by speed and memory, where these change
-    anything. `prediction`: of the plan as it is."""
+    """The plan with shares and parts of layers by speed, and with stages cut by speed and memory, where these change
+    anything. `prediction`: of the plan as it is.
+    """
     host_groups, plan = place_ranks(cluster, one.world_size), one
     each = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
     rates = speeds(room.tables.model, host_groups, room.tables.precision, np.full(plan.world_size, float(each)))
@@ -127,10 +130,10 @@ def improved(room: Room, cluster: ClusterSpec, one: Plan, prediction: Prediction
 def shares(
     tables: Tables, plan: Plan, memory: RankMemory, host_groups: tuple[HostGroup, ...], samples: int
 ) -> tuple[float, ...]:
-    """A share for each data-parallel rank such that all finish together, clipped where memory ends; empty if equal.
+    """A share for each data-parallel rank such that all finish together, limited by memory; empty if equal.
 
-    Its room is its tightest device's. `memory`: of the tightest rank at equal shares, of which only activations grow
-    with samples.
+    A data-parallel rank has the memory of its smallest device. `memory`: of the fullest rank at equal shares;
+    only its activations grow with samples.
     """
     degree = plan.data_parallel_degree
     if degree == 1 or degree > MOST_SHARES:
@@ -149,8 +152,9 @@ def shares(
 
 
 def _together(plan: Plan, rates: Array) -> Array:
-    """The speed of each data-parallel rank: if it is itself several devices, of its slowest, or, along stages and parts
-    of layers that are cut by speed, their mean."""
+    """The speed of each data-parallel rank. With several devices, it is that of the slowest, or, along stages and
+    parts of layers that are cut by speed, their mean.
+    """
     if plan.split_weights:
         grid, at = rates.reshape(list(plan.mesh.values())), list(plan.mesh).index("split")
         rates = np.broadcast_to(grid.mean(axis=at, keepdims=True), grid.shape).reshape(-1)
@@ -165,8 +169,8 @@ def _together(plan: Plan, rates: Array) -> Array:
 def balanced(rates: Array, room: Array, total: float) -> Array:
     """Loads in proportion to `rates` that sum to `total`, none above its `room`.
 
-    What one cannot hold goes to the others in proportion, so always to those least loaded for their speed that have
-    room. Where all together have too little room, loads are in proportion to it.
+    What exceeds a rank's room goes to the others in proportion, so to those with room that are least loaded for
+    their speed. If all together have too little room, loads are in proportion to it.
     """
     if room.sum() <= total:
         return np.asarray(room * (total / room.sum()), dtype=np.float64)
@@ -183,7 +187,9 @@ def balanced(rates: Array, room: Array, total: float) -> Array:
 def uneven_cuts(
     room: Room, plan: Plan, host_groups: tuple[HostGroup, ...], rates: Array, samples: int
 ) -> tuple[str, ...]:
-    """Names at which stages begin, cut by the stages' speeds and memory; empty where it cannot be cut so."""
+    """Names of the modules at which stages begin, cut by the stages' speeds and memory; empty where no such cut
+    exists.
+    """
     degree, chunks = plan.mesh["stage"], plan.pipeline.stages_per_rank
     tables, columns = room.tables, room.work.columns
     degrees = tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
@@ -203,7 +209,7 @@ def uneven_cuts(
 
 
 def state_of(columns: ModelTable, part: Division, plan: Plan) -> Array:
-    """Bytes of parameters, gradients and optimizer state of each module that a rank keeps."""
+    """Bytes of parameters, gradients and optimizer state of each module on a rank."""
     shard = plan.mesh.get("shard", 1)
     level = plan.sharding.level if shard > 1 else 0
     own, summed, updated = (1.0 / shard if level >= least else 1.0 for least in (3, 2, 1))
@@ -220,10 +226,10 @@ _HALVINGS = 60
 def split_shares(
     room: Room, plan: Plan, memory: RankMemory, host_groups: tuple[HostGroup, ...], samples: int
 ) -> tuple[float, ...]:
-    """A part of the divided layers for each place along the split axis such that all finish together, clipped where
-    memory ends, each with a head or unit at least; empty where places are alike, or parts must be.
+    """A part of the divided layers for each place along the split axis such that all finish together, limited by
+    memory, each with at least one head or unit; empty where places are equal, or parts must be.
 
-    A place is as quick and as roomy as the least of its ranks. `memory`: of the tightest rank at equal parts;
+    A place has the speed and memory of the least of its ranks. `memory`: of the fullest rank at equal parts;
     `samples`: of a microbatch.
     """
     degree = plan.mesh.get("split", 1)
@@ -257,7 +263,7 @@ def split_shares(
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchTime:
-    """Seconds that a microbatch takes a rank: whatever its part is, and in proportion to its part."""
+    """Seconds that a rank needs for a microbatch: a constant, and a part that is proportional to the rank's part."""
 
     whole_s: float
     part_s: float
@@ -267,11 +273,12 @@ class MicrobatchTime:
 
 
 def together(microbatch_times: list[MicrobatchTime], most: Array, least: float) -> Array:
-    """Parts that add up to 1, none above its `most`, with which all places that have room take the same time; one that
-    is late with less than `least` gets that. Where all have too little room, parts are in proportion to it.
+    """Parts that add up to 1, none above its `most`, with which all places that have room take the same time. A
+    place that is late with less than `least` gets `least`. Where all have too little room, parts are in
+    proportion to it.
 
-    (T - a) / b within these limits, with a and b the seconds that do not and that do grow with a part; their sum grows
-    with T, which is found by halving.
+    Each part is (T - a) / b within these limits, with a the constant seconds and b those in proportion to the
+    part. Their sum grows with T, which is found by bisection.
     """
     if most.sum() <= 1:
         return np.asarray(most / max(most.sum(), 1e-300), dtype=np.float64)
@@ -290,8 +297,9 @@ def together(microbatch_times: list[MicrobatchTime], most: Array, least: float) 
 
 
 def _growing(room: Room, plan: Plan, memory: RankMemory) -> float:
-    """Bytes of `memory` that are in proportion to a rank's part: a layer that is divided by its outputs keeps its whole
-    input all the same."""
+    """The bytes of `memory` that are proportional to a rank's part. A layer divided by its outputs holds its whole
+    input for any part.
+    """
     columns, part = room.work.columns, room.work.part(_degrees(plan))
     state = (columns.parameters + columns.gradients + columns.optimizer) * part.weight
     keeps = kept(columns, part, recompute_regions(room.tables.model, plan), half=room.tables.half).always
@@ -302,7 +310,7 @@ def _growing(room: Room, plan: Plan, memory: RankMemory) -> float:
 
 
 def _least(room: Room, plan: Plan) -> float:
-    """The part with which a rank has one of the fewest heads or units; little where nothing is said of them."""
+    """The part with which a rank has one of the fewest heads or units; small where their number is unknown."""
     limits = room.work.columns.limit[room.work.part(_degrees(plan)).split]
     return 1.0 / int(limits[limits > 0].min(initial=1000 * plan.degree("split")))
 
@@ -312,7 +320,7 @@ def _degrees(plan: Plan) -> tuple[int, ...]:
 
 
 def _microbatch_time(room: Room, plan: Plan, host_group: HostGroup, samples: int) -> MicrobatchTime:
-    """Of a rank on `host_group`: passes, and its part of the update, which comes once in a step."""
+    """For a rank on `host_group`: forward and backward, and its part of the update, which happens once per step."""
     model, columns = room.tables.model, room.work.columns
     part, worker = room.work.part(_degrees(plan)), worker_at(host_group, model.dtype, plan.precision)
     ahead, back = (
@@ -328,8 +336,14 @@ def _microbatch_time(room: Room, plan: Plan, host_group: HostGroup, samples: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """What can be cut apart, in order: the first entry has all that comes before the first block, the last all after
-    the last one. `names`: of the module with which each begins; `seconds`, `state` and `kept` bytes of each.
+    """What pipeline cuts can separate, in order. The first entry includes all before the first block, the last all
+    after the last.
+
+    Attributes:
+        names: the module with which each begins.
+        seconds: of each.
+        state: bytes of each.
+        kept: bytes of activations of each.
     """
 
     names: tuple[str, ...]
@@ -339,7 +353,7 @@ class Blocks:
 
 
 def blocks_of(model: ModelSpec, seconds: Array, state: Array, kept: Array) -> Blocks:
-    """The model's blocks with the sums of what their modules have; columns are by module."""
+    """The model's blocks with the sums over their modules; columns are by module."""
     roots = block_roots(model)
     order = list(dict.fromkeys(module.block for module in model.modules if module.block >= 0))
     place, current = [], 0
@@ -361,11 +375,11 @@ def blocks_of(model: ModelSpec, seconds: Array, state: Array, kept: Array) -> Bl
 
 
 def cut(blocks: Blocks, speeds: Array, room: Array, live: Array) -> tuple[int, ...] | None:
-    """The first block of stages 1, 2, ... such that the slowest stage is as fast as it can be; None if none fits.
+    """The first block of stages 1, 2, ... such that the slowest stage is as fast as possible; None if none fits.
 
-    `speeds`: of each stage's ranks; `room`: bytes each has for state and activations; `live`: how many microbatches'
-    activations each holds. Every stage has a block. Min-max over contiguous cuts:
-    best[s][j] = min over i of max(best[s - 1][i], time(i..j) / speed_s).
+    `speeds`: of each stage's ranks; `room`: bytes each has for state and activations; `live`: how many
+    microbatches' activations each holds. Every stage has a block. Min-max over contiguous cuts: best[s][j] = min
+    over i of max(best[s - 1][i], time(i..j) / speed_s).
     """
     count, stages = len(blocks.seconds), len(speeds)
     if stages > count:

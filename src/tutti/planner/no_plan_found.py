@@ -1,4 +1,4 @@
-"""One sentence for a model that no plan can hold: what it needs, what there is, and what would fit."""
+"""The sentence for a model that no plan can hold: what it needs, what the cluster has, and what would fit."""
 
 import dataclasses
 
@@ -30,12 +30,14 @@ _MOST_RANKS = 2**20
 _MESHES = 3000
 _PREDICTED = 6
 _REFUSALS = 5
-"""After so many refusals a combination of axes is not tried again."""
+"""After this many refusals, a combination of axes is not tried again."""
 
 
 def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Costed | None:
-    """The plan that needs the least memory of its fullest rank, of those that fit one first; None if none can be
-    costed. The most promising by their estimated memory are predicted."""
+    """The plan whose fullest rank needs the least memory, preferring plans that fit; None if none can be predicted.
+
+    Only the plans with the least estimated memory are predicted.
+    """
     precision: Precision = request.script.precision
     if request.precision != "script" and request.precision != "auto":
         precision = request.precision
@@ -46,7 +48,9 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
     except PlanError:
         return None
     each = np.maximum(1, limits.samples // found.data)
-    rows = np.flatnonzero((found.microbatches == 1) | (found.microbatches >= each))  # what lies between needs no less
+    rows = np.flatnonzero(
+        (found.microbatches == 1) | (found.microbatches >= each)
+    )  # numbers in between need no less memory
     order = rows[np.argsort(least[rows], kind="stable")][:_MESHES]
     levels = tuple(sorted({limits.levels[0], limits.levels[-1]}))
     strategies = variants(
@@ -75,7 +79,7 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
 
 
 def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: list[Costed]) -> str:
-    """The sentence for a search whose plans are all too large, break a limit, or are predicted to take for ever."""
+    """The sentence for a search whose plans are all too large, break a limit, or have a value that is not finite."""
     fitting = [one for one in costed if one.prediction.fits]
     if not fitting:
         return no_fit(model, cluster, request, costed)
@@ -85,7 +89,7 @@ def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, c
 
 
 def no_fit(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: list[Costed]) -> str:
-    """The sentence that refuses a model no candidate can hold: its smallest need against what there is."""
+    """The sentence that refuses a model which no candidate can hold: its smallest need against what the cluster has."""
     one = min(
         costed,
         key=lambda one: one.prediction.memory.total - objectives.room_nbytes(one.cluster, one.plan),
@@ -113,17 +117,17 @@ def no_fit(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed:
         f"model {model.name!r} does not fit on cluster {cluster.name!r}: it needs {gigabytes(state)} for parameters, "
         f"gradients and {model.optimizer or 'the optimizer'}'s state; the smallest plan of "
         f"{count(plan.world_size, 'rank')} ({plan_words(plan)}) needs {gigabytes(memory.total)} a rank "
-        f"({_parts(one.prediction)}), {device} has {gigabytes(room)}; {what_fits(model, cluster, request, one)}"
+        f"({_parts(one.prediction)}), but {device} has {gigabytes(room)}; {what_fits(model, cluster, request, one)}"
     )
 
 
 def _refused(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> str:
-    """Why what was asked for excludes itself, or cannot be had of this model; empty where neither is so."""
+    """Why the request contradicts itself, or is impossible with this model; empty where neither is so."""
     script = request.script
     asked = request.mesh or {axis: max(2, degree) for axis, degree in request.demanded.items()} or script.mesh
     sharding = script.sharding
     if "shard" in asked and "stage" in asked and sharding == ShardingPlan():
-        sharding = ShardingPlan(level=1)  # what the search tries, too
+        sharding = ShardingPlan(level=1)  # as the search does
     try:
         plan = dataclasses.replace(script, mesh=asked, shares=(), sharding=sharding)
         check_plan(plan)
@@ -148,7 +152,7 @@ def _parts(prediction: Prediction) -> str:
     parts = {
         "state": state,
         "activations": memory.activations,
-        "exchanges": memory.communication,
+        "communication buffers": memory.communication,
         "libraries and allocator": memory.reserve,
         "the script's own data": memory.script,
     }
@@ -159,13 +163,15 @@ def _parts(prediction: Prediction) -> str:
 def _remedy(one: Costed, room: float) -> str:
     memory = one.prediction.memory
     if memory.parameters + memory.gradients + memory.optimizer > room:
-        keeps = "data parallelism keeps a copy of all of that on every rank"
-        return f"{keeps}; use devices with more memory or a smaller model"
+        copies = "data parallelism keeps a copy of all of that on every rank"
+        return f"{copies}; use devices with more memory or a smaller model"
     return "use a smaller global_batch_size, more microbatches, recompute in the layout, or devices with more memory"
 
 
 def what_fits(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, least: Costed) -> str:
-    """The smallest number of nodes of this kind that holds the model, by which plan, and the memory that would do."""
+    """The smallest number of ranks of this kind that holds the model, with the plan, and the memory that would be
+    enough.
+    """
     memory = f"on these {least.plan.world_size} with {gigabytes(least.prediction.memory.total)} each"
     if least.plan.world_size == 1:
         memory = f"on one rank with {gigabytes(least.prediction.memory.total)}"
@@ -183,13 +189,13 @@ def what_fits(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, leas
 
 
 def enough(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> tuple[ClusterSpec, Costed] | None:
-    """The cluster grown by whole nodes until some plan fits: found by doubling, then by halving the interval."""
+    """The cluster, with each node repeated until some plan fits, and that plan. Found by doubling, then bisection."""
     free = dataclasses.replace(
         request, degree=None, max_devices=None, mesh=None, demanded={}, scope="all", objective="memory"
     )
 
     def fits(factor: int) -> tuple[ClusterSpec, Costed] | None:
-        devices = factor * cluster.device_count  # on the CPU, more ranks than these would share the hosts' memory
+        devices = factor * cluster.device_count  # on the CPU, more ranks would share the hosts' memory
         free_of = dataclasses.replace(free, max_devices=devices)
         nodes = tuple(dataclasses.replace(node, count=node.count * factor) for node in cluster.nodes)
         grown = dataclasses.replace(cluster, nodes=nodes, links=_links(cluster))
@@ -210,14 +216,16 @@ def enough(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> tupl
 
 
 def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
-    """The links, with a network like the nodes' own link where there was one node only: memory is what is asked."""
+    """The cluster's links. A single node, without a network, gets one like its own first link: only memory matters
+    here.
+    """
     if any(link.tier == "network" for link in cluster.every_link) or not cluster.links:
         return cluster.links
     return (*cluster.links, dataclasses.replace(cluster.links[0], tier="network"))
 
 
 def nothing_keeps(request: PlanRequest, costed: list[Costed]) -> str:
-    """The sentence for plans that fit but all break a limit of the request: the nearest of them."""
+    """The sentence for plans that fit but all break a limit of the request; it names the plan that is nearest to it."""
     fitting = [one for one in costed if one.broken]
 
     def over(one: Costed) -> float:
@@ -228,20 +236,20 @@ def nothing_keeps(request: PlanRequest, costed: list[Costed]) -> str:
     found = objectives.totals(best.cluster, request, best.plan, best.prediction)
     return (
         f"no plan keeps the limits: the nearest ({plan_words(best.plan)}, {objectives.duration(found.time_s)}) "
-        f"{best.broken}; relax that, or allow other devices"
+        f"{best.broken}; relax that limit, or allow other devices"
     )
 
 
 def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, one: Costed) -> str:
     return (
         f"no plan of model {model.name!r} on cluster {cluster.name!r} has a {request.objective} that can be compared "
-        f"(the first, {plan_words(one.plan)}, has {one.value}): a rate, size or price is beyond what can be counted "
-        "with; correct the cluster file or the model"
+        f"(the first, {plan_words(one.plan)}, has {one.value}): a rate, size or price is out of range; "
+        "correct the cluster file or the model"
     )
 
 
 def gigabytes(value: float) -> str:
-    """Bytes in decimal units as data sheets count them: 1,120 GB, 9.85 GB, 350 MB."""
+    """Bytes in decimal units, as in data sheets: 1,120 GB, 9.85 GB, 350 MB."""
     if value >= 1e9:
         return f"{value / 1e9:,.0f} GB" if value >= 99.5e9 else f"{value / 1e9:.3g} GB"
     return f"{value / 1e6:,.0f} MB"

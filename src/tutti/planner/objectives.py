@@ -1,4 +1,6 @@
-"""What a plan costs beyond its step: the whole training's time, device-hours, price and energy; and what is best."""
+"""What a plan costs beyond its step: the whole training's time, device-hours, price and energy; and the
+objective's value.
+"""
 
 import math
 from functools import partial
@@ -30,8 +32,8 @@ def check(cluster: ClusterSpec, request: PlanRequest) -> None:
         _have(devices, "power_w", "a power", cluster)
     if (request.budget is not None or request.deadline_s is not None) and steps(request, request.script) is None:
         raise PlanError(
-            "a budget or a deadline is of a whole training, whose length is unknown; say how many samples or epochs it "
-            "has (--samples, --epochs)"
+            "a budget or a deadline needs the length of the whole training, which is unknown; give its samples or "
+            "epochs (--samples, --epochs)"
         )
 
 
@@ -45,7 +47,7 @@ def _have(devices: list[DeviceSpec], name: str, words: str, cluster: ClusterSpec
 
 
 def steps(request: PlanRequest, plan: Plan) -> int | None:
-    """Steps of the whole training by a plan's global batch; None where nobody said how long it is."""
+    """Steps of the whole training with a plan's global batch; None where the length of training is unknown."""
     batch = plan.batch.global_batch_size
     if plan.batch.ramp and (sizes := _sizes(request, plan)) is not None:
         return sum(many for _, many in sizes)
@@ -55,7 +57,7 @@ def steps(request: PlanRequest, plan: Plan) -> int | None:
 
 
 def _sizes(request: PlanRequest, plan: Plan) -> list[tuple[int, int]] | None:
-    """(size, steps) of a batch that grows; None where nobody said how long training is."""
+    """(size, steps) of a batch that grows; None where the length of training is unknown."""
     if request.noise is not None:
         return plan_request.sizes_to_quality(plan.batch, request.noise)
     return None if request.train_samples is None else plan_request.sizes_of(plan.batch, request.train_samples)
@@ -74,7 +76,7 @@ def _time_s(request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
 
 
 def _warmup_s(prediction: Prediction, count: int | None) -> float:
-    """Seconds that the first of `count` steps take beyond as many later ones; may be below 0."""
+    """Seconds that the first of `count` steps take more than as many later ones; may be negative."""
     beyond, done = 0.0, 0
     for one in prediction.first if count is not None else ():
         until = min(one.until, count or 0)
@@ -84,8 +86,9 @@ def _warmup_s(prediction: Prediction, count: int | None) -> float:
 
 
 def begun(request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
-    """How many times the later steps' time all steps take together, for what the first ones take; 1 where nobody said
-    how many there are."""
+    """The time of all steps relative to that of as many later ones, because of the first steps; 1 where their number
+    is unknown.
+    """
     count = steps(request, plan)
     return 1.0 + _warmup_s(prediction, count) / (count * prediction.step_time_s.value) if count else 1.0
 
@@ -93,8 +96,8 @@ def begun(request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
 def totals(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> Totals:
     """Time, device-hours, price and energy of the training, or of one step where its length is unknown.
 
-    Devices that the plan leaves idle are not paid for; a device that is used is counted for all of the time, at its
-    full power. Steps of a batch that grows take what its sizes do.
+    Devices that the plan leaves idle are not paid for. A device that is used counts for all of the time, at its
+    full power. Where the batch grows, each size counts with its own step time.
     """
     used = place_ranks(cluster, plan.world_size)
     count = steps(request, plan)
@@ -118,12 +121,12 @@ def room_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
 
 
 def devices_of(host_group: HostGroup) -> int:
-    """Devices that the ranks of a seat keep busy."""
+    """Number of devices that the ranks of a host group keep busy."""
     return host_group.hosts * -(-host_group.ranks_per_host // host_group.sharing)
 
 
 def rate_of(host_groups: tuple[HostGroup, ...], name: str) -> float | None:
-    """Price an hour or power of all devices used together; None where one of them does not say."""
+    """Price an hour, or power, of all used devices together; None where a device does not have it."""
     values = [getattr(host_group.device, name) for host_group in host_groups]
     if any(value is None for value in values):
         return None
@@ -131,7 +134,7 @@ def rate_of(host_groups: tuple[HostGroup, ...], name: str) -> float | None:
 
 
 def value(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
-    """What the objective compares; less is better."""
+    """The objective's value; less is better."""
     if request.objective == "memory":
         return prediction.memory.total
     return prediction.step_time_s.value * factor(cluster, request, plan.world_size) * _repeats(request, plan)
@@ -145,7 +148,7 @@ def _repeats(request: PlanRequest, plan: Plan) -> float:
 
 
 def factor(cluster: ClusterSpec, request: PlanRequest, world: int) -> float:
-    """What a second of a step of `world` ranks counts under the objective. Not for the objective memory."""
+    """Weight of a second of a step of `world` ranks under the objective. Not for the objective memory."""
     if request.objective in ("throughput", "time-to-quality", "memory"):
         return 1.0
     used = place_ranks(cluster, world)
@@ -168,18 +171,18 @@ def bound(cluster: ClusterSpec, request: PlanRequest, step_s: Array, world: NDAr
 
 
 def broken_limit(request: PlanRequest, found: Totals, prediction: Prediction) -> str:
-    """The limit of the request that a plan breaks, in words; empty where it keeps all."""
+    """The limit of the request that a plan breaks, as text; empty where it keeps all."""
     if request.memory_nbytes is not None and prediction.memory.total > request.memory_nbytes:
-        return f"takes {nbytes(prediction.memory.total)} a rank, allowed are {nbytes(request.memory_nbytes)}"
+        return f"takes {nbytes(prediction.memory.total)} a rank, but the limit is {nbytes(request.memory_nbytes)}"
     if request.budget is not None and found.cost is not None and found.cost > request.budget:
-        return f"costs {money(found.cost)}, the budget is {money(request.budget)}"
+        return f"costs {money(found.cost)}, but the budget is {money(request.budget)}"
     if request.deadline_s is not None and found.steps is not None and found.time_s > request.deadline_s:
-        return f"takes {duration(found.time_s)}, the deadline is {duration(request.deadline_s)}"
+        return f"takes {duration(found.time_s)}, but the deadline is {duration(request.deadline_s)}"
     return ""
 
 
 def over_limits(request: PlanRequest, found: Totals, prediction: Prediction) -> float:
-    """By which factor a plan is beyond the limit that it breaks most; at most 1 where it keeps all."""
+    """The factor by which a plan exceeds the limit that it breaks most; at most 1 where it keeps all."""
     limits = (
         (request.memory_nbytes, prediction.memory.total),
         (request.budget, found.cost),
@@ -189,7 +192,7 @@ def over_limits(request: PlanRequest, found: Totals, prediction: Prediction) -> 
 
 
 def duration(value: float) -> str:
-    """A time for people: 45.6 ms, 12.3 s, 5.1 h, 3.2 days."""
+    """A time as text: 45.6 ms, 12.3 s, 5.1 h, 3.2 days."""
     if value >= 2 * 86400:
         return f"{value / 86400:.1f} days"
     if value >= 5400:
@@ -203,7 +206,7 @@ def money(value: float) -> str:
 
 
 def shown_value(request: PlanRequest, found: Totals, prediction: Prediction) -> str:
-    """The objective's value of a plan in words."""
+    """The objective's value of a plan as text."""
     whole = "" if found.steps is not None else " a step"
     if request.objective == "device-hours":
         return f"{found.device_hours:,.3g} device-hours{whole}"

@@ -1,4 +1,4 @@
-"""Plans in words: what a mesh is made of, how it is sharded, scheduled and recomputed."""
+"""Plans as text: what a mesh consists of, how it is sharded, scheduled and recomputed."""
 
 from tutti.config.compression import format_compression
 from tutti.config.model import ModelSpec
@@ -12,47 +12,49 @@ _ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
 def mesh_words(plan: Plan) -> str:
-    """replicate 4 x split 2; split 2 (1:0.5) where its parts are unequal; "1 rank" where nothing is divided."""
+    """The mesh: replicate 4 x split 2; split 2 (1:0.5) for unequal parts; "1 rank" where nothing is divided."""
     axes = {axis: degree for axis, degree in plan.mesh.items() if degree > 1}
     parts = {"split": f" ({parts_words(plan)})"} if plan.split_weights else {}
     return " x ".join(f"{axis} {degree}{parts.get(axis, '')}" for axis, degree in axes.items()) or "1 rank"
 
 
 def parts_words(plan: Plan) -> str:
-    """The parts of layers along the split axis: equal, or 1:0.5:0.5; the first of many."""
+    """The parts of layers along the split axis: equal, or 1:0.5:0.5. Only the first eight are listed."""
     if not plan.split_weights:
         return "equal"
-    shown = ":".join(f"{share:g}" for share in plan.split_weights[:8])
-    return shown + (":..." if len(plan.split_weights) > 8 else "")
+    parts = ":".join(f"{share:g}" for share in plan.split_weights[:8])
+    return parts + (":..." if len(plan.split_weights) > 8 else "")
 
 
 def settings_words(plan: Plan) -> str:
-    """What the mesh alone does not say: ZeRO-3, 1f1b, recompute; empty where there is nothing."""
-    found = []
+    """What the mesh does not say: ZeRO-3, 1f1b, recompute; empty where there is nothing to add."""
+    settings = []
     if plan.mesh.get("shard", 1) > 1:
-        found.append(_ZERO[plan.sharding.level])
+        settings.append(_ZERO[plan.sharding.level])
         if plan.sharding.offload != "none":
-            found.append(f"{plan.sharding.offload} on the host")
+            settings.append(f"{plan.sharding.offload} on the host")
     if plan.mesh.get("stage", 1) > 1:
         many = f" x{plan.pipeline.stages_per_rank}" if plan.pipeline.stages_per_rank > 1 else ""
-        found.append(plan.pipeline.schedule + many + (", cut unevenly" if plan.pipeline.cuts else ""))
+        settings.append(plan.pipeline.schedule + many + (", cut unevenly" if plan.pipeline.cuts else ""))
     if plan.mesh.get("context", 1) > 1:
-        found.append(f"{plan.context} attention")
+        settings.append(f"{plan.context} attention")
     if plan.mesh.get("space", 1) > 1 and plan.space_grid:
-        found.append("space " + "x".join(map(str, plan.space_grid)))
+        settings.append("space " + "x".join(map(str, plan.space_grid)))
     wide = wide_layers(plan)
     if wide:
-        found.append(" and ".join((*wide[:3], *([f"{len(wide) - 3} more"] if len(wide) > 3 else []))) + " over table")
+        settings.append(
+            " and ".join((*wide[:3], *([f"{len(wide) - 3} more"] if len(wide) > 3 else []))) + " over table"
+        )
     if plan.sync.mode == "synchronous" and plan.sync.gradient_code is not None:
-        found.append(f"gradients as {format_compression(plan.sync.gradient_code)}")
+        settings.append(f"gradients as {format_compression(plan.sync.gradient_code)}")
     if plan.sync.mode != "synchronous":
-        found.append(f"replicas {format_relaxation(plan.sync)}")
-    again = recompute_words(plan)
-    if again != "none":
-        of = [rule.modules for rule in plan.layout if rule.recompute]
-        some = "" if any("*" in glob for glob in of) else f" of {count(len(of), 'block')}"
-        found.append(("recompute" if again == "full" else f"{again} recompute") + some)
-    return ", ".join(found)
+        settings.append(f"replicas {format_relaxation(plan.sync)}")
+    recompute = recompute_words(plan)
+    if recompute != "none":
+        globs = [rule.modules for rule in plan.layout if rule.recompute]
+        scope = "" if any("*" in glob for glob in globs) else f" of {count(len(globs), 'block')}"
+        settings.append(("recompute" if recompute == "full" else f"{recompute} recompute") + scope)
+    return ", ".join(settings)
 
 
 def plan_words(plan: Plan) -> str:
@@ -71,19 +73,19 @@ def recompute_words(plan: Plan) -> str:
 
 
 def wide_layers(plan: Plan) -> tuple[str, ...]:
-    """What the layout's rules name to be divided over `table`."""
+    """The modules that the layout's rules divide along the `table` axis."""
     if plan.degree("table") == 1 or plan.degree("split") > 1:
         return ()
     return tuple(rule.modules for rule in plan.layout if rule.placement not in ("auto", "replicate"))
 
 
 def axes_of(plan: Plan) -> tuple[AxisName, ...]:
-    """The axes that a plan uses."""
+    """The axes with more than one rank."""
     return tuple(axis for axis, degree in plan.mesh.items() if degree > 1)
 
 
 def stamp(model: ModelSpec) -> dict[str, str]:
-    """Every module with parameters: its kind and how many; equal numbered siblings as one: layers.0-11.query."""
+    """Every module with parameters -> kind and parameter count; equal siblings are merged: layers.0-11.query."""
     return merge_siblings(_entries(model))
 
 
@@ -96,7 +98,9 @@ def _entries(model: ModelSpec) -> dict[str, str]:
 
 
 def changed_modules(plan: Plan, model: ModelSpec) -> str:
-    """What is new, gone or other in `model` since the plan was made; empty where nothing is, or nobody knows."""
+    """A sentence naming the modules that were added, removed or changed in `model` since the plan was made; empty where
+    none were, or this is unknown.
+    """
     found = differences(plan.made_for, _entries(model))
     if not found:
         return ""

@@ -16,9 +16,12 @@ from tutti.planner.plan_request import Alternative, Choice, Coverage, Totals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """One line of the table of plans. Empty texts where there is no prediction.
+    """A row of the table of plans. Texts are empty where there is no prediction.
 
-    `mesh` and `settings`: the plan in words; `value`: what the objective compares, in words.
+    Attributes:
+        mesh: the mesh as text.
+        settings: what the mesh does not say, as text.
+        value: what the objective compares, as text.
     """
 
     chosen: bool
@@ -37,7 +40,7 @@ class PlanRow:
 
 
 def rows(choice: Choice) -> tuple[PlanRow, ...]:
-    """The chosen plan, then the others in the order of the choice."""
+    """The chosen plan, then the alternatives in the order of the choice."""
     chosen = Alternative(plan=choice.best, prediction=choice.prediction, reason="chosen", totals=choice.totals)
     return (
         _row(choice, chosen, chosen=True),
@@ -66,7 +69,7 @@ def _row(choice: Choice, one: Alternative, *, chosen: bool) -> PlanRow:
 
 
 def explain(choice: Choice) -> str:
-    """The choice in plain words: what was chosen, what it is predicted to cost, and what the remarks say."""
+    """The choice as text: what was chosen, what it is predicted to cost, and the remarks."""
     plan, prediction = choice.best, choice.prediction
     time = prediction.step_time_s
     batch = plan.batch
@@ -86,7 +89,7 @@ def explain(choice: Choice) -> str:
 
 
 def _of_ranks(plan: Plan) -> str:
-    """Whose memory a prediction's is: of stages, or of ranks with unequal shares or parts, that of the fullest one."""
+    """Whose memory is predicted: the fullest rank's where stages, shares or parts are unequal, else every rank's."""
     unequal = plan.shares or plan.split_weights or plan.degree("stage") > 1
     return "on the fullest rank" if unequal else "for each rank"
 
@@ -99,8 +102,10 @@ def _ranks(plan: Plan) -> str:
 
 
 def whole_words(totals: Totals | None) -> tuple[str, ...]:
-    """The whole training in one sentence; one step where nobody said how long training is, and prices or powers are
-    known; else nothing."""
+    """The cost of the whole training in one sentence.
+
+    Where the length of training is unknown, it is the cost of one step if prices or powers are known, else nothing.
+    """
     if totals is None or (totals.steps is None and totals.cost is None and totals.energy_kwh is None):
         return ()
     parts = [f"{totals.device_hours:,.4g} device-hours"]
@@ -113,7 +118,7 @@ def whole_words(totals: Totals | None) -> tuple[str, ...]:
     said = {"predicted": "", "measured": "; the number of steps follows from a run's measured noise scale"}
     note = said.get(totals.evidence, f"; the number of steps is {totals.evidence}")
     if totals.steps is None:
-        return (f"A step: {', '.join(parts)}; --samples or --epochs say how long training is",)
+        return (f"A step: {', '.join(parts)}; give --samples or --epochs for the whole training",)
     return (f"The whole training: {', '.join(parts)}{note}",)
 
 
@@ -121,18 +126,19 @@ def _searched(coverage: Coverage) -> str:
     """What the search left open."""
     return (
         f"{coverage.costed:,} plans were predicted, {coverage.too_slow + coverage.too_large:,} ruled out by bounds, "
-        f"{coverage.left:,} left: none of those can be better by more than {coverage.gap:.0%}"
+        f"{coverage.left:,} not examined: none of those can be better by more than {coverage.gap:.0%}"
     )
 
 
 _SHOWN = 8
-"""Entries of a list that are shown."""
+"""Largest number of entries of a list that are printed."""
 
 
 def difference(first: Plan, second: Plan, names: tuple[str, str] = ("A", "B")) -> tuple[str, ...]:
-    """What differs between two plans, a sentence each; empty where they mean the same.
+    """The differences between two plans, a sentence each; empty where they mean the same.
 
-    What has no effect in either plan (how an axis runs that it does not have) is not told where anything else is.
+    Fields without effect in either plan (settings of an axis that it does not have) are named only where nothing
+    else differs.
     """
     said = _told(first, second, *names)
     return said or tuple(_unsaid(_leaves(first), _leaves(second), *names))
@@ -160,14 +166,14 @@ def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
     if _replicas(first) != _replicas(second):
         said.append(f"Replicas: {_replicas(first)} in {a}, {_replicas(second)} in {b}")
     if first.sync.gradient_code != second.sync.gradient_code:
-        said.append(f"Gradients are summed {_written(first)} in {a}, {_written(second)} in {b}")
+        said.append(f"Gradients are reduced {_written(first)} in {a}, {_written(second)} in {b}")
     if _buckets(first) != _buckets(second):
         said.append(f"Gradients are fused into buckets of {_buckets(first)} in {a}, {_buckets(second)} in {b}")
     return (*said, *_rules(first, second, a, b), *_models(first, second, a, b))
 
 
 def _buckets(plan: Plan) -> str:
-    measured = " at first, then as is measured to be quickest" if plan.sync.bucket_sizes == "measured" else ""
+    measured = " at first, then of the size measured as fastest" if plan.sync.bucket_sizes == "measured" else ""
     return f"{plan.sync.bucket_nbytes:,} bytes{measured}"
 
 
@@ -207,7 +213,7 @@ def _ramp(plan: Plan) -> str:
 
 
 def _compared_settings(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    """What the mesh does not say, where it matters for both or either."""
+    """Differences that the mesh does not show, where they matter for one or both plans."""
     said = []
     if first.precision != second.precision:
         said.append(f"Precision: {first.precision} in {a}, {second.precision} in {b}: this changes the numbers")
@@ -249,11 +255,11 @@ def _shares(plan: Plan) -> str:
 
 
 def _rules(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    """Layout rules that only one of the plans has; recompute of whole plans may be said above already."""
+    """Layout rules that only one of the plans has. Recompute is left out where it was compared as a whole."""
     above = recompute_words(first) != recompute_words(second)
     pairs = ((first, second, a), (second, first, b))
     said = [
-        f"Only {name} says of modules {rule.modules}: {', '.join(parts)}"
+        f"Only {name} has a rule for modules {rule.modules}: {', '.join(parts)}"
         for plan, other, name in pairs
         for rule in plan.layout
         if rule not in other.layout and (parts := _opinions(rule, recompute=not above))
@@ -261,12 +267,12 @@ def _rules(first: Plan, second: Plan, a: str, b: str) -> list[str]:
     if not said and not above:
         rules = [[rule for rule in plan.layout if _opinions(rule, recompute=True)] for plan in (first, second)]
         if rules[0] != rules[1]:
-            said.append(f"Rules of the layout, of which the last that matches counts, stand otherwise in {a} and {b}")
+            said.append(f"The layout's rules, of which the last match counts, are in another order in {a} and {b}")
     return said
 
 
 def _opinions(rule: LayoutRule, *, recompute: bool) -> list[str]:
-    """What a rule says of its modules."""
+    """What a rule sets for its modules."""
     parts = [f"chunks {rule.chunks}"] if rule.chunks is not None else []
     parts += [rule.placement] if rule.placement != "auto" else []
     if recompute and rule.recompute is not None:
@@ -275,7 +281,7 @@ def _opinions(rule: LayoutRule, *, recompute: bool) -> list[str]:
 
 
 def _models(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    """For which models they were made, where these are not the same."""
+    """The models for which the plans were made, where they differ."""
     if first.made_for == second.made_for:
         return []
     only = [_modules(one.made_for, other.made_for) for one, other in ((first, second), (second, first))]
@@ -288,7 +294,7 @@ def _modules(own: dict[str, str], other: dict[str, str]) -> str:
 
 
 def _leaves(value: Any, name: str = "") -> dict[str, Any]:
-    """Fields by dotted names, without the mesh and parts along split, of which all is said that means anything."""
+    """Fields by dotted names, without the mesh and the parts along split, which are compared elsewhere."""
     if not dataclasses.is_dataclass(value):
         return {name: value}
     fields = [field.name for field in dataclasses.fields(value) if field.name not in ("mesh", "split_shares")]

@@ -1,5 +1,5 @@
-"""Small changes to the best plans that enumeration leaves out: the order of axes, cuts, microbatches between powers,
-blocks that need not recompute.
+"""Small changes to the best plans that enumeration leaves out: the order of axes, uneven cuts, numbers of
+microbatches between powers of two, blocks that need not recompute.
 """
 
 import dataclasses
@@ -27,17 +27,18 @@ from tutti.planner.mixed_hardware import state_of
 from tutti.planner.plan_work import Room, times_held
 
 _BEST = 4
-"""Plans whose neighbours are costed."""
+"""Plans whose neighbours are predicted."""
 
 _ROUNDS = 3
 
 _RELIEVED = 6
-"""Meshes of which it is tried how few blocks may recompute."""
+"""Meshes for which the fewest recomputing blocks are searched."""
 
 
 def polish(explorer: Explorer) -> None:
-    """Cost data-parallel plans with wide layers divided, then the neighbours of the best plans, and theirs again, while
-    that brings anything."""
+    """Predict data-parallel plans with wide layers divided, then neighbours of the best plans, repeatedly while that
+    gains.
+    """
     widen(explorer)
     seen = {_key(one.plan) for one in explorer.costed}
     for _ in range(_ROUNDS):
@@ -54,7 +55,9 @@ def polish(explorer: Explorer) -> None:
 
 
 def _relieve(explorer: Explorer) -> None:
-    """Of the best plans that recompute all blocks, those with which only some do, where without any they would win."""
+    """For the best plans that recompute all blocks: plans that recompute only some, where recomputing none would
+    win.
+    """
     if len(explorer.limits.recompute) == 1:
         return
     again = [one for one in explorer.costed if one.good and any(rule.recompute for rule in one.plan.layout)]
@@ -77,14 +80,14 @@ def _relieve(explorer: Explorer) -> None:
 
 
 def _key(plan: Plan) -> tuple[object, ...]:
-    """What tells plans apart, the order of the mesh's axes too."""
+    """What identifies a plan, including the order of the mesh's axes."""
     return (tuple(plan.mesh.items()), plan.batch, plan.layout, plan.shares, plan.split_shares,
             plan.precision, plan.sharding,
             plan.pipeline, plan.space_grid, plan.context)  # fmt: skip
 
 
 def neighbours(one: Costed, explorer: Explorer) -> Iterator[Plan]:
-    """Plans that differ in one thing."""
+    """Plans that differ in one setting."""
     plan = one.plan
     if explorer.limits.microbatches is None:
         most = explorer.samples // plan.data_parallel_degree
@@ -99,7 +102,7 @@ def neighbours(one: Costed, explorer: Explorer) -> Iterator[Plan]:
 
 
 def _orders(mesh: dict[AxisName, int]) -> Iterator[dict[AxisName, int]]:
-    """The mesh with two neighbouring axes changed about."""
+    """The mesh with two neighbouring axes swapped."""
     axes = list(mesh)
     for at in range(len(axes) - 1):
         changed = [*axes[:at], axes[at + 1], axes[at], *axes[at + 2 :]]
@@ -107,7 +110,7 @@ def _orders(mesh: dict[AxisName, int]) -> Iterator[dict[AxisName, int]]:
 
 
 def _grids(plan: Plan, explorer: Explorer) -> Iterator[tuple[int, ...]]:
-    """Ways to cut space in two or three dims at once."""
+    """Divisions of space in two or three dims at once."""
     degree = plan.mesh.get("space", 1)
     dims = max((len(module.halo_nbytes_by_dim) for module in explorer.model.modules), default=0)
     if plan.space_grid or degree < 4 or dims < 2:
@@ -121,16 +124,22 @@ def _grids(plan: Plan, explorer: Explorer) -> Iterator[tuple[int, ...]]:
 
 
 _UNITS = 400
-"""Parts of a budget in which bytes are counted; what a block keeps is rounded up."""
+"""Units into which a budget of bytes is divided; what a block holds is rounded up to units."""
 
 _TRIES = 7
-"""Halvings of the interval in which the budget lies."""
+"""Steps of the bisection that finds the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLoad:
-    """What blocks keep and cost by form, (forms, blocks): `nbytes` at their place's peak, `within` while one is
-    computed again, `seconds` of that. `place_ranks`: of each block; by place: `fixed` bytes whatever the forms are.
+    """What blocks hold and cost by form of recompute, (forms, blocks).
+
+    Attributes:
+        nbytes: bytes at the peak of the block's place.
+        within: bytes while the block is recomputed.
+        seconds: seconds of recomputing.
+        place: place of each block.
+        fixed: by place, bytes for any form.
     """
 
     names: tuple[str, ...]
@@ -212,8 +221,9 @@ def load_of(room: Room, plan: Plan, samples: int) -> BlockLoad | None:
 
 
 def chosen(load: BlockLoad, budget: Array) -> NDArray[np.intp] | None:
-    """The form of each block such that every place keeps at most its `budget` of bytes and least is computed again;
-    None where nothing does."""
+    """The form of each block that keeps every place within its `budget` of bytes and recomputes least; None if none
+    does.
+    """
     forms = np.zeros(len(load.names), dtype=np.intp)
     for place, most in enumerate(budget.tolist()):
         mine = np.flatnonzero(load.place == place)
@@ -228,7 +238,8 @@ def chosen(load: BlockLoad, budget: Array) -> NDArray[np.intp] | None:
 
 
 def _knapsack(nbytes: Array, seconds: Array, capacity: float) -> NDArray[np.intp] | None:
-    """One form for each block, (forms, blocks), with the least seconds within the capacity; None where there is none.
+    """One form for each block, (forms, blocks), with the least seconds within the capacity; None where there is
+    none.
 
     best[j] after block b is the least of best[j - size] + seconds over b's forms, for j units of the capacity.
     """
@@ -253,7 +264,7 @@ def _knapsack(nbytes: Array, seconds: Array, capacity: float) -> NDArray[np.intp
 
 
 def with_forms(plan: Plan, names: tuple[str, ...], forms: tuple[int, ...]) -> Plan:
-    """The plan with one rule for every block that recomputes, in place of those that named all blocks."""
+    """The plan with a rule for every block that recomputes, instead of rules that name all blocks."""
     own = tuple(rule for rule in plan.layout if rule.recompute is None)
     rules = tuple(
         LayoutRule(modules=name, recompute=True if RECOMPUTE[form] == "full" else "selective")
@@ -265,17 +276,21 @@ def with_forms(plan: Plan, names: tuple[str, ...], forms: tuple[int, ...]) -> Pl
 
 MOST_TABLE = 64
 MOST_LAYERS = 32
-"""Layers that one plan divides, those that gain most."""
+"""Largest number of layers that a plan divides; those that gain most are taken."""
 
 _BASES = 4
-"""Data-parallel plans that were costed and are tried so, besides one for every power of two of ranks."""
+"""Number of the best data-parallel plans that are tried with divided layers, besides one for every power of two
+of ranks.
+"""
 
 _WAITS = 5
-"""Exchanges of a divided layer in a microbatch: two each way, and of how many rows there are."""
+"""Number of exposed communications of a divided layer in a microbatch: two in each direction, and one for the
+row counts.
+"""
 
 
 def widen(explorer: Explorer) -> None:
-    """Cost data-parallel plans with their wide linear layers divided, where that may send less."""
+    """Predict data-parallel plans with their wide linear layers divided, where that may send less."""
     request = explorer.request
     columns = model_table(explorer.model)
     if request.mesh is not None or request.demanded or not (columns.linear > 0).any():
@@ -299,8 +314,9 @@ def able_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: i
 
 
 def wide_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int, degree: int) -> Iterator[Plan]:
-    """`base` (replicas only) with the layers that gain divided over `degree` of its ranks: all of them, and the one
-    that gains most."""
+    """`base` (replicas only) with layers divided over `degree` of its ranks: once all layers that gain, once the
+    best one.
+    """
     ranks = base.degree("replicate")
     mesh: dict[AxisName, int] = {"replicate": ranks // degree, "table": degree} if degree < ranks else {"table": degree}
     plan = dataclasses.replace(base, mesh=mesh)
@@ -310,8 +326,12 @@ def wide_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: i
 
 
 def wide_rules(plan: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int) -> tuple[LayoutRule, ...]:
-    """Rules for the linear layers that would send less over the plan's `table` axis than their gradients are, what they
-    gain most first. An exchange more that is waited for counts as the bytes which its link could send meanwhile."""
+    """Rules for the linear layers that would send fewer bytes over the plan's `table` axis than their gradients
+    have.
+
+    The largest gain comes first. Each additional exposed communication counts as the bytes that its link could
+    send meanwhile.
+    """
     group = network(cluster, place_ranks(cluster, plan.world_size), plan).group("table")
     waits = _WAITS * plan.batch.num_microbatches * group.all_to_all(1.0) * group.link.bandwidth_bytes_per_s
     found = []
@@ -329,7 +349,9 @@ def wide_rules(plan: Plan, cluster: ClusterSpec, columns: ModelTable, samples: i
 
 
 def _traffic(columns: ModelTable, index: int, plan: Plan, samples: int, *, by_outputs: bool) -> tuple[float, float]:
-    """Bytes that a rank sends in a step for a divided layer's rows, and those of its gradient that it need not send."""
+    """Bytes that a rank sends in a step for a divided layer's rows, and the bytes of its gradient that it need not
+    send.
+    """
     n, ranks = plan.degree("table"), plan.data_parallel_degree
     here = samples / ranks * (0.5 if plan.precision in ("bfloat16", "float16") else 1.0)
     into, out = float(columns.linear[index]), float(columns.outputs[index])
@@ -340,7 +362,7 @@ def _traffic(columns: ModelTable, index: int, plan: Plan, samples: int, *, by_ou
 
 
 def wide_remark(model: ModelSpec, plan: Plan) -> str:
-    """What a plan that divides linear layers over `table` gains by it, in a sentence; empty for others."""
+    """A sentence on what a plan gains by dividing linear layers over `table`; empty for other plans."""
     if plan.degree("table") == 1:
         return ""
     columns, part = model_table(model), division(model, plan)
@@ -359,12 +381,12 @@ def wide_remark(model: ModelSpec, plan: Plan) -> str:
 
 
 def _degrees(ranks: int, per_node: int) -> list[int]:
-    """Degrees of `table` that divide `ranks`: all, those of a host, two."""
+    """Degrees of `table` that divide `ranks`: all ranks, those of a host, two."""
     return sorted({one for one in (ranks, per_node, 2) if 1 < one <= MOST_TABLE and ranks % one == 0}, reverse=True)
 
 
 def _bases(explorer: Explorer) -> Iterator[tuple[Plan, ClusterSpec]]:
-    """Plans of replicas: the best that were costed, and one for each power of two of ranks that none was costed for."""
+    """Plans of replicas: the best that were predicted, and one for each power of two of ranks for which none was."""
     alike = sorted((one for one in explorer.costed if set(one.plan.mesh) == {"replicate"}), key=_rank)
     best: dict[int, Costed] = {}
     for one in alike:

@@ -1,4 +1,4 @@
-"""What a planner is asked and what it answers: Request, Alternative, Choice. Plain data, as all specs."""
+"""What a planner is asked and what it answers: PlanRequest, Alternative, Choice. Plain frozen data, as all specs."""
 
 import math
 from collections.abc import Callable
@@ -13,14 +13,15 @@ from tutti.config.vocabulary import AxisName, Evidence, Precision, Relaxation
 from tutti.errors import PlanError
 
 PrecisionPolicy = Literal["script", "auto"] | Precision
-"""script: keep what the script asks for; auto: choose by predicted time; else exactly this one."""
+"""script: the script's own precision; auto: chosen by predicted time; otherwise exactly this precision."""
 
 Scope = Literal["data", "prefer-data", "all"]
-"""data: data parallelism only; prefer-data: other meshes only where nothing of it fits; all: every mesh."""
+"""data: data parallelism only; prefer-data: other meshes only where no data-parallel plan fits; all: every mesh."""
 
 Objective = Literal["throughput", "device-hours", "cost", "energy", "memory", "time-to-quality"]
-"""What the best plan has least of: time of a step, devices times time, price, energy, memory of the fullest rank, or
-time until a quality is reached, for which the global batch may change."""
+"""The quantity that the best plan minimises: step time, devices times time, price, energy, memory of the fullest
+rank, or time until a quality is reached. For the last of them the global batch size may change.
+"""
 
 
 _NUMBERS = {
@@ -29,19 +30,22 @@ _NUMBERS = {
     "budget": "what the whole training may cost",
     "deadline_s": "the seconds that the whole training may take",
 }
-"""Numbers of a Request and what they mean."""
+"""Numeric fields of a PlanRequest and their meaning."""
 
 
 def _finite(value: float, name: str, meaning: str) -> None:
     if not (value > 0 and math.isfinite(value)):
-        raise PlanError(f"{name} = {value}, {meaning}; give a finite number above 0")
+        raise PlanError(f"{name} = {value} ({meaning}); give a finite number above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseScale:
-    """How many samples a quality takes at each global batch, in the plan's unit.
+    """How many samples a quality takes, by global batch size, in the plan's unit.
 
-    `critical_batch`: at which twice the least samples are needed; `least_samples`: needed at very small batches.
+    Attributes:
+        critical_batch: batch size at which twice `least_samples` are needed.
+        least_samples: samples needed with very small batches.
+        evidence: where the two numbers come from.
     """
 
     critical_batch: float
@@ -53,23 +57,36 @@ class NoiseScale:
         _finite(self.least_samples, "least_samples", "the samples that a quality takes with very small batches")
         if not math.isfinite(self.least_samples / self.critical_batch * 2.0**63):
             raise PlanError(
-                f"critical_batch = {self.critical_batch} with least_samples = {self.least_samples}: no number of steps "
-                "could be counted; give numbers such as training has"
+                f"critical_batch = {self.critical_batch} with least_samples = {self.least_samples} gives a number of "
+                "steps that is too large to count; give the values of a real training"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What may vary. `script`: the plan the script's Job implies on one device: its batch, precision, layout, sync.
+    """What the planner may vary, what it minimises, and which limits hold.
 
-    `max_devices`: ranks to use at most; `degree`: exactly so many. `allow_microbatches`: num_microbatches may
-    change even where that changes results (a model with batch statistics). `keep_microbatches`: it may not change
-    at all. `scope`: which meshes are tried; `mesh`: exactly this one; `demanded`: degrees that the script's annotations
-    ask for as soon as there are two ranks, 0 for any above one. `train_samples`: of the whole training, in the plan's
-    unit. Limits: `memory_nbytes` of a rank, `budget` in the cluster's currency, `deadline_s` of the whole training.
-    `relax`: whether ways to send less are tried that change what is computed. `samples`: by such a way (as in
-    plan.ways: powersgd,rank=1; local:period=8) how many times the samples of exact runs it takes to the same quality,
-    where past runs measured it; None where they did not get there, or the model cannot go that way.
+    Attributes:
+        script: the plan that the script's Job implies on one device: its batch, precision, layout, sync.
+        max_devices: largest number of ranks.
+        degree: exact number of ranks.
+        precision: the script's precision, a given one, or the fastest.
+        allow_microbatches: num_microbatches may change even where that changes results (models with batch
+            statistics).
+        keep_microbatches: num_microbatches may not change at all.
+        scope: which meshes are tried.
+        mesh: exactly this mesh.
+        demanded: degrees that the script's annotations require from two ranks on; 0 means any degree above one.
+        objective: what the best plan minimises.
+        train_samples: length of the whole training, in the plan's unit.
+        noise: samples to a quality by batch size; needed for the objective time-to-quality.
+        memory_nbytes: limit on the memory of a rank.
+        budget: limit on the price of the whole training, in the cluster's currency.
+        deadline_s: limit on the seconds of the whole training.
+        relax: how far strategies that send less may change what is computed.
+        samples: measured samples to the same quality, as a multiple of exact training, by strategy as a user types
+            it ("powersgd,rank=1", "local:period=8"). None: the runs did not reach the quality, or the model cannot
+            use it.
     """
 
     script: Plan
@@ -102,49 +119,55 @@ class PlanRequest:
         self._check_relax()
         if self.objective == "time-to-quality" and self.noise is None:
             raise PlanError(
-                "the objective time-to-quality needs to know how many samples a quality takes at each batch; give the "
-                "critical batch and the least samples (measured by a run, or assumed)"
+                "the objective time-to-quality needs a noise scale: how many samples a quality takes at each batch "
+                "size; give the critical batch and the least samples (measured by a run, or assumed)"
             )
 
     def _check_ranks(self) -> None:
-        """Refuse numbers of ranks that contradict each other, rather than let one of them win unseen."""
+        """Refuse numbers of ranks that contradict each other, rather than silently preferring one of them."""
         asked = {"degree": self.degree, "mesh": None if self.mesh is None else math.prod(self.mesh.values())}
-        said = {name: many for name, many in asked.items() if many is not None}
-        if len(set(said.values())) > 1:
+        given = {name: ranks for name, ranks in asked.items() if ranks is not None}
+        if len(set(given.values())) > 1:
             raise PlanError(
                 f"degree (--nproc) asks for exactly {self.degree} ranks, but mesh = {format_mesh(self.mesh or {})} "
-                f"has {said['mesh']}; make them agree, or leave one out"
+                f"has {given['mesh']}; make them agree, or leave one out"
             )
-        for name, many in said.items():
-            if self.max_devices is not None and many > self.max_devices:
+        for name, ranks in given.items():
+            if self.max_devices is not None and ranks > self.max_devices:
                 raise PlanError(
-                    f"{name} asks for exactly {many} ranks, but max_devices = {self.max_devices} allows no more than "
+                    f"{name} asks for exactly {ranks} ranks, but max_devices = {self.max_devices} allows no more than "
                     f"{self.max_devices}; raise it, ask for fewer ranks, or leave one out"
                 )
         beyond = [axis for axis, degree in (self.mesh or {}).items() if degree > 1 and axis != "replicate"]
         if self.scope == "data" and beyond:
             raise PlanError(
-                f"only data parallelism is to be considered, but mesh = {format_mesh(self.mesh or {})} divides the "
-                f"model along {beyond[0]}; leave one out, or ask for replicate alone"
+                f"only data parallelism is allowed, but mesh = {format_mesh(self.mesh or {})} divides the "
+                f"model along {beyond[0]}; leave one of the two out, or ask for replicate only"
             )
 
     def _check_relax(self) -> None:
         sync = self.script.sync
         if self.relax != "exact" and (sync.mode != "synchronous" or sync.compress is not None):
             raise PlanError(
-                f"--relax is {self.relax}, which chooses how gradients and replicas are kept together, and "
-                f"{format_relaxation(sync)} says how; leave one out"
+                f"--relax {self.relax} lets the planner choose how replicas are synchronised, but the script already "
+                f"asks for {format_relaxation(sync)}; leave one out"
             )
-        for words, factor in self.samples.items():
+        for strategy, factor in self.samples.items():
             if factor is not None and not factor > 0:
-                raise PlanError(f"samples of {words} = {factor}; give a number above 0, such as 1.1")
+                raise PlanError(f"samples of {strategy} = {factor}; give a number above 0, such as 1.1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What a whole training costs by a plan, or one step of it where `steps` is unknown.
+    """What a plan costs over a whole training, or over one step where `steps` is unknown.
 
-    `cost` and `energy_kwh` are None where the cluster has no prices or powers. `evidence`: of the number of steps.
+    Attributes:
+        steps: number of steps of the training.
+        time_s: seconds.
+        device_hours: devices times hours.
+        cost: price; None where the cluster has no prices.
+        energy_kwh: energy; None where the cluster has no powers.
+        evidence: where the number of steps comes from.
     """
 
     steps: int | None
@@ -157,7 +180,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan that was not chosen, and why, in words. No prediction where it cannot be costed."""
+    """A plan that was not chosen, and the reason as text. `prediction` is None where the plan cannot be predicted."""
 
     plan: Plan
     prediction: Prediction | None
@@ -167,9 +190,17 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """How far the search went, in plans. `too_large` and `too_slow` were ruled out by bounds that no prediction is
-    below; `refused` cannot be costed; `left` were not looked at. `gap`: by which part of the best plan's value one of
-    those left could be better at most; 0 where none is left.
+    """How far a search went, in numbers of plans.
+
+    Attributes:
+        considered: plans in the search space.
+        too_large: ruled out because a lower bound of their memory exceeds what there is.
+        too_slow: ruled out because a lower bound of their value exceeds that of the best plan.
+        costed: predicted.
+        refused: cannot be predicted.
+        left: not examined.
+        gap: the fraction of the best plan's value by which a plan that was left could be better at most; 0 if none
+            is left.
     """
 
     considered: int
@@ -182,19 +213,36 @@ class Coverage:
 
 
 def step_s(prediction: Prediction, size: int, whole: int) -> float:
-    """Seconds of a step of `size`, where one of `whole` was predicted: work on samples and their loading in proportion,
-    the rest, which is of parameters and calls, as it is. Exchanges that were hidden are taken to stay hidden."""
+    """Seconds of a step with another batch size than the predicted one.
+
+    Loading, forward and backward are scaled with the batch. The rest depends on parameters and calls, and stays as
+    it is. Communication that was hidden is assumed to stay hidden.
+
+    Args:
+        prediction: of a step with a batch of `whole`.
+        size: the other batch size.
+        whole: the batch size of the prediction.
+    """
     passes = prediction.phases["data"] + prediction.phases["forward"] + prediction.phases["backward"]
     return prediction.step_time_s.value - passes * (1.0 - size / whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxationGain:
-    """What opening the dial brought. `strategy`: the best one found, as a user types it; empty where none is better.
+    """What strategies that send less would bring.
 
-    `exact_step_s`, `step_s`: of the best exact plan and of the best that goes this way; `samples`: how many times the
-    samples of exact training it is counted with, and the `evidence` of that. It is `chosen` where it takes less with
-    them, also if links are `links` times as fast as predicted and its kernels `kernels` times as slow.
+    Attributes:
+        relax: the relaxation level that was allowed.
+        chosen: whether the strategy was taken. It must take less, with its `samples`, than every exact plan, even if
+            links are `links` times as fast as predicted and the codec's kernels `kernels` times as slow.
+        strategy: the best strategy, as a user types it; empty where none is better.
+        exact_step_s: step time of the best exact plan.
+        step_s: step time of the best plan with the strategy.
+        samples: samples to the same quality, as a multiple of exact training.
+        evidence: where `samples` comes from.
+        links: margin of error of the links' speed.
+        kernels: margin of error of the codec's kernels.
+        sentence: the result in one sentence.
     """
 
     relax: Relaxation
@@ -211,11 +259,22 @@ class RelaxationGain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The plan chosen, its prediction, and the others, the fastest first. `remarks`: the choice in plain words.
+    """The chosen plan, its prediction, and the alternatives.
 
-    `changes`: what would have to change for another plan to win. `nodes`: the cluster's kinds of nodes in the order in
-    which ranks are seated; the cluster's own order where it is empty. `relaxation`: what ways to send less would bring,
-    where the request allows any.
+    Attributes:
+        model: name of the model.
+        cluster: name of the cluster.
+        request: what was asked.
+        best: the chosen plan.
+        prediction: of the chosen plan.
+        alternatives: plans that were not chosen, the best first.
+        remarks: what the choice means, in sentences.
+        totals: the chosen plan over the whole training.
+        changes: what would have to change for another plan to win, in sentences.
+        coverage: how far the search went.
+        nodes: names of the nodes in the order in which ranks are placed; empty for the cluster's own order.
+        relaxation: what strategies that send less would bring, where the request allows any.
+        version: of this format.
     """
 
     model: str
@@ -234,64 +293,72 @@ class Choice:
 
 
 MOST_DOUBLINGS = 16
-"""Sizes of the global batch above the script's own that are tried at most."""
+"""Largest number of global batch sizes above the script's own that are tried."""
 
 
 def samples_to_quality(batch: float, noise: NoiseScale) -> float:
-    """Samples needed with a global batch: E = E_min (1 + B / B_crit), B in the unit of the noise scale.
+    """Samples needed with a global batch B: E = E_min (1 + B / B_crit), with B in the noise scale's unit.
 
-    McCandlish, Kaplan, Amodei and others 2018, arXiv 1812.06162, equations 2.11 and 2.12: steps S and samples E = S B
-    obey (S / S_min - 1) (E / E_min - 1) = 1. As good as the noise scale's evidence, which goes with every use.
+    McCandlish, Kaplan, Amodei and others 2018, arXiv 1812.06162, equations 2.11 and 2.12: steps S and samples E = S
+    B obey (S / S_min - 1) (E / E_min - 1) = 1. The result is only as reliable as the noise scale's evidence, which
+    is reported with it.
     """
     return noise.least_samples * (1.0 + batch / noise.critical_batch)
 
 
 def steps_to_quality(batch: float, noise: NoiseScale) -> float:
-    """Steps needed: S = S_min (1 + B_crit / B)."""
+    """Steps needed with a global batch B: S = S_min (1 + B_crit / B)."""
     return samples_to_quality(batch, noise) / batch
 
 
 def batches_to_try(own: int, noise: NoiseScale, ranks: int) -> tuple[int, ...]:
-    """Global batches worth a search: the script's own, times and by powers of two, up to 4 times the critical one,
-    and no batch of more samples than the quality takes at least.
+    """Global batch sizes worth a search: the script's own, multiplied and divided by powers of two.
 
-    Beyond that the steps fall by less than a fifth with any batch, while samples grow in proportion.
+    None is above 4 times the critical batch, or above the samples that the quality takes at least. Beyond that, any
+    larger batch saves less than a fifth of the steps, while the samples grow in proportion.
+
+    Args:
+        own: the script's global batch size.
+        noise: samples to a quality by batch size.
+        ranks: number of devices.
     """
     most = max(float(own), min(4 * noise.critical_batch, noise.least_samples))
     least = max(1.0, min(own, noise.critical_batch) / 4, min(float(own), float(ranks)) / 4)
-    found = {own}
+    sizes = {own}
     batch = own
-    while batch * 2 <= most and len(found) <= MOST_DOUBLINGS:
+    while batch * 2 <= most and len(sizes) <= MOST_DOUBLINGS:
         batch *= 2
-        found.add(batch)
+        sizes.add(batch)
     batch = own
     while batch // 2 >= least and batch % 2 == 0:
         batch //= 2
-        found.add(batch)
-    return tuple(sorted(found))
+        sizes.add(batch)
+    return tuple(sorted(sizes))
 
 
 def sizes_of(batch: BatchPlan, samples: float) -> list[tuple[int, int]]:
-    """(size, steps) in order, of a training over so many samples in the batch's unit."""
+    """(batch size, steps), in order, of a training over this many samples in the batch's unit."""
     return _walk(batch, samples, float)
 
 
 def sizes_to_quality(batch: BatchPlan, noise: NoiseScale) -> list[tuple[int, int]]:
-    """The same of a training to a quality: a step of the batch B counts B / (1 + B / critical batch) of the least
-    samples (plan.quality, for a batch that does not stay)."""
+    """(batch size, steps), in order, of a training to a quality, also with a batch that grows.
+
+    A step with batch B counts as B / (1 + B / B_crit) of the least samples (see samples_to_quality).
+    """
     return _walk(batch, noise.least_samples, lambda size: size / (1.0 + size / noise.critical_batch))
 
 
 def _walk(batch: BatchPlan, needed: float, worth: Callable[[int], float]) -> list[tuple[int, int]]:
-    found, left, done = list[tuple[int, int]](), needed, 0
+    sizes, left, done = list[tuple[int, int]](), needed, 0
     for until, size in (*batch.ramp, (None, batch.global_batch_size)):
         steps = math.ceil(left / worth(size))
         if until is not None:
             steps = min(steps, until - done)
             done = until
         if steps > 0:
-            found.append((size, steps))
+            sizes.append((size, steps))
         left -= steps * worth(size)
         if left <= 0:
             break
-    return found
+    return sizes

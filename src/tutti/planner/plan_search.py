@@ -1,4 +1,4 @@
-"""choose: cost what may be best, take the best that fits, and keep for each other one why it lost."""
+"""Choose a plan: predict the promising candidates, take the best that fits, and say why each of the others lost."""
 
 import dataclasses
 import math
@@ -28,13 +28,13 @@ from tutti.planner.relaxed_search import search_relaxed
 from tutti.planner.scenarios import changes
 
 TIE = 0.02
-"""Plans within this part of the best count as equal: then the one that asks for least is taken."""
+"""Plans within this fraction of the best value count as equal; the most modest of them is chosen."""
 
 CHANGES = 0.1
-"""Part of a search's time, besides, for looking at what would have to change for other plans to win."""
+"""Extra time, as a fraction of a search's time limit, for finding what would have to change for other plans to win."""
 
 SHOWN_FAMILIES = 12
-"""Kinds of plans of which the best is among the alternatives, besides the nearest ones."""
+"""How many kinds of plans have their best listed among the alternatives, in addition to the nearest plans."""
 
 
 def choose(
@@ -45,13 +45,22 @@ def choose(
     clock: Clock | None = None,
     limit_s: float = math.inf,
 ) -> Choice:
-    """The plan with the least of the request's objective among those that fit in memory and keep its limits; exact, or
-    going a way that the request's dial allows (plan.relaxed).
+    """Choose the plan that fits, keeps the request's limits, and has the least value of its objective.
 
-    Among plans within 2 % of it, the fastest where time is not the objective, then the one with the fewest devices,
-    then the script's own precision, then the fewest mechanisms and microbatches. `clock` (seconds) and `limit_s` end a
-    long search early; what that leaves open is in the choice's coverage. Raises PlanError where nothing fits or nothing
-    can be costed, with the numbers.
+    Gradient reduction stays exact, or uses a strategy that the request's relaxation level allows
+    (relaxed_strategies.py). Plans within 2 % of the best value count as equal. Among them the order of preference
+    is: the fastest (where time is not the objective), the fewest devices, the script's own precision, the fewest
+    mechanisms, the fewest microbatches.
+
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        request: what may vary, the objective and the limits.
+        clock: returns seconds; needed for `limit_s`.
+        limit_s: seconds after which a long search ends early. The choice's coverage says what was left open.
+
+    Raises:
+        PlanError: no plan fits, or none can be predicted; the message has the numbers.
     """
     choice = _exact_choice(model, cluster, dataclasses.replace(request, relax="exact"), clock, limit_s)
     plain = _is_plain(request.script) and len(cluster.devices) == 1
@@ -59,35 +68,35 @@ def choose(
         return choice
     opened = search_relaxed(model, cluster, request, choice, clock, limit_s / 2)
     if request.relax == "exact" and not (opened.relaxation is not None and opened.relaxation.chosen):
-        return choice  # ways that lose nothing are spoken of only where one is taken
+        return choice  # strategies that lose nothing are mentioned only where one is taken
     return opened
 
 
 def _is_plain(script: Plan) -> bool:
-    """Whether it says nothing of how gradients are summed."""
+    """Whether the script leaves open how gradients are reduced."""
     return script.sync.compress is None and script.sync.mode == "synchronous"
 
 
 def _exact_choice(
     model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, clock: Clock | None, limit_s: float
 ) -> Choice:
-    """The best plan whose sums are as the script has them."""
+    """The best plan that reduces gradients as the script does."""
     objectives.check(cluster, request)
     if request.scope == "all" or request.mesh is not None or request.demanded:
         return _search(model, cluster, request, clock, limit_s)
-    found = _data_parallel(model, cluster, request)
-    if isinstance(found, Choice):
-        return found
+    outcome = _data_parallel(model, cluster, request)
+    if isinstance(outcome, Choice):
+        return outcome
     if request.scope == "data":
-        raise PlanError(found)
+        raise PlanError(outcome)
     wider = dataclasses.replace(request, scope="all")
     choice = _search(model, cluster, wider, clock, limit_s)
-    sentence = "Data parallelism alone does not fit, so the model is divided: " + found.partition("; ")[0]
+    sentence = "Data parallelism alone does not fit, so the model is divided: " + outcome.partition("; ")[0]
     return dataclasses.replace(choice, request=request, remarks=(*choice.remarks, sentence))
 
 
 def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Choice | str:
-    """The best of all data-parallel plans, every one costed, or why none can be had."""
+    """The best of all data-parallel plans, each of them predicted; or the reason why none is possible."""
     costed, impossible = _cost(model, cluster, request, candidates(model, cluster, request))
     if not costed:
         return impossible[0].reason
@@ -103,11 +112,13 @@ def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest)
 def _search(
     model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, clock: Clock | None, limit_s: float
 ) -> Choice:
-    """The best of all meshes. The global batch is tried in several sizes where the objective lets it change."""
+    """The best plan of all meshes. Several global batch sizes are tried where the objective lets the size change."""
     given = precisions(model, cluster, request)
     requests = [request]
     batch = request.script.batch
-    if request.objective == "time-to-quality" and request.noise is not None and not batch.ramp:  # a ramp is a choice
+    if (
+        request.objective == "time-to-quality" and request.noise is not None and not batch.ramp
+    ):  # a ramp is the user's choice
         sizes = batches_to_try(batch.global_batch_size, request.noise, cluster.device_count)
         requests = [_with_batch(request, size) for size in sizes]
     costed: list[Costed] = []
@@ -132,7 +143,7 @@ def _search(
             explorer = Explorer(model, seatings, one, given, clock, remaining, offload=True)
             explorer.run()
         if not any(each.good for each in explorer.costed):
-            # The search looks for what has least of the objective: is there a plan that has least of what is limited?
+            # The search minimised the objective, and no plan kept the limits: minimise what is limited instead.
             explorer.add(_frugal(model, cluster, one, given, clock, remaining))
         polish(explorer)
         costed += explorer.costed
@@ -148,7 +159,7 @@ def _search(
 
 
 def _ending(clock: Clock | None, seconds: float) -> Callable[[], bool]:
-    """Whether so many seconds from now have passed."""
+    """A function that says whether this many seconds from now have passed."""
     if clock is None:
         return lambda: False
     end = clock() + seconds
@@ -163,7 +174,7 @@ def _frugal(
     clock: Clock | None,
     limit_s: float,
 ) -> Costed | None:
-    """The plan with the least of what a limit restricts: price, time, or memory."""
+    """The plan with the least of the quantity that a limit restricts: price, time or memory."""
     if request.budget is None and request.deadline_s is None:
         return smallest(model, cluster, request)
     objective: Objective = "cost" if request.budget is not None else "throughput"
@@ -225,7 +236,7 @@ def _choice(
 def _cost(
     model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, plans: list[Plan]
 ) -> tuple[list[Costed], list[Alternative]]:
-    """Predictions of all plans, and those that have none with the reason, one for each reason."""
+    """Predictions of all plans, and one unpredictable plan for each reason of refusal."""
     costed: list[Costed] = []
     impossible: dict[str, Alternative] = {}
     for plan in plans:
@@ -234,14 +245,14 @@ def _cost(
         except PlanError as error:
             impossible.setdefault(str(error), Alternative(plan=plan, prediction=None, reason=str(error)))
             continue
-        found = objectives.totals(cluster, request, plan, prediction)
+        totals = objectives.totals(cluster, request, plan, prediction)
         costed.append(
             Costed(
                 plan=plan,
                 prediction=prediction,
                 cluster=cluster,
                 value=objectives.value(cluster, request, plan, prediction),
-                broken=objectives.broken_limit(request, found, prediction),
+                broken=objectives.broken_limit(request, totals, prediction),
             )
         )
     return costed, list(impossible.values())
@@ -250,7 +261,10 @@ def _cost(
 def _best(good: list[Costed], request: PlanRequest) -> Costed:
     least = min(one.value for one in good)
     equal = [one for one in good if one.value <= least * (1 + TIE)]
-    if request.objective not in ("throughput", "time-to-quality"):  # many devices may cost what few do, in less time
+    if request.objective not in (
+        "throughput",
+        "time-to-quality",
+    ):  # many devices may cost no more than few, in less time
         fastest = min(one.prediction.step_time_s.value for one in equal)
         equal = [one for one in equal if one.prediction.step_time_s.value <= fastest * (1 + TIE)]
     script = request.script
@@ -260,7 +274,7 @@ def _best(good: list[Costed], request: PlanRequest) -> Costed:
             one.plan.world_size,
             one.plan.precision != script.precision,
             mechanisms(one.plan),
-            one.plan.degree("replicate") < one.plan.world_size,  # copies ask nothing of a model
+            one.plan.degree("replicate") < one.plan.world_size,  # plain replication needs no change of the model
             one.plan.batch.num_microbatches,
             len(one.plan.shares) + len(one.plan.split_shares),
             len(one.plan.layout),
@@ -271,7 +285,7 @@ def _best(good: list[Costed], request: PlanRequest) -> Costed:
 
 
 def _as_written(cluster: ClusterSpec, best: Costed) -> Costed:
-    """The best plan on the nodes in the cluster's own order, where that seats its ranks on the same ones."""
+    """The best plan with the cluster's own order of nodes, where that places its ranks on the same nodes."""
     if best.cluster.nodes == cluster.nodes:
         return best
     world = best.plan.world_size
@@ -280,7 +294,7 @@ def _as_written(cluster: ClusterSpec, best: Costed) -> Costed:
 
 
 def mechanisms(plan: Plan) -> int:
-    """How many axes and settings a plan combines."""
+    """The number of axes and settings that a plan combines."""
     axes = sum(degree > 1 for degree in plan.mesh.values())
     extra = plan.mesh.get("stage", 1) > 1 and plan.pipeline.schedule != "1f1b"
     recompute = any(rule.recompute for rule in plan.layout)
@@ -288,8 +302,11 @@ def mechanisms(plan: Plan) -> int:
 
 
 def _representatives(costed: list[Costed], best: Costed) -> list[Costed]:
-    """The losers worth a line: the best of each degree, precision and kind of shares; of the chosen such group, the
-    numbers of microbatches that do not fit and the two fastest that do."""
+    """The data-parallel plans to list besides the chosen one.
+
+    These are the best of every group of degree, precision and equal or unequal shares. From the chosen plan's own
+    group: the numbers of microbatches that do not fit, and the two fastest that do.
+    """
 
     def group(one: Costed) -> tuple[int, str, bool]:
         return (one.plan.world_size, one.plan.precision, bool(one.plan.shares))
@@ -301,7 +318,7 @@ def _representatives(costed: list[Costed], best: Costed) -> list[Costed]:
 
 
 def _families(costed: list[Costed], best: Costed) -> list[Costed]:
-    """The losers worth a line: the nearest with other meshes, and the best of each kind, one device among them."""
+    """The plans to list besides the chosen one: the nearest with other meshes, and the best of each kind of mesh."""
 
     def mesh(one: Costed) -> object:
         by_speed = bool(one.plan.shares or one.plan.split_shares)
@@ -320,7 +337,7 @@ def _families(costed: list[Costed], best: Costed) -> list[Costed]:
 
 
 def _firsts(costed: Sequence[Costed], key: Callable[[Costed], object]) -> list[Costed]:
-    """The best of each group."""
+    """The best plan of each group."""
     chosen: dict[object, Costed] = {}
     for one in costed:
         rival = chosen.get(key(one))
@@ -334,21 +351,20 @@ def _level(plan: Plan) -> int:
 
 
 def _rank(one: Costed) -> tuple[bool, bool, float]:
-    """Order within a group: fitting ones by value, then the others by how much memory they need."""
+    """Sort key within a group: plans that fit, by value; then the others, by the memory they need."""
     fits = one.prediction.fits
     return (not fits, bool(one.broken), one.value if fits else one.prediction.memory.total)
 
 
 def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, best: Costed) -> tuple[Alternative, ...]:
-    """Faster plans of lower precision that the request rules out: shown, so that the choice is the user's."""
+    """Faster plans in a lower precision that the request rules out, listed so that the user can choose them."""
     if request.precision != "script" or best.plan.precision != "full":
         return ()
-    shown = []
+    faster = []
     for precision in LOWER:
-        code = best.plan.sync.compress
-        scaled = (
-            precision == "float16" and code is not None and code.method in MOMENTUM_CODECS
-        )  # which bear no loss scale
+        codec = best.plan.sync.compress
+        # Momentum compression does not work with a loss scale, which float16 needs.
+        scaled = precision == "float16" and codec is not None and codec.method in MOMENTUM_CODECS
         if scaled or not possible(model, cluster, precision):
             continue
         plan = dataclasses.replace(best.plan, precision=precision)
@@ -356,30 +372,37 @@ def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, b
         gain = best.prediction.step_time_s.value / prediction.step_time_s.value
         if gain > 1.05 and prediction.fits:
             reason = f"{gain:.1f}x faster, but changes the numbers: --precision auto allows it"
-            shown.append(Alternative(plan=plan, prediction=prediction, reason=reason))
-    return tuple(shown)
+            faster.append(Alternative(plan=plan, prediction=prediction, reason=reason))
+    return tuple(faster)
 
 
 _TIME = 0.35
-"""Part of the time that the first of them is searched for, at most; each other has half of what the one before had."""
+"""Largest fraction of the time limit for the first part of the cluster; each later part has half of the one before."""
 
 _MOST = 4
-"""Parts that are searched."""
+"""Largest number of parts of the cluster that are searched."""
 
 _TAKEN = 6
-"""Plans of each part that the search of the whole begins with."""
+"""Plans of each part with which the search of the whole cluster begins."""
 
 
 def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Clock | None, limit_s: float) -> None:
-    """Give a search of `limit_s`, before it runs, the best plans of the parts of its `clusters` (its orders of nodes).
+    """Seed a search, before it runs, with the best plans for parts of its cluster.
 
-    A part may compute in a precision that not all devices have; only its quickest is looked at.
+    A part may compute in a precision that not all devices of the cluster have; only its fastest precision is
+    searched.
+
+    Args:
+        whole: the search of the whole cluster; it receives the plans.
+        clusters: the cluster, once for every order of its nodes.
+        clock: returns seconds; needed for `limit_s`.
+        limit_s: time limit of the whole search.
     """
     model, request, share_s = whole.model, whole.request, limit_s * _TIME
     for cluster, part in islice(parts(clusters, request), _MOST):
         try:
             explorer = Explorer(model, (part,), request, [_quickest(model, part, request)], clock, share_s)
-        except PlanError:  # nothing of it serves the request
+        except PlanError:  # no plan of this part serves the request
             continue
         explorer.run(than=whole.best)
         polish(explorer)
@@ -390,7 +413,7 @@ def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Cloc
 
 
 def _quickest(model: ModelSpec, part: ClusterSpec, request: PlanRequest) -> Precision:
-    """Of the precisions that may be chosen, the one in which the slowest device has the highest rate."""
+    """The allowed precision in which the slowest device has the highest rate."""
     devices = [part.devices[node.device] for node in part.nodes]
 
     def rate(precision: Precision) -> float:
@@ -401,8 +424,11 @@ def _quickest(model: ModelSpec, part: ClusterSpec, request: PlanRequest) -> Prec
 
 
 def parts(clusters: tuple[ClusterSpec, ...], request: PlanRequest) -> Iterator[tuple[ClusterSpec, ClusterSpec]]:
-    """(cluster, its first nodes alone), where these are fewer kinds than all and the request lets others be idle: of
-    the first order the first kind, then two, four ...; of the others the first."""
+    """Pairs of a cluster and its first nodes, where the request lets the other nodes be idle.
+
+    For the first order of nodes, the first 1, 2, 4 ... kinds of nodes are taken; for the other orders, the first
+    kind.
+    """
     if request.degree is not None or request.mesh is not None:
         return
     seen = set[frozenset[str]]()
@@ -418,7 +444,7 @@ def parts(clusters: tuple[ClusterSpec, ...], request: PlanRequest) -> Iterator[t
 
 
 def _ends(cluster: ClusterSpec) -> list[int]:
-    """Up to where the first nodes are of one kind, of two, ..."""
+    """For every run of equal nodes, the index after its last node."""
     nodes, starts = cluster.nodes, [0]
     for at in range(1, len(nodes)):
         if is_mixed(dataclasses.replace(cluster, nodes=nodes[starts[-1] : at + 1])):

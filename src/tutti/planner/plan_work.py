@@ -1,6 +1,7 @@
-"""One microbatch's work on one rank, stage by stage: what bounds and estimates of a step are made of.
+"""One microbatch's work on one rank, stage by stage, from which bounds and estimates of a step are made.
 
-Everything is worked out with the cost model's own parts, but once for all plans that divide the model alike.
+It uses the cost model's own functions, but runs them once for all plans that divide the model in the same
+degrees.
 """
 
 import math
@@ -30,19 +31,26 @@ from tutti.planner.mesh_enumeration import RECOMPUTE, SCHEDULES, block_globs
 Flags = NDArray[np.bool_]
 
 KINDS = ("others", "zero-bubble")
-"""Schedules by what is known of the time that they take."""
+"""Groups of schedules for which the same is known about the time of a step."""
 
 IMPOSSIBLE = math.inf
-"""Seconds of what the cost model refuses."""
+"""Seconds of a combination that the cost model refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePasses:
-    """By module, of one microbatch: seconds of forward and backward with what is waited for in exchanges at least, and
-    of what is computed again under each form of recompute, (3, modules); `adding`: gradients to those of the microbatch
-    before; `update`: the optimizer's memory traffic; `probable`: what exchanges take besides. `summed`: bytes of the
-    gradients that all data-parallel ranks sum. `slack`: of all modules, seconds by which forward and backward may be
-    less in the mean over ranks of unequal parts along split.
+    """The passes of one microbatch, by module.
+
+    Attributes:
+        ahead: seconds of forward, with its least exposed communication.
+        back: seconds of backward, with its least exposed communication.
+        again: (3, modules), seconds of recompute under each form.
+        adding: seconds of adding gradients to those of the microbatch before.
+        update: seconds of the optimizer's memory traffic.
+        probable: seconds of communication that is probable in addition.
+        summed: bytes of the gradients that all data-parallel ranks reduce.
+        slack: for all modules, seconds by which forward and backward may be less in the mean over ranks of
+            unequal parts along split.
     """
 
     ahead: Array
@@ -56,12 +64,12 @@ class ModulePasses:
 
 
 def _on_place(values: Array, stage: int) -> Array:
-    """Values by stage, (..., stages), as sums of each place's, (..., places)."""
+    """Values by stage, (..., stages), summed for each place, (..., places)."""
     return np.asarray(values.reshape(*values.shape[:-1], -1, stage).sum(axis=-2), dtype=np.float64)
 
 
 def _before(values: Array) -> Array:
-    """(..., stages): the sums of all before."""
+    """(..., stages): for each stage the sum over all stages before it."""
     return np.asarray(np.cumsum(values, axis=-1) - values, dtype=np.float64)
 
 
@@ -82,17 +90,23 @@ class ModelWork:
         self._repeats = np.stack([self._repeated(regions) for regions in self.regions])
 
     def step(self, *key: int) -> tuple[float, ...]:
-        """For (split, context, expert, table, space, samples, best worker, stages, stages per rank, microbatches,
-        whether stages lie on different hosts, index into KINDS, recompute): seconds of all passes of a step, at least
-        of the place that ends last, at least of any microbatch's way, probably, and as a mean over the places; then of
-        the place that ends last: seconds of a microbatch's forward and backward, bytes of its gradients that all
-        data-parallel ranks sum, and seconds of its update.
+        """Least and probable times of a step.
 
-        For every place p of a pipeline a step lasts m t_p plus the times of the places before it and of the messages
-        between, t_p being forward and backward: the first microbatch comes through them and the last one's gradient
-        goes back. The same holds for every single stage with all stages before it, and for the way of its messages,
-        which carries one after another. With zero-bubble weight gradients may come last, so that only forwards, or
-        gradients of inputs, are sure to come before and after.
+        For every place p of a pipeline, a step lasts m t_p plus the times of the places before it and of the messages
+        between, where t_p is forward and backward. The first microbatch passes through these places, and the last
+        one's gradient goes back. The same holds for every single stage with all stages before it, and for the link of
+        its messages, which carries one after another. With zero-bubble schedules, weight gradients may come last.
+        Then only forwards, or gradients of inputs, are sure to come before and after.
+
+        Args:
+            key: (split, context, expert, table, space, samples, best worker, stages, stages per rank, microbatches,
+                whether stages lie on different hosts, index into KINDS, recompute).
+
+        Returns:
+            Seconds of all passes of a step: at least for the place that ends last, at least for any microbatch's
+                path, probable, and as a mean over the places. Then, for the place that ends last: seconds of a
+                microbatch's forward and backward, bytes of its gradients that all data-parallel ranks reduce, and
+                seconds of its update.
         """
         *rest, kind, again = key
         whole = tuple(rest)
@@ -101,7 +115,7 @@ class ModelWork:
         return self._steps[whole][kind][again]
 
     def _step(self, *key: int) -> list[list[tuple[float, ...]]]:
-        """The same for every kind of schedule and form of recompute."""
+        """As `step`, for every kind of schedule and form of recompute."""
         *inner, stage, chunks, count, across_hosts = key
         sums = self._stage_sums((*inner, stage, chunks))
         if sums is None:
@@ -134,8 +148,9 @@ class ModelWork:
         return found
 
     def _messages(self, stage: int, chunks: int, samples: float, across_hosts: int, best: int) -> tuple[Array, Array]:
-        """(stages,) each: seconds at least of a message from each stage to the next, 0 from the last, and those of them
-        in which it is on its way alone."""
+        """(stages,) twice: least seconds of a message from each stage to the next (0 from the last), and of these the
+        seconds that occupy only the link.
+        """
         stages, tables = self.stages(stage, chunks), self._tables
         message, wire = np.zeros(stage * chunks), np.zeros(stage * chunks)
         if stages is not None and stage > 1:
@@ -146,8 +161,9 @@ class ModelWork:
         return message, wire
 
     def _stage_sums(self, key: tuple[int, ...]) -> Array | None:
-        """(9, stages): forward, backward, what is computed again under each form, adding gradients, the update, what
-        exchanges probably take besides, bytes of gradients that all sum; None for what is refused."""
+        """(9, stages): forward, backward, recompute under each form, adding gradients, the update, probable further
+        communication, bytes of gradients that all ranks reduce. None for what is refused.
+        """
         if key not in self._sums:
             *inner, stage, chunks = key
             passes, stages = self.passes(tuple(inner)), self.stages(stage, chunks)
@@ -160,7 +176,7 @@ class ModelWork:
         return self._sums[key]
 
     def stages(self, stage: int, chunks: int) -> StageCuts | None:
-        """Where the model is cut; None where it cannot be cut so."""
+        """The cuts of the model into stages; None where it cannot be cut so."""
         key = (stage, chunks)
         if key not in self._stages:
             pipeline = PipelinePlan(schedule="interleaved" if chunks > 1 else "1f1b", stages_per_rank=chunks,
@@ -173,13 +189,13 @@ class ModelWork:
         return self._stages[key]
 
     def _recomputed(self, how: bool | Recompute | None) -> tuple[Region, ...]:
-        """What is recomputed when the blocks recompute so; None adds nothing to the script's own layout."""
+        """The regions that are recomputed when the blocks recompute so; None adds nothing to the script's layout."""
         rules = tuple(LayoutRule(modules=glob, recompute=how) for glob in block_globs(self._tables.model))
         layout = (*self._script.layout, *(rules if how is not None else ()))
         return recompute_regions(self._tables.model, Plan(batch=BatchPlan(global_batch_size=1), layout=layout))
 
     def _repeated(self, regions: tuple[Region, ...]) -> Array:
-        """1 for modules that are computed again in backward."""
+        """1 for modules that are recomputed in backward."""
         again = np.zeros(len(self.columns))
         for region in regions:
             members = np.array(region.members, dtype=np.intp)
@@ -187,7 +203,7 @@ class ModelWork:
         return again
 
     def _repeated_waits(self, part: Part, waits: Array) -> Array:
-        """(3, modules): exchanges that computing again repeats; nothing after a region's last sum is computed again."""
+        """(3, modules): communication that recompute repeats. Nothing after a region's last reduction is recomputed."""
         repeated = self._repeats * waits
         for form, regions in enumerate(self.regions):
             for region in regions:
@@ -198,8 +214,10 @@ class ModelWork:
         return repeated
 
     def part(self, degrees: tuple[int, ...]) -> Part:
-        """What a rank has of each module for (split, context, expert, table, space); where devices are unequal, and so
-        parts along split may be, in the mean over these. Raises PlanError if refused."""
+        """A rank's part of each module for (split, context, expert, table, space). Raises PlanError if refused.
+
+        Where devices are unequal, parts along split may be too; the result is then their mean.
+        """
         if degrees not in self._parts:
             split, context, expert, table, space = degrees
             mesh: dict[AxisName, int] = {"table": table, "expert": expert, "context": context, "space": space,
@@ -211,15 +229,16 @@ class ModelWork:
         return self._parts[degrees]
 
     def slack(self, *key: int) -> tuple[float, float]:
-        """`Passes.slack` of such a key; nothing of what is refused."""
+        """`ModulePasses.slack` for such a key; zero where it is refused."""
         passes = self.passes(key)
         return (0.0, 0.0) if passes is None else passes.slack
 
     def _slack(
         self, degrees: tuple[int, ...], samples: int, worker: Worker, own: tuple[Array, Array]
     ) -> tuple[float, float]:
-        """Of what takes `own` seconds in equal parts, in unequal ones only each part of the whole's time is sure: rates
-        do not fall with size."""
+        """Seconds that unequal parts may save of what takes `own` seconds in equal parts. Only each part's fraction of
+        the whole's time is certain, because rates do not fall with size.
+        """
         part, largest, split = self.part(degrees), self._largest[degrees], degrees[0]
         whole, count = self.part((1, *degrees[1:])).ops, len(self.columns)
         less = [
@@ -290,22 +309,27 @@ class ModelWork:
 
 
 PLACES = 4
-"""Places on the stage axis that are looked at: the first two, one in the middle, the last. First ones hold the most
-microbatches, the ends what lies around the blocks."""
+"""Number of places on the stage axis that are sampled: the first two, one in the middle, the last. The first
+ones hold the most microbatches, the ends have the modules around the blocks.
+"""
 
 
 STATES = 9
-"""Kinds of bytes that `Room.state` says of each place."""
+"""Kinds of bytes that `Room.state` returns for each place."""
 
 
 def looked_at(stages: int) -> tuple[int, ...]:
-    """The places of a pipeline of so many ranks that are looked at; some are the same in short ones."""
+    """The sampled places of a pipeline of this many ranks; some are the same in short pipelines."""
     return 0, min(1, stages - 1), stages // 2, stages - 1
 
 
 class Room:
-    """Bytes on the ranks of plans for the model of `tables`, and with `work` their seconds. `on_cpu`: whether all ranks
-    compute there, where the update may be the peak; `blocks`: that have parameters."""
+    """Bytes on the ranks of plans for the model of `tables`, and with `work` their seconds.
+
+    Attributes:
+        on_cpu: whether all ranks compute on CPUs, where the update may be the peak.
+        blocks: number of blocks with parameters.
+    """
 
     def __init__(self, tables: Tables, script: Plan) -> None:
         self.tables, self.work = tables, ModelWork(tables, script)
@@ -320,8 +344,11 @@ class Room:
         self.fragments = min(cost_constants.FRAGMENTATION[kind] for kind in kinds)
 
     def activations(self, *key: int) -> tuple[float, ...]:
-        """Bytes for (split, context, expert, table, space, samples, stages, stages per rank, microbatches, schedule,
-        recompute) at least on each of the places that are looked at, and on the emptiest of all."""
+        """Least bytes of activations on each of the sampled places, and on the emptiest of all.
+
+        `key`: (split, context, expert, table, space, samples, stages, stages per rank, microbatches, schedule,
+        recompute).
+        """
         *rest, schedule, again = key
         whole = tuple(rest)
         if whole not in self._held:
@@ -329,7 +356,7 @@ class Room:
         return self._held[whole][again][schedule]
 
     def _activations(self, *key: int) -> list[list[tuple[float, ...]]]:
-        """The same for every form of recompute and schedule."""
+        """As `activations`, for every form of recompute and schedule."""
         *degrees, samples, stage, chunks, count = key
         forms = [self._stage_sums((*degrees, stage, chunks, again)) for again in range(len(RECOMPUTE))]
         found = [one for one in forms if one is not None]
@@ -346,8 +373,10 @@ class Room:
         return [[tuple(row) for row in rows] for rows in shown.tolist()]
 
     def _stage_sums(self, key: tuple[int, ...]) -> Array | None:
-        """(5, stages): what one sample keeps, the most within a region that recomputes, the largest output or what else
-        its backward holds for a moment, what is held while gradients of weights are put off, and what is sent on."""
+        """(5, stages) bytes: what one sample holds; the most within a region that recomputes; the largest output, or
+        what else its backward holds briefly; what is held while weight gradients are delayed; the message to the next
+        stage.
+        """
         if key not in self._sums:
             *degrees, stage, chunks, again = key
             stages = self.work.stages(stage, chunks)
@@ -373,11 +402,13 @@ class Room:
         return self._sums[key]
 
     def state(self, split: int, expert: int, table: int, stage: int, chunks: int) -> tuple[float, ...]:
-        """Bytes on each of the places that are looked at, and the least on any, of: parameters, their copies in lower
-        precision, gradients, optimizer state, buffers, what the largest update needs for a moment, the largest bucket
-        of gradients that all data-parallel ranks sum, the largest of experts' divided ones, and the largest module's
-        gradients where no sums follow from the cuts; then the largest block's parameters, and those outside of blocks
-        or tied between them."""
+        """Bytes of state on each of the sampled places, and the least on any place.
+
+        The kinds are: parameters; their copies in lower precision; gradients; optimizer state; buffers; what the
+        largest update needs briefly; the largest bucket of gradients that all data-parallel ranks reduce; the largest
+        bucket of experts' divided gradients; the largest module's gradients (0 where stages share tied parameters).
+        Two numbers follow: the largest block's parameters, and the parameters outside of blocks or tied between them.
+        """
         stages = self.work.stages(stage, chunks)
         try:
             part = self.work.part((split, 1, expert, table, 1))
@@ -399,12 +430,10 @@ class Room:
         np.maximum.at(largest, place, gradients)
         often = update_temporaries(self.tables.model)
         found += self._looked_at(often * largest, stage)
-        across_hosts = (
-            (columns.expert & (expert > 1)) | (columns.table & (table > 1)) | (columns.sequence & (split > 1))
-        )
-        across_hosts |= part.linear
-        for mine in (~across_hosts, columns.expert & (expert > 1)):
-            found += self._looked_at(self._largest_bucket(np.where(mine, gradients, 0.0), place, stage), stage)
+        divided = (columns.expert & (expert > 1)) | (columns.table & (table > 1)) | (columns.sequence & (split > 1))
+        divided |= part.linear
+        for included in (~divided, columns.expert & (expert > 1)):
+            found += self._looked_at(self._largest_bucket(np.where(included, gradients, 0.0), place, stage), stage)
         found += self._looked_at(np.zeros(stage) if stages.ties else largest, stage)
         units = units_of(columns, part)
         return (*found, max(units[1:], default=0.0), units[0])
@@ -423,11 +452,13 @@ class Room:
 
 @lru_cache(maxsize=4096)
 def at_most_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> tuple[Array, Array, Array, Array]:
-    """(stages per rank, places) each, when a place holds most, at least: `times_held`; of how many microbatches it puts
-    gradients of weights off; and of how many it has a message from the stage after it, and from the one before.
+    """Four arrays (stages per rank, places), at least, at a place's peak: `times_held`; the microbatches whose
+    weight gradients it delays; the microbatches of which it holds a message from the next stage; and those with
+    one from the stage before.
 
-    A message is there while it is used, and one action before. Of interleaved schedules none is counted, of those that
-    put off those put off and no message: what follows the peak depends on the bytes there.
+    A message is there while it is used, and one action before. For interleaved schedules none is counted. For
+    those that delay weight gradients, the delayed ones are counted and no message: what follows the peak depends
+    on the bytes there.
     """
     often = times_held(schedule, chunks, stage, count)
     pending, back, on = (np.zeros_like(often) for _ in range(3))
@@ -445,13 +476,13 @@ def at_most_held(schedule: ScheduleName, chunks: int, stage: int, count: int) ->
 
 @lru_cache(maxsize=4096)
 def times_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> Array:
-    """(stages per rank, places): of how many of `count` microbatches each stage holds activations at least, when its
-    place holds most.
+    """(stages per rank, places): of how many of `count` microbatches each stage holds activations, at least, at its
+    place's peak.
 
-    1F1B holds one for each place that follows and its own, zero-bubble as many as there are places. An interleaved
-    schedule has so many forwards behind it before its first backward as Narayanan et al. 2021 (arXiv 2104.04473) say:
-    they come in groups of as many microbatches as there are places, chunk by chunk, and of the second group only the
-    first chunk is sure to be there in time.
+    1F1B holds one for each place that follows and its own; zero-bubble holds as many as there are places. An
+    interleaved schedule runs as many forwards before its first backward as Narayanan et al. 2021 (arXiv
+    2104.04473) say. They come in groups of as many microbatches as there are places, chunk by chunk. From the
+    second group only the first chunk is sure to be there in time.
     """
     places = np.arange(stage)
     if stage == 1:

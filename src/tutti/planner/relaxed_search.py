@@ -1,9 +1,9 @@
-"""The dial: from the best exact plan to one that sends less, where that pays by more than predictions may be wrong.
+"""From the best exact plan to one that sends less, where that pays by more than predictions may be wrong.
 
-Every way of plan.ways is costed on the plans that would be quickest if nothing had to be sent. The best of them is
-chosen only if, counted with the samples it may take more, it is still quicker than every exact plan when links are as
-much faster, and its kernels as much slower, as the prediction's own margins say. So on a fast network, or where a link
-was measured as too slow, sums stay exact.
+Every strategy of relaxed_strategies.py is predicted on the plans that would be fastest if nothing had to be
+sent. The best one is counted with the additional samples that it may need. It is chosen only if it still beats
+every exact plan when links are faster, and its kernels slower, by the prediction's own margins of error. On a
+fast network, or where a link was measured as too slow, gradient reduction therefore stays exact.
 """
 
 import math
@@ -36,23 +36,33 @@ from tutti.planner.relaxed_strategies import (
 )
 
 BASES = 8
-"""Exact plans whose relaxed forms are costed: those that would take least if nothing were waited for, and all whose
-ranks are copies of each other, for many ways are for copies alone."""
+"""Exact plans on which strategies are predicted: those with the least value if no communication were waited for.
+All plans of pure replication are added, because many strategies need whole replicas.
+"""
 
 TIE = 0.02
-"""Ways within this part of the best count as equal: then the one that changes least is taken."""
+"""Strategies within this fraction of the best count as equal; the one that changes least is chosen."""
 
 RUNNERS_UP = 6
-"""Ways that were not chosen and are shown."""
+"""Strategies that were not chosen and are listed."""
 
 
 def search_relaxed(
     model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, exact: Choice, clock: Clock | None, limit_s: float
 ) -> Choice:
-    """`exact`, or a plan that goes one of the ways that the request allows; what was weighed is in `relaxation`."""
+    """`exact`, or a plan with one of the strategies that the request allows; `relaxation` says what was compared.
+
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        request: what may vary, the objective and the limits.
+        exact: the best plan with exact gradient reduction.
+        clock: returns seconds; needed for `limit_s`.
+        limit_s: seconds after which no further plan is predicted.
+    """
     best = _costed(_in_order(cluster, exact), request, exact.best, exact.prediction)
     if request.objective == "memory":
-        return _exact(request, exact, best, [], "no way to send less takes less memory")
+        return _exact(request, exact, best, [], "no strategy that sends less takes less memory")
     trial = _Trial(model, request, clock, limit_s)
     plans = [best, *trial.exact_plans(best, exact)]
     bases = sorted((one for one in plans if one.plan.data_parallel_degree > 1 and _floor(one) < best.value), key=_floor)
@@ -63,15 +73,22 @@ def search_relaxed(
             return _relaxed(request, exact, best, one, doubt, tried)
     if not bases:
         several = any(one.plan.data_parallel_degree > 1 for one in plans)
-        quick = "no plan of several ranks would be quicker even if nothing had to be sent"
-        return _exact(request, exact, best, [], quick if several else "one rank sends nothing")
+        slow = "no plan of several ranks would be faster even if nothing had to be sent"
+        return _exact(request, exact, best, [], slow if several else "one rank sends nothing")
     return _exact(request, exact, best, tried, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A plan that goes a way, counted with `samples` times the samples of exact training; `counted`: the objective's
-    value with them."""
+    """A plan with a strategy.
+
+    Attributes:
+        strategy: how it sends less.
+        one: the plan and its prediction.
+        samples: samples to the same quality, as a multiple of exact training.
+        evidence: where `samples` comes from.
+        totals: the whole training, with these samples.
+    """
 
     strategy: RelaxedStrategy
     one: Costed
@@ -81,15 +98,16 @@ class Tried:
 
     @property
     def counted(self) -> float:
+        """The objective's value with the additional samples."""
         return self.one.value * self.samples
 
     @property
     def worth(self) -> float:
-        """The part by which it must beat exact sums."""
+        """The fraction of the exact plan's value that the strategy must save to be chosen."""
         if self.strategy.relaxation == "exact":
             return 0.0
         if self.strategy.compress is None:
-            return WORTH  # it computes nothing more than exact sums do
+            return WORTH  # it computes nothing in addition to exact reduction
         host_groups = place_ranks(self.one.cluster, self.one.plan.world_size)
         in_turns = any(host_group.slowdown > 1 for host_group in host_groups)
         return WORTH + (WORTH_IN_TURNS - WORTH) / (self.strategy.relaxed.period or 1) if in_turns else WORTH
@@ -97,13 +115,18 @@ class Tried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """How far a prediction may be wrong in a way's favour: links so many times faster, its kernels so many slower."""
+    """How far a prediction may be wrong in a strategy's favour.
+
+    Attributes:
+        links: how many times faster links may be.
+        kernels: how many times slower the codec's kernels may be.
+    """
 
     links: float
     kernels: float
 
     def of(self, cluster: ClusterSpec) -> ClusterSpec:
-        """The cluster where both are so."""
+        """The cluster with these faster links and slower kernels."""
         devices = {name: slowed(device, self.kernels) for name, device in cluster.devices.items()}
         return replace(cluster, devices=devices).relinked(
             lambda link: replace(scale_bandwidth(link, self.links), latency_s=link.latency_s / self.links)
@@ -111,24 +134,25 @@ class Doubt:
 
 
 class _Trial:
-    """Costs plans of one request until time is up."""
+    """Predicts plans of one request until its time is up."""
 
     def __init__(self, model: ModelSpec, request: PlanRequest, clock: Clock | None, limit_s: float) -> None:
         self.model, self.request, self._clock = model, request, clock
         self._until = clock() + limit_s if clock is not None else math.inf
 
     def exact_plans(self, best: Costed, exact: Choice) -> Iterator[Costed]:
-        """Other plans whose sums are exact: those that the search kept, and of every data-parallel degree the two that
-        compute and wait for other things least, and the two such of copies. The search rules out what waits long for
-        gradients, these may not be.
+        """Other exact plans: those that the search listed, and some of every data-parallel degree.
+
+        Of every degree: the two with the least value if no communication were waited for, and two of pure replication.
+        The exact search rules out plans that wait long for gradients, but a strategy may make them the best.
         """
         known = [best.plan]
-        allowed = precisions(self.model, best.cluster, self.request)  # others are shown, and not to be chosen
+        allowed = precisions(self.model, best.cluster, self.request)  # plans in others are only listed
         for other in exact.alternatives:
             if other.prediction is not None and other.plan.precision in allowed:
                 known.append(other.plan)
                 yield _costed(best.cluster, self.request, other.plan, other.prediction)
-        # whatever gives every rank a part of each sum can go no way that gives all of it to all
+        # A reduce-scatter leaves each rank a part of the gradient; strategies need the whole. ZeRO-1 can use them.
         for plan in known if self.request.mesh is not None else ():
             if plan.degree("shard") > 1 and plan.sharding.level > 1:
                 one = self._cost(replace(plan, sharding=replace(plan.sharding, level=1)), best.cluster)
@@ -146,12 +170,12 @@ class _Trial:
             yield from [one for one in filter(_copies, least) if one not in least[:2]][:2]
 
     def all_strategies(self, bases: Sequence[Costed]) -> Iterator[Tried]:
-        """Every way on every base that can go it, fits, and keeps the request's limits."""
+        """Every strategy on every plan that can use it, where the result fits and keeps the request's limits."""
         corrected = correctable(self.model)
         for base in bases:
             for strategy in strategies(self.request, objectives.steps(self.request, base.plan), corrected=corrected):
                 if strategy.relaxation == "exact" and len(base.cluster.devices) > 1:
-                    continue  # every rank makes the sums itself, and unlike devices round them differently
+                    continue  # every rank reduces by itself, and unlike devices round differently
                 one = self._cost(strategy.of(base.plan), base.cluster)
                 if one is None or not one.prediction.fits:
                     continue
@@ -161,11 +185,11 @@ class _Trial:
                     yield Tried(strategy=strategy, one=one, samples=samples, evidence=evidence, totals=totals)
 
     def value(self, tried: Tried, doubt: Doubt) -> float:
-        """What the way is counted with if the doubt is right."""
+        """The objective's value of a strategy, with its additional samples, if the prediction is wrong by `doubt`."""
         return self.doubted(tried.one, doubt) * tried.samples
 
     def doubted(self, one: Costed, doubt: Doubt) -> float:
-        """The objective's value of a plan if the doubt is right."""
+        """The objective's value of a plan if the prediction is wrong by `doubt`."""
         cluster = doubt.of(one.cluster)
         return _value(one.cluster, self.request, one.plan, predict(self.model, cluster, one.plan))
 
@@ -175,34 +199,34 @@ class _Trial:
         try:
             return _costed(cluster, self.request, plan, predict(self.model, cluster, plan))
         except PlanError:
-            return None  # the way does not go with this plan
+            return None  # the strategy does not apply to this plan
 
 
 def _costed(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> Costed:
-    found = objectives.totals(cluster, request, plan, prediction)
+    totals = objectives.totals(cluster, request, plan, prediction)
     return Costed(
         plan=plan,
         prediction=prediction,
         cluster=cluster,
         value=_value(cluster, request, plan, prediction),
-        broken=objectives.broken_limit(request, found, prediction),
+        broken=objectives.broken_limit(request, totals, prediction),
     )
 
 
 def _value(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
-    """The objective's value, not memory, with what a training's first steps take beyond its others."""
+    """The objective's value (not memory), including what the first steps of a training take in addition."""
     return objectives.value(cluster, request, plan, prediction) * objectives.begun(request, plan, prediction)
 
 
 def _in_order(cluster: ClusterSpec, choice: Choice) -> ClusterSpec:
-    """The cluster with its nodes as the choice seats ranks."""
+    """The cluster with its nodes in the order in which the choice places ranks."""
     if not choice.nodes:
         return cluster
     return replace(cluster, nodes=tuple(sorted(cluster.nodes, key=lambda node: choice.nodes.index(node.name))))
 
 
 def _floor(one: Costed) -> float:
-    """The objective's value if no communication were waited for: no way brings less."""
+    """The objective's value if no communication were waited for; no strategy has less."""
     step = one.prediction.step_time_s.value
     return one.value * (1 - one.prediction.phases["exposed_communication"] / step) if step else one.value
 
@@ -218,21 +242,24 @@ def _near(plans: Sequence[Costed], best: Costed, doubt: Doubt) -> list[Costed]:
 
 
 def _ranked(tried: Iterator[Tried]) -> list[Tried]:
-    """The best plan of each way, those counted least first; of ways as good as the first, what changes least."""
-    found: dict[str, Tried] = {}
+    """The best plan of each strategy, the least value first; strategies equal to the first are ordered by how much they
+    change.
+    """
+    best: dict[str, Tried] = {}
     for one in tried:
-        rival = found.get(one.strategy.words)
+        rival = best.get(one.strategy.words)
         if rival is None or one.counted < rival.counted:
-            found[one.strategy.words] = one
-    order = sorted(found.values(), key=lambda one: one.counted)
+            best[one.strategy.words] = one
+    order = sorted(best.values(), key=lambda one: one.counted)
     equal = [one for one in order if _equal(one.counted, order[0].counted) == order[0].counted]
     return [*sorted(equal, key=_changes), *order[len(equal) :]]
 
 
 def _better(tried: Sequence[Tried], exact: float) -> list[Tried]:
-    """Those of `_ranked` that take less than exact sums by what changing training must bring. What is counted as equal
-    to the best of its dial is no worse: else a code that takes a thousandth less is taken where nothing else brings
-    enough.
+    """Those of `_ranked` that save enough against exact gradient reduction to be worth a change.
+
+    A strategy that counts as equal to the best of its relaxation level is compared with that best value. Otherwise a
+    codec that takes a thousandth less would be chosen where nothing else saves enough.
     """
     least: dict[Relaxation, float] = {}
     for one in tried:
@@ -241,26 +268,26 @@ def _better(tried: Sequence[Tried], exact: float) -> list[Tried]:
 
 
 def _equal(counted: float, least: float) -> float:
-    """`least`, if what is counted with so much is equal to it."""
+    """`least`, if `counted` is equal to it within TIE; else `counted`."""
     return least if counted <= (1 + TIE) * least else counted
 
 
 def _changes(one: Tried) -> tuple[float, ...]:
-    """Less of a way that changes less."""
-    told = one.strategy.relaxed
+    """Sort key: the less a strategy changes, the smaller."""
+    relaxed = one.strategy.relaxed
     coded = one.strategy.compress is not None
     return (
         RELAXATIONS.index(one.strategy.relaxation),
         one.samples,
         coded,
-        -(told.after or 0),
-        told.period or 1,
+        -(relaxed.after or 0),
+        relaxed.period or 1,
         one.counted,
     )
 
 
 def _doubt(one: Costed) -> Doubt:
-    """The margins of what a way's prediction stands on."""
+    """The margins of error of the measurements on which a strategy's prediction rests."""
     group = network(one.cluster, place_ranks(one.cluster, one.plan.world_size), one.plan).group(*one.plan.mesh)
     evidence: Evidence = "assumed" if disturbed(one.cluster) else group.link.evidence
     device = place_ranks(one.cluster, one.plan.world_size)[0].device
@@ -268,7 +295,7 @@ def _doubt(one: Costed) -> Doubt:
 
 
 def _times(totals: Totals, samples: float) -> Totals:
-    """The whole training with so many times the steps; of one step nothing changes."""
+    """The whole training with `samples` times the steps; totals of a single step do not change."""
     if totals.steps is None:
         return totals
     return replace(
@@ -285,12 +312,14 @@ def _times(totals: Totals, samples: float) -> Totals:
 def _relaxed(
     request: PlanRequest, exact: Choice, best: Costed, one: Tried, doubt: Doubt, tried: Sequence[Tried]
 ) -> Choice:
-    """The choice that goes the way of `one`."""
+    """The choice of the strategy `one`."""
     sentence = chosen_words(request, best, one, doubt)
     first = Alternative(
         plan=exact.best, prediction=exact.prediction, reason=why_exact_lost(best, one), totals=exact.totals
     )
-    others = tuple(replace(each, reason=f"against the best exact plan: {each.reason}") for each in exact.alternatives)
+    others = tuple(
+        replace(each, reason=f"compared with the best exact plan: {each.reason}") for each in exact.alternatives
+    )
     return replace(
         exact,
         request=request,
@@ -298,14 +327,14 @@ def _relaxed(
         prediction=one.one.prediction,
         totals=one.totals,
         alternatives=(first, *_runners_up([each for each in tried if each is not one], one.counted), *others),
-        remarks=(sentence, *(f"With exact sums: {remark}" for remark in exact.remarks)),
-        changes=tuple(f"With exact sums: {each}" for each in exact.changes),
+        remarks=(sentence, *(f"With exact gradient reduction: {remark}" for remark in exact.remarks)),
+        changes=tuple(f"With exact gradient reduction: {change}" for change in exact.changes),
         relaxation=replace(_relaxation(request, best, one, sentence, doubt), chosen=True),
     )
 
 
 def _exact(request: PlanRequest, exact: Choice, best: Costed, tried: Sequence[Tried], why: str) -> Choice:
-    """The exact choice, with what it was weighed against."""
+    """The exact choice, with the strategies that it was compared with."""
     near = tried[0] if tried else None
     doubt = _doubt(near.one) if near is not None else None
     sentence = exact_words(request, best, near, doubt, why)
@@ -347,59 +376,61 @@ def _relaxation(
 
 
 def chosen_words(request: PlanRequest, best: Costed, one: Tried, doubt: Doubt) -> str:
-    """Why a plan that sends less was chosen, and what that changes."""
+    """The sentence that says why a plan that sends less was chosen, and what that changes."""
     counted = counted_words(one.samples, one.evidence)
     if one.strategy.relaxation == "exact":
         return (
-            f"{_describe_strategy(one)}, which are fewer bytes and lose nothing: a step takes {_step(one.one)} "
-            f"instead of "
-            f"{_step(best)} with sums of gradients. That pays even if {doubt_words(one, doubt)}"
+            f"{_describe_strategy(one)}, which takes fewer bytes and loses nothing: a step takes {_step(one.one)} "
+            f"instead of {_step(best)} where gradients are reduced directly. That pays even if "
+            f"{doubt_words(one, doubt)}"
         )
     return (
         f"{_describe_strategy(one)}, as --relax {request.relax} allows: a step takes {_step(one.one)} instead "
-        f"of {_step(best)} with "
-        f"exact sums. Counted with {counted}, that pays even if {doubt_words(one, doubt)}. It computes something else "
-        "than one device: compare its quality with an exact run's"
+        f"of {_step(best)} with exact gradient reduction. Counted with {counted}, that pays even if "
+        f"{doubt_words(one, doubt)}. The results differ from those of one device: compare the quality with that of "
+        "an exact run"
     )
 
 
 def exact_words(request: PlanRequest, best: Costed, near: Tried | None, doubt: Doubt | None, why: str) -> str:
-    """Why sums stay exact although the dial is open."""
-    begin = f"Sums stay exact, although --relax {request.relax} allows others: "
+    """Say why gradient reduction stays exact although the request allows strategies that send less."""
+    begin = f"Gradient reduction stays exact, although --relax {request.relax} allows other strategies: "
     if near is None or doubt is None:
-        return begin + (why or "no way to send less goes with these plans")
-    told = f"{_describe_strategy(near, small=True)} would take {_step(near.one)} a step instead of {_step(best)}"
+        return begin + (why or "no strategy that sends less applies to these plans")
+    comparison = f"if {_describe_strategy(near, small=True)}, a step takes {_step(near.one)} instead of {_step(best)}"
     counted = counted_words(near.samples, near.evidence)
     if near.one.value >= best.value:
-        return f"{begin}the best of them is no quicker; {told}"
+        return f"{begin}the best of them is no faster; {comparison}"
     if near.counted >= best.value:
-        return f"{begin}{told}, but counted with {counted} that is no gain"
+        return f"{begin}{comparison}, but counted with {counted} that is no gain"
     gain = 1 - near.counted / best.value
     if gain < near.worth:
-        return f"{begin}{told}, counted with {counted} a gain of {gain:.0%}, too small to change training for"
-    return f"{begin}{told}, which, counted with {counted}, is no sure gain: none if {doubt_words(near, doubt)}"
+        return f"{begin}{comparison}, counted with {counted} a gain of {gain:.0%}, too small to change training for"
+    unsure = f"counted with {counted}, is no sure gain: none if {doubt_words(near, doubt)}"
+    return f"{begin}{comparison}, which, {unsure}"
 
 
 def doubt_words(one: Tried, doubt: Doubt) -> str:
-    """The margins in words."""
+    """The margins of error as text."""
     links = f"links are {doubt.links:.2g} times as fast as predicted"
-    return f"{links} and its kernels {doubt.kernels:.2g} times as slow" if doubt.kernels > 1 else links
+    return f"{links} and the codec's kernels {doubt.kernels:.2g} times as slow" if doubt.kernels > 1 else links
 
 
 def counted_words(samples: float, evidence: Evidence) -> str:
-    """How a way's samples are counted."""
+    """The assumed or measured number of samples of a strategy as text."""
     if abs(samples - 1) < 0.005:
         return "as many samples" + ("" if evidence == "measured" else f" ({evidence})")
     return f"{samples:.3g} times the samples ({evidence})"
 
 
 def why_exact_lost(best: Costed, one: Tried) -> str:
-    """Why the best exact plan was not taken."""
-    return f"exact sums; {best.value / one.counted:.2f}x as long as {one.strategy.words}, with all it is counted with"
+    """Why the best exact plan was not chosen."""
+    ratio = best.value / one.counted
+    return f"exact gradient reduction; {ratio:.2f}x as long as {one.strategy.words} with its additional samples"
 
 
 def why_strategy_lost(one: Tried, chosen: float) -> str:
-    """Why a way was not taken, `chosen` being what the one that was is counted with."""
+    """Why a strategy was not chosen; `chosen` is the value of the one that was."""
     ratio, counted = one.counted / chosen, counted_words(one.samples, one.evidence)
     if ratio < 1:
         return f"{1 - ratio:.0%} less, counted with {counted}, which is within the prediction's error"
@@ -407,12 +438,9 @@ def why_strategy_lost(one: Tried, chosen: float) -> str:
 
 
 def _describe_strategy(one: Tried, *, small: bool = False) -> str:
-    said = (
-        f"gradients go as {one.strategy.words}"
-        if one.strategy.mode == "synchronous"
-        else f"replicas are kept as {one.strategy.words}"
-    )
-    return said if small else said[0].upper() + said[1:]
+    verb = "gradients are sent as" if one.strategy.mode == "synchronous" else "replicas are synchronised by"
+    words = f"{verb} {one.strategy.words}"
+    return words if small else words[0].upper() + words[1:]
 
 
 def _step(one: Costed) -> str:

@@ -1,8 +1,9 @@
-"""Ways to send less that the planner may choose where the dial is opened: one table, open to additions.
+"""Strategies that send less, from which the planner may choose where relaxation is allowed: one table, open to
+additions.
 
-A way changes what is computed, so it may take more samples to the same quality. How many is known of few: an unbiased
-code adds a variance to the gradient's noise that can be worked out; for all others an allowance is counted, which is
-assumed, until past runs have measured it (Request.samples).
+A strategy changes what is computed, so it may need more samples to the same quality. That number is known for
+few. An unbiased codec adds a variance to the gradient's noise that can be worked out. For all others an assumed
+allowance is counted until past runs have measured it (PlanRequest.samples).
 """
 
 import math
@@ -18,44 +19,59 @@ from tutti.config.vocabulary import Evidence, Relaxation
 from tutti.planner.plan_request import PlanRequest
 
 RELAXATIONS: tuple[Relaxation, ...] = ("exact", "reduced", "relaxed")
-"""From exact to relaxed; each allows what those before it do."""
+"""Relaxation levels from exact to relaxed; each allows everything that those before it allow."""
 
 POWERSGD: Final[dict[int, float]] = {4: 1.4, 2: 1.4, 1: 2.4}
-"""Allowances for powersgd by its rank, how many times the steps of exact sums. Assumed, after few readings of short
-trainings to the qualities of benchmarks/pays.py (MLP, CNN, GPT; docs/compression.md): exact sums took 24, 48 and 28
-steps, rank 2 took 28, 64 and 48, which is 1.17, 1.33 and 1.71 times, in the geometric mean 1.39. Rank 1 took the MLP
-2.4 times the steps (48 for 20, three seeds, `2026-11-23-pays-17`); of rank 4 nothing was read, it is counted as 2."""
+"""PowerSGD's rank -> allowance: steps as a multiple of those of exact gradient reduction. Assumed, after few
+readings.
+
+The readings are short trainings to the qualities of benchmarks/pays.py (MLP, CNN, GPT; docs/compression.md).
+Exact reduction took 24, 48 and 28 steps. Rank 2 took 28, 64 and 48: 1.17, 1.33 and 1.71 times, in the geometric
+mean 1.39. Rank 1 took 2.4 times the steps with the MLP (48 for 20, three seeds, `2026-11-23-pays-17`). Rank 4
+was not measured; it is counted as rank 2.
+"""
 
 QSGD: Final[dict[Literal[8, 4], float]] = {8: 2e-4, 4: 0.04}
-"""Variance that qsgd adds to a gradient's square, by its bits."""
+"""Bits of qsgd -> variance that it adds, as a fraction of the gradient's square."""
 
 CHANGES: Final[dict[Literal[8, 4, 2], float]] = {8: 1.0, 4: 1.0, 2: 1.02}
-"""Allowances for averages whose changes of several updates are in qsgd, by its bits, times those of averages as they
-are. In 4 bits they took as many within 0.01 (`2026-11-25-allowances-2`). In 2 bits, every 8, four replicas
-(`2026-11-25-allowances-6`), SGD 1.01 (CNN) and 0.99 (table) times the steps of exact sums where they took 1.02 and
-1.00; with corrected moments 1.03, 1.10 and 1.12 where they took 1.04, 1.11 and 1.06, taken in two updates later 1.05,
-1.13 and 1.13 (1.04, 1.19, 1.07)."""
+"""Bits of qsgd -> allowance for encoding the change of several updates: a factor on that of averages that are not
+encoded.
+
+In 4 bits the numbers of steps agree within 0.01 (`2026-11-25-allowances-2`). The readings in 2 bits are of
+averages every 8 updates with four replicas (`2026-11-25-allowances-6`), as multiples of the steps of exact
+reduction. SGD took 1.01 (CNN) and 0.99 (table), against 1.02 and 1.00 without the codec. With corrected moments
+it took 1.03, 1.10 and 1.12, against 1.04, 1.11 and 1.06. Applied two updates later it took 1.05, 1.13 and 1.13,
+against 1.04, 1.19 and 1.07.
+"""
 
 SPARSE, QUANTISED = 2.3, 4.0
-"""The same for top-k, which took 44, 100 and 88 steps: 1.83, 2.08 and 3.14 times, in the geometric mean 2.29; and for
-top16-q4, which keeps back 97 of 100 values, by hand: CNN and GPT took 2.7 and 2.9 times (one seed, two replicas), the
-MLP with four more than 4 (three seeds, given up). In longer trainings it may be less: on handwritten digits (440 steps)
-all of them reach what exact sums do (tests/trainer/test_compressed_digits_multirank.py)."""
+"""Allowances for top-k and top16-q4, as multiples of the steps of exact gradient reduction.
+
+Top-k took 44, 100 and 88 steps: 1.83, 2.08 and 3.14 times, in the geometric mean 2.29. Top16-q4 holds back 97 of 100
+values. Run by hand, CNN and GPT took 2.7 and 2.9 times (one seed, two replicas), the MLP with four replicas more than
+4 (three seeds, given up). Longer trainings may need less: on handwritten digits (440 steps) all of them reach what
+exact reduction does (tests/trainer/test_compressed_digits_multirank.py).
+"""
 
 DIVERGED_SAMPLES = 1.25
-"""Allowance for replicas that differ in other ways than by averages, besides what `LOCAL` takes. Assumed: on
-handwritten digits they reach what exact sums do after as many steps
-(tests/local_sgd/test_digits_multirank.py), larger tasks may not."""
+"""Allowance for replicas that diverge in other modes than averaging, in addition to `LOCAL`. Assumed: on
+handwritten digits they reach what exact reduction does after as many steps
+(tests/local_sgd/test_digits_multirank.py); larger tasks may not.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """What each replica beyond the first adds to the samples, as a part of them: with SGD (with momentum too), and
-    with any other optimizer.
+    """What each replica beyond the first adds to the samples, as a fraction of them.
 
-    An average of steps that SGD makes is a step for the average of gradients. An adaptive optimizer divides by the root
-    of a second moment, in which the noise of a replica's small part of the batch stands: its steps are shorter, the
-    more replicas the batch is divided among.
+    With SGD, the average of the replicas' steps is a step with the average of their gradients. An adaptive optimizer
+    divides by the root of a second moment, which includes the noise of a replica's small part of the batch. Its
+    steps are shorter, the more replicas share the batch.
+
+    Attributes:
+        sgd: with SGD, with or without momentum.
+        others: with any other optimizer.
     """
 
     sgd: float = 0.0
@@ -63,84 +79,120 @@ class Each:
 
 
 LOCAL: Final = Each(0.01, 0.1)
-"""Averages up to every `LONGEST` updates. Assumed, after trainings of other models and data than those that
-benchmarks/pays.py judges by (`2026-11-25-allowances` to `-3`, three seeds each). With two and four replicas, every 8
-updates: SGD 1.00 and 1.02, 1.00 and 1.00 times the steps of exact sums (CNN with BatchNorm, table); Adam 1.10 and 1.25,
-1.17 and 1.51, 1.04 and 1.13 (GRU, transformer, autoencoder), in the geometric mean 1.10 and 1.29. Every 4 and every 16
-updates as many within 0.11, in 4 bits within 0.01. (That suite's MLP and CNN, with SGD, took 1.0 and 0.92 times with
-four, its GPT, with AdamW, 1.2.)"""
+"""Averages up to every `LONGEST` updates. Assumed, after trainings with other models and data than those of
+benchmarks/pays.py (`2026-11-25-allowances` to `-3`, three seeds each).
+
+Multiples of the steps of exact reduction with two and four replicas, averaging every 8 updates. SGD: 1.00 and
+1.02 (CNN with BatchNorm), 1.00 and 1.00 (table). Adam: 1.10 and 1.25 (GRU), 1.17 and 1.51 (transformer), 1.04
+and 1.13 (autoencoder), in the geometric mean 1.10 and 1.29. Averages every 4 and every 16 updates agree within
+0.11, averages in 4 bits within 0.01. In benchmarks/pays.py, MLP and CNN with SGD took 1.0 and 0.92 times with
+four replicas, the GPT with AdamW 1.2.
+"""
 
 HALF: Final = Each(0.05, 0.15)
-"""The same for averages that are taken in half a period after they were begun, or sooner. Of the same trainings, every
-8 by 4 and every 16 by 8, two and four replicas: SGD 1.01 and 1.05, 1.06 and 1.09 (CNN), 1.00 (table); the others in the
-geometric mean 1.19 and 1.39, 1.17 and 1.41, at most 1.77 (the transformer). Every 4 by 2 was not read."""
+"""Averages that are applied at most half a period after they were started.
+
+Measured in the same trainings as LOCAL, averaging every 8 with a delay of 4 and every 16 with a delay of 8, two
+and four replicas. SGD: 1.01 and 1.05, 1.06 and 1.09 (CNN), 1.00 (table). The others, in the geometric mean: 1.19
+and 1.39, 1.17 and 1.41, at most 1.77 (the transformer). Every 4 with a delay of 2 was not measured.
+"""
 
 SOON: Final = Each(0.015, 0.1)
-"""The same for averages that are taken in a quarter of a period after they were begun, or sooner. Of the same
-trainings with four replicas, every 8 by 1 and by 2 (`2026-11-25-allowances-5`): SGD 1.02 and 1.05 (CNN), 1.00 (table);
-the others in the geometric mean 1.29 and 1.30, as those that are waited for. (The CNN of benchmarks/pays.py, with SGD,
-took 1.13 and 1.19 times with four.)"""
+"""Averages that are applied at most a quarter of a period after they were started.
+
+Measured in the same trainings as LOCAL with four replicas, averaging every 8 with a delay of 1 and of 2
+(`2026-11-25-allowances-5`). SGD: 1.02 and 1.05 (CNN), 1.00 (table). The others, in the geometric mean: 1.29 and
+1.30, the same as averages that are waited for. The CNN of benchmarks/pays.py, with SGD, took 1.13 and 1.19 times
+with four replicas.
+"""
 
 DELAYED: Final = Each(0.14, 0.3)
-"""The same for averages that are taken in a whole period after they were begun, every 8. Of the same trainings: SGD
-1.00 and 1.15, 1.00 and 1.00; Adam 1.19 and 1.35, 1.54 and 1.86, 2.4 and 2.3, in the geometric mean 1.6 and 1.8, more
-than is counted for two. On handwritten digits, with SGD, four replicas need what is counted: after exact sums' 440
-steps their loss is 0.03 to 0.04 (three seeds, by hand), after as many as counted 0.007 to 0.013
-(tests/local_sgd/test_digits_multirank.py). Not every 16: in 8 bits they got 349 of 360 right after 440."""
+"""Averages that are applied a whole period after they were started, every 8 updates.
+
+Measured in the same trainings as LOCAL. SGD: 1.00 and 1.15, 1.00 and 1.00. Adam: 1.19 and 1.35, 1.54 and 1.86,
+2.4 and 2.3, in the geometric mean 1.6 and 1.8, which for two replicas is more than is counted. On handwritten
+digits with SGD, four replicas need what is counted. After the 440 steps of exact reduction their loss is 0.03 to
+0.04 (three seeds, by hand), after the counted number 0.007 to 0.013 (tests/local_sgd/test_digits_multirank.py).
+A period of 16 is not offered: in 8 bits, 349 of 360 were right after 440 steps.
+"""
 
 BEGINS = 4
-"""Updates that are synchronous before replicas part, where they are to begin alike: what these take is counted, so it
-is tried where the number of steps is known."""
+"""Synchronous updates before replicas diverge, for strategies that start synchronously. Their time is counted, so
+these strategies are tried only where the number of steps is known.
+"""
 
 BEGUN: Final = Each(0.01, 0.085)
-"""Averages up to every `LONGEST` updates after the first `BEGINS` were synchronous. Of the same trainings with four
-replicas, every 8 (`2026-11-25-allowances-4`): SGD 1.03 (CNN) and 1.00 (table), no fewer than without; Adam 1.24, 1.44
-and 1.11, in the geometric mean 1.26 where averages from the first update on took 1.29. (The CNN of benchmarks/pays.py
-took 1.02 times with four, where it took 1.10 without.)"""
+"""Averages up to every `LONGEST` updates after the first `BEGINS` updates were synchronous.
+
+Measured in the same trainings as LOCAL with four replicas, averaging every 8 (`2026-11-25-allowances-4`). SGD:
+1.03 (CNN) and 1.00 (table), no fewer than without. Adam: 1.24, 1.44 and 1.11, in the geometric mean 1.26,
+against 1.29 for averages from the first update on. The CNN of benchmarks/pays.py took 1.02 times with four
+replicas, against 1.10 without.
+"""
 
 CORRECTED: Final = Each(others=0.025)
-"""Averages with second moments that are corrected (local_sgd/moments.py). Of the same trainings with Adam,
-four replicas, every 8 (`2026-11-25-allowances-4`): 1.04, 1.11 and 1.06, in the geometric mean 1.07 where it is 1.29
-without. (The GPT of benchmarks/pays.py, which is there after 24 to 26 steps, gains nothing: begun alike it took 1.01
-times with four, corrected or not, but every 8 by 4, not begun alike, 1.37, where it took 1.29 without.)"""
+"""Averages with corrected second moments (local_sgd/moments.py).
+
+Measured in the same trainings as LOCAL with Adam, four replicas, averaging every 8 (`2026-11-25-allowances-4`):
+1.04, 1.11 and 1.06, in the geometric mean 1.07, against 1.29 without. The GPT of benchmarks/pays.py, which is
+done after 24 to 26 steps, gains nothing. Started synchronously it took 1.01 times with four replicas, corrected
+or not. Every 8 with a delay of 4, not started synchronously, it took 1.37, against 1.29 without.
+"""
 
 CORRECTED_BEGUN: Final = Each(others=0.02)
-"""The same after `BEGINS` synchronous updates: 1.04, 1.08 and 1.04, in the geometric mean 1.05."""
+"""CORRECTED after `BEGINS` synchronous updates: 1.04, 1.08 and 1.04, in the geometric mean 1.05."""
 
 CORRECTED_HALF: Final = Each(others=0.055)
-"""The same for averages that are taken in half a period after they were begun, every 8 by 4: 1.04, 1.25 and 1.20, in
-the geometric mean 1.16. Whole periods were not read."""
+"""CORRECTED for averages applied at most half a period after they were started. Every 8 with a delay of 4: 1.04,
+1.25 and 1.20, in the geometric mean 1.16. Whole periods were not measured.
+"""
 
 CORRECTED_SOON: Final = Each(others=0.035)
-"""And in a quarter of one, or sooner: every 8 by 1 1.04, 1.15 and 1.07, by 2 1.04, 1.19 and 1.07, in the geometric mean
-1.09 and 1.10 (`2026-11-25-allowances-5`)."""
+"""CORRECTED for averages applied at most a quarter of a period after they were started. Every 8 with a delay of 1:
+1.04, 1.15 and 1.07; of 2: 1.04, 1.19 and 1.07; in the geometric mean 1.09 and 1.10 (`2026-11-25-allowances-5`).
+"""
 
 CORRECTABLE = ("Adam", "AdamW", "NAdam", "RAdam")
-"""Optimizers, as ModelSpec names them, whose second moments may be corrected; amsgrad's, which keep a third vector, may
-not."""
+"""Optimizers, as ModelSpec names them, whose second moments can be corrected. With amsgrad, which has a third
+vector, they cannot.
+"""
 
 WORTH = 0.05
-"""What a way that changes training must take less, with all it is counted with: for no smaller part than choices are
-to be right to is it changed."""
+"""The fraction that a strategy which changes training must save, with its additional samples. Choices are to be
+right within the same fraction, so a smaller gain does not justify a change.
+"""
 
 WORTH_IN_TURNS = 0.15
-"""The same for a code of every step where ranks or hosts take turns on cores, for what codes cost there is known less:
-between four hosts on two cores copies in bfloat16 were predicted to gain 5 and 7 %, and took 7 and 13 % longer than
-exact sums (benchmarks/results/2026-11-23-pays-17.json). Of averages every n updates the n-th part of what this is more,
-for so much less is written and read."""
+"""The same for a codec used in every step where ranks or hosts take turns on cores, because a codec's cost is less
+certain there.
+
+Between four hosts on two cores, copies in bfloat16 were predicted to save 5 and 7 %, and took 7 and 13 % longer
+than exact reduction (benchmarks/results/2026-11-23-pays-17.json). With averaging every n updates, the extra
+margin is divided by n, because the codec runs that much less often.
+"""
 
 LONGEST = 16
-"""Updates between two exchanges that the planner goes to by itself. Longer ones are for the user to ask for."""
+"""Longest period, in updates, that the planner chooses by itself. Longer ones are for the user to ask for."""
 
 HIDDEN = ((8, 1), (8, 2), (4, 2), (8, 4), (LONGEST, 8), (8, 8))
-"""(updates between two averages, those in which one travels): a quarter of a period costs hardly any samples, half of
-one few, a whole one hides most."""
+"""(period, delay) in updates of averages that are applied later: a delay of a quarter of a period costs hardly any
+samples, of half a period few; a whole period hides the most communication.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxedStrategy:
-    """One way. `variance`: what an unbiased code adds to a gradient's square; `samples`: else, the allowance, and
-    `each`: what replicas add to it."""
+    """One strategy that sends less, and the samples that it takes.
+
+    Attributes:
+        relaxation: the level from which it is allowed.
+        compress: its codec, or None.
+        mode: consistency mode.
+        relaxed: settings of the mode.
+        variance: what an unbiased codec adds to a gradient's square; None for other strategies.
+        samples: the allowance where `variance` is None, as a multiple of the samples of exact training.
+        each: what every further replica adds to the allowance.
+    """
 
     relaxation: Relaxation
     compress: Compression | None = None
@@ -157,17 +209,17 @@ class RelaxedStrategy:
 
     @property
     def words(self) -> str:
-        """As a user types it after --compress or --sync, or after both."""
+        """The strategy as a user types it after --compress or --sync, or after both."""
         return format_relaxation(SyncPlan(mode=self.mode, relaxed=self.relaxed, compress=self.compress))
 
     def of(self, plan: Plan) -> Plan:
-        """The plan that exchanges so."""
+        """The plan with this strategy."""
         return replace(plan, sync=replace(plan.sync, mode=self.mode, relaxed=self.relaxed, compress=self.compress))
 
 
 def _code(method: str, variance: float | None = None, samples: float = 1.0, **settings: object) -> RelaxedStrategy:
-    how = Compression(method=method, **settings)  # type: ignore[arg-type]
-    return RelaxedStrategy(relaxation="reduced", compress=how, variance=variance, samples=samples)
+    codec = Compression(method=method, **settings)  # type: ignore[arg-type]
+    return RelaxedStrategy(relaxation="reduced", compress=codec, variance=variance, samples=samples)
 
 
 def _diverging(mode: str, period: int) -> RelaxedStrategy:
@@ -179,19 +231,23 @@ def _diverging(mode: str, period: int) -> RelaxedStrategy:
 def _local(
     period: int, bits: Literal[8, 4, 2] | None = None, delay: int = 0, after: int = 0, *, corrected: bool = False
 ) -> RelaxedStrategy:
-    how = None if bits is None else Compression(method="qsgd", bits=bits)
+    codec = None if bits is None else Compression(method="qsgd", bits=bits)
     samples = 1.0 if bits is None else CHANGES[bits]
     each = _added(delay / period, begun=bool(after))[corrected]
     relaxed = Relaxed(
         period=period, delay=delay or None, after=after or None, optimizer_state="corrected" if corrected else None
     )
     mode: str = "post-local" if after else "local"
-    return RelaxedStrategy(relaxation="relaxed", mode=mode, relaxed=relaxed, compress=how, samples=samples, each=each)
+    return RelaxedStrategy(relaxation="relaxed", mode=mode, relaxed=relaxed, compress=codec, samples=samples, each=each)
 
 
 def _added(late: float, *, begun: bool) -> tuple[Each, Each]:
-    """What replicas add where averages are taken in so large a part of a period after they were begun: with moments as
-    they are, and corrected."""
+    """What replicas add, with second moments as they are, and with corrected ones.
+
+    Args:
+        late: the fraction of a period after which averages are applied.
+        begun: whether the first updates are synchronous.
+    """
     if begun:
         return BEGUN, CORRECTED_BEGUN
     if not late:
@@ -202,7 +258,7 @@ def _added(late: float, *, begun: bool) -> tuple[Each, Each]:
 
 
 def _averages(*, corrected: bool = False) -> tuple[RelaxedStrategy, ...]:
-    """All that average replicas now and then."""
+    """All strategies that average replicas periodically."""
     delays = [(period, delay) for period, delay in HIDDEN if 2 * delay <= period or not corrected]
     return (
         *(_local(period, corrected=corrected) for period in (2, 4, 8, LONGEST)),
@@ -228,29 +284,40 @@ RELAXED_STRATEGIES: tuple[RelaxedStrategy, ...] = (
     *_averages(corrected=True),
     *(_diverging(mode, period) for mode in ("elastic", "ring", "shift-one", "push") for period in (1, 4)),
 )
-"""What is tried. Variances are of normal values in the code's blocks: of rounding to 8 bits of mantissa, of 256 even
-steps over 7 standard deviations, and of levels drawn below the largest of 512 (4 bits: 0.039 was measured).
+"""The strategies that are tried. Variances are for normally distributed values in the codec's blocks: of rounding
+to 8 bits of mantissa, of 256 even steps over 7 standard deviations, and of levels drawn below the largest of 512
+values (4 bits: 0.039 was measured).
 
-Not here, and why: one-bit diverges at learning rates that exact sums bear, and averages in it took 1.48 times the steps
-of exact sums (four replicas, the trainings above), up to 2.06; terngrad adds as much variance as there is;
-dgc needs an optimizer without momentum; DiLoCo's outer optimizer has rates to tune; Adasum changes the step's length
-with the number of replicas; one average at the end is another training.
+Left out, with the reason:
+- one-bit diverges at learning rates that exact reduction tolerates; averages in it took 1.48 times the steps of
+exact reduction (four replicas, the trainings above), up to 2.06.
+- terngrad adds as much variance as there is.
+- dgc needs an optimizer without momentum.
+- DiLoCo's outer optimizer has learning rates to tune.
+- Adasum changes the length of a step with the number of replicas.
+- A single average at the end is another training.
 """
 
 
 def correctable(model: ModelSpec) -> bool:
-    """Whether replicas of the model may correct the second moments that its optimizer divides by."""
+    """Whether replicas of the model can correct the second moments by which its optimizer divides."""
     trained = sum(module.gradient_nbytes for module in model.modules)
     state = sum(module.optimizer_nbytes for module in model.modules)
     return model.optimizer in CORRECTABLE and state < 2.5 * trained
 
 
 def strategies(request: PlanRequest, steps: int | None, *, corrected: bool = False) -> list[RelaxedStrategy]:
-    """Those that the request's dial allows, without those whose runs did not get to the quality. Where the number of
-    steps is known, periods stay within its root: assumed after Stich 2018, arXiv 1805.09767, whose bound grows so;
-    where it is not, what first steps take cannot be weighed, and none begins otherwise than it goes on. `corrected`:
-    averages are with second moments that are corrected; without, which take more samples, only where past runs say how
-    many.
+    """The strategies that the request's relaxation level allows, without those whose runs did not reach the quality.
+
+    Where the number of steps is known, periods are at most its square root. This is assumed, after the bound of
+    Stich 2018, arXiv 1805.09767. Where it is unknown, the cost of first steps cannot be weighed, so no strategy that
+    starts synchronously is offered.
+
+    Args:
+        request: the relaxation level, and the samples that past runs measured.
+        steps: steps of the training, or None.
+        corrected: whether averages use corrected second moments. Uncorrected ones need more samples; then they are
+            offered only where past runs measured how many.
     """
     allowed = RELAXATIONS[: RELAXATIONS.index(request.relax) + 1]
     longest = math.isqrt(steps) if steps is not None else LONGEST
@@ -273,16 +340,24 @@ def strategies(request: PlanRequest, steps: int | None, *, corrected: bool = Fal
 
 
 def _uncorrected(strategy: RelaxedStrategy, request: PlanRequest) -> bool:
-    """Whether a way is offered as it is where moments could be corrected: no average, or one that past runs know."""
+    """Whether a strategy without corrected moments is offered where they could be corrected: it does not average, or
+    past runs measured it.
+    """
     return strategy.mode not in ("local", "post-local") or strategy.words in request.samples
 
 
 def samples_of(strategy: RelaxedStrategy, request: PlanRequest, plan: Plan, optimizer: str) -> tuple[float, Evidence]:
-    """How many times the samples of exact training the way is counted with, and where that comes from. `optimizer`: as
-    ModelSpec names it.
+    """The samples that a strategy takes, as a multiple of exact training, and the evidence for it.
 
-    Of an unbiased code: noise of variance v beside the gradient's own makes the critical batch 1 + v times as large,
-    and samples grow as batch + critical batch (plan.quality); without a noise scale, 1 + v, which is the most.
+    An unbiased codec adds noise of variance v to the gradient's own. This makes the critical batch 1 + v times as
+    large, and samples grow as batch + critical batch (see plan_request.samples_to_quality). Without a noise scale
+    the result is 1 + v, the upper bound.
+
+    Args:
+        strategy: how less is sent.
+        request: the noise scale, and the samples that past runs measured.
+        plan: the plan with the strategy.
+        optimizer: as ModelSpec names it.
     """
     if strategy.relaxation == "exact":
         return 1.0, "measured"  # it is the same training

@@ -1,4 +1,4 @@
-"""How the best plan's speed grows with the devices at hand, and where more of them stop paying."""
+"""How the best plan's speed grows with the number of devices, and where more of them stop paying."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,12 +11,13 @@ from tutti.planner.plan_description import plan_words
 from tutti.planner.plan_request import Choice, PlanRequest
 
 LEAST_WORTH = 0.5
-"""Assumed: a device pays as long as it brings half of what each device before it brings on average."""
+"""Assumed: a device pays as long as it adds half of what each device before it adds on average."""
 
 
 def device_counts(cluster: ClusterSpec, most: int | None = None) -> tuple[int, ...]:
-    """1, 2, 4 ... and as many devices as there are, or `most`. Of a CPU each core counts: there is room for so many
-    ranks, and so many may be planned."""
+    """1, 2, 4 ... and the number of devices, or `most`. Each core of a CPU counts as a device, because it can have a
+    rank.
+    """
     limit = min(host_groups(cluster), most or host_groups(cluster))
     counts = [1]
     while counts[-1] * 2 < limit:
@@ -25,17 +26,17 @@ def device_counts(cluster: ClusterSpec, most: int | None = None) -> tuple[int, .
 
 
 def scaling(request: PlanRequest, counts: Sequence[int], search: Callable[[PlanRequest], Choice]) -> ScalingCurve:
-    """The fastest plan with at most so many devices, for each of `counts`, ascending.
+    """The fastest plan with at most this many devices, for each of `counts`, ascending.
 
-    Raises PlanError where the request says exactly how many ranks there are.
+    Raises PlanError where the request fixes the number of ranks.
     """
     if request.degree is not None or request.mesh is not None:
-        raise PlanError("a scaling curve varies the number of ranks, and --nproc or --mesh say it; leave them out")
+        raise PlanError("a scaling curve varies the number of ranks, but --nproc or --mesh fixes it; leave them out")
     points: list[ScalingPoint] = []
     for count in counts:
         one = _point(count, dataclasses.replace(request, objective="throughput", max_devices=count, noise=None), search)
         before = max(points, key=lambda point: point.throughput_per_s, default=one)
-        if one.throughput_per_s < before.throughput_per_s:  # a search in limited time: what fewer do, more can leave
+        if one.throughput_per_s < before.throughput_per_s:  # the search was cut short: more devices can idle
             one = dataclasses.replace(before, devices=count)
         points.append(dataclasses.replace(one, worth=_worth(points, one)))
     until = pays_until(points)
@@ -63,7 +64,9 @@ def _point(count: int, request: PlanRequest, search: Callable[[PlanRequest], Cho
 
 
 def _worth(before: list[ScalingPoint], one: ScalingPoint) -> float | None:
-    """What each added device brings, of what each one brings at the last point that has a plan."""
+    """The speed that each additional device adds, relative to what each device adds on average at the last point
+    with a plan.
+    """
     known = [point for point in before if point.throughput_per_s]
     if not known or not one.throughput_per_s:
         return None
@@ -89,12 +92,12 @@ def _sentence(points: Sequence[ScalingPoint], until: int) -> str:
     at = next(point for point in points if point.devices == until)
     after = next((point for point in points if point.devices > until), None)
     if after is None:
-        return f"more devices pay up to all {until}: none of them brings less than half of what one before it does"
+        return f"more devices pay up to all {until}: each adds at least half of what one before it does"
     if after.worth is None:
         return f"beyond {until} devices there is no plan: {after.reason}"
     if after.throughput_per_s <= at.throughput_per_s:
         return f"more devices stop paying at {until}: {after.devices} are not faster"
     return (
-        f"more devices stop paying at {until}: up to {after.devices} each one more brings {after.worth:.0%} of what "
-        "one before does"
+        f"more devices stop paying at {until}: up to {after.devices}, each additional one adds {after.worth:.0%} of "
+        "what one before does"
     ).replace("%", " %")

@@ -1,4 +1,4 @@
-"""Other circumstances: a cluster changed as a user asks, and what would have to change for others to win."""
+"""What-if questions: a cluster changed as a user asks, and what would have to change for other plans to win."""
 
 import dataclasses
 import math
@@ -25,14 +25,14 @@ _TOLD = 3
 _MOST_DEVICES = 2**24
 
 _AROUND = 64
-"""Nodes more or fewer than a kind's part that are tried to make up a number of devices."""
+"""How many nodes more or fewer than a kind's proportional part are tried to reach a number of devices."""
 
 
 def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
-    """The cluster changed as `text` says, and the change in words.
+    """The cluster changed as `text` says, and the change as text.
 
-    link=10gbit (between hosts, or the only links; node-link, network-link for one tier), devices=256, memory=80gb,
-    speed=2x (devices, against now), storage=2GB/s (what every host reads; what they share, where data lies there).
+    link=10gbit (between hosts, or the only links; node-link, network-link for one tier), devices=256,
+    memory=80gb, speed=2x (devices, relative to now), storage=2GB/s (each host's reads, or the shared storage's).
     Raises PlanError for anything else.
     """
     name, _, value = text.strip().partition("=")
@@ -59,7 +59,7 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
 
 
 def _number(value: str, text: str, units: dict[str, float], example: str, *, bare: bool = False) -> float:
-    """10gbit, 80gb, 2x, 256 as numbers of the unit; `bare`: without a unit, too."""
+    """Parses 10gbit, 80gb, 2x, 256 into numbers of the unit; `bare`: a number without a unit is allowed."""
     found = parse_quantity(value, units)
     if found is None or (not bare and value.strip()[-1:].isdecimal()):
         raise PlanError(f"--what-if {text}: {value!r} is not understood; write it like {example}")
@@ -78,7 +78,7 @@ def _with_link(cluster: ClusterSpec, key: str, value: str) -> tuple[ClusterSpec,
 
 
 def with_bandwidth(cluster: ClusterSpec, tier: LinkTier, bandwidth: float) -> ClusterSpec:
-    """The cluster with another bandwidth on a tier of links, of every host."""
+    """The cluster with another bandwidth on a tier of links, on every host."""
 
     def other(link: LinkSpec) -> LinkSpec:
         quicker = scale_bandwidth(link, bandwidth / link.bandwidth_bytes_per_s)
@@ -88,7 +88,7 @@ def with_bandwidth(cluster: ClusterSpec, tier: LinkTier, bandwidth: float) -> Cl
 
 
 def with_memory(cluster: ClusterSpec, size: float) -> ClusterSpec:
-    """The cluster with as much memory on every device, and on every host for each of its devices."""
+    """The cluster with this much memory on every device, and on every host for each of its devices."""
     devices = {name: dataclasses.replace(device, memory_nbytes=int(size)) for name, device in cluster.devices.items()}
     nodes = tuple(
         dataclasses.replace(node, memory_nbytes=int(size) * node.devices_per_node)
@@ -109,7 +109,7 @@ def _weights_at(rate: WeightRate, factor: float) -> WeightRate:
 
 
 def with_storage(cluster: ClusterSpec, rate: float) -> ClusterSpec:
-    """The cluster with storage of another rate: what hosts share, where they share one, else each host's own."""
+    """The cluster with another storage rate: of the shared storage where there is one, else of each host's own."""
     if cluster.shared_read_bytes_per_s is not None:
         return dataclasses.replace(cluster, shared_read_bytes_per_s=rate)
     nodes = tuple(dataclasses.replace(node, disk_read_bytes_per_s=rate) for node in cluster.nodes)
@@ -117,7 +117,7 @@ def with_storage(cluster: ClusterSpec, rate: float) -> ClusterSpec:
 
 
 def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    """The cluster with devices that compute and copy so many times as fast."""
+    """The cluster with devices that compute and copy `factor` times as fast."""
     devices = {}
     for name, device in cluster.devices.items():
         devices[name] = dataclasses.replace(
@@ -158,7 +158,7 @@ def _with_devices(cluster: ClusterSpec, value: str, text: str) -> tuple[ClusterS
 
 
 def _one_kind(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ...]:
-    """Whole nodes of the only kind with so many devices; below one node's, a part of one."""
+    """Whole nodes of the only kind with this many devices; for fewer than a node has, a part of one node."""
     node = cluster.nodes[0]
     each = min(node.devices_per_node, count)
     if count % each:
@@ -167,10 +167,11 @@ def _one_kind(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ..
 
 
 def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ...]:
-    """Whole nodes of several kinds with exactly so many devices, as near as can be to the kinds' parts now.
+    """Whole nodes of several kinds with exactly this many devices, as near as possible to the kinds' present
+    proportions.
 
-    Dynamic programming over the kinds: `least[d]` is the smallest sum of squared differences in devices with which the
-    kinds so far have d of them. Kinds that get no node are left out.
+    Dynamic programming over the kinds: `least[d]` is the smallest sum of squared differences in devices with
+    which the kinds so far have d of them. Kinds that get no node are left out.
     """
     whole = cluster.device_count
     least = np.full(count + 1, np.inf)
@@ -206,8 +207,9 @@ def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpe
 def changes(
     model: ModelSpec, best: Costed, others: list[Costed], request: PlanRequest, over: Callable[[], bool] = lambda: False
 ) -> tuple[str, ...]:
-    """What would have to change for the nearest others to win: links faster or slower. Nothing more is looked at once
-    it is `over`."""
+    """What would have to change for the nearest alternatives to win: links faster or slower. Stops when `over`
+    returns true.
+    """
     if request.objective not in ("throughput", "time-to-quality"):
         return ()
     told: list[str] = []
@@ -224,7 +226,7 @@ def changes(
 def _at_which_link(
     model: ModelSpec, best: Costed, rivals: list[Costed], tier: LinkTier, over: Callable[[], bool]
 ) -> str:
-    """At which bandwidth of a tier one of the rivals first is faster, trying powers of two up and down."""
+    """The bandwidth of a tier at which one of the rivals first is faster, trying powers of two up and down."""
     link = _link_of(best, tier)
     assert link is not None
     for power in _FACTORS:

@@ -1,8 +1,9 @@
-"""Bounds that no prediction is below, and estimates in whose order plans are costed; row by row, without predicting.
+"""Lower bounds of predictions, and estimates in whose order plans are predicted; row by row, without predicting.
 
-A bound counts what every plan must do: its share of the model's arithmetic and memory traffic at the best rate there
-is, the pipeline's unavoidable filling, the gradients' way over the fastest link, the state that must lie somewhere.
-An estimate adds the exchanges and is often within a third of the prediction; it decides nothing but the order.
+A bound counts what every plan must do: its share of the model's arithmetic and memory traffic at the best
+rate of any device, the pipeline's unavoidable filling, the gradients' transfer over the fastest link, the
+state that must be stored somewhere. An estimate adds the other communication and is often within a third of
+the prediction. It decides only the order.
 """
 
 import dataclasses
@@ -22,8 +23,7 @@ _ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """By row: at least so many seconds a step, and what they probably are; at least so many bytes on the fullest rank,
-    and on any rank."""
+    """Columns by row: least and probable seconds of a step; least bytes on the fullest rank, and on any rank."""
 
     step_s: Array
     memory: Array
@@ -32,22 +32,26 @@ class Bounds:
 
 
 def least_samples(shapes: MeshTable, samples: int) -> Ints:
-    """Samples in every microbatch of the rank that has most, at least, whatever shares ranks have; a rank without any
-    computes one all the same."""
+    """Least number of samples in every microbatch of the rank that has most, for any shares. A rank without samples
+    computes one all the same.
+    """
     slices = samples // shapes.microbatches
     return np.asarray(np.maximum(1, -(-slices // shapes.data)), dtype=np.int64)
 
 
 def whole_slices(shapes: MeshTable, samples: int) -> tuple[Ints, Array]:
-    """(samples of a microbatch, what of it the mean data-parallel rank has), for unequal shares: no rank has more than
-    all, and none needs less time for a sample than it would in a microbatch of all of them."""
+    """(samples of a microbatch, the mean data-parallel rank's fraction of it), for unequal shares.
+
+    No rank has more than the whole microbatch, and none needs less time per sample than with the whole
+    microbatch.
+    """
     slices = -(-samples // shapes.microbatches)
     part = samples / (shapes.microbatches * shapes.data * slices)
     return np.asarray(slices, dtype=np.int64), np.asarray(part, dtype=np.float64)
 
 
 def shape_bounds(tables: Tables, shapes: MeshTable, samples: int, *, offload: bool = False) -> tuple[Array, Array]:
-    """(seconds, bytes) that no way to run a mesh is below; `offload`: with state in the host's memory."""
+    """Lower bounds (seconds, bytes) of every variant of a mesh; `offload`: with state in the host's memory."""
     best, speed, _ = by_kind((shapes.world,), tables.facts)
 
     def both(count: Ints) -> Array:
@@ -68,8 +72,10 @@ def shape_bounds(tables: Tables, shapes: MeshTable, samples: int, *, offload: bo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Columns over meshes: what their variants have in common. `speed`: of the ranks, as a part of the best worker's;
-    bytes are whole, of a rank that has all stages, as Tables has them.
+    """Columns over meshes: what their variants have in common.
+
+    `speed` is the ranks' speed relative to the best worker. Bytes are whole, of a rank that has all stages, as in
+    Tables.
     """
 
     count: Array
@@ -118,7 +124,7 @@ def variant_bounds(room: Room, found: MeshTable, variant_rows: Variants, samples
 
 
 def _memory(room: Room, rows: MeshTable, variant_rows: Variants, facts: Facts) -> tuple[Array, Array]:
-    """(bytes on the fullest of the places that are looked at, bytes that every place has at least)."""
+    """(bytes on the fullest of the sampled places, bytes that every place has at least)."""
     inner = (rows.split, rows.context, rows.expert, rows.table, rows.space, facts.count.astype(np.int64))
     active = by_kind(
         (*inner, rows.stage, variant_rows.chunks, rows.microbatches, variant_rows.schedule, variant_rows.recompute),
@@ -169,7 +175,7 @@ class _StateBounds:
 def _sharded(
     variant_rows: Variants, state: _StateBounds, units: _Units, beside: Array, on_cpu: bool
 ) -> tuple[_StateBounds, Array]:
-    """What the shard axis leaves of a rank's state, and what passes through it; see predict.memory."""
+    """A rank's state after sharding, and the buffers that sharding needs; see the cost model's memory prediction."""
     shard = variant_rows.shard.astype(np.float64)
     level, away = variant_rows.level, variant_rows.offload > 0
     block, outside = units.block, units.outside
@@ -188,11 +194,11 @@ def _sharded(
 
 
 def _seconds(room: Room, rows: MeshTable, variant_rows: Variants, facts: Facts, samples: int) -> tuple[Array, Array]:
-    """Seconds of a step, at least and probably.
+    """Least and probable seconds of a step.
 
-    Passes come one after another; sums of gradients run behind the last microbatch's backward, so what exceeds that is
-    waited for. Level 3 gathers the parameters behind each pass, level 1 what was updated. A rank updates its part of
-    the optimizer's state.
+    Passes follow one another. Gradient reduction overlaps the last microbatch's backward; the excess is waited
+    for. Level 3 gathers the parameters behind each pass, level 1 what was updated. A rank updates its part of the
+    optimizer's state.
     """
     kind = (variant_rows.schedule == _ZERO_BUBBLE).astype(np.int64)
     count, best = facts.count.astype(np.int64), facts.best.astype(np.int64)
@@ -232,8 +238,9 @@ def _seconds(room: Room, rows: MeshTable, variant_rows: Variants, facts: Facts, 
 def _with_data(
     tables: Tables, rows: MeshTable, facts: Facts, samples: int, least: Array, likely: Array
 ) -> tuple[Array, Array]:
-    """A step's bound and estimate with what a rank's own loaders take, of the rank that has most samples; it may not be
-    the slowest otherwise where ranks differ."""
+    """A step's bound and estimate with the time of the loaders, for the rank with most samples. Where ranks differ,
+    that rank may not be the slowest otherwise.
+    """
     loading = tables.model.loading
     if loading is None:
         return least, likely
@@ -248,9 +255,16 @@ def _with_data(
 
 
 def _however_cut(tables: Tables, rows: MeshTable, plain: Flags, most: Array, mean: Array) -> Array:
-    """Seconds at least where shares, parts and cuts are by speed. `most`: mean over places of the work of the line that
-    has most samples, which may be of the best devices; `mean`: of all lines; `plain`: schedules that fill and drain
-    whole stages."""
+    """Least seconds where shares, parts and cuts are by speed.
+
+    Args:
+        tables: totals of the model.
+        rows: the meshes.
+        plain: whether the schedule fills and drains whole stages.
+        most: mean work over the places of the pipeline replica with most samples, which may be of the best
+            devices.
+        mean: mean work over all pipeline replicas.
+    """
     count = np.where((rows.stage > 1) & plain, rows.microbatches, 0)
     (relative_speed,) = by_kind(
         (rows.world, rows.stage, rows.context * rows.space, rows.split, count), tables.relative_speed
@@ -261,12 +275,12 @@ def _however_cut(tables: Tables, rows: MeshTable, plain: Flags, most: Array, mea
 
 
 def _links(tables: Tables, facts: Facts) -> tuple[Array, ...]:
-    """What `Tables.links_of` says, by row."""
+    """`Tables.links_of`, by row."""
     return by_kind((facts.best.astype(np.int64),), tables.links_of)
 
 
 def _slack(room: Room, rows: MeshTable, variant_rows: Variants, inner: tuple[Ints, ...]) -> Array:
-    """What a step's work, as a mean over places, may be less where parts along split may be unequal."""
+    """The most by which a step's work, as a mean over places, may be less where parts along split may be unequal."""
     ahead, back = by_kind(inner, room.work.slack)
     often = np.where(variant_rows.recompute > 0, 2.0, 1.0)
     return np.asarray(
@@ -280,15 +294,17 @@ def _uneven(tables: Tables, rows: MeshTable) -> Array:
 
 
 def _latency(tables: Tables, facts: Facts, ranks: Ints) -> Array:
-    """Seconds at least in which values are gathered from so many ranks, however few they are: of a ring, or of rings
-    within hosts and between them."""
+    """Least seconds of a gather from this many ranks, however small: of a ring, or of rings within and between
+    hosts.
+    """
     hosts, (_, _, between, least) = -(-ranks // tables.per_node), _links(tables, facts)
     return np.where(ranks > 1, np.maximum(np.log2(ranks) * least, (hosts - 1) * between), 0.0)
 
 
 def _statistics(tables: Tables, rows: MeshTable, facts: Facts) -> Array:
-    """Seconds at least of what modules that normalise over the batch exchange: in each microbatch a gather in forward,
-    a sum in backward, and nothing else meanwhile."""
+    """Least seconds of the communication of modules that normalise over the batch. Each microbatch has a gather in
+    forward and a reduction in backward, both fully exposed.
+    """
     modules = sum(module.batch_statistics for module in tables.model.modules)
     ranks = rows.data * rows.space
     each = _latency(tables, facts, ranks) + 2 * np.log2(ranks) * _links(tables, facts)[3]
@@ -298,8 +314,11 @@ def _statistics(tables: Tables, rows: MeshTable, facts: Facts) -> Array:
 def _exchanged(
     tables: Tables, rows: MeshTable, variant_rows: Variants, facts: Facts
 ) -> tuple[Array, Array, tuple[Array, Array]]:
-    """At least: seconds a byte of summing gradients, and of gathering over shard. Probably: seconds of the sums, and of
-    the gathers at level 3. Levels 2 and 3 sum into parts over shard, and the parts over the other copies."""
+    """Seconds of communication along the data-parallel axes. Least: seconds per byte of gradient reduction, and of
+    gathering over shard. Probable: seconds of the reductions, and of the gathers at level 3.
+
+    Levels 2 and 3 reduce-scatter over shard, then reduce the parts over the other copies.
+    """
     stages = rows.stage.astype(np.float64)
     split, shard = rows.split.astype(np.float64), variant_rows.shard.astype(np.float64)
     inner = (rows.table * rows.expert * rows.context * rows.space).astype(np.float64)
@@ -319,11 +338,12 @@ def _exchanged(
 
 
 def _ring(tables: Tables, rows: MeshTable, facts: Facts, degree: Array, inside: Array) -> tuple[Array, Array]:
-    """Seconds a byte of sums over `degree` ranks with `inside` ranks in the axes within: at least, and probably.
+    """Least and probable seconds per byte of an all-reduce over `degree` ranks with `inside` ranks in the axes
+    within.
 
-    A host's connection carries, for each group that crosses it, 2 (h - 1) / h of the sum among h hosts, however the
-    sum is arranged. Groups too wide for a host all cross, one for each of the ranks `inside`; where some may not, or
-    hosts are unequal, only the fastest link counts.
+    For each group that crosses it, a host's connection carries 2 (h - 1) / h of the reduced bytes among h hosts,
+    for any algorithm. Groups too wide for a host all cross, one for each of the ranks `inside`. Where some may
+    not, or hosts are unequal, only the fastest link counts.
     """
     (node, network, *_), each = _links(tables, facts), tables.per_node
     reach = np.minimum(rows.world, each).astype(np.float64)
@@ -342,15 +362,15 @@ def _ring(tables: Tables, rows: MeshTable, facts: Facts, degree: Array, inside: 
 
 
 _TOO_LARGE = 8.0
-"""Candidates that probably do not fit are costed as if they took so many times as long."""
+"""Factor on the estimated time of candidates that probably do not fit."""
 
 _FAILURES = 4
-"""After so many refusals and no success a family is not tried again."""
+"""After this many refusals and no success a family is not tried again."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Lesson:
-    """What predictions of a family said: sums of log(predicted / estimated) of time and memory, and how many."""
+    """What predictions of a family showed: sums of log(predicted / estimated) of time and memory, and their number."""
 
     time: float = 0.0
     memory: float = 0.0
@@ -363,7 +383,7 @@ class Lesson:
 
 
 def family(shapes: MeshTable, variant_rows: Variants) -> Ints:
-    """A number for what a plan is made of: the axes it uses, how it shards, schedules and recomputes."""
+    """A number for what a plan combines: the axes it uses, its sharding, schedule and recompute."""
     axes = (shapes.split, shapes.stage, shapes.context, shapes.expert, shapes.table, shapes.space)
     code = np.zeros(len(variant_rows), dtype=np.int64)
     for axis in axes:
@@ -378,8 +398,8 @@ def family(shapes: MeshTable, variant_rows: Variants) -> Ints:
 
 @dataclass(slots=True, kw_only=True)
 class Pool:
-    """Rows of one lane (one order of nodes, one precision). `variant_rows` and `bounds` are columns over all rows so
-    far.
+    """Rows of one SearchBranch (one order of nodes, one precision). `variant_rows` and `bounds` are columns over all
+    rows so far.
     """
 
     variant_rows: list[Variants] = field(default_factory=list)
@@ -417,13 +437,13 @@ class Pool:
         self.done = np.concatenate([self.done, np.zeros(len(rows), dtype=np.bool_)])
 
     def drop(self, rows: NDArray[np.bool_]) -> None:
-        """Forget the marked rows."""
+        """Drop the marked rows."""
         kept = ~rows
         for name in ("least", "likely", "memory", "room", "world", "family", "part", "row", "done"):
             setattr(self, name, getattr(self, name)[kept])
 
     def corrected(self, lessons: dict[int, Lesson]) -> Array:
-        """Estimates as the families' own predictions correct them; infinite for families that are refused."""
+        """Estimates corrected by the families' own predictions; infinite for families that are refused."""
         known = [lesson for lesson in lessons.values() if lesson.count]
         count = max(1, sum(lesson.count for lesson in known))
         overall = (sum(lesson.time for lesson in known) / count, sum(lesson.memory for lesson in known) / count)
@@ -441,13 +461,13 @@ class Pool:
 
 
 def plainness(code: int) -> int:
-    """How many mechanisms a family combines."""
+    """The number of mechanisms that a family combines."""
     axes, level, schedule, recompute, offload = _parts(code)
     return axes.bit_count() + (level > 0) + (recompute > 0) + (schedule > 0) + (offload > 0)
 
 
 def takes_long(code: int) -> bool:
-    """Whether predicting takes long for large pipelines, whose orders are found by playing them out."""
+    """Whether prediction is slow for large pipelines, because the schedule's order must be simulated."""
     return SCHEDULES[_parts(code)[2]] in ("interleaved", "zero-bubble")
 
 
