@@ -132,7 +132,7 @@ def as_halos() -> None:
     place: Any = SimpleNamespace(dry=False, neighbour=lambda axis, part: 1 - me, group=None, halos=untracked_channel(),
                                  sent_nbytes=0)  # fmt: skip
     message = space.HaloRows(part=1 - me, rows=(0, 1))
-    travel = space.depart(torch.ones(2, 3), 0, 0, [message], [message], 0, place)
+    travel = space._start_transfer(torch.ones(2, 3), 0, 0, [message], [message], 0, place)
     assert travel.handle is not None
     travel.handle.wait()
 
