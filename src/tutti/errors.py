@@ -5,7 +5,7 @@ line prints the message without a traceback and exits with `exit_code`.
 """
 
 import sys
-from types import FrameType
+import types
 
 
 class TuttiError(Exception):
@@ -67,7 +67,7 @@ class ReportError(TuttiError):
     """A run folder cannot be reported on, or a comparison would mislead and is refused."""
 
 
-def _place(frame: FrameType) -> str:
+def _place(frame: types.FrameType) -> str:
     """Module within tutti and function of a frame."""
     module = str(frame.f_globals.get("__name__", ""))
     return f"{module.removeprefix('tutti.')}.{frame.f_code.co_name}"

@@ -58,7 +58,7 @@ def test_a_run_is_refused_once_with_exit_code_2(tmp_path: Path) -> None:
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "PYTHONPATH": f"{tests}:{Path(tests).parent / 'src'}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, *sys.path])},
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("the toy switch has three ports") == 1
