@@ -1,5 +1,6 @@
 """The layers: which part of tutti may import which, and which libraries the pure parts may stand on."""
 
+import ast
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -87,12 +88,20 @@ def import_circle(files: list[Path]) -> list[str]:
     known = {module_name(path): path for path in files}
     graph = {}
     for module, path in known.items():
-        source, is_package = path.read_text(encoding="utf-8"), path.name == "__init__.py"
-        names = (name for _, name in imports(source, module, is_package=is_package))
-        targets = {name if name in known else name.rpartition(".")[0] for name in names}
-        graph[module] = targets & set(known) - {module}
+        graph[module] = _executed(ast.parse(path.read_text(encoding="utf-8"))) & set(known) - {module}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         return list(error.args[1])
     return []
+
+
+def _executed(tree: ast.AST) -> set[str]:
+    """Dotted names that imports may load: of `from a import b`, a and a.b; of `import a.b`, a.b."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names

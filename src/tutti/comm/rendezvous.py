@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti import environment
+import tutti.environment as environment
 from tutti.comm import shared_segment
 from tutti.comm.local_group import LocalGroup, control_nbytes
 from tutti.comm.shared_segment import SharedSegment, attach_segment

@@ -12,8 +12,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.model import ModelSpec, OpCost, OpKind
-from tutti.cost_model import cost_constants
 from tutti.cost_model.worker_speed import KINDS, Array, Worker
 
 ITEM_NBYTES = 4

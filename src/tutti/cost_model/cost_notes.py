@@ -1,8 +1,8 @@
 """Numbers and findings in words: what a prediction's notes say."""
 
+import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.cluster import ClusterSpec
 from tutti.config.prediction import RankMemory
-from tutti.cost_model import cost_constants
 from tutti.cost_model.overlap import CommCost
 from tutti.cost_model.rank_placement import HostGroup, Link, ring_tier
 from tutti.cost_model.worker_speed import Worker

@@ -6,6 +6,8 @@ from typing import Final
 
 import numpy as np
 
+import tutti.cost_model.cost_constants as cost_constants
+import tutti.cost_model.sharding_cost as sharding_cost
 from tutti.config.cluster import DeviceKind
 from tutti.config.compression import (
     FACTORS,
@@ -18,7 +20,6 @@ from tutti.config.compression import (
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES, AxisName
-from tutti.cost_model import cost_constants, sharding_cost
 from tutti.cost_model.compressed_sync_cost import (
     VALUE_NBYTES,
     PartsWritten,

@@ -14,10 +14,10 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.cluster import ClusterSpec, LinkTier
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
-from tutti.cost_model import cost_constants
 from tutti.cost_model.rank_placement import (
     HostGroup,
     Link,

@@ -13,11 +13,11 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.cluster import ClusterSpec, NodeSpec
 from tutti.config.model import Loading, ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
-from tutti.cost_model import cost_constants
 from tutti.cost_model.cost_notes import count, nbytes, seconds
 from tutti.cost_model.rank_placement import HostGroup
 

@@ -4,11 +4,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+import tutti.cost_model.compressed_sync_cost as compressed_sync_cost
+import tutti.cost_model.cost_constants as cost_constants
+import tutti.cost_model.relaxed_sync_cost as relaxed_sync_cost
 from tutti.config.cluster import DeviceKind
 from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.prediction import RankMemory
-from tutti.cost_model import compressed_sync_cost, cost_constants, relaxed_sync_cost
 from tutti.cost_model.module_costs import Flags, ModelTable, model_table
 from tutti.cost_model.overlap import BucketCost
 from tutti.cost_model.pipeline_cost import Besides, most_held

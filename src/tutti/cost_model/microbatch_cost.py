@@ -13,10 +13,11 @@ from functools import partial
 
 import numpy as np
 
+import tutti.cost_model.compute_cost as compute_cost
+import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.model import ModelSpec, ModuleSpec
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
-from tutti.cost_model import compute_cost, cost_constants
 from tutti.cost_model.compute_cost import OpTable, PassCost
 from tutti.cost_model.group_links import Network, RankGroup
 from tutti.cost_model.module_costs import Flags, ModelTable, remembered

@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.model import ModelSpec, ModuleSpec, block_of_name
-from tutti.cost_model import cost_constants
 from tutti.cost_model.compute_cost import OpTable, op_table
 from tutti.cost_model.worker_speed import Array
 

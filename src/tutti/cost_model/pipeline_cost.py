@@ -14,10 +14,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.pipeline_schedule import Orders, build_orders
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES, ScheduleName
-from tutti.cost_model import cost_constants
 from tutti.cost_model.group_links import host_group_of_ranks
 from tutti.cost_model.rank_placement import HostGroup, rank_samples
 from tutti.errors import PlanError

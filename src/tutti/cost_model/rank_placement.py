@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
+import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, LinkTier, NodeSpec, slowest_link
 from tutti.config.partitioning import cut
 from tutti.config.vocabulary import Evidence, LastBatch
-from tutti.cost_model import cost_constants
 from tutti.errors import PlanError
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+import tutti.cost_model.pipeline_cost as pipeline_cost
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Activity, Bar, Omission, Prediction, Timeline, Track
-from tutti.cost_model import pipeline_cost
 from tutti.cost_model.pipeline_cost import ActionOrder, Line, Played, by_share_and_stage, lines_by_share
 from tutti.cost_model.step_time import Held, Slowest, Step, loss_s, memories, predict, slowest_of, wait_s, worked_out
 from tutti.cost_model.step_timeline import (

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+import tutti.cost_model.cost_constants as cost_constants
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.consistency_modes import CONSISTENCY_MODES
@@ -9,7 +10,6 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Estimate, Phase, Prediction, RankMemory, WarmupSpan
 from tutti.config.refusals import check_plan
-from tutti.cost_model import cost_constants
 from tutti.cost_model.compressed_sync_cost import kernel_notes, phases
 from tutti.cost_model.compute_cost import update_temporaries
 from tutti.cost_model.cost_notes import disturbed, link_note, memory_notes, time_notes

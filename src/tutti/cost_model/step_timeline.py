@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.cost_model import cost_constants
 from tutti.cost_model.compute_cost import update_calls, update_nbytes
 from tutti.cost_model.cost_notes import STAGES
 from tutti.cost_model.loading_time import BatchLoad, Feed, most

@@ -10,11 +10,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.model import ModelSpec
 from tutti.config.partitioning import cut, cut_units
 from tutti.config.plan import LayoutRule, Plan, by_columns, find_chunks, find_placement, find_recompute
 from tutti.config.refusals import check_parts_not_empty, check_width
-from tutti.cost_model import cost_constants
 from tutti.cost_model.compute_cost import OpTable, PassCost
 from tutti.cost_model.module_costs import Flags, ModelTable, model_table, remembered
 from tutti.cost_model.worker_speed import Array, Worker

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.cluster import DeviceSpec, GemmRate, WeightKind
 from tutti.config.model import OpKind
 from tutti.config.vocabulary import Evidence, Precision
-from tutti.cost_model import cost_constants
 from tutti.cost_model.rank_placement import HostGroup
 from tutti.errors import PlanError
 

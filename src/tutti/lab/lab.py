@@ -6,8 +6,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import tutti.lab.lab_network as lab_network
 from tutti.errors import LabError
-from tutti.lab import lab_network
 from tutti.lab.lab_network import rates_of
 from tutti.lab.lab_record import LabRecord
 from tutti.lab.lab_run import Finished, LabCommand, Stream, inside, rendezvous_port, train_command

@@ -13,8 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import tutti.lab.lab_record as records
 from tutti.errors import LabError
-from tutti.lab import lab_record as records
 from tutti.lab.lab_record import LabRecord
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux", "mount": "mount"}

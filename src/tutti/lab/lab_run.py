@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from tutti.lab import lab_network
+import tutti.lab.lab_network as lab_network
 from tutti.lab.lab_record import LabRecord
 
 MARK = "TUTTI_LAB_RUN"

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+import tutti.planner.objectives as objectives
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
@@ -19,7 +20,6 @@ from tutti.config.prediction import Prediction
 from tutti.config.vocabulary import Precision
 from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.planner import objectives
 from tutti.planner.candidates import Limits, limits_of
 from tutti.planner.cost_tables import Array, Tables, by_kind, uneven
 from tutti.planner.mesh_enumeration import MeshTable, plan_of, shapes, variants

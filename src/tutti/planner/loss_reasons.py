@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+import tutti.planner.objectives as objectives
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import Loading, ModelSpec
 from tutti.config.plan import PipelinePlan, Plan
@@ -15,7 +16,6 @@ from tutti.cost_model.loading_time import BatchLoad, host_cores, storage_known
 from tutti.cost_model.rank_placement import HostGroup, place_ranks, ring_link, ring_tier
 from tutti.cost_model.step_time import load_of, predict
 from tutti.errors import PlanError
-from tutti.planner import objectives
 from tutti.planner.exploration import Costed
 from tutti.planner.plan_description import axes_of, mesh_words, plan_words, recompute_words, settings_words
 from tutti.planner.plan_refinement import wide_remark

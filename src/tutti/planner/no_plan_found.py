@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+import tutti.planner.objectives as objectives
 from tutti.config.cluster import ClusterSpec, LinkSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import ShardingPlan
@@ -14,7 +15,6 @@ from tutti.cost_model import predict
 from tutti.cost_model.cost_notes import count, nbytes
 from tutti.cost_model.rank_placement import place_ranks
 from tutti.errors import PlanError
-from tutti.planner import objectives
 from tutti.planner.candidates import limits_of
 from tutti.planner.cost_tables import Tables
 from tutti.planner.exploration import Costed

@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+import tutti.planner.plan_request as plan_request
 from tutti.config.cluster import ClusterSpec, DeviceSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
 from tutti.cost_model.cost_notes import nbytes, seconds
 from tutti.cost_model.rank_placement import HostGroup, place_ranks
 from tutti.errors import PlanError
-from tutti.planner import plan_request
 from tutti.planner.plan_request import PlanRequest, Totals, steps_to_quality
 
 Array = NDArray[np.float64]

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+import tutti.planner.objectives as objectives
 from tutti.config.cluster import ClusterSpec
 from tutti.config.compression import MOMENTUM_CODECS
 from tutti.config.model import ModelSpec
@@ -15,7 +16,6 @@ from tutti.cost_model.gradient_sync_cost import may_pay
 from tutti.cost_model.rank_placement import place_ranks
 from tutti.cost_model.worker_speed import best_rate, matrix_dtype
 from tutti.errors import PlanError
-from tutti.planner import objectives
 from tutti.planner.candidates import LOWER, candidates, possible, precisions
 from tutti.planner.cost_tables import is_mixed, ranks_of_node
 from tutti.planner.exploration import Clock, Costed, Explorer

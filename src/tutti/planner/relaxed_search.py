@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import tutti.planner.objectives as objectives
 from tutti.config.cluster import ClusterSpec, scale_bandwidth
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
@@ -21,7 +22,6 @@ from tutti.cost_model.cost_notes import disturbed, seconds
 from tutti.cost_model.group_links import network
 from tutti.cost_model.rank_placement import place_ranks
 from tutti.errors import PlanError
-from tutti.planner import objectives
 from tutti.planner.candidates import candidates, precisions
 from tutti.planner.exploration import Clock, Costed
 from tutti.planner.plan_request import Alternative, Choice, PlanRequest, RelaxationGain, Totals

@@ -16,6 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
+import tutti.parallel.spatial.spatial_convolution as spatial_convolution
+import tutti.parallel.spatial.spatial_elementwise as spatial_elementwise
+import tutti.parallel.spatial.spatial_pooling as spatial_pooling
+import tutti.parallel.spatial.spatial_reshapes as spatial_reshapes
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
 from tutti.data.batches import Unpack
@@ -24,7 +28,6 @@ from tutti.errors import PlanError
 from tutti.parallel.data.batchnorm import BatchScope
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.spatial import spatial_convolution, spatial_elementwise, spatial_pooling, spatial_reshapes
 from tutti.parallel.spatial.halo_exchange import SpatialGroup
 from tutti.parallel.spatial.halo_geometry import bounds_of, owned
 from tutti.parallel.spatial.spatial_elementwise import share_statistics_in_space

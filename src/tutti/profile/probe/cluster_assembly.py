@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import tutti.profile.probe.host_facts as host_facts
 from tutti.config.cluster import (
     ClusterSpec,
     CompressRate,
@@ -27,7 +28,6 @@ from tutti.config.cluster import (
     WeightRate,
 )
 from tutti.config.model import OpKind
-from tutti.profile.probe import host_facts
 from tutti.profile.probe.host_facts import HostFacts
 
 BUSY = 0.25

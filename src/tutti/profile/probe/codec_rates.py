@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+import tutti.profile.probe.probe_timing as probe_timing
 from tutti.compression.bucketed_top_k import TOP16_Q4
 from tutti.compression.bytegrad import ByteGrad
 from tutti.compression.cast import Cast
@@ -19,7 +20,6 @@ from tutti.compression.qsgd import qsgd
 from tutti.compression.terngrad import TernGrad
 from tutti.compression.top_k import TopK
 from tutti.config.cluster import CompressRate
-from tutti.profile.probe import probe_timing
 from tutti.profile.probe.probe_timing import Effort
 
 CODECS: Mapping[str, Codec] = {

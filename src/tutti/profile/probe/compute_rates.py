@@ -14,9 +14,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+import tutti.profile.probe.host_facts as host_facts
+import tutti.profile.probe.probe_timing as probe_timing
 from tutti.config.cluster import ConvolutionRate, GemmRate, ImageRate, VectorRate, WeightKind, WeightRate
 from tutti.config.model import OpKind, VectorKind
-from tutti.profile.probe import host_facts, probe_timing
 from tutti.profile.probe.probe_timing import Effort
 
 PRODUCT_OF = 64

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+import tutti.profile.probe.probe_timing as probe_timing
 from tutti.comm.rendezvous import make_local_group
 from tutti.comm.shared_memory import MessageReceiver, MessageSender, SharedMemoryAllReduce
 from tutti.config.cluster import LinkPoint, LinkSpec, LinkTier
 from tutti.machine import StolenTime
-from tutti.profile.probe import probe_timing
 from tutti.profile.probe.probe_timing import Effort
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+import tutti.profile.probe.host_facts as host_facts
+import tutti.profile.probe.probe_timing as probe_timing
 from tutti.config.cluster import MemoryRate
-from tutti.profile.probe import host_facts, probe_timing
 from tutti.profile.probe.probe_timing import Effort
 
 

@@ -9,9 +9,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+import tutti.profile.probe.codec_rates as codec_rates
+import tutti.profile.probe.compute_rates as compute_rates
+import tutti.profile.probe.host_facts as host_facts
+import tutti.profile.probe.link_rates as link_rates
+import tutti.profile.probe.memory_rates as memory_rates
+import tutti.profile.probe.probe_timing as probe_timing
 from tutti.comm.world import deprioritise_gloo_threads
 from tutti.config.cluster import ClusterSpec, LinkSpec
-from tutti.profile.probe import codec_rates, compute_rates, host_facts, link_rates, memory_rates, probe_timing
 from tutti.profile.probe.cluster_assembly import (
     DeviceRates,
     Findings,
