@@ -1,9 +1,9 @@
-"""Memory of a unit's whole parameters, which comes and goes many times in a step, always at one place.
+"""Buffers for gathered parameters: allocated and freed many times a step, always at the same address.
 
-On a GPU, and for small units, it is a storage that is resized: torch's allocator has it in between. Large ones on the
-host have pages of their own. In the heap, activations would take the place of one that has gone, so that the next does
-not fit there: a GPT at level 3 on 4 ranks held a third more. Huge pages make it cheap to ask the system for memory
-again and again: without them that takes several times as long (docs/measurements.md, "Memory").
+On a GPU, and for small units, the buffer is a storage that is resized; torch's allocator keeps the memory in between.
+Large buffers on the host are mapped pages of their own. In the heap, activations would take the place of a freed
+buffer, and the next one would not fit there: a GPT at level 3 on 4 ranks held a third more memory. Huge pages make
+repeated allocation cheap; without them it takes several times as long (docs/measurements.md, "Memory").
 """
 
 import ctypes
@@ -15,25 +15,28 @@ import torch
 
 HUGE_NBYTES = 2**21
 LEAST_NBYTES = 2 * HUGE_NBYTES
-"""Units from this size on have pages of their own."""
+"""Buffers of this size or more have pages of their own."""
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class Memory(Protocol):
-    """`tensor`: flat; it may be used between `have` and `free`, and views of it come back with it."""
+    """A flat buffer whose memory is there between `have` and `free`.
+
+    Views of `tensor` stay valid: they see the memory again after the next `have`.
+    """
 
     tensor: torch.Tensor
 
     def have(self) -> None:
-        """Have memory, with anything in it."""
+        """Allocate the memory; its contents are undefined."""
 
     def free(self) -> None:
-        """Give it back; who reaches for it ends the process, rather than compute with what is not there."""
+        """Free the memory. A later access ends the process instead of computing with wrong values."""
 
 
 def memory_of(numel: int, dtype: torch.dtype, device: torch.device) -> Memory:
-    """Memory for `numel` values, none of it there yet."""
+    """A buffer for `numel` values, without memory yet."""
     nbytes = numel * dtype.itemsize
     if device.type == "cpu" and nbytes >= LEAST_NBYTES and huge_pages():
         try:
@@ -44,7 +47,7 @@ def memory_of(numel: int, dtype: torch.dtype, device: torch.device) -> Memory:
 
 
 class Resized:
-    """A storage that is empty in between."""
+    """A storage that is resized to 0 while it is not in use."""
 
     def __init__(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(0, dtype=dtype, device=device)
@@ -58,8 +61,10 @@ class Resized:
 
 
 class Pages:
-    """A range of addresses, huge pages in it as far as they fit, and no pages in between. Raises OSError where the
-    system does not give that.
+    """A range of addresses with huge pages where they fit, and without pages while it is not in use.
+
+    Raises:
+        OSError: the system does not support this.
     """
 
     def __init__(self, nbytes: int, dtype: torch.dtype) -> None:
@@ -87,7 +92,7 @@ class Pages:
 
 
 def huge_pages() -> bool:
-    """Whether the system gives huge pages to who asks for them."""
+    """Whether the system gives transparent huge pages on request."""
     try:
         return "[never]" not in _HUGE_PAGES.read_text()
     except OSError:
@@ -95,13 +100,13 @@ def huge_pages() -> bool:
 
 
 class Rooms:
-    """Flat buffers of any size and dtype; one that is given back serves the next of about its size."""
+    """A pool of flat buffers; a returned buffer serves the next request of about its size."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer with anything in it."""
+        """A buffer with undefined contents."""
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         nbytes = rounded(numel * dtype.itemsize)
@@ -110,7 +115,7 @@ class Rooms:
         return memory.view(dtype)[:numel]
 
     def give(self, buffer: torch.Tensor) -> None:
-        """A buffer from `take`, or a view of all of it, is no longer used."""
+        """Return a buffer from `take`, or a view of all of it."""
         if buffer.device.type == "cpu":
             storage = buffer.untyped_storage()
             memory = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
@@ -118,6 +123,6 @@ class Rooms:
 
 
 def rounded(nbytes: int) -> int:
-    """Up to the next 32nd part of a power of two, so that equal blocks ask for equal amounts."""
+    """Round up to a 32nd of a power of two, so that equal blocks ask for equal sizes."""
     step = max(1 << max(max(nbytes - 1, 1).bit_length() - 5, 6), 64)
     return -(-nbytes // step) * step

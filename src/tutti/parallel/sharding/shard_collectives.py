@@ -1,10 +1,10 @@
-"""The two exchanges that sharding is made of: everyone's parts to everyone, and sums of which each rank gets its part.
+"""The two collectives of sharding: all-gather of parameters, reduce-scatter of gradients.
 
-Ranks that share memory use that, and what all of a host need comes to it once. Over sockets alone Gloo's own all-gather
-copies its input and output, in memory of its threads that is not given back, its reduce-scatter takes two to three
-times as long as an all-to-all and a sum, and its all-to-all mostly sends one way first and then the other (5 MiB each
-way between hosts of a lab on 100 Mbit/s: 0.87 s in four of six times, messages 0.44 to 0.49; comm/pairs.py says
-why): there both are made of messages, from and into the tensors themselves.
+Ranks of one host exchange through shared memory, and data from other hosts reaches each host once. Between hosts of one
+rank each, both collectives are made of messages, from and into the tensors themselves, because of three costs of Gloo:
+its all-gather copies input and output into memory that its threads keep; its reduce-scatter takes two to three times as
+long as an all-to-all and a sum; its all-to-all mostly sends in one direction at a time (5 MiB each way between hosts on
+100 Mbit/s: 0.87 s in four of six runs, messages 0.44 to 0.49; comm/point_to_point.py says why).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,13 +31,17 @@ _PARTS, _SUMS = 0, 1
 """Tags: ranks begin gathers in the same order, and sums, but not each before the same of the others."""
 
 Rows = Sequence[torch.Tensor] | torch.Tensor
-"""A flat tensor of every rank, in their order."""
+"""One flat tensor of every rank, in rank order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardExchange:
-    """Something on its way, to be waited for once. `tensors`: what is sent and received, if not in shared memory; they
-    must live so long. `then`: what to do with it once it is there.
+    """An asynchronous collective.
+
+    Attributes:
+        handle: waits for the communication; None where there is none.
+        tensors: sent and received tensors, kept alive until then; empty in shared memory.
+        then: called once the communication is complete.
     """
 
     handle: CommHandle | None
@@ -53,9 +57,12 @@ class ShardExchange:
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
-    """Ranks that exchange. `handle`: their process group; `channel`: where exchanges are counted; `communicator`:
-    where they are
-    made, if ranks share memory: all of them, or those of each host.
+    """The ranks along the shard axis.
+
+    Attributes:
+        handle: their process group.
+        channel: accounting of their communication.
+        communicator: exchanges in shared memory, of all ranks or within each host; None without shared memory.
     """
 
     handle: Any
@@ -64,39 +71,45 @@ class ShardGroup:
 
     @classmethod
     def meet(cls, handle: Any, channel: CommChannel) -> "ShardGroup":
-        """The ranks of a process group; they call this together."""
+        """The ranks of a process group. Collective."""
         return cls(handle, channel, make_communicator(handle))
 
     def buffer(self, rooms: Rooms, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a tensor that these ranks exchange next: of the desk, whose it is then again, or of `rooms`."""
+        """Memory for the next tensor to exchange: borrowed from the communicator, or taken from `rooms`."""
         if self.communicator is None:
             return rooms.take(numel, dtype, device)
         self.communicator.synchronize(left=1)  # or ranks that are behind would have this one take more and more
         return self.communicator.borrow(numel, dtype)
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A flat tensor, moved to where these ranks can read it, if there is such a place for it."""
+        """The tensor, moved to shared memory where the ranks have it."""
         return tensor if self.communicator is None or tensor.device.type != "cpu" else self.communicator.keep(tensor)
 
     def settle(self) -> None:
-        """Wait until all have read what this rank lets them read in place."""
+        """Wait until all ranks have read the tensors that this rank shares."""
         if self.communicator is not None:
             self.communicator.synchronize()
 
     @property
     def rows(self) -> bool:
-        """Whether `scatter_sum` leaves a row for each rank to be summed, not the sum."""
+        """Whether `scatter_sum` delivers one row for each rank, still to be summed, instead of the sum."""
         return self.communicator is None and dist.get_backend(self.handle) == "gloo"
 
 
 def gather(
     mine: torch.Tensor, shard_group: ShardGroup, rows: Callable[[], torch.Tensor], read: Callable[[Rows], None]
 ) -> ShardExchange:
-    """Every rank's `mine`, flat and of one size, to all: `read` is called with them in the order of ranks.
+    """Start an all-gather.
 
-    In shared memory they are read where they lie, those of other hosts where one rank of this one has them: `mine` must
-    not change until the party has settled. Elsewhere those of others come into what `rows` makes, (ranks, size), and
-    `mine` must not change until they have been waited for.
+    In shared memory, ranks read each other's tensors in place, so `mine` must not change before `ShardGroup.settle`.
+    Elsewhere they arrive in a tensor made by `rows`, and `mine` must not change before the exchange has been waited
+    for.
+
+    Args:
+        mine: this rank's flat tensor; all ranks have the same size.
+        shard_group: the ranks.
+        rows: makes the receive buffer, (ranks, size).
+        read: gets every rank's tensor in rank order, once they have arrived.
     """
     channel, group = shard_group.channel, shard_group.handle
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
@@ -112,9 +125,14 @@ def gather(
 
 
 def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, shard_group: ShardGroup) -> ShardExchange:
-    """Rows of `buffer`, (degree, size), to their ranks: the sum of the `addends` is this rank's part of the sum.
+    """Start a reduce-scatter: row i of `buffer` is this rank's contribution to rank i.
 
-    `received` has a row for each rank where `party.rows`, and one elsewhere.
+    The sum of `addends` is then this rank's part of the result.
+
+    Args:
+        buffer: (ranks, size).
+        received: (ranks, size) where `shard_group.rows`, else (1, size).
+        shard_group: the ranks.
     """
     channel, nbytes = shard_group.channel, buffer[1:].numel() * buffer.element_size()
     if shard_group.communicator is not None:
@@ -130,8 +148,10 @@ def scatter_sum(buffer: torch.Tensor, received: torch.Tensor, shard_group: Shard
 
 
 def addends(buffer: torch.Tensor, received: torch.Tensor, shard_group: ShardGroup) -> Rows:
-    """What is added up once a `scatter_sum` is there. Of two ranks' rows, this one's own is added where it lies; more
-    of them are summed in one pass, which they have to lie together for."""
+    """The rows to add up after `scatter_sum`.
+
+    With two ranks, this rank's own row is read in place. More rows are summed in one pass, so they must be contiguous.
+    """
     if not shard_group.rows or buffer.device.type != "cpu":
         return received
     rank = dist.get_rank(shard_group.handle)
@@ -142,7 +162,7 @@ def addends(buffer: torch.Tensor, received: torch.Tensor, shard_group: ShardGrou
 
 
 def start_sum(tensor: torch.Tensor, shard_group: ShardGroup) -> tuple[ShardExchange, int]:
-    """The sum of `tensor` over the ranks, in place; with it the bytes that this rank sends for it."""
+    """Start an all-reduce of `tensor`, in place; also returns the bytes that this rank sends."""
     nbytes = ring_all_reduce_nbytes(tensor, dist.get_world_size(shard_group.handle))
     if shard_group.communicator is not None:
         work: Any = shard_group.communicator.start_reduce(tensor)

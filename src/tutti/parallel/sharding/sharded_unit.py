@@ -1,8 +1,9 @@
-"""A unit: the parameters of one block, divided among ranks at rest, gathered whole while the block computes.
+"""A unit: the parameters of one block, sharded at rest and gathered while the block computes.
 
-Three tensors stand for a parameter and take turns in its module: its shard (at rest: optimizers hold it), the whole
-(while the block computes; its memory is freed in between, and the tensors that autograd saved come back with it), and
-one without memory (inside a forward pass, until the block's turn: who reaches for it fails and computes nothing wrong).
+Each parameter has three tensors that take turns in its module. The shard is there at rest, and optimizers hold it. The
+whole is there while the block computes; its memory is freed in between, and tensors that autograd saved see it again
+after the next gather. The absent one has no memory: during a forward pass it stands in until the block's turn, so that
+an early access fails instead of computing with wrong values.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,13 +21,17 @@ from tutti.parallel.sharding.gather_buffers import Memory, Rooms, memory_of
 from tutti.parallel.sharding.shard_collectives import Rows, ShardExchange, ShardGroup, gather
 
 Place = tuple[nn.Module, str]
-"""A module and the name under which it has a parameter."""
+"""A module and the name of a parameter in it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sharded:
-    """One parameter. `name`: the first of its names in the model; `places`: all of them; `held`: what this rank and
-    those it shares with hold of it together.
+    """One sharded parameter.
+
+    Attributes:
+        name: the first of its names in the model.
+        places: all modules that hold it.
+        held: the part of the tensor that this rank and the ranks along `shard` hold together.
     """
 
     name: str
@@ -37,7 +42,7 @@ class Sharded:
     whole: nn.Parameter
 
     def show(self, which: Literal["shard", "whole", "absent"]) -> None:
-        """Make the modules see one of the three."""
+        """Put one of the three tensors into the modules."""
         parameter: nn.Parameter = getattr(self, which)
         for module, key in self.places:
             if type(module).__setattr__ is nn.Module.__setattr__:
@@ -46,7 +51,10 @@ class Sharded:
                 setattr(module, key, parameter)
 
     def follow(self, arrived: Callable[[torch.Tensor], None]) -> None:
-        """Be trainable where the shard is; `arrived` is called once a backward has the whole's gradient."""
+        """Let the whole require a gradient where the shard does.
+
+        `arrived` is called in each backward once the whole's gradient is complete.
+        """
         wanted = self.shard.requires_grad
         if wanted != self.whole.requires_grad:
             self.whole.requires_grad_(wanted)
@@ -56,10 +64,15 @@ class Sharded:
 
 
 class Pack:
-    """Parameters of one unit that travel together: of one dtype, and summed over the same `others` beside `shard`.
+    """Parameters of one unit that are communicated together.
 
-    `flat`: this rank's segment, of which the shards are views; `device`: where the wholes are; `home`: where the
-    segment lies, if elsewhere; `loads`: see even_bounds.
+    They have one dtype, and their gradients are reduced over the same axes `others` beside `shard`.
+
+    Attributes:
+        flat: this rank's segment; the shards are views of it.
+        device: where the whole parameters are.
+        home: where the segment is, if it is offloaded.
+        loads: elements that each rank holds so far (see even_bounds).
     """
 
     def __init__(
@@ -101,11 +114,11 @@ class Pack:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a segment."""
+        """Size of a segment in bytes."""
         return self.flat.numel() * self.flat.element_size()
 
     def materialise(self, flat: torch.Tensor, device: torch.device) -> None:
-        """Have memory, where there was none; wholes will be on `device`."""
+        """Replace a segment without memory; the whole parameters will be on `device`."""
         self.flat = flat.to(device if self.home.type == "meta" else self.home)
         self.device = device
         for one, piece in zip(self.parameters, self.mine, strict=True):
@@ -117,33 +130,33 @@ class Pack:
         self._exchange = gather(self.flat.to(self.device), shard_group, self._rows, self._place)
 
     def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
-        """Wait for what was launched, and have it in the whole parameters."""
+        """Wait until the whole parameters are gathered."""
         assert self._exchange is not None
         self._settle()
         for one in self.parameters:
             one.follow(arrived)
 
     def drop(self) -> None:
-        """Free the whole parameters' memory, also of what is on its way."""
+        """Free the memory of the whole parameters, also of those still being gathered."""
         self._settle()
         if self._memory is not None:
             self._memory.free()
 
     def _move(self, flat: torch.Tensor) -> None:
-        """Have the segment, and with it the shards, in other memory that holds the same."""
+        """Move the segment, and with it the shards, to other memory with the same values."""
         if flat is not self.flat:
             self.flat = flat
             for one, piece in zip(self.parameters, self.mine, strict=True):
                 one.shard.data = piece.within(flat)
 
     def _rows(self) -> torch.Tensor:
-        """Where segments arrive, if they cannot be read where they lie."""
+        """The receive buffer of the gather, where segments cannot be read in place."""
         self._gathered = self.rooms.take(self.degree * self.flat.numel(), self.flat.dtype, self.device)
         self._gathered = self._gathered.view(self.degree, -1)
         return self._gathered
 
     def _place(self, segments: Rows) -> None:
-        """Put every rank's segment into the whole parameters."""
+        """Copy every rank's segment into the whole parameters."""
         if self._memory is None:
             self._memory = memory_of(sum(one.absent.numel() for one in self.parameters), self.flat.dtype, self.device)
         self._memory.have()
@@ -164,8 +177,10 @@ class Pack:
         self._gathered = self._exchange = None
 
     def take_gradients(self, shard_group: ShardGroup) -> tuple[torch.Tensor, list[bool]]:
-        """The wholes' gradients, as (rank, segment and a flag for each parameter), to be summed by `shard_group`, and
-        which there are; freed.
+        """Move the gradients of the whole parameters into a buffer for the reduce-scatter.
+
+        Returns:
+            (ranks, segment and one flag a parameter), and which parameters have a gradient.
         """
         gradients = [one.whole.grad for one in self.parameters]
         there = [gradient is not None for gradient in gradients]
@@ -179,7 +194,7 @@ class Pack:
         return buffer, there
 
     def receiving(self, buffer: torch.Tensor, shard_group: ShardGroup) -> torch.Tensor:
-        """Where the sum of `buffer` over ranks comes: rows to be added, or in shared memory the sum itself."""
+        """The receive buffer of the reduce-scatter: rows to add up, or the sum itself in shared memory."""
         width = buffer.shape[1]
         if shard_group.communicator is not None:
             return self._sum(width, buffer).view(1, width)
@@ -188,7 +203,10 @@ class Pack:
         )
 
     def sum_of(self, rows: Rows) -> torch.Tensor:
-        """Their sum, until the next step: on the host always in the same memory, for what lasts splits the heap."""
+        """The sum of the rows, valid until the next step.
+
+        On the host it is always in the same memory, because allocations that last split the heap.
+        """
         if not isinstance(rows, torch.Tensor):
             first, second = rows
             return torch.add(first, second, out=self._sum(len(first), first))
@@ -203,7 +221,10 @@ class Pack:
         return self._summed
 
     def give_gradients(self, segment: torch.Tensor, there: list[bool]) -> None:
-        """Make the summed gradients the shards'; one that no rank had stays None. `there`: those this rank had."""
+        """Give the reduced gradients to the shards; a parameter without a gradient on any rank keeps None.
+
+        `there` says which parameters have one on this rank.
+        """
         for index, (one, piece) in enumerate(zip(self.parameters, self.mine, strict=True)):
             if one.shard.requires_grad and (there[index] or float(segment[self.pieces.size + index]) > 0):
                 one.shard.grad = piece.within(segment).to(self.flat.device)
@@ -211,8 +232,14 @@ class Pack:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Unit:
-    """A block's packs. `whole`: gathered; `launched`: on its way; `held`: kept until someone drops it; `repeats`: runs
-    several times in one pass; `entered`: calls of it that have not returned.
+    """The packs of a block.
+
+    Attributes:
+        whole: the parameters are gathered.
+        launched: the gather has begun.
+        held: the parameters stay gathered until someone drops them.
+        repeats: the block runs several times in one pass.
+        entered: calls of the block that have not returned.
     """
 
     name: str
@@ -229,7 +256,7 @@ class Unit:
         return [one for pack in self.packs for one in pack.parameters]
 
     def launch(self, shard_group: ShardGroup) -> int:
-        """Start to gather, unless that has been done; returns the bytes that this rank sends."""
+        """Start to gather unless that has been done; returns the bytes that this rank sends."""
         if self.whole or self.launched:
             return 0
         for pack in self.packs:
@@ -238,7 +265,7 @@ class Unit:
         return sum((pack.degree - 1) * pack.nbytes for pack in self.packs)
 
     def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
-        """Wait for the whole parameters, and let the modules see them."""
+        """Wait for the whole parameters and put them into the modules."""
         if self.whole:
             return
         for pack in self.packs:
@@ -259,7 +286,7 @@ class Unit:
 
 
 def _like(parameter: nn.Parameter, data: torch.Tensor, *, trainable: bool) -> nn.Parameter:
-    """A parameter with other data, and what the user has written on this one."""
+    """A parameter with other data that keeps the attributes the user has set."""
     new = nn.Parameter(data, requires_grad=trainable)
     new.__dict__.update(parameter.__dict__)
     return new
@@ -270,8 +297,10 @@ Bounds = tuple[int, tuple[int, ...]]
 
 
 class Loads:
-    """Elements that every rank of `shard` has so far, to be added to (see even_bounds). Counted apart for each set of
-    other axes over which gradients are summed: their ranks must cut alike, whatever else they hold (tables, experts).
+    """The number of elements that each rank along `shard` holds so far (see even_bounds).
+
+    It is counted separately for each set of other axes over which gradients are reduced. Ranks along those axes must
+    cut alike, whatever else they hold (tables, experts).
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -284,13 +313,16 @@ class Loads:
         return tuple(axis for axis in self._mesh.degrees if axis in wanted)
 
     def beside(self, sums: Iterable[AxisName]) -> list[int]:
-        """The counts for parameters whose gradients are summed over `sums`."""
+        """The counts for parameters whose gradients are reduced over `sums`."""
         return self._counts.setdefault(self.others(sums), [0] * self._mesh.degree("shard"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """start .. stop - 1 along `dim` of the tensor at `index`, from `offset` on in its rank's segment; `shape` of it."""
+    """One rank's piece of one tensor.
+
+    It covers start .. stop - 1 along `dim` of the tensor at `index`, and begins at `offset` in the rank's segment.
+    """
 
     index: int
     dim: int
@@ -304,24 +336,29 @@ class Piece:
         return torch.Size(self.shape).numel()
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The piece of a whole tensor, a view."""
+        """The piece of a whole tensor, as a view."""
         return whole.narrow(self.dim, self.start, self.stop - self.start) if whole.dim() else whole
 
     def within(self, segment: torch.Tensor) -> torch.Tensor:
-        """The piece in its rank's segment, a view in the piece's shape."""
+        """The piece in its rank's segment, as a view in the piece's shape."""
         return segment[self.offset : self.offset + self.numel].view(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPieces:
-    """`ranks[r]`: rank r's piece of every tensor, maybe without elements; `size`: of a segment, equal on all ranks."""
+    """The pieces of all tensors of a pack.
+
+    Attributes:
+        ranks: for each rank, its piece of every tensor; a piece may be empty.
+        size: elements of a segment, equal on all ranks.
+    """
 
     ranks: tuple[tuple[Piece, ...], ...]
     size: int
 
     @classmethod
     def cut(cls, shapes: Sequence[torch.Size], bounds: Sequence[Bounds], degree: int) -> "ShardPieces":
-        """Pieces of tensors of `shapes`, each cut at its `bounds`."""
+        """Cut tensors of `shapes`, each at its `bounds`."""
         ranks, sizes = [], []
         for rank in range(degree):
             pieces, offset = [], 0
@@ -338,12 +375,12 @@ class ShardPieces:
         return cls(ranks=tuple(ranks), size=max(sizes))
 
     def scatter(self, segments: Iterable[torch.Tensor], wholes: Sequence[torch.Tensor]) -> None:
-        """Write all ranks' segments, each of at least `size`, into the whole tensors."""
+        """Copy all ranks' segments, each of `size` elements or more, into the whole tensors."""
         pairs = list(self._pairs(segments, wholes))
         torch._foreach_copy_([to for to, _ in pairs], [part for _, part in pairs])
 
     def collect(self, segments: Sequence[torch.Tensor] | torch.Tensor, wholes: Sequence[torch.Tensor | None]) -> None:
-        """Write the whole tensors into the ranks' segments; zeros where there is none."""
+        """Copy the whole tensors into the ranks' segments; a missing tensor gives zeros."""
         pairs = list(self._pairs(segments, wholes))
         if pairs:
             torch._foreach_copy_([part for _, part in pairs], [whole for whole, _ in pairs])
@@ -365,10 +402,11 @@ class ShardPieces:
 
 
 def even_bounds(shape: torch.Size, loads: list[int]) -> Bounds:
-    """Cut along dim 0 where it divides, else along the largest dim; parts differ by one slice at most.
+    """Cut along dim 0 if it divides, else along the largest dim; parts differ by at most one slice.
 
-    `loads`: elements that each rank has so far; who has least gets the larger parts, and they are added to it. `shape`
-    has at least one dim.
+    Args:
+        shape: of the tensor, with one dim or more.
+        loads: elements that each rank holds so far. Ranks with fewer get the larger parts; their parts are added here.
     """
     degree = len(loads)
     dim = 0 if shape[0] % degree == 0 else max(range(len(shape)), key=lambda d: (shape[d], -d))
