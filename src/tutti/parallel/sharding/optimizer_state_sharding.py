@@ -1,8 +1,8 @@
-"""Level 1: every rank updates its part of the parameters, so it alone keeps that part's optimizer state.
+"""Sharding level 1: every rank updates its part of the parameters and keeps only that part's optimizer state.
 
-An optimizer that treats elements one by one is given parts of all parameters; any other, and sparse gradients, whole
-parameters, spread so that ranks have about as much. Parameters and gradients stay whole on every rank; after an
-optimizer's step the parts are exchanged. Checkpoints find the parts by `layout.state_of` and `layout.states.stand_ins`.
+An elementwise optimizer gets parts of all parameters. Any other optimizer, and sparse gradients, get whole parameters,
+spread so that ranks hold about as much. Parameters and gradients stay whole on every rank; ranks exchange the updated
+parts after each optimizer step. Checkpoints find the parts through the layout's state shards.
 """
 
 import copy
@@ -29,12 +29,14 @@ from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.parallel.sharding.sharded_unit import Loads, Piece, ShardPieces, even_bounds
 
 BUCKET_NBYTES = 25 * 2**20
-"""Parameters are exchanged in buckets of about this size, so that little is held beside them."""
+"""Parameters are exchanged in buckets of about this size, which bounds the memory that an exchange takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """What an optimizer updates here in place of `whole`: a view of its `piece`, or a copy on the host."""
+    """The tensor that an optimizer updates on this rank instead of `whole`: a view of its `piece`, or a copy on the
+    host.
+    """
 
     whole: nn.Parameter
     piece: Piece | None
@@ -58,14 +60,19 @@ class Part:
             self.own.grad = None
 
     def follow(self) -> None:
-        """Take the parameter's values, which someone has set."""
+        """Take over the parameter's values, which have been set from outside."""
         if self.own.device != self.whole.device:
             self.own.data.copy_(self.target)
 
 
 @dataclass(slots=True, eq=False)
 class DividedState:
-    """One optimizer's parts. `buckets`: parameters cut among all ranks; `owned`: those that one rank updates."""
+    """The divided state of one optimizer.
+
+    Attributes:
+        buckets: parameters cut among all ranks.
+        owned: parameters that one rank updates as a whole.
+    """
 
     given: list[list[nn.Parameter]]
     parts: list[Part]
@@ -128,7 +135,7 @@ class States(Shards):
         return found
 
     def _divide(self, optimizer: Optimizer) -> DividedState:
-        """Decide who updates what, and give the optimizer this rank's part."""
+        """Decide which rank updates what, and give the optimizer this rank's part."""
         given = [list(group["params"]) for group in optimizer.param_groups]
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         sparse = _sparse(self._model)
@@ -178,15 +185,16 @@ class States(Shards):
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Exchange what was updated."""
+        """Exchange the updated parts."""
         divided = self._divided[optimizer]
         for part in divided.parts:
             part.give()
         self._complete(divided, lambda parameter: parameter.data)
 
     def _complete(self, divided: DividedState, of: Callable[[nn.Parameter], torch.Tensor]) -> None:
-        """Make tensors whole, shaped as the parameters, of which every rank has its part: one bucket travels while the
-        one before is unpacked.
+        """Gather tensors of which every rank has its part, in the parameters' shapes.
+
+        One bucket is exchanged while the one before is unpacked.
         """
         waiting: list[Callable[[], None]] = []
         for parameters, pieces in divided.buckets:
@@ -219,7 +227,7 @@ class States(Shards):
 
 
 def _spread(parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[int]]) -> list[tuple[nn.Parameter, int]]:
-    """The owner of each whole parameter: the largest first, each to the rank that has least so far."""
+    """The owner of each whole parameter: the largest first, each to the rank that holds least so far."""
     owners: dict[nn.Parameter, int] = {}
     for parameter in sorted(parameters, key=lambda p: -p.numel()):
         so_far = loads[parameter]
@@ -235,7 +243,7 @@ def _take(work: CommHandle, values: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype and device, about BUCKET_NBYTES together."""
+    """Parameters of one dtype and device, about BUCKET_NBYTES each."""
     open_ones: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         key = (parameter.dtype, parameter.device)
@@ -251,18 +259,19 @@ def _sparse(model: nn.Module) -> set[nn.Parameter]:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Tried out: a fresh optimizer of the same kind and settings steps on a small matrix, and on its halves.
+    """Whether an optimizer treats elements one by one.
 
-    One that cannot be made anew from its settings counts as not elementwise.
+    It is tried out: a fresh optimizer of the same kind and settings steps on a small matrix, and on its halves. An
+    optimizer that cannot be made anew from its settings counts as not elementwise.
     """
     tried = _tried(optimizer)
     return tried is not None and torch.equal(*tried)
 
 
 def is_by_norms(optimizer: Optimizer) -> bool:
-    """Whether norms of whole tensors (see ByNorms) are all that it must be told to update parts of parameters.
+    """Whether an optimizer can update parts of parameters once it is told the norms of whole tensors (see ByNorms).
 
-    Tried out like the other: a subclass may do what only whole parameters allow.
+    It is tried out as in `is_elementwise`, because a subclass may need whole parameters.
     """
     tried = _tried(optimizer, told=True) if isinstance(optimizer, NormScaledOptimizer) else None
     # parts' squares add up in another order
@@ -270,7 +279,11 @@ def is_by_norms(optimizer: Optimizer) -> bool:
 
 
 def check_takes_parts(optimizer: Optimizer) -> None:
-    """Raises PlanError for an optimizer that needs whole parameters (row means, factors, norms of its own)."""
+    """Check that an optimizer can update parts of parameters.
+
+    Raises:
+        PlanError: it needs whole parameters (row means, factors, norms of its own).
+    """
     if not is_elementwise(optimizer) and not is_by_norms(optimizer):
         raise PlanError(
             f"{type(optimizer).__name__} does not treat the elements of a parameter one by one, so it cannot update "
@@ -280,8 +293,9 @@ def check_takes_parts(optimizer: Optimizer) -> None:
 
 
 def _tried(optimizer: Optimizer, *, told: bool = False) -> tuple[Tensor, Tensor] | None:
-    """A small matrix after some steps of a fresh optimizer of the same kind and settings, taken whole and in halves;
-    None where it cannot be made anew. `told`: norms, too, are those of the whole.
+    """A small matrix after some steps of a fresh optimizer of the same kind and settings, updated whole and in halves.
+
+    Returns None where the optimizer cannot be made anew. `told`: it is told the norms of the whole matrix.
     """
     kind = type(optimizer)
     known = set(inspect.signature(kind.__init__).parameters) - {"params"}
@@ -312,7 +326,7 @@ def _trained(kind: type[Optimizer], settings: dict[str, Any], ranges: list[tuple
 
 
 def _of_all_parts(squares: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """See large_batch.OverParts: where all parameters are parts of one tensor."""
+    """large_batch.OverParts where all parameters are parts of one tensor."""
     parts = len(set(parameters))
     return squares.view(-1, parts).sum(1).repeat_interleave(parts)
 

@@ -1,4 +1,4 @@
-"""Levels 2 and 3: parameters, gradients and optimizer state divided among the ranks of `shard`."""
+"""Sharding levels 2 and 3: parameters, gradients and optimizer state are divided among the ranks of `shard`."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -24,7 +24,7 @@ from tutti.parallel.sharding.sharded_unit import Loads, Pack, Place, Unit
 
 
 class Parameters(Shards):
-    """Divided parameters: whole while a block computes, see Passes; their gradients are summed into parts, see Sums."""
+    """Sharded parameters: `GatherHooks` gathers them while a block computes, `Sums` reduces their gradients."""
 
     def __init__(self, model: nn.Module, layout: Layout, sharding: ShardingPlan) -> None:
         mesh = layout.mesh
@@ -91,7 +91,7 @@ class Parameters(Shards):
         return [pack.device for unit in self.units for pack in unit.packs]
 
     def _shard_groups(self) -> dict[tuple[AxisName, ...], ShardGroup]:
-        """Who sums gradients: the shards, and for each pack's other axes those; all ranks meet them in one order."""
+        """The groups that reduce gradients: `shard`, and each pack's other axes; all ranks open them in one order."""
         layout, mesh = self.layout, self.layout.mesh
         shard_groups: dict[tuple[AxisName, ...], ShardGroup] = {}
         shard_groups[("shard",)] = ShardGroup.meet(mesh.new_group("shard"), layout.channel("gradients", "shard"))
@@ -100,11 +100,11 @@ class Parameters(Shards):
         return shard_groups
 
     def _sending_order(self) -> list[Unit]:
-        """What backward reaches first leaves first; what lies outside of blocks is complete last."""
+        """The order in which units are reduced: that of backward; parameters outside of blocks come last."""
         return [*self._passes.units[:0:-1], self._passes.units[0]]
 
     def _learn(self, device: torch.device) -> None:
-        """After the first forward: take the order in which the first of all ranks that exchange has run its units."""
+        """After the first forward: gather units in the order in which the first of the exchanging ranks ran them."""
         mesh, count = self.layout.mesh, len(self.units)
         others = {axis for unit in self.units for pack in unit.packs for axis in pack.others}
         group, first = mesh.group("shard", *others), mesh.ranks("shard", *others)[0]
@@ -122,9 +122,9 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated parts: elements of lists and sequences of modules, outermost first, that have parameters.
+    """The repeated blocks of a model: elements of module lists and sequences that have parameters, outermost first.
 
-    An element that is itself a list or a sequence with more than leaves in it is looked into.
+    An element that is itself a list, or a sequence that holds more than leaves, is searched as well.
     """
     return list(_blocks(model, "", within=False, seen=set()))
 
@@ -132,11 +132,21 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def make_units(
     model: nn.Module, layout: Layout, device: torch.device | None
 ) -> tuple[list[Unit], dict[nn.Module, Unit]]:
-    """Divide the model's parameters among the shard axis, and write into `layout` what this rank holds.
+    """Divide the model's parameters among the ranks of `shard`, and write this rank's parts into `layout`.
 
-    Returns the units, the first of which has what lies outside of blocks or is tied between them, and the unit of
-    every block. Parameters whose gradients are not summed along `shard`, without dims or without elements stay whole.
-    `device`: where shards lie (None: where the parameters are). Raises PlanError for sparse embeddings.
+    Parameters whose gradients are not reduced along `shard`, without dims or without elements stay whole.
+
+    Args:
+        model: the model, changed in place.
+        layout: gets the shard of every parameter.
+        device: where the shards are; None: where the parameters are.
+
+    Returns:
+        The units, and the unit of every block. The first unit holds the parameters outside of blocks and those tied
+        between blocks.
+
+    Raises:
+        PlanError: for sparse embeddings.
     """
     blocks = blocks_of(model)
     home = {module: index for index, (_, block) in enumerate(blocks, 1) for module in block.modules()}
@@ -177,7 +187,7 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _places(model: nn.Module) -> dict[str, list[Place]]:
-    """Where every parameter is, by its first name."""
+    """The modules that hold each parameter, by the parameter's first name."""
     first: dict[nn.Parameter, str] = {}
     places: dict[str, list[Place]] = {}
     for path, module in model.named_modules():
@@ -217,8 +227,12 @@ def _check_dense(name: str, places: list[Place]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One way through `units`, in the order of gathering, of which `next` have had their turn. `hold`: of a forward
-    with gradients; `done`: units gathered in this pass, which may be on several ways.
+    """One pass through `units`, in the order of gathering.
+
+    Attributes:
+        next: number of units that have had their turn.
+        hold: this is a forward with gradients.
+        done: units gathered in this pass; concurrent calls may share them.
     """
 
     units: list[Unit]
@@ -231,9 +245,10 @@ class Call:
 class GatherHooks:
     """Hooks on a model's modules that gather units while they compute.
 
-    `units[0]` is what lies outside of blocks; it stays from forward to backward. `keep`: so do all others (level 2);
-    else each is freed after its block's forward and gathered again for backward (level 3). `complete` is called with
-    every unit whose gradients one backward has computed. `sent_nbytes` grows by what this rank sends.
+    `units[0]` holds the parameters outside of blocks; it stays gathered from forward to backward. With `keep` (level 2)
+    so do all others. Otherwise (level 3) each unit is freed after its block's forward and gathered again for backward.
+    `complete` is called with every unit whose gradients one backward has computed. `sent_nbytes` counts what this rank
+    sends.
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], blocks: Mapping[nn.Module, Unit], *, keep: bool):
@@ -254,18 +269,18 @@ class GatherHooks:
                     inner.register_forward_pre_hook(_Guard(f"{unit.name}.{name}", unit), prepend=True)
 
     def release(self) -> None:
-        """Free all that is gathered: the parameters are about to change."""
+        """Free all gathered parameters, because the shards are about to change."""
         for unit in self.units:
             if unit.whole or unit.launched:
                 unit.drop("shard")
 
     def seen(self) -> list[int]:
-        """Positions of the units in the order in which this rank has run them; those it has not run come last."""
+        """The units' positions in the order in which this rank has run them; units that have not run come last."""
         run = [self.units.index(unit) for unit in self._seen]
         return list(dict.fromkeys([0, *run, *range(len(self.units))]))
 
     def reorder(self, order: list[int], repeats: list[bool]) -> None:
-        """From the next pass on gather in this order; `repeats`: units that run several times in one pass."""
+        """Gather in this order from the next pass on; `repeats`: units that run several times in one pass."""
         for unit, repeated in zip(self.units, repeats, strict=True):
             unit.repeats = repeated
         place = {self.units[position]: rank for rank, position in reversed(list(enumerate(order)))}
@@ -302,7 +317,7 @@ class GatherHooks:
             self._close(call, failed=output is None)
 
     def _need(self, call: Call, unit: Unit) -> None:
-        """Let every unit of the call have its turn up to this one, have this one whole, and start the next."""
+        """Give every unit of the call up to this one its turn, wait for this one, and start the next."""
         again = unit in call.done and not unit.whole and not unit.launched
         self._advance(call, call.units.index(unit) + 1)
         if again:
@@ -312,7 +327,9 @@ class GatherHooks:
         self._advance(call, call.next + 1)
 
     def _advance(self, call: Call, stop: int) -> None:
-        """Gather the units whose turn it is, each once a pass: whether it is there already is alike on all ranks."""
+        """Gather the units whose turn it is, each once a pass. Whether a unit is gathered already is the same on all
+        ranks.
+        """
         for unit in call.units[call.next : stop]:
             if unit not in call.done:
                 call.done.add(unit)
@@ -323,7 +340,7 @@ class GatherHooks:
         self.sent_nbytes += unit.launch(self.shard_group)
 
     def _close(self, call: Call, *, failed: bool) -> None:
-        """The outermost module has returned: take part in what is left of the pass, free, remember what stays."""
+        """The outermost module has returned: take part in the rest of the pass, free units, and note which stay."""
         if not failed:
             self._advance(call, len(call.units))
         for unit in call.units:
@@ -338,7 +355,7 @@ class GatherHooks:
             self.shard_group.settle()  # parameters may change before the next pass: at a load, say
 
     def _watch(self, call: Call, unit: Unit, output: Any) -> None:
-        """Have backward gather the unit before it enters the module through `output`."""
+        """Let backward gather the unit before it enters the module through `output`."""
         found = list(_tensors(output, 0))
         if output is not None and not found:
             raise ScriptError(
@@ -369,7 +386,7 @@ class GatherHooks:
                 unit.missing = sum(one.shard.requires_grad for one in unit.parameters)
 
     def _arrived(self, unit: Unit, whole: torch.Tensor) -> None:
-        """One parameter's gradient is there, so all of this backward that uses the parameter has run."""
+        """The gradient of one parameter is complete, so backward has finished with that parameter."""
         self._open_backward()
         unit.missing -= 1
         if unit.missing == 0:
@@ -379,7 +396,7 @@ class GatherHooks:
                 self.complete(unit)
 
     def _end_backward(self) -> None:
-        """Backward is through: take part in what is left of it, and free."""
+        """Backward has ended: take part in the rest of it, and free units."""
         assert self._backward is not None
         for call in self._backward.values():
             self._advance(call, len(call.units))
@@ -409,12 +426,13 @@ class _Guard:
 
 
 def _direct(under: list[Unit], own: Unit | None, outside: Unit) -> list[Unit]:
-    """Of the units under a module those whose parameters it may use itself: its block's, and those of no block."""
+    """Of the units under a module, those whose parameters it may use itself: its block's, and those outside of blocks.
+    """
     return [unit for unit in under if unit is own or unit is outside]
 
 
 def _under(model: nn.Module, units: list[Unit], blocks: Mapping[nn.Module, Unit]) -> dict[nn.Module, list[Unit]]:
-    """Blocks and modules outside of blocks, each with the units whose parameters lie under it."""
+    """Blocks and modules outside of blocks, each with the units whose parameters are under it."""
     inside = {inner for block in blocks for inner in block.modules() if inner is not block}
     owners = {unit: {module for one in unit.parameters for module, _ in one.places} for unit in units}
     under = {}
@@ -426,7 +444,7 @@ def _under(model: nn.Module, units: list[Unit], blocks: Mapping[nn.Module, Unit]
 
 
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """All tensors in what a module returns."""
+    """All tensors in a module's return value."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth > 8 or value is None or isinstance(value, str | int | float | bool):
@@ -445,7 +463,7 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def shard(model: nn.Module, sharding: ShardingPlan, layout: Layout) -> Shards:
-    """Divide what the plan says among the ranks of the `shard` axis; call it when all else is in place."""
+    """Shard what the plan says among the ranks of the `shard` axis; call it after all other mechanisms."""
     if layout.mesh.degree("shard") == 1:
         return Shards()
     if sharding.level == 1:

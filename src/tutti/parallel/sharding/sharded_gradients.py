@@ -1,4 +1,4 @@
-"""What of a model's states is divided, as the step and the optimizers see it."""
+"""Sharded gradients, as the step and the optimizers see them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from tutti.parallel.sharding.sharded_unit import Pack, Unit
 
 
 class CompressedSum(Protocol):
-    """A sum in fewer bytes: see compressed/parts.py."""
+    """A compressed reduce-scatter: see compressed/sharded_reduction.py."""
 
     @property
     def sent_nbytes(self) -> int: ...
@@ -26,7 +26,7 @@ class CompressedSum(Protocol):
 
 
 class Shards:
-    """Nothing is divided; what is, overrides. All ranks call the same methods in the same order."""
+    """The interface of sharding; this base class shards nothing. All ranks call the same methods in the same order."""
 
     @property
     def sent_nbytes(self) -> int:
@@ -34,56 +34,65 @@ class Shards:
         return 0
 
     def memory(self) -> list[torch.Tensor]:
-        """Tensors without memory that a built model's parameters lie in."""
+        """Tensors without memory that the parameters of a model from `job.build` are views of."""
         return []
 
     def materialise(self, real: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
-        """Give those memory: `real` finds it; what computes does so on `device`."""
+        """Replace those tensors by what `real` returns for them; parameters compute on `device`."""
 
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
-        """Optimizers hold the model's parameters as they are now; check them, or give them their part."""
+        """Check the optimizers, or give them this rank's part, once they hold the model's present parameters."""
 
     def packs(self) -> list[Pack]:
-        """Parameters whose gradients are summed into parts, together; in one order on all ranks and in all runs."""
+        """Packs whose gradients are reduce-scattered, in one order on all ranks and in all runs."""
         return []
 
     def sum_by(self, coded: Mapping[Pack, CompressedSum]) -> None:
-        """Sum the gradients of these packs in fewer bytes."""
+        """Reduce the gradients of these packs in compressed form."""
 
     def clear(self) -> None:
-        """A step begins: gradients are none."""
+        """A step begins: drop all gradients."""
 
     def begin(self) -> None:
-        """The backward that comes is the step's last: sum gradients from here on."""
+        """The next backward is the step's last: reduce gradients from here on."""
 
     def send(self) -> None:
-        """Backward has returned: begin the sums that it has left out."""
+        """Backward has returned: start the reductions that have not begun."""
 
     def finish(self) -> None:
-        """Wait for all sums."""
+        """Wait for all reductions."""
 
     @contextmanager
     def whole_gradients(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the optimizer's groups list every parameter whose gradient this rank holds."""
+        """Within the context, the optimizer's groups list every parameter whose gradient this rank holds."""
         yield
 
     def wholes(
         self, optimizer: Optimizer, of: Callable[[nn.Parameter], torch.Tensor | None]
     ) -> dict[nn.Parameter, torch.Tensor]:
-        """By parameter whose state is divided: a tensor of its shape, whole on every rank. `of`: this rank's part, by
-        what the optimizer has in the parameter's place; None: zeros. Collective.
+        """For each parameter with divided state, a tensor of its shape, gathered on every rank. Collective.
+
+        `of` gives this rank's part for the tensor that the optimizer holds; None: zeros.
         """
         return {}
 
 
 MAX_PENDING_SUMS = 2
-"""Packs whose whole gradients may wait for their sums: they are what a step holds beside its own part. In memory that
-all ranks share one: its sum is a rank's own work, and sums over other axes, maybe between hosts, wait for it."""
+"""Packs whose whole gradients may wait for their reduction; a step holds them beside its own part.
+
+In memory that all ranks share it is one: the rank itself computes that sum, and reductions over other axes, perhaps
+between hosts, wait for it.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class _PendingSum:
-    """A sum on its way. `there`: gradients this rank had; `received`: what is added up, and once landed, its part."""
+    """A reduction in progress.
+
+    Attributes:
+        there: the gradients that this rank had.
+        received: the rows to add up; once they have arrived, this rank's part.
+    """
 
     pack: Pack
     there: list[bool]
@@ -93,8 +102,12 @@ class _PendingSum:
 
 
 class Sums:
-    """`order`: units in the order in which their gradients leave; `shard_groups`: by axes, who sums over them; `coded`:
-    packs that are summed in fewer bytes.
+    """Reduce-scatters of a step's gradients.
+
+    Attributes:
+        order: units in the order in which their gradients are reduced.
+        shard_groups: the ranks that reduce, by axes.
+        coded: packs that are reduced in compressed form.
     """
 
     def __init__(self, order: list[Unit], shard_groups: Mapping[tuple[AxisName, ...], ShardGroup]) -> None:
@@ -111,14 +124,14 @@ class Sums:
         self._ready, self._next, self._pending_sums = set(), 0, []
 
     def complete(self, unit: Unit) -> None:
-        """A unit's gradients are there: send all whose turn has come."""
+        """A unit's gradients are complete: start the reductions whose turn has come."""
         self._ready.add(unit)
         while self._next < len(self.order) and self.order[self._next] in self._ready:
             self._send(self.order[self._next])
             self._next += 1
 
     def send(self) -> None:
-        """Send what is left."""
+        """Start the remaining reductions."""
         for unit in self.order[self._next :]:
             self._send(unit)
         self._next = len(self.order)
@@ -158,13 +171,13 @@ class Sums:
         return _PendingSum(pack, there, addends(buffer, received, shard_group), exchange)
 
     def _start_coded(self, pack: Pack, coded: CompressedSum) -> _PendingSum:
-        """Its gradients are written in code at once: nothing whole waits."""
+        """Compress the pack's gradients at once, so that no whole gradient waits."""
         self.sent_nbytes += coded.sent_nbytes
         received, there, handle = coded.start()
         return _PendingSum(pack, there, received, ShardExchange(handle), landed=True)
 
     def _land(self, handle: _PendingSum) -> None:
-        """This rank's part is there; start to sum it over the other axes, if there are any."""
+        """This rank's part has arrived; start to reduce it over the other axes, if there are any."""
         if handle.landed:
             return
         handle.exchange.wait()
