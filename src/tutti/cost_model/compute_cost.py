@@ -1,9 +1,9 @@
-"""Time of a rank's own work: a roofline for each operator, with measured rates where there are any.
+"""Time of a rank's own work: a roofline for each operator, with measured rates where the cluster has them.
 
-time = max(FLOPs / rate + weights / pace, bytes / bandwidth) + calls * overhead (Williams, Waterman and Patterson 2009).
-The rate of a matrix operator is that of a square product with as many FLOPs in each call, N = (FLOPs / 2)^(1/3); a CPU
-goes over the weights besides, which is what a product of few rows mostly does. A GPU computes while its host prepares
-the next calls, so that a module takes the longer of both there.
+time = max(FLOPs / rate + weights / weight rate, bytes / bandwidth) + calls * overhead (Williams, Waterman and Patterson
+2009). A matrix operator has the rate of a square product with as many FLOPs a call, N = (FLOPs / 2)^(1/3). A CPU also
+reads the weights, which is most of the time of a product of few rows. A GPU computes while its host prepares the next
+calls, so a module there takes the longer of both times.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -17,13 +17,16 @@ from tutti.config.model import ModelSpec, OpCost, OpKind
 from tutti.cost_model.worker_speed import KINDS, Array, Worker
 
 ITEM_NBYTES = 4
-"""Bytes of a value in float32, of which convolutions are measured."""
+"""Bytes of a float32 value, in which convolutions are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTable:
-    """All operators of a model. `module[i]`: index of operator i's module; `row[i]`: where its costs stand in the
-    columns, which hold each different operator once: models repeat their blocks.
+    """All operators of a model.
+
+    Attributes:
+        module: index of each operator's module.
+        row: the operator's row in the columns. Equal operators share a row, because models repeat their blocks.
     """
 
     module: NDArray[np.intp]
@@ -38,7 +41,9 @@ class OpTable:
     calls: Array
 
     def divided(self, work: Array, weight: Array) -> "OpTable":
-        """The same where module i does the part `work[i]` of its work with the part `weight[i]` of its weights."""
+        """The same operators where module i does the part `work[i]` of its work with the part `weight[i]` of its
+        weights.
+        """
         first = np.zeros(len(self.calls), dtype=np.intp)
         first[self.row[::-1]] = self.module[::-1]
         table = self
@@ -58,7 +63,7 @@ class OpTable:
         )
 
     def _spread(self) -> "OpTable":
-        """With a row for every operator."""
+        """The columns with one row for every operator."""
         columns = {
             one.name: getattr(self, one.name)[self.row] for one in fields(self) if one.name not in ("module", "row")
         }
@@ -67,7 +72,11 @@ class OpTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCost:
-    """Seconds by module of one pass; `limits`: (3, modules), what limits them: compute, memory traffic, calls."""
+    """Seconds of one pass, by module.
+
+    Attributes:
+        limits: (3, modules), the seconds that compute, memory traffic and calls would take alone.
+    """
 
     seconds: Array
     limits: Array
@@ -82,7 +91,7 @@ class PassCost:
 
 
 def op_table(model: ModelSpec) -> OpTable:
-    """The operators of `model`, in order of modules."""
+    """The operators of `model`, in the order of its modules."""
     rows: dict[tuple[object, ...], int] = {}
     module, row = [], []
     for index, one in enumerate(model.modules):
@@ -117,7 +126,7 @@ def _costs(op: OpCost) -> tuple[float, ...]:
 
 
 def forward(table: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True) -> PassCost:
-    """One forward pass of `samples` samples. `weights`: with what going over them takes."""
+    """One forward pass of `samples` samples; `weights`: count the time of reading the weights."""
     # Autocast reads the weights in full and writes them once more at half the size.
     weight = weights * np.where(table.matrix & worker.half, 2.0, 1.0) * table.weight_nbytes
     calls = np.where(table.matrix & worker.half, 3.0, 1.0) * table.calls
@@ -133,7 +142,8 @@ def forward(table: OpTable, worker: Worker, samples: int, modules: int, *, weigh
 
 
 def backward(table: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True) -> PassCost:
-    """One backward pass of `samples` samples: reads each weight and writes its gradient. `weights`: it counts."""
+    """One backward pass of `samples` samples; `weights`: count the time of reading weights and writing their
+    gradients."""
     active = (table.flops_backward > 0) | (table.nbytes_backward > 0)
     calls = np.where(active, cost_constants.BACKWARD_CALLS * table.calls, 0.0)
     weight = np.where(active, weights * 2.0 * table.weight_nbytes, 0.0)
@@ -152,7 +162,7 @@ def backward(table: OpTable, worker: Worker, samples: int, modules: int, *, weig
 
 
 def _efficiency(table: OpTable, worker: Worker, of_kinds: Array) -> Array:
-    """(operators,): the rate of each, relative to a square product of as many FLOPs, from that of each kind."""
+    """(operators,): each operator's rate relative to a square product of as many FLOPs, from the rates of its kind."""
     each: Array = of_kinds[table.kind]
     convolved = table.kind == KINDS.index("conv")
     pixels = table.flops_forward / np.maximum(2.0 * table.weight_nbytes / ITEM_NBYTES, 1.0)
@@ -161,15 +171,19 @@ def _efficiency(table: OpTable, worker: Worker, of_kinds: Array) -> Array:
 
 
 def _over_weights(table: OpTable, products_s: float, convolutions_s: float) -> Array:
-    """(operators,): seconds in which one product of each goes over its weights, in so many a byte."""
+    """(operators,): seconds in which one product of each operator reads its weights, from seconds a byte."""
     each: Array = np.where(table.kind == KINDS.index("conv"), convolutions_s, products_s)
     return each * table.weight_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """`weights_s`: of a matrix operator, in which it goes over its weights beside its FLOPs. `efficiency`: relative to
-    a square product."""
+    """The settings of one pass.
+
+    Attributes:
+        weights_s: seconds in which a matrix operator reads its weights, beside its FLOPs.
+        efficiency: rate relative to a square product.
+    """
 
     flops: Array
     nbytes: Array
@@ -205,8 +219,14 @@ def _work(table: OpTable, worker: Worker, samples: int, modules: int, passed: _P
 
 
 def update_nbytes(model: ModelSpec, gradients: Array, states: Array, *, on_cpu: bool) -> Array:
-    """Bytes that go over memory, at its bandwidth, for gradients and states of so many bytes: besides state, gradients
-    and parameters are read and parameters written."""
+    """Bytes of memory traffic of the optimizer's update.
+
+    It reads state, gradients and parameters, and writes state and parameters.
+
+    Args:
+        gradients: bytes of gradients.
+        states: bytes of optimizer state.
+    """
     if on_cpu and _fused(model):
         return (3.0 * gradients + cost_constants.FUSED_PASSES * states) / cost_constants.FUSED_RATE
     often = cost_constants.OPTIMIZER_PASSES.get(model.optimizer, cost_constants.OPTIMIZER_PASSES_OTHER)
@@ -214,19 +234,19 @@ def update_nbytes(model: ModelSpec, gradients: Array, states: Array, *, on_cpu: 
 
 
 def update_calls(model: ModelSpec, *, on_cpu: bool) -> float:
-    """Bare operator calls for one parameter tensor."""
+    """Operator calls of the update for one parameter tensor."""
     if on_cpu and _fused(model):
         return cost_constants.FUSED_CALLS
     return cost_constants.OPTIMIZER_CALLS.get(model.optimizer, cost_constants.OPTIMIZER_CALLS_OTHER)
 
 
 def update_temporaries(model: ModelSpec) -> float:
-    """Tensors of a parameter's size that exist for a moment on a CPU; elsewhere the update is not the peak."""
+    """Temporary tensors of a parameter's size during an update on a CPU; on a GPU the update is not the peak."""
     if _fused(model):
         return 0.0
     return cost_constants.OPTIMIZER_TEMPORARIES.get(model.optimizer, cost_constants.OPTIMIZER_TEMPORARIES_OTHER)
 
 
 def _fused(model: ModelSpec) -> bool:
-    """Whether runtime.fused takes torch's fused kernels on a CPU, unless the script asked for others."""
+    """Whether trainer.update takes torch's fused kernels on a CPU, unless the script asked for others."""
     return model.optimizer in cost_constants.FUSED and model.dtype in cost_constants.FUSED_DTYPES

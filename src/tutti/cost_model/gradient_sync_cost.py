@@ -1,4 +1,4 @@
-"""Sums of gradients over the ranks that saw other samples, and what the shard axis gathers: once a step."""
+"""Communication that happens once a step: gradient reduction, and the gathers of the shard axis."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -40,12 +40,17 @@ from tutti.cost_model.work_division import Division
 from tutti.cost_model.worker_speed import Array, best_rate, rank_bandwidth
 
 SUMMED: tuple[AxisName, ...] = (*DATA_AXES, "context", "space")
-"""Axes over whose ranks a gradient differs, because they saw other samples or other parts of them."""
+"""Axes along which gradients differ, because ranks saw other samples or other parts of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsOf:
-    """A linear layer's weight. `rows`: of its factors over all ranks in a step; `width`: bytes of their values."""
+    """The weight of a linear layer that is reduced by sufficient factors.
+
+    Attributes:
+        rows: rows of its factors over all ranks in a step.
+        width: bytes of a value of a factor.
+    """
 
     module: int
     rows: float
@@ -56,17 +61,19 @@ class RowsOf:
 
     @property
     def nbytes(self) -> float:
-        """Of the weight's gradient."""
+        """Bytes of the weight's gradient."""
         return self.out_features * self.in_features * _VALUE_NBYTES
 
     @property
     def sent_nbytes(self) -> float:
-        """Of one rank in a step, where all have as many rows."""
+        """Bytes that one rank sends in a step, if all have as many rows."""
         return factors_sent_nbytes(self.rows / self.ranks, self.out_features, self.in_features, self.ranks, self.width)
 
     def sum_s(self, plan: Plan, group: RankGroup, host_group: HostGroup) -> tuple[float, float]:
-        """(seconds, seconds of one thread in them) in which `group` sums it: every rank gets all rows, and multiplies
-        those of the others beside its own."""
+        """(seconds, seconds of one thread in them) of the reduction over `group`.
+
+        Every rank gets all rows, and multiplies those of the other ranks as well as its own.
+        """
         device = host_group.device
         share = min(1.0, host_group.threads / max(1, device.cores)) if device.kind == "cpu" else 1.0
         rate = (best_rate(device, "float32") or max(device.peak_flops_per_s.values(), default=0.0)) * share
@@ -75,15 +82,19 @@ class RowsOf:
         return self.wire_s(group) + product, product * (host_group.threads if device.kind == "cpu" else 1)
 
     def wire_s(self, group: RankGroup) -> float:
-        """Seconds in which `group` exchanges rows, having told each other how many they are."""
+        """Seconds in which `group` exchanges the rows, after the number of rows."""
         values = self.rows * (self.out_features + self.in_features)
         return group.all_to_all(8 * self.ranks) + group.all_to_all(values * self.width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summed:
-    """Gradients that one group sums: bytes by module, the buckets they are fused in. `written`: by a code, None where
-    the plan has none for them; `factors`: of a linear layer's weight that goes by them."""
+    """Gradients that one group reduces: bytes by module, and the buckets they are fused in.
+
+    Attributes:
+        written: how a codec encodes them; None without a codec.
+        factors: the linear layer's weight that is reduced by factors.
+    """
 
     group: RankGroup
     nbytes: Array
@@ -93,7 +104,7 @@ class Summed:
 
     @property
     def sent_nbytes(self) -> float:
-        """Of one rank in a step."""
+        """Bytes that one rank sends in a step."""
         if self.factors is not None:
             return self.factors.sent_nbytes
         if self.written is not None:
@@ -104,8 +115,10 @@ class Summed:
 def summed(
     columns: ModelTable, part: Division, net: Network, plan: Plan, own: Flags, updates: int | None = None
 ) -> list[Summed]:
-    """Gradients of the modules `own` (the others are left out) by the group that sums them, as they are written after
-    so many updates; none where a group has one rank."""
+    """Gradients of the modules `own`, by the group that reduces them, after `updates` updates.
+
+    Modules outside of `own` are left out, and so are groups of one rank.
+    """
     nbytes = (columns.gradients * part.weight)[own]
     divided_by = {
         "expert": columns.expert[own] & (plan.degree("expert") > 1),
@@ -138,14 +151,14 @@ def summed(
 
 
 def fused(sums: list[Summed]) -> list[tuple[BucketCost, Summed]]:
-    """Buckets in the order in which backward fills them, each with what it is of."""
+    """The buckets in the order in which backward fills them, each with its reduction."""
     found = [(bucket, one) for one in sums for bucket in one.buckets]
     return sorted(found, key=lambda pair: pair[0].last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """What a rank of one stage exchanges once a step: times, bytes it sends, the buckets of gradients."""
+    """What a rank of one stage exchanges once a step: times, bytes sent, and the gradient buckets."""
 
     exchange: CommCost
     sent_nbytes: float
@@ -163,9 +176,14 @@ def synchronise(
     updates: int | None,
     update_s: float,
 ) -> Sync:
-    """The sums of the modules `own`, which begin in the last microbatch's backward, after so many `updates`. `passes`:
-    seconds by module of a microbatch's forward and backward, its exchanges included; `taken`: when those have the
-    links; `update_s`: seconds of the optimizers' update."""
+    """The reductions of the modules `own`, which begin in the last microbatch's backward.
+
+    Args:
+        passes: seconds by module of a microbatch's forward and backward, exchanges included.
+        taken: when those exchanges use the links.
+        updates: updates made before this step.
+        update_s: seconds of the optimizers' update.
+    """
     kind, microbatches = net.host_groups[0].device.kind, plan.batch.num_microbatches
     if plan.sync.mode != "synchronous":
         return _diverged(columns, net, plan, microbatches * float(passes[0].sum() + passes[1].sum()) + update_s)
@@ -205,15 +223,16 @@ def synchronise(
 
 
 def _fused_s(sums: list[Summed], host_group: HostGroup) -> float:
-    """Seconds in which a rank's cores read gradients and write them to their buckets, once a step. GPUs do so in their
-    own memory, far quicker than links."""
+    """Seconds in which a rank's cores copy gradients into their buckets, once a step; 0 on GPUs, whose memory is far
+    faster than links.
+    """
     if host_group.device.kind != "cpu":
         return 0.0
     return 2 * _pass_s(host_group) * sum(float(one.nbytes.sum()) for one in sums if one.factors is None)
 
 
 def _sum_s(plan: Plan, one: Summed, host_group: HostGroup, nbytes: float) -> tuple[float, float]:
-    """(seconds, those of them in kernels) in which a bucket is summed."""
+    """(seconds, seconds of kernels in them) of the reduction of one bucket."""
     if one.factors is not None:
         return one.factors.sum_s(plan, one.group, host_group)
     if one.written is None:
@@ -222,7 +241,7 @@ def _sum_s(plan: Plan, one: Summed, host_group: HostGroup, nbytes: float) -> tup
 
 
 def _cores_s(one: Summed, host_group: HostGroup, nbytes: float) -> float:
-    """Seconds that the exchange of a bucket takes of a rank's cores, without what kernels do."""
+    """Seconds of a rank's cores that the exchange of a bucket takes, kernels aside."""
     group = one.group.on_cores(host_group)
     if one.factors is not None:
         return one.factors.wire_s(group)
@@ -230,12 +249,12 @@ def _cores_s(one: Summed, host_group: HostGroup, nbytes: float) -> float:
 
 
 def _beside(done: CommCost, kernels_s: float, cores: int) -> float:
-    """Seconds that kernels hidden behind backward take from it: of one thread's time, one of the rank's `cores`."""
+    """Seconds by which hidden kernels lengthen backward: one thread's time, of the rank's `cores` threads."""
     return (done.total_s - done.exposed_s) * kernels_s / done.total_s / cores if kernels_s else 0.0
 
 
 def _diverged(columns: ModelTable, net: Network, plan: Plan, behind_s: float) -> Sync:
-    """What replicas that differ exchange, none of it gradients."""
+    """The exchange of replicas that diverge: parameters, not gradients."""
     trained = Trained(
         parameters=float(columns.gradients.sum()),
         optimizer=float(columns.optimizer.sum()),
@@ -261,7 +280,7 @@ def _diverged(columns: ModelTable, net: Network, plan: Plan, behind_s: float) ->
 def _states(
     columns: ModelTable, part: Division, net: Network, plan: Plan, own: Flags, kind: DeviceKind
 ) -> tuple[float, float]:
-    """(seconds, bytes sent) of gathering what a rank's part of the optimizer state has updated."""
+    """(seconds, bytes sent) of gathering the parameters that a rank's part of the optimizer state has updated."""
     group = net.group("shard")
     if group.ranks == 1:
         return 0.0, 0.0
@@ -324,13 +343,13 @@ def _divided(
 _VALUE_NBYTES = 4
 
 _NOT_OVER: tuple[AxisName, ...] = ("split", "stage", "space")
-"""Sums over these axes are of gradients (runtime.compressed.factored)."""
+"""Reductions over these axes are of gradients (parallel/compressed/factor_buckets.py)."""
 
 
 def by_factors(
     columns: ModelTable, plan: Plan, ranks: int, axes: tuple[AxisName, ...], modules: Iterable[int]
 ) -> list[RowsOf]:
-    """Of `modules`, which so many ranks along `axes` sum, those whose weights go by factors under `plan`."""
+    """The modules whose weights `ranks` ranks along `axes` reduce by factors under `plan`."""
     how = plan.sync.compress
     if how is None or how.method != FACTORS or ranks == 1:
         return []
@@ -359,14 +378,14 @@ def by_factors(
 
 
 def may_pay(model: ModelSpec, plan: Plan) -> bool:
-    """Whether any layer's factors would be fewer bytes, on however many ranks."""
+    """Whether factors would be fewer bytes for any layer, on any number of ranks."""
     columns = model_table(model)
     wanted = replace(plan, sync=replace(plan.sync, compress=Compression(method=FACTORS)), mesh={"replicate": 2})
     return bool(by_factors(columns, wanted, 2, ("replicate",), range(len(columns))))
 
 
 def _shape(columns: ModelTable, module: int) -> tuple[float, float, float] | None:
-    """(rows a sample, out, in) of a linear layer whose weight is its own; None for others."""
+    """(rows a sample, outputs, inputs) of a linear layer with a weight of its own; None for other modules."""
     gradient = columns.gradients[module] / _VALUE_NBYTES
     outputs, flops = columns.outputs[module] / _VALUE_NBYTES, columns.flops[module]
     if columns.classes[module] != "Linear" or min(gradient, outputs, flops) <= 0:
@@ -380,17 +399,19 @@ def _shape(columns: ModelTable, module: int) -> tuple[float, float, float] | Non
 
 
 PASSES: Final = 14.0
-"""Bytes that pass through memory for a byte of ways, when ranks agree: ways, bases, parameters and momenta are read and
-written, and copied into one vector and back. Counted from the code."""
+"""Bytes of memory traffic for a byte of displacements when ranks agree, counted from the code: displacements, bases,
+parameters and momentum are read and written, and copied into one vector and back.
+"""
 
 OWN_PASSES: Final = 3.0
-"""The same in every update: the way is read and written, the momentum read."""
+"""The same in every update: the displacement is read and written, the momentum read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """Of a step on average, where ranks agree as rarely as they come to: nothing of it is hidden behind backward.
-    `kept_nbytes`: of ways, bases, and what one bit has lost, old and new.
+    """The exchange of 0/1 Adam, averaged over steps. None of it is hidden behind backward.
+
+    `kept_nbytes`: displacements, bases and the codec's residuals, old and new.
     """
 
     exchange: CommCost
@@ -399,7 +420,7 @@ class Agreed:
 
 
 def diverges_between_updates(plan: Plan, updates: int | None) -> bool:
-    """Whether ranks step alone after so many updates; None: once nothing changes any more."""
+    """Whether ranks make updates of their own after `updates` updates; None: once the schedule has ended."""
     how = plan.sync.compress
     return (
         how is not None

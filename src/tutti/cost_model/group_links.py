@@ -1,8 +1,8 @@
-"""Groups of ranks along axes of the mesh: which links each uses, who shares them, and what collectives cost there.
+"""Groups of ranks along axes of the mesh: which links each uses, who shares them, and what collectives cost.
 
-Ranks are numbered row-major over the mesh (outermost axis first) and seated in that order, so which hosts a group
-spans follows from the mesh's order. All groups along the same axes exchange at the same time: those that meet at one
-host share its connection to the network.
+Ranks are numbered row-major over the mesh (outermost axis first) and placed in that order, so the mesh's order decides
+which hosts a group spans. All groups along the same axes communicate at the same time; groups that cross one host's
+connection to the network share it.
 """
 
 import math
@@ -35,14 +35,20 @@ Mesh = tuple[tuple[AxisName, int], ...]
 
 
 Hosts = tuple[tuple[int, int], ...]
-"""(hosts, ranks on each of them), in order of ranks."""
+"""(hosts, ranks on each of them), in rank order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Where the groups along some axes lie. `ranks`: of a group; `hosts`: the most that one spans; `per_host`: the most
-    of its ranks on one host, `fewest`: the fewest; `sharing_groups`: the most groups that cross one host's connection;
-    `leaving`: the most ranks of a host whose next neighbour along the axes is on another host.
+    """Where the groups along some axes are.
+
+    Attributes:
+        ranks: of a group.
+        hosts: the most hosts that one group spans.
+        per_host: the most of its ranks on one host.
+        fewest: the fewest of its ranks on one host.
+        sharing_groups: the most groups that cross one host's connection.
+        leaving: the most ranks of a host whose next neighbour along the axes is on another host.
     """
 
     ranks: int
@@ -78,7 +84,7 @@ def span_of(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> Span:
 
 
 def _members(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> NDArray[np.intp]:
-    """(groups, ranks of a group) -> the host of each rank; hosts only grow along a group, as ranks do."""
+    """(groups, ranks of a group): the host of each rank. Hosts ascend along a group, as ranks do."""
     ranks = np.repeat([each for _, each in hosts], [count for count, _ in hosts])
     host = np.repeat(np.arange(len(ranks)), ranks).reshape([degree for _, degree in mesh])
     inside = [place for place, (axis, _) in enumerate(mesh) if axis in axes]
@@ -90,10 +96,13 @@ def _members(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> NDArray[np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """The ranks along some axes, with the links they use. `node`: within a host, None where nothing needs it;
-    `network`: what one group gets of a host's connection, None within a host; `chooses`: the library takes the
-    quickest of ring, tree and the hierarchical form (as NCCL does), else always a ring over all ranks (as Gloo does),
-    except for what the data-parallel axes and split exchange.
+    """The ranks along some axes, with the links they use.
+
+    Attributes:
+        node: the link within a host; None where no rank needs it.
+        network: one group's share of a host's connection; None within a host.
+        chooses: the library takes the fastest of ring, tree and hierarchical form, as NCCL does. Otherwise it always
+            takes a ring over all ranks, as Gloo does, except for exchanges along split and the data-parallel axes.
     """
 
     span: Span
@@ -111,15 +120,16 @@ class RankGroup:
 
     @property
     def link(self) -> Link:
-        """What a flat ring's slowest hop sees."""
+        """The link of a flat ring's slowest hop."""
         link = self.network or self.node
         assert link is not None
         return link
 
     def on_cores(self, host_group: HostGroup) -> "RankGroup":
-        """The group in seconds that an exchange hidden behind a rank's own work costs this work all the same, because
-        CPU cores do both: never more than the exchange takes, and no more where links are quicker. Of a core that
-        hosts take turns on, a rank has its turn's part."""
+        """The group in seconds that a hidden exchange takes from a rank's own work, because CPU cores do both.
+
+        It is at most the time of the exchange. Of a core that hosts share, a rank has its turn's part.
+        """
         cores = max(1, host_group.device.cores) / host_group.sharing / host_group.node.turns
 
         def taken(link: Link | None, tier: LinkTier) -> Link | None:
@@ -130,7 +140,7 @@ class RankGroup:
         return replace(self, node=taken(self.node, "node"), network=taken(self.network, "network"))
 
     def all_reduce(self, nbytes: float) -> float:
-        """Seconds to sum `nbytes` over the group; 0 for one rank, or for nothing."""
+        """Seconds of an all-reduce of `nbytes`; 0 for one rank or no bytes."""
         span = self.span
         if span.ranks == 1 or nbytes <= 0:
             return 0.0
@@ -140,33 +150,37 @@ class RankGroup:
         return min(flat, tree_all_reduce(self.link, nbytes, span.ranks), self._hierarchical(nbytes))
 
     def summed(self, nbytes: float) -> float:
-        """Seconds to sum `nbytes` of a bucket of gradients, or of what split ranks pass on. Where hosts of CPU ranks
-        have several of them, they sum inside each host first, and each of them a part of it between hosts, as
-        `collectives.tiered_sum` and `collectives.tiered_desk` do."""
+        """Seconds of an all-reduce of a gradient bucket, or of an activation along split.
+
+        Where hosts have several CPU ranks, ranks sum inside each host first, and each then reduces a part between hosts
+        (comm/hierarchical.py).
+        """
         return self._hierarchical(nbytes) if self.tiers and nbytes > 0 else self.all_reduce(nbytes)
 
     @property
     def tiers(self) -> bool:
-        """Whether sums are made inside each host first: CPU ranks, several of them on some of several hosts."""
+        """Whether reductions are made inside each host first: CPU ranks, several on some of several hosts."""
         return not self.chooses and self.network is not None and self.node is not None
 
     def tiered(self, nbytes: float, between: float) -> float:
-        """Seconds to sum `nbytes` in two tiers where they travel as `between` bytes from host to host."""
+        """Seconds of a hierarchical all-reduce of `nbytes` that crosses between hosts as `between` bytes."""
         assert self.node is not None
         assert self.network is not None
         inside = ring_all_reduce(self.node, nbytes, self.span.per_host)
         return inside + ring_all_reduce(self.network, between, self.span.hosts)
 
     def scatter(self, nbytes: float) -> float:
-        """Seconds to sum `nbytes` of which each rank keeps its part, or to gather parts to `nbytes`."""
+        """Seconds of a reduce-scatter of `nbytes`, or of an all-gather to `nbytes`."""
         if self.span.ranks == 1 or nbytes <= 0:
             return 0.0
         flat = ring_reduce_scatter(self.link, nbytes, self.span.ranks)
         return min(flat, self._hierarchical(nbytes) / 2) if self.chooses else flat
 
     def divided(self, nbytes: float) -> float:
-        """As `scatter`, of what sharding and split divide: where hosts of CPU ranks have several of them, it crosses to
-        each host once, as `collectives.tiered_desk` does."""
+        """As `scatter`, for the exchanges of sharding and split.
+
+        Where hosts have several CPU ranks, data crosses to each host once (comm/hierarchical.py).
+        """
         return self._hierarchical(nbytes) / 2 if self.tiers and nbytes > 0 else self.scatter(nbytes)
 
     def _hierarchical(self, nbytes: float) -> float:
@@ -175,7 +189,7 @@ class RankGroup:
         return hierarchical_all_reduce(self.node, self.network, nbytes, self.span.per_host, self.span.hosts)
 
     def all_to_all(self, nbytes: float) -> float:
-        """Seconds in which every rank sends `nbytes` away in equal parts, its own part among them."""
+        """Seconds of an all-to-all in which every rank sends `nbytes` in equal parts, its own part among them."""
         n, span = self.ranks, self.span
         if n == 1 or nbytes <= 0:
             return 0.0
@@ -187,8 +201,9 @@ class RankGroup:
         return (n - 1) * self.network.latency_s + max(inside, outside)
 
     def to_neighbours(self, nbytes: float) -> float:
-        """Seconds in which every rank sends `nbytes` to each of its neighbours, before and behind it along the axes: to
-        those of its host and of others at the same time."""
+        """Seconds in which every rank sends `nbytes` to both neighbours along the axes, on its host and on others at
+        once.
+        """
         span = self.span
         if nbytes <= 0:
             return 0.0
@@ -207,9 +222,12 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The links of a cluster under a plan's ranks: of each tier the slowest that a host with ranks has. `crowding`:
-    which part of the groups that meet at a host's connection a group has beside it, in the mean of the time it takes;
-    `known`: groups that were asked for."""
+    """The links of a cluster under a plan's ranks: of each tier the slowest that a host with ranks has.
+
+    Attributes:
+        crowding: mean part of the groups at a host's connection that communicate at the same time as one of them.
+        known: cache of groups.
+    """
 
     cluster: ClusterSpec
     host_groups: tuple[HostGroup, ...]
@@ -226,8 +244,11 @@ class Network:
         return self.known[named]
 
     def of_stage(self, stage: int, nbytes: Sequence[float]) -> "Network":
-        """As a stage has it for what all of them exchange at the same time, so many bytes each: of those that share a
-        host the ones that have less are done before, and leave its connection to the others."""
+        """The network as one stage sees it, while all stages reduce their gradients at the same time.
+
+        Of the stages that share a host, those with fewer bytes than `nbytes` finish first and leave the connection to
+        the others.
+        """
         together, own = sharing(self.mesh, self.hosts)[stage], nbytes[stage]
         if not own:
             return self
@@ -259,8 +280,10 @@ class Network:
         return self._seated(span_of(mesh, (folded[dim][0],), self.hosts))
 
     def neighbours(self, axis: AxisName, at_once: int | None = None) -> tuple[Link, ...]:
-        """The link from each place along `axis` to the next, and from the last to the first. `at_once`: of a host's
-        ranks that send there, the most that do so at the same moment, if not all."""
+        """The link from each place along `axis` to the next, and from the last to the first.
+
+        `at_once`: the most ranks of a host that send there at the same moment, if not all.
+        """
         flows = [
             count if at_once is None else min(count, at_once) for count in crossings(self.mesh, (axis,), self.hosts)
         ]
@@ -268,7 +291,7 @@ class Network:
         return tuple(links[count] for count in flows)
 
     def across_hosts(self, axis: AxisName) -> tuple[bool, ...]:
-        """Whether each place along `axis`, the last too, sends to its next over a host's connection."""
+        """Whether each place along `axis`, the last included, sends to its next one over a host's connection."""
         return tuple(flows > 0 for flows in crossings(self.mesh, (axis,), self.hosts))
 
     def _link(self, tier: LinkTier) -> Link:
@@ -289,18 +312,18 @@ def network(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], plan: Plan
 
 
 def hosts_of(host_groups: tuple[HostGroup, ...]) -> Hosts:
-    """Ranks on the hosts, in order of ranks."""
+    """Ranks on each host, in rank order."""
     return tuple((host_group.hosts, host_group.ranks_per_host) for host_group in host_groups)
 
 
 def host_group_of_ranks(host_groups: tuple[HostGroup, ...]) -> NDArray[np.intp]:
-    """The index of each rank's seat."""
+    """The index of each rank's host group."""
     return np.repeat(np.arange(len(host_groups)), [host_group.ranks for host_group in host_groups])
 
 
 @lru_cache(maxsize=4096)
 def sharing(mesh: Mesh, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
-    """For each place on the stage axis, the places on it that have ranks on the same hosts, itself among them."""
+    """For each place on the stage axis, the places that have ranks on the same hosts, itself among them."""
     rows = _members(mesh, ("stage",), hosts)
     there = np.zeros((rows.shape[1], int(rows.max()) + 1), dtype=np.intp)
     there[np.arange(rows.shape[1]), rows] = 1
@@ -309,8 +332,9 @@ def sharing(mesh: Mesh, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def crossings(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> tuple[int, ...]:
-    """For each neighbours along `axes`, the last and the first too: the most ranks of one host that send to another
-    host there; 0 where all neighbours share a host."""
+    """For each pair of neighbours along `axes`, last and first included: the most ranks of one host that send to
+    another host there; 0 where all neighbours share a host.
+    """
     rows = _members(mesh, axes, hosts)
     away = rows != np.roll(rows, -1, axis=1)
     return tuple(int(np.bincount(rows[here, place]).max()) if here.any() else 0 for place, here in enumerate(away.T))

@@ -22,9 +22,14 @@ from tutti.cost_model.worker_speed import Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Bytes of one sample by module. `always`: from forward to backward, the inputs of recomputed regions among them;
-    `within`: all that a region holds while its own backward runs, noted at its root; `output`: of a gradient. `after`:
-    of `always`, what each row of columns.flow.after says; `again`: modules that are recomputed.
+    """Bytes of one sample's activations, by module.
+
+    Attributes:
+        always: kept from forward to backward, inputs of recomputed regions included.
+        within: all that a region holds while its own backward runs, noted at its root.
+        output: bytes of the output's gradient.
+        after: the part of `always` that each row of columns.flow.after names.
+        again: modules that are recomputed.
     """
 
     always: Array
@@ -35,8 +40,11 @@ class Kept:
 
 
 def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, half: bool) -> Kept:
-    """What is kept for backward. Autocast keeps the inputs of matrix products at half their size, approximately all
-    such a module keeps. A region that recomputes selectively keeps the outputs of its matrix products."""
+    """The activations that are kept for backward.
+
+    Autocast keeps the inputs of matrix products at half their size, which is nearly all that such a module keeps. A
+    region with selective recompute keeps the outputs of its matrix products.
+    """
     low = np.where(columns.multiplies & half, 0.5, 1.0)
     copied = np.where(part.linear, columns.linear * part.passed * np.where(part.by_outputs, part.holders, 1.0), 0.0)
     inside = (columns.activations * part.saved + copied) * low
@@ -57,27 +65,35 @@ def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, ha
 
 
 def _handed(columns: ModelTable, part: Division) -> Array:
-    """Bytes of one sample that backward of a linear layer divided over `table` has at once: gradients of all ranks'
-    rows, as they are sent and as they came: those of its inputs, or of its outputs."""
+    """Bytes of one sample that the backward of a linear layer divided over `table` holds at once.
+
+    These are the gradients of all ranks' rows, as sent and as received: of the layer's inputs, or of its outputs.
+    """
     exchanged = np.where(part.by_outputs, columns.linear, columns.outputs)
     return np.where(part.linear, 2.0 * part.holders * part.passed * exchanged, 0.0)
 
 
 def put_off(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:
-    """(stages,): gradients of what modules with weights return, of one sample; the first stage puts off none."""
+    """(stages,): bytes of one sample's output gradients of modules with weights; 0 for the first stage."""
     weights = np.where((columns.parameters > 0) & (stages.stage > 0), keeps.output, 0.0)
     return np.bincount(stages.stage, weights=weights, minlength=stages.count).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Bytes by place on the stage axis, (places,): of parameters (`lower`: in the lower precision beside), gradients,
-    optimizer state, buffers. Of one sample's activations: `kept` by stage, (stages,), and once at a time by place,
-    `passing`, and on a host `copying`, where convolutions need more; with stages, `put_off` by stage: what is held more
-    while gradients of weights are put off, and `sent`, (boundaries,): of what they tell each other, `fixed` of a
-    microbatch whatever its samples. `fresh`: the
-    largest module's gradients; `temporary`: what the update of the largest parameter needs for a moment. `units`:
-    see sharding.units_of.
+    """Bytes by place on the stage axis, (places,).
+
+    Attributes:
+        lower: parameters in the lower precision, beside the full ones.
+        kept: one sample's activations by stage, (stages,).
+        passing: activations that exist once at a time, by place.
+        copying: more of them on a host, where convolutions need more.
+        put_off: by stage, held more while weight gradients are delayed (zero bubble).
+        sent: (boundaries,), one sample's values between stages.
+        fixed: the same of a microbatch, whatever its samples.
+        fresh: gradients of the largest module.
+        temporary: temporaries of the largest parameter's update.
+        units: see sharding_cost.units_of.
     """
 
     parameters: Array
@@ -99,8 +115,10 @@ class Held:
 def held_by_stage(
     columns: ModelTable, part: Division, stages: StageCuts, keeps: Kept, plan: Plan, temporaries: float
 ) -> Held:
-    """What each place on the stage axis holds. Tied parameters are on every place that uses them. `temporaries`: what
-    an update of a parameter holds for a moment, of its size."""
+    """What each place on the stage axis holds; tied parameters are on every place that uses them.
+
+    `temporaries`: temporary tensors of a parameter's size during its update.
+    """
     places = plan.degree("stage")
     place = stages.stage % places
     again = {(int(place[index]), owner) for index, owner in stages.ties}
@@ -139,8 +157,10 @@ def held_by_stage(
 
 
 def kept_by_stage(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:
-    """(stages,): bytes of one sample from forward to backward, copies of what other stages made among them. What a
-    container's own code keeps is where the last module that it needed is."""
+    """(stages,): bytes of one sample from forward to backward, copies of other stages' values included.
+
+    What a container's own code keeps is on the stage of the last module that it needed.
+    """
     moved, found = stages.stage[columns.flow.after], arrived(columns, stages, keeps)
     found += np.bincount(stages.stage, weights=keeps.always, minlength=stages.count)
     np.subtract.at(found, moved[:, 0], keeps.after)
@@ -149,8 +169,10 @@ def kept_by_stage(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:
 
 
 def arrived(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:
-    """(stages,): bytes of one sample that came from stages before and that no module counts as its own: one that
-    returns what it keeps (an activation) counts it, and the stage after it holds a copy."""
+    """(stages,): bytes of one sample that came from earlier stages and that no module counts as its own.
+
+    A module that returns what it keeps (an activation) counts it, and the stage after it holds a copy.
+    """
     if columns.flow.known:
         return columns.flow.copies(stages.stage, stages.count, ~keeps.again)
     found = np.zeros(stages.count)
@@ -164,9 +186,9 @@ def arrived(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:
 def convolving(
     columns: ModelTable, part: Division, stages: StageCuts, keeps: Kept, *, space: bool, half: bool
 ) -> Array:
-    """Bytes of one sample that a host holds in the backward of each module's convolution or recurrent layer beyond what
-    is kept at the start of backward: what later modules of its stage kept is gone by then. `space`: samples are cut
-    there."""
+    """Bytes of one sample that a host holds in the backward of each convolution or recurrent layer, beyond those kept
+    at the start of backward. What later modules of its stage kept is freed by then. `space`: samples are cut there.
+    """
     share = part.work * (0.5 if half else 1.0)
     both = columns.convolved * share
     held = cost_constants.CONVOLUTION_PASSES * both
@@ -186,12 +208,14 @@ def convolving(
 def rank_memory(
     held: Held, plan: Plan, *, samples: list[int], stage: int, fused: tuple[BucketCost, ...], kind: DeviceKind
 ) -> tuple[RankMemory, str]:
-    """Peak bytes of a rank at place `stage` of the stage axis, and when it has them, in words.
+    """Peak bytes of a rank at place `stage` of the stage axis, and when it reaches them.
 
-    `samples`: of each microbatch. Gradients are views of the buckets they are summed in, from the first microbatch on;
-    one more bucket is taken to arrive while one is filled. Peak is taken at the start of backward, with stages where
-    most microbatches are on their way, or, where that is higher on a host, in the backward of a convolution or in the
-    optimizer's update.
+    Gradients are views of their buckets from the first microbatch on; one more bucket is assumed to be in flight while
+    one is filled. The peak is at the start of backward (with stages: where most microbatches are in flight). On a host
+    it is in the backward of a convolution or in the optimizer's update, if that is higher.
+
+    Args:
+        samples: of each microbatch.
     """
     gradients = float(held.gradients[stage])
     activations, when = _activations(held, plan, samples, stage, kind)
@@ -228,7 +252,7 @@ def rank_memory(
 
 
 def _activations(held: Held, plan: Plan, samples: list[int], stage: int, kind: DeviceKind) -> tuple[float, str]:
-    """Bytes at the peak, and when that is."""
+    """Bytes of activations at the peak, and when that is."""
     ranks = plan.degree("stage")
     copying = kind == "cpu" and held.copying[stage] > held.passing[stage]
     once = max(samples) * float(held.copying[stage] if copying else held.passing[stage])
@@ -254,7 +278,8 @@ class _State:
 
 
 def _in_update(held: Held, state: _State, plan: Plan, stage: int) -> _State:
-    """The update's temporaries count as the optimizer's. What sharding exchanges in, it keeps for the next step."""
+    """Memory during the update: temporaries count as the optimizer's; buffers of sharding are kept for the next
+    step."""
     d = plan.degree("shard")
     return _State(
         parameters=state.parameters,
@@ -300,10 +325,10 @@ def _sharded(state: _State, units: tuple[float, ...], plan: Plan, microbatches: 
 
 
 def activation_nbytes(model: ModelSpec, regions: tuple[Region, ...], *, half: bool) -> float:
-    """Bytes of one sample that live at the start of backward on one device.
+    """Bytes of one sample at the start of backward on one device.
 
-    What modules keep for backward, plus the largest output's gradient. A recomputed region keeps only its input
-    (taken as large as its output) until its own backward, when it holds everything inside it: the largest region
+    This is what modules keep for backward, plus the largest output's gradient. A recomputed region keeps only its input
+    (assumed as large as its output) until its own backward, when it holds everything inside it. The largest region
     counts in full.
     """
     columns = model_table(model)

@@ -1,9 +1,8 @@
-"""A pipeline's time line: the schedule's actions one after another, with the real times of unequal stages.
+"""A pipeline's time line: the schedule's actions one by one, with the times of unequal stages.
 
-An action begins when its rank is free and what it needs has arrived. A message leaves when it has been made and the one
-before it on the same way, from one rank to another, is on it whole; it arrives its own time after that.
-Nothing is approximated but very long runs: a schedule becomes periodic, and what is beyond some periods is added
-period by period.
+An action begins when its rank is free and its input has arrived. A message leaves once it exists and the message before
+it on the same link has left; it then takes its own time. Only very long runs are approximated: a schedule becomes
+periodic, and further periods repeat the last one.
 """
 
 from collections import deque
@@ -26,10 +25,10 @@ Array = NDArray[np.float64]
 Places = NDArray[np.intp]
 
 PERIODS = 4
-"""Microbatches that are played out at most, in numbers of stages; the rest repeats the last of them."""
+"""The most microbatches that are simulated, as a multiple of the stages; the rest repeats the last period."""
 
 MOST_PUT_OFF = 4096
-"""With weight gradients apart: so many microbatches times ranks are played out in any case."""
+"""With delayed weight gradients, this many microbatches times ranks are simulated in any case."""
 
 _KIND = {"F": 0, "B": 1, "I": 2, "W": 3}
 _NOTHING, _NOT_YET = -1, -2
@@ -39,10 +38,16 @@ _PUT_OFF = (0, 0, 1, -1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionOrder:
-    """A schedule's actions in an order in which each comes after what it needs. Of action i: its `rank`, `stage`,
-    `microbatch` and `kind` (0 forward, 1 backward, 2 and 3 its halves for inputs and weights); `after`: the action
-    whose result it needs, -1 for none; `link`: the number of the link between two ranks that its own result takes, -1
-    for none; `crosses`: the boundary between stages that this result crosses.
+    """A schedule's actions, each after the actions it depends on.
+
+    Attributes:
+        rank: by action.
+        stage: by action.
+        microbatch: by action.
+        kind: 0 forward, 1 backward, 2 and 3 its halves for inputs and weights.
+        after: the action whose result it needs, -1 for none.
+        link: the link between two ranks that its own result takes, -1 for none.
+        crosses: the boundary between stages that this result crosses.
     """
 
     rank: tuple[int, ...]
@@ -56,17 +61,17 @@ class ActionOrder:
 
 @lru_cache(maxsize=512)
 def order_of(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int) -> ActionOrder:
-    """The runtime's schedule, ready to be played out."""
+    """The runtime's schedule, ready to be simulated."""
     if name in ("1f1b", "gpipe"):
         return _regular(name, ranks, microbatches)
     return _walked(build_orders(name, ranks, stages_per_rank, microbatches), ranks * stages_per_rank, microbatches)
 
 
 def _regular(name: ScheduleName, ranks: int, count: int) -> ActionOrder:
-    """GPipe and 1F1B, whose actions begin at known times where all last equally long: in that order.
+    """GPipe and 1F1B, in the order of the times at which equally long actions begin.
 
-    On place r of p forward m begins at r + m and, of 1F1B once p - r - 1 are ahead, at r + 2 m; backward m of 1F1B at
-    2 p - 1 - r + 2 m, and of GPipe as much later as all forwards take.
+    On place r of p, forward m begins at r + m; in 1F1B, once p - r - 1 forwards are ahead, at r + 2 m. Backward m of
+    1F1B begins at 2 p - 1 - r + 2 m, and that of GPipe later by the time of all forwards.
     """
     rank, m = np.divmod(np.arange(ranks * count), count)
     if name == "gpipe":
@@ -86,7 +91,7 @@ def _regular(name: ScheduleName, ranks: int, count: int) -> ActionOrder:
 
 
 def _walked(orders: Orders, stages: int, count: int) -> ActionOrder:
-    """Any schedule: each rank's actions as soon as what they need is there. Raises PlanError where that never is."""
+    """Any schedule: each rank's actions as soon as their inputs exist. Raises PlanError for a deadlock."""
     forward, gradient = [_NOT_YET] * (stages * count), [_NOT_YET] * (stages * count)
     rows: list[tuple[int, int, int, int, int, int]] = []
     waiting = [deque(order) for order in orders]
@@ -116,7 +121,7 @@ def _walked(orders: Orders, stages: int, count: int) -> ActionOrder:
 def _order(
     rank: Places, after: Places, stage: Places, microbatch: Places, kind: Places, boundary: Places
 ) -> ActionOrder:
-    """`boundary`: the boundary that what each action needs has crossed."""
+    """`boundary`: the boundary between stages that each action's input has crossed."""
     takers = np.flatnonzero(after >= 0)  # each result is taken once
     makers, ranks = after[takers], int(rank.max(initial=0)) + 1
     other_rank = rank[makers] != rank[takers]
@@ -136,8 +141,12 @@ def _order(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """(boundaries, microbatches) each, in seconds. `arrive_s`: from when a message leaves until it has arrived;
-    `occupy_s`: until the next may leave on its way, which is less by the latency."""
+    """Seconds of messages, (boundaries, microbatches) each.
+
+    Attributes:
+        arrive_s: from the departure of a message to its arrival.
+        occupy_s: from its departure until the next may leave on the same link, which is less by the latency.
+    """
 
     arrive_s: Array
     occupy_s: Array
@@ -152,7 +161,7 @@ def play(order: ActionOrder, seconds: Array, messages: Messages) -> list[float]:
 
 
 def moments(order: ActionOrder, seconds: Array, messages: Messages) -> tuple[list[float], list[float]]:
-    """(when each rank has ended, when each action has); shapes as in `play`."""
+    """(when each rank has ended, when each action has ended); shapes as in `play`."""
     ranks = max(order.rank) + 1
     free, ended, arrived = [0.0] * ranks, [0.0] * len(order.rank), [0.0] * len(order.rank)
     open_from = [0.0] * (ranks * ranks)
@@ -173,9 +182,9 @@ def moments(order: ActionOrder, seconds: Array, messages: Messages) -> tuple[lis
 
 
 def ends(plan: Plan, seconds: Array, messages: Messages) -> list[float]:
-    """When each rank of the stage axis has done all its actions; shapes as in `play`, with all microbatches.
+    """When each rank of the stage axis has finished, for all microbatches; shapes as in `play`.
 
-    Long runs of equal microbatches are played out for some periods, and continued at the last one's pace.
+    Long runs of equal microbatches are simulated for some periods and continued at the rate of the last one.
     """
     pipeline, ranks = plan.pipeline, plan.degree("stage")
     count = seconds.shape[2]
@@ -208,7 +217,7 @@ def _work(name: ScheduleName, seconds: Array) -> Array:
 
 
 def shortened(name: ScheduleName, microbatches: int, ranks: int) -> int:
-    """How many microbatches of a long run are played out: some periods, and what is left over."""
+    """The number of microbatches of a long run that are simulated: some periods and the remainder."""
     most = (PERIODS + 2) * ranks
     if name == "zero-bubble":  # weight gradients are put off for long, and its order is not quite periodic
         most = max(most, MOST_PUT_OFF // ranks)
@@ -218,15 +227,18 @@ def shortened(name: ScheduleName, microbatches: int, ranks: int) -> int:
 
 
 def equal(seconds: Array) -> bool:
-    """Whether actions last equally long on all microbatches."""
+    """Whether actions take equally long on all microbatches."""
     return bool(np.all(seconds == seconds[:, :, :1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Besides:
-    """What a rank holds of microbatches besides what it keeps for backward. `put_off`: (stages, microbatches), between
-    the halves of a backward, gradients of what modules with weights return; `sent`: (boundaries, microbatches), a
-    message, which is there while it is used, and one action before."""
+    """What a rank holds of microbatches beside the activations that it keeps for backward.
+
+    Attributes:
+        put_off: (stages, microbatches), output gradients held between the halves of a backward.
+        sent: (boundaries, microbatches), a message, held while it is used and for one action before.
+    """
 
     put_off: Array
     sent: Array
@@ -235,15 +247,15 @@ class Besides:
         return Besides(put_off=self.put_off[:, ::-1], sent=self.sent[:, ::-1])
 
     def message(self, kind: int, stage: int, microbatch: int) -> float:
-        """Bytes that come for an action."""
+        """Bytes of an action's input message."""
         boundary = {0: stage - 1, 1: stage, 2: stage}.get(kind, -1)
         return float(self.sent[boundary, microbatch]) if 0 <= boundary < len(self.sent) else 0.0
 
 
 def most_held(plan: Plan, nbytes: Array, rank: int, besides: Besides | None = None) -> tuple[float, int]:
-    """The most bytes of activations that `rank` of the stage axis holds at once, and of how many microbatches.
+    """The most bytes of activations that `rank` holds at once, and the number of microbatches they are of.
 
-    `nbytes`: (stages, microbatches), what each stage keeps of each.
+    `nbytes`: (stages, microbatches), what each stage keeps of each microbatch.
     """
     pipeline, ranks = plan.pipeline, plan.degree("stage")
     own = range(rank, nbytes.shape[0], ranks)
@@ -279,9 +291,14 @@ def _growth(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oversubscription:
-    """Of each place on the stage axis: its `host`, the host's `cores`, how many `ranks` of the plan are there at this
-    place (they do the same at the same moment), and by how much the prediction has `slowed` its work, as if all ranks
-    of the host always computed."""
+    """Cores that places on the stage axis share.
+
+    Attributes:
+        host: of each place.
+        cores: of that host.
+        ranks: of the plan on that host at this place; they do the same at the same moment.
+        slowed: factor by which the prediction has slowed the place's work, as if all ranks of the host always computed.
+    """
 
     host: tuple[int, ...]
     cores: tuple[int, ...]
@@ -290,11 +307,11 @@ class Oversubscription:
 
     @property
     def uncontended(self) -> list[float]:
-        """By place, how many times as long its work takes when no other place's ranks compute."""
+        """By place, the factor of its work's time when no other place's ranks compute."""
         return [_slower(ranks / cores) for ranks, cores in zip(self.ranks, self.cores, strict=True)]
 
     def speeds(self, computing: Iterable[int]) -> dict[int, float]:
-        """Of the places that compute now, beside one with a core of its own."""
+        """The speeds of the places that compute now, relative to a rank with a core of its own."""
         wanted: dict[int, int] = {}
         for place in computing:
             wanted[self.host[place]] = wanted.get(self.host[place], 0) + self.ranks[place]
@@ -306,7 +323,10 @@ def _slower(ranks_per_core: float) -> float:
 
 
 def oversubscription_of(host_groups: tuple[HostGroup, ...], where: Places) -> Oversubscription:
-    """`where`: (data-parallel ranks, places on the stage axis, others), the rank. Of the first of them."""
+    """The sharing of the first data-parallel rank's places.
+
+    `where`: (data-parallel ranks, places on the stage axis, others), the rank.
+    """
     host_group_at = host_group_of_ranks(host_groups)
     sizes = [host_group.ranks_per_host for host_group in host_groups for _ in range(host_group.hosts)]
     host_at = np.repeat(np.arange(len(sizes)), sizes)
@@ -325,7 +345,10 @@ def _cores(host_group: HostGroup) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """When each rank has ended, when each action began and ended; `busy_s`: of each rank, of its own work."""
+    """A simulated schedule: when each rank ended, when each action began and ended.
+
+    `busy_s`: seconds of each rank's own work.
+    """
 
     free: list[float]
     began: list[float]
@@ -334,7 +357,7 @@ class Played:
 
 
 def in_turns(order: ActionOrder, work: Array, oversubscription: Oversubscription) -> Played:
-    """`work`: (kinds, stages, microbatches), seconds on a core of one's own."""
+    """Simulate ranks that share cores. `work`: (kinds, stages, microbatches), seconds on a core of one's own."""
     game = _Game(order, work, oversubscription)
     while game.go_on():
         pass
@@ -342,7 +365,7 @@ def in_turns(order: ActionOrder, work: Array, oversubscription: Oversubscription
 
 
 class _Game:
-    """The actions under way, from one's end to the next."""
+    """A simulation that advances from the end of one action to the next."""
 
     def __init__(self, order: ActionOrder, work: Array, oversubscription: Oversubscription) -> None:
         self._after, self._oversubscription = order.after, oversubscription
@@ -358,7 +381,7 @@ class _Game:
         self._left: dict[int, float] = {}
 
     def go_on(self) -> bool:
-        """Until the next action ends; False where nothing is left."""
+        """Advance until the next action ends; False where nothing is left."""
         for place, queue in enumerate(self._queue):
             if queue and place not in self._left and (self._after[queue[-1]] < 0 or self._done[self._after[queue[-1]]]):
                 self.began[queue[-1]], self._left[place] = self._now, self._work[queue[-1]]
@@ -383,8 +406,11 @@ class _Game:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Ranks with the same samples. `samples`: (of a microbatch, in how many), the last microbatch last; `host_groups`:
-    for each place on the stage axis, the kinds of its ranks (see kinds_of_ranks).
+    """A pipeline replica, or several with the same samples.
+
+    Attributes:
+        samples: (samples of a microbatch, number of such microbatches), the last microbatch last.
+        host_groups: for each place on the stage axis, the kinds of its ranks (see kinds_of_ranks).
     """
 
     samples: tuple[tuple[int, int], ...]
@@ -397,12 +423,12 @@ class Line:
 
 
 def lines_of(plan: Plan, host_groups: tuple[HostGroup, ...], samples: int) -> list[Line]:
-    """The different lines of a plan. Equal shares count as the largest of them."""
+    """The different pipeline replicas of a plan; equal shares count as the largest of them."""
     return list({id(line): line for line in lines_by_share(plan, host_groups, samples)}.values())
 
 
 def lines_by_share(plan: Plan, host_groups: tuple[HostGroup, ...], samples: int) -> list[Line]:
-    """The line of each data-parallel rank, equal ones the same object."""
+    """The pipeline replica of each data-parallel rank; equal ones are the same object."""
     degree, stages = plan.data_parallel_degree, plan.degree("stage")
     count = plan.batch.num_microbatches
     if plan.shares:
@@ -425,7 +451,7 @@ def lines_by_share(plan: Plan, host_groups: tuple[HostGroup, ...], samples: int)
 
 
 def by_share_and_stage(plan: Plan, of_ranks: Places) -> Places:
-    """(data-parallel ranks, places on the stage axis, the others): what is said of each rank, in the mesh's order."""
+    """(data-parallel ranks, places on the stage axis, others): `of_ranks` in the mesh's order."""
     axes = list(plan.mesh)
     data = [place for place, axis in enumerate(axes) if axis in DATA_AXES]
     stage = [place for place, axis in enumerate(axes) if axis == "stage"]
@@ -435,8 +461,11 @@ def by_share_and_stage(plan: Plan, of_ranks: Places) -> Places:
 
 
 def kinds_of_ranks(plan: Plan, host_groups: tuple[HostGroup, ...]) -> Places:
-    """What tells ranks apart, in their order: the index of the seat, or, where parts are unequal along the split axis,
-    (seat, place along it), numbered row by row."""
+    """A number for each rank; ranks with the same number are alike.
+
+    It is the index of the host group. Where parts along split are unequal, (host group, place along split) is numbered
+    row by row.
+    """
     at = host_group_of_ranks(host_groups)
     if not plan.split_weights:
         return at
@@ -447,7 +476,7 @@ def kinds_of_ranks(plan: Plan, host_groups: tuple[HostGroup, ...]) -> Places:
 
 
 def by_place(plan: Plan, host_groups: tuple[HostGroup, ...]) -> tuple[tuple[int, ...], ...]:
-    """The seats that ranks at each place along the split axis have."""
+    """The host groups of the ranks at each place along the split axis."""
     rows = np.moveaxis(
         host_group_of_ranks(host_groups).reshape(list(plan.mesh.values())), list(plan.mesh).index("split"), 0
     )
@@ -456,8 +485,13 @@ def by_place(plan: Plan, host_groups: tuple[HostGroup, ...]) -> tuple[tuple[int,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actions:
-    """`seconds`: (kinds, stages, microbatches), of it `waits` for other ranks at the same place of the stage axis;
-    `oversubscription`: ranks that share cores, None where each has its own."""
+    """Times of actions.
+
+    Attributes:
+        seconds: (kinds, stages, microbatches).
+        waits: the part of `seconds` that waits for other ranks at the same place of the stage axis.
+        oversubscription: ranks that share cores; None where each has its own.
+    """
 
     seconds: Array
     waits: Array
@@ -465,14 +499,16 @@ class Actions:
     oversubscription: Oversubscription | None
 
     def of(self, microbatches: Places | slice) -> "Actions":
-        """Those of some microbatches."""
+        """The actions of some microbatches."""
         seconds, waits = (one[:, :, microbatches] for one in (self.seconds, self.waits))
         return replace(self, seconds=seconds, waits=waits, messages=self.messages.of(microbatches))
 
     def played(self, order: ActionOrder) -> Played:
-        """One after another in a schedule's order, of as many microbatches as there are. Where ranks share cores, the
-        longer of two: in turns, with messages that take no time; and with messages, as if places of a host did not
-        meet on its cores."""
+        """Simulate the actions in a schedule's order.
+
+        Where ranks share cores, the result is the longer of two bounds: in turns with messages that take no time, and
+        with messages but without contention for cores.
+        """
         uncontended = self._uncontended(order)
         if self.oversubscription is None:
             return uncontended
@@ -480,7 +516,7 @@ class Actions:
         return turned if max(turned.free) > max(uncontended.free) * (1 + 1e-9) else uncontended
 
     def ends(self, plan: Plan) -> tuple[list[float], list[float]]:
-        """(when each rank has done all its actions, how long its own work takes of what is predicted for it)."""
+        """(when each rank has finished, the ratio of its own work's time to the predicted one)."""
         ranks, count, name = plan.degree("stage"), self.seconds.shape[2], plan.pipeline.schedule
         uncontended = ends(plan, self._own, self.messages)
         if self.oversubscription is None:
@@ -497,14 +533,14 @@ class Actions:
 
     @property
     def _work(self) -> Array:
-        """A rank's own work, on a core of its own."""
+        """Each rank's own work, on a core of its own."""
         slowed = [1.0] if self.oversubscription is None else self.oversubscription.slowed
         work: Array = (self.seconds - self.waits) / np.resize(slowed, self.seconds.shape[1])[:, None]
         return work
 
     @property
     def _own(self) -> Array:
-        """What actions last where no other place's ranks compute."""
+        """Times of actions while no other place's ranks compute."""
         if self.oversubscription is None:
             return self.seconds
         own: Array = (
@@ -520,7 +556,7 @@ class Actions:
         return Played(free=free, began=(np.array(ended) - lasts).tolist(), ended=ended, busy_s=busy.tolist())
 
     def _turned(self, plan: Plan, microbatches: int) -> tuple[Array, Array]:
-        """(when each rank has ended, its own work's seconds), of the first microbatches in turns."""
+        """(when each rank has ended, seconds of its own work), for the first microbatches, in turns."""
         assert self.oversubscription is not None
         pipe = plan.pipeline
         order = order_of(pipe.schedule, plan.degree("stage"), pipe.stages_per_rank, microbatches)

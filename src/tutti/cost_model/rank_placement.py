@@ -1,7 +1,7 @@
-"""Which device each rank of a plan computes on, and what it has there: cores, memory, its share of the links.
+"""Which device each rank of a plan computes on, and its cores, its memory and its share of the links.
 
-Ranks are seated in order of the cluster's nodes, `devices_per_node` on each host. A cluster of CPU hosts takes more
-ranks than devices: they then share the cores, each host in proportion to its own.
+Ranks are placed in the order of the cluster's nodes, `devices_per_node` on each host. A cluster of CPU hosts takes more
+ranks than devices: they share the cores, each host in proportion to its own.
 """
 
 import math
@@ -18,9 +18,13 @@ from tutti.errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroup:
-    """Consecutive ranks, on `hosts` equal hosts with `ranks_per_host` ranks each.
+    """Consecutive ranks on equal hosts.
 
-    `sharing`: ranks on one device (1 on CUDA). `threads`: cores each rank computes with.
+    Attributes:
+        hosts: number of hosts.
+        ranks_per_host: ranks on each of them.
+        sharing: ranks on one device (1 on CUDA).
+        threads: cores that each rank computes with.
     """
 
     node: NodeSpec
@@ -42,21 +46,24 @@ class HostGroup:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long the work of a rank's cores takes because ranks take turns on them: so many times as
-        there are ranks for a core, and what switching costs. Of hosts that take turns the first is in their rates."""
+        """Factor by which a rank's work takes longer because ranks take turns on cores.
+
+        It is the number of ranks for each core, times the cost of switching. Where whole hosts take turns on a machine,
+        the number is part of their measured rates.
+        """
         switching = self.oversubscribed > 1 or (self.device.kind == "cpu" and self.node.turns > 1)
         return self.oversubscribed * (cost_constants.OVERSUBSCRIBED if switching else 1.0)
 
     @property
     def memory_nbytes(self) -> float:
-        """Memory that one rank may fill: a CUDA device's own; on CPU its part of the host's."""
+        """Memory that one rank may fill: a CUDA device's own, or its part of the host's."""
         if self.device.kind == "cuda":
             return self.device.memory_nbytes
         return self.node.memory_nbytes / self.ranks_per_host
 
 
 def place_ranks(cluster: ClusterSpec, ranks: int) -> tuple[HostGroup, ...]:
-    """Seat `ranks` ranks. Raises PlanError where there are too few CUDA devices."""
+    """Place `ranks` ranks. Raises PlanError where there are too few CUDA devices."""
     capacity = sum(node.count * node.devices_per_node for node in cluster.nodes)
     if ranks > capacity:
         return _sharing(cluster, ranks, capacity)
@@ -73,7 +80,7 @@ def place_ranks(cluster: ClusterSpec, ranks: int) -> tuple[HostGroup, ...]:
 
 
 def _sharing(cluster: ClusterSpec, ranks: int, capacity: int) -> tuple[HostGroup, ...]:
-    """More ranks than devices: they share the cores of the hosts, each host in proportion to its own."""
+    """Place more ranks than devices: they share the cores of the hosts, each host in proportion to its own."""
     if any(cluster.devices[node.device].kind != "cpu" for node in cluster.nodes):
         raise PlanError(
             f"the plan has {ranks} ranks, but cluster {cluster.name!r} has {capacity} devices; "
@@ -102,13 +109,15 @@ def _host_group(cluster: ClusterSpec, node: NodeSpec, hosts: int, ranks_per_host
 
 
 def ring_tier(host_groups: tuple[HostGroup, ...]) -> LinkTier:
-    """The slowest tier a flat ring over all ranks crosses: the network as soon as there are two hosts."""
+    """The slowest tier that a flat ring over all ranks crosses: the network as soon as there are two hosts."""
     return "network" if sum(host_group.hosts for host_group in host_groups) > 1 else "node"
 
 
 def seated_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: LinkTier) -> LinkSpec | None:
-    """The link of a tier that groups of these seats' ranks use, whichever hosts they span: the slowest of all hosts
-    that have ranks. None where one that needs it has none. A host that cannot have two ranks needs none within it."""
+    """The link of a tier, for groups of these ranks on any hosts: the slowest of all hosts that have ranks.
+
+    None where a host that needs the link has none. A host that cannot have two ranks needs no link within it.
+    """
     nodes = [
         host_group.node
         for host_group in host_groups
@@ -120,7 +129,7 @@ def seated_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: 
 
 
 def no_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: LinkTier) -> PlanError:
-    """That a host which needs a link of a tier has none, and the remedy."""
+    """The message that a host has no link that it needs, with the remedy."""
     have = ", ".join(dict.fromkeys(link.tier for link in cluster.every_link)) or "none"
     return PlanError(
         f"cluster {cluster.name!r} has no link of tier {tier!r} (it has: {have}), which "
@@ -131,9 +140,12 @@ def no_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: Link
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The constants of a link as one flow on it sees them, and where they come from. `large_s_per_nbyte`: what each
-    byte sent takes longer of the part of a vector beyond `large_nbytes`. `core_s_per_nbyte`: seconds of a core for each
-    byte that a rank sends, None where nobody measured it."""
+    """The constants of a link as one flow sees them, and where they come from.
+
+    Attributes:
+        large_s_per_nbyte: further seconds a byte sent, for the part of a vector beyond `large_nbytes`.
+        core_s_per_nbyte: seconds of a core for each byte that a rank sends; None where nobody measured it.
+    """
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -143,14 +155,14 @@ class Link:
     core_s_per_nbyte: float | None = None
 
     def carry(self, sent: float, nbytes: float) -> float:
-        """Seconds that `sent` bytes take on the wire, of the exchange of a vector of `nbytes`."""
+        """Seconds on the wire of `sent` bytes, in the exchange of a vector of `nbytes`."""
         if nbytes <= self.large_nbytes:
             return sent / self.bandwidth_bytes_per_s
         beyond = 1.0 - self.large_nbytes / nbytes
         return sent / self.bandwidth_bytes_per_s + sent * beyond * self.large_s_per_nbyte
 
     def shared(self, flows: float) -> "Link":
-        """What each of so many flows gets that meet on it."""
+        """The link as each of `flows` flows sees it that share it."""
         return replace(
             self,
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s / flows,
@@ -158,9 +170,11 @@ class Link:
         )
 
     def on_cores(self, cores: float, assumed: float) -> "Link":
-        """The link in seconds that it takes of a rank's `cores`: of each byte what was measured, at most the time it is
-        on its way, and nothing of the latency, in which nobody computes; where nobody measured it, the part `assumed`
-        of all of the time."""
+        """The link in seconds that it takes of a rank's `cores`.
+
+        It is what was measured for each byte, at most the transfer time; the latency takes no core. Where nothing was
+        measured, it is the part `assumed` of all of the time.
+        """
         if self.core_s_per_nbyte is None:
             lasts = (self.latency_s, 1 / self.bandwidth_bytes_per_s, self.large_s_per_nbyte)
             latency_s, small_s, large_s = (assumed * one for one in lasts)
@@ -177,11 +191,11 @@ class Link:
 
 
 def ring_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...]) -> Link:
-    """The link that a flat ring's slowest hop sees. Raises PlanError where the cluster does not say.
+    """The link of a flat ring's slowest hop. Raises PlanError where the cluster does not describe it.
 
     A ring of consecutive ranks enters and leaves each host once, so the network is not shared among a host's ranks.
-    Between CPU ranks of one host all hops are copies by the same cores: beyond the ranks the link was measured
-    with, and beyond the cores, they share its bandwidth.
+    Between CPU ranks of one host all hops are copies by the same cores. They share the link's bandwidth once there are
+    more ranks than it was measured with, and more than cores.
     """
     tier = ring_tier(host_groups)
     spec = seated_link(cluster, host_groups, tier)
@@ -194,7 +208,7 @@ def ring_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...]) -> Link:
 
 
 def link_of(spec: LinkSpec, flows: float = 1.0) -> Link:
-    """The link that `spec` describes, of which `flows` of its copies at once have to do with the same cores."""
+    """The link that `spec` describes, where `flows` of its copies use the same cores at once."""
     large, bandwidth = spec.large_bandwidth_bytes_per_s, spec.bandwidth_bytes_per_s
     return Link(
         latency_s=spec.latency_s * flows,
@@ -207,7 +221,7 @@ def link_of(spec: LinkSpec, flows: float = 1.0) -> Link:
 
 
 def message(link: Link, nbytes: float) -> float:
-    """One message between two ranks."""
+    """Seconds of one message between two ranks."""
     return link.latency_s + link.carry(nbytes, nbytes)
 
 
@@ -237,13 +251,13 @@ def hierarchical_all_reduce(inner: Link, outer: Link, nbytes: float, per_node: i
 
 
 def iterations_per_epoch(samples: int, global_batch_size: int, last_batch: LastBatch = "keep") -> int:
-    """Steps of an epoch over `samples`: the short last batch counts as a step when it is kept."""
+    """Steps of an epoch over `samples`; a short last batch counts as a step when it is kept."""
     full, rest = divmod(samples, global_batch_size)
     return full + (1 if rest and last_batch == "keep" else 0)
 
 
 def global_batch_of(local_batch_size: int, ranks: int, num_microbatches: int = 1) -> int:
-    """Samples of a step when every one of `ranks` takes `local_batch_size` in each microbatch."""
+    """Samples of a step in which each of `ranks` ranks takes `local_batch_size` in each microbatch."""
     return local_batch_size * ranks * num_microbatches
 
 
@@ -258,10 +272,10 @@ def cut_sizes(total: int, parts: int, weights: Sequence[float] = ()) -> tuple[in
 def rank_samples(
     samples: int, num_microbatches: int, ranks: int, shares: Sequence[float] = ()
 ) -> list[tuple[tuple[int, int], ...]]:
-    """What each rank computes, as (samples, in how many microbatches); the last entry holds the last microbatch.
+    """Each rank's samples, as (samples, in how many microbatches); the last entry holds the last microbatch.
 
     Slices have at most two sizes, the larger ones last among equals. A rank without a share still computes one
-    sample, with weight 0: it takes part in the collectives.
+    sample with weight 0, because it takes part in the collectives.
     """
     base, larger = divmod(samples, num_microbatches)
     slices = [(size, times) for size, times in ((base, num_microbatches - larger), (base + 1, larger)) if times]
@@ -270,7 +284,9 @@ def rank_samples(
 
 
 def samples_of(size: int, unit: str, tokens_per_sample: int) -> int:
-    """The samples that a global batch of `size` units means, at least one. Raises PlanError for unknown tokens."""
+    """Samples of a global batch of `size` units, at least one. Raises PlanError where the tokens of a sample are
+    unknown.
+    """
     if unit == "samples":
         return size
     if tokens_per_sample < 1:
@@ -283,10 +299,13 @@ def samples_of(size: int, unit: str, tokens_per_sample: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingCounts:
-    """What one all-reduce of N elements over a ring of P ranks takes, rank by rank.
+    """The counts of one all-reduce of N elements over a ring of P ranks, by rank.
 
-    `chunks`: elements of each chunk; `sent`: elements each rank sends; `additions`: elements each rank adds;
-    `messages`: messages each rank sends.
+    Attributes:
+        chunks: elements of each chunk.
+        sent: elements that each rank sends.
+        additions: elements that each rank adds.
+        messages: messages that each rank sends.
     """
 
     chunks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""predict: what one plan costs on one cluster. Pure: three values in, one value out."""
+"""`predict`: what one plan costs on one cluster. A pure function of the model, the cluster and the plan."""
 
 from dataclasses import dataclass, field, replace
 
@@ -31,11 +31,14 @@ from tutti.errors import PlanError
 
 
 def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
-    """Estimate the step time and memory of `plan`, and the steps of its warm-up where they exchange something else.
+    """Estimate the step time and memory of `plan`.
 
-    Raises PlanError where the plan cannot be costed: axes that do not go together, that divide nothing of the model or
-    not evenly, more ranks than CUDA devices, a precision or a link that the cluster does not describe, a batch in
-    tokens of unknown number.
+    Where the first updates exchange something else (warm-up of a codec, synchronous steps before local ones), their
+    steps are estimated as well.
+
+    Raises: PlanError: the plan cannot be costed: its axes exclude each other, or divide nothing of the model, or not
+        evenly; there are more ranks than CUDA devices; the cluster does not describe the precision or a link; the batch
+        is in tokens and their number is unknown.
     """
     found = _predict(model, cluster, plan, None)
     first = []
@@ -47,14 +50,14 @@ def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
 
 
 def _warmup(plan: Plan) -> list[tuple[int, Plan, int | None]]:
-    """(until after how many updates, what plan is in force, after how many updates it is looked at), in order."""
+    """The phases before the final one, in order: (last update, plan in force, update that is costed)."""
     if plan.sync.relaxed.after and plan.world_size > 1:
         return [(plan.sync.relaxed.after, replace(plan, sync=plan.sync.at_first), None)]
     return [(until, plan, until - 1) for until in phases(plan)]
 
 
 def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | None) -> Prediction:
-    """Of a step after so many updates; None: once no warm-up is left."""
+    """A step after `updates` updates; None: once no warm-up is left."""
     step = worked_out(model, cluster, plan, updates)
     setting, samples, host_groups = step.setting, step.samples, step.setting.wires.network.host_groups
     slowest = slowest_of(setting, [work for line in step.lines for work in line_work(setting, line)])
@@ -99,7 +102,7 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
 
 
 def loss_s(setting: Setting) -> float:
-    """Seconds of the sum of the ranks' losses; where ranks do not wait for each other there is none."""
+    """Seconds of the all-reduce of the losses; 0 where ranks do not wait for each other."""
     if CONSISTENCY_MODES[setting.plan.sync.mode].asynchronous:
         return 0.0
     return setting.wires.network.group(*setting.plan.mesh).all_reduce(cost_constants.LOSS_NBYTES)
@@ -115,7 +118,8 @@ def overhead_s(setting: Setting, work: RankWork) -> float:
 
 
 def wait_s(setting: Setting, work: RankWork, exposed_s: float) -> float:
-    """Seconds that a rank waits for its batch, where it waits `exposed_s` for what is exchanged once a step."""
+    """Seconds that a rank waits for its batch, if it waits `exposed_s` for the communication that happens once a
+    step."""
     if work.load.free:
         return 0.0
     idle_s = work.waits_s + exposed_s + loss_s(setting)
@@ -125,7 +129,12 @@ def wait_s(setting: Setting, work: RankWork, exposed_s: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step before it is costed. `samples`: of a global batch; `lines`: the different ones."""
+    """A step before it is costed.
+
+    Attributes:
+        samples: of a global batch.
+        lines: the pipeline replicas that differ from each other.
+    """
 
     setting: Setting
     samples: int
@@ -133,7 +142,8 @@ class Step:
 
 
 def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | None = None) -> Step:
-    """Who computes what of a step after so many updates, with what. Raises PlanError as `predict` does."""
+    """Distribute a step after `updates` updates over the ranks and their devices. Raises PlanError as `predict`
+    does."""
     check_plan(plan)
     samples = _samples(model, plan)
     host_groups = place_ranks(cluster, plan.world_size)
@@ -143,7 +153,7 @@ def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int 
 
 
 def load_of(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> BatchLoad:
-    """What brings the samples of a step in, on the ranks that load most. Raises PlanError as `predict` does."""
+    """How the samples of a step are loaded on the ranks that load most. Raises PlanError as `predict` does."""
     step = worked_out(model, cluster, plan)
     return most(line_load(step.setting, line) for line in step.lines)
 
@@ -186,7 +196,12 @@ def _setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowest:
-    """The rank that ends last. `syncs`: by stage; `sent_nbytes`: of the rank that sends most."""
+    """The rank that ends last.
+
+    Attributes:
+        syncs: its gradient reductions, by stage.
+        sent_nbytes: of the rank that sends most.
+    """
 
     work: RankWork
     sync: Sync
@@ -195,7 +210,7 @@ class Slowest:
 
 
 def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
-    """Of the ranks' works, the one that ends last with what it exchanges once a step."""
+    """The rank that ends last, with the communication that happens once a step."""
 
     def lasts_s(work: RankWork, exposed_s: float = 0.0) -> float:
         return work.total_s + exposed_s + overhead_s(setting, work) + wait_s(setting, work, exposed_s)
@@ -226,7 +241,7 @@ def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Once:
-    """What ranks exchange once a step. `known`: of stages of equal blocks, which exchange alike."""
+    """The communication that happens once a step. `known` caches stages of equal blocks, which exchange alike."""
 
     setting: Setting
     known: dict[object, Sync] = field(default_factory=dict)
@@ -255,7 +270,8 @@ class _Once:
 
 
 def _axes_notes(setting: Setting) -> tuple[str, ...]:
-    """Where the groups of each axis exchange, for meshes of several axes or other than replicas."""
+    """Notes on where the groups of each axis communicate, for meshes of several axes or of another axis than
+    replicate."""
     named = [axis for axis, degree in setting.plan.mesh.items() if degree > 1]
     if named in ([], ["replicate"]):
         return ()
@@ -273,9 +289,9 @@ def _where(group: RankGroup) -> str:
 
 
 def _margin(cluster: ClusterSpec, worker: Worker, link: Link | None, exposed: float) -> float:
-    """Half-width of the time's interval: that of compute and that of links, by their parts of the step.
+    """Half-width of the time's interval: the margins of compute and of links, weighted by their parts of the step.
 
-    Rates that were measured beside other work are worth no more than assumptions.
+    Rates measured beside other work are worth no more than assumptions.
     """
     if disturbed(cluster):
         return cost_constants.STEP_MARGIN["assumed"]
@@ -296,13 +312,14 @@ def _phases(data_s: float, work: RankWork, exchanged: CommCost, other_s: float) 
 
 
 Held = tuple[RankMemory, HostGroup, str]
-"""The memory of a rank, its seat, and when it is fullest."""
+"""The memory of a rank, its host group, and when the memory is at its peak."""
 
 
 def memories(
     setting: Setting, lines: list[Line], syncs: dict[int, Sync]
 ) -> dict[tuple[int, tuple[int, int], int], Held]:
-    """What ranks hold, by (place on the stage axis, (samples, how often) of the line's last microbatches, seat)."""
+    """The memory of the ranks, by (place on the stage axis, (samples, how often) of the last microbatches, host
+    group)."""
     wires, plan = setting.wires, setting.plan
     models = {
         id(part): held_by_stage(
