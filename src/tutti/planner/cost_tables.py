@@ -315,8 +315,8 @@ def _most(some: list[Efficiency]) -> Efficiency:
 
 def _quickest(times: list[WeightPassTime]) -> WeightPassTime:
     return WeightPassTime(
-        forward_s=min(relative_speed.forward_s for relative_speed in times),
-        backward_s=min(relative_speed.backward_s for relative_speed in times),
+        forward_s=min(pass_time.forward_s for pass_time in times),
+        backward_s=min(pass_time.backward_s for pass_time in times),
     )
 
 

@@ -426,7 +426,7 @@ class _Guard:
 
 
 def _direct(under: list[Unit], own: Unit | None, outside: Unit) -> list[Unit]:
-    """Of the units under a module, those whose parameters it may use itself: its block's, and those outside of blocks."""
+    """The units under a module whose parameters it may use itself: those of its block and those outside of blocks."""
     return [unit for unit in under if unit is own or unit is outside]
 
 
