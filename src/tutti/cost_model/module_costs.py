@@ -1,4 +1,4 @@
-"""A model as columns: what the cost functions look at again and again, worked out once for each model."""
+"""A model as columns: what the cost functions need repeatedly, computed once for each model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Flags = NDArray[np.bool_]
 
 
 class _Same(Generic[T]):
-    """A value that equals only itself: large models are not compared field by field."""
+    """A value that equals only itself, so that large models are not compared field by field."""
 
     __slots__ = ("value",)
 
@@ -35,8 +35,10 @@ class _Same(Generic[T]):
 
 
 def remembered(size: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Remember the last `size` results of a pure function of a model and small values. Models are told apart as
-    objects, which are held meanwhile, so that none takes another's place."""
+    """Cache the last `size` results of a pure function of a model and small values.
+
+    Models are compared by identity. The cache holds them, so that no other model takes their address.
+    """
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         @lru_cache(maxsize=size)
@@ -53,7 +55,7 @@ def remembered(size: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 def multiplies(module: ModuleSpec) -> bool:
-    """Whether it has matrix operators, which autocast runs in the lower precision."""
+    """Whether a module has matrix operators, which autocast runs in the lower precision."""
     return any(op.kind in cost_constants.MATRIX_KINDS for op in module.ops)
 
 
@@ -62,10 +64,15 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowTable:
-    """Values that modules pass on, (values,): the module that each is `made` at, bytes of one sample and of a
-    microbatch whatever its samples, whether it is `trained`. `used`: rows (value, module at which it is used);
-    `kept`: rows (value, module that keeps it for backward, the first that does). `after`: rows (container, module at
-    whose work it keeps), with bytes of one sample in `after_nbytes`. Modules by their index."""
+    """Values that modules pass on, (values,). Modules are named by index.
+
+    Attributes:
+        made: the module that makes the value.
+        trained: whether its gradient comes back.
+        used: rows (value, module that uses it).
+        kept: rows (value, first module that keeps it for backward).
+        after: rows (container, module at whose work it keeps); `after_nbytes` has the bytes of one sample.
+    """
 
     made: Indices
     nbytes: Array
@@ -78,12 +85,15 @@ class FlowTable:
 
     @property
     def known(self) -> bool:
-        """Whether somebody followed the model."""
+        """Whether the model has been traced."""
         return len(self.made) > 0
 
     def crossings(self, stage: Indices, count: int) -> Array:
-        """(2, 2, stages, stages): bytes of one sample, and of a microbatch whatever its samples, that travel from each
-        of `count` stages to each later one in forward, and of those whose gradients come back. `stage`: of modules."""
+        """(2, 2, stages, stages): bytes between stages, of one sample and of a microbatch whatever its samples.
+
+        The first index is 0 for values sent in forward and 1 for values whose gradients come back. `stage`: of each
+        module.
+        """
         value, source, target = self.used[:, 0], stage[self.made[self.used[:, 0]]], stage[self.used[:, 1]]
         _, once = np.unique(value * count + target, return_index=True)
         once = once[target[once] > source[once]]
@@ -94,8 +104,11 @@ class FlowTable:
         return found
 
     def copies(self, stage: Indices, count: int, keeps: Flags) -> Array:
-        """(stages,): bytes of one sample that came from other stages and are kept, where another stage's module counts
-        them. `keeps`: of modules, whether they keep what they get."""
+        """(stages,): bytes of one sample that came from other stages and are kept, while another stage's module counts
+        them.
+
+        `keeps`: for each module, whether it keeps its input.
+        """
         value, at, first = self.kept.T
         here = stage[at]
         more = keeps[at] & (here != stage[first]) & (here != stage[self.made[value]])
@@ -107,16 +120,15 @@ class FlowTable:
 class ModelTable:
     """Columns over the modules of a model; bytes as in ModuleSpec, of one sample where they grow with samples.
 
-    `unit`: the part of the model, in order of execution, that a pipeline stage or a unit of sharding keeps together;
-    0 is what lies before the first, the model's own among it. `block`: whether the module is in a repeated block.
-    `owner`: whose parameters a tied module shares, -1 for none.
-    `flops`: of forward's matrix operators; `sample_flops`: of a sample's both passes; `tokens`: in a
-    sample, 0 where it is not of tokens; `summed`, `gathered`: what the split axis does with
-    a divided module's output; `inputs`: of those whose gradient is wanted; `halo`: bytes across one cut through each
-    spatial dim, (modules, 3). `linear`: bytes of the input of a linear layer that `table` can divide; `first`:
-    nothing before it is trained. `convolved`: bytes that the module's largest convolution reads and writes in forward;
-    `recurred`: of the output of a recurrent layer.
-    `flow`: what modules pass on.
+    Attributes: unit: the part of the model, in order of execution, that a pipeline stage or a unit of sharding keeps
+        together; 0 is what comes before the first, the model's own part included. block: whether the module is in a
+        repeated block. owner: the module whose parameters a tied module shares, -1 for none. flops: of forward's matrix
+        operators. sample_flops: of both passes of a sample. tokens: in a sample, 0 where it has none. summed: the split
+        axis sums the divided module's output. gathered: the split axis gathers the divided module's output. inputs:
+        bytes of inputs whose gradient is wanted. halo: bytes that cross one cut through each spatial dim, (modules, 3).
+        linear: bytes of the input of a linear layer that `table` can divide. first: nothing before the module is
+        trained. convolved: bytes that the module's largest convolution reads and writes in forward. recurred: bytes of
+        the output of a recurrent layer. flow: the values that modules pass on.
     """
 
     ops: OpTable
@@ -219,8 +231,10 @@ def model_table(model: ModelSpec) -> ModelTable:
 
 
 def _first(module: ModuleSpec) -> bool:
-    """Whether nothing before the module is trained: its products are trained, but its backward has their weights'
-    gradients only, as many FLOPs as forward, and not those of its input."""
+    """Whether nothing before the module is trained.
+
+    Its backward then computes the gradients of its weights only: as many FLOPs as forward.
+    """
     ahead, back = (
         sum(getattr(op, name) for op in module.ops if op.kind in cost_constants.MATRIX_KINDS)
         for name in ("flops_forward", "flops_backward")
@@ -238,7 +252,7 @@ def _halo(module: ModuleSpec) -> tuple[float, ...]:
 
 
 def _blocks(modules: tuple[ModuleSpec, ...]) -> list[int]:
-    """The block of each module: as the model says; where it says nothing, entries of its outermost lists."""
+    """The block of each module, as the model says; without that, entries of its outermost lists."""
     if any(module.block >= 0 for module in modules):
         return [module.block for module in modules]
     found: dict[str, int] = {}
@@ -264,7 +278,7 @@ def _units(blocks: list[int], names: tuple[str, ...]) -> NDArray[np.intp]:
 
 
 def flow_table(modules: tuple[ModuleSpec, ...], place: Mapping[str, int]) -> FlowTable:
-    """The columns of what `modules`, whose indices by name are `place`, say of their values."""
+    """The columns of the values of `modules`, whose indices by name are `place`."""
     values = [(place[module.name], one) for module in modules for one in module.passes_on]
     after = [(place[m.name], place[name], nbytes) for m in modules for name, nbytes in m.kept_after if name in place]
     used = [(at, place[name]) for at, (_, one) in enumerate(values) for name in one.to if name in place]

@@ -1,7 +1,7 @@
-"""Communication behind backward: buckets leave as they become ready, one at a time.
+"""Communication hidden behind backward: buckets are sent as they become ready, one at a time.
 
-A link carries one thing at a time. What a rank waits for in its passes (sums over split, all-to-alls of experts and
-tables, parts of sequences, halos) goes first; buckets have the link for the rest of the time.
+A link carries one exchange at a time. Exchanges that a rank waits for within its passes (sums over split, all-to-alls
+of experts and tables, parts of sequences, halos) go first; buckets have the link for the rest of the time.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,12 @@ TIERS: tuple[LinkTier, ...] = ("node", "network")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketCost:
-    """Gradients fused for one collective. `last`: index, in order of backward, of the module that completes it;
-    `kept_nbytes`: of what a code keeps back of them between steps."""
+    """Gradients fused for one collective.
+
+    Attributes:
+        last: index, in the order of backward, of the module that completes the bucket.
+        kept_nbytes: residuals of a codec for this bucket.
+    """
 
     nbytes: float
     last: int
@@ -29,7 +33,7 @@ class BucketCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommCost:
-    """How the communication of a step went: seconds in all, and after the end of backward."""
+    """The communication of a step: seconds in all, and seconds after the end of backward."""
 
     total_s: float
     exposed_s: float
@@ -37,8 +41,12 @@ class CommCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """Seconds in which links carry what a rank's passes exchange, by tier as in `TIERS`. `forward`, `backward`:
-    (tiers, modules), of its last microbatch; `after`: (tiers,), of a message that leaves at the end of backward.
+    """Seconds in which links carry the exchanges of a rank's passes, by tier as in `TIERS`.
+
+    Attributes:
+        forward: (tiers, modules), of the last microbatch.
+        backward: (tiers, modules), of the last microbatch.
+        after: (tiers,), of a message that leaves at the end of backward.
     """
 
     forward: Array
@@ -46,8 +54,10 @@ class Taken:
     after: Array
 
     def in_turns(self, forward_s: Array, backward_s: Array, turns: float) -> "Taken":
-        """The same where hosts take turns on cores, `turns` on each: what is behind a module's seconds gets on in the
-        part in which all that exchange it are served, which is a turn's."""
+        """The same where `turns` hosts take turns on each core.
+
+        An exchange behind a module's work then advances only while all its ranks have their turn.
+        """
         away = 1 - 1 / turns
         return replace(
             self,
@@ -57,10 +67,10 @@ class Taken:
 
 
 def buckets(gradient_nbytes: Sequence[float], cap_nbytes: float) -> tuple[BucketCost, ...]:
-    """Fuse gradients, given in order of forward, into buckets, returned in the order in which backward fills them.
+    """Fuse gradients, given in the order of forward, into buckets, returned in the order in which backward fills them.
 
-    A bucket closes once it has reached its cap, counted from the first module on, so that the smaller rest is the
-    one that leaves first (PyTorch DDP's rule for a given cap). Modules without gradients are in no bucket.
+    A bucket closes once it has reached its cap, counted from the first module on, so that the smaller rest is sent
+    first (PyTorch DDP's rule for a given cap). Modules without gradients are in no bucket.
     """
     result: list[BucketCost] = []
     size, first = 0.0, -1
@@ -88,12 +98,14 @@ def exchange(
 ) -> CommCost:
     """Run the recurrence: bucket k starts when it is ready and the link is free.
 
-    `backward_s`: seconds of each module's backward, in order; `bucket_s`: seconds of each bucket's collective.
-    Exposed is the end of the last collective minus the end of backward. `cores_s`: for each bucket the seconds that it
-    delays backward all the same where it is hidden, because it needs the same cores. `taken`: for each bucket the
-    seconds of each module's backward in which the bucket's link carries something else, spread evenly over the
-    module's; `after`: for each the seconds of what leaves on its link at the end of backward, beside which buckets
-    get half of it.
+    Args: backward_s: seconds of each module's backward, in order. fused: the buckets. bucket_s: seconds of each
+        bucket's collective. cores_s: for each bucket, seconds by which it delays backward even where it is hidden,
+        because it needs the same cores. taken: for each bucket, the seconds of each module's backward in which the
+        bucket's link carries another exchange, spread evenly over the module's time. after: for each bucket, the
+        seconds of the message that leaves on its link at the end of backward; buckets get half of the link beside it.
+
+    Returns:
+        Total seconds, and the exposed ones: from the end of backward to the end of the last collective.
     """
     finished = np.cumsum(np.asarray(backward_s, dtype=float))
     end_of_backward = float(finished[-1]) if len(finished) else 0.0
@@ -116,8 +128,10 @@ def exchange(
 
 
 def _carried(finished: Array, open_s: Array, start: float, seconds: float) -> float:
-    """When a link that was open for `open_s` seconds by the time each module has `finished`, and is open after the
-    last, has carried what takes `seconds` from `start` on."""
+    """When a link has carried an exchange of `seconds` that starts at `start`.
+
+    The link has been free for `open_s` seconds by the time each module has `finished`, and is free after the last.
+    """
     if seconds <= 0:
         return start
     at = np.interp(start, np.concatenate([[0.0], finished]), np.concatenate([[0.0], open_s]))

@@ -1,8 +1,8 @@
-"""Exchanges of replicas that may differ (spec.relaxed): bytes and seconds of a step, on average over a period; memory.
+"""Exchanges of replicas that may diverge: bytes and seconds of a step, averaged over a period, and memory.
 
-A mode's entry has its traffic (config.consistency_modes); docs/consistency.md has the equations and papers that the
-bytes follow from. `n` is the bytes of the trained parameters, `p` the replicas. Halves are exchanged in their own width
-here, which is their least.
+Each mode's traffic is in its registry entry (config.consistency_modes); docs/consistency.md has the equations and
+papers that the bytes follow from. `n` is the bytes of the trained parameters, `p` the number of replicas. Half
+precisions are exchanged in their own width here.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,12 +32,12 @@ def _sum_s(group: RankGroup, nbytes: float) -> float:
 
 
 def _neighbours_s(group: RankGroup, nbytes: float) -> float:
-    """To both neighbours on a ring; two replicas are each other's only one."""
+    """To both neighbours on a ring; two replicas have one neighbour each."""
     return ring_neighbours(group.ranks) * group.pass_on(nbytes)
 
 
 def _at_distance_s(group: RankGroup, nbytes: float, distance: int) -> float:
-    """Every replica sends to the one `distance` further on: so many of a host's ranks send away at once."""
+    """Every replica sends to the one `distance` further on; `distance` ranks of a host send to other hosts at once."""
     span = group.span
     if group.network is None:
         return message(group.link, nbytes)
@@ -47,7 +47,7 @@ def _at_distance_s(group: RankGroup, nbytes: float, distance: int) -> float:
 
 
 def _other_half_s(group: RankGroup, nbytes: float) -> float:
-    """To a partner in the other half of the replicas, for hosts in whole halves on another host."""
+    """To a partner in the other half of the replicas, which is on another host if hosts are in whole halves."""
     return _at_distance_s(group, nbytes, group.ranks // 2)
 
 
@@ -61,12 +61,12 @@ def _adasum_s(group: RankGroup, nbytes: float) -> float:
 
 
 def _served_s(group: RankGroup, nbytes: float) -> float:
-    """Parts of a change to the ranks that serve them, and parameters back."""
+    """Parts of a change to the parameter servers, and parameters back."""
     return 2 * group.all_to_all(nbytes)
 
 
 def _pairs_s(group: RankGroup, nbytes: float) -> float:
-    """There and back between any two: half of a host's ranks ask at once, and as many answer."""
+    """Both ways between any two replicas: half of a host's ranks ask at once, and as many answer."""
     if group.network is None:
         return 2 * message(group.link, nbytes)
     return 2 * message(group.network, nbytes * max(1.0, group.span.per_host / 2))
@@ -82,11 +82,11 @@ _SECONDS: Mapping[TrafficPattern, Callable[[RankGroup, float], float]] = {
     "pairs": _pairs_s,
     "none": lambda group, nbytes: 0.0,
 }
-"""Seconds of an exchange of so many bytes, by who sends to whom."""
+"""Seconds of an exchange of that many bytes, by traffic pattern."""
 
 
 def _traffic(mode: str) -> ReplicaTraffic:
-    """What is known of a mode in which replicas differ."""
+    """The traffic of a mode in which replicas diverge."""
     traffic = CONSISTENCY_MODES[mode].traffic
     assert traffic is not None
     return traffic
@@ -100,7 +100,7 @@ WAITED_PARTS, LEAST_PART_NBYTES = 8, 4 * 2**16
 """In how many parts a sum in a code goes that is waited for, and how large they are at least: as travel.py has them."""
 
 CORRECTED_PASSES = 3.0
-"""What correcting second moments takes in every step: gradients are read, moments read and written."""
+"""Memory passes of correcting second moments in every step: gradients are read, moments read and written."""
 
 DELAYED_PASSES, DELAYED_CODED_PASSES = 2.0, 6.0
 """What a mean takes more than one that is waited for if it is taken in later: what it began from is kept."""
@@ -108,7 +108,7 @@ DELAYED_PASSES, DELAYED_CODED_PASSES = 2.0, 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Bytes on a rank of what is trained, of the optimizer's state, and of running statistics."""
+    """Bytes on a rank of trained parameters, of the optimizer's state, and of running statistics."""
 
     parameters: float
     optimizer: float
@@ -117,9 +117,11 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedExchange:
-    """What one sum of replicas' changes takes in a code, how much of it in kernels, what the rest takes of a rank's
-    cores, and what a rank sends for it. `parts`: in which it goes where it is waited for, so that one is written or
-    read while another travels."""
+    """One compressed reduction of replicas' changes: its seconds, those of kernels, those of a rank's cores, and bytes
+    sent.
+
+    `parts`: number of parts of a reduction that is waited for; one part is encoded or decoded while another is sent.
+    """
 
     seconds: float
     kernels_s: float
@@ -129,15 +131,14 @@ class CompressedExchange:
 
     @property
     def meanwhile_s(self) -> float:
-        """Seconds of a sum that is waited for in which kernels work and a part travels, less what travelling takes of
-        their core."""
+        """Seconds in which kernels work while a part is sent, less the core time of sending."""
         transfer_s = self.seconds - self.kernels_s
         together_s = (1 - 1 / self.parts) * min(self.kernels_s, transfer_s)
         return together_s * (1 - self.cores_s / transfer_s) if transfer_s > 0 else 0.0
 
 
 def waited_parts(how: Compression, nbytes: float) -> int:
-    """The parts of a sum of `nbytes` in a code: one where the code must see it whole."""
+    """The number of parts of a compressed reduction of `nbytes`: one where the codec needs the whole vector."""
     if how.entry.whole_vectors(how.settings):
         return 1
     return max(1, min(WAITED_PARTS, int(nbytes // LEAST_PART_NBYTES)))
@@ -145,7 +146,7 @@ def waited_parts(how: Compression, nbytes: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergedExchange:
-    """What replicas that differ exchange in a step, on average: time, and bytes a rank sends."""
+    """The exchange of diverged replicas in a step, on average: time, and bytes that a rank sends."""
 
     exchange: CommCost
     sent_nbytes: float
@@ -159,10 +160,16 @@ def diverged_exchange(
     behind_s: float,
     coded: CompressedExchange | None = None,
 ) -> DivergedExchange:
-    """The exchanges of a step on average, of replicas along `group` on `host_group`; `behind_s`: seconds of a step's
-    passes and update, behind which some modes' exchanges travel, on the CPU taking cores from it, and delayed averages
-    behind those of several. Of modes that begin in step, later on. `coded`: how what they tell each other is written,
-    None as it is.
+    """The exchanges of a step, on average, of replicas along `group`.
+
+    Args:
+        sync: the mode; a mode that starts synchronously is costed in its later phase.
+        group: the replicas.
+        host_group: where they are.
+        trained: bytes that are exchanged.
+        behind_s: seconds of a step's passes and update, which hide some modes' exchanges. On a CPU the exchange takes
+            cores from them. Delayed averages are hidden behind several steps.
+        coded: how the exchange is compressed; None: as it is.
     """
     if group.ranks == 1:
         return DivergedExchange(exchange=CommCost(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
@@ -203,13 +210,15 @@ def diverged_exchange(
 
 
 def threaded(sync: SyncPlan, host_group: HostGroup) -> bool:
-    """Whether averages travel in a thread of their own (runtime.consistency.travel)."""
+    """Whether averages are exchanged in a thread of their own (local_sgd/delayed_reduction.py)."""
     return sync.compress is not None and sync.compress.pairwise and host_group.device.kind == "cpu"
 
 
 def _behind_updates(sync: SyncPlan, host_group: HostGroup) -> int:
-    """How many updates' passes an average travels behind: where it goes on at fixed updates, the last part arrives in
-    the last of them; in a thread of its own it has them all."""
+    """The number of updates that hide an average.
+
+    Where parts are exchanged at fixed updates, the last part arrives in the last of them; a thread has all of them.
+    """
     delay = sync.relaxed.delay or 1
     return delay if threaded(sync, host_group) else max(1, delay - 1)
 
@@ -221,7 +230,7 @@ def _more_passes(how: ReplicaTraffic, delayed: bool, coded: bool) -> float:
 
 
 def check_diverged(plan: Plan, network: Network) -> None:
-    """Raise PlanError for replicas that cannot be where the cluster puts them."""
+    """Raise PlanError for replicas that cannot run where the cluster places them."""
     if not CONSISTENCY_MODES[plan.sync.mode].shares_memory or plan.degree("replicate") == 1:
         return
     remedy = 'use ranks of one host, or sync.mode = "asynchronous"'
@@ -236,15 +245,18 @@ def check_diverged(plan: Plan, network: Network) -> None:
 
 
 def _period(sync: SyncPlan) -> int | None:
-    """Updates between two exchanges; None where none are made before training ends."""
+    """Updates between two exchanges; None where there are none before training ends."""
     if CONSISTENCY_MODES[sync.mode].never_exchanges:
         return None
     return with_mode_defaults(sync.mode, sync.relaxed).period or 1
 
 
 def diverged_nbytes(sync: SyncPlan, replicas: int, parameters_nbytes: float) -> float:
-    """Memory of a rank's copies of `parameters_nbytes`: those it keeps and those of an exchange. In a code also what
-    was equal, which DiLoCo has anyway, and twice what is kept back; delayed, what the average began from."""
+    """Memory of a rank's copies of `parameters_nbytes`: those it keeps, and those of an exchange.
+
+    A codec also needs the last common values, which DiLoCo has anyway, and twice the residuals. A delayed average needs
+    the values that it began from.
+    """
     how = CONSISTENCY_MODES[sync.mode].traffic
     if how is None or replicas == 1:
         return 0.0
@@ -255,7 +267,7 @@ def diverged_nbytes(sync: SyncPlan, replicas: int, parameters_nbytes: float) -> 
 
 
 def diverged_notes(sync: SyncPlan) -> tuple[str, ...]:
-    """What a prediction of such a plan says besides."""
+    """Further notes of a prediction of such a plan."""
     how = CONSISTENCY_MODES[sync.mode].traffic
     if how is None:
         return ()

@@ -1,7 +1,7 @@
-"""Where a model is cut into the stages of a pipeline, by the runtime's rule: units of about equal cost.
+"""Where a model is cut into pipeline stages, by the runtime's rule: units of about equal cost.
 
-A unit is a repeated block, or a module outside of blocks. One that is too heavy for equal stages is taken apart into
-the modules inside it, as the runtime does.
+A unit is a repeated block, or a module outside of blocks. A unit that is too heavy for equal stages is divided into the
+modules inside it, as in the runtime.
 """
 
 from bisect import bisect_right
@@ -18,10 +18,12 @@ from tutti.cost_model.worker_speed import Array
 from tutti.errors import PlanError
 
 VALUE_FLOPS = 10.0
-"""What one value of a unit's output counts beside its FLOPs: the runtime's rule."""
+"""FLOPs that one value of a unit's output counts for: the runtime's rule."""
 
 TOO_HEAVY = 0.75
-"""Of an equal stage's cost, what one unit may be; the runtime's rule, as is the number of units it takes apart."""
+"""The largest part of an equal stage's cost that one unit may have: the runtime's rule, as is the number of units it
+divides.
+"""
 MOST_OPENED = 64
 
 _ITEM_NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,11 +32,17 @@ _WHOLE = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCuts:
-    """Where a model is cut. `stage`: of each module; `sent`: bytes of one sample that stage k sends to later ones on
-    other ranks (to k + 1, where only what modules return is known), and `fixed` of a microbatch whatever its samples;
-    `by_rank`: the same of what each rank sends in both passes, (2, ranks); `ties`: pairs (module, owner) that share
-    parameters over two ranks of the stage axis; `followed`: (units, operator calls of the code between them) that every
-    rank follows on shapes for each microbatch."""
+    """Where a model is cut.
+
+    Attributes:
+        stage: of each module.
+        sent: bytes of one sample that stage k sends to later stages on other ranks (to k + 1, where only the modules'
+            outputs are known).
+        fixed: the same of a microbatch, whatever its samples.
+        by_rank: the same of what each rank sends in both passes, (2, ranks).
+        ties: pairs (module, owner) that share parameters over two ranks of the stage axis.
+        followed: (units, operator calls of the code between them) that every rank traces on shapes for each microbatch.
+    """
 
     count: int
     stage: NDArray[np.intp]
@@ -96,8 +104,11 @@ def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str,
 
 
 def _followed(columns: ModelTable, units: tuple[str, ...]) -> tuple[int, float]:
-    """What a trace follows: calls of units, and the code of the modules that contain them, the model's own aside, which
-    is mostly the loss. Sequentials all the way are followed once: nothing but torch's code decides there."""
+    """(calls of units, operator calls of their containers' code) in a trace.
+
+    The model's own code is not counted, because it is mostly the loss. Nested Sequentials are traced once, because only
+    torch's code runs there.
+    """
     parts = [name.split(".") for name in units]
     around = {".".join(path[:end]) for path in parts for end in range(1, len(path))} | {""}
     own = [index for index, name in enumerate(columns.names) if name in around]
@@ -110,15 +121,19 @@ def _followed(columns: ModelTable, units: tuple[str, ...]) -> tuple[int, float]:
 
 
 def _last(outputs: Array) -> float:
-    """What the last module that returns anything returns."""
+    """The output of the last module that returns anything."""
     there = np.flatnonzero(outputs > 0)
     return float(outputs[there[-1]]) if len(there) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """Modules that stay together, in order of execution. `name`: of the module that contains them, or of the first;
-    `around`: bytes that pass by inside what was taken apart around it (a residual)."""
+    """Modules that stay together, in order of execution.
+
+    Attributes:
+        name: of the module that contains them, or of the first.
+        around: bytes that pass by inside the module that was divided around it (a residual connection).
+    """
 
     name: str
     members: tuple[int, ...]
@@ -129,7 +144,7 @@ class _Unit:
 
 @remembered(256)
 def _balanced(model: ModelSpec, count: int) -> tuple[NDArray[np.intp], Array, tuple[str, ...]]:
-    """(each module's stage, bytes of a sample that each boundary passes on, names of units) of the automatic cut."""
+    """(each module's stage, bytes of a sample that cross each boundary, names of units) of the automatic cut."""
     columns, byte_flops = model_table(model), _byte_flops(model)
     units = _opened(columns, list(_whole_units(model)), count, byte_flops)
     counted = [place for place, unit in enumerate(units) if unit.cost > 0]
@@ -154,8 +169,10 @@ def _byte_flops(model: ModelSpec) -> float:
 
 @remembered(16)
 def _whole_units(model: ModelSpec) -> tuple[_Unit, ...]:
-    """The model's units before any is taken apart. A module that only contains other units is none: its own operators
-    go with the first of them."""
+    """The model's units before any is divided.
+
+    A module that only contains other units is not a unit; its own operators belong to the first of them.
+    """
     columns, byte_flops = model_table(model), _byte_flops(model)
     groups: dict[int, list[int]] = {}
     for index, unit in enumerate(columns.unit.tolist()):
@@ -177,12 +194,12 @@ def _whole_units(model: ModelSpec) -> tuple[_Unit, ...]:
 
 
 def _with_own(unit: _Unit, own: list[int]) -> _Unit:
-    """The unit with modules that contain it; their own operators count nowhere, as in the runtime."""
+    """The unit together with modules that contain it; their own operators are not counted, as in the runtime."""
     return replace(unit, members=(*unit.members, *own)) if own else unit
 
 
 def _unit(columns: ModelTable, members: tuple[int, ...], byte_flops: float, around: float = 0.0) -> _Unit:
-    """A unit returns what its first module does where that contains the others, or else what its last does."""
+    """A unit. It returns its first module's output where that module contains the others, else its last module's."""
     names = [columns.names[index] for index in members]
     contains = len(members) == 1 or all(name.startswith(names[0] + ".") for name in names[1:])
     output = float(columns.outputs[members[0]]) if contains else 0.0
@@ -192,7 +209,7 @@ def _unit(columns: ModelTable, members: tuple[int, ...], byte_flops: float, arou
 
 
 def _opened(columns: ModelTable, units: list[_Unit], count: int, byte_flops: float) -> list[_Unit]:
-    """Units small enough for `count` stages of about the same cost, as far as they can be taken apart."""
+    """Units small enough for `count` stages of about the same cost, as far as units can be divided."""
     for _ in range(MOST_OPENED):
         total = sum(unit.cost for unit in units)
         able = [place for place, unit in enumerate(units) if _can_open(columns, unit)]
@@ -215,7 +232,7 @@ def _contains(name: str, other: str) -> bool:
 
 
 def _parts(columns: ModelTable, unit: _Unit, byte_flops: float) -> list[_Unit]:
-    """The units inside one; its own operators go with the first."""
+    """The units inside one; its own operators belong to the first."""
     parts: dict[str, list[int]] = {}
     own: list[int] = []
     for index in unit.members:
