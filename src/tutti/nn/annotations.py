@@ -1,4 +1,4 @@
-"""Annotations: marks a script sets on modules, which constrain how they are placed and change nothing else.
+"""Annotations: marks that a script sets on modules. They constrain how modules are placed and change nothing else.
 
 tutti.split(model.head)            parameters divided over the split axis
 tutti.replicate(model.backbone)    whole on every rank of that axis
@@ -22,7 +22,12 @@ SplitKind = Literal["split", "column", "row"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotation:
-    """One mark. `degree`: over how many ranks, None for as many as there are; `level`: of shard."""
+    """One annotation.
+
+    Attributes:
+        degree: number of ranks; None for as many as there are.
+        level: of shard.
+    """
 
     kind: Literal["replicate", "split", "column", "row", "stage", "shard"]
     degree: int | None = None
@@ -35,14 +40,17 @@ class Annotation:
 
 
 def replicate(module: M) -> M:
-    """Keep `module` whole on every rank of the split axis; returns it."""
+    """Keep `module` whole on every rank of the split axis; returns the module."""
     return _mark(module, Annotation(kind="replicate"))
 
 
 def split(module: M, *, how: SplitKind = "split", degree: int | None = None) -> M:
-    """Divide the parameters of `module` over the split axis (of `degree` ranks, if stated); returns it.
+    """Divide the parameters of `module` over the split axis; returns the module.
 
-    `how`: column or row for a linear layer, split for whatever suits the module.
+    Args:
+        module: any module.
+        how: column or row for a linear layer, split for the way that suits the module.
+        degree: number of ranks of the split axis; None for as many as there are.
     """
     if how not in ("split", "column", "row"):
         raise PlanError(f"tutti.split(how={how!r}): use 'split', 'column' or 'row'")
@@ -59,19 +67,27 @@ def stage(module: M) -> M:
 
 
 def shard(module: M, *, level: ShardLevel = 3, degree: int | None = None) -> M:
-    """Divide over the shard axis: 1 optimizer state, 2 gradients too, 3 parameters too; returns the module."""
+    """Divide `module` over the shard axis; returns it.
+
+    Args:
+        module: any module.
+        level: 1 divides optimizer state, 2 gradients as well, 3 parameters as well.
+        degree: number of ranks of the shard axis; None for as many as there are.
+    """
     if level not in (1, 2, 3):
         raise PlanError(f"tutti.shard(level={level!r}): use 1, 2 or 3")
     return _mark(module, Annotation(kind="shard", level=level, degree=_checked(degree, "shard")))
 
 
 def annotations(module: nn.Module) -> tuple[Annotation, ...]:
-    """The marks on this module itself."""
+    """The annotations of this module itself."""
     return tuple(getattr(module, "_tutti_annotations", ()))
 
 
 def _mark(module: M, annotation: Annotation) -> M:
-    """Marks on a slice of a ModuleList go to its modules: the slice is not part of the model."""
+    """Annotate a module; an annotation of a slice of a ModuleList goes to its modules, because the slice is not part of
+    the model.
+    """
     targets: Iterable[nn.Module] = module.children() if isinstance(module, nn.ModuleList) else [module]
     for one in targets:
         one._tutti_annotations = (*annotations(one), annotation)  # type: ignore[assignment]

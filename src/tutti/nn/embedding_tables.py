@@ -1,4 +1,4 @@
-"""Embedding tables that are looked up together, so that on many devices one exchange serves all of them."""
+"""Embedding tables that are looked up together, so that one exchange serves all of them on several devices."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,13 +13,18 @@ from tutti.errors import ScriptError
 
 Mode = Literal["sum", "mean", "max"]
 Asked = Tensor | tuple[Tensor, Tensor]
-"""What is looked up in one table: (batch, hots) rows, or (rows, offsets) for bags of differing sizes."""
+"""The lookups in one table: (batch, hots) rows, or (rows, offsets) for bags of different sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bags:
-    """Rows to look up in one table. `rows`: (n,), bag after bag; `count`: bags; `lengths`: (count,), how many rows
-    each has, None where all have the same; `weights`: (n,), of each row, or None.
+    """Rows to look up in one table.
+
+    Attributes:
+        rows: (n,), bag after bag.
+        count: number of bags.
+        lengths: (count,), rows of each bag; None where all have as many.
+        weights: (n,), of each row, or None.
     """
 
     rows: Tensor
@@ -29,7 +34,7 @@ class Bags:
 
     @property
     def offsets(self) -> Tensor:
-        """(count,), where each bag begins."""
+        """(count,): where each bag begins."""
         if self.lengths is None:
             step = len(self.rows) // max(self.count, 1)
             return torch.arange(self.count, device=self.rows.device) * step
@@ -66,7 +71,7 @@ class Here:
 
 
 def pooled(table: nn.EmbeddingBag, bags: Bags) -> Tensor:
-    """(count, width): the bags' vectors from a table that is here."""
+    """(count, width): the bags' vectors from a table on this device."""
     return F.embedding_bag(
         bags.rows,
         table.weight,

@@ -1,1 +1,1 @@
-"""Embedding tables divided over ranks: whole tables or runs of rows, looked up by all ranks with one exchange."""
+"""Embedding parallelism: tables are divided over ranks, whole or by rows, and looked up with one exchange."""

@@ -1,8 +1,8 @@
-"""The `table` axis: embedding tables and wide linear layers divided over its ranks, which compute different samples.
+"""The `table` axis: embedding tables and wide linear layers are divided over ranks that compute different samples.
 
-A holder sees the rows that all ranks of the axis ask for, so a table's gradient is not summed over `table`. Vectors go
-to where they were asked for, and the layers that follow are data parallel (Naumov et al. 2019, DLRM, section 4). Linear
-layers that a rule names are divided in the same sense (`linear.py`).
+A holder sees the rows that all ranks of the axis look up, so a table's gradient is not reduced over `table`. The
+vectors return to the ranks that asked, and the following layers are data parallel (Naumov et al. 2019, DLRM, section
+4). Linear layers that a rule names are divided in the same sense (table_linear.py).
 """
 
 import functools
@@ -29,10 +29,13 @@ from tutti.parallel.layout import Layout
 def divide_tables(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout) -> None:
     """Divide the nn.EmbeddingBag and nn.Embedding modules of `model` over the `table` axis.
 
-    Whole tables go to ranks, the largest first; what is too large for balance, and what a layout rule places `split`
-    or `row`, is cut along its rows; `replicate` keeps a table whole on every rank. Tables within an EmbeddingTables
-    share one exchange, others have one each. Linear layers are divided where a rule says `column`, `row` or `split`.
-    Raises PlanError where there is nothing to divide, or something cannot be.
+    Whole tables are given to ranks, the largest first. Tables too large for balance, and those that a layout rule
+    places `split` or `row`, are cut by rows; `replicate` keeps a table whole on every rank. Tables within an
+    EmbeddingTables share one exchange; others have one each. Linear layers are divided where a rule says `column`,
+    `row` or `split`.
+
+    Raises:
+        PlanError: there is nothing to divide, or something cannot be divided.
     """
     mesh = layout.mesh
     if mesh.degree("table") == 1:
@@ -71,13 +74,13 @@ def divide_tables(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout)
 
 
 def _together(model: nn.Module) -> dict[nn.Module, EmbeddingTables]:
-    """Which tables are looked up together, by which module."""
+    """The tables that are looked up together, by the module that does it."""
     owners = [module for module in model.modules() if isinstance(module, EmbeddingTables)]
     return {table: owner for owner in owners for table in owner.tables.values()}
 
 
 def _table(name: str, module: AnyTable, rules: Sequence[LayoutRule], layout: Layout) -> PlaceableTable | None:
-    """What is to be placed, or None for a table that stays whole. Raises PlanError for one that cannot be divided."""
+    """A table to be placed, or None for one that stays whole. Raises PlanError for one that cannot be divided."""
     placement = find_placement(rules, name)
     if placement == "column":
         raise PlanError(f"layout: table {name!r} cannot be cut by columns; use 'split' (along rows) or 'replicate'")
@@ -116,7 +119,7 @@ def _take_part(module: AnyTable, name: str, place: TablePlacement, own: int, lay
 
 
 class DividedForward:
-    """The forward of one nn.EmbeddingBag or nn.Embedding whose rows are on several ranks, or on another one."""
+    """The forward of an nn.EmbeddingBag or nn.Embedding whose rows are on several ranks, or on another rank."""
 
     def __init__(self, module: AnyTable, lookup: DividedLookup) -> None:
         self.module, self.lookup = module, lookup

@@ -1,9 +1,9 @@
 """Linear layers divided over ranks that compute different samples (Krizhevsky 2014, "one weird trick").
 
-Where a layer has many parameters and small activations, sending activations is cheaper than summing gradients. By
-columns, a rank gets all ranks' rows, computes its outputs of them, and hands those back; by rows, it gets its inputs of
-all rows, and each row's rank adds up what all ranks computed of it. Backward is the mirror image. A rank's gradient is
-that of the whole batch, so it is not summed over `table`.
+For a layer with many parameters and small activations, it is cheaper to send activations than to reduce gradients. Cut
+by columns, a rank receives all ranks' rows, computes its outputs for them, and returns those. Cut by rows, it receives
+its inputs of all rows, and each row's rank adds up the partial results of all ranks. Backward is the mirror image. A
+rank's gradient is that of the whole batch, so it is not reduced over `table`.
 """
 
 import functools
@@ -28,7 +28,7 @@ from tutti.parallel.tensor.layer_patterns import features, is_linear
 
 
 def dividable_linears(model: nn.Module) -> dict[str, int]:
-    """Names of the linear layers that could be divided, but for tied weights, and how many inputs they have."""
+    """Names of the linear layers that could be divided (tied weights aside), with their numbers of inputs."""
     return {
         name: features(module)[0]
         for name, module in model.named_modules()
@@ -47,8 +47,10 @@ def divided_linears(model: nn.Module, rules: Sequence[LayoutRule]) -> dict[str, 
 
 
 def wanted_linears(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout) -> dict[str, bool]:
-    """`divided_linears` over `table`; none beside a `split` axis, whose rules they are then. Raises PlanError for one
-    that cannot be divided.
+    """`divided_linears` over `table`; none beside a `split` axis, to which the rules then apply.
+
+    Raises:
+        PlanError: a layer cannot be divided.
     """
     if layout.mesh.degree("split") > 1:
         return {}
@@ -91,7 +93,7 @@ def _check(model: nn.Module, name: str, columns: bool, rules: Sequence[LayoutRul
 
 
 def divide_linear(model: nn.Module, name: str, columns: bool, peers: Peers, layout: Layout) -> None:
-    """Give this rank its part of the layer `name`, and a forward that exchanges rows with the others."""
+    """Give this rank its part of the layer `name`, and a forward that exchanges rows with the other ranks."""
     module = model.get_submodule(name)
     inputs, outputs = features(module)
     bounds = tuple(cut(outputs if columns else inputs, peers.size))
@@ -118,7 +120,7 @@ def _take(module: nn.Module, name: str, leaf: str, dim: int, part: tuple[int, ..
 
 
 class DividedLinear:
-    """The forward of one linear layer whose outputs (`columns`) or inputs are on several ranks, cut at `bounds`."""
+    """The forward of a linear layer whose outputs (`columns`) or inputs are on several ranks, cut at `bounds`."""
 
     def __init__(self, module: nn.Module, bounds: tuple[int, ...], columns: bool, peers: Peers) -> None:
         self.module, self.bounds, self.columns, self.peers = module, bounds, columns, peers
@@ -130,7 +132,7 @@ class DividedLinear:
         return DividedLinear(memo.get(id(self.module), self.module), self.bounds, self.columns, self.peers)
 
     def __call__(self, input: Tensor) -> Tensor:
-        """(..., inputs) -> (..., outputs), both whole, of this rank's own samples."""
+        """(..., inputs) -> (..., outputs), both whole, for this rank's own samples."""
         own, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
         assert own is not None
         weight = own if isinstance(self.module, nn.Linear) else own.t()
@@ -173,7 +175,7 @@ class Rows:
 
 
 def rows_of(count: int, bounds: tuple[int, ...], peers: Peers, device: torch.device) -> Rows:
-    """Tell the others how many rows this rank has."""
+    """Exchange the number of rows of each rank."""
     each = [1] * peers.size
     mine = torch.full((peers.size,), count, dtype=torch.int64, device=device)
     counts = plain_exchange(mine, AllToAllRoute(peers.group, peers.own, each, each, peers.indices)).tolist()
@@ -186,7 +188,7 @@ def everyone(x: Tensor, rows: Rows) -> Tensor:
 
 
 def summed(terms: Tensor, rows: Rows) -> Tensor:
-    """(all rows, f) -> (my rows, f), the sum of all ranks' terms."""
+    """(all rows, f) -> (my rows, f), summed over the ranks."""
     return _Move.apply(terms, _summed, _everyone, rows)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -205,7 +207,7 @@ def _everyone(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _summed(terms: Tensor, rows: Rows) -> Tensor:
-    """As many bytes as a ring's reduce-scatter; every rank adds in the order of ranks, half precisions in float32."""
+    """A reduce-scatter with as many bytes as a ring's; ranks add in rank order, half precisions in float32."""
     came = rows.exchange(terms, list(rows.counts), [rows.mine] * rows.peers.size)
     stacked = came.view(rows.peers.size, rows.mine, terms.shape[1])
     return stacked.sum(0, dtype=torch.float32).to(terms.dtype) if terms.dtype in HALVES else stacked.sum(0)

@@ -1,8 +1,8 @@
-"""Looking up tables that are divided over ranks: what a rank asks for goes to the holders, vectors come back.
+"""Lookups in tables that are divided over ranks: requests go to the holders, vectors come back.
 
-A table that one rank has whole is asked for bags, and the holder pools them. A table cut along its rows (and every
-nn.Embedding) is asked for distinct rows, and the asking rank pools them. All tables of a call share three exchanges:
-sizes, rows asked for (both small), and vectors; backward has one, of the vectors' gradients.
+A holder that has a whole table receives bags and pools them. A table cut by rows (and every nn.Embedding) receives
+distinct rows, and the asking rank pools them. All tables of a call share three exchanges: sizes, requested rows (both
+small), and vectors. Backward has one exchange, of the vectors' gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,12 @@ AnyTable = nn.Embedding | nn.EmbeddingBag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """The ranks over which tables are divided. `own`: this rank's place in their `group`; `vectors`, `indices`: where
-    what they send is counted.
+    """The ranks over which tables are divided.
+
+    Attributes:
+        own: this rank's position in their `group`.
+        vectors: accounting of vectors.
+        indices: accounting of requests.
     """
 
     group: Any
@@ -36,7 +40,9 @@ class Peers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlacement:
-    """Where a table's rows are: rank i has bounds[i] .. bounds[i + 1] - 1. `owner`: the rank that has all of them."""
+    """The ranks that hold a table: rank i has the rows bounds[i] .. bounds[i + 1] - 1. `owner`: the rank that has all
+    of them.
+    """
 
     bounds: tuple[int, ...]
     owner: int | None = None
@@ -44,8 +50,12 @@ class TablePlacement:
 
 @dataclass(slots=True, kw_only=True)
 class LookupRequest:
-    """What this rank asks of one table. `bags`: as the model asks; `asked[i]`: rows asked of rank i, counted from its
-    first one; `distinct`: for the asking rank to pool, where each of the bags' rows is among the rows that come back.
+    """This rank's request for one table.
+
+    Attributes:
+        bags: as the model asks for them.
+        asked: for rank i, the requested rows, counted from its first one.
+        distinct: where the asking rank pools, the position of each of the bags' rows among the returned rows.
     """
 
     table: AnyTable
@@ -60,19 +70,19 @@ class LookupRequest:
         return self.place is not None and self.distinct is None
 
     def sizes(self, rank: int) -> list[int]:
-        """What announces the request to `rank`: rows, bags, and whether the bags' lengths are sent too."""
+        """The announcement to `rank`: number of rows, of bags, and whether the bags' lengths are sent too."""
         there = self.pooled_there and self.place is not None and self.place.owner == rank
         bags = self.bags.count if there else 0
         return [len(self.asked[rank]), bags, int(there and self.bags.lengths is not None)]
 
     def answers(self, rank: int) -> int:
-        """How many vectors come back from `rank`."""
+        """The number of vectors that `rank` returns."""
         rows, bags, _ = self.sizes(rank)
         return bags if self.pooled_there else rows
 
 
 def request(table: AnyTable, place: TablePlacement | None, bags: Bags, size: int) -> LookupRequest:
-    """Sort out who is asked for what. Raises IndexError for rows that the table does not have, as torch does."""
+    """Assign the rows to the ranks that hold them. Raises IndexError for rows outside of the table, as torch does."""
     made = LookupRequest(table=table, place=place, bags=bags)
     if place is None:  # whole on every rank
         made.asked = [bags.rows[:0]] * size
@@ -95,8 +105,9 @@ def request(table: AnyTable, place: TablePlacement | None, bags: Bags, size: int
 
 
 class DividedLookup:
-    """`tutti.nn.embedding_tables.Lookup` over ranks. `places`: of each table; one without a place is whole on every
-    rank."""
+    """`tutti.nn.embedding_tables.Lookup` over ranks. `places`: of each table; a table without a place is whole on every
+    rank.
+    """
 
     def __init__(self, places: dict[nn.Module, TablePlacement], dtype: torch.dtype, peers: Peers) -> None:
         self.places, self.dtype, self.peers = places, dtype, peers
@@ -106,11 +117,11 @@ class DividedLookup:
         return DividedLookup(places, self.dtype, self.peers)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled model stands alone: the ranks are not part of it."""
+        """A pickled model works without the other ranks."""
         return Here, ()
 
     def start(self, tables: Sequence[AnyTable], bags: Sequence[Bags]) -> Callable[[], list[Tensor]]:
-        """Ask, and answer what others ask; the result waits for this rank's answers. All peers must call it alike."""
+        """Send requests and answer those of others; the result waits for this rank's answers. Collective."""
         peers = self.peers
         mine = [request(t, self.places.get(t), b, peers.size) for t, b in zip(tables, bags, strict=True)]
         theirs = _ask(mine, peers)
@@ -125,7 +136,7 @@ class DividedLookup:
 
 @dataclass(slots=True, kw_only=True)
 class Asked:
-    """What one peer asks of one table here: its bags' `rows`, whose `lengths` are empty where all are the same."""
+    """One peer's request for one table here: its bags' `rows`, whose `lengths` are empty where all are equal."""
 
     rows: Tensor
     count: int
@@ -134,14 +145,14 @@ class Asked:
 
     @property
     def sizes(self) -> Tensor:
-        """(count,), how many rows each bag has."""
+        """(count,): the number of rows of each bag."""
         if len(self.lengths) or not self.count:
             return self.lengths
         return self.rows.new_full((self.count,), len(self.rows) // self.count)
 
 
 def _ask(mine: list[LookupRequest], peers: Peers) -> list[list[Asked]]:
-    """[peer][table]: what every peer asks of this rank, after it was asked what `mine` says."""
+    """[peer][table]: every peer's request to this rank; `mine`: this rank's own requests."""
     device = mine[0].bags.rows.device
     sizes = torch.tensor([[one.sizes(rank) for one in mine] for rank in range(peers.size)], dtype=torch.int64)
     each = [1] * peers.size
@@ -164,7 +175,7 @@ def _ask(mine: list[LookupRequest], peers: Peers) -> list[list[Asked]]:
 
 
 def _send_weights(mine: list[LookupRequest], theirs: list[list[Asked]], peers: Peers) -> None:
-    """Where bags that are pooled elsewhere weigh their rows: weights go along, and their gradients come back."""
+    """Send the row weights of bags that are pooled elsewhere; their gradients come back."""
     weighted = [number for number, one in enumerate(mine) if one.pooled_there and one.bags.weights is not None]
     if not weighted:
         return
@@ -186,7 +197,7 @@ def _send_weights(mine: list[LookupRequest], theirs: list[list[Asked]], peers: P
 def _answer(
     mine: list[LookupRequest], theirs: list[list[Asked]], nothing: Tensor, peers: Peers
 ) -> tuple[Tensor, list[int]]:
-    """Vectors for all peers, in their order and that of the tables, and how many each gets. `nothing`: (0, width)."""
+    """The vectors for all peers, in the order of peers and tables, and the number for each. `nothing`: (0, width)."""
     found: list[list[Tensor]] = [[] for _ in theirs]
     for number, one in enumerate(mine):
         asked = [peer[number] for peer in theirs]
@@ -223,7 +234,7 @@ def _rows(table: AnyTable, rows: Tensor, first: int) -> Tensor:
 
 
 def _pool(mine: list[LookupRequest], vectors: Tensor, size: int) -> list[Tensor]:
-    """(bags, width) for each table, from the `vectors` that came, in order of peers and tables."""
+    """(bags, width) for each table, from the returned `vectors`, in the order of peers and tables."""
     counts = [one.answers(rank) for rank in range(size) for one in mine]
     pieces = torch.split(vectors, counts)
     results = []
@@ -251,12 +262,12 @@ def _pool(mine: list[LookupRequest], vectors: Tensor, size: int) -> list[Tensor]
 
 
 BALANCED = 1.2
-"""A rank may hold this many times its fair share of bytes before a large table is cut along its rows."""
+"""A rank may hold this multiple of its fair share of bytes before a large table is cut by rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceableTable:
-    """A table to be placed. `by_rows`: cut along rows whatever balance needs."""
+    """A table to be placed. `by_rows`: cut by rows even where balance does not need it."""
 
     name: str
     rows: int
@@ -265,9 +276,11 @@ class PlaceableTable:
 
 
 def place_tables(tables: Sequence[PlaceableTable], ranks: int) -> dict[str, TablePlacement]:
-    """Places for all tables: as few as balance needs are cut along their rows, the largest first; the others go whole
-    to the rank that has least, the largest first. A rank's load is its part of all bytes plus its part of all lookups,
-    a table's lookups counting alike.
+    """Placements for all tables.
+
+    As few tables as balance needs are cut by rows, the largest first. The others go whole to the rank with the least
+    load, the largest first. A rank's load is its part of all bytes plus its part of all lookups; each table counts the
+    same number of lookups.
     """
     divisible = sorted((t for t in tables if not t.by_rows and t.rows >= ranks), key=lambda t: -t.nbytes)
     forced = {t.name for t in tables if t.by_rows}
@@ -283,7 +296,7 @@ def place_tables(tables: Sequence[PlaceableTable], ranks: int) -> dict[str, Tabl
 
 
 def _place(tables: Sequence[PlaceableTable], by_rows: set[str], ranks: int) -> tuple[dict[str, TablePlacement], float]:
-    """Places with these tables cut by rows, and the most bytes a rank holds over the fair share."""
+    """Placements with these tables cut by rows, and the most bytes of any rank over the fair share."""
     total = max(sum(table.nbytes for table in tables), 1)
     loads, held, places = [0.0] * ranks, [0.0] * ranks, {}
     for table in sorted(tables, key=lambda t: (-t.nbytes, t.name)):

@@ -1,1 +1,1 @@
-"""Experts divided over ranks: every rank holds some of them, and tokens travel to the experts they chose."""
+"""Expert parallelism: every rank holds some experts, and tokens are sent to the experts that they chose."""

@@ -1,4 +1,4 @@
-"""A mixture's exchange with the ranks that share its microbatch slice: who chose what, and rows sent to their experts.
+"""The exchanges of a mixture of experts: the counts of all ranks that share its microbatch slice, and the tokens.
 
 Capacity, the order in which tokens are dropped and the load-balancing loss are those of the whole slice, so they do not
 depend on the number of ranks. One gather a layer tells every rank all counts; the sizes of the all-to-alls follow.
@@ -29,8 +29,13 @@ from tutti.parallel.layout import GRADIENT_AXES, Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharers:
-    """The ranks that share every slice. `group`: of all of them; `rank`: this rank's place in it; `scope`: whether this
-    rank's samples count in the pass that is running; `channel`: where what they tell each other is counted.
+    """The ranks that share every slice.
+
+    Attributes:
+        group: of all of them.
+        rank: this rank's position in the group.
+        scope: whether this rank's samples count in the current pass.
+        channel: accounting of the counts.
     """
 
     size: int
@@ -42,8 +47,13 @@ class Sharers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertHolders:
-    """The ranks over which experts are divided. `group`: theirs; `places`: their places among the sharers, in order;
-    `bounds`: holder i has experts bounds[i] .. bounds[i + 1] - 1; `own`: this rank's place among the holders.
+    """The ranks over which experts are divided.
+
+    Attributes:
+        group: of these ranks.
+        places: their positions among the sharers, in order.
+        bounds: holder i has the experts bounds[i] .. bounds[i + 1] - 1.
+        own: this rank's position among the holders.
     """
 
     group: Any
@@ -58,7 +68,7 @@ class ExpertHolders:
 
 
 class OwnSlice(SingleDevice):
-    """One rank computes the whole slice: nothing is exchanged, but forward may run again within backward."""
+    """One rank computes the whole slice, so nothing is exchanged; forward may run again within backward."""
 
     def __init__(self, scope: BatchScope) -> None:
         self.scope = scope
@@ -75,7 +85,8 @@ class OwnSlice(SingleDevice):
 
 
 class SharedSlice:
-    """`tutti.nn.mixture.ExpertExchange` over ranks. Without holders every rank has all experts, and no row travels."""
+    """`tutti.nn.mixture.ExpertExchange` over ranks. Without holders every rank has all experts, and no token is sent.
+    """
 
     def __init__(self, sharers: Sharers, holders: ExpertHolders | None, channel: CommChannel) -> None:
         self.sharers, self.holders, self.channel = sharers, holders, channel
@@ -84,7 +95,7 @@ class SharedSlice:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled model stands alone: the ranks are not part of it."""
+        """A pickled model works without the other ranks."""
         return SingleDevice, ()
 
     @property
@@ -92,7 +103,7 @@ class SharedSlice:
         return self.sharers.scope.recomputing
 
     def agree(self, counts: Tensor, mass: Tensor, *, training: bool) -> Routing:
-        """Every rank's counts and the mass of all; in evaluation without holders a rank needs no other."""
+        """Every rank's counts, and the sum of all masses; evaluation without holders needs no exchange."""
         if not self.sharers.scope.counts:
             counts, mass = torch.zeros_like(counts), mass * 0.0
         if not training and self.holders is None:
@@ -101,14 +112,14 @@ class SharedSlice:
         return Routing(counts=everyone, rank=self.sharers.rank, mass=total)
 
     def compute(self, experts: Experts, rows: Tensor, kept: Tensor) -> Tensor:
-        """Rows for experts that are here are computed while the others travel, in backward too."""
+        """Compute the rows of local experts while the other rows are in flight, in backward as well."""
         if self.holders is None:
             here = kept[self.sharers.rank if len(kept) > 1 else 0]
             return experts.run_experts(rows, here.tolist())
         return self.divided(experts, rows, kept[list(self.holders.places)], self.holders)
 
     def divided(self, experts: Experts, rows: Tensor, kept: Tensor, holders: ExpertHolders) -> Tensor:
-        """`kept`: (holders, experts), what each holder's tokens ask of every expert."""
+        """`kept`: (holders, experts), the rows that each holder's tokens send to every expert."""
         own, (first, last) = holders.own, holders.experts
         asked = [int(kept[own, a:b].sum()) for a, b in pairwise(holders.bounds)]
         answered = kept[:, first:last].clone()
@@ -127,8 +138,10 @@ class SharedSlice:
 
 
 class _GatherCounts(torch.autograd.Function):
-    """(sum of every rank's mass, every rank's counts on the CPU). Each rank's loss has a part in the sum's gradient,
-    so backward adds the parts up."""
+    """(sum of every rank's mass, every rank's counts on the CPU).
+
+    Each rank's loss contributes to the sum's gradient, so backward adds the contributions.
+    """
 
     @staticmethod
     def forward(ctx: Any, mass: Tensor, counts: Tensor, sharers: Sharers) -> tuple[Tensor, Tensor]:
@@ -152,7 +165,7 @@ class _GatherCounts(torch.autograd.Function):
 
 
 def _by_expert(sizes: Tensor) -> Tensor:
-    """Order that makes rows that lie by sender, then by expert, lie by expert. `sizes`: (senders, experts)."""
+    """The permutation from order by (sender, expert) to order by (expert, sender). `sizes`: (senders, experts)."""
     expert = torch.arange(sizes.shape[1]).repeat(len(sizes))
     return torch.argsort(expert.repeat_interleave(sizes.reshape(-1)), stable=True)
 
@@ -166,8 +179,10 @@ _ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Whether `module` is a layer of stacked experts: its parameters' first dim is the expert, its forward takes
-    (rows, chosen experts, their weights)."""
+    """Whether `module` is a layer of stacked experts.
+
+    Its parameters' first dim is the expert, and its forward takes (rows, chosen experts, their weights).
+    """
     count = getattr(module, "num_experts", None)
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     if not isinstance(count, int) or not own or any(p.dim() < 2 or p.shape[0] != count for p in own):
@@ -176,9 +191,9 @@ def is_stacked(module: nn.Module) -> bool:
 
 
 def send_to_experts(module: nn.Module, holders: ExpertHolders, sizes: Sequence[int], layout: Layout) -> None:
-    """Make `module`, which has this rank's experts by now, send rows to the ranks that have the others'.
+    """Make `module`, which holds this rank's experts, send rows to the ranks that hold the others.
 
-    `sizes`: how many experts each rank has.
+    `sizes`: number of experts on each rank.
     """
     module.forward = DividedExperts(
         module, holders, layout.channel("tokens", "expert"), layout.channel("routing", "expert")
@@ -214,7 +229,7 @@ class DividedExperts:
         return torch.zeros_like(hidden_states).index_add(0, tokens, weighted.to(hidden_states.dtype))
 
     def run_experts(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Results of rows that are ordered by expert, `sizes[i]` for the i-th one here."""
+        """Results of rows ordered by expert, `sizes[i]` rows for the i-th local one."""
         expert = torch.arange(len(sizes), device=rows.device)
         chosen = expert.repeat_interleave(torch.tensor(sizes, device=rows.device)).unsqueeze(1)
         results: Tensor = type(self.module).forward(self.module, rows, chosen, rows.new_ones(len(rows), 1))
@@ -231,9 +246,12 @@ STACKS = ("input_weight", "input_bias", "output_weight", "output_bias")
 def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout, scope: BatchScope) -> None:
     """Share every mixture's slice over the ranks that compute it, and divide its experts over `expert`.
 
-    Experts are divided in order, uneven where they do not divide; `replicate` in a layout rule keeps a mixture whole.
-    Recognised: tutti.nn.MixtureOfExperts, and experts in stacked parameters as transformers has them (Mixtral, Qwen).
-    Raises PlanError where there are no experts to divide, fewer than ranks, or weights that other modules share.
+    Experts are divided in order, unevenly where the ranks do not divide their number. `replicate` in a layout rule
+    keeps a mixture whole. Recognised are tutti.nn.MixtureOfExperts, and stacked experts as in transformers (Mixtral,
+    Qwen).
+
+    Raises:
+        PlanError: there are no experts to divide, fewer than ranks, or weights that other modules share.
     """
     mesh = layout.mesh
     found = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
@@ -327,23 +345,23 @@ def _check(
 
 
 def _of_modules(model: nn.Module, names: list[str]) -> int:
-    """How many modules share the tensor that has these names."""
+    """The number of modules that share the tensor with these names."""
     return len({id(model.get_submodule(name.rpartition(".")[0])) for name in names})
 
 
 WIDTH = 4
-"""Numbers a mixture needs: choices, dropped ones, passes, and the sum of its load-balancing losses."""
+"""Numbers that a mixture reports: choices, dropped choices, passes, and the sum of its load-balancing losses."""
 
 
 def mixtures_of(model: nn.Module) -> tuple[str, ...]:
-    """Names of the mixtures of experts, of a model that is still whole: the same on every rank."""
+    """Names of the mixtures of experts in a whole model, the same on every rank."""
     return tuple(name for name, module in model.named_modules() if isinstance(module, MixtureOfExperts))
 
 
 def write_tallies(model: nn.Module, names: Sequence[str], numbers: torch.Tensor, copies: int) -> None:
-    """Add what this rank has counted since the last time to `numbers`, (len(names) * WIDTH).
+    """Add this rank's counts since the last call to `numbers`, (len(names) * WIDTH).
 
-    A mixture counts what all ranks that share its slice see, so `copies` ranks add the same.
+    A mixture counts for all ranks that share its slice, so `copies` ranks add the same.
     """
     tallies = take_tallies(model)
     for position, name in enumerate(names):
@@ -356,7 +374,7 @@ def write_tallies(model: nn.Module, names: Sequence[str], numbers: torch.Tensor,
 
 
 def read_tallies(names: Sequence[str], numbers: Sequence[float]) -> dict[str, Tally]:
-    """By mixture, from the sum of all ranks' numbers."""
+    """The counts by mixture, from the sum of all ranks' numbers."""
     rows = [numbers[start : start + WIDTH] for start in range(0, len(names) * WIDTH, WIDTH)]
     return {
         name: Tally(assigned=round(assigned), dropped=round(dropped), passes=round(passes), balance=balance)
