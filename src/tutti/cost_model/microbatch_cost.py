@@ -1,10 +1,9 @@
-"""What divided modules exchange in a microbatch, module by module: seconds that are waited for, seconds in which links
-are taken, and bytes sent.
+"""Exchanges of divided modules in a microbatch, by module: seconds waited, seconds of links, and bytes sent.
 
-split: sums of outputs in forward and of inputs in backward (Shoeybi et al. 2019, arXiv 1909.08053); as parts of the
-sequence they take as long (Korthikanti et al. 2022, arXiv 2205.05198). context: keys and values round a ring (Liu et
+split: sums of outputs in forward and of inputs in backward (Shoeybi et al. 2019, arXiv 1909.08053); sequence
+parallelism takes as long (Korthikanti et al. 2022, arXiv 2205.05198). context: keys and values around a ring (Liu et
 al. 2023, arXiv 2310.01889), or heads for tokens (Jacobs et al. 2023, arXiv 2309.14509). expert: four all-to-alls a
-layer. table: vectors there, their gradients back; rows of divided linear layers there and back. space: halos.
+layer. table: vectors and their gradients; rows of divided linear layers both ways. space: halos.
 """
 
 from collections.abc import Callable
@@ -28,8 +27,10 @@ from tutti.cost_model.worker_speed import KINDS, Array, Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """Of one microbatch, by module: seconds waited and bytes sent, in forward and in backward; `forward_link_s`,
-    `backward_link_s`: (tiers, modules), seconds in which links of each of `overlap.TIERS` are taken, waited for or not.
+    """Exchanges of one microbatch, by module: seconds waited and bytes sent, in forward and in backward.
+
+    Attributes: forward_link_s: (tiers, modules), seconds in which links of each of `overlap.TIERS` are in use, waited
+        for or not. backward_link_s: the same in backward.
     """
 
     forward_s: Array
@@ -52,7 +53,7 @@ class Exchanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wires:
-    """What the exchanges of a plan depend on besides the samples."""
+    """What the exchanges of a plan depend on besides the number of samples."""
 
     model: ModelSpec
     plan: Plan
@@ -63,20 +64,23 @@ class Wires:
     on_cpu: bool
 
     def statistics_group(self) -> RankGroup:
-        """The ranks whose batch statistics are one; of a rank alone where there are none."""
+        """The ranks that share batch statistics; one rank where the model has none."""
         shared = self.model.batch_statistics and self.plan.sync.mode == "synchronous"
         return self.network.group(*(*DATA_AXES, "space") if shared else ())
 
     def hidden(self, group: RankGroup, room: Array, seconds: Callable[[RankGroup], Array]) -> Array:
-        """What of `seconds`, of exchanges of the group, is waited for where `room` of the rank's own work runs
-        meanwhile. Between ranks on the CPU, transfers take cores from that work."""
+        """The seconds that a rank waits of `seconds` of the group's exchanges, while `room` seconds of its own work
+        run.
+
+        Between ranks on a CPU, transfers take cores from that work.
+        """
         whole, on_cores = seconds(group), seconds(group.on_cores(self.network.host_groups[0]))
         behind = np.minimum(whole, room)
         return whole - behind + on_cores * behind / np.where(whole > 0, whole, 1.0)
 
 
 def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
-    """The exchanges of a microbatch of `samples`, beside which the modules' own work takes the given seconds."""
+    """The exchanges of a microbatch of `samples`, beside the given seconds of the modules' own work."""
     zero = np.zeros(len(wires.columns))
     result = _waited(wires.network.group(), (zero, zero), (zero, zero))
     plan = wires.plan
@@ -101,7 +105,7 @@ def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array)
 
 
 def _waited(group: RankGroup, seconds: tuple[Array, Array], nbytes: tuple[Array, Array]) -> Exchanged:
-    """Exchanges of `group` that nothing hides, (in forward, in backward)."""
+    """Exchanges of `group` that are not hidden, (in forward, in backward)."""
     return Exchanged(
         forward_s=seconds[0],
         backward_s=seconds[1],
@@ -118,7 +122,7 @@ def _on(group: RankGroup, seconds: Array) -> Array:
 
 
 def each_of(seconds: Callable[[float], float], nbytes: Array) -> Array:
-    """`seconds` of every entry; most are equal or 0, which takes none."""
+    """`seconds` of every entry, computed once for equal entries; 0 bytes take no time."""
     result = np.zeros(len(nbytes))
     at = np.flatnonzero(nbytes)
     if len(at):
@@ -150,7 +154,9 @@ def _split(wires: Wires, samples: float) -> Exchanged:
 
 
 def _ring(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
-    """A transfer runs while the block before it is computed; backward takes the gradients round too, in full width."""
+    """A transfer runs while the block before it is computed; in backward the gradients go around as well, in full
+    width.
+    """
     group = wires.network.group("context")
     c = group.ranks
     full = samples * wires.division.work * wires.columns.key_value
@@ -174,7 +180,7 @@ def _ring(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> 
 
 
 def _heads(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
-    """Queries, keys, values and results change hands, each in an exchange of its own."""
+    """Queries, keys, values and results are exchanged, each on its own."""
     group = wires.network.group("context")
     c = group.ranks
     attends = wires.columns.key_value > 0
@@ -187,7 +193,7 @@ def _heads(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
 
 
 def _experts(wires: Wires, samples: float) -> Exchanged:
-    """Tokens there and back, twice; all ranks tell each other before how many tokens chose which expert."""
+    """Tokens are sent and returned twice; before that all ranks exchange how many tokens chose which expert."""
     group, sharers = wires.network.group("expert"), wires.network.group(*DATA_AXES)
     e = group.ranks
     routed = samples * wires.division.passed * wires.columns.routed
@@ -213,8 +219,11 @@ def _tables(wires: Wires, samples: float) -> Exchanged:
 
 
 def _linears(wires: Wires, samples: float) -> Exchanged:
-    """By columns, inputs go to all ranks and parts of outputs come back; by rows, parts of inputs go and all ranks'
-    terms of outputs come back; gradients take the same ways. Each rank says before how many rows it has."""
+    """Exchanges of divided linear layers.
+
+    By columns, inputs go to all ranks and parts of outputs return. By rows, parts of inputs go, and all ranks' partial
+    outputs return. Gradients take the same routes. Each rank first announces its number of rows.
+    """
     group, part = wires.network.group("table"), wires.division
     columns, n = wires.columns, wires.network.group("table").ranks
     values = np.where(part.linear, samples * part.passed * (0.5 if wires.half else 1.0), 0.0)
@@ -228,11 +237,12 @@ def _linears(wires: Wires, samples: float) -> Exchanged:
 
 
 def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
-    """A rank inside the grid sends to both sides of every cut dim. Where most of a part needs no halo, that is computed
-    while the first dim's halos travel, and its gradients while the last dim's return.
+    """Exchanges of halos: a rank inside the grid sends to both sides of every cut dim.
 
-    Dims follow each other, and each also carries the halos that came before it, or padding, so that corners arrive:
-    2 h rows beside a rank's N / parts, where 2 h / N is the halo's part of a module's input, taken as what it keeps.
+    The interior is computed while the first dim's halos are in flight, and its gradients while the last dim's return.
+    Dims
+    follow each other, and each also carries the halos that came before it, or padding, so that corners arrive: 2 h rows
+    beside a rank's N / parts. 2 h / N is the halo's fraction of a module's input, taken as the activations it keeps.
     """
     group, columns = wires.network.group("space"), wires.columns
     grid = wires.plan.space_grid or (wires.plan.degree("space"),)
@@ -266,7 +276,7 @@ def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
 
 
 def _sides(group: RankGroup, side: Array) -> Array:
-    """Seconds in which each rank sends so many bytes to its neighbours on both sides."""
+    """Seconds in which each rank sends that many bytes to its neighbours on both sides."""
     return each_of(group.to_neighbours, side)
 
 
@@ -276,10 +286,10 @@ _COUNTER_NBYTES = 8  # batches tracked
 
 
 def statistics_s(model: ModelSpec, group: RankGroup) -> tuple[Array, Array]:
-    """Seconds of a microbatch's exchanges of statistics over `group`, by module, (in forward, in backward).
+    """Seconds of a microbatch's exchanges of batch statistics over `group`, by module, (in forward, in backward).
 
-    Forward gathers count, mean and squared deviations of every channel from all ranks; backward sums two vectors
-    over channels.
+    Forward gathers count, mean and squared deviations of every channel from all ranks; backward sums two vectors over
+    channels.
     """
     channels = _channels_of(model)
     forward, backward = np.zeros(len(channels)), np.zeros(len(channels))
@@ -291,8 +301,10 @@ def statistics_s(model: ModelSpec, group: RankGroup) -> tuple[Array, Array]:
 
 
 def taken_in_passes(ops: OpTable) -> OpTable:
-    """The operators of a rank on a CPU where statistics are those of several ranks: then a BatchNorm goes over its
-    values in passes as a norm of rows does, `SHARED_NORM` times as long."""
+    """The operators of a CPU rank whose batch statistics are shared by several ranks.
+
+    A BatchNorm then reads its values in passes, as a norm of rows does, and takes `SHARED_NORM` times as long.
+    """
     batch, rows = KINDS.index("batch_norm"), KINDS.index("norm")
     those = ops.kind == batch
     if not those.any():
@@ -309,8 +321,8 @@ def taken_in_passes(ops: OpTable) -> OpTable:
 def at_least(
     one: Callable[..., PassCost], ops: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True
 ) -> PassCost:
-    """The pass `one` (compute.forward or compute.backward), whether statistics are those of one rank or of several: of
-    each module the quicker."""
+    """The faster of both ways to compute each module's pass `one`: with one rank's batch statistics, or several ranks'.
+    """
     per_rank = one(ops, worker, samples, modules, weights=weights)
     shared_ops = taken_in_passes(ops) if worker.gap_s is None else ops
     if shared_ops is ops:
@@ -326,7 +338,7 @@ def _channels_of(model: ModelSpec) -> Array:
 
 
 def _channels(module: ModuleSpec) -> float:
-    """Channels of a BatchNorm, from its running statistics, or its weight and bias where it keeps none."""
+    """Channels of a BatchNorm, from its running statistics, or from weight and bias where it has none."""
     if module.buffer_nbytes:
         return (module.buffer_nbytes - _COUNTER_NBYTES) / (_STATE_VALUES * _STATISTIC_NBYTES)
     return module.parameters / 2
@@ -334,8 +346,11 @@ def _channels(module: ModuleSpec) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passed:
-    """Seconds by module, recomputing in backward. `waits`: what is waited for and sent, the repeats of recomputing
-    among it; `limits`: (3, modules), the seconds of both passes by what limits them.
+    """Seconds by module, with recompute in backward.
+
+    Attributes:
+        waits: seconds waited and bytes sent, repeated exchanges of recompute included.
+        limits: (3, modules), seconds of both passes by what limits them.
     """
 
     forward_s: Array
@@ -345,7 +360,7 @@ class Passed:
 
     @property
     def total_s(self) -> float:
-        """Of all modules, there and back."""
+        """Seconds of all modules in both passes."""
         return float((self.forward_s + self.backward_s + self.waits.forward_s + self.waits.backward_s).sum())
 
 
@@ -387,7 +402,7 @@ def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: i
 
 
 def repeats(wires: Wires, regions: tuple[Region, ...]) -> Array:
-    """1 for modules whose forward is computed again in backward."""
+    """1 for modules whose forward is computed again in backward, else 0."""
     again = np.zeros(len(wires.columns))
     if regions:
         found = marks(regions)
@@ -397,8 +412,10 @@ def repeats(wires: Wires, regions: tuple[Region, ...]) -> Array:
 
 
 def _last_sums(wires: Wires, regions: tuple[Region, ...]) -> Flags:
-    """The last module of each region whose output is summed: backward needs nothing that comes after it, so the region
-    is not computed again so far."""
+    """The last module of each region whose output is reduced.
+
+    Backward needs nothing that comes after it, so the region is not computed again beyond it.
+    """
     found = marks(regions)
     summed = wires.division.split[found.member] & wires.columns.summed[found.member]
     last = np.zeros(len(regions), dtype=np.intp) - 1
@@ -411,7 +428,7 @@ def _last_sums(wires: Wires, regions: tuple[Region, ...]) -> Flags:
 def _chunked(
     whole: compute_cost.PassCost, part: compute_cost.PassCost, inside: Flags, chunks: int
 ) -> compute_cost.PassCost:
-    """`whole` where modules in the mask `inside` do `part` so many times."""
+    """`whole`, where modules in the mask `inside` do `part` that many times."""
     return compute_cost.PassCost(
         seconds=np.where(inside, chunks * part.seconds, whole.seconds),
         limits=np.where(inside, chunks * part.limits, whole.limits),

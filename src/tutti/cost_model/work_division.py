@@ -1,4 +1,4 @@
-"""What part of each module one rank has: of its work, its parameters and its activations."""
+"""The part of each module that one rank has: of its work, its parameters and its activations."""
 
 import math
 from collections.abc import Sequence
@@ -21,19 +21,27 @@ from tutti.cost_model.worker_speed import Array, Worker
 from tutti.errors import PlanError
 
 Weights = tuple[float, ...]
-"""Of the parts along the split axis; empty where they are equal."""
+"""Relative sizes of the parts along the split axis; empty where they are equal."""
 
 Degrees = tuple[int, int, int, int, int]
-"""Of split, context, expert, table and space."""
+"""Degrees of split, context, expert, table and space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Factors by module. `work`: of a sample's operators; `saved`: of what is kept of it for backward; `weight`: of
-    parameters, and so of gradients and optimizer state; `passed`: of the whole values that travel between modules;
-    `split`: divided over the split axis; `linear`: a linear layer divided over the table axis, `by_outputs` or by its
-    inputs; `holders`: ranks of the table axis; `ops`: the operators that are left; `padded`: how many times its bytes
-    a module's output travels when it is gathered over split, None where parts are equal.
+    """Factors by module.
+
+    Attributes:
+        work: of a sample's operators.
+        saved: of the activations kept for backward.
+        weight: of parameters, and so of gradients and optimizer state.
+        passed: of the whole values that are sent between modules.
+        split: the module is divided over the split axis.
+        linear: a linear layer divided over the table axis.
+        by_outputs: it is divided by its outputs, else by its inputs.
+        holders: ranks of the table axis.
+        ops: the operators that this rank has.
+        padded: bytes sent over bytes of a module's output when it is gathered over split; None where parts are equal.
     """
 
     work: Array
@@ -49,19 +57,22 @@ class Division:
 
 
 def division(model: ModelSpec, plan: Plan) -> Division:
-    """How `plan` divides `model`: the largest part of each module that a rank has. Raises PlanError for an axis that
-    divides nothing of it, or not evenly."""
+    """How `plan` divides `model`: the largest part of each module that a rank has.
+
+    Raises:
+        PlanError: an axis divides nothing of the model, or does not divide it evenly.
+    """
     return _division(model, _degrees(plan), plan.layout, plan.split_weights, LARGEST)
 
 
 def parts(model: ModelSpec, plan: Plan) -> tuple[Division, ...]:
-    """What the rank at each place along the split axis has, where these are unequal; else the one division."""
+    """The division of each place along the split axis, where places have unequal parts; else the one division."""
     places = range(len(plan.split_weights)) if plan.split_weights else (LARGEST,)
     return tuple(_division(model, _degrees(plan), plan.layout, plan.split_weights, place) for place in places)
 
 
 def mean_division(model: ModelSpec, plan: Plan) -> Division:
-    """What ranks along the split axis have in the mean, however unequal their parts are."""
+    """The mean division over the split axis, however unequal its parts are."""
     return _division(model, _degrees(plan), plan.layout, (), MEAN)
 
 
@@ -122,13 +133,13 @@ def _division(
 
 
 def divided_linears(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> Flags:
-    """Which linear layers of `model` the rules of `layout` divide, where there is a table axis and no split axis."""
+    """The linear layers of `model` that the rules of `layout` divide, where there is a table axis and no split axis."""
     columns = model_table(model)
     return _linears(columns, _placements(columns, layout), piecewise=True)[0]
 
 
 def _linears(columns: ModelTable, placements: list[str], *, piecewise: bool) -> tuple[Flags, Flags]:
-    """Which linear layers are divided over the table axis, and which of them by their outputs."""
+    """(linear layers divided over the table axis, those of them divided by outputs)."""
     none = np.zeros(len(columns), dtype=np.bool_)
     if not piecewise or all(name in ("auto", "replicate") for name in placements):
         return none, none
@@ -139,8 +150,10 @@ def _linears(columns: ModelTable, placements: list[str], *, piecewise: bool) -> 
 
 
 def _split_part(columns: ModelTable, split: int, weights: Weights = (), place: int = LARGEST) -> Array:
-    """The part of each module that the rank at `place` has, or the largest that any has: heads and units that do not
-    divide evenly leave some more."""
+    """The part of each module that the rank at `place` has, or the largest that any rank has.
+
+    Heads and units that do not divide evenly leave some ranks more.
+    """
     limit = np.maximum(columns.limit, 1)
     if not weights:
         return np.where(columns.limit > 0, -(-limit // split) / limit, 1.0 / split)
@@ -151,8 +164,10 @@ def _split_part(columns: ModelTable, split: int, weights: Weights = (), place: i
 
 
 def _sizes(limit: int, groups: int, weights: Weights) -> list[float]:
-    """The part that each place along the split axis has of a module of so many heads or units, in groups that stay
-    whole as long as there is one for everybody; by the runtime's rule (parallel/tensor/spread.py)."""
+    """The part of each place along the split axis, by the runtime's rule (parallel/tensor/partition_ranges.py).
+
+    Groups of heads or units stay whole as long as there is one for every place.
+    """
     for units in (groups, limit):
         sizes = [end - start for start, end in pairwise(cut_units(units, len(weights), weights))]
         if units and (0 not in sizes or units == limit):
@@ -181,7 +196,7 @@ def _check(model: ModelSpec, columns: ModelTable, degrees: Degrees, linear: bool
 
 
 def _check_widths(model: ModelSpec, columns: ModelTable, linear: Flags, by_outputs: Flags, table: int) -> None:
-    """Refuse layers of fewer outputs, or inputs, than ranks divide them: as the runtime does."""
+    """Refuse layers with fewer outputs, or inputs, than the ranks that divide them, as the runtime does."""
     for index in np.flatnonzero(linear):
         parameters, into, out = model.modules[index].parameters, columns.linear[index], columns.outputs[index]
         found = _features(parameters, float(into), float(out))
@@ -191,8 +206,10 @@ def _check_widths(model: ModelSpec, columns: ModelTable, linear: Flags, by_outpu
 
 
 def _features(parameters: int, into: float, out: float) -> tuple[int, int] | None:
-    """(inputs, outputs) of a linear layer with so many parameters, a bias among them or not, whose input and output
-    are `into` and `out` bytes; None where no whole numbers are so. With a given ratio of both, no two pairs are."""
+    """(inputs, outputs) of a linear layer, from its number of parameters and the bytes of its input and output.
+
+    The layer may have a bias. None where no whole numbers fit; with a given ratio at most one pair does.
+    """
     ratio = into / out if out > 0 else 0.0
     for bias in (1, 0) if ratio > 0 else ():
         outputs = round((math.sqrt(bias + 4 * ratio * parameters) - bias) / (2 * ratio))
@@ -224,10 +241,11 @@ def _check_heads(columns: ModelTable, divided: Flags, split: int, weights: Weigh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A module whose activations are dropped after forward, and with it all modules inside: indices into modules.
+    """A module whose activations are dropped after forward, with all modules inside: indices into modules.
 
-    `selective`: what is dear to compute keeps its outputs; `chunks`: parts of the batch that are run, and computed
-    again, one after another.
+    Attributes:
+        selective: outputs of expensive operators are kept.
+        chunks: parts of the batch that run, and are recomputed, one after another.
     """
 
     root: int
@@ -238,8 +256,15 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Regions as columns. `member`: modules in regions, and `of` which each is; `root`, `selective`, `chunks`: by
-    region."""
+    """Regions as columns.
+
+    Attributes:
+        member: the module is in a region.
+        of: the index of its region.
+        root: by region.
+        selective: by region.
+        chunks: by region.
+    """
 
     member: NDArray[np.intp]
     of: NDArray[np.intp]
@@ -309,10 +334,16 @@ def computed_in_pieces(
     on_cpu: bool,
     least: bool = False,
 ) -> tuple[PassCost, PassCost]:
-    """Forward and backward of a microbatch of `samples`, as parallel/spatial/overlapped.py does it: inputs, outputs and
-    their gradients are read and written some times more; where the interior is computed while halos travel, every slab
-    goes over the weights anew, and its few rows take longer than as many rows of a larger part. `grid`: parts along
-    each dim; `least`: what that takes in any grid of as many parts."""
+    """Forward and backward of a microbatch under spatial parallelism (parallel/spatial/spatial_convolution.py).
+
+    Inputs, outputs and their gradients are read and written more often. Where the interior is computed while halos are
+    in flight, every slab reads the weights again, and its few rows take longer than as many rows of a larger part.
+
+    Args:
+        samples: of the microbatch.
+        grid: parts along each dim.
+        least: a lower bound over all grids with as many parts.
+    """
     ahead, back = passes
     cut = (columns.halo > 0).any(axis=1) & (columns.outputs > 0)
     if max(grid) == 1 or not cut.any() or not samples:
@@ -347,8 +378,7 @@ def computed_in_pieces(
 
 
 def interior(columns: ModelTable, grid: Sequence[int]) -> Array:
-    """(modules,): the part of a rank's rows that needs nothing beside what the rank has: no halo, and at the ends no
-    padding, which is put there as halos are; 0 where each needs some."""
+    """(modules,): the fraction of a rank's rows that needs neither halo nor padding; 0 where every row needs some."""
     whole = np.where(columns.activations > 0, columns.activations, np.inf)
     inside = np.ones(len(columns))
     for dim, parts in enumerate(grid[:3]):
@@ -358,6 +388,6 @@ def interior(columns: ModelTable, grid: Sequence[int]) -> Array:
 
 
 def _least_interior(columns: ModelTable, parts: int) -> Array:
-    """The least of any grid of so many parts: all along one dim."""
+    """The least interior of any grid with that many parts: all along one dim."""
     least: Array = np.min([interior(columns, (*(1,) * dim, parts)) for dim in range(3)], axis=0)
     return least
