@@ -1,9 +1,9 @@
-"""Bringing a step's samples in: loaders and storage as one more stage, beside or before the rest of the step.
+"""Loading a step's samples: loaders and storage as one more stage, beside or before the rest of the step.
 
-A rank that loads itself does so between steps; its workers load whole batches ahead. Between two batches lies the time
-of the station that is busiest, as in a closed queueing network (Denning and Buzen 1978, "The operational analysis of
-queueing network models", asymptotic bounds): a rank's own loaders, its host's storage, storage that all hosts share,
-and the cores, on which workers and CPU ranks compute.
+A rank that loads its own samples does so between steps; worker processes load whole batches ahead. The time between two
+batches is that of the busiest resource, as in a closed queueing network (Denning and Buzen 1978, "The operational
+analysis of queueing network models", asymptotic bounds): a rank's own loaders, its host's storage, storage that all
+hosts share, and the cores, on which workers and CPU ranks compute.
 """
 
 from collections.abc import Iterable
@@ -24,9 +24,14 @@ from tutti.cost_model.rank_placement import HostGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLoad:
-    """A rank's batch. Seconds from one batch to the next of its own loaders (`loaders_s`), its host's storage and
-    shared storage; `cores_s`: that all cores of the host take for its workers; `held`: the part of these cores that
-    ranks compute with. `ahead`: by workers, while the step before is computed."""
+    """The loading of a rank's batch, in seconds from one batch to the next.
+
+    Attributes:
+        loaders_s: of its own loaders.
+        cores_s: that all cores of the host take for its workers.
+        held: the fraction of these cores that ranks compute with.
+        ahead: workers load while the step before is computed.
+    """
 
     loaders_s: float = 0.0
     storage_s: float = 0.0
@@ -41,11 +46,16 @@ class BatchLoad:
 
     @property
     def free(self) -> bool:
-        """Whether it costs nothing that is known."""
+        """Whether loading has no known cost."""
         return not (self.batch_s > 0 or self.cores_s > 0)
 
     def exposed_s(self, rest_s: float, idle_s: float) -> float:
-        """What the rest of a step, of `rest_s` of which a rank computes nothing for `idle_s`, does not hide."""
+        """The seconds that the rest of a step does not hide.
+
+        Args:
+            rest_s: seconds of the rest of the step.
+            idle_s: seconds of it in which the rank computes nothing.
+        """
         if not self.ahead:
             return self.batch_s
         beside = self.cores_s + self.held * (rest_s - idle_s) if self.cores_s > 0 else 0.0
@@ -53,7 +63,7 @@ class BatchLoad:
 
 
 def most(loads: Iterable[BatchLoad]) -> BatchLoad:
-    """What no one of several ranks that go on together is quicker than."""
+    """The slowest loading of several ranks that wait for each other."""
     some = list(loads)
     return BatchLoad(
         loaders_s=max(one.loaders_s for one in some),
@@ -66,9 +76,15 @@ def most(loads: Iterable[BatchLoad]) -> BatchLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feed:
-    """How ranks of one seat load. By sample of a rank: `loader_s`, seconds of one of its loaders; `host_s`: of its
-    host's storage, for all ranks there; `cores_s`: of all cores of its host, for all workers there. `shared_s`: of
-    shared storage, for all hosts, a step. `whole`: samples that every rank reads, 0: its own."""
+    """How ranks of one host group load.
+
+    Attributes:
+        loader_s: seconds of one loader for a rank's sample.
+        host_s: of its host's storage for a sample of each rank there.
+        cores_s: of all cores of its host for all workers there.
+        shared_s: of shared storage for all hosts, a step.
+        whole: samples that every rank reads; 0: it reads its own.
+    """
 
     loader_s: float = 0.0
     host_s: float = 0.0
@@ -79,7 +95,7 @@ class Feed:
     whole: int = 0
 
     def load(self, samples: int) -> BatchLoad:
-        """Of a rank that has so many samples of a step."""
+        """The loading of a rank with that many samples of a step."""
         own = self.whole or samples
         return BatchLoad(
             loaders_s=own * self.loader_s / max(1, self.workers),
@@ -93,7 +109,7 @@ class Feed:
 def feeds(
     model: ModelSpec, cluster: ClusterSpec, plan: Plan, host_groups: tuple[HostGroup, ...], samples: int
 ) -> tuple[Feed, ...]:
-    """How ranks of each seat load a global batch of `samples`; for nothing where what a sample costs is not known."""
+    """How ranks of each host group load a global batch of `samples`; free where the cost of a sample is unknown."""
     loading = model.loading
     if loading is None:
         return (Feed(),) * len(host_groups)
@@ -120,8 +136,13 @@ def _feed(
     read: float,
     samples: int,
 ) -> Feed:
-    """`stored`: bytes of a sample that come from storage; `sets`: different samples that ranks of a host read at the
-    same time, of the hosts of its kind the one with most; `read`: samples that all hosts read in a step."""
+    """The loading of one host group.
+
+    Args:
+        stored: bytes of a sample that come from storage.
+        sets: the most different samples that ranks of one of its hosts read at the same time.
+        read: samples that all hosts read in a step.
+    """
     shared = cluster.shared_read_bytes_per_s
     disk = None if shared is not None else host_group.node.disk_read_bytes_per_s  # the data lies in one of both
     rate = shared or disk or float("inf")
@@ -140,14 +161,14 @@ def _feed(
 
 
 def host_cores(host_group: HostGroup) -> int:
-    """Cores of a host; 0 where nobody knows."""
+    """Cores of a host; 0 where they are unknown."""
     if host_group.device.kind == "cpu":
         return max(1, host_group.device.cores) * host_group.node.devices_per_node
     return host_group.node.cores
 
 
 def _stored(model: ModelSpec, host_group: HostGroup) -> float:
-    """Bytes of a sample that are read from storage in every epoch: none where all of the data stays in memory."""
+    """Bytes of a sample that are read from storage in every epoch; 0 where all of the data stays in memory."""
     assert model.loading is not None
     whole = model.loading.stored_nbytes * (model.dataset_samples or 0)
     kept = 0 < whole <= cost_constants.FILES_IN_MEMORY * host_group.node.memory_nbytes
@@ -155,7 +176,7 @@ def _stored(model: ModelSpec, host_group: HostGroup) -> float:
 
 
 def _sets(plan: Plan, host_groups: tuple[HostGroup, ...], loading: Loading) -> list[NDArray[np.intp]]:
-    """For each seat, (hosts,): different samples, or parts of them, that the ranks of a host read at the same time."""
+    """For each host group, (hosts,): different samples, or parts of them, that a host's ranks read at the same time."""
     if loading.stream:
         return [np.ones(host_group.hosts, dtype=np.intp) for host_group in host_groups]
     own_batches = [axis in DATA_AXES or (loading.parts and axis == "space") for axis in plan.mesh]
@@ -181,7 +202,7 @@ def loading_words(loading: Loading) -> str:
 
 
 def storage_known(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...]) -> bool:
-    """Whether it is known how fast every host in use reads data."""
+    """Whether the read rate of every host in use is known."""
     known = all(host_group.node.disk_read_bytes_per_s is not None for host_group in host_groups)
     return known or cluster.shared_read_bytes_per_s is not None
 
@@ -189,7 +210,7 @@ def storage_known(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...]) -> b
 def data_note(
     cluster: ClusterSpec, model: ModelSpec, host_groups: tuple[HostGroup, ...], load: BatchLoad, data_s: float
 ) -> str:
-    """What the wait for data is made of, or that it is not known."""
+    """The parts of the wait for data, or that it is unknown."""
     loading = model.loading
     if loading is None:
         return "what samples cost to load is not known and not predicted, nor is the script's own work between steps"

@@ -288,8 +288,7 @@ _COUNTER_NBYTES = 8  # batches tracked
 def statistics_s(model: ModelSpec, group: RankGroup) -> tuple[Array, Array]:
     """Seconds of a microbatch's exchanges of batch statistics over `group`, by module, (in forward, in backward).
 
-    Forward gathers count, mean and squared deviations of every channel from all ranks; backward sums two vectors over
-    channels.
+    Forward gathers count, mean and squared deviations of every channel from all ranks; backward sums two vectors.
     """
     channels = _channels_of(model)
     forward, backward = np.zeros(len(channels)), np.zeros(len(channels))
@@ -321,8 +320,7 @@ def taken_in_passes(ops: OpTable) -> OpTable:
 def at_least(
     one: Callable[..., PassCost], ops: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True
 ) -> PassCost:
-    """The faster of both ways to compute each module's pass `one`: with one rank's batch statistics, or several ranks'.
-    """
+    """The pass `one` of each module, with one rank's batch statistics or several ranks': the faster of both."""
     per_rank = one(ops, worker, samples, modules, weights=weights)
     shared_ops = taken_in_passes(ops) if worker.gap_s is None else ops
     if shared_ops is ops:

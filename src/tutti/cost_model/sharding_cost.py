@@ -1,7 +1,7 @@
-"""What the shard axis exchanges in a step, and what of it is waited for.
+"""Exchanges of the shard axis in a step, and the part of them that is waited for.
 
-Level 1: after the update parts of parameters are gathered. Levels 2 and 3: a unit (a block, or what lies outside of
-blocks) is gathered before its turn while the one before computes, and gradients are summed into parts behind backward.
+Level 1: parts of parameters are gathered after the update. Levels 2 and 3: a unit (a block, or the parameters outside
+of blocks) is gathered while the unit before computes, and gradients are reduce-scattered behind backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,10 @@ from tutti.cost_model.worker_speed import Array
 
 
 def units_of(columns: ModelTable, part: Division) -> list[float]:
-    """Bytes of the parameters that are gathered together: first what lies outside of blocks or is tied between them,
-    then block by block."""
+    """Bytes of the parameters that are gathered together.
+
+    The first entry has the parameters outside of blocks and those tied between blocks; then one entry for each block.
+    """
     nbytes = columns.parameters * part.weight
     tied = columns.owner[columns.owner >= 0]
     inside = columns.block.copy()
@@ -31,8 +33,9 @@ def units_of(columns: ModelTable, part: Division) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitWork:
-    """By unit, as `units_of` counts them: bytes of parameters, seconds of a microbatch's passes, and of them those in
-    which the shard axis' links carry something else."""
+    """By unit, as in `units_of`: bytes of parameters, seconds of a microbatch's passes, and the seconds of them in
+    which the shard axis' links carry something else.
+    """
 
     nbytes: tuple[float, ...]
     forward_s: tuple[float, ...]
@@ -49,7 +52,7 @@ def unit_work(
     forward_link_s: Array,
     backward_link_s: Array,
 ) -> UnitWork:
-    """The work of each unit; what is outside of blocks counts as the first in forward."""
+    """The work of each unit; work outside of blocks belongs to the first unit in forward."""
     nbytes = columns.parameters * part.weight
     tied = columns.owner[columns.owner >= 0]
     inside = columns.block.copy()
@@ -72,10 +75,13 @@ def unit_work(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Of the shard axis: its group, the one over which parts are summed besides, and seconds a byte of a part takes
-    from the host, where it lives there. `coded`: where sums are in fewer bytes, by the bytes of a unit: how, and the
-    seconds in kernels. `gathered_s`, `summed_s`: in which a rank's cores copy a byte of a unit into its whole
-    parameters, and of its gradients into what is sent and what came into their sum: none of it behind other work."""
+    """The constants of the shard axis: its group, the group that reduces parts further, and offload seconds a byte.
+
+    Attributes:
+        coded: where reductions are compressed, by the bytes of a unit: how, and the seconds in kernels.
+        gathered_s: seconds in which a rank's cores copy a byte of a unit into the whole parameters; never hidden.
+        summed_s: seconds in which they copy a byte of its gradients for the reduction; never hidden.
+    """
 
     group: RankGroup
     others: RankGroup
@@ -88,7 +94,7 @@ class Costs:
         return self.group.divided(nbytes) + nbytes / self.group.ranks * self.load_s_per_nbyte
 
     def on_cores(self, host_group: HostGroup) -> "Costs":
-        """The same in seconds that exchanges take of the cores of a rank on `host_group`: kernels are one thread's."""
+        """The same in core seconds of a rank on `host_group`; kernels run on one thread."""
         coded = self.coded
 
         def written(nbytes: float) -> tuple[PartsWritten, float]:
@@ -113,12 +119,13 @@ class Costs:
 
 
 def copied(group: RankGroup) -> tuple[float, float]:
-    """How often a CPU rank's cores read or write the bytes of a unit when it is gathered and when its gradients
-    are summed, as parallel/sharding does: what is gathered is read and written, to pages the system clears; gradients
-    are read and written to what is sent, then the ranks' rows of a part are read and their sum is written. In memory
-    that ranks share, what comes from others is read where it lies: that is the link's time; of several hosts a rank
-    has, beside its part, what it brought from the others, and adds up a row from each. GPUs copy in their own memory,
-    far quicker than links."""
+    """Memory passes of a CPU rank over a unit's bytes, (when it is gathered, when its gradients are reduced).
+
+    They are counted from parallel/sharding. A gather reads the data and writes it to pages that the system clears. A
+    reduction reads gradients and writes the send buffer, then reads the ranks' rows of a part and writes their sum. In
+    shared memory the rows are read in place, which the link's time includes. With several hosts, a rank also has what
+    it brought from other hosts, and adds a row from each. GPUs copy in their own memory, far faster than links.
+    """
     if group.tier == "node":
         return 1 + 2 / group.ranks, 2.0
     if group.tiers:
@@ -128,7 +135,8 @@ def copied(group: RankGroup) -> tuple[float, float]:
 
 
 def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int, host_group: HostGroup) -> CommCost:
-    """Levels 2 and 3: the exchanges of a step of a rank on `host_group`, whose cores do some of what is hidden, too."""
+    """Levels 2 and 3: the exchanges of a step of a rank on `host_group`, whose cores also do part of the hidden work.
+    """
     gathers = [costs.gather(nbytes) for nbytes in work.nbytes]
     sums = [costs.sum(nbytes) for nbytes in work.nbytes]
     # What is outside of blocks works before and after them, and stays from forward to backward; with level 2 all does,
@@ -152,7 +160,7 @@ def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int,
 
 
 def sent_nbytes(nbytes: Sequence[float], costs: Costs, level: int, microbatches: int) -> float:
-    """Bytes a rank sends in a step at levels 2 and 3: gathers, sums into parts, sums of parts."""
+    """Bytes that a rank sends in a step at levels 2 and 3: gathers, reduce-scatters, all-reduces of parts."""
     d, r = costs.group.ranks, costs.others.ranks
     gathered = _gathered(nbytes, level, microbatches)
     written = [(one, PartsWritten(ranks=d, others=r) if costs.coded is None else costs.coded(one)[0]) for one in nbytes]
@@ -161,21 +169,23 @@ def sent_nbytes(nbytes: Sequence[float], costs: Costs, level: int, microbatches:
 
 
 def _gathered(nbytes: Sequence[float], level: int, microbatches: int) -> float:
-    """Bytes of parameters that become whole in a step."""
+    """Bytes of parameters that are gathered in a step."""
     return sum(nbytes) if level == 2 else microbatches * (2 * sum(nbytes) - nbytes[0])
 
 
 def _around(seconds: Sequence[float]) -> list[float]:
-    """Units in order, the first of which works half before and half after the others."""
+    """Units in order; the first works half before and half after the others."""
     return [seconds[0] / 2, *seconds[1:], seconds[0] / 2]
 
 
 def _hidden(
     gathers: Sequence[float], work: Sequence[float], taken: Sequence[float], sums: Sequence[float] = ()
 ) -> tuple[float, float]:
-    """(seconds of exchanges, seconds waited): each unit's gather starts with the unit before; sums leave behind each
-    unit. All share one link, in the order in which they come; what units exchange while they work has it first, for
-    the seconds `taken`."""
+    """(seconds of exchanges, seconds waited).
+
+    Each unit's gather starts with the unit before it; reductions follow each unit. All share one link, in the order of
+    their start. Exchanges within the units' work come first, for the seconds `taken`.
+    """
     link = now = 0.0
     arrived: list[float] = []
 

@@ -1,7 +1,7 @@
-"""What a rank computes with: how long a matrix product takes there, how fast memory is, what a call costs.
+"""The speed of a rank: how long a matrix product takes, how fast memory is, and what a call costs.
 
-Measured rates come first: of the rank's threads, beside as many neighbours as it has.
-Data sheets give less certain ones.
+Measured rates come first: those of the rank's threads, beside as many neighbours as it has. Data sheets give less
+certain ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,8 +26,8 @@ KINDS: tuple[OpKind, ...] = tuple(cost_constants.EFFICIENCY)
 class Curve:
     """Seconds of one matrix product against its FLOPs, through known points: straight lines in logarithms.
 
-    Beyond the points the rate stays that of the nearest one; `ramp_s` is added to each product. More FLOPs never
-    take less time.
+    Beyond the points the rate stays that of the nearest one; `ramp_s` is added to each product. More FLOPs never take
+    less time.
     """
 
     flops: Array
@@ -51,7 +51,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPassTime:
-    """Seconds in which matrix products go over a byte of their weights: forward's, and each of backward's two."""
+    """Seconds a byte of weights in which matrix products read them: in forward, and in each of backward's two products.
+    """
 
     forward_s: float
     backward_s: float
@@ -59,8 +60,10 @@ class WeightPassTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BySize:
-    """A part of a rate by some size of an operator: straight against its logarithm between known points, beyond them as
-    at the nearest."""
+    """A factor of a rate by the size of an operator.
+
+    It is linear in the logarithm of the size between known points, and constant beyond them.
+    """
 
     sizes: Array
     part: Array
@@ -70,19 +73,19 @@ class BySize:
 
     @property
     def rising(self) -> "BySize":
-        """At each size the most of any up to it: what no part of an operator is quicker than."""
+        """At each size, the largest factor of any size up to it."""
         return replace(self, part=np.maximum.accumulate(self.part))
 
 
 def best_of(some: Sequence[BySize]) -> BySize:
-    """At each size the most of any."""
+    """At each size, the largest of several factors."""
     sizes = np.unique(np.concatenate([one.sizes for one in some]))
     return BySize(sizes=sizes, part=np.max([one.at(sizes) for one in some], axis=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """(kinds,) each: the rate of a pass relative to that of a square product, for the kinds in `KINDS`."""
+    """(kinds,) each: the rate of a pass relative to a square product, for the kinds in `KINDS`."""
 
     forward: Array
     backward: Array
@@ -90,14 +93,15 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """What one rank computes with: `matrix` for matrix operators in the plan's precision and `weights` for what they do
-    besides with those, convolutions with theirs at their own pace, `vector_rate` for others.
+    """The speed of one rank.
 
-    `kernel_overhead_s`: of a bare operator call; `call_s`: of one in a model, with all that is around it; `gap_s`: None
-    where that is the worker's own time, else what lies between two kernels while another, the host, makes the calls.
-    `efficiency`: of each operator kind; `convolutions`, `images`: the part of that which convolutions reach by the
-    bytes of their weights, and by the pixels of what they make.
-    `slowdown` multiplies all its work (more ranks than cores). `half`: autocast in a 2-byte type.
+    Attributes: matrix: times of matrix operators in the plan's precision. weights: further time of matrix operators to
+        read their weights; convolutions have their own rate. vector_rate: rate of other operators. kernel_overhead_s:
+        of a bare operator call. call_s: of an operator call in a model, with the code around it. gap_s: None where
+        calls take the worker's own time; else the time between two kernels while the host makes the calls. efficiency:
+        relative rate of each operator kind. convolutions: the part of it that a convolution reaches, by the bytes of
+        its weights. images: the part of it that a convolution reaches, by the pixels of its output. slowdown: factor of
+        all its work (more ranks than cores). half: autocast in a 2-byte dtype.
     """
 
     matrix: Curve
@@ -118,23 +122,23 @@ class Worker:
 
 
 def matrix_dtype(model_dtype: str, precision: Precision) -> str:
-    """The dtype that matrix operators run in under a plan's precision."""
+    """The dtype of matrix operators under a plan's precision."""
     return model_dtype if precision == "full" else precision
 
 
 def supports(device: DeviceSpec, dtype: str) -> bool:
-    """Whether the device's spec says how fast it multiplies in `dtype`."""
+    """Whether the device's description has a rate of products in `dtype`."""
     return dtype in device.peak_flops_per_s or any(rate.dtype == dtype for rate in device.gemm)
 
 
 def best_rate(device: DeviceSpec, dtype: str) -> float:
-    """The highest rate the device's spec gives for products in `dtype`, measured before published; 0 for none."""
+    """The highest rate of products in `dtype`, measured before published; 0 for none."""
     measured = [rate.flops_per_s for rate in device.gemm if rate.dtype == dtype]
     return max(measured, default=device.peak_flops_per_s.get(dtype, 0.0))
 
 
 def worker_at(host_group: HostGroup, model_dtype: str, precision: Precision) -> Worker:
-    """What one rank of `host_group` computes with. Raises PlanError for a precision the device has no rate for."""
+    """The speed of one rank of `host_group`. Raises PlanError for a precision the device has no rate for."""
     device = host_group.device
     dtype = matrix_dtype(model_dtype, precision)
     if precision == "tf32" and model_dtype != "float32":
@@ -169,7 +173,7 @@ def worker_at(host_group: HostGroup, model_dtype: str, precision: Precision) -> 
 
 
 def _curve(host_group: HostGroup, dtype: str) -> tuple[Curve, tuple[str, ...]]:
-    """The curve of `dtype` for one rank of `host_group`, and in words what it assumes."""
+    """The curve of `dtype` for one rank of `host_group`, and a sentence on what it assumes."""
     device = host_group.device
     rates = [rate for rate in device.gemm if rate.dtype == dtype]
     if rates:
@@ -194,11 +198,11 @@ def _curve(host_group: HostGroup, dtype: str) -> tuple[Curve, tuple[str, ...]]:
 
 
 def _measured(host_group: HostGroup, rates: list[GemmRate]) -> Curve:
-    """Rates for the rank's threads, lowered where its neighbours' products slow it down.
+    """Rates of the rank's threads, lowered where its neighbours' products slow it down.
 
-    By how much is taken from products measured at once, as many as the ranks that compute at once, each on the
-    rank's threads. Without those, ranks cannot together beat one product on all their threads: that limit is read
-    off the largest size, where a product has enough to do for every thread. Without either, they do not disturb.
+    The factor comes from products measured at once, as many as ranks compute at once, each on the rank's threads.
+    Without those, the ranks together cannot beat one product on all their threads; this limit is read at the largest
+    size, where a product has enough work for every thread. Without either, ranks do not disturb each other.
     """
     uncontended = _at_threads(rates, host_group.threads)
     cores = max(1, host_group.device.cores)
@@ -224,7 +228,7 @@ def _measured(host_group: HostGroup, rates: list[GemmRate]) -> Curve:
 
 
 def _of_one_thread(host_group: HostGroup, dtype: str) -> float:
-    """The part of the rank's rate of products that one of its threads has."""
+    """The fraction of the rank's rate of products that one of its threads has."""
     if host_group.device.kind != "cpu" or host_group.threads <= 1:
         return 1.0
     rates = [rate for rate in host_group.device.gemm if rate.dtype == dtype]
@@ -234,8 +238,10 @@ def _of_one_thread(host_group: HostGroup, dtype: str) -> float:
 
 
 def _efficiency(device: DeviceSpec, of_one_thread: float) -> Efficiency:
-    """As measured of elements, else as `efficiency` says, else as assumed of its kind of device. Relative to products
-    on as many threads; what one thread does alone, whatever the others do, has its part of their pace."""
+    """As measured by element count, else as `efficiency` says, else as assumed for this kind of device.
+
+    It is relative to products on as many threads. What one thread does alone has that thread's fraction of the rate.
+    """
     known = {kind: (one, one) for kind, one in cost_constants.EFFICIENCY.items()}
     if device.kind == "cpu":
         known |= cost_constants.CPU_VECTORS
@@ -248,16 +254,16 @@ def _efficiency(device: DeviceSpec, of_one_thread: float) -> Efficiency:
 
 
 def _by_size(points: Iterable[tuple[float, float]]) -> BySize:
-    """Of (size, part); without any the whole of all."""
+    """The factor through (size, factor) points; 1 without points."""
     sizes, parts = np.array(sorted(points) or [(1.0, 1.0)]).T
     return BySize(sizes=sizes, part=parts)
 
 
 def _weight_pass_time(host_group: HostGroup, dtype: str, kind: WeightKind = "gemm") -> tuple[WeightPassTime, list[str]]:
-    """How a rank of `host_group` goes over weights in `dtype`, and in words what that assumes.
+    """How fast a rank of `host_group` reads weights in `dtype`, and a sentence on what that assumes.
 
-    Measured on the rank's threads while its neighbours did so too, or alone; else at the bandwidth of memory.
-    Convolutions of which nothing was measured have the pace of other products.
+    It is measured on the rank's threads, with its neighbours doing the same or alone; else it is the memory bandwidth.
+    Convolutions without a measurement have the rate of other products.
     """
     device, passes = host_group.device, cost_constants.WEIGHT_PASSES[host_group.device.kind]
     at_once = min(host_group.sharing, max(1, device.cores))
@@ -274,9 +280,10 @@ def _weight_pass_time(host_group: HostGroup, dtype: str, kind: WeightKind = "gem
 
 
 def rank_bandwidth(host_group: HostGroup) -> float:
-    """Bytes a second that one rank of `host_group` moves while its neighbours do so too, were there a core for each.
+    """Bytes a second that one rank of `host_group` moves while its neighbours do so too, with a core for each.
 
-    Measured at once where it was; else what one process moves, at most its part of the device's bandwidth.
+    It is measured with all ranks at once; else it is what one process moves, at most its part of the device's
+    bandwidth.
     """
     device = host_group.device
     share = device.memory_bandwidth_bytes_per_s / min(host_group.sharing, max(1, device.cores))
@@ -290,8 +297,11 @@ def rank_bandwidth(host_group: HostGroup) -> float:
 
 
 def _at_threads(rates: list[GemmRate], threads: int) -> Curve:
-    """The curve for a number of threads: between measured numbers the rate is interpolated, beyond the most
-    it does not rise, below the fewest it falls in proportion."""
+    """The curve for a number of threads.
+
+    Between measured numbers the rate is interpolated; beyond the largest it is constant, below the smallest
+    proportional.
+    """
     known = sorted({rate.threads for rate in rates})
     if threads in known or threads > known[-1]:
         return _points([rate for rate in rates if rate.threads == min(threads, known[-1])], 1.0)

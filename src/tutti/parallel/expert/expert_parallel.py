@@ -85,7 +85,7 @@ class OwnSlice(SingleDevice):
 
 
 class SharedSlice:
-    """`tutti.nn.mixture.ExpertExchange` over ranks. Without holders every rank has all experts, and no token is sent."""
+    """`tutti.nn.mixture.ExpertExchange` over ranks. Without holders no token is sent."""
 
     def __init__(self, sharers: Sharers, holders: ExpertHolders | None, channel: CommChannel) -> None:
         self.sharers, self.holders, self.channel = sharers, holders, channel
