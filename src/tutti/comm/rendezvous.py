@@ -1,11 +1,16 @@
 """Rendezvous: the ranks of a process group find out which of them share a host and its memory."""
 
+import hashlib
 import os
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import tutti.environment as environment
 from tutti.comm import shared_segment
@@ -132,7 +137,7 @@ def _join_local_group(
 def _inter_host_group(hosts: list[list[int]], part: int, group: Any) -> Any:
     """Process group of the ranks that exchange slice `part` between hosts; only they call it."""
     ranks = [dist.get_global_rank(_resolved_group(group), places[part]) for places in hosts]
-    return dist.new_group(ranks, timeout=_gloo_options(group)._timeout, use_local_synchronization=True)
+    return open_group(ranks, timeout=_gloo_options(group)._timeout)
 
 
 def group_timeout_s(group: Any) -> float:
@@ -146,3 +151,39 @@ def _gloo_options(group: Any) -> Any:
 
 def _resolved_group(group: Any) -> Any:
     return dist.distributed_c10d._get_default_group() if group is None else group
+
+
+@dataclass(slots=True)
+class _Openings:
+    """How often each set of ranks has opened a group, since the default group `world` was made."""
+
+    world: Any = None
+    counts: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+
+_OPENINGS = _Openings()
+
+
+def open_group(ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
+    """Open a process group; only its members call this, in the same order for their common groups.
+
+    torch names such a group by its ranks and by the number of groups that the process has opened. That number differs
+    between members where one of them is in a group without the others, such as one rank for each of unequal hosts, and
+    they would wait for each other until the time-out. Here the name counts the openings by the same ranks.
+
+    Args:
+        ranks: global ranks of the members.
+        timeout: of its collectives; None: torch's default.
+    """
+    if _OPENINGS.world is not dist.group.WORLD:
+        _OPENINGS.world, _OPENINGS.counts = dist.group.WORLD, Counter()
+    members = tuple(ranks)
+    _OPENINGS.counts[members] += 1
+    text = f"tutti {members} {_OPENINGS.counts[members]}"
+    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    named_by_torch = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda _: name  # type: ignore[assignment]
+    try:
+        return dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+    finally:
+        distributed_c10d._hash_ranks_to_str = named_by_torch

@@ -135,8 +135,7 @@ def copied(group: RankGroup) -> tuple[float, float]:
 
 
 def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int, host_group: HostGroup) -> CommCost:
-    """Levels 2 and 3: the exchanges of a step of a rank on `host_group`, whose cores also do part of the hidden work.
-    """
+    """Levels 2 and 3: the exchanges of a step of a rank on `host_group`, whose cores do part of the hidden work."""
     gathers = [costs.gather(nbytes) for nbytes in work.nbytes]
     sums = [costs.sum(nbytes) for nbytes in work.nbytes]
     # What is outside of blocks works before and after them, and stays from forward to backward; with level 2 all does,

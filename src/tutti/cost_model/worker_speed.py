@@ -51,8 +51,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPassTime:
-    """Seconds a byte of weights in which matrix products read them: in forward, and in each of backward's two products.
-    """
+    """Seconds a byte of weights in which matrix products read them: in forward, and in each of backward's two."""
 
     forward_s: float
     backward_s: float

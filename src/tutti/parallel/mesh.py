@@ -9,8 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-
+from tutti.comm.rendezvous import open_group
 from tutti.comm.world import deprioritise_gloo_threads
 from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.errors import PlanError
@@ -86,7 +85,7 @@ class Mesh:
         return tuple(axis for axis in self.degrees if axis in axes)
 
     def _open(self, axes: tuple[AxisName, ...]) -> Any:
-        group = dist.new_group(self.ranks(*axes), use_local_synchronization=True)
+        group = open_group(self.ranks(*axes))
         self.opened.append(axes)
         deprioritise_gloo_threads()  # each Gloo group starts a thread
         return group
