@@ -92,7 +92,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
         assert "autograd function Twice" in said["function"]
         assert float(said["empty parts"]) < 1e-6
         assert said["shown"].startswith("Parted(whole (1, 2), dim 1 at")
-        assert "not among its 3 rows" in said["index"]
+        assert "outside the 3 rows" in said["index"]
 
 
 def digits(count: int = 32) -> TensorDataset:
