@@ -17,20 +17,21 @@ from tutti.config.plan import LayoutRule, PipelinePlan, Plan
 from tutti.config.prediction import Prediction
 from tutti.config.vocabulary import AxisName, Precision
 from tutti.cost_model import compute_cost, predict
+from tutti.cost_model.best_case import BestCase, paced
+from tutti.cost_model.best_case_memory import BestCaseMemory
 from tutti.cost_model.compute_cost import op_table
 from tutti.cost_model.microbatch_cost import at_least, taken_in_passes
-from tutti.cost_model.pipeline_cost import most_held
+from tutti.cost_model.pipeline_cost import most_held, times_held
+from tutti.cost_model.plan_bounds import Bounds, shape_bounds, variant_bounds
+from tutti.cost_model.plan_table import Array
 from tutti.cost_model.rank_placement import place_ranks
 from tutti.cost_model.worker_speed import worker_at
 from tutti.errors import PlanError
 from tutti.planner.candidates import limits_of
-from tutti.planner.cost_tables import Array, Tables, paced
 from tutti.planner.mesh_enumeration import CHUNKS, plan_of, shapes, variants
 from tutti.planner.mixed_hardware import improved
 from tutti.planner.plan_description import plan_words
 from tutti.planner.plan_request import PlanRequest
-from tutti.planner.plan_work import Room, times_held
-from tutti.planner.search_bounds import Bounds, shape_bounds, variant_bounds
 from tutti.profile.architectures import architecture
 
 ROUNDING = 1e-9
@@ -136,11 +137,11 @@ def rows_of(
     script = dataclasses.replace(plan(batch), precision=precision, layout=layout)
     request = PlanRequest(script=script, scope="all", allow_microbatches=True, mesh=mesh)
     limits = limits_of(model, machines, request)
-    found, tables = shapes(limits, request), Tables(model, machines, precision, layout)
+    found, tables = shapes(limits, request), BestCase(model, machines, precision, layout)
     generator = np.random.default_rng(len(case))
     picked = np.unique(generator.integers(0, len(found), meshes))
     variant_rows = variants(limits, found, picked, offload=offload)
-    bounds = variant_bounds(Room(tables, script), found, variant_rows, batch)
+    bounds = variant_bounds(BestCaseMemory(tables, script), found, variant_rows, batch)
     rows = []
     for row in generator.permutation(len(variant_rows))[:60].tolist():
         intended = plan_of(model, request, found, variant_rows, row, precision)
@@ -193,7 +194,9 @@ def test_what_the_script_holds_is_in_the_bounds_of_ranks_on_hosts(machines: Clus
         found = shapes(limits, request)
         variant_rows = variants(limits, found, np.arange(len(found)))
         least.append(
-            variant_bounds(Room(Tables(model, machines, "full"), script), found, variant_rows, 40).least_memory
+            variant_bounds(
+                BestCaseMemory(BestCase(model, machines, "full"), script), found, variant_rows, 40
+            ).least_memory
         )
     np.testing.assert_allclose(least[1] - least[0], more, rtol=1e-9)
 
@@ -204,8 +207,8 @@ def test_shares_and_cuts_by_speed_are_not_below_their_bounds(machines: ClusterSp
     script = plan(40)
     request = PlanRequest(script=script, scope="all")
     limits = limits_of(model, machines, request)
-    found, tables = shapes(limits, request), Tables(model, machines, "full")
-    room = Room(tables, script)
+    found, tables = shapes(limits, request), BestCase(model, machines, "full")
+    room = BestCaseMemory(tables, script)
     meshes = np.flatnonzero(found.world == machines.device_count)
     picked = np.random.default_rng(3).permutation(meshes)[:60]
     variant_rows = variants(limits, found, picked)
@@ -320,7 +323,7 @@ def test_every_row_is_a_plan_of_its_ranks_and_batch() -> None:
 
 def test_no_core_is_quicker_at_any_module_than_the_best_worker() -> None:
     model, machines = architecture("resnet", {"depth": 18}), unlike_hosts()
-    tables, ops, count = Tables(model, machines, "full"), op_table(model), len(model.modules)
+    tables, ops, count = BestCase(model, machines, "full"), op_table(model), len(model.modules)
     best = tables.worker(tables.ground(8).best)
     for strategy in (compute_cost.forward, compute_cost.backward):
         least = strategy(ops, best, 4, count).seconds
@@ -335,7 +338,7 @@ def test_parts_of_a_model_take_no_less_than_their_part_of_its_bound(parts: int, 
     """Rates of 4 x 4 images are above those of 16 x 16, of parts of weights below."""
     rates = {"image_rates": ()} if along == "split" else {"convolution_rates": ()}
     model, device = architecture("resnet", {"depth": 18}), dataclasses.replace(convolving(1.2), **rates)
-    tables, ops, count = Tables(model, cluster(device), "full"), op_table(model), len(model.modules)
+    tables, ops, count = BestCase(model, cluster(device), "full"), op_table(model), len(model.modules)
     best = tables.ground(1).best
     part = np.full(count, 1 / parts)
     own = ops.divided(part, part if along == "split" else np.ones(count))
@@ -348,7 +351,7 @@ def test_parts_of_a_model_take_no_less_than_their_part_of_its_bound(parts: int, 
 
 def test_a_models_bound_is_that_of_the_quicker_batch_statistics() -> None:
     model, seconds = architecture("resnet", {"depth": 18}), []
-    tables, ops, count = Tables(model, cluster(cpu()), "full"), op_table(model), len(model.modules)
+    tables, ops, count = BestCase(model, cluster(cpu()), "full"), op_table(model), len(model.modules)
     best = tables.ground(1).best
     for strategy, least in zip((compute_cost.forward, compute_cost.backward), tables.seconds(6, best), strict=True):
         for statistics in (ops, taken_in_passes(ops)):

@@ -15,17 +15,17 @@ from tutti.config.model import Loading, ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
 from tutti.cost_model import predict
+from tutti.cost_model.best_case import BestCase
+from tutti.cost_model.best_case_memory import BestCaseMemory
+from tutti.cost_model.plan_bounds import shape_bounds, variant_bounds
 from tutti.errors import PlanError
 from tutti.planner import PlanRequest, choose
 from tutti.planner.candidates import limits_of
-from tutti.planner.cost_tables import Tables
 from tutti.planner.exploration import Explorer
 from tutti.planner.mesh_enumeration import plan_of, shapes, variants
 from tutti.planner.mixed_hardware import improved, orders
 from tutti.planner.plan_description import plan_words
 from tutti.planner.plan_search import TIE
-from tutti.planner.plan_work import Room
-from tutti.planner.search_bounds import shape_bounds, variant_bounds
 from tutti.profile.architectures import architecture
 
 ROUNDING = 1e-9
@@ -140,8 +140,8 @@ def every(model: ModelSpec, machines: ClusterSpec, request: PlanRequest) -> list
     samples = request.script.batch.global_batch_size
     for order in orders(machines, model.loading):
         limits = limits_of(model, order, request)
-        meshes, tables = shapes(limits, request), Tables(model, order, "full")
-        room = Room(tables, request.script)
+        meshes, tables = shapes(limits, request), BestCase(model, order, "full")
+        room = BestCaseMemory(tables, request.script)
         strategies = variants(limits, meshes, np.arange(len(meshes), dtype=np.intp))
         bounds, coarse = variant_bounds(room, meshes, strategies, samples), shape_bounds(tables, meshes, samples)[0]
         for row in range(len(strategies)):

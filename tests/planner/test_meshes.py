@@ -15,10 +15,11 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import LayoutRule, PipelinePlan
 from tutti.config.vocabulary import AxisName, ScheduleName
 from tutti.cost_model import predict
+from tutti.cost_model.work_division import block_globs
 from tutti.errors import PlanError
 from tutti.planner import NoiseScale, PlanRequest, choose, explain, rows, samples_to_quality
 from tutti.planner.candidates import limits_of
-from tutti.planner.mesh_enumeration import block_globs, plan_of, shapes, variants
+from tutti.planner.mesh_enumeration import plan_of, shapes, variants
 from tutti.planner.plan_request import batches_to_try, steps_to_quality
 from tutti.planner.scenarios import with_bandwidth, with_memory, with_speed
 from tutti.profile.architectures import architecture

@@ -17,17 +17,17 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
 from tutti.cost_model import predict
+from tutti.cost_model.best_case import BestCase
+from tutti.cost_model.best_case_memory import BestCaseMemory
+from tutti.cost_model.plan_bounds import shape_bounds, variant_bounds
 from tutti.errors import PlanError
 from tutti.planner import Choice, PlanRequest, choose
 from tutti.planner.candidates import limits_of
-from tutti.planner.cost_tables import Tables
 from tutti.planner.exploration import Explorer
 from tutti.planner.mesh_enumeration import plan_of, shapes, variants
 from tutti.planner.mixed_hardware import MicrobatchTime, improved, together
 from tutti.planner.plan_description import plan_words
 from tutti.planner.plan_explanation import difference, explain
-from tutti.planner.plan_work import Room
-from tutti.planner.search_bounds import shape_bounds, variant_bounds
 from tutti.profile.architectures import architecture
 
 GPT = {"layers": 6, "hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000}
@@ -86,7 +86,7 @@ def test_parts_end_where_memory_ends() -> None:
     room = int(whole.memory.reserve + 0.75 * (whole.memory.total - whole.memory.reserve))
     tight = faster(3.0, memory_nbytes=room)
     by_speed, clipped = (
-        improved(Room(Tables(model(), machines, "full"), plan(8)), machines, start, whole, 8)[-1]
+        improved(BestCaseMemory(BestCase(model(), machines, "full"), plan(8)), machines, start, whole, 8)[-1]
         for machines in (free, tight)
     )
     assert by_speed.split_shares[0] < by_speed.split_shares[1]
@@ -107,7 +107,7 @@ def test_parts_beside_replicas_and_stages() -> None:
         mesh: dict[AxisName, int] = {axis: 2, "split": 2}
         start = dataclasses.replace(plan(8, microbatches=2), mesh=mesh)
         done = predict(model(), pairs, start)
-        room = Room(Tables(model(), pairs, "full"), plan(8))
+        room = BestCaseMemory(BestCase(model(), pairs, "full"), plan(8))
         better = [predict(model(), pairs, one) for one in improved(room, pairs, start, done, 8) if one.split_shares]
         assert min(one.step_time_s.value for one in better) < 0.8 * done.step_time_s.value
 
@@ -159,8 +159,8 @@ def test_bounds_are_not_above_plans_of_unequal_parts(case: str) -> None:
     own, machines, times = BOUNDED[case]
     request, batch = PlanRequest(script=plan(96), scope="all"), 96
     limits = limits_of(own, machines, request)
-    found, tables = shapes(limits, request), Tables(own, machines, "full")
-    room, checked = Room(tables, plan(batch)), 0
+    found, tables = shapes(limits, request), BestCase(own, machines, "full")
+    room, checked = BestCaseMemory(tables, plan(batch)), 0
     (branch,) = Explorer(own, (machines,), dataclasses.replace(request, objective="memory"), ["full"]).branches
     strategies = variants(limits, found, np.flatnonzero(found.split > 1))
     bounds, (coarse_s, _) = variant_bounds(room, found, strategies, batch), shape_bounds(tables, found, batch)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 import tutti.cost_model.compressed_sync_cost as compressed_sync_cost
 import tutti.cost_model.cost_constants as cost_constants
@@ -18,6 +19,9 @@ from tutti.cost_model.sharding_cost import units_of
 from tutti.cost_model.stage_cuts import StageCuts
 from tutti.cost_model.work_division import Division, Region, division, marks
 from tutti.cost_model.worker_speed import Array
+
+ArrayOrFloat = Array | np.float64 | float
+ArrayOrInt = NDArray[np.int64] | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,20 +84,17 @@ def put_off(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """Bytes by place on the stage axis, (places,).
+class StateByPlace:
+    """Bytes of a rank's state, (places,) each: by place on the stage axis, before the shard axis divides anything.
 
     Attributes:
-        lower: parameters in the lower precision, beside the full ones.
-        kept: one sample's activations by stage, (stages,).
-        passing: activations that exist once at a time, by place.
-        copying: more of them on a host, where convolutions need more.
-        put_off: by stage, held more while weight gradients are delayed (zero bubble).
-        sent: (boundaries,), one sample's values between stages.
-        fixed: the same of a microbatch, whatever its samples.
-        fresh: gradients of the largest module.
-        temporary: temporaries of the largest parameter's update.
-        units: see sharding_cost.units_of.
+        parameters: in their own precision.
+        lower: copies of parameters in the lower precision.
+        gradients: of all parameters that are trained.
+        optimizer: the optimizer's state.
+        buffers: buffers of modules.
+        largest: gradients of the largest module.
+        temporary: temporary tensors of the largest parameter's update.
     """
 
     parameters: Array
@@ -101,25 +102,19 @@ class Held:
     gradients: Array
     optimizer: Array
     buffers: Array
-    kept: Array
-    passing: Array
-    copying: Array
-    put_off: Array
-    sent: Array
-    fixed: Array
-    fresh: Array
+    largest: Array
     temporary: Array
-    units: tuple[float, ...]
 
 
-def held_by_stage(
-    columns: ModelTable, part: Division, stages: StageCuts, keeps: Kept, plan: Plan, temporaries: float
-) -> Held:
-    """What each place on the stage axis holds; tied parameters are on every place that uses them.
+def state_by_place(
+    columns: ModelTable, part: Division, stages: StageCuts, places: int, temporaries: float, *, half: bool
+) -> StateByPlace:
+    """The state on each of `places` places of the stage axis. Tied parameters are on every place that uses them.
 
-    `temporaries`: temporary tensors of a parameter's size during its update.
+    Args:
+        temporaries: temporary tensors of a parameter's size that its update needs.
+        half: whether matrix products are computed in 16 bits.
     """
-    places = plan.degree("stage")
     place = stages.stage % places
     again = {(int(place[index]), owner) for index, owner in stages.ties}
 
@@ -129,29 +124,68 @@ def held_by_stage(
             sums[where] += nbytes[owner]
         return sums
 
-    def most(nbytes: Array) -> Array:
-        result = np.zeros(places)
-        np.maximum.at(result, place, nbytes)
-        return result
+    parameters, gradients = columns.parameters * part.weight, columns.gradients * part.weight
+    largest = _most_by_place(gradients, place, places)
+    return StateByPlace(
+        parameters=total(parameters),
+        lower=total(np.where(columns.multiplies & half, parameters / 2, 0.0)),
+        gradients=total(gradients),
+        optimizer=total(columns.optimizer * part.weight),
+        buffers=total(columns.buffers),
+        largest=largest,
+        temporary=temporaries * largest,
+    )
 
-    parameters = columns.parameters * part.weight
-    within = most(keeps.within)
+
+def _most_by_place(nbytes: Array, place: NDArray[np.intp], places: int) -> Array:
+    """(places,): the largest of the modules' bytes on each place."""
+    result = np.zeros(places)
+    np.maximum.at(result, place, nbytes)
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Bytes that ranks hold.
+
+    Attributes:
+        state: state by place on the stage axis.
+        kept: one sample's activations by stage, (stages,).
+        passing: activations that exist once at a time, by place.
+        copying: the same on a host, where convolutions need more.
+        put_off: held by stage while weight gradients are delayed (zero bubble).
+        sent: (boundaries,), one sample's values between stages.
+        fixed: (boundaries,), the part of a message that does not depend on the samples.
+        units: see sharding_cost.units_of; empty without a shard axis.
+    """
+
+    state: StateByPlace
+    kept: Array
+    passing: Array
+    copying: Array
+    put_off: Array
+    sent: Array
+    fixed: Array
+    units: tuple[float, ...]
+
+
+def held_by_stage(
+    columns: ModelTable, part: Division, stages: StageCuts, keeps: Kept, plan: Plan, temporaries: float
+) -> Held:
+    """What each place on the stage axis holds; `temporaries` as in `state_by_place`."""
+    places = plan.degree("stage")
+    place = stages.stage % places
+    within = _most_by_place(keeps.within, place, places)
     half = plan.precision in ("bfloat16", "float16")
     copying = convolving(columns, part, stages, keeps, space=plan.degree("space") > 1, half=half)
     return Held(
-        parameters=total(parameters),
-        lower=total(np.where(columns.multiplies & half, parameters / 2, 0.0)),
-        gradients=total(columns.gradients * part.weight),
-        optimizer=total(columns.optimizer * part.weight),
-        buffers=total(columns.buffers),
+        state=state_by_place(columns, part, stages, places, temporaries, half=half),
         kept=kept_by_stage(columns, stages, keeps),
-        passing=within + most(keeps.output),
-        copying=within + most(np.maximum(keeps.output, copying)),
+        passing=within + _most_by_place(keeps.output, place, places),
+        copying=within + _most_by_place(np.maximum(keeps.output, copying), place, places),
         put_off=put_off(columns, stages, keeps),
         sent=stages.sent,
         fixed=stages.fixed,
-        fresh=most(columns.gradients * part.weight),
-        temporary=temporaries * most(columns.gradients * part.weight),
         units=tuple(units_of(columns, part)) if plan.degree("shard") > 1 else (),
     )
 
@@ -217,36 +251,44 @@ def rank_memory(
     Args:
         samples: of each microbatch.
     """
-    gradients = float(held.gradients[stage])
+    here, d = held.state, plan.degree("shard")
+    gradients = float(here.gradients[stage])
     activations, when = _activations(held, plan, samples, stage, kind)
-    state = _State(
-        parameters=float(held.parameters[stage]),
-        lower=float(held.lower[stage]),
-        gradients=gradients,
-        optimizer=float(held.optimizer[stage]),
-        communication=max((one.nbytes for one in fused), default=0.0),
+    state = RankState(
+        parameters=here.parameters[stage],
+        lower=here.lower[stage],
+        gradients=here.gradients[stage],
+        optimizer=here.optimizer[stage],
+        communication=np.float64(max((bucket.nbytes for bucket in fused), default=0.0)),
     )
-    state = _sharded(state, held.units, plan, len(samples), kind)
-    update = _in_update(held, state, plan, stage)
+    if d > 1:
+        sharding = Sharded(
+            degree=d, level=plan.sharding.level, offloaded=kind == "cuda" and plan.sharding.offload != "none"
+        )
+        block, outside = max(held.units[1:], default=0.0), held.units[0]
+        state = sharded(
+            state, sharding, block=block, outside=outside, accumulates=len(samples) > 1, on_cpu=kind == "cpu"
+        )
+    update = in_update(state, here.temporary[stage], d)
     if plan.degree("stage") > 1 and len(samples) > 1 and not fused:  # beside those that it is added to
-        state = replace(state, gradients=state.gradients + float(held.fresh[stage]))
-    gone = activations + state.lower + state.communication + state.gradients - update.communication - update.gradients
-    if kind == "cpu" and update.optimizer - state.optimizer > gone:
+        state = replace(state, gradients=state.gradients + here.largest[stage])
+    if kind == "cpu" and update.total > state.total + activations:
         state, activations, when = update, 0.0, "in the optimizer's update"
-    tensors = state.parameters + state.lower + state.gradients + state.optimizer + activations + state.communication
-    others = plan.data_parallel_degree // plan.degree("shard")
+    others = plan.data_parallel_degree // d
     parts = compressed_sync_cost.parts_kept_nbytes(
         plan, gradients, others * plan.degree("context") * plan.degree("space")
     )
     diverged = relaxed_sync_cost.diverged_nbytes(plan.sync, plan.degree("replicate"), gradients)
+    residuals = sum(bucket.kept_nbytes for bucket in fused)
     memory = RankMemory(
-        parameters=state.parameters + state.lower,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
+        parameters=float(state.parameters + state.lower),
+        gradients=float(state.gradients),
+        optimizer=float(state.optimizer),
         activations=activations,
-        communication=state.communication + sum(one.kept_nbytes for one in fused) + parts + diverged,
-        buffers=float(held.buffers[stage]),
-        reserve=cost_constants.RESERVE_NBYTES[kind] + cost_constants.FRAGMENTATION[kind] * tensors,
+        communication=float(state.communication) + residuals + parts + diverged,
+        buffers=float(here.buffers[stage]),
+        reserve=cost_constants.RESERVE_NBYTES[kind]
+        + cost_constants.FRAGMENTATION[kind] * (float(state.total) + activations),
     )
     return memory, when
 
@@ -269,58 +311,79 @@ def _activations(held: Held, plan: Plan, samples: list[int], stage: int, kind: D
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _State:
-    parameters: float
-    lower: float
-    gradients: float
-    optimizer: float
-    communication: float
+class RankState:
+    """Bytes of state on a rank, or (plans,) of them for many plans at once."""
+
+    parameters: ArrayOrFloat
+    lower: ArrayOrFloat
+    gradients: ArrayOrFloat
+    optimizer: ArrayOrFloat
+    communication: ArrayOrFloat
+
+    @property
+    def total(self) -> ArrayOrFloat:
+        return self.parameters + self.lower + self.gradients + self.optimizer + self.communication
 
 
-def _in_update(held: Held, state: _State, plan: Plan, stage: int) -> _State:
-    """Memory during the update: temporaries count as the optimizer's; buffers of sharding are kept for the next
-    step."""
-    d = plan.degree("shard")
-    return _State(
-        parameters=state.parameters,
-        lower=0.0,
-        gradients=state.gradients,
-        optimizer=state.optimizer + float(held.temporary[stage]) / d,
-        communication=state.communication if d > 1 else 0.0,
+def in_update(state: RankState, temporary: ArrayOrFloat, shard: ArrayOrInt) -> RankState:
+    """The state during the update.
+
+    Temporary tensors count as the optimizer's. The buffers of a shard axis are kept for the next step, others are free.
+    """
+    return replace(
+        state,
+        lower=np.zeros_like(state.lower),
+        optimizer=state.optimizer + temporary / shard,
+        communication=np.where(np.asarray(shard) > 1, state.communication, 0.0),
     )
 
 
-def _sharded(state: _State, units: tuple[float, ...], plan: Plan, microbatches: int, kind: DeviceKind) -> _State:
-    """What the shard axis leaves on a rank, and what passes through it (Rajbhandari et al. 2020, arXiv 1910.02054)."""
-    d, level = plan.degree("shard"), plan.sharding.level
-    if d == 1:
-        return state
-    away = kind == "cuda" and plan.sharding.offload != "none"
-    optimizer = 0.0 if away else state.optimizer / d
-    if level == 1:
-        gather = 2 * min(cost_constants.STATE_BUCKET_NBYTES, state.parameters)
-        return _State(
-            parameters=state.parameters,
-            lower=state.lower,
-            gradients=state.gradients,
-            optimizer=optimizer,
-            communication=state.communication + gather,
-        )
-    block, outside = max(units[1:], default=0.0), units[0]
-    # a sum on its way: what is sent, and what comes (its own part; on the host a part from every rank)
-    pending = 2.0 if kind == "cpu" else 1 + 1 / d
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharded:
+    """How the shard axis divides state: its degree, its level (0: not at all), and whether the host holds the rest.
+
+    Each is one value or (plans,) of them.
+    """
+
+    degree: ArrayOrInt
+    level: ArrayOrInt
+    offloaded: Flags | bool
+
+
+def sharded(
+    state: RankState,
+    sharding: Sharded,
+    *,
+    block: ArrayOrFloat,
+    outside: ArrayOrFloat,
+    accumulates: Flags | bool,
+    on_cpu: bool,
+) -> RankState:
+    """What the shard axis leaves on a rank, and what passes through it (Rajbhandari et al. 2020, arXiv 1910.02054).
+
+    Args:
+        state: what each rank would hold without it.
+        sharding: one plan's or many plans' sharding.
+        block: bytes of the largest block's parameters.
+        outside: bytes of the parameters outside of blocks.
+        accumulates: whether a step has several microbatches. Gradients then stay whole until the last one.
+        on_cpu: whether the ranks compute on CPUs.
+    """
+    level, shard = np.asarray(sharding.level), np.asarray(sharding.degree, dtype=np.float64)
+    rest = np.where(sharding.offloaded, 0.0, 1 / shard)
+    # a reduction in flight: what is sent, and what arrives (the rank's own part; on the host a part from every rank)
+    pending = 2.0 if on_cpu else 1 + 1 / shard
     passing = cost_constants.PENDING_SUMS * pending * block + block + outside
-    if level == 3:  # whole at once: what is outside of blocks, the block, the next one and its way into place
-        passing += outside + 3 * block
-    whole = state.parameters if level == 2 else 0.0
-    added = state.gradients if microbatches > 1 else 0.0  # whole ones, until the last microbatch sums them
-    rest = 0.0 if away else 1 / d
-    return _State(
-        parameters=whole + state.parameters * rest,
-        lower=state.lower if level == 2 else min(state.lower, block / 2 + outside / 2),
-        gradients=added + state.gradients * rest,
-        optimizer=optimizer,
-        communication=passing,
+    # whole at once: what is outside of blocks, the block, the next one and its way into place
+    passing = passing + np.where(level == 3, outside + 3 * block, 0.0)
+    gathered = np.where(level == 1, 2 * np.minimum(cost_constants.STATE_BUCKET_NBYTES, state.parameters), 0.0)
+    kept_whole = np.where(level == 3, rest, 1.0 + np.where(level == 2, rest, 0.0))
+    return RankState(
+        parameters=kept_whole * state.parameters,
+        lower=np.where(level == 3, np.minimum(state.lower, (block + outside) / 2), state.lower),
+        gradients=np.where(level >= 2, rest + np.asarray(accumulates), 1.0) * state.gradients,
+        optimizer=np.where(level >= 1, rest, 1.0) * state.optimizer,
+        communication=np.where(level >= 2, passing, state.communication + gathered),
     )
 
 
@@ -333,5 +396,5 @@ def activation_nbytes(model: ModelSpec, regions: tuple[Region, ...], *, half: bo
     """
     columns = model_table(model)
     single_device = division(model, Plan(batch=BatchPlan(global_batch_size=1)))
-    found = kept(columns, single_device, regions, half=half)
-    return float(found.always.sum() + found.within.max(initial=0.0) + found.output.max(initial=0.0))
+    keeps = kept(columns, single_device, regions, half=half)
+    return float(keeps.always.sum() + keeps.within.max(initial=0.0) + keeps.output.max(initial=0.0))

@@ -562,3 +562,53 @@ class Actions:
         order = order_of(pipe.schedule, plan.degree("stage"), pipe.stages_per_rank, microbatches)
         played = in_turns(order, self._work[:, :, :microbatches], self.oversubscription)
         return np.array(played.free), np.array(played.busy_s)
+
+
+@lru_cache(maxsize=4096)
+def times_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> Array:
+    """(stages per rank, places): of how many of `count` microbatches each stage holds activations, at least, at its
+    place's peak.
+
+    1F1B holds one for each place that follows and its own; zero-bubble holds as many as there are places. An
+    interleaved schedule runs as many forwards before its first backward as Narayanan et al. 2021 (arXiv
+    2104.04473) say. They come in groups of as many microbatches as there are places, chunk by chunk. From the
+    second group only the first chunk is sure to be there in time.
+    """
+    places = np.arange(stage)
+    if stage == 1:
+        return np.ones((chunks, 1))
+    if schedule == "gpipe":
+        return np.full((chunks, stage), float(count))
+    if chunks == 1 and schedule != "interleaved":
+        live = np.minimum(count, stage if schedule == "zero-bubble" else stage - places)
+        return np.asarray(np.broadcast_to(live, (1, stage)), dtype=np.float64)
+    group = min(count, stage)
+    sure = group * chunks + min(max(0, count - stage), stage)
+    most = np.minimum(2 * (stage - 1 - places) + (chunks - 1) * stage + 1, sure)
+    often = np.clip(most - group * np.arange(chunks)[:, None], 0, group)
+    often[0] += np.maximum(0, most - group * chunks)
+    return often.astype(np.float64)
+
+
+@lru_cache(maxsize=4096)
+def at_most_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> tuple[Array, Array, Array, Array]:
+    """Four arrays (stages per rank, places), at least, at a place's peak: `times_held`; the microbatches whose
+    weight gradients it delays; the microbatches of which it holds a message from the next stage; and those with
+    one from the stage before.
+
+    A message is there while it is used, and one action before. For interleaved schedules none is counted. For
+    those that delay weight gradients, the delayed ones are counted and no message: what follows the peak depends
+    on the bytes there.
+    """
+    often = times_held(schedule, chunks, stage, count)
+    pending, back, on = (np.zeros_like(often) for _ in range(3))
+    places = np.arange(stage)
+    if stage > 1 and schedule == "gpipe":
+        back[:] = np.where(places < stage - 1, min(count, 2), 0)
+    elif stage > 1 and schedule in ("1f1b", "interleaved") and chunks == 1:
+        more = count > often[0]  # after the first backward comes one more forward, else a backward
+        back[:] = np.where(places < stage - 1, np.where(more | (count == 1), 1, 2), 0)
+        on[:] = np.where(more & (places > 0), 1, 0)
+    elif stage > 1 and schedule == "zero-bubble" and count >= stage:
+        pending[:] = places
+    return often, pending, back, on

@@ -391,3 +391,28 @@ def _least_interior(columns: ModelTable, parts: int) -> Array:
     """The least interior of any grid with that many parts: all along one dim."""
     least: Array = np.min([interior(columns, (*(1,) * dim, parts)) for dim in range(3)], axis=0)
     return least
+
+
+def block_globs(model: ModelSpec) -> tuple[str, ...]:
+    """Globs over the names of the model's repeated blocks: layers.* for layers.0, layers.1, ...; "*" without blocks."""
+    roots = block_roots(model)
+    return tuple(dict.fromkeys(f"{root.rpartition('.')[0]}.*" if "." in root else "*" for root in roots.values())) or (
+        "*",
+    )
+
+
+def block_roots(model: ModelSpec) -> dict[int, str]:
+    """Block -> the dotted name that all of its modules share."""
+    members: dict[int, list[list[str]]] = {}
+    for module in model.modules:
+        if module.block >= 0:
+            members.setdefault(module.block, []).append(module.name.split("."))
+    roots = {}
+    for block, names in members.items():
+        common = []
+        for parts in zip(*names, strict=False):
+            if len(set(parts)) > 1:
+                break
+            common.append(parts[0])
+        roots[block] = ".".join(common)
+    return roots

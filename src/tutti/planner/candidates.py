@@ -11,11 +11,12 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import PipelinePlan, Plan, ShardingPlan
 from tutti.config.vocabulary import AxisName, Precision
 from tutti.cost_model import compute_cost
+from tutti.cost_model.best_case import ranks_of_node
 from tutti.cost_model.module_costs import model_table
+from tutti.cost_model.plan_table import Array
 from tutti.cost_model.rank_placement import HostGroup, place_ranks, samples_of
 from tutti.cost_model.worker_speed import best_rate, matrix_dtype, supports, worker_at
 from tutti.errors import PlanError
-from tutti.planner.cost_tables import Array, ranks_of_node
 from tutti.planner.plan_request import PlanRequest
 
 LOWER: tuple[Precision, ...] = ("tf32", "bfloat16", "float16")

@@ -19,14 +19,16 @@ from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
 from tutti.config.vocabulary import Precision
 from tutti.cost_model import predict
+from tutti.cost_model.best_case import BestCase, uneven
+from tutti.cost_model.best_case_memory import BestCaseMemory
+from tutti.cost_model.plan_bounds import shape_bounds, variant_bounds
+from tutti.cost_model.plan_table import Array, MeshTable, by_kind
 from tutti.errors import PlanError
 from tutti.planner.candidates import Limits, limits_of
-from tutti.planner.cost_tables import Array, Tables, by_kind, uneven
-from tutti.planner.mesh_enumeration import MeshTable, plan_of, shapes, variants
+from tutti.planner.mesh_enumeration import plan_of, shapes, variants
 from tutti.planner.mixed_hardware import improved
 from tutti.planner.plan_request import Alternative, Coverage, PlanRequest
-from tutti.planner.plan_work import Room
-from tutti.planner.search_bounds import Lesson, Pool, plainness, shape_bounds, takes_long, variant_bounds
+from tutti.planner.search_pool import Lesson, Pool, plainness, takes_long
 
 Clock = Callable[[], float]
 
@@ -97,8 +99,8 @@ class SearchBranch:
 
     cluster: ClusterSpec
     precision: Precision
-    tables: Tables
-    room: Room
+    best_case: BestCase
+    best_memory: BestCaseMemory
     shapes: MeshTable
     least: Array
     waiting: NDArray[np.intp]
@@ -203,36 +205,36 @@ class Explorer:
 
     def _branch(self, cluster: ClusterSpec, precision: Precision, found: MeshTable) -> SearchBranch | None:
         try:
-            tables = Tables(self.model, cluster, precision, self.request.script.layout)
-            seconds, memory = shape_bounds(tables, found, self.samples, offload=self._offload)
+            best_case = BestCase(self.model, cluster, precision, self.request.script.layout)
+            seconds, memory = shape_bounds(best_case, found, self.samples, offload=self._offload)
         except PlanError as error:
             nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))
             self.impossible.setdefault(str(error), nothing)
             return None
         # Where parts along split may be unequal, a prediction may report the memory of a rank with a small part.
-        (uneven_rows,) = by_kind((found.world, found.split), partial(uneven, tables))
+        (uneven_rows,) = by_kind((found.world, found.split), partial(uneven, best_case))
         shown = np.where(uneven_rows > 0, 0.0, memory)
         least = objectives.bound(cluster, self.request, seconds, found.world, shown)
-        fits = memory <= self._room(tables, found)
+        fits = memory <= self._room(best_case, found)
         self._counts["considered"] += len(found)
         self._counts["too_large"] += int((~fits).sum())
         rows = np.flatnonzero(fits)
         return SearchBranch(
             cluster=cluster,
             precision=precision,
-            tables=tables,
-            room=Room(tables, self.request.script),
+            best_case=best_case,
+            best_memory=BestCaseMemory(best_case, self.request.script),
             shapes=found,
             least=least,
             waiting=rows[np.argsort(least[rows], kind="stable")],
             pool=Pool(),
         )
 
-    def _room(self, tables: Tables, found: MeshTable, *, tightest: bool = False) -> Array:
+    def _room(self, best_case: BestCase, found: MeshTable, *, tightest: bool = False) -> Array:
         """Memory of each row's largest (or smallest) rank, in bytes."""
 
         def room(world: int) -> tuple[float]:
-            ground = tables.ground(world)
+            ground = best_case.ground(world)
             return (ground.least_nbytes if tightest else ground.memory_nbytes,)
 
         (own,) = by_kind((found.world,), room)
@@ -281,14 +283,14 @@ class Explorer:
         variant_rows = variants(self.limits, branch.shapes, rows, offload=self._offload)
         if not len(variant_rows):
             return
-        bounds = variant_bounds(branch.room, branch.shapes, variant_rows, self.samples)
+        bounds = variant_bounds(branch.best_memory, branch.shapes, variant_rows, self.samples)
         world = branch.shapes.world[variant_rows.shape]
         # On unequal devices a prediction reports the memory of the tightest rank, which may not be the fullest.
-        shown = bounds.least_memory if branch.tables.mixed else bounds.memory
+        shown = bounds.least_memory if branch.best_case.mixed else bounds.memory
         least = objectives.bound(branch.cluster, self.request, bounds.step_s, world, shown)
         likely = objectives.bound(branch.cluster, self.request, bounds.likely_s, world, bounds.memory)
-        room = self._room(branch.tables, branch.shapes)[variant_rows.shape]
-        tight = self._room(branch.tables, branch.shapes, tightest=True)[variant_rows.shape]
+        room = self._room(branch.best_case, branch.shapes)[variant_rows.shape]
+        tight = self._room(branch.best_case, branch.shapes, tightest=True)[variant_rows.shape]
         fits, quick = bounds.memory <= room, least < self.best
         self._counts["considered"] += len(variant_rows) - len(rows)
         self._counts["too_large"] += int((~fits).sum())
@@ -346,8 +348,8 @@ class Explorer:
         if whole is None:
             return []
         others: list[Plan] = []
-        if branch.tables.mixed and plan.world_size > 1:
-            others = improved(branch.room, branch.cluster, plan, whole.prediction, self.samples)
+        if branch.best_case.mixed and plan.world_size > 1:
+            others = improved(branch.best_memory, branch.cluster, plan, whole.prediction, self.samples)
         return [whole, *[one for each in others if (one := self.cost(each, branch.cluster)) is not None]]
 
 

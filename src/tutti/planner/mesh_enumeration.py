@@ -6,7 +6,6 @@ operations, so hundreds of thousands of rows take less than a second.
 """
 
 import dataclasses
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -14,17 +13,12 @@ from numpy.typing import NDArray
 
 from tutti.config.model import ModelSpec
 from tutti.config.plan import LayoutRule, PipelinePlan, Plan, ShardingPlan
-from tutti.config.vocabulary import AxisName, ContextKind, Offload, Precision, ScheduleName, ShardLevel
+from tutti.config.vocabulary import AxisName, Precision, ShardLevel
+from tutti.cost_model.plan_table import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, MeshTable, Variants
+from tutti.cost_model.work_division import block_globs
 from tutti.errors import PlanError
 from tutti.planner.candidates import Limits
 from tutti.planner.plan_request import PlanRequest
-
-Ints = NDArray[np.int64]
-
-SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zero-bubble", "gpipe")
-RECOMPUTE = ("none", "selective", "full")
-CONTEXTS: tuple[ContextKind, ...] = ("ring", "all-to-all")
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 
 SMALL = 64
 """Up to this many ranks every degree is tried; beyond, only powers of two, divisors of the batch and the
@@ -35,59 +29,6 @@ CHUNKS = (1, 2, 3, 4, 6, 8)
 """Stages per rank of interleaved schedules that are tried. With one stage, the schedule is 1F1B with up to twice
 as many microbatches in flight, which hides slow messages.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshTable:
-    """Columns of equal length. `copies` is replicate times shard."""
-
-    split: Ints
-    stage: Ints
-    context: Ints
-    expert: Ints
-    table: Ints
-    space: Ints
-    copies: Ints
-    microbatches: Ints
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    @property
-    def data(self) -> Ints:
-        """The data-parallel degree."""
-        return self.copies * self.expert * self.table
-
-    @property
-    def world(self) -> Ints:
-        return self.data * self.split * self.stage * self.context * self.space
-
-    def take(self, rows: NDArray[np.intp]) -> "MeshTable":
-        return MeshTable(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variants:
-    """Columns of equal length. `shape` is the row in `MeshTable`; schedules and forms of recompute are indices into
-    the tuples above.
-
-    `level`: 0 without sharding; `chunks`: stages per rank.
-    """
-
-    shape: NDArray[np.intp]
-    shard: Ints
-    level: Ints
-    schedule: Ints
-    chunks: Ints
-    recompute: Ints
-    context_kind: Ints
-    offload: Ints
-
-    def __len__(self) -> int:
-        return len(self.shape)
-
-    def take(self, rows: NDArray[np.intp]) -> "Variants":
-        return Variants(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
 
 
 def shapes(limits: Limits, request: PlanRequest) -> MeshTable:
@@ -306,28 +247,3 @@ def recompute_rules(model: ModelSpec, how: str) -> tuple[LayoutRule, ...]:
     return tuple(
         LayoutRule(modules=glob, recompute=True if how == "full" else "selective") for glob in block_globs(model)
     )
-
-
-def block_globs(model: ModelSpec) -> tuple[str, ...]:
-    """Globs over the names of the model's repeated blocks: layers.* for layers.0, layers.1, ...; "*" without blocks."""
-    roots = block_roots(model)
-    return tuple(dict.fromkeys(f"{root.rpartition('.')[0]}.*" if "." in root else "*" for root in roots.values())) or (
-        "*",
-    )
-
-
-def block_roots(model: ModelSpec) -> dict[int, str]:
-    """Block -> the dotted name that all of its modules share."""
-    members: dict[int, list[list[str]]] = {}
-    for module in model.modules:
-        if module.block >= 0:
-            members.setdefault(module.block, []).append(module.name.split("."))
-    roots = {}
-    for block, names in members.items():
-        common = []
-        for parts in zip(*names, strict=False):
-            if len(set(parts)) > 1:
-                break
-            common.append(parts[0])
-        roots[block] = ".".join(common)
-    return roots

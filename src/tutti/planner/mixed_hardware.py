@@ -17,19 +17,19 @@ from tutti.config.prediction import Prediction, RankMemory
 from tutti.config.refusals import check_plan
 from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.cost_model import compute_cost
+from tutti.cost_model.best_case import BestCase, is_mixed
+from tutti.cost_model.best_case_memory import BestCaseMemory
 from tutti.cost_model.compute_cost import update_nbytes
 from tutti.cost_model.memory_cost import kept
 from tutti.cost_model.module_costs import ModelTable
-from tutti.cost_model.pipeline_cost import by_place
+from tutti.cost_model.pipeline_cost import by_place, times_held
+from tutti.cost_model.plan_table import Array
 from tutti.cost_model.rank_placement import HostGroup, place_ranks
-from tutti.cost_model.work_division import Division, parts, recompute_regions
+from tutti.cost_model.work_division import Division, block_roots, parts, recompute_regions
 from tutti.cost_model.worker_speed import worker_at
 from tutti.errors import PlanError
 from tutti.planner.candidates import ROUNDS, listed, speeds
-from tutti.planner.cost_tables import Array, Tables, is_mixed
-from tutti.planner.mesh_enumeration import block_roots
 from tutti.planner.plan_request import Objective
-from tutti.planner.plan_work import Room, times_held
 
 MOST_ORDERS = 6
 MOST_SHARES = 4096
@@ -103,32 +103,34 @@ def by_axes(values: Array, plan: Plan, keep: tuple[AxisName, ...], how: np.ufunc
     return np.asarray(reduced, dtype=np.float64).reshape(-1)
 
 
-def improved(room: Room, cluster: ClusterSpec, one: Plan, prediction: Prediction, samples: int) -> list[Plan]:
+def improved(
+    best_memory: BestCaseMemory, cluster: ClusterSpec, one: Plan, prediction: Prediction, samples: int
+) -> list[Plan]:
     """The plan with shares and parts of layers by speed, and with stages cut by speed and memory, where these change
     anything. `prediction`: of the plan as it is.
     """
-    host_groups, plan = place_ranks(cluster, one.world_size), one
+    host_groups, plan, best_case = place_ranks(cluster, one.world_size), one, best_memory.best_case
     each = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
-    rates = speeds(room.tables.model, host_groups, room.tables.precision, np.full(plan.world_size, float(each)))
+    rates = speeds(best_case.model, host_groups, best_case.precision, np.full(plan.world_size, float(each)))
     found: list[Plan] = []
     if plan.mesh.get("stage", 1) > 1 and not plan.pipeline.cuts:
-        cuts = uneven_cuts(room, plan, host_groups, rates, each)
+        cuts = uneven_cuts(best_memory, plan, host_groups, rates, each)
         if cuts:
             plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cuts=cuts))
             found.append(plan)
-    share = shares(room.tables, plan, prediction.memory, host_groups, samples)
+    share = shares(best_case, plan, prediction.memory, host_groups, samples)
     if share:
         found.append(dataclasses.replace(plan, shares=share))
-    own = split_shares(room, plan, prediction.memory, host_groups, each)
+    own = split_shares(best_memory, plan, prediction.memory, host_groups, each)
     if own:
         plan = dataclasses.replace(plan, split_shares=own)
-        share = shares(room.tables, plan, prediction.memory, host_groups, samples)
+        share = shares(best_case, plan, prediction.memory, host_groups, samples)
         found += [plan, dataclasses.replace(plan, shares=share)] if share else [plan]
     return found
 
 
 def shares(
-    tables: Tables, plan: Plan, memory: RankMemory, host_groups: tuple[HostGroup, ...], samples: int
+    best_case: BestCase, plan: Plan, memory: RankMemory, host_groups: tuple[HostGroup, ...], samples: int
 ) -> tuple[float, ...]:
     """A share for each data-parallel rank such that all finish together, limited by memory; empty if equal.
 
@@ -145,7 +147,7 @@ def shares(
     data_degrees = [plan.mesh[axis] if axis in DATA_AXES else 1 for axis in plan.mesh]
     for _ in range(ROUNDS):
         each = np.broadcast_to(loads.reshape(data_degrees), list(plan.mesh.values())).reshape(-1)
-        rates = _together(plan, speeds(tables.model, host_groups, tables.precision, each))
+        rates = _together(plan, speeds(best_case.model, host_groups, best_case.precision, each))
         # cutting a slice into whole samples may give a rank one more than its share
         loads = balanced(rates, np.maximum(1.0, most - 1), slices)
     return listed(loads)
@@ -185,23 +187,25 @@ def balanced(rates: Array, room: Array, total: float) -> Array:
 
 
 def uneven_cuts(
-    room: Room, plan: Plan, host_groups: tuple[HostGroup, ...], rates: Array, samples: int
+    best_memory: BestCaseMemory, plan: Plan, host_groups: tuple[HostGroup, ...], rates: Array, samples: int
 ) -> tuple[str, ...]:
     """Names of the modules at which stages begin, cut by the stages' speeds and memory; empty where no such cut
     exists.
     """
     degree, chunks = plan.mesh["stage"], plan.pipeline.stages_per_rank
-    tables, columns = room.tables, room.work.columns
+    best_case, columns = best_memory.best_case, best_memory.work.columns
     degrees = tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
-    part = room.work.part(degrees)
-    keeps = kept(columns, part, recompute_regions(tables.model, plan), half=tables.half)
-    passes = room.work.passes((*degrees, samples, tables.ground(plan.world_size).best))
+    part = best_memory.work.part(degrees)
+    keeps = kept(columns, part, recompute_regions(best_case.model, plan), half=best_case.half)
+    passes = best_memory.work.passes((*degrees, samples, best_case.ground(plan.world_size).best))
     if passes is None:
         return ()
-    blocks = blocks_of(tables.model, passes.ahead + passes.back, state_of(columns, part, plan), samples * keeps.always)
+    blocks = blocks_of(
+        best_case.model, passes.ahead + passes.back, state_of(columns, part, plan), samples * keeps.always
+    )
     passing = samples * (keeps.within.max(initial=0.0) + keeps.output.max(initial=0.0))
     memory = by_axes(_memory(host_groups), plan, ("stage",), np.minimum)
-    free = (memory - room.reserve) / (1 + room.fragments) - passing
+    free = (memory - best_memory.reserve) / (1 + best_memory.fragments) - passing
     live = times_held(plan.pipeline.schedule, chunks, degree, plan.batch.num_microbatches).reshape(-1)
     own = by_axes(rates, plan, ("stage",), np.minimum)
     starts = cut(blocks, np.tile(own, chunks), np.tile(free / chunks, chunks), live) if len(blocks.names) > 1 else None
@@ -224,7 +228,7 @@ _HALVINGS = 60
 
 
 def split_shares(
-    room: Room, plan: Plan, memory: RankMemory, host_groups: tuple[HostGroup, ...], samples: int
+    best_memory: BestCaseMemory, plan: Plan, memory: RankMemory, host_groups: tuple[HostGroup, ...], samples: int
 ) -> tuple[float, ...]:
     """A part of the divided layers for each place along the split axis such that all finish together, limited by
     memory, each with at least one head or unit; empty where places are equal, or parts must be.
@@ -235,7 +239,7 @@ def split_shares(
     degree = plan.mesh.get("split", 1)
     if degree == 1 or len(host_groups) == 1:
         return ()
-    microbatch_times = [_microbatch_time(room, plan, host_group, samples) for host_group in host_groups]
+    microbatch_times = [_microbatch_time(best_memory, plan, host_group, samples) for host_group in host_groups]
     of_places = by_place(plan, host_groups)
     slowest = [
         max((microbatch_times[host_group] for host_group in some), key=lambda one: one.total_s(1 / degree))
@@ -246,8 +250,8 @@ def split_shares(
     )
     if len(set(slowest)) == 1 and len(set(free.tolist())) == 1:
         return ()
-    growing = max(1.0, _growing(room, plan, memory))
-    least, most = _least(room, plan), np.maximum(0.0, 1 + (free - memory.total) / growing) / degree
+    growing = max(1.0, _growing(best_memory, plan, memory))
+    least, most = _least(best_memory, plan), np.maximum(0.0, 1 + (free - memory.total) / growing) / degree
     whole = np.floor(most / least) * least  # a part is cut to the nearest head, which may be one more
     found = listed(together(slowest, whole if whole.sum() > 1 else most, least))
     if not found or min(found) <= 0:
@@ -255,7 +259,7 @@ def split_shares(
     divided = dataclasses.replace(plan, split_shares=found)
     try:
         check_plan(divided)
-        parts(room.tables.model, divided)
+        parts(best_memory.best_case.model, divided)
     except PlanError:
         return ()
     return found
@@ -273,8 +277,8 @@ class MicrobatchTime:
 
 
 def together(microbatch_times: list[MicrobatchTime], most: Array, least: float) -> Array:
-    """Parts that add up to 1, none above its `most`, with which all places that have room take the same time. A
-    place that is late with less than `least` gets `least`. Where all have too little room, parts are in
+    """Parts that add up to 1, none above its `most`, with which all places that have best_memory take the same time. A
+    place that is late with less than `least` gets `least`. Where all have too little best_memory, parts are in
     proportion to it.
 
     Each part is (T - a) / b within these limits, with a the constant seconds and b those in proportion to the
@@ -296,22 +300,24 @@ def together(microbatch_times: list[MicrobatchTime], most: Array, least: float) 
     return np.asarray(found / found.sum(), dtype=np.float64)
 
 
-def _growing(room: Room, plan: Plan, memory: RankMemory) -> float:
+def _growing(best_memory: BestCaseMemory, plan: Plan, memory: RankMemory) -> float:
     """The bytes of `memory` that are proportional to a rank's part. A layer divided by its outputs holds its whole
     input for any part.
     """
-    columns, part = room.work.columns, room.work.part(_degrees(plan))
+    columns, part = best_memory.work.columns, best_memory.work.part(_degrees(plan))
     state = (columns.parameters + columns.gradients + columns.optimizer) * part.weight
-    keeps = kept(columns, part, recompute_regions(room.tables.model, plan), half=room.tables.half).always
+    keeps = kept(
+        columns, part, recompute_regions(best_memory.best_case.model, plan), half=best_memory.best_case.half
+    ).always
     ours, kept_in_part = part.split, part.split & (part.saved < part.passed)
     held = memory.parameters + memory.gradients + memory.optimizer
     of_state, of_kept = state[ours].sum() / max(1.0, state.sum()), keeps[kept_in_part].sum() / max(1.0, keeps.sum())
-    return (1 + room.fragments) * float(held * of_state + memory.activations * of_kept)
+    return (1 + best_memory.fragments) * float(held * of_state + memory.activations * of_kept)
 
 
-def _least(room: Room, plan: Plan) -> float:
+def _least(best_memory: BestCaseMemory, plan: Plan) -> float:
     """The part with which a rank has one of the fewest heads or units; small where their number is unknown."""
-    limits = room.work.columns.limit[room.work.part(_degrees(plan)).split]
+    limits = best_memory.work.columns.limit[best_memory.work.part(_degrees(plan)).split]
     return 1.0 / int(limits[limits > 0].min(initial=1000 * plan.degree("split")))
 
 
@@ -319,10 +325,10 @@ def _degrees(plan: Plan) -> tuple[int, ...]:
     return tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
 
 
-def _microbatch_time(room: Room, plan: Plan, host_group: HostGroup, samples: int) -> MicrobatchTime:
+def _microbatch_time(best_memory: BestCaseMemory, plan: Plan, host_group: HostGroup, samples: int) -> MicrobatchTime:
     """For a rank on `host_group`: forward and backward, and its part of the update, which happens once per step."""
-    model, columns = room.tables.model, room.work.columns
-    part, worker = room.work.part(_degrees(plan)), worker_at(host_group, model.dtype, plan.precision)
+    model, columns = best_memory.best_case.model, best_memory.work.columns
+    part, worker = best_memory.work.part(_degrees(plan)), worker_at(host_group, model.dtype, plan.precision)
     ahead, back = (
         one(part.ops, worker, samples, len(columns)) for one in (compute_cost.forward, compute_cost.backward)
     )

@@ -12,17 +12,17 @@ from tutti.config.prediction import Prediction
 from tutti.config.refusals import check_plan
 from tutti.config.vocabulary import Precision
 from tutti.cost_model import predict
+from tutti.cost_model.best_case import BestCase
+from tutti.cost_model.best_case_memory import BestCaseMemory
 from tutti.cost_model.cost_notes import count, nbytes
+from tutti.cost_model.plan_bounds import shape_bounds, variant_bounds
 from tutti.cost_model.rank_placement import place_ranks
 from tutti.errors import PlanError
 from tutti.planner.candidates import limits_of
-from tutti.planner.cost_tables import Tables
 from tutti.planner.exploration import Costed
 from tutti.planner.mesh_enumeration import plan_of, shapes, variants
 from tutti.planner.plan_description import plan_words
 from tutti.planner.plan_request import PlanRequest
-from tutti.planner.plan_work import Room
-from tutti.planner.search_bounds import shape_bounds, variant_bounds
 
 _MOST_RANKS = 2**20
 """Clusters larger than this are not suggested."""
@@ -43,8 +43,8 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
         precision = request.precision
     try:
         limits = limits_of(model, cluster, request)
-        found, tables = shapes(limits, request), Tables(model, cluster, precision, request.script.layout)
-        _, least = shape_bounds(tables, found, limits.samples)
+        found, best_case = shapes(limits, request), BestCase(model, cluster, precision, request.script.layout)
+        _, least = shape_bounds(best_case, found, limits.samples)
     except PlanError:
         return None
     each = np.maximum(1, limits.samples // found.data)
@@ -58,7 +58,7 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
     )
     if not len(strategies):
         return None
-    sizes = variant_bounds(Room(tables, request.script), found, strategies, limits.samples).memory
+    sizes = variant_bounds(BestCaseMemory(best_case, request.script), found, strategies, limits.samples).memory
     costed: list[Costed] = []
     refused: dict[tuple[str, ...], int] = {}
     for row in np.argsort(sizes, kind="stable").tolist():

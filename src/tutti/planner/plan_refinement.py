@@ -13,18 +13,18 @@ from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import LayoutRule, Plan, by_columns, find_placement
 from tutti.config.vocabulary import AxisName
+from tutti.cost_model.best_case_memory import BestCaseMemory
 from tutti.cost_model.cost_notes import nbytes
 from tutti.cost_model.group_links import network
 from tutti.cost_model.memory_cost import kept
 from tutti.cost_model.module_costs import ModelTable, model_table
+from tutti.cost_model.pipeline_cost import times_held
+from tutti.cost_model.plan_table import RECOMPUTE, Array
 from tutti.cost_model.rank_placement import place_ranks, samples_of
-from tutti.cost_model.work_division import division
+from tutti.cost_model.work_division import block_roots, division
 from tutti.errors import PlanError
-from tutti.planner.cost_tables import Array
 from tutti.planner.exploration import Costed, Explorer
-from tutti.planner.mesh_enumeration import RECOMPUTE, block_roots
 from tutti.planner.mixed_hardware import state_of
-from tutti.planner.plan_work import Room, times_held
 
 _BEST = 4
 """Plans whose neighbours are predicted."""
@@ -74,9 +74,9 @@ def _relieve(explorer: Explorer) -> None:
             return found is not None and found.good
 
         alike = (branch for branch in explorer.branches if branch.precision == one.plan.precision)
-        room = next((branch.room for branch in alike if branch.cluster is one.cluster), None)
-        if room is not None:  # what a part of the cluster computes in, all of it may not
-            relieve(room, one.plan, explorer.samples, fits)
+        best_memory = next((branch.best_memory for branch in alike if branch.cluster is one.cluster), None)
+        if best_memory is not None:  # what a part of the cluster computes in, all of it may not
+            relieve(best_memory, one.plan, explorer.samples, fits)
 
 
 def _key(plan: Plan) -> tuple[object, ...]:
@@ -158,12 +158,12 @@ class BlockLoad:
         return np.asarray(sums + most, dtype=np.float64)
 
 
-def relieve(room: Room, plan: Plan, samples: int, fits: Callable[[Plan], bool]) -> None:
+def relieve(best_memory: BestCaseMemory, plan: Plan, samples: int, fits: Callable[[Plan], bool]) -> None:
     """Offer plans to `fits` that recompute less than `plan` does, the largest budget found last.
 
     Nothing is offered where the model has no blocks, or a block lies on several places.
     """
-    load = load_of(room, plan, samples)
+    load = load_of(best_memory, plan, samples)
     if load is None:
         return
     low, high = float(load.needed(len(RECOMPUTE) - 1).min()), float(load.needed(0).max())
@@ -182,16 +182,16 @@ def relieve(room: Room, plan: Plan, samples: int, fits: Callable[[Plan], bool]) 
         seen.add(key)
 
 
-def load_of(room: Room, plan: Plan, samples: int) -> BlockLoad | None:
+def load_of(best_memory: BestCaseMemory, plan: Plan, samples: int) -> BlockLoad | None:
     """The blocks of the model under the mesh and schedule of `plan`."""
-    model, work = room.tables.model, room.work
+    model, work = best_memory.best_case.model, best_memory.work
     roots, stage, chunks = block_roots(model), plan.degree("stage"), plan.pipeline.stages_per_rank
     chunks = chunks if stage > 1 else 1
     found = work.stages(stage, chunks)
     degrees = tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
     count = plan.batch.num_microbatches
     each = max(1, -(-(samples // count) // plan.data_parallel_degree))
-    passes = work.passes((*degrees, each, room.tables.ground(plan.world_size).best))
+    passes = work.passes((*degrees, each, best_memory.best_case.ground(plan.world_size).best))
     block = np.array([list(roots).index(one.block) if one.block >= 0 else -1 for one in model.modules], dtype=np.intp)
     if not roots or found is None or passes is None or plan.pipeline.cuts or all(not name for name in roots.values()):
         return None
@@ -201,7 +201,7 @@ def load_of(room: Room, plan: Plan, samples: int) -> BlockLoad | None:
         return None
     part = work.part(degrees)
     often = times_held(plan.pipeline.schedule, chunks, stage, count).reshape(-1)[found.stage] * each
-    keeps = [kept(work.columns, part, regions, half=room.tables.half) for regions in work.regions]
+    keeps = [kept(work.columns, part, regions, half=best_memory.best_case.half) for regions in work.regions]
     beside = np.where(block < 0, often * keeps[0].always, 0.0) + state_of(work.columns, part, plan)
     fixed = np.bincount(place, weights=beside, minlength=stage)
     most = np.zeros(stage)

@@ -12,12 +12,12 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import Precision
 from tutti.cost_model import predict
+from tutti.cost_model.best_case import is_mixed, ranks_of_node
 from tutti.cost_model.gradient_sync_cost import may_pay
 from tutti.cost_model.rank_placement import place_ranks
 from tutti.cost_model.worker_speed import best_rate, matrix_dtype
 from tutti.errors import PlanError
 from tutti.planner.candidates import LOWER, candidates, possible, precisions
-from tutti.planner.cost_tables import is_mixed, ranks_of_node
 from tutti.planner.exploration import Clock, Costed, Explorer
 from tutti.planner.loss_reasons import remarks, why
 from tutti.planner.mixed_hardware import orders

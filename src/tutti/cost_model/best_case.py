@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from tutti.config.cluster import ClusterSpec, LinkSpec, LinkTier, NodeSpec
 from tutti.config.model import ModelSpec, ModuleSpec
@@ -14,27 +14,13 @@ from tutti.config.vocabulary import Precision
 from tutti.cost_model import compute_cost
 from tutti.cost_model.group_links import RankGroup, Span
 from tutti.cost_model.microbatch_cost import at_least, each_of
+from tutti.cost_model.plan_table import Array
 from tutti.cost_model.rank_placement import HostGroup, Link, place_ranks, seated_link
 from tutti.cost_model.work_division import divided_linears
 from tutti.cost_model.worker_speed import Curve, Efficiency, WeightPassTime, Worker, best_of, worker_at
 from tutti.errors import PlanError
 
-Array = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
 _TIERS: tuple[LinkTier, ...] = ("node", "network")
-
-
-def by_kind(columns: tuple[Ints, ...], function: Callable[..., tuple[float, ...]]) -> tuple[Array, ...]:
-    """`function(*row)` for each row of `columns`, called once for equal rows; its values as columns."""
-    key = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        known, place = np.unique(column, return_inverse=True)
-        key = key * len(known) + place.reshape(-1)
-    _, first, where = np.unique(key, return_index=True, return_inverse=True)
-    kinds = zip(*(column[first].tolist() for column in columns), strict=True)
-    values = np.array([function(*kind) for kind in kinds], dtype=np.float64)
-    return tuple(np.ascontiguousarray(column) for column in values[where.reshape(-1)].T)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +45,7 @@ class Ground:
     speeds: tuple[tuple[int, float], ...]
 
 
-class Tables:
+class BestCase:
     """Totals of one model on one cluster in one precision, with the script's `layout`. All are per sample unless
     noted.
     """
@@ -233,9 +219,9 @@ def paced(speeds: ArrayLike, microbatches: int) -> float:
     return float(weights.mean()) * microbatches / len(places)
 
 
-def uneven(tables: Tables, world: int, split: int) -> tuple[float]:
+def uneven(best_case: BestCase, world: int, split: int) -> tuple[float]:
     """1 where places along split have ranks of unequal speed or memory, and so may get unequal parts, else 0."""
-    if split == 1 or not tables.mixed:
+    if split == 1 or not best_case.mixed:
         return (0.0,)
     kinds = [
         (
@@ -245,7 +231,7 @@ def uneven(tables: Tables, world: int, split: int) -> tuple[float]:
             host_group.sharing,
             host_group.threads,
         )
-        for host_group in place_ranks(tables.cluster, world)
+        for host_group in place_ranks(best_case.cluster, world)
         for _ in range(host_group.ranks)
     ]
     return (float(len({frozenset(kinds[at::split]) for at in range(split)}) > 1),)

@@ -6,29 +6,29 @@ degrees.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan
-from tutti.config.vocabulary import AxisName, Recompute, ScheduleName
-from tutti.cost_model import compute_cost, cost_constants
-from tutti.cost_model.compute_cost import update_nbytes, update_temporaries
-from tutti.cost_model.memory_cost import convolving, kept, kept_by_stage, put_off
+from tutti.config.vocabulary import AxisName, Recompute
+from tutti.cost_model import compute_cost
+from tutti.cost_model.best_case import BestCase
+from tutti.cost_model.compute_cost import update_nbytes
 from tutti.cost_model.microbatch_cost import at_least
 from tutti.cost_model.module_costs import model_table
-from tutti.cost_model.overlap import buckets
-from tutti.cost_model.sharding_cost import units_of
+from tutti.cost_model.plan_table import Array
 from tutti.cost_model.stage_cuts import StageCuts, stages_of
 from tutti.cost_model.work_division import Division as Part
-from tutti.cost_model.work_division import Region, computed_in_pieces, division, mean_division, recompute_regions
+from tutti.cost_model.work_division import (
+    Region,
+    block_globs,
+    computed_in_pieces,
+    division,
+    mean_division,
+    recompute_regions,
+)
 from tutti.cost_model.worker_speed import Worker
 from tutti.errors import PlanError
-from tutti.planner.cost_tables import Array, Tables
-from tutti.planner.mesh_enumeration import RECOMPUTE, SCHEDULES, block_globs
-
-Flags = NDArray[np.bool_]
 
 KINDS = ("others", "zero-bubble")
 """Groups of schedules for which the same is known about the time of a step."""
@@ -73,12 +73,12 @@ def _before(values: Array) -> Array:
     return np.asarray(np.cumsum(values, axis=-1) - values, dtype=np.float64)
 
 
-class ModelWork:
-    """The work of a model on the workers of `tables`."""
+class BestCaseWork:
+    """The work of a model on the workers of `best_case`."""
 
-    def __init__(self, tables: Tables, script: Plan) -> None:
-        self._tables, self._script = tables, script
-        self.columns = model_table(tables.model)
+    def __init__(self, best_case: BestCase, script: Plan) -> None:
+        self._best_case, self._script = best_case, script
+        self.columns = model_table(best_case.model)
         self._known: dict[tuple[int, ...], ModulePasses | None] = {}
         self._stages: dict[tuple[int, int], StageCuts | None] = {}
         self._steps: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
@@ -151,10 +151,10 @@ class ModelWork:
         """(stages,) twice: least seconds of a message from each stage to the next (0 from the last), and of these the
         seconds that occupy only the link.
         """
-        stages, tables = self.stages(stage, chunks), self._tables
+        stages, best_case = self.stages(stage, chunks), self._best_case
         message, wire = np.zeros(stage * chunks), np.zeros(stage * chunks)
         if stages is not None and stage > 1:
-            latency, bandwidth = tables.across_hosts(best) if across_hosts else tables.fastest(best)
+            latency, bandwidth = best_case.across_hosts(best) if across_hosts else best_case.fastest(best)
             nbytes = stages.sent * samples + stages.fixed
             wire[:-1] = nbytes / bandwidth
             message[:-1] = np.where(nbytes > 0, latency + wire[:-1], 0.0)
@@ -183,16 +183,16 @@ class ModelWork:
                                 cuts=self._script.pipeline.cuts if stage > 1 else ())  # fmt: skip
             plan = Plan(batch=BatchPlan(global_batch_size=1), mesh={"stage": stage}, pipeline=pipeline)
             try:
-                self._stages[key] = stages_of(self._tables.model, plan)
+                self._stages[key] = stages_of(self._best_case.model, plan)
             except PlanError:
                 self._stages[key] = None
         return self._stages[key]
 
     def _recomputed(self, how: bool | Recompute | None) -> tuple[Region, ...]:
         """The regions that are recomputed when the blocks recompute so; None adds nothing to the script's layout."""
-        rules = tuple(LayoutRule(modules=glob, recompute=how) for glob in block_globs(self._tables.model))
+        rules = tuple(LayoutRule(modules=glob, recompute=how) for glob in block_globs(self._best_case.model))
         layout = (*self._script.layout, *(rules if how is not None else ()))
-        return recompute_regions(self._tables.model, Plan(batch=BatchPlan(global_batch_size=1), layout=layout))
+        return recompute_regions(self._best_case.model, Plan(batch=BatchPlan(global_batch_size=1), layout=layout))
 
     def _repeated(self, regions: tuple[Region, ...]) -> Array:
         """1 for modules that are recomputed in backward."""
@@ -223,9 +223,9 @@ class ModelWork:
             mesh: dict[AxisName, int] = {"table": table, "expert": expert, "context": context, "space": space,
                                          "split": split}  # fmt: skip
             plan = Plan(batch=BatchPlan(global_batch_size=table * expert), mesh=mesh, layout=self._script.layout)
-            mean = self._tables.mixed and split > 1
-            self._parts[degrees] = (mean_division if mean else division)(self._tables.model, plan)
-            self._largest[degrees] = division(self._tables.model, plan)
+            mean = self._best_case.mixed and split > 1
+            self._parts[degrees] = (mean_division if mean else division)(self._best_case.model, plan)
+            self._largest[degrees] = division(self._best_case.model, plan)
         return self._parts[degrees]
 
     def slack(self, *key: int) -> tuple[float, float]:
@@ -263,36 +263,36 @@ class ModelWork:
 
     def _worked_out(self, degrees: tuple[int, ...], samples: int, best: int) -> ModulePasses:
         self.part(degrees)
-        tables, columns, part = self._tables, self.columns, self._largest[degrees]
+        best_case, columns, part = self._best_case, self.columns, self._largest[degrees]
         split, context, expert, table, space = degrees
-        worker, count = tables.worker(best), len(columns)
+        worker, count = best_case.worker(best), len(columns)
         bare = (
             at_least(compute_cost.forward, part.ops, worker, samples, count),
             at_least(compute_cost.backward, part.ops, worker, samples, count),
         )
         passes = computed_in_pieces(columns, part, (space,), worker, samples, bare, on_cpu=False, least=True)
         ahead, back = (one.seconds for one in passes)
-        slack = self._slack(degrees, samples, worker, (ahead, back)) if tables.mixed and split > 1 else (0.0, 0.0)
-        low = np.where(columns.multiplies & tables.half, 0.5, 1.0)
-        link = tables.ring(best, split, 1)
+        slack = self._slack(degrees, samples, worker, (ahead, back)) if best_case.mixed and split > 1 else (0.0, 0.0)
+        low = np.where(columns.multiplies & best_case.half, 0.5, 1.0)
+        link = best_case.ring(best, split, 1)
         out = np.where(part.split & columns.summed, samples * part.passed * columns.outputs * low, 0.0)
         into = np.where(part.split, samples * part.passed * columns.inputs, 0.0)
         waits_f, waits_b = link(out), link(into)
         inside = split * space * context
         if expert > 1:
-            sent = 2 * tables.exchange(best, expert, inside)(samples * part.passed * columns.routed)
+            sent = 2 * best_case.exchange(best, expert, inside)(samples * part.passed * columns.routed)
             waits_f, waits_b = waits_f + sent, waits_b + sent
         probable = np.zeros(count)
         if table > 1:
             vectors = np.where(columns.table, samples * part.passed * columns.outputs, 0.0)
-            probable += 2 * tables.exchange(best, table, inside * expert)(vectors)
+            probable += 2 * best_case.exchange(best, table, inside * expert)(vectors)
             rows = columns.linear * np.where(part.by_outputs, table, 1.0)
             rows += columns.outputs * np.where(part.by_outputs, 1.0, table)
-            exchanged = np.where(part.linear, samples * part.passed * tables.width * rows, 0.0)
-            probable += 2 * tables.exchange(best, table, inside * expert)(exchanged)
+            exchanged = np.where(part.linear, samples * part.passed * best_case.width * rows, 0.0)
+            probable += 2 * best_case.exchange(best, table, inside * expert)(exchanged)
         if context > 1:
-            keys = samples * part.work * columns.key_value * tables.width
-            probable += 2 * tables.exchange(best, context, split)(keys)
+            keys = samples * part.work * columns.key_value * best_case.width
+            probable += 2 * best_case.exchange(best, context, split)(keys)
         gradients = columns.gradients * part.weight
         states, on_cpu = columns.optimizer * part.weight, worker.gap_s is None
         rate = worker.slowdown / worker.bandwidth_bytes_per_s
@@ -301,200 +301,8 @@ class ModelWork:
             back=back + waits_b,
             again=self._repeats * ahead + self._repeated_waits(part, waits_f),
             adding=3.0 * rate * gradients,
-            update=rate * update_nbytes(tables.model, gradients, states, on_cpu=on_cpu),
+            update=rate * update_nbytes(best_case.model, gradients, states, on_cpu=on_cpu),
             probable=probable,
             summed=np.where(columns.expert | columns.table | part.linear, 0.0, gradients),
             slack=slack,
         )
-
-
-PLACES = 4
-"""Number of places on the stage axis that are sampled: the first two, one in the middle, the last. The first
-ones hold the most microbatches, the ends have the modules around the blocks.
-"""
-
-
-STATES = 9
-"""Kinds of bytes that `Room.state` returns for each place."""
-
-
-def looked_at(stages: int) -> tuple[int, ...]:
-    """The sampled places of a pipeline of this many ranks; some are the same in short pipelines."""
-    return 0, min(1, stages - 1), stages // 2, stages - 1
-
-
-class Room:
-    """Bytes on the ranks of plans for the model of `tables`, and with `work` their seconds.
-
-    Attributes:
-        on_cpu: whether all ranks compute on CPUs, where the update may be the peak.
-        blocks: number of blocks with parameters.
-    """
-
-    def __init__(self, tables: Tables, script: Plan) -> None:
-        self.tables, self.work = tables, ModelWork(tables, script)
-        self._columns, self._cap_nbytes = model_table(tables.model), float(script.sync.bucket_nbytes)
-        self._sums: dict[tuple[int, ...], Array | None] = {}
-        self._held: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
-        kinds = {tables.cluster.devices[node.device].kind for node in tables.cluster.nodes}
-        self.on_cpu = kinds == {"cpu"}
-        self.reserve = min(cost_constants.RESERVE_NBYTES[kind] for kind in kinds)
-        self.reserve += tables.model.script_nbytes if self.on_cpu else 0.0
-        self.blocks = len(set(self._columns.unit[self._columns.block & (self._columns.parameters > 0)].tolist()))
-        self.fragments = min(cost_constants.FRAGMENTATION[kind] for kind in kinds)
-
-    def activations(self, *key: int) -> tuple[float, ...]:
-        """Least bytes of activations on each of the sampled places, and on the emptiest of all.
-
-        `key`: (split, context, expert, table, space, samples, stages, stages per rank, microbatches, schedule,
-        recompute).
-        """
-        *rest, schedule, again = key
-        whole = tuple(rest)
-        if whole not in self._held:
-            self._held[whole] = self._activations(*rest)
-        return self._held[whole][again][schedule]
-
-    def _activations(self, *key: int) -> list[list[tuple[float, ...]]]:
-        """As `activations`, for every form of recompute and schedule."""
-        *degrees, samples, stage, chunks, count = key
-        forms = [self._stage_sums((*degrees, stage, chunks, again)) for again in range(len(RECOMPUTE))]
-        found = [one for one in forms if one is not None]
-        if len(found) < len(forms):
-            return [[(IMPOSSIBLE,) * (PLACES + 1)] * len(SCHEDULES)] * len(forms)
-        always, within, output, off, sent = samples * np.stack(found, axis=1).reshape(5, len(forms), 1, chunks, stage)
-        often, pending, back, on = (
-            np.stack(each) for each in zip(*(at_most_held(one, chunks, stage, count) for one in SCHEDULES), strict=True)
-        )
-        came = np.concatenate([np.zeros_like(sent[..., :1]), sent[..., :-1]], axis=-1)
-        total = (always * often + off * pending + sent * back + came * on).sum(axis=2)
-        total = total + within.max(axis=2) + output.max(axis=2)
-        shown = np.concatenate([total[:, :, list(looked_at(stage))], total.min(axis=2, keepdims=True)], axis=2)
-        return [[tuple(row) for row in rows] for rows in shown.tolist()]
-
-    def _stage_sums(self, key: tuple[int, ...]) -> Array | None:
-        """(5, stages) bytes: what one sample holds; the most within a region that recomputes; the largest output, or
-        what else its backward holds briefly; what is held while weight gradients are delayed; the message to the next
-        stage.
-        """
-        if key not in self._sums:
-            *degrees, stage, chunks, again = key
-            stages = self.work.stages(stage, chunks)
-            try:
-                part = self.work.part(tuple(degrees))
-            except PlanError:
-                part = None
-            if stages is None or part is None:
-                self._sums[key] = None
-                return None
-            found = kept(self._columns, part, self.work.regions[again], half=self.tables.half)
-            sums = np.zeros((5, stage * chunks))
-            sums[0] = kept_by_stage(self._columns, stages, found)
-            np.maximum.at(sums[1], stages.stage, found.within)
-            np.maximum.at(sums[2], stages.stage, found.output)
-            if self.on_cpu:
-                space = degrees[-1] > 1
-                once = convolving(self._columns, part, stages, found, space=space, half=self.tables.half)
-                np.maximum.at(sums[2], stages.stage, once)
-            sums[3] = put_off(self._columns, stages, found)
-            sums[4, : stage * chunks - 1] = stages.sent
-            self._sums[key] = sums
-        return self._sums[key]
-
-    def state(self, split: int, expert: int, table: int, stage: int, chunks: int) -> tuple[float, ...]:
-        """Bytes of state on each of the sampled places, and the least on any place.
-
-        The kinds are: parameters; their copies in lower precision; gradients; optimizer state; buffers; what the
-        largest update needs briefly; the largest bucket of gradients that all data-parallel ranks reduce; the largest
-        bucket of experts' divided gradients; the largest module's gradients (0 where stages share tied parameters).
-        Two numbers follow: the largest block's parameters, and the parameters outside of blocks or tied between them.
-        """
-        stages = self.work.stages(stage, chunks)
-        try:
-            part = self.work.part((split, 1, expert, table, 1))
-        except PlanError:
-            part = None
-        if stages is None or part is None:
-            return (0.0,) * (STATES * (PLACES + 1) + 2)
-        columns, place = self._columns, stages.stage % stage
-        parameters, gradients = columns.parameters * part.weight, columns.gradients * part.weight
-        lower = np.where(columns.multiplies & self.tables.half, parameters / 2, 0.0)
-        again = {(int(place[index]), owner) for index, owner in stages.ties}
-        found: list[float] = []
-        for row in (parameters, lower, gradients, columns.optimizer * part.weight, columns.buffers):
-            sums = np.bincount(place, weights=row, minlength=stage).astype(np.float64)
-            for where, owner in again:
-                sums[where] += row[owner]
-            found += self._looked_at(sums, stage)
-        largest = np.zeros(stage)
-        np.maximum.at(largest, place, gradients)
-        often = update_temporaries(self.tables.model)
-        found += self._looked_at(often * largest, stage)
-        divided = (columns.expert & (expert > 1)) | (columns.table & (table > 1)) | (columns.sequence & (split > 1))
-        divided |= part.linear
-        for included in (~divided, columns.expert & (expert > 1)):
-            found += self._looked_at(self._largest_bucket(np.where(included, gradients, 0.0), place, stage), stage)
-        found += self._looked_at(np.zeros(stage) if stages.ties else largest, stage)
-        units = units_of(columns, part)
-        return (*found, max(units[1:], default=0.0), units[0])
-
-    def _largest_bucket(self, nbytes: Array, place: NDArray[np.intp], stage: int) -> Array:
-        """(places,): bytes of the largest bucket in which gradients of `nbytes` by module are fused."""
-        if not nbytes.any():
-            return np.zeros(stage)
-        fused = [buckets(nbytes[place == one].tolist(), self._cap_nbytes) for one in range(stage)]
-        return np.array([max((bucket.nbytes for bucket in some), default=0.0) for some in fused])
-
-    @staticmethod
-    def _looked_at(values: Array, stage: int) -> list[float]:
-        return [*values[list(looked_at(stage))].tolist(), float(values.min())]
-
-
-@lru_cache(maxsize=4096)
-def at_most_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> tuple[Array, Array, Array, Array]:
-    """Four arrays (stages per rank, places), at least, at a place's peak: `times_held`; the microbatches whose
-    weight gradients it delays; the microbatches of which it holds a message from the next stage; and those with
-    one from the stage before.
-
-    A message is there while it is used, and one action before. For interleaved schedules none is counted. For
-    those that delay weight gradients, the delayed ones are counted and no message: what follows the peak depends
-    on the bytes there.
-    """
-    often = times_held(schedule, chunks, stage, count)
-    pending, back, on = (np.zeros_like(often) for _ in range(3))
-    places = np.arange(stage)
-    if stage > 1 and schedule == "gpipe":
-        back[:] = np.where(places < stage - 1, min(count, 2), 0)
-    elif stage > 1 and schedule in ("1f1b", "interleaved") and chunks == 1:
-        more = count > often[0]  # after the first backward comes one more forward, else a backward
-        back[:] = np.where(places < stage - 1, np.where(more | (count == 1), 1, 2), 0)
-        on[:] = np.where(more & (places > 0), 1, 0)
-    elif stage > 1 and schedule == "zero-bubble" and count >= stage:
-        pending[:] = places
-    return often, pending, back, on
-
-
-@lru_cache(maxsize=4096)
-def times_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> Array:
-    """(stages per rank, places): of how many of `count` microbatches each stage holds activations, at least, at its
-    place's peak.
-
-    1F1B holds one for each place that follows and its own; zero-bubble holds as many as there are places. An
-    interleaved schedule runs as many forwards before its first backward as Narayanan et al. 2021 (arXiv
-    2104.04473) say. They come in groups of as many microbatches as there are places, chunk by chunk. From the
-    second group only the first chunk is sure to be there in time.
-    """
-    places = np.arange(stage)
-    if stage == 1:
-        return np.ones((chunks, 1))
-    if schedule == "gpipe":
-        return np.full((chunks, stage), float(count))
-    if chunks == 1 and schedule != "interleaved":
-        live = np.minimum(count, stage if schedule == "zero-bubble" else stage - places)
-        return np.asarray(np.broadcast_to(live, (1, stage)), dtype=np.float64)
-    group = min(count, stage)
-    sure = group * chunks + min(max(0, count - stage), stage)
-    most = np.minimum(2 * (stage - 1 - places) + (chunks - 1) * stage + 1, sure)
-    often = np.clip(most - group * np.arange(chunks)[:, None], 0, group)
-    often[0] += np.maximum(0, most - group * chunks)
-    return often.astype(np.float64)

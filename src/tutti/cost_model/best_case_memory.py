@@ -1,0 +1,154 @@
+"""Bytes that the ranks of a plan hold at least, stage by stage."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.plan import Plan
+from tutti.cost_model import cost_constants
+from tutti.cost_model.best_case import BestCase
+from tutti.cost_model.best_case_work import IMPOSSIBLE, BestCaseWork
+from tutti.cost_model.compute_cost import update_temporaries
+from tutti.cost_model.memory_cost import convolving, kept, kept_by_stage, put_off, state_by_place
+from tutti.cost_model.module_costs import model_table
+from tutti.cost_model.overlap import buckets
+from tutti.cost_model.pipeline_cost import at_most_held
+from tutti.cost_model.plan_table import RECOMPUTE, SCHEDULES, Array
+from tutti.cost_model.sharding_cost import units_of
+from tutti.errors import PlanError
+
+PLACES = 4
+"""Number of places on the stage axis that are sampled: the first two, one in the middle, the last. The first
+ones hold the most microbatches, the ends have the modules around the blocks.
+"""
+
+
+STATES = 9
+"""Kinds of bytes that `BestCaseMemory.state` returns for each place."""
+
+
+def sampled_places(stages: int) -> tuple[int, ...]:
+    """The sampled places of a pipeline of this many ranks; some are the same in short pipelines."""
+    return 0, min(1, stages - 1), stages // 2, stages - 1
+
+
+class BestCaseMemory:
+    """Bytes on the ranks of plans for the model of `tables`, and with `work` their seconds.
+
+    Attributes:
+        on_cpu: whether all ranks compute on CPUs, where the update may be the peak.
+        blocks: number of blocks with parameters.
+    """
+
+    def __init__(self, best_case: BestCase, script: Plan) -> None:
+        self.best_case, self.work = best_case, BestCaseWork(best_case, script)
+        self._columns, self._cap_nbytes = model_table(best_case.model), float(script.sync.bucket_nbytes)
+        self._sums: dict[tuple[int, ...], Array | None] = {}
+        self._held: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
+        kinds = {best_case.cluster.devices[node.device].kind for node in best_case.cluster.nodes}
+        self.on_cpu = kinds == {"cpu"}
+        self.reserve = min(cost_constants.RESERVE_NBYTES[kind] for kind in kinds)
+        self.reserve += best_case.model.script_nbytes if self.on_cpu else 0.0
+        self.blocks = len(set(self._columns.unit[self._columns.block & (self._columns.parameters > 0)].tolist()))
+        self.fragments = min(cost_constants.FRAGMENTATION[kind] for kind in kinds)
+
+    def activations(self, *key: int) -> tuple[float, ...]:
+        """Least bytes of activations on each of the sampled places, and on the emptiest of all.
+
+        `key`: (split, context, expert, table, space, samples, stages, stages per rank, microbatches, schedule,
+        recompute).
+        """
+        *rest, schedule, again = key
+        whole = tuple(rest)
+        if whole not in self._held:
+            self._held[whole] = self._activations(*rest)
+        return self._held[whole][again][schedule]
+
+    def _activations(self, *key: int) -> list[list[tuple[float, ...]]]:
+        """As `activations`, for every form of recompute and schedule."""
+        *degrees, samples, stage, chunks, count = key
+        forms = [self._stage_sums((*degrees, stage, chunks, again)) for again in range(len(RECOMPUTE))]
+        found = [one for one in forms if one is not None]
+        if len(found) < len(forms):
+            return [[(IMPOSSIBLE,) * (PLACES + 1)] * len(SCHEDULES)] * len(forms)
+        always, within, output, off, sent = samples * np.stack(found, axis=1).reshape(5, len(forms), 1, chunks, stage)
+        often, pending, back, on = (
+            np.stack(each) for each in zip(*(at_most_held(one, chunks, stage, count) for one in SCHEDULES), strict=True)
+        )
+        came = np.concatenate([np.zeros_like(sent[..., :1]), sent[..., :-1]], axis=-1)
+        total = (always * often + off * pending + sent * back + came * on).sum(axis=2)
+        total = total + within.max(axis=2) + output.max(axis=2)
+        shown = np.concatenate([total[:, :, list(sampled_places(stage))], total.min(axis=2, keepdims=True)], axis=2)
+        return [[tuple(row) for row in rows] for rows in shown.tolist()]
+
+    def _stage_sums(self, key: tuple[int, ...]) -> Array | None:
+        """(5, stages) bytes: what one sample holds; the most within a region that recomputes; the largest output, or
+        what else its backward holds briefly; what is held while weight gradients are delayed; the message to the next
+        stage.
+        """
+        if key not in self._sums:
+            *degrees, stage, chunks, again = key
+            stages = self.work.stages(stage, chunks)
+            try:
+                part = self.work.part(tuple(degrees))
+            except PlanError:
+                part = None
+            if stages is None or part is None:
+                self._sums[key] = None
+                return None
+            found = kept(self._columns, part, self.work.regions[again], half=self.best_case.half)
+            sums = np.zeros((5, stage * chunks))
+            sums[0] = kept_by_stage(self._columns, stages, found)
+            np.maximum.at(sums[1], stages.stage, found.within)
+            np.maximum.at(sums[2], stages.stage, found.output)
+            if self.on_cpu:
+                space = degrees[-1] > 1
+                once = convolving(self._columns, part, stages, found, space=space, half=self.best_case.half)
+                np.maximum.at(sums[2], stages.stage, once)
+            sums[3] = put_off(self._columns, stages, found)
+            sums[4, : stage * chunks - 1] = stages.sent
+            self._sums[key] = sums
+        return self._sums[key]
+
+    def state(self, split: int, expert: int, table: int, stage: int, chunks: int) -> tuple[float, ...]:
+        """Bytes of state on each of the sampled places, and the least on any place.
+
+        The kinds are: parameters; their copies in lower precision; gradients; optimizer state; buffers; what the
+        largest update needs briefly; the largest bucket of gradients that all data-parallel ranks reduce; the largest
+        bucket of experts' divided gradients; the largest module's gradients (0 where stages share tied parameters).
+        Two numbers follow: the largest block's parameters, and the parameters outside of blocks or tied between them.
+        """
+        stages = self.work.stages(stage, chunks)
+        try:
+            part = self.work.part((split, 1, expert, table, 1))
+        except PlanError:
+            part = None
+        if stages is None or part is None:
+            return (0.0,) * (STATES * (PLACES + 1) + 2)
+        columns, place = self._columns, stages.stage % stage
+        state = state_by_place(
+            columns, part, stages, stage, update_temporaries(self.best_case.model), half=self.best_case.half
+        )
+        divided = (columns.expert & (expert > 1)) | (columns.table & (table > 1)) | (columns.sequence & (split > 1))
+        divided |= part.linear
+        gradients = columns.gradients * part.weight
+        fused, fused_experts = (
+            self._largest_bucket(np.where(included, gradients, 0.0), place, stage)
+            for included in (~divided, columns.expert & (expert > 1))
+        )
+        largest = np.zeros(stage) if stages.ties else state.largest
+        kinds = (state.parameters, state.lower, state.gradients, state.optimizer, state.buffers, state.temporary, fused,
+                 fused_experts, largest)  # fmt: skip
+        found = [value for kind in kinds for value in self._sampled(kind, stage)]
+        units = units_of(columns, part)
+        return (*found, max(units[1:], default=0.0), units[0])
+
+    def _largest_bucket(self, nbytes: Array, place: NDArray[np.intp], stage: int) -> Array:
+        """(places,): bytes of the largest bucket in which gradients of `nbytes` by module are fused."""
+        if not nbytes.any():
+            return np.zeros(stage)
+        fused = [buckets(nbytes[place == one].tolist(), self._cap_nbytes) for one in range(stage)]
+        return np.array([max((bucket.nbytes for bucket in some), default=0.0) for some in fused])
+
+    @staticmethod
+    def _sampled(values: Array, stage: int) -> list[float]:
+        return [*values[list(sampled_places(stage))].tolist(), float(values.min())]

@@ -1,0 +1,84 @@
+"""Plans as columns of numbers: a row of a `MeshTable` for each mesh, a row of `Variants` for each plan on it."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.config.vocabulary import ContextKind, Offload, ScheduleName
+
+Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zero-bubble", "gpipe")
+RECOMPUTE = ("none", "selective", "full")
+CONTEXTS: tuple[ContextKind, ...] = ("ring", "all-to-all")
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshTable:
+    """Columns of equal length. `copies` is replicate times shard."""
+
+    split: Ints
+    stage: Ints
+    context: Ints
+    expert: Ints
+    table: Ints
+    space: Ints
+    copies: Ints
+    microbatches: Ints
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    @property
+    def data(self) -> Ints:
+        """The data-parallel degree."""
+        return self.copies * self.expert * self.table
+
+    @property
+    def world(self) -> Ints:
+        return self.data * self.split * self.stage * self.context * self.space
+
+    def take(self, rows: NDArray[np.intp]) -> "MeshTable":
+        return MeshTable(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variants:
+    """Columns of equal length. `shape` is the row in `MeshTable`; schedules and forms of recompute are indices into
+    the tuples above.
+
+    `level`: 0 without sharding; `chunks`: stages per rank.
+    """
+
+    shape: NDArray[np.intp]
+    shard: Ints
+    level: Ints
+    schedule: Ints
+    chunks: Ints
+    recompute: Ints
+    context_kind: Ints
+    offload: Ints
+
+    def __len__(self) -> int:
+        return len(self.shape)
+
+    def take(self, rows: NDArray[np.intp]) -> "Variants":
+        return Variants(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
+
+
+def by_kind(columns: tuple[Ints, ...], function: Callable[..., tuple[float, ...]]) -> tuple[Array, ...]:
+    """`function(*row)` for each row of `columns`, called once for equal rows; its values as columns."""
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        known, place = np.unique(column, return_inverse=True)
+        key = key * len(known) + place.reshape(-1)
+    _, first, where = np.unique(key, return_index=True, return_inverse=True)
+    kinds = zip(*(column[first].tolist() for column in columns), strict=True)
+    values = np.array([function(*kind) for kind in kinds], dtype=np.float64)
+    return tuple(np.ascontiguousarray(column) for column in values[where.reshape(-1)].T)

@@ -1,0 +1,128 @@
+"""Plans that the search has not predicted yet, with what predictions have shown of plans like them."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.cost_model.plan_bounds import Bounds
+from tutti.cost_model.plan_table import SCHEDULES, Array, Ints, MeshTable, Variants
+
+_TOO_LARGE = 8.0
+"""Factor on the estimated time of candidates that probably do not fit."""
+
+
+_FAILURES = 4
+"""After this many refusals and no success a family is not tried again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Lesson:
+    """What predictions of a family showed: sums of log(predicted / estimated) of time and memory, and their number."""
+
+    time: float = 0.0
+    memory: float = 0.0
+    count: int = 0
+    refused: int = 0
+
+    @property
+    def hopeless(self) -> bool:
+        return self.count == 0 and self.refused >= _FAILURES
+
+
+def family(shapes: MeshTable, variant_rows: Variants) -> Ints:
+    """A number for what a plan combines: the axes it uses, its sharding, schedule and recompute."""
+    axes = (shapes.split, shapes.stage, shapes.context, shapes.expert, shapes.table, shapes.space)
+    code = np.zeros(len(variant_rows), dtype=np.int64)
+    for axis in axes:
+        code = code * 2 + (axis > 1)
+    code = code * 2 + (shapes.copies // variant_rows.shard > 1)
+    code = code * 4 + variant_rows.level
+    code = code * 4 + variant_rows.schedule
+    code = code * 3 + variant_rows.recompute
+    code = code * 3 + variant_rows.offload
+    return np.asarray(code * 2 + variant_rows.context_kind, dtype=np.int64)
+
+
+@dataclass(slots=True, kw_only=True)
+class Pool:
+    """Rows of one SearchBranch (one order of nodes, one precision). `variant_rows` and `bounds` are columns over all
+    rows so far.
+    """
+
+    variant_rows: list[Variants] = field(default_factory=list)
+    least: Array = field(default_factory=lambda: np.empty(0))
+    likely: Array = field(default_factory=lambda: np.empty(0))
+    memory: Array = field(default_factory=lambda: np.empty(0))
+    room: Array = field(default_factory=lambda: np.empty(0))
+    world: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    family: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    part: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    row: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    done: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+
+    def __len__(self) -> int:
+        return len(self.least)
+
+    def add(
+        self, shapes: MeshTable, variant_rows: Variants, keep: NDArray[np.bool_], least: Array, likely: Array,
+        bounds: Bounds,
+        room: Array,
+    ) -> None:  # fmt: skip
+        """Add the rows of `variant_rows` that `keep` marks."""
+        rows = np.flatnonzero(keep)
+        taken = variant_rows.take(rows)
+        at = shapes.take(taken.shape)
+        self.variant_rows.append(taken)
+        self.least = np.concatenate([self.least, least[rows]])
+        self.likely = np.concatenate([self.likely, likely[rows]])
+        self.memory = np.concatenate([self.memory, bounds.memory[rows]])
+        self.room = np.concatenate([self.room, room[rows]])
+        self.world = np.concatenate([self.world, at.world])
+        self.family = np.concatenate([self.family, family(at, taken)])
+        self.part = np.concatenate([self.part, np.full(len(rows), len(self.variant_rows) - 1, dtype=np.int64)])
+        self.row = np.concatenate([self.row, np.arange(len(rows), dtype=np.int64)])
+        self.done = np.concatenate([self.done, np.zeros(len(rows), dtype=np.bool_)])
+
+    def drop(self, rows: NDArray[np.bool_]) -> None:
+        """Drop the marked rows."""
+        kept = ~rows
+        for name in ("least", "likely", "memory", "room", "world", "family", "part", "row", "done"):
+            setattr(self, name, getattr(self, name)[kept])
+
+    def corrected(self, lessons: dict[int, Lesson]) -> Array:
+        """Estimates corrected by the families' own predictions; infinite for families that are refused."""
+        known = [lesson for lesson in lessons.values() if lesson.count]
+        count = max(1, sum(lesson.count for lesson in known))
+        overall = (sum(lesson.time for lesson in known) / count, sum(lesson.memory for lesson in known) / count)
+        families, where = np.unique(self.family, return_inverse=True)
+        times, sizes = np.ones(len(families)), np.ones(len(families))
+        for index, one in enumerate(families.tolist()):
+            lesson = lessons.get(one, Lesson())
+            # One prediction of the family counts as much as all others together: families differ more than plans do.
+            weight = lesson.count + 1
+            times[index] = np.exp((lesson.time + overall[0]) / weight) if not lesson.hopeless else np.inf
+            sizes[index] = np.exp((lesson.memory + overall[1]) / weight)
+        at = where.reshape(-1)
+        too_large = self.memory * sizes[at] > self.room
+        return np.asarray(self.likely * times[at] * np.where(too_large, _TOO_LARGE, 1.0), dtype=np.float64)
+
+
+def plainness(code: int) -> int:
+    """The number of mechanisms that a family combines."""
+    axes, level, schedule, recompute, offload = _parts(code)
+    return axes.bit_count() + (level > 0) + (recompute > 0) + (schedule > 0) + (offload > 0)
+
+
+def takes_long(code: int) -> bool:
+    """Whether prediction is slow for large pipelines, because the schedule's order must be simulated."""
+    return SCHEDULES[_parts(code)[2]] in ("interleaved", "zero-bubble")
+
+
+def _parts(code: int) -> tuple[int, int, int, int, int]:
+    """(axes, level, schedule, recompute, offload) of a family's number."""
+    code //= 2
+    offload, code = code % 3, code // 3
+    recompute, code = code % 3, code // 3
+    schedule, code = code % 4, code // 4
+    return code // 4, code % 4, schedule, recompute, offload
