@@ -1,6 +1,5 @@
 """Totals of a model by the degrees that divide it, looked up row by row. Bounds and estimates are made of them."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from tutti.cost_model import compute_cost
 from tutti.cost_model.group_links import RankGroup, Span
 from tutti.cost_model.microbatch_cost import at_least, each_of
 from tutti.cost_model.plan_table import Array
-from tutti.cost_model.rank_placement import HostGroup, Link, place_ranks, seated_link
+from tutti.cost_model.rank_placement import HostGroup, Link, least_all_reduce, place_ranks, seated_link
 from tutti.cost_model.work_division import divided_linears
 from tutti.cost_model.worker_speed import Curve, Efficiency, WeightPassTime, Worker, best_of, worker_at
 from tutti.errors import PlanError
@@ -140,9 +139,8 @@ class BestCase:
         near = self.per_node % (degree * inside) == 0
         if inside == 1 and degree % self.per_node == 0 and self.aligned and not near:
             return self._across(best, degree)
-        least, bandwidth = self.link(best, "node") if near else (0.0, self.fastest(best)[1])
-        latency = 2 * math.ceil(math.log2(degree)) * least
-        return lambda nbytes: np.where(nbytes > 0, latency + 2 * (degree - 1) / degree * nbytes / bandwidth, 0.0)
+        latency, bandwidth = self.link(best, "node") if near else (0.0, self.fastest(best)[1])
+        return lambda nbytes: least_all_reduce(latency, bandwidth, nbytes, degree)
 
     def _across(self, best: int, degree: int) -> Callable[[Array], Array]:
         """The same for groups that do not share their hosts, as the prediction computes it."""

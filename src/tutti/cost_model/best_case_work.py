@@ -13,13 +13,22 @@ from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan
 from tutti.config.vocabulary import AxisName, Recompute
 from tutti.cost_model import compute_cost
 from tutti.cost_model.best_case import BestCase
-from tutti.cost_model.compute_cost import update_nbytes
-from tutti.cost_model.microbatch_cost import at_least
+from tutti.cost_model.compute_cost import accumulation_s, traffic_s, update_nbytes
+from tutti.cost_model.microbatch_cost import (
+    at_least,
+    key_value_nbytes,
+    last_reduced,
+    linear_nbytes,
+    repeats,
+    routed_nbytes,
+    split_nbytes,
+    vector_nbytes,
+)
 from tutti.cost_model.module_costs import model_table
 from tutti.cost_model.plan_table import Array
 from tutti.cost_model.stage_cuts import StageCuts, stages_of
-from tutti.cost_model.work_division import Division as Part
 from tutti.cost_model.work_division import (
+    Division,
     Region,
     block_globs,
     computed_in_pieces,
@@ -83,11 +92,11 @@ class BestCaseWork:
         self._stages: dict[tuple[int, int], StageCuts | None] = {}
         self._steps: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
         self._sums: dict[tuple[int, ...], Array] = {}
-        self._parts: dict[tuple[int, ...], Part] = {}
-        self._largest: dict[tuple[int, ...], Part] = {}
+        self._parts: dict[tuple[int, ...], Division] = {}
+        self._largest: dict[tuple[int, ...], Division] = {}
         forms: tuple[bool | Recompute | None, ...] = (None, "selective", True)
         self.regions = tuple(self._recomputed(how) for how in forms)
-        self._repeats = np.stack([self._repeated(regions) for regions in self.regions])
+        self._repeats = np.stack([repeats(self.columns, regions) for regions in self.regions])
 
     def step(self, *key: int) -> tuple[float, ...]:
         """Least and probable times of a step.
@@ -194,26 +203,12 @@ class BestCaseWork:
         layout = (*self._script.layout, *(rules if how is not None else ()))
         return recompute_regions(self._best_case.model, Plan(batch=BatchPlan(global_batch_size=1), layout=layout))
 
-    def _repeated(self, regions: tuple[Region, ...]) -> Array:
-        """1 for modules that are recomputed in backward."""
-        again = np.zeros(len(self.columns))
-        for region in regions:
-            members = np.array(region.members, dtype=np.intp)
-            again[members] = np.where(self.columns.multiplies[members] & region.selective, 0.0, 1.0)
-        return again
-
-    def _repeated_waits(self, part: Part, waits: Array) -> Array:
+    def _repeated_waits(self, part: Division, waits: Array) -> Array:
         """(3, modules): communication that recompute repeats. Nothing after a region's last reduction is recomputed."""
-        repeated = self._repeats * waits
-        for form, regions in enumerate(self.regions):
-            for region in regions:
-                members = np.array(region.members, dtype=np.intp)
-                sums = members[part.split[members] & self.columns.summed[members]]
-                if len(sums):
-                    repeated[form, sums.max()] = 0.0
-        return repeated
+        last = np.stack([last_reduced(self.columns, part, regions) for regions in self.regions])
+        return self._repeats * ~last * waits
 
-    def part(self, degrees: tuple[int, ...]) -> Part:
+    def part(self, degrees: tuple[int, ...]) -> Division:
         """A rank's part of each module for (split, context, expert, table, space). Raises PlanError if refused.
 
         Where devices are unequal, parts along split may be too; the result is then their mean.
@@ -249,8 +244,8 @@ class BestCaseWork:
             )
             for one, each in zip((compute_cost.forward, compute_cost.backward), own, strict=True)
         ]
-        gradients = float((self.columns.gradients * np.maximum(0.0, largest.weight - part.weight)).sum())
-        return less[0], less[1] + 3.0 * worker.slowdown / worker.bandwidth_bytes_per_s * gradients
+        gradients = self.columns.gradients * np.maximum(0.0, largest.weight - part.weight)
+        return less[0], less[1] + float(accumulation_s(worker, gradients).sum())
 
     def passes(self, key: tuple[int, ...]) -> ModulePasses | None:
         """The passes for (split, context, expert, table, space, samples, best worker); None for what is refused."""
@@ -273,35 +268,30 @@ class BestCaseWork:
         passes = computed_in_pieces(columns, part, (space,), worker, samples, bare, on_cpu=False, least=True)
         ahead, back = (one.seconds for one in passes)
         slack = self._slack(degrees, samples, worker, (ahead, back)) if best_case.mixed and split > 1 else (0.0, 0.0)
-        low = np.where(columns.multiplies & best_case.half, 0.5, 1.0)
         link = best_case.ring(best, split, 1)
-        out = np.where(part.split & columns.summed, samples * part.passed * columns.outputs * low, 0.0)
-        into = np.where(part.split, samples * part.passed * columns.inputs, 0.0)
-        waits_f, waits_b = link(out), link(into)
+        reduced, _, inputs = split_nbytes(columns, part, samples, half=best_case.half)
+        waits_f, waits_b = link(reduced), link(inputs)
         inside = split * space * context
         if expert > 1:
-            sent = 2 * best_case.exchange(best, expert, inside)(samples * part.passed * columns.routed)
+            sent = 2 * best_case.exchange(best, expert, inside)(routed_nbytes(columns, part, samples))
             waits_f, waits_b = waits_f + sent, waits_b + sent
         probable = np.zeros(count)
         if table > 1:
-            vectors = np.where(columns.table, samples * part.passed * columns.outputs, 0.0)
-            probable += 2 * best_case.exchange(best, table, inside * expert)(vectors)
-            rows = columns.linear * np.where(part.by_outputs, table, 1.0)
-            rows += columns.outputs * np.where(part.by_outputs, 1.0, table)
-            exchanged = np.where(part.linear, samples * part.passed * best_case.width * rows, 0.0)
-            probable += 2 * best_case.exchange(best, table, inside * expert)(exchanged)
+            to_holders = best_case.exchange(best, table, inside * expert)
+            probable += 2 * to_holders(vector_nbytes(columns, part, samples))
+            inputs, outputs = linear_nbytes(columns, part, samples, half=best_case.half)
+            probable += 2 * to_holders(inputs + outputs)
         if context > 1:
-            keys = samples * part.work * columns.key_value * best_case.width
+            keys = key_value_nbytes(columns, part, samples) * best_case.width
             probable += 2 * best_case.exchange(best, context, split)(keys)
         gradients = columns.gradients * part.weight
         states, on_cpu = columns.optimizer * part.weight, worker.gap_s is None
-        rate = worker.slowdown / worker.bandwidth_bytes_per_s
         return ModulePasses(
             ahead=ahead + waits_f,
             back=back + waits_b,
             again=self._repeats * ahead + self._repeated_waits(part, waits_f),
-            adding=3.0 * rate * gradients,
-            update=rate * update_nbytes(best_case.model, gradients, states, on_cpu=on_cpu),
+            adding=accumulation_s(worker, gradients),
+            update=traffic_s(worker, update_nbytes(best_case.model, gradients, states, on_cpu=on_cpu)),
             probable=probable,
             summed=np.where(columns.expert | columns.table | part.linear, 0.0, gradients),
             slack=slack,

@@ -218,6 +218,19 @@ def _work(table: OpTable, worker: Worker, samples: int, modules: int, passed: _P
     return PassCost(seconds=limits.sum(axis=0), limits=limits)
 
 
+_ACCUMULATION_PASSES = 3.0
+
+
+def accumulation_s(worker: Worker, gradients: Array) -> Array:
+    """Seconds in which gradients of so many bytes are read, added to those of the microbatch before, and written."""
+    return _ACCUMULATION_PASSES * traffic_s(worker, gradients)
+
+
+def traffic_s(worker: Worker, nbytes: Array) -> Array:
+    """Seconds of memory traffic of so many bytes."""
+    return nbytes * (worker.slowdown / worker.bandwidth_bytes_per_s)
+
+
 def update_nbytes(model: ModelSpec, gradients: Array, states: Array, *, on_cpu: bool) -> Array:
     """Bytes of memory traffic of the optimizer's update.
 

@@ -126,6 +126,17 @@ def feeds(
     )
 
 
+def loader_s(loading: Loading, *, oversubscription: float = 1.0, storage_s: float = 0.0) -> float:
+    """Seconds in which one loader brings a sample in.
+
+    Args:
+        loading: what a sample costs.
+        oversubscription: factor by which a core takes longer, because ranks share it.
+        storage_s: seconds of reading the sample from storage.
+    """
+    return oversubscription * loading.core_s + loading.wait_s + storage_s
+
+
 def _feed(
     loading: Loading,
     stored: float,
@@ -150,7 +161,7 @@ def _feed(
     oversubscription = max(1.0, ranks / cores) if cores and not loading.workers else 1.0
     held = min(1.0, ranks * host_group.threads / cores) if cores else 0.0
     return Feed(
-        loader_s=part * (oversubscription * loading.core_s + loading.wait_s + stored / rate),
+        loader_s=part * loader_s(loading, oversubscription=oversubscription, storage_s=stored / rate),
         host_s=part * sets * stored / disk if disk is not None else 0.0,
         shared_s=read * stored / shared if shared is not None else 0.0,
         cores_s=part * ranks * loading.core_s / cores if cores and loading.workers else 0.0,

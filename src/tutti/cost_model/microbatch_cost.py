@@ -131,16 +131,19 @@ def each_of(seconds: Callable[[float], float], nbytes: Array) -> Array:
     return result
 
 
+def split_nbytes(columns: ModelTable, part: Division, samples: float, *, half: bool) -> tuple[Array, Array, Array]:
+    """(modules,) bytes over split: outputs that are reduced, outputs that are gathered, gradients of inputs."""
+    low = np.where(columns.multiplies & half, 0.5, 1.0)
+    outputs = samples * part.passed * columns.outputs * low
+    inputs = np.where(part.split, samples * part.passed * columns.inputs, 0.0)
+    reduced, gathered = part.split & columns.summed, part.split & columns.gathered
+    return np.where(reduced, outputs, 0.0), np.where(gathered, outputs, 0.0), inputs
+
+
 def _split(wires: Wires, samples: float) -> Exchanged:
-    columns, division = wires.columns, wires.division
-    group = wires.network.group("split")
+    division, group = wires.division, wires.network.group("split")
     t = group.ranks
-    low = np.where(columns.multiplies & wires.half, 0.5, 1.0)
-    here = division.split
-    summed, recurrent = here & columns.summed, here & columns.gathered
-    out = samples * division.passed * columns.outputs * low
-    into = np.where(here, samples * division.passed * columns.inputs, 0.0)
-    sums, gathers = np.where(summed, out, 0.0), np.where(recurrent, out, 0.0)
+    sums, gathers, into = split_nbytes(wires.columns, division, samples, half=wires.half)
     if division.padded is None:
         ahead = each_of(group.summed, sums) + each_of(group.divided, gathers)
         back = each_of(group.summed, into) + each_of(group.divided, gathers)
@@ -153,13 +156,18 @@ def _split(wires: Wires, samples: float) -> Exchanged:
     return _waited(group, (ahead, back), sent)
 
 
+def key_value_nbytes(columns: ModelTable, part: Division, samples: float) -> Array:
+    """(modules,) bytes of the keys and values of a rank's part of each sequence, in full precision."""
+    return samples * part.work * columns.key_value
+
+
 def _ring(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
     """A transfer runs while the block before it is computed; in backward the gradients go around as well, in full
     width.
     """
     group = wires.network.group("context")
     c = group.ranks
-    full = samples * wires.division.work * wires.columns.key_value
+    full = key_value_nbytes(wires.columns, wires.division, samples)
     part = full * (0.5 if wires.half else 1.0)
     rounds = np.where(part > 0, (c - 1.0) / c, 0.0)
 
@@ -185,29 +193,39 @@ def _heads(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
     c = group.ranks
     attends = wires.columns.key_value > 0
     low = samples * wires.division.work * (0.5 if wires.half else 1.0)
-    keys = low * wires.columns.key_value / 2
+    keys = key_value_nbytes(wires.columns, wires.division, samples) * (0.5 if wires.half else 1.0) / 2
     queries = np.where(attends, low * wires.columns.outputs, 0.0)
     seconds = 2 * each_of(group.all_to_all, keys) + 2 * each_of(group.all_to_all, queries)
     sent = 2 * (keys + queries) * (c - 1) / c
     return _waited(group, (seconds, seconds), (sent, sent))
 
 
+def routed_nbytes(columns: ModelTable, part: Division, samples: float) -> Array:
+    """(modules,) bytes of the tokens that a rank sends to experts; as many return."""
+    return samples * part.passed * columns.routed
+
+
 def _experts(wires: Wires, samples: float) -> Exchanged:
     """Tokens are sent and returned twice; before that all ranks exchange how many tokens chose which expert."""
     group, sharers = wires.network.group("expert"), wires.network.group(*DATA_AXES)
     e = group.ranks
-    routed = samples * wires.division.passed * wires.columns.routed
+    routed = routed_nbytes(wires.columns, wires.division, samples)
     sent = routed * (e - 1) / e * 2
     counted = np.where(routed > 0, sharers.scatter(cost_constants.LOSS_NBYTES), 0.0)
     seconds = 2 * each_of(group.all_to_all, routed) + counted
     return _waited(group, (seconds, seconds + counted), (sent, sent))
 
 
+def vector_nbytes(columns: ModelTable, part: Division, samples: float) -> Array:
+    """(modules,) bytes of the vectors that divided embedding tables look up."""
+    return np.where(columns.table, samples * part.passed * columns.outputs, 0.0)
+
+
 def _tables(wires: Wires, samples: float) -> Exchanged:
     """Tables that follow each other share their exchanges: of sizes, of rows (both small), and of vectors."""
     group = wires.network.group("table")
     columns = wires.columns
-    vectors = np.where(columns.table, samples * wires.division.passed * columns.outputs, 0.0)
+    vectors = vector_nbytes(columns, wires.division, samples)
     moved = np.flatnonzero(columns.table)
     runs = np.split(moved, np.flatnonzero(np.diff(moved) > 1) + 1)
     seconds, small = np.zeros(len(columns)), group.all_to_all(1.0)
@@ -218,6 +236,13 @@ def _tables(wires: Wires, samples: float) -> Exchanged:
     return _waited(group, (seconds + asked, seconds), (sent, sent))
 
 
+def linear_nbytes(columns: ModelTable, part: Division, samples: float, *, half: bool) -> tuple[Array, Array]:
+    """(modules,) bytes of linear layers divided over table that a rank exchanges: of their inputs, of their outputs."""
+    values = np.where(part.linear, samples * part.passed * (0.5 if half else 1.0), 0.0)
+    inputs = values * columns.linear * np.where(part.by_outputs, part.holders, 1.0)
+    return inputs, values * columns.outputs * np.where(part.by_outputs, 1.0, part.holders)
+
+
 def _linears(wires: Wires, samples: float) -> Exchanged:
     """Exchanges of divided linear layers.
 
@@ -226,9 +251,7 @@ def _linears(wires: Wires, samples: float) -> Exchanged:
     """
     group, part = wires.network.group("table"), wires.division
     columns, n = wires.columns, wires.network.group("table").ranks
-    values = np.where(part.linear, samples * part.passed * (0.5 if wires.half else 1.0), 0.0)
-    into = values * columns.linear * np.where(part.by_outputs, n, 1.0)
-    out = values * columns.outputs * np.where(part.by_outputs, 1.0, n)
+    into, out = linear_nbytes(columns, part, samples, half=wires.half)
     trained = np.where(columns.first, 0.0, 1.0)
     there, back = each_of(group.all_to_all, into), each_of(group.all_to_all, out)
     said = np.where(part.linear, group.all_to_all(1.0), 0.0)
@@ -379,10 +402,10 @@ def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: i
     ahead, back = computed_in_pieces(
         wires.columns, wires.division, grid, worker, samples, (ahead, back), on_cpu=wires.on_cpu
     )
-    again = repeats(wires, regions)
+    again = repeats(wires.columns, regions)
     waits = exchanged(wires, samples, ahead.seconds, back.seconds)
     if regions:
-        repeated = again * ~_last_sums(wires, regions)
+        repeated = again * ~last_reduced(wires.columns, wires.division, regions)
         waits = Exchanged(
             forward_s=waits.forward_s,
             backward_s=waits.backward_s + repeated * waits.forward_s,
@@ -399,26 +422,28 @@ def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: i
     )
 
 
-def repeats(wires: Wires, regions: tuple[Region, ...]) -> Array:
+def repeats(columns: ModelTable, regions: tuple[Region, ...]) -> Array:
     """1 for modules whose forward is computed again in backward, else 0."""
-    again = np.zeros(len(wires.columns))
+    again = np.zeros(len(columns))
     if regions:
         found = marks(regions)
-        dear = wires.columns.multiplies[found.member] & found.selective[found.of]
+        dear = columns.multiplies[found.member] & found.selective[found.of]
         again[found.member] = np.where(dear, 0.0, 1.0)
     return again
 
 
-def _last_sums(wires: Wires, regions: tuple[Region, ...]) -> Flags:
+def last_reduced(columns: ModelTable, part: Division, regions: tuple[Region, ...]) -> Flags:
     """The last module of each region whose output is reduced.
 
     Backward needs nothing that comes after it, so the region is not computed again beyond it.
     """
+    result = np.zeros(len(columns), dtype=np.bool_)
+    if not regions:
+        return result
     found = marks(regions)
-    summed = wires.division.split[found.member] & wires.columns.summed[found.member]
+    summed = part.split[found.member] & columns.summed[found.member]
     last = np.zeros(len(regions), dtype=np.intp) - 1
     np.maximum.at(last, found.of[summed], found.member[summed])
-    result = np.zeros(len(wires.columns), dtype=np.bool_)
     result[last[last >= 0]] = True
     return result
 

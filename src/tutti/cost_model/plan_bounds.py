@@ -15,8 +15,11 @@ from numpy.typing import NDArray
 
 from tutti.cost_model.best_case import BestCase, uneven
 from tutti.cost_model.best_case_memory import PLACES, STATES, BestCaseMemory
+from tutti.cost_model.loading_time import loader_s
 from tutti.cost_model.memory_cost import RankState, Sharded, in_update, sharded
 from tutti.cost_model.plan_table import SCHEDULES, Array, Flags, Ints, MeshTable, Variants, by_kind
+from tutti.cost_model.rank_placement import ring_sent_nbytes
+from tutti.cost_model.sharding_cost import gathered_nbytes
 
 _ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
 
@@ -217,8 +220,7 @@ def _with_data(
         return least, likely
     shared = np.maximum(facts.count * rows.microbatches, -(-samples // rows.data))  # microbatches may be unequal
     own = np.full(len(least), float(samples)) if loading.stream else shared
-    part = rows.space if loading.parts else 1
-    own_s = own * (loading.core_s + loading.wait_s) / (max(1, loading.workers) * part)
+    own_s = own * loader_s(loading) / (max(1, loading.workers) * (rows.space if loading.parts else 1))
     if loading.workers:
         return np.maximum(least, own_s), np.maximum(likely, own_s)
     alike = (facts.speed >= 1) & (not best_case.mixed)
@@ -298,12 +300,14 @@ def _exchanged(
     parts = _ring(best_case, rows, facts, shard, split * inner)
     others = everyone / shard
     quickest = np.maximum(*_links(best_case, facts)[:2])
-    fastest = np.where(others > 1, 2 * (others - 1) / others / quickest, 0.0)
+    fastest = np.where(others > 1, ring_sent_nbytes(1 / quickest, others), 0.0)
     divided = variant_rows.level >= 2
     low = np.where(divided, parts[0] / 2 + fastest / shard, whole[0])
     sums = np.where(divided, parts[1] / 2 + whole[1] / shard, whole[1]) * facts.gradients / stages
     gathered = np.where(
-        variant_rows.level == 3, rows.microbatches * (2 * facts.parameters - facts.outside) / stages, 0.0
+        variant_rows.level == 3,
+        gathered_nbytes(facts.parameters, facts.outside, rows.microbatches.astype(np.float64)) / stages,
+        0.0,
     )
     return low, parts[0] / 2, (sums, parts[1] / 2 * gathered)
 
@@ -322,11 +326,11 @@ def _ring(best_case: BestCase, rows: MeshTable, facts: Facts, degree: Array, ins
     members = np.clip(reach / inside, 1.0, degree)
     sharing_groups = np.maximum(1.0, reach / members)
     spanned = np.maximum(2.0, degree / members)
-    across = 2 * (spanned - 1) / spanned * sharing_groups / network
+    across = ring_sent_nbytes(sharing_groups / network, spanned)
     wide = ((degree - 1) * inside >= each) & (not best_case.unequal)
     hosts = np.maximum(2.0, np.minimum(np.ceil(degree / np.ceil(each / inside)), facts.hosts))  # more ranks than cores
-    crossing = 2 * (hosts - 1) / hosts * np.minimum(inside, each) / network
-    plain = 2 * (degree - 1) / degree
+    crossing = ring_sent_nbytes(np.minimum(inside, each) / network, hosts)
+    plain = ring_sent_nbytes(np.ones(len(rows)), degree)
     least = np.where(within, plain / node, np.where(wide, crossing, plain / np.maximum(node, network)))
     likely = np.where(within, plain / node, across)
     return np.where(degree > 1, least, 0.0), np.where(degree > 1, likely, 0.0)

@@ -8,12 +8,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, LinkTier, NodeSpec, slowest_link
 from tutti.config.partitioning import cut
 from tutti.config.vocabulary import Evidence, LastBatch
 from tutti.errors import PlanError
+
+Array = NDArray[np.float64]
+Numbers = TypeVar("Numbers", float, Array)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +345,12 @@ def naive_all_reduce_sent(elements: int, ranks: int) -> int:
     return 2 * elements * (ranks - 1)
 
 
-def ring_sent_nbytes(nbytes: float, ranks: int) -> float:
-    """Bytes each rank sends in a ring all-reduce of `nbytes`: 2 (n - 1) / n S."""
+def ring_sent_nbytes(nbytes: Numbers, ranks: int | Numbers) -> Numbers:
+    """Bytes each rank sends in a ring all-reduce of `nbytes`: 2 (n - 1) / n S. No algorithm sends fewer."""
     return 2 * (ranks - 1) / ranks * nbytes
+
+
+def least_all_reduce(latency_s: float, bandwidth_bytes_per_s: float, nbytes: Array, ranks: int) -> Array:
+    """Seconds that no all-reduce of `nbytes` takes less than: a tree's messages and a ring's bytes; 0 for no bytes."""
+    least_s = 2 * math.ceil(math.log2(ranks)) * latency_s
+    return np.where(nbytes > 0, least_s + ring_sent_nbytes(nbytes, ranks) / bandwidth_bytes_per_s, 0.0)

@@ -6,6 +6,7 @@ of blocks) is gathered while the unit before computes, and gradients are reduce-
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from tutti.cost_model.overlap import CommCost
 from tutti.cost_model.rank_placement import HostGroup
 from tutti.cost_model.work_division import Division
 from tutti.cost_model.worker_speed import Array
+
+Numbers = TypeVar("Numbers", float, Array)
 
 
 def units_of(columns: ModelTable, part: Division) -> list[float]:
@@ -168,8 +171,22 @@ def sent_nbytes(nbytes: Sequence[float], costs: Costs, level: int, microbatches:
 
 
 def _gathered(nbytes: Sequence[float], level: int, microbatches: int) -> float:
-    """Bytes of parameters that are gathered in a step."""
-    return sum(nbytes) if level == 2 else microbatches * (2 * sum(nbytes) - nbytes[0])
+    """Bytes of parameters that are gathered in a step, of units of so many bytes."""
+    whole = sum(nbytes)
+    return whole if level == 2 else gathered_nbytes(whole, nbytes[0], microbatches)
+
+
+def gathered_nbytes(whole: Numbers, outside: Numbers, microbatches: Numbers) -> Numbers:
+    """Bytes of parameters that level 3 gathers in a step: for each pass of each microbatch.
+
+    The parameters outside of blocks stay from forward to backward.
+
+    Args:
+        whole: bytes of all parameters.
+        outside: bytes of those outside of blocks.
+        microbatches: of a step.
+    """
+    return microbatches * (2 * whole - outside)
 
 
 def _around(seconds: Sequence[float]) -> list[float]:

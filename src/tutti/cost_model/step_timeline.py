@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.cost_model.compute_cost import update_calls, update_nbytes
+from tutti.cost_model.compute_cost import accumulation_s, update_calls, update_nbytes
 from tutti.cost_model.cost_notes import STAGES
 from tutti.cost_model.loading_time import BatchLoad, Feed, most
 from tutti.cost_model.microbatch_cost import Passed, Wires, each_of, passed
@@ -180,9 +180,8 @@ def line_load(setting: Setting, line: Line) -> BatchLoad:
 
 
 def added_s(setting: Setting, host_group: int, own: Flags) -> float:
-    """From the second microbatch on, gradients are read, added to and written."""
-    nbytes, worker = float(setting.gradients(host_group)[own].sum()), setting.workers[host_group]
-    return 3 * nbytes / worker.bandwidth_bytes_per_s * worker.slowdown
+    """Seconds in which a microbatch's gradients of the modules `own` are added to those of the microbatch before."""
+    return float(accumulation_s(setting.workers[host_group], setting.gradients(host_group)[own]).sum())
 
 
 def _sent_nbytes(setting: Setting, line: Line) -> list[float]:
@@ -303,8 +302,7 @@ def stage_seconds(setting: Setting, one: Passed, host_group: int) -> Array:
     stages, plan, count = setting.stages, setting.plan, setting.stages.count
     ahead = np.bincount(stages.stage, weights=one.forward_s + one.waits.forward_s, minlength=count)
     back = np.bincount(stages.stage, weights=one.backward_s + one.waits.backward_s, minlength=count)
-    worker = setting.workers[host_group]
-    added = 3 * setting.gradients(host_group) / worker.bandwidth_bytes_per_s * worker.slowdown
+    added = accumulation_s(setting.workers[host_group], setting.gradients(host_group))
     m = plan.batch.num_microbatches
     back = back + (m - 1) / m * np.bincount(stages.stage, weights=added, minlength=count)
     ahead = ahead + np.where(np.arange(count) < plan.degree("stage"), followed_s(setting, host_group), 0.0)

@@ -19,7 +19,7 @@ from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.cost_model import compute_cost
 from tutti.cost_model.best_case import BestCase, is_mixed
 from tutti.cost_model.best_case_memory import BestCaseMemory
-from tutti.cost_model.compute_cost import update_nbytes
+from tutti.cost_model.compute_cost import traffic_s, update_nbytes
 from tutti.cost_model.memory_cost import kept
 from tutti.cost_model.module_costs import ModelTable
 from tutti.cost_model.pipeline_cost import by_place, times_held
@@ -335,7 +335,7 @@ def _microbatch_time(best_memory: BestCaseMemory, plan: Plan, host_group: HostGr
     updated = update_nbytes(model, columns.gradients, columns.optimizer, on_cpu=host_group.device.kind == "cpu")
     updated = updated * part.weight / plan.degree("shard")
     times = plan.batch.num_microbatches
-    seconds = ahead.seconds + back.seconds + worker.slowdown / worker.bandwidth_bytes_per_s * updated / times
+    seconds = ahead.seconds + back.seconds + traffic_s(worker, updated) / times
     divided = float(seconds[part.split].sum())
     return MicrobatchTime(float(seconds.sum()) - divided, divided * plan.degree("split"))
 
