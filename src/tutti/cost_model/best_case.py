@@ -1,4 +1,4 @@
-"""Totals of a model by the degrees that divide it, looked up row by row. Bounds and estimates are made of them."""
+"""The best case of a model on a cluster: the best rates of any device and link, from which bounds are made."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,11 +24,11 @@ _TIERS: tuple[LinkTier, ...] = ("node", "network")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """What is known of the devices on which a number of ranks runs.
+    """The devices on which a number of ranks runs.
 
     Attributes:
-        best: index of a worker that is at least as good as every rank's in each respect. Its links are known too,
-            so other kinds of hosts make another one.
+        best: index of a worker that is at least as fast as every rank's in each respect. Its links are known too, so
+            other kinds of hosts have another index.
         speed: upper bound of the ranks' mean speed, relative to the best worker.
         memory_nbytes: memory of the largest rank.
         least_nbytes: memory of the smallest rank.
@@ -45,8 +45,13 @@ class Ground:
 
 
 class BestCase:
-    """Totals of one model on one cluster in one precision, with the script's `layout`. All are per sample unless
-    noted.
+    """One model on one cluster in one precision, at the best rates of the cluster. Figures are per sample unless noted.
+
+    Args:
+        model: what a sample costs.
+        cluster: the devices and links.
+        precision: number format of the computation.
+        layout: the script's layout rules.
     """
 
     def __init__(
@@ -69,7 +74,11 @@ class BestCase:
         self.aligned = not self.unequal and kinds == {"cuda"} and joined
 
     def ground(self, world: int) -> Ground:
-        """What is known of the devices of `world` ranks. Raises PlanError where the cluster has too few devices."""
+        """Return what is known of the devices of `world` ranks.
+
+        Raises:
+            PlanError: the cluster has too few devices.
+        """
         if world not in self._worlds:
             host_groups = place_ranks(self.cluster, world)
             self._worlds[world] = self._of_host_groups(host_groups)
@@ -100,15 +109,22 @@ class BestCase:
         )
 
     def facts(self, world: int) -> tuple[float, float, float]:
-        """(index of the best worker, mean speed, hosts) of `world` ranks."""
+        """Return (index of the best worker, mean speed, hosts) of `world` ranks."""
         ground = self.ground(world)
         return float(ground.best), ground.speed, float(ground.hosts)
 
     def relative_speed(self, world: int, stage: int, inner: int, split: int, microbatches: int) -> tuple[float]:
-        """Upper bound of the mean speed of pipeline replicas, relative to the best worker that never waits.
+        """Return an upper bound of the mean speed of pipeline replicas, relative to the best worker that never waits.
 
         A pipeline replica has `stage` places of `inner` times `split` ranks each. Unequal ranks along split may have
-        parts in proportion to their speeds. `microbatches` is 0 where nothing is known of the work before.
+        parts in proportion to their speeds.
+
+        Args:
+            world: ranks of the plan.
+            stage: places on the stage axis.
+            inner: ranks of a place along context and space.
+            split: ranks along split.
+            microbatches: of a step; 0 where the schedule does not fill and drain whole stages.
         """
         speeds = np.concatenate([np.full(count, speed) for count, speed in self.ground(world).speeds])
         grid = speeds.reshape(stage, -1, inner, split)
@@ -116,13 +132,13 @@ class BestCase:
         return (paced(places, microbatches) if microbatches else float(places.mean()),)
 
     def worker(self, best: int) -> Worker:
-        """The best worker with this index."""
+        """Return the best worker with this index."""
         return self._workers[best]
 
     def seconds(self, samples: int, best: int) -> tuple[float, float]:
-        """(forward, backward) seconds of one microbatch of `samples` samples on an undivided model.
+        """Return (forward, backward) seconds of one microbatch of `samples` samples on an undivided model.
 
-        Weights and calls are not counted, because they are fewer where the model is divided.
+        Reading weights and calling operators are not counted, because a divided model has less of both.
         """
         own = self._workers[best]
         worker = replace(own, call_s=0.0, convolutions=own.convolutions.rising, images=own.images.rising)
@@ -131,8 +147,9 @@ class BestCase:
         return float(ahead.seconds.sum()), float(back.seconds.sum())
 
     def ring(self, best: int, degree: int, inside: int) -> Callable[[Array], Array]:
-        """A function from bytes to the least seconds of an all-reduce over an axis with `inside` ranks in the axes
-        within it.
+        """Return a function from bytes to the least seconds of an all-reduce along an axis of `degree` ranks.
+
+        `inside` is the number of ranks in the axes within this one.
         """
         if degree == 1:
             return np.zeros_like
@@ -143,7 +160,7 @@ class BestCase:
         return lambda nbytes: least_all_reduce(latency, bandwidth, nbytes, degree)
 
     def _across(self, best: int, degree: int) -> Callable[[Array], Array]:
-        """The same for groups that do not share their hosts, as the prediction computes it."""
+        """Return the same for groups that share no host, computed as the prediction does."""
         span = Span(ranks=degree, hosts=degree // self.per_node, per_host=self.per_node, sharing_groups=1, leaving=1)
         both = (self.link(best, tier) for tier in _TIERS)
         node, network = (Link(latency_s=latency, bandwidth_bytes_per_s=bandwidth) for latency, bandwidth in both)
@@ -151,7 +168,10 @@ class BestCase:
         return lambda nbytes: each_of(group.all_reduce, nbytes)
 
     def exchange(self, best: int, degree: int, inside: int) -> Callable[[Array], Array]:
-        """A function from bytes to the least seconds of an all-to-all of so many bytes from every rank of an axis."""
+        """Return a function from bytes to the least seconds of an all-to-all along an axis.
+
+        Every rank of the axis sends so many bytes.
+        """
         if degree == 1:
             return np.zeros_like
         if self.per_node % (degree * inside) == 0:
@@ -162,8 +182,9 @@ class BestCase:
         return lambda nbytes: max(0, degree - here) / degree * nbytes * self.per_node / self.link(best, "network")[1]
 
     def link(self, best: int, tier: LinkTier) -> tuple[float, float]:
-        """(latency, bandwidth) of a tier for the ranks with this best worker. Without such a link: no latency, and the
-        best bandwidth of any link.
+        """Return (latency, bandwidth) of a tier for the ranks with this best worker.
+
+        Where the cluster has no such link, the latency is 0 and the bandwidth is the best of any link.
         """
         found = self._wires[best][tier]
         if found is not None:
@@ -171,23 +192,24 @@ class BestCase:
         return 0.0, max((link.bandwidth_bytes_per_s for link in self.cluster.every_link), default=1e9)
 
     def fastest(self, best: int) -> tuple[float, float]:
-        """(latency, bandwidth) that none of these ranks' links exceeds."""
+        """Return the (latency, bandwidth) that none of these ranks' links exceeds."""
         latency = min((link.latency_s for link in self.cluster.every_link), default=0.0)
         return latency, max(self.link(best, tier)[1] for tier in _TIERS)
 
     def across_hosts(self, best: int) -> tuple[float, float]:
-        """(latency, bandwidth) of a rank's messages where all ranks of its host send to another host."""
+        """Return (latency, bandwidth) of a rank's messages while all ranks of its host send to another host."""
         latency, bandwidth = self.link(best, "network")
         return latency, bandwidth / self.per_node
 
     def links_of(self, best: int) -> tuple[float, float, float, float]:
-        """(bandwidth within hosts, between them, latency of a message between hosts, the least latency of any link)."""
+        """Return (bandwidth in hosts, bandwidth between hosts, latency between hosts, least latency of any link)."""
         between, network = self.link(best, "network")
         return self.link(best, "node")[1], network, between, self.fastest(best)[0]
 
     def state(self, split: int, expert: int, table: int) -> tuple[float, float, float, float]:
-        """Whole bytes of (parameters, gradients, optimizer state) for one rank of these axes, and of the parameters
-        outside of blocks or tied.
+        """Return a rank's bytes of (parameters, gradients, optimizer state, parameters outside of blocks or tied).
+
+        The rank has all stages; the axes split, expert and table divide the model in the given degrees.
         """
         totals = [0.0] * 4
         for module, linear in zip(self.model.modules, self._linear, strict=True):
@@ -202,13 +224,18 @@ class BestCase:
 
 
 def paced(speeds: ArrayLike, microbatches: int) -> float:
-    """The mean over pipeline replicas of work per second, relative to places of speed 1 that never wait, for any cut
-    of the work. `speeds`: (places, replicas).
+    """Return an upper bound of the work per second of pipeline replicas, as a mean, for any cut of the work.
 
-    With t_q the seconds of place q in a microbatch, a step lasts at least m t_p and all t_q before p, for every p
-    (see ModelWork.step). So it lasts at least the sum of these with weights l_p that add up to 1. Choose m l_q as
-    place q's speed less all l_p after q: then t_q counts with at least its speed, before the weights are scaled.
-    The sum is then the work over the weights.
+    The unit is the work of a place of speed 1 that never waits.
+
+    Let t_q be the seconds of place q in a microbatch. A step lasts at least m t_p plus all t_q before p, for every p
+    (see BestCaseWork.step), so it lasts at least any weighted mean of these sums, with weights l_p that add up to 1.
+    Choose m l_q as place q's speed less all l_p after q. Then t_q counts with at least its speed before the weights
+    are scaled, and the mean is the work divided by the weights.
+
+    Args:
+        speeds: (places, replicas), relative speeds.
+        microbatches: of a step.
     """
     places = np.asarray(speeds, dtype=np.float64)
     weights = np.zeros(places.shape[1])
@@ -218,7 +245,7 @@ def paced(speeds: ArrayLike, microbatches: int) -> float:
 
 
 def uneven(best_case: BestCase, world: int, split: int) -> tuple[float]:
-    """1 where places along split have ranks of unequal speed or memory, and so may get unequal parts, else 0."""
+    """Return 1 where places along split have ranks of unequal speed or memory, which may get unequal parts, else 0."""
     if split == 1 or not best_case.mixed:
         return (0.0,)
     kinds = [
@@ -236,24 +263,25 @@ def uneven(best_case: BestCase, world: int, split: int) -> tuple[float]:
 
 
 def is_mixed(cluster: ClusterSpec) -> bool:
-    """Whether ranks may differ in speed or memory."""
+    """Return whether ranks of the cluster may differ in speed or memory."""
     return len({(node.device, node.devices_per_node, node.memory_nbytes) for node in cluster.nodes}) > 1
 
 
 def ranks_of_node(cluster: ClusterSpec, node: NodeSpec) -> int:
-    """The number of ranks that one host takes without two ranks sharing a core."""
+    """Return the number of ranks that one host takes without two ranks sharing a core."""
     device = cluster.devices[node.device]
     return node.devices_per_node * (max(1, device.cores) if device.kind == "cpu" else 1)
 
 
 def split_of(module: ModuleSpec, degree: int) -> int:
-    """The largest number of parts into which a module is divided over `degree` split ranks."""
+    """Return the largest number of parts into which a module is divided over `degree` split ranks."""
     if not module.split:
         return 1
     return degree if module.split_limit == 0 else min(degree, module.split_limit)
 
 
 def _first(host_groups: tuple[HostGroup, ...]) -> list[HostGroup]:
+    """Return the first host group of each kind."""
     found: dict[object, HostGroup] = {}
     for host_group in host_groups:
         found.setdefault(
@@ -263,9 +291,9 @@ def _first(host_groups: tuple[HostGroup, ...]) -> list[HostGroup]:
 
 
 def _best(workers: list[Worker]) -> Worker:
-    """A worker whose every rate is the best of any: no work takes it longer than any of them.
+    """Return a worker whose every rate is the best of any worker's.
 
-    Its matrix rate never falls with size, so a part of some work never takes less than its part of the time.
+    Its matrix rate never falls with size, so a part of some work never takes less than its fraction of the time.
     """
     if not workers:
         raise PlanError("a plan has 1 rank or more")
@@ -291,6 +319,7 @@ def _best(workers: list[Worker]) -> Worker:
 
 
 def _most(some: list[Efficiency]) -> Efficiency:
+    """Return the best efficiency of each kind of operator."""
     forward, backward = (
         np.max([getattr(one, strategy) for one in some], axis=0) for strategy in ("forward", "backward")
     )
@@ -298,6 +327,7 @@ def _most(some: list[Efficiency]) -> Efficiency:
 
 
 def _quickest(times: list[WeightPassTime]) -> WeightPassTime:
+    """Return the least seconds of a pass over the weights."""
     return WeightPassTime(
         forward_s=min(pass_time.forward_s for pass_time in times),
         backward_s=min(pass_time.backward_s for pass_time in times),
@@ -305,7 +335,7 @@ def _quickest(times: list[WeightPassTime]) -> WeightPassTime:
 
 
 def _relative(worker: Worker, best: Worker) -> float:
-    """The speed of a worker relative to the best one, in the respect in which it compares best."""
+    """Return the speed of a worker relative to the best one, in the respect in which it compares best."""
     at = best.matrix.flops
     ratios = [
         float(np.max(best.matrix.time(at) / np.maximum(worker.matrix.time(at), 1e-300))),

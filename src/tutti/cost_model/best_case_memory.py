@@ -1,4 +1,4 @@
-"""Bytes that the ranks of a plan hold at least, stage by stage."""
+"""The least bytes that ranks of a plan hold, from the prediction's own formulas."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,24 +17,27 @@ from tutti.cost_model.sharding_cost import units_of
 from tutti.errors import PlanError
 
 PLACES = 4
-"""Number of places on the stage axis that are sampled: the first two, one in the middle, the last. The first
-ones hold the most microbatches, the ends have the modules around the blocks.
+"""Number of places on the stage axis that are sampled: the first two, one in the middle, and the last.
+
+The first places hold the most microbatches; the first and the last have the modules around the blocks.
 """
 
 
 STATES = 9
-"""Kinds of bytes that `BestCaseMemory.state` returns for each place."""
+"""Number of kinds of bytes that `BestCaseMemory.state` returns for each place."""
 
 
 def sampled_places(stages: int) -> tuple[int, ...]:
-    """The sampled places of a pipeline of this many ranks; some are the same in short pipelines."""
+    """Return the sampled places of a pipeline of this many ranks; short pipelines repeat some."""
     return 0, min(1, stages - 1), stages // 2, stages - 1
 
 
 class BestCaseMemory:
-    """Bytes on the ranks of plans for the model of `tables`, and with `work` their seconds.
+    """The memory of a best case, and its work.
 
     Attributes:
+        best_case: the model on the best devices.
+        work: its seconds.
         on_cpu: whether all ranks compute on CPUs, where the update may be the peak.
         blocks: number of blocks with parameters.
     """
@@ -52,10 +55,11 @@ class BestCaseMemory:
         self.fragments = min(cost_constants.FRAGMENTATION[kind] for kind in kinds)
 
     def activations(self, *key: int) -> tuple[float, ...]:
-        """Least bytes of activations on each of the sampled places, and on the emptiest of all.
+        """Return the least bytes of activations on each sampled place, and on the emptiest of all places.
 
-        `key`: (split, context, expert, table, space, samples, stages, stages per rank, microbatches, schedule,
-        recompute).
+        Args:
+            key: (split, context, expert, table, space, samples, stages, stages per rank, microbatches, schedule,
+                recompute).
         """
         *rest, schedule, again = key
         whole = tuple(rest)
@@ -64,7 +68,7 @@ class BestCaseMemory:
         return self._held[whole][again][schedule]
 
     def _activations(self, *key: int) -> list[list[tuple[float, ...]]]:
-        """As `activations`, for every form of recompute and schedule."""
+        """Return `activations` for every form of recompute and every schedule."""
         *degrees, samples, stage, chunks, count = key
         forms = [self._stage_sums((*degrees, stage, chunks, again)) for again in range(len(RECOMPUTE))]
         found = [one for one in forms if one is not None]
@@ -81,7 +85,9 @@ class BestCaseMemory:
         return [[tuple(row) for row in rows] for rows in shown.tolist()]
 
     def _stage_sums(self, key: tuple[int, ...]) -> Array | None:
-        """(5, stages) bytes: what one sample holds; the most within a region that recomputes; the largest output, or
+        """Return bytes by stage, (5, stages); None for what is refused.
+
+        The rows are: what one sample keeps for backward; the most within a recomputed region; the largest output, or
         what else its backward holds briefly; what is held while weight gradients are delayed; the message to the next
         stage.
         """
@@ -110,12 +116,12 @@ class BestCaseMemory:
         return self._sums[key]
 
     def state(self, split: int, expert: int, table: int, stage: int, chunks: int) -> tuple[float, ...]:
-        """Bytes of state on each of the sampled places, and the least on any place.
+        """Return bytes of state on each sampled place, and the least on any place, kind by kind.
 
-        The kinds are: parameters; their copies in lower precision; gradients; optimizer state; buffers; what the
-        largest update needs briefly; the largest bucket of gradients that all data-parallel ranks reduce; the largest
-        bucket of experts' divided gradients; the largest module's gradients (0 where stages share tied parameters).
-        Two numbers follow: the largest block's parameters, and the parameters outside of blocks or tied between them.
+        The kinds are: parameters; their copies in lower precision; gradients; optimizer state; buffers; temporary
+        tensors of the largest update; the largest bucket of gradients that all data-parallel ranks reduce; the largest
+        bucket of experts' divided gradients; the largest module's gradients (0 where stages share tied parameters). Two
+        numbers follow: the parameters of the largest block, and those outside of blocks or tied between them.
         """
         stages = self.work.stages(stage, chunks)
         try:
@@ -143,7 +149,7 @@ class BestCaseMemory:
         return (*found, max(units[1:], default=0.0), units[0])
 
     def _largest_bucket(self, nbytes: Array, place: NDArray[np.intp], stage: int) -> Array:
-        """(places,): bytes of the largest bucket in which gradients of `nbytes` by module are fused."""
+        """Return the bytes of the largest bucket into which gradients of `nbytes` by module are fused, (places,)."""
         if not nbytes.any():
             return np.zeros(stage)
         fused = [buckets(nbytes[place == one].tolist(), self._cap_nbytes) for one in range(stage)]
@@ -151,4 +157,5 @@ class BestCaseMemory:
 
     @staticmethod
     def _sampled(values: Array, stage: int) -> list[float]:
+        """Return the values of the sampled places, then the least of all."""
         return [*values[list(sampled_places(stage))].tolist(), float(values.min())]

@@ -1,7 +1,6 @@
-"""One microbatch's work on one rank, stage by stage, from which bounds and estimates of a step are made.
+"""The least work of a step, stage by stage, from which bounds and estimates of its time are made.
 
-It uses the cost model's own functions, but runs them once for all plans that divide the model in the same
-degrees.
+The formulas are the prediction's own. They are evaluated once for all plans that divide the model in the same degrees.
 """
 
 import math
@@ -40,7 +39,7 @@ from tutti.cost_model.worker_speed import Worker
 from tutti.errors import PlanError
 
 KINDS = ("others", "zero-bubble")
-"""Groups of schedules for which the same is known about the time of a step."""
+"""Groups of schedules about whose step time the same is known."""
 
 IMPOSSIBLE = math.inf
 """Seconds of a combination that the cost model refuses."""
@@ -53,13 +52,13 @@ class ModulePasses:
     Attributes:
         ahead: seconds of forward, with its least exposed communication.
         back: seconds of backward, with its least exposed communication.
-        again: (3, modules), seconds of recompute under each form.
+        again: (3, modules), seconds of recompute in each form.
         adding: seconds of adding gradients to those of the microbatch before.
         update: seconds of the optimizer's memory traffic.
-        probable: seconds of communication that is probable in addition.
+        probable: seconds of further communication that is probable but not certain.
         summed: bytes of the gradients that all data-parallel ranks reduce.
-        slack: for all modules, seconds by which forward and backward may be less in the mean over ranks of
-            unequal parts along split.
+        slack: seconds of (forward, backward) of all modules that unequal parts along split may save, in the mean over
+            ranks.
     """
 
     ahead: Array
@@ -73,17 +72,17 @@ class ModulePasses:
 
 
 def _on_place(values: Array, stage: int) -> Array:
-    """Values by stage, (..., stages), summed for each place, (..., places)."""
+    """Sum values by stage, (..., stages), for each place, (..., places)."""
     return np.asarray(values.reshape(*values.shape[:-1], -1, stage).sum(axis=-2), dtype=np.float64)
 
 
 def _before(values: Array) -> Array:
-    """(..., stages): for each stage the sum over all stages before it."""
+    """Return for each stage the sum over all stages before it, (..., stages)."""
     return np.asarray(np.cumsum(values, axis=-1) - values, dtype=np.float64)
 
 
 class BestCaseWork:
-    """The work of a model on the workers of `best_case`."""
+    """The work of a model on the best workers of a cluster."""
 
     def __init__(self, best_case: BestCase, script: Plan) -> None:
         self._best_case, self._script = best_case, script
@@ -99,23 +98,23 @@ class BestCaseWork:
         self._repeats = np.stack([repeats(self.columns, regions) for regions in self.regions])
 
     def step(self, *key: int) -> tuple[float, ...]:
-        """Least and probable times of a step.
+        """Return least and probable times of a step.
 
-        For every place p of a pipeline, a step lasts m t_p plus the times of the places before it and of the messages
-        between, where t_p is forward and backward. The first microbatch passes through these places, and the last
-        one's gradient goes back. The same holds for every single stage with all stages before it, and for the link of
-        its messages, which carries one after another. With zero-bubble schedules, weight gradients may come last.
-        Then only forwards, or gradients of inputs, are sure to come before and after.
+        Let t_p be the forward and backward of place p in a microbatch, and m the number of microbatches. A step lasts
+        at least m t_p, plus the times of the places before p and of the messages between them: the first microbatch
+        passes through these places, and the last one's gradient returns. The same holds for every single stage with
+        all stages before it, and for the link that carries its messages one after another. A zero-bubble schedule may
+        compute weight gradients last. Then only forwards, or gradients of inputs, are sure to come before and after.
 
         Args:
             key: (split, context, expert, table, space, samples, best worker, stages, stages per rank, microbatches,
                 whether stages lie on different hosts, index into KINDS, recompute).
 
         Returns:
-            Seconds of all passes of a step: at least for the place that ends last, at least for any microbatch's
-                path, probable, and as a mean over the places. Then, for the place that ends last: seconds of a
-                microbatch's forward and backward, bytes of its gradients that all data-parallel ranks reduce, and
-                seconds of its update.
+            Eight values. Seconds of all passes of a step: at least for the place that ends last, at least for any
+                microbatch's path, probable, and as a mean over the places. Then, for the place that ends last: seconds
+                of a microbatch's forward and of its backward, bytes of the gradients that all data-parallel ranks
+                reduce, and seconds of its update.
         """
         *rest, kind, again = key
         whole = tuple(rest)
@@ -124,7 +123,7 @@ class BestCaseWork:
         return self._steps[whole][kind][again]
 
     def _step(self, *key: int) -> list[list[tuple[float, ...]]]:
-        """As `step`, for every kind of schedule and form of recompute."""
+        """Return `step` for every kind of schedule and form of recompute."""
         *inner, stage, chunks, count, across_hosts = key
         sums = self._stage_sums((*inner, stage, chunks))
         if sums is None:
@@ -157,8 +156,9 @@ class BestCaseWork:
         return found
 
     def _messages(self, stage: int, chunks: int, samples: float, across_hosts: int, best: int) -> tuple[Array, Array]:
-        """(stages,) twice: least seconds of a message from each stage to the next (0 from the last), and of these the
-        seconds that occupy only the link.
+        """Return the least seconds of a message from each stage to the next, and of occupying its link, (stages,) each.
+
+        The last stage sends nothing.
         """
         stages, best_case = self.stages(stage, chunks), self._best_case
         message, wire = np.zeros(stage * chunks), np.zeros(stage * chunks)
@@ -170,8 +170,10 @@ class BestCaseWork:
         return message, wire
 
     def _stage_sums(self, key: tuple[int, ...]) -> Array | None:
-        """(9, stages): forward, backward, recompute under each form, adding gradients, the update, probable further
-        communication, bytes of gradients that all ranks reduce. None for what is refused.
+        """Return sums by stage, (9, stages); None for what is refused.
+
+        The rows are forward, backward, recompute in each form, adding gradients, the update, probable further
+        communication, and bytes of gradients that all ranks reduce.
         """
         if key not in self._sums:
             *inner, stage, chunks = key
@@ -185,7 +187,7 @@ class BestCaseWork:
         return self._sums[key]
 
     def stages(self, stage: int, chunks: int) -> StageCuts | None:
-        """The cuts of the model into stages; None where it cannot be cut so."""
+        """Return the cuts of the model into stages; None where it cannot be cut so."""
         key = (stage, chunks)
         if key not in self._stages:
             pipeline = PipelinePlan(schedule="interleaved" if chunks > 1 else "1f1b", stages_per_rank=chunks,
@@ -198,20 +200,24 @@ class BestCaseWork:
         return self._stages[key]
 
     def _recomputed(self, how: bool | Recompute | None) -> tuple[Region, ...]:
-        """The regions that are recomputed when the blocks recompute so; None adds nothing to the script's layout."""
+        """Return the regions that are recomputed when blocks recompute so; None adds nothing to the script's layout."""
         rules = tuple(LayoutRule(modules=glob, recompute=how) for glob in block_globs(self._best_case.model))
         layout = (*self._script.layout, *(rules if how is not None else ()))
         return recompute_regions(self._best_case.model, Plan(batch=BatchPlan(global_batch_size=1), layout=layout))
 
     def _repeated_waits(self, part: Division, waits: Array) -> Array:
-        """(3, modules): communication that recompute repeats. Nothing after a region's last reduction is recomputed."""
+        """Return the communication that recompute repeats, (3, modules).
+
+        Nothing after a region's last reduction is recomputed.
+        """
         last = np.stack([last_reduced(self.columns, part, regions) for regions in self.regions])
         return self._repeats * ~last * waits
 
     def part(self, degrees: tuple[int, ...]) -> Division:
-        """A rank's part of each module for (split, context, expert, table, space). Raises PlanError if refused.
+        """Return a rank's part of each module for (split, context, expert, table, space).
 
-        Where devices are unequal, parts along split may be too; the result is then their mean.
+        Where devices are unequal, parts along split may be, too; the result is then their mean. Raises PlanError for
+        degrees that the cost model refuses.
         """
         if degrees not in self._parts:
             split, context, expert, table, space = degrees
@@ -224,15 +230,16 @@ class BestCaseWork:
         return self._parts[degrees]
 
     def slack(self, *key: int) -> tuple[float, float]:
-        """`ModulePasses.slack` for such a key; zero where it is refused."""
+        """Return `ModulePasses.slack` for such a key; zero where it is refused."""
         passes = self.passes(key)
         return (0.0, 0.0) if passes is None else passes.slack
 
     def _slack(
         self, degrees: tuple[int, ...], samples: int, worker: Worker, own: tuple[Array, Array]
     ) -> tuple[float, float]:
-        """Seconds that unequal parts may save of what takes `own` seconds in equal parts. Only each part's fraction of
-        the whole's time is certain, because rates do not fall with size.
+        """Return the seconds that unequal parts may save of the seconds `own` that equal parts take.
+
+        Only each part's fraction of the whole's time is certain, because rates do not fall with size.
         """
         part, largest, split = self.part(degrees), self._largest[degrees], degrees[0]
         whole, count = self.part((1, *degrees[1:])).ops, len(self.columns)
@@ -248,7 +255,10 @@ class BestCaseWork:
         return less[0], less[1] + float(accumulation_s(worker, gradients).sum())
 
     def passes(self, key: tuple[int, ...]) -> ModulePasses | None:
-        """The passes for (split, context, expert, table, space, samples, best worker); None for what is refused."""
+        """Return the passes for (split, context, expert, table, space, samples, best worker).
+
+        They are None for what the cost model refuses.
+        """
         if key not in self._known:
             try:
                 self._known[key] = self._worked_out(key[:5], *key[5:])

@@ -1,9 +1,9 @@
-"""Lower bounds of predictions, and estimates in whose order plans are predicted; row by row, without predicting.
+"""Lower bounds of predictions, and estimates by which plans are ordered, for many plans at once.
 
-A bound counts what every plan must do: its share of the model's arithmetic and memory traffic at the best
-rate of any device, the pipeline's unavoidable filling, the gradients' transfer over the fastest link, the
-state that must be stored somewhere. An estimate adds the other communication and is often within a third of
-the prediction. It decides only the order.
+A bound counts what every plan must do: its share of the model's arithmetic and memory traffic at the best rate of any
+device, the pipeline's unavoidable filling, the gradients' transfer over the fastest link, the state that must be
+stored somewhere. An estimate adds the other communication and is often within a third of the prediction. It decides
+only the order.
 """
 
 import dataclasses
@@ -26,7 +26,14 @@ _ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Columns by row: least and probable seconds of a step; least bytes on the fullest rank, and on any rank."""
+    """Bounds of many plans, (plans,) each.
+
+    Attributes:
+        step_s: least seconds of a step.
+        memory: least bytes on the fullest rank.
+        least_memory: least bytes on any rank.
+        likely_s: probable seconds of a step.
+    """
 
     step_s: Array
     memory: Array
@@ -35,18 +42,18 @@ class Bounds:
 
 
 def least_samples(shapes: MeshTable, samples: int) -> Ints:
-    """Least number of samples in every microbatch of the rank that has most, for any shares. A rank without samples
-    computes one all the same.
+    """Return the least number of samples in every microbatch of the rank that has most, for any shares.
+
+    A rank without samples computes one all the same.
     """
     slices = samples // shapes.microbatches
     return np.asarray(np.maximum(1, -(-slices // shapes.data)), dtype=np.int64)
 
 
 def whole_slices(shapes: MeshTable, samples: int) -> tuple[Ints, Array]:
-    """(samples of a microbatch, the mean data-parallel rank's fraction of it), for unequal shares.
+    """Return (samples of a microbatch, the mean data-parallel rank's fraction of it), for unequal shares.
 
-    No rank has more than the whole microbatch, and none needs less time per sample than with the whole
-    microbatch.
+    No rank has more than the whole microbatch, and none needs less time per sample than it would for the whole.
     """
     slices = -(-samples // shapes.microbatches)
     part = samples / (shapes.microbatches * shapes.data * slices)
@@ -54,7 +61,7 @@ def whole_slices(shapes: MeshTable, samples: int) -> tuple[Ints, Array]:
 
 
 def shape_bounds(best_case: BestCase, shapes: MeshTable, samples: int, *, offload: bool = False) -> tuple[Array, Array]:
-    """Lower bounds (seconds, bytes) of every variant of a mesh; `offload`: with state in the host's memory."""
+    """Return lower bounds (seconds, bytes) of every plan on each mesh; `offload`: state lies in the host's memory."""
     best, speed, _ = by_kind((shapes.world,), best_case.facts)
 
     def both(count: Ints) -> Array:
@@ -75,10 +82,17 @@ def shape_bounds(best_case: BestCase, shapes: MeshTable, samples: int, *, offloa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Columns over meshes: what their variants have in common.
+    """What the plans on a mesh have in common, (meshes,) each. Bytes are those of a rank that has all stages.
 
-    `speed` is the ranks' speed relative to the best worker. Bytes are whole, of a rank that has all stages, as in
-    BestCase.
+    Attributes:
+        count: least samples of a microbatch on the rank that has most.
+        best: index of the best worker.
+        speed: the ranks' mean speed relative to the best worker.
+        hosts: number of hosts.
+        parameters: bytes of parameters.
+        gradients: bytes of gradients.
+        optimizer: bytes of optimizer state.
+        outside: bytes of parameters outside of blocks, or tied.
     """
 
     count: Array
@@ -111,7 +125,7 @@ def _facts(best_case: BestCase, rows: MeshTable, samples: int) -> Facts:
 
 @np.errstate(invalid="ignore")  # meshes that divide nothing take for ever: inf - inf
 def variant_bounds(best_memory: BestCaseMemory, found: MeshTable, variant_rows: Variants, samples: int) -> Bounds:
-    """Bounds and estimates of the variants `variant_rows` of the meshes `found`."""
+    """Return bounds and estimates of the plans `variant_rows` on the meshes `found`."""
     meshes, place = np.unique(variant_rows.shape, return_inverse=True)
     where = place.reshape(-1)
     each = found.take(meshes)  # what depends on the mesh alone is worked out once for all its variants
@@ -129,7 +143,7 @@ def variant_bounds(best_memory: BestCaseMemory, found: MeshTable, variant_rows: 
 
 
 def _memory(best_memory: BestCaseMemory, rows: MeshTable, variant_rows: Variants, facts: Facts) -> tuple[Array, Array]:
-    """(bytes on the fullest of the sampled places, bytes that every place has at least)."""
+    """Return (bytes on the fullest of the sampled places, bytes that every place has at least)."""
     inner = (rows.split, rows.context, rows.expert, rows.table, rows.space, facts.count.astype(np.int64))
     active = by_kind(
         (*inner, rows.stage, variant_rows.chunks, rows.microbatches, variant_rows.schedule, variant_rows.recompute),
@@ -166,11 +180,11 @@ def _memory(best_memory: BestCaseMemory, rows: MeshTable, variant_rows: Variants
 def _seconds(
     best_memory: BestCaseMemory, rows: MeshTable, variant_rows: Variants, facts: Facts, samples: int
 ) -> tuple[Array, Array]:
-    """Least and probable seconds of a step.
+    """Return least and probable seconds of a step.
 
-    Passes follow one another. Gradient reduction overlaps the last microbatch's backward; the excess is waited
-    for. Level 3 gathers the parameters behind each pass, level 1 what was updated. A rank updates its part of the
-    optimizer's state.
+    Passes follow one another. Gradient reduction overlaps the last microbatch's backward, and the excess is waited for.
+    Level 3 gathers parameters while the passes run, level 1 gathers updated ones. A rank updates its part of the
+    optimizer state.
     """
     kind = (variant_rows.schedule == _ZERO_BUBBLE).astype(np.int64)
     count, best = facts.count.astype(np.int64), facts.best.astype(np.int64)
@@ -212,8 +226,9 @@ def _seconds(
 def _with_data(
     best_case: BestCase, rows: MeshTable, facts: Facts, samples: int, least: Array, likely: Array
 ) -> tuple[Array, Array]:
-    """A step's bound and estimate with the time of the loaders, for the rank with most samples. Where ranks differ,
-    that rank may not be the slowest otherwise.
+    """Return a step's bound and estimate with the time of the loaders, for the rank with most samples.
+
+    Where ranks differ, that rank may not be the slowest otherwise.
     """
     loading = best_case.model.loading
     if loading is None:
@@ -228,14 +243,13 @@ def _with_data(
 
 
 def _however_cut(best_case: BestCase, rows: MeshTable, plain: Flags, most: Array, mean: Array) -> Array:
-    """Least seconds where shares, parts and cuts are by speed.
+    """Return the least seconds of a step whose shares, parts and cuts are by speed.
 
     Args:
-        best_case: totals of the model.
+        best_case: the model on the best devices.
         rows: the meshes.
         plain: whether the schedule fills and drains whole stages.
-        most: mean work over the places of the pipeline replica with most samples, which may be of the best
-            devices.
+        most: mean work over the places of the pipeline replica with most samples, which may have the best devices.
         mean: mean work over all pipeline replicas.
     """
     count = np.where((rows.stage > 1) & plain, rows.microbatches, 0)
@@ -248,12 +262,12 @@ def _however_cut(best_case: BestCase, rows: MeshTable, plain: Flags, most: Array
 
 
 def _links(best_case: BestCase, facts: Facts) -> tuple[Array, ...]:
-    """`BestCase.links_of`, by row."""
+    """Return `BestCase.links_of` for each row."""
     return by_kind((facts.best.astype(np.int64),), best_case.links_of)
 
 
 def _slack(best_memory: BestCaseMemory, rows: MeshTable, variant_rows: Variants, inner: tuple[Ints, ...]) -> Array:
-    """The most by which a step's work, as a mean over places, may be less where parts along split may be unequal."""
+    """Return the most that unequal parts along split may save of a step's work, as a mean over places."""
     ahead, back = by_kind(inner, best_memory.work.slack)
     often = np.where(variant_rows.recompute > 0, 2.0, 1.0)
     return np.asarray(
@@ -262,21 +276,23 @@ def _slack(best_memory: BestCaseMemory, rows: MeshTable, variant_rows: Variants,
 
 
 def _uneven(best_case: BestCase, rows: MeshTable) -> Array:
-    """1 where parts along split may be unequal."""
+    """Return 1 where parts along split may be unequal."""
     return by_kind((rows.world, rows.split), partial(uneven, best_case))[0]
 
 
 def _latency(best_case: BestCase, facts: Facts, ranks: Ints) -> Array:
-    """Least seconds of a gather from this many ranks, however small: of a ring, or of rings within and between
-    hosts.
+    """Return the least seconds of a gather from this many ranks, however small.
+
+    The gather is one ring, or rings within hosts and between them.
     """
     hosts, (_, _, between, least) = -(-ranks // best_case.per_node), _links(best_case, facts)
     return np.where(ranks > 1, np.maximum(np.log2(ranks) * least, (hosts - 1) * between), 0.0)
 
 
 def _statistics(best_case: BestCase, rows: MeshTable, facts: Facts) -> Array:
-    """Least seconds of the communication of modules that normalise over the batch. Each microbatch has a gather in
-    forward and a reduction in backward, both fully exposed.
+    """Return the least seconds of the communication of modules that normalise over the batch.
+
+    Each microbatch has a gather in forward and a reduction in backward, both fully exposed.
     """
     modules = sum(module.batch_statistics for module in best_case.model.modules)
     ranks = rows.data * rows.space
@@ -287,10 +303,13 @@ def _statistics(best_case: BestCase, rows: MeshTable, facts: Facts) -> Array:
 def _exchanged(
     best_case: BestCase, rows: MeshTable, variant_rows: Variants, facts: Facts
 ) -> tuple[Array, Array, tuple[Array, Array]]:
-    """Seconds of communication along the data-parallel axes. Least: seconds per byte of gradient reduction, and of
-    gathering over shard. Probable: seconds of the reductions, and of the gathers at level 3.
+    """Return seconds of communication along the data-parallel axes, least and probable.
 
     Levels 2 and 3 reduce-scatter over shard, then reduce the parts over the other copies.
+
+    Returns:
+        Least seconds per byte of gradient reduction; least seconds per byte of gathering over shard; and the probable
+            seconds of (the reductions, the gathers of level 3).
     """
     stages = rows.stage.astype(np.float64)
     split, shard = rows.split.astype(np.float64), variant_rows.shard.astype(np.float64)
@@ -313,12 +332,11 @@ def _exchanged(
 
 
 def _ring(best_case: BestCase, rows: MeshTable, facts: Facts, degree: Array, inside: Array) -> tuple[Array, Array]:
-    """Least and probable seconds per byte of an all-reduce over `degree` ranks with `inside` ranks in the axes
-    within.
+    """Return least and probable seconds per byte of an all-reduce over `degree` ranks.
 
-    For each group that crosses it, a host's connection carries 2 (h - 1) / h of the reduced bytes among h hosts,
-    for any algorithm. Groups too wide for a host all cross, one for each of the ranks `inside`. Where some may
-    not, or hosts are unequal, only the fastest link counts.
+    Whatever the algorithm, a host's connection carries 2 (h - 1) / h of the reduced bytes among h hosts, for each group
+    that crosses it. Groups too wide for a host all cross, one for each of the `inside` ranks in the axes within. Where
+    some may not cross, or hosts are unequal, only the fastest link counts.
     """
     (node, network, *_), each = _links(best_case, facts), best_case.per_node
     reach = np.minimum(rows.world, each).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Plans as columns of numbers: a row of a `MeshTable` for each mesh, a row of `Variants` for each plan on it."""
+"""Many plans as columns of numbers: a row of a `MeshTable` for each mesh, a row of `Variants` for each plan on it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshTable:
-    """Columns of equal length. `copies` is replicate times shard."""
+    """Degrees and microbatches of meshes, (meshes,) each. `copies` is replicate times shard."""
 
     split: Ints
     stage: Ints
@@ -42,18 +42,27 @@ class MeshTable:
 
     @property
     def world(self) -> Ints:
+        """The number of ranks."""
         return self.data * self.split * self.stage * self.context * self.space
 
     def take(self, rows: NDArray[np.intp]) -> "MeshTable":
+        """Return these rows."""
         return MeshTable(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variants:
-    """Columns of equal length. `shape` is the row in `MeshTable`; schedules and forms of recompute are indices into
-    the tuples above.
+    """How the plans on each mesh are sharded, scheduled and recomputed, (plans,) each.
 
-    `level`: 0 without sharding; `chunks`: stages per rank.
+    Attributes:
+        shape: row in the `MeshTable`.
+        shard: degree of the shard axis.
+        level: level of sharding, 0 without.
+        schedule: index into SCHEDULES.
+        chunks: stages per rank.
+        recompute: index into RECOMPUTE.
+        context_kind: index into CONTEXTS.
+        offload: index into OFFLOADS.
     """
 
     shape: NDArray[np.intp]
@@ -69,11 +78,12 @@ class Variants:
         return len(self.shape)
 
     def take(self, rows: NDArray[np.intp]) -> "Variants":
+        """Return these rows."""
         return Variants(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
 
 
 def by_kind(columns: tuple[Ints, ...], function: Callable[..., tuple[float, ...]]) -> tuple[Array, ...]:
-    """`function(*row)` for each row of `columns`, called once for equal rows; its values as columns."""
+    """Call `function(*row)` once for each different row of `columns`, and return its values as columns."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         known, place = np.unique(column, return_inverse=True)

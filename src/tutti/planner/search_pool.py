@@ -1,4 +1,4 @@
-"""Plans that the search has not predicted yet, with what predictions have shown of plans like them."""
+"""The plans that the search has not predicted yet, and what predictions have shown of plans like them."""
 
 from dataclasses import dataclass, field
 
@@ -9,16 +9,23 @@ from tutti.cost_model.plan_bounds import Bounds
 from tutti.cost_model.plan_table import SCHEDULES, Array, Ints, MeshTable, Variants
 
 _TOO_LARGE = 8.0
-"""Factor on the estimated time of candidates that probably do not fit."""
+"""Factor on the estimated time of plans that probably do not fit."""
 
 
 _FAILURES = 4
-"""After this many refusals and no success a family is not tried again."""
+"""After this many refusals and no success, a family is not tried again."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Lesson:
-    """What predictions of a family showed: sums of log(predicted / estimated) of time and memory, and their number."""
+    """What predictions of a family showed.
+
+    Attributes:
+        time: sum of log(predicted / estimated) step times.
+        memory: the same of memory.
+        count: number of predictions.
+        refused: number of plans that could not be predicted.
+    """
 
     time: float = 0.0
     memory: float = 0.0
@@ -27,11 +34,12 @@ class Lesson:
 
     @property
     def hopeless(self) -> bool:
+        """Whether the family is not tried again."""
         return self.count == 0 and self.refused >= _FAILURES
 
 
 def family(shapes: MeshTable, variant_rows: Variants) -> Ints:
-    """A number for what a plan combines: the axes it uses, its sharding, schedule and recompute."""
+    """Return a number for what each plan combines: the axes it uses, its sharding, schedule and recompute."""
     axes = (shapes.split, shapes.stage, shapes.context, shapes.expert, shapes.table, shapes.space)
     code = np.zeros(len(variant_rows), dtype=np.int64)
     for axis in axes:
@@ -46,8 +54,19 @@ def family(shapes: MeshTable, variant_rows: Variants) -> Ints:
 
 @dataclass(slots=True, kw_only=True)
 class Pool:
-    """Rows of one SearchBranch (one order of nodes, one precision). `variant_rows` and `bounds` are columns over all
-    rows so far.
+    """Plans of one SearchBranch (one order of nodes, one precision) that wait to be predicted, as columns.
+
+    Attributes:
+        variant_rows: the plans, in the parts in which they were added.
+        least: bound of the objective.
+        likely: estimate of the objective.
+        memory: least bytes on the fullest rank.
+        room: bytes that such a rank has.
+        world: number of ranks.
+        family: see `family`.
+        part: index into `variant_rows`.
+        row: row of that part.
+        done: whether the plan was predicted.
     """
 
     variant_rows: list[Variants] = field(default_factory=list)
@@ -91,7 +110,7 @@ class Pool:
             setattr(self, name, getattr(self, name)[kept])
 
     def corrected(self, lessons: dict[int, Lesson]) -> Array:
-        """Estimates corrected by the families' own predictions; infinite for families that are refused."""
+        """Return estimates corrected by the predictions of each family; infinite for families that are refused."""
         known = [lesson for lesson in lessons.values() if lesson.count]
         count = max(1, sum(lesson.count for lesson in known))
         overall = (sum(lesson.time for lesson in known) / count, sum(lesson.memory for lesson in known) / count)
@@ -109,18 +128,18 @@ class Pool:
 
 
 def plainness(code: int) -> int:
-    """The number of mechanisms that a family combines."""
+    """Return the number of mechanisms that a family combines."""
     axes, level, schedule, recompute, offload = _parts(code)
     return axes.bit_count() + (level > 0) + (recompute > 0) + (schedule > 0) + (offload > 0)
 
 
 def takes_long(code: int) -> bool:
-    """Whether prediction is slow for large pipelines, because the schedule's order must be simulated."""
+    """Return whether prediction is slow for large pipelines, because the schedule's order must be simulated."""
     return SCHEDULES[_parts(code)[2]] in ("interleaved", "zero-bubble")
 
 
 def _parts(code: int) -> tuple[int, int, int, int, int]:
-    """(axes, level, schedule, recompute, offload) of a family's number."""
+    """Return (axes, level, schedule, recompute, offload) of a family's number."""
     code //= 2
     offload, code = code % 3, code // 3
     recompute, code = code % 3, code // 3
