@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @click.command(context_settings=SCRIPT_CONTEXT)
-@click.option("--cluster", type=click.Path(path_type=Path), help="The machines; this one, measured, if not given.")
+@click.option("--cluster", type=click.Path(path_type=Path), help="The cluster; this machine, measured, if not given.")
 @click.option(
     "--model",
     type=click.Path(path_type=Path),

@@ -49,7 +49,7 @@ PREDICTION_WAIT_S = 20.0
 @sync_option
 @bucket_option
 @relax_option
-@click.option("--cluster", type=click.Path(path_type=Path), help="The machines, for planning and predicting.")
+@click.option("--cluster", type=click.Path(path_type=Path), help="The cluster, for planning and predicting.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The run folder; runs/NAME-TIME if not given.")
 @click.option("--resume", type=click.Path(path_type=Path), help="Continue from a run folder or a checkpoint.")
 @click.option(
