@@ -68,7 +68,7 @@ def rank_counts(context: click.Context, parameter: click.Parameter, text: str | 
     except ValueError:
         raise click.BadParameter(f"{text!r} is not a number; give ranks per node, such as 4, or 2,1") from None
     if min(counts) < 1:
-        raise click.BadParameter(f"{text}: every node needs at least 1 rank")
+        raise click.BadParameter(f"{text}: every node needs 1 rank or more")
     return counts
 
 
