@@ -10,7 +10,7 @@ from tutti.cli.options import console, emit, json_option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What was converted: the source, the file or folder that was written, and its size."""
+    """A finished conversion: the source, the file or folder that was written, and its size."""
 
     source: str
     written: str

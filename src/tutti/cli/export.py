@@ -10,7 +10,7 @@ from tutti.cli.options import console, emit, json_option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was exported, where to, and how large it is."""
+    """A finished export: the checkpoint, the file, and its size in bytes."""
 
     checkpoint: str
     file: str

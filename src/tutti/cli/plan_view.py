@@ -1,4 +1,4 @@
-"""What `tutti plan` prints: the choice, a table of plans, changed clusters, and the difference of two plans."""
+"""The output of `tutti plan`: the choice, a table of plans, changed clusters, and the difference of two plans."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenarios:
-    """What --what-if prints with --json: the choice now, and the one for each changed cluster."""
+    """The JSON document of --what-if: the choice now, and the one for each changed cluster."""
 
     now: Choice
     scenarios: tuple[Scenario, ...]
@@ -46,7 +46,7 @@ class Scenarios:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """What --diff prints with --json; no sentences if both plans mean the same."""
+    """The JSON document of --diff; no sentences if both plans mean the same."""
 
     first: Plan
     second: Plan

@@ -1,4 +1,4 @@
-"""What commands that plan share: from a captured script to a ModelSpec and a Choice."""
+"""Helpers of all commands that plan: from a captured script to a ModelSpec and a Choice."""
 
 import time
 from pathlib import Path

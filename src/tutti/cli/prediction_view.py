@@ -1,4 +1,4 @@
-"""What `tutti plan` and `tutti predict` show besides the table: timeline, scaling, trials and the HTML page."""
+"""The output of `tutti plan` and `tutti predict` besides the table: timeline, scaling, trials and the HTML page."""
 
 import sys
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tutti.report.plan_page import KeyFigure, PageTable, PlanPage
 
 RECENT = 30
-"""How many of the newest runs count in the summary of past prediction errors."""
+"""Number of newest runs that count in the summary of past prediction errors."""
 
 ROWS = 12
 """Largest number of tracks that are shown."""

@@ -1,4 +1,4 @@
-"""How `tutti run` ends: its last message, the report and the exit code."""
+"""The end of `tutti run`: its last message, the report and the exit code."""
 
 import contextlib
 import json

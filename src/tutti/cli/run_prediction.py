@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionRequest:
-    """What to plan or predict for a run.
+    """A request to plan or predict for a run.
 
     Attributes:
         folder: the run folder, where results are written.

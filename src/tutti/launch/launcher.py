@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from tutti.errors import LaunchError
 
 ErrorKind = Literal["user", "run", "exception", "peer", "killed"]
-"""How a rank failed.
+"""The kind of a rank's failure.
 
 user, run: an error that tutti raised on purpose (exit codes 2 and 1). exception: any other exception in user code.
 peer: a collective failed because another rank was gone, so this rank is not the cause. killed: ended by a signal that
@@ -36,7 +36,7 @@ class RankError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """What to start on this node, and its place among all nodes.
+    """The ranks to start on this node, and its place among all nodes.
 
     Attributes:
         target: a script's path, or a module's dotted name if `is_module`.

@@ -1,4 +1,4 @@
-"""What a user sees of a run: the first rank's output as it comes, and one live line of progress beneath it."""
+"""The view of a running run: the first rank's output as it comes, and one live line of progress beneath it."""
 
 import codecs
 import json

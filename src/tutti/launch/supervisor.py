@@ -28,7 +28,7 @@ SETTLE_S = 1.0
 
 
 SETTLE_PEERS_S = 3.0
-"""The same while only losses of peers are known, so that the cause is still to come."""
+"""The same, in seconds, while only losses of peers are known and the cause is still to come."""
 
 
 GRACE_S = 5.0
@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         failure: set if a rank failed.
