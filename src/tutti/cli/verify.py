@@ -121,7 +121,7 @@ def _summed(plan: "Plan | None", options: VerifyOptions) -> tuple["Plan | None",
     note = (
         f"this plan lets replicas differ (sync {format_relaxation(plan.sync)}), so their steps have no equal on one "
         "device; verified instead, with gradients reduced in every step: shares of the data, losses, gradients and "
-        "updates. Not verified: how replicas are averaged, and the results of their separate steps"
+        "updates. Not verified: how replicas are kept together, and the results of their separate steps"
     )
     exact = with_mode(replace(plan, sync=replace(plan.sync, compress=None)), SyncPlan())
     return exact, replace(options, compress=None), (note,)
