@@ -52,7 +52,7 @@ def test_a_size_of_buckets_that_was_chosen_by_measurement_is_in_the_plan(tmp_pat
     row = {"kind": "buckets", "time_s": 0.5, "step": 43, "chosen_mib": 0.5, "step_s": {"25": 0.02, "0.5": 0.01}}
     folder = write_run(tmp_path / "run", story)
     write_lines(folder / "metrics.jsonl", [*rows(story), row])
-    assert "buckets of 0.5 MiB (the quickest of 2 sizes)" in str(build_report(folder).plan)
+    assert "buckets of 0.5 MiB (the fastest of 2 sizes)" in str(build_report(folder).plan)
 
 
 def test_target_is_reached_at_the_first_evaluation_beyond_it(tmp_path: Path) -> None:
