@@ -240,7 +240,7 @@ def test_the_verdict_of_verify_is_told(tmp_path: Path, passed: bool) -> None:
     serialization.save(verdict, folder / "verify.json")
     report = write_report(folder)
     assert report.verification is not None
-    assert report.verification.largest == Quantity(value=2e-7, evidence="measured", note="of all tensors compared")
+    assert report.verification.largest == Quantity(value=2e-7, evidence="measured", note="over all compared tensors")
     assert [f.code for f in report.findings] == ([] if passed else ["NOT-THE-SAME"])
     page = (folder / "report/report.html").read_text()
     assert ("Verified against one device" in page) is passed
