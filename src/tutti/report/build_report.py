@@ -266,7 +266,10 @@ _START_STATES: tuple[StartState, ...] = ("disk-cold", "disk-warm", "ram", "gener
 
 
 def stated(extra: Mapping[str, str], key: str, unit: str = "") -> Quantity:
-    """Return a number that the user stated in the header's `extra`, as "assumed" because it was not measured."""
+    """Return a number that the user stated in the header's `extra`; empty if there is none.
+
+    Its evidence is "assumed", because it was not measured here.
+    """
     try:
         value = float(extra[key])
     except (KeyError, ValueError):

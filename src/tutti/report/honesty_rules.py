@@ -43,17 +43,17 @@ REQUIRED: dict[int, tuple[str, ...]] = {
 
 TITLES = {
     1: "Accuracy kept when scaling up",
-    2: "Quality on data not trained on",
+    2: "Quality on held-out data",
     3: "Tuning runs counted",
-    4: "Like compared with like hardware",
-    5: "The whole training, not a part of it",
+    4: "Comparison on the same hardware",
+    5: "The complete training run, not a part of it",
     6: "Input and output counted",
     7: "Rates with dtype, against dense peaks",
     8: "Speed and quality of one configuration",
     9: "Inputs of their real size",
     10: "Stopped by quality, not by the clock",
-    11: "Strong and weak scaling kept apart",
-    12: "A fair baseline, on every axis",
+    11: "Strong and weak scaling distinguished",
+    12: "A fair baseline in time, quality and cost",
 }
 
 # Dense peaks of one device in FLOP/s; sparse rates, twice as high, are often quoted instead. Sources: NVIDIA A100 and
@@ -74,7 +74,16 @@ DENSE_PEAKS = {
 def finding(
     rule: int, code: str, severity: Severity, sentence: str, where: str, refuses: tuple[Claim, ...] = ()
 ) -> list[RuleFinding]:
-    """Return a list that holds one finding."""
+    """Return a list that holds one finding.
+
+    Args:
+        rule: number of the rule; 0 for rules of the report itself.
+        code: short name of the finding, such as "QUALITY-LOSS".
+        severity: "refuse", "warn" or "note".
+        sentence: the finding in words.
+        where: dotted path of the field that it is about.
+        refuses: claims that may not be made.
+    """
     return [RuleFinding(rule=rule, code=code, severity=severity, sentence=sentence, where=where, refuses=refuses)]
 
 

@@ -184,7 +184,7 @@ def history_plot(history: PredictionHistory) -> Plot | None:
               label="measured within the predicted interval (dashed)")  # fmt: skip
     axes.plot([], [], "o", markersize=8, markerfacecolor=PAPER, markeredgewidth=2, markeredgecolor=SERIES[1],
               label="outside it")  # fmt: skip
-    axes.plot([], [], color=MUTED, linewidth=1.6, label="line: as measured")
+    axes.plot([], [], color=MUTED, linewidth=1.6, label="prediction equals measurement")
     figure.legend(loc="outside upper left", ncols=3, columnspacing=1.4)
     words = "Predicted step times in percent of measured ones. " + " ".join(
         f"{e.name}: predicted {duration(float(e.predicted_step.value or 0))}, "

@@ -139,7 +139,7 @@ def _parse_line(line: str) -> tuple[dict[str, Any] | None, bool]:
     """Return the row of a line, and whether the line was whole."""
     if not line.strip():
         return None, True
-    # A killed run leaves half a row without its line break, and the resumed run's first row is glued to it.
+    # A killed run leaves half a row without a line break, and the resumed run appends its first row to the same line.
     for start in (0, line.rfind('{"kind"')):
         try:
             row = json.loads(line[max(0, start) :])

@@ -98,7 +98,13 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def inline(figure: Figure, name: str, words: str) -> str:
-    """Return the figure's SVG with page colours and fonts, unique ids and no external references."""
+    """Return the figure's SVG with page colours and fonts, unique ids and no external references.
+
+    Args:
+        figure: the figure, drawn with the placeholder colours.
+        name: prefix of the ids, unique on the page.
+        words: the figure's content as text, for readers who cannot see it.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
@@ -127,7 +133,16 @@ def rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def segment(axes: Axes, row: int, left: float, width: float, colour: str, hatched: bool) -> None:
-    """Draw a segment of a row's bar: solid if measured, hatched if predicted."""
+    """Draw a segment of a row's bar: solid if measured, hatched if predicted.
+
+    Args:
+        axes: axes that `rows` has set up.
+        row: index of the row, from the top.
+        left: start of the segment along x.
+        width: length of the segment.
+        colour: fill colour, or colour of the hatching.
+        hatched: whether the value is predicted.
+    """
     if hatched:
         axes.barh(row, width, left=left, height=0.62, facecolor="none", edgecolor=colour, hatch="////", linewidth=1)
     else:
