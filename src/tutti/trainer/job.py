@@ -87,7 +87,7 @@ class Job:
         noise_every: steps between measurements of the gradient noise scale, which says how large a batch pays.
             Measuring does not change the training.
         name: name of the run. None: the script's.
-        folder: the run folder. None: the launcher's, or runs/<script>-<time>.
+        folder: the run folder, unless the launcher names one. None: runs/<script>-<time>.
         resume: a run folder or a checkpoint to resume from.
         facts: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
 
@@ -173,7 +173,7 @@ class Job:
         return self._context.world.is_main
 
     def build(self, function: Callable[[], nn.Module]) -> nn.Module:
-        """Build a model without memory; `prepare` then gives every rank its part of it.
+        """Build a model; with several ranks it has no memory until `prepare` gives every rank its part.
 
         Initial values are bit for bit those that one device would have computed. torch's generators are left as they
         were before the call, at any number of ranks.
