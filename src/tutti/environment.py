@@ -41,7 +41,7 @@ class RankEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What `tutti verify` wants recorded of a run.
+    """The recording of a run that `tutti verify` asks for.
 
     Attributes:
         folder: where the recording is written.
@@ -60,7 +60,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """What the launcher asks of the Job; None where it leaves the choice to the script.
+    """Options that the launcher sets for the Job; None leaves the choice to the script.
 
     Attributes:
         mesh: degrees by axis, where no plan file is given.

@@ -1,4 +1,4 @@
-"""What each rank contributes to a checkpoint, and how all contributions become the index and the run state."""
+"""Each rank's contribution to a checkpoint, and how all of them become the index and the run state."""
 
 import hashlib
 import io
@@ -60,17 +60,17 @@ class WrittenPart:
 
 @dataclass(slots=True)
 class Contribution:
-    """What one rank tells the others about its part of a checkpoint.
+    """One rank's message to the others about its part of a checkpoint.
 
     Attributes:
-        parts: what it writes.
+        parts: the parts of tensors that it writes.
         order: names of the model's tensors on this rank, as keys, in order.
         tied: further names of these tensors -> the first name.
         groups: for each optimizer, its parameter groups.
         scalars: for each optimizer, its scalars by parameter and key.
         digests: hashes of optimizer state that must be equal on all ranks.
         other_state: for each optimizer, state that belongs to no parameter.
-        extra_state: modules' own state by name.
+        extra_state: what modules return from get_extra_state, by name.
         generators: states of this rank's random generators.
         residuals: how the buckets of this rank's error feedback are made up.
         replica: plain values of a diverged replica.

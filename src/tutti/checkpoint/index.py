@@ -40,7 +40,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPart:
-    """Where one part of a tensor is stored.
+    """The place where one part of a tensor is stored.
 
     Attributes:
         file: name of the file in the checkpoint's folder.

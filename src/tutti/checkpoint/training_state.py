@@ -34,7 +34,7 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """What training resumes from: the model with its optimizers, the loader's position, and the counters.
+    """Everything that training resumes from: the model with its optimizers, the loader's position, and the counters.
 
     Attributes:
         consistency: how replicas are kept together; holds the state of replicas that have diverged.

@@ -18,7 +18,7 @@ from tutti.config.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedScript:
-    """What a script passed to `prepare`, and the plan that its Job implies on one device.
+    """The arguments that a script passed to `prepare`, and the plan that its Job implies on one device.
 
     Attributes:
         loss: loss(output, target) -> 0-d tensor, reduced over samples as the user's loss does.

@@ -105,7 +105,7 @@ def _nonfinite_kind(is_nan: bool) -> str:
 
 
 def _parameters_as_after(step: int) -> str:
-    return f"parameters are as after step {step}"
+    return f"parameters are as they were after step {step}"
 
 
 def _skips_independently(run: Run) -> bool:

@@ -25,7 +25,7 @@ from tutti.trainer.run_state import JobSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """What exists before the Job has a model.
+    """Everything that exists before the Job has a model.
 
     Attributes:
         plan: the plan with the launcher's options; the script's annotations are not in it yet.

@@ -1,4 +1,4 @@
-"""What a run shows and records: JSON lines, TensorBoard event files and a progress display."""
+"""Output of a run for people and tools: JSON lines, TensorBoard event files and a progress display."""
 
 import json
 import math

@@ -83,7 +83,7 @@ class RunningStatistics:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
-    """What the steps use apart from the training state.
+    """The parts of a run that steps use, apart from the training state.
 
     Attributes:
         pipeline: runs this rank's stages; None without pipeline parallelism.
@@ -110,7 +110,7 @@ class TrainingLoop:
 
 @dataclass(slots=True, kw_only=True)
 class RunOutput:
-    """What the run writes.
+    """The files and displays that a run writes to.
 
     Attributes:
         folder: the run folder.
