@@ -1,7 +1,7 @@
 """tutti trains a PyTorch model on the machines you have.
 
-The names below are the public ones; each is loaded when it is first used, so that `import tutti` is quick and loads
-no torch.
+The names below are the public ones. Each is loaded when it is first used, so that `import tutti` is fast and does not
+load torch.
 """
 
 import importlib

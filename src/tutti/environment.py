@@ -1,4 +1,4 @@
-"""The environment, read here and nowhere else: which rank this process is, and what the launcher asks of it."""
+"""Environment variables, which are read only here: which rank this process is, and what the launcher asks of it."""
 
 import os
 import socket
@@ -18,13 +18,18 @@ _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# Below 32768, where Linux begins to hand out ports: another program's connection may stand on any of those.
+# Below 32768, where Linux's ephemeral ports begin: another program's connection may occupy any of those.
 RENDEZVOUS_PORTS = range(20000, 32768)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """This process' place among the ranks. `rendezvous`: a file:// or tcp:// address where ranks meet."""
+    """The identity of this process among the ranks.
+
+    Attributes:
+        rendezvous: file:// or tcp:// address at which the ranks find each other; empty for one device.
+        launcher: the command that started the ranks: "tutti", "torchrun", "srun", "mpirun", or "python" for none.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -36,11 +41,14 @@ class RankEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What is to be recorded of a run that is being verified.
+    """The recording of a run that `tutti verify` asks for.
 
-    `folder`: where to. `steps`: how many, after which the run ends. `reference`: folder of the recording of one
-    device to follow, None for that one itself. `double`: compute in float64, whatever the script's dtype. `still`:
-    without dropout.
+    Attributes:
+        folder: where the recording is written.
+        steps: number of steps to record; the run ends after them.
+        reference: the one-device recording to follow; None if this run is the one-device run.
+        double: compute in float64, whatever the script's dtype.
+        still: train without dropout.
     """
 
     folder: Path
@@ -52,7 +60,18 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """What the launcher asks of the Job. `steps`: how many the observer `brief` lets it do."""
+    """Options that the launcher sets for the Job; None leaves the choice to the script.
+
+    Attributes:
+        mesh: degrees by axis, where no plan file is given.
+        bucket_mb: size of gradient buckets in MiB as text, or "auto" to measure it.
+        resume: a run folder or a checkpoint.
+        observer: "module:factory" of an observer to load.
+        steps: number of steps that the observer `stop_after_steps` lets the run make.
+        supervised: whether `tutti run` watches the ranks: it keeps their output and reports their failures.
+        timeout_s: longest wait for other ranks.
+        frugal: give freed memory back to the system at once.
+    """
 
     run_folder: Path | None = None
     plan: Path | None = None
@@ -71,7 +90,7 @@ class LaunchOptions:
 
 
 def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOptions:
-    """Read the TUTTI_* variables."""
+    """Read the launcher's options from the TUTTI_* variables."""
 
     def path(name: str) -> Path | None:
         return Path(environ[name]) if environ.get(name) else None
@@ -109,7 +128,13 @@ def _recording(environ: Mapping[str, str]) -> Recording | None:
 
 
 def read_rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Find rank and world size from tutti, torchrun, Slurm (srun), Open MPI or PMI; one device without any."""
+    """Find rank and world size from the variables of tutti, torchrun, Slurm (srun), Open MPI or PMI.
+
+    Without any of these, the process is the only rank.
+
+    Raises:
+        LaunchError: the variables contradict each other, or are not numbers.
+    """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank_environment = _from_variables(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "torchrun")
     elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
@@ -139,7 +164,9 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     try:
         return int(text or "")
     except ValueError:
-        raise LaunchError(f"environment variable {name}={text!r} is not a whole number; set or unset it") from None
+        raise LaunchError(
+            f"environment variable {name}={text!r} is not a whole number; set it to one, or unset it"
+        ) from None
 
 
 def _from_variables(
@@ -171,7 +198,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
-    """Tasks of this node: its entry in the step's list ("2(x3),1" is 2 on three nodes, then 1); 0 if unknown."""
+    """Return this node's entry in the step's list of tasks ("2(x3),1" means 2, 2, 2, 1); 0 if unknown."""
     node = _number(environ, "SLURM_NODEID", 0)
     for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         count, _, repeat = entry.rstrip(")").partition("(x")
@@ -184,7 +211,7 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
 def _with_rendezvous(
     rank_environment: RankEnvironment, environ: Mapping[str, str], host: str, job: str
 ) -> RankEnvironment:
-    """Add where the ranks meet: stated, or derived from the launcher's job so that every rank derives the same."""
+    """Add the rendezvous address: stated, or derived from the launcher's job, so that every rank derives the same."""
     rendezvous = environ.get("TUTTI_RENDEZVOUS", "")
     if not rendezvous and rank_environment.world_size > 1:
         host = environ.get("MASTER_ADDR") or host
@@ -206,7 +233,7 @@ def _with_rendezvous(
 
 
 def _mpi_host(environ: Mapping[str, str]) -> str:
-    """Host of rank 0 where MPI's variables tell it: this host if all ranks are local, else the launching host."""
+    """Return rank 0's host if MPI's variables tell it: this host if all ranks are local, else the launching one."""
     for _, size, _, local_size in _MPI:
         if size in environ and environ.get(local_size) == environ[size]:
             return "127.0.0.1"
@@ -219,7 +246,7 @@ def _mpi_job(environ: Mapping[str, str]) -> str:
 
 
 def _slurm_host(environ: Mapping[str, str]) -> str:
-    """First host of the step's node list ("n[3-6,9]" -> "n3") if it resolves, else the host srun started from."""
+    """Return the first host of the step's node list ("n[3-6,9]" -> "n3") if it resolves, else srun's host."""
     name = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
     head, bracket, rest = name.partition("[")
     host = head + rest.replace("-", ",").replace("]", ",").split(",")[0] if bracket else name.split(",")[0]
@@ -237,5 +264,5 @@ SHARED_MEMORY_ON, SHARED_MEMORY_OFF = "on", "off"
 
 
 def shared_memory_setting(environ: Mapping[str, str] = os.environ) -> str:
-    """The variable's value, as it stands there: anything but on and off is to be refused, by all ranks together."""
+    """Return the variable's value unchecked, because all ranks must refuse an invalid one together."""
     return environ.get(SHARED_MEMORY_VARIABLE) or SHARED_MEMORY_ON

@@ -9,17 +9,21 @@ import types
 
 
 class TuttiError(Exception):
-    """Base of all errors tutti raises on purpose. `exit_code`: 2 user's input, 1 what happened in a run."""
+    """Base of all errors tutti raises on purpose.
+
+    Attributes:
+        exit_code: the command's exit code: 2 for a mistake in the user's input, 1 for a failure during a run.
+    """
 
     exit_code = 2
 
 
 class SpecError(TuttiError, ValueError):
-    """A file or value does not have the form its kind requires; names the path of the offending field."""
+    """A file or value does not have the form that its kind requires; the message names the offending field."""
 
 
 class PlanError(TuttiError, ValueError):
-    """A plan that cannot be carried out: degrees, layout or batch do not fit the model or the cluster.
+    """A plan cannot be carried out: degrees, layout or batch do not fit the model or the cluster.
 
     Attributes:
         code: name of the refusal in `tutti.config.refusals`, or the place that refuses, such as
@@ -32,43 +36,43 @@ class PlanError(TuttiError, ValueError):
 
 
 class ScriptError(TuttiError):
-    """The user's script cannot be used: no Job in it, no prepare, or prepare called with unusable arguments."""
+    """The user's script cannot be used: it has no Job, never calls prepare, or calls it with unusable arguments."""
 
 
 class DataError(TuttiError):
-    """The data cannot be shared among ranks as asked: empty, unsplittable, or of unknown order."""
+    """The data cannot be divided among ranks as asked: empty, not divisible, or in unknown order."""
 
 
 class LaunchError(TuttiError):
-    """Ranks could not be started or could not meet: port in use, host unreachable, environment contradictory."""
+    """Ranks could not be started or find each other: port in use, host unreachable, contradictory environment."""
 
 
 class LabError(TuttiError):
-    """A laboratory of hosts cannot be made or used here: no root, tools or namespaces, or no lab of that name."""
+    """A network lab cannot be created or used here: no root, tools or namespaces, or no lab of that name."""
 
 
 class RankMismatchError(TuttiError):
-    """Ranks that must agree do not: different parameters, plans or data on different ranks."""
+    """Ranks that must agree do not: parameters, plans or data differ between ranks."""
 
 
 class TrainingError(TuttiError):
-    """A run went wrong while training: a loss that is not finite, a rank that failed."""
+    """A run failed while training: a loss that is not finite, or a rank that failed."""
 
     exit_code = 1
 
 
 class CheckpointError(TuttiError):
-    """A checkpoint could not be written or read; earlier checkpoints are whole."""
+    """A checkpoint could not be written or read; earlier checkpoints stay complete."""
 
     exit_code = 1
 
 
 class ReportError(TuttiError):
-    """A run folder cannot be reported on, or a comparison would mislead and is refused."""
+    """A run folder cannot be reported on, or a comparison is refused because it would mislead."""
 
 
 def _place(frame: types.FrameType) -> str:
-    """Module within tutti and function of a frame."""
+    """Return the frame's module within tutti and its function, as "module.function"."""
     module = str(frame.f_globals.get("__name__", ""))
     return f"{module.removeprefix('tutti.')}.{frame.f_code.co_name}"
 

@@ -1,13 +1,16 @@
-"""Memory of the host: what lasts lies by itself, and what a step frees the next step gets back without asking.
+"""Host memory in a training loop: how the C library's allocator is kept from returning pages between steps.
 
-glibc returns large blocks to the system when they are freed, so a training loop, which frees and asks for the same
-gradients and activations in every step, pays a page fault for each of their pages in every step. A heap that keeps
-them pays none, but is cut to pieces where what lasts (parameters, buckets, optimizer state) lies between what comes
-and goes. So a run begins with a mapping of its own for each large block, and keeps freed memory once all that lasts
-is there. Such a heap is larger than what it holds; so a run that is asked to be frugal, or has little room left, goes
-on as it began: slower, and with the memory that arithmetic says. So does one whose heap grows on and on: small objects
-in the slivers beside large blocks can make each too small for the next like it. `tutti run` starts ranks with a setting
-of the C library that prevents it (launch/environment.py); other launchers do not.
+glibc returns large blocks to the system when they are freed. A training loop frees and requests the same gradients and
+activations in every step, so it pays a page fault for each of their pages in every step. A heap that keeps freed blocks
+pays none. But it fragments where long-lived blocks (parameters, buckets, optimizer state) lie between short-lived ones.
+
+A run therefore starts with a separate mapping for each large block. Once all long-lived memory is allocated, it keeps
+freed memory. The heap is then larger than the blocks in it. A run keeps the separate mappings, which are slower but
+need no such margin, if it was started with `--frugal` or if the host has little free memory.
+
+A heap that keeps growing goes back to separate mappings, too. It grows when small objects lie in the gaps beside large
+blocks, so that the next block of the same size no longer fits. `tutti run` starts ranks with a setting of the C library
+that prevents this (launch/launch_environment.py); other launchers do not.
 """
 
 import ctypes
@@ -22,28 +25,40 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _MALLOPT_MAX = 2**31 - 1  # mallopt takes an int
 
 LARGE_NBYTES = 2**17
-"""Blocks from this size on may have mappings of their own: glibc's own threshold, before it adapts."""
+"""Blocks of at least this size may get separate mappings: glibc's own threshold, before it adapts."""
 
 WARMUP_UPDATES = 2
-"""Updates after which all that lasts is there: the first makes optimizer state, the second has the final buckets."""
+"""Updates after which all long-lived memory is allocated.
+
+The first update creates the optimizer state; the second runs with the final buckets.
+"""
 
 
 HEAP_GROWTH = 0.5
-"""Of what a process has, what it may come to have besides when it keeps what is freed; a third was measured."""
+"""Margin by which a heap that keeps freed memory may exceed the process' peak, as a fraction of that peak.
+
+The measured growth was a third.
+"""
 
 INITIAL_PAUSE = 32
-"""Updates without a heap that is kept, after one went on to grow for the first time."""
+"""Updates for which freed memory is not kept after the heap grew beyond its margin for the first time."""
 
 
 def map_large_blocks() -> bool:
-    """Give each large block a mapping of its own, which ends when the block is freed; returns whether it did."""
+    """Give each large block a separate mapping, which ends when the block is freed; return whether that works."""
     _state.keeps = False
     return _mallopt(_TRIM_THRESHOLD, _MALLOPT_MAX) and _mallopt(_MMAP_THRESHOLD, LARGE_NBYTES)
 
 
 def keep_memory_when_steady(ranks_here: int, *, frugal: bool) -> bool:
-    """All that lasts is there: keep what is freed from now on, unless that is not wished or the host has no room for
-    it. `ranks_here`: processes of this host that do the same. Returns whether it is kept.
+    """Keep freed memory from now on, now that all long-lived memory is allocated.
+
+    Args:
+        ranks_here: processes of this host that do the same.
+        frugal: whether the user asked for freed memory to be given back.
+
+    Returns:
+        Whether freed memory is kept; False if `frugal`, or if the host has too little free memory.
     """
     _state.pause, _state.patience = 0, INITIAL_PAUSE
     return not frugal and _has_free_memory(ranks_here) and _start_keeping()
@@ -60,14 +75,16 @@ def _has_free_memory(ranks_here: int) -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library's allocator keep what is freed; returns whether it did (it does nothing outside glibc)."""
+    """Let the C library's allocator keep freed memory; return whether it does (never outside glibc)."""
     _state.keeps = _mallopt(_TRIM_THRESHOLD, _MALLOPT_MAX) and _mallopt(_MMAP_THRESHOLD, _MALLOPT_MAX)
     return _state.keeps
 
 
 def limit_heap_growth() -> None:
-    """After an update: give up a heap that goes on growing, as one does whose freed blocks no longer fit what is asked
-    for; and keep one again after a while, each time a longer one."""
+    """After an update: stop keeping freed memory if the heap has grown beyond its margin.
+
+    Keeping starts again after a pause, which is twice as long each time.
+    """
     heap = _state
     if heap.pause:
         heap.pause -= 1
@@ -77,15 +94,16 @@ def limit_heap_growth() -> None:
         map_large_blocks()
         ctypes.CDLL(None).malloc_trim(0)
         heap.pause, heap.patience = heap.patience, 2 * heap.patience
-        with suppress(OSError):  # what is needed without it is found anew
+        with suppress(OSError):  # resets the peak, so that the next limit does not count the fragmented heap
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 @contextmanager
 def long_lived_blocks() -> Iterator[None]:
-    """Inside, large blocks are made that last, or that shall go back to the system; afterwards all is as it was.
+    """Inside, large blocks get separate mappings; afterwards the allocator's setting is as before.
 
-    What has room in memory that was kept before is put there all the same: glibc looks there first.
+    For blocks that outlive the step, or that should return to the system when they are freed. glibc first looks for
+    room in the memory that it kept before, and a block that fits there gets no mapping.
     """
     kept = _state.keeps
     map_large_blocks()
@@ -98,8 +116,14 @@ def long_lived_blocks() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _AllocatorState:
-    """How the process' allocator was set last: the C library does not say. `keeps`: freed memory, in a heap that ends
-    at `most` there. `pause`: updates until it keeps it again, `patience`: how many the next time."""
+    """The allocator's last setting, which the C library cannot report.
+
+    Attributes:
+        keeps: whether freed memory is kept.
+        most: highest address that the heap may end at while it is kept.
+        pause: updates until it is kept again; 0 if no pause is running.
+        patience: length of the next pause, in updates.
+    """
 
     keeps: bool = False
     most: int = 0
@@ -111,7 +135,7 @@ _state = _AllocatorState()
 
 
 def _peak_nbytes() -> int:
-    """The most that this process has had of the host's memory; 0 where the system does not say."""
+    """Return the process' peak resident memory; 0 if the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

@@ -102,7 +102,7 @@ def test_weights_that_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> No
         ({**state, first: state[first][:-1]}, f"does not fit the model at {first!r}"),
         ({"epoch": 3}, "holds no state_dict"),
         (b"12345678", "cannot be read as safetensors"),
-        (None, "is no file"),
+        (None, "is not a file"),
     ]
     files = []
     for number, (wrong, _) in enumerate(cases):

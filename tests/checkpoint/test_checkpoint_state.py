@@ -86,7 +86,7 @@ def test_state_of_every_kind_comes_back(tmp_path: Path) -> None:
         assert got["nothing"] is None
     assert again.param_groups[0]["tensor"] == 0.5
     assert to_state_dict(path)["optimizers"][0]["state"]["calls"] == 4
-    with pytest.raises(CheckpointError, match="holds state that is no tensor"):
+    with pytest.raises(CheckpointError, match="holds state that is not a tensor"):
         to_safetensors(path, tmp_path / "x.safetensors")
 
 
@@ -94,7 +94,7 @@ def test_state_that_differs_between_ranks_is_refused_with_its_name() -> None:
     key = (0, "a.weight", "rows")
     one, two = Contribution(digests={key: "x"}), Contribution(digests={key: "y"})
     assert find_conflict([one, one]) is None
-    assert "state 'rows' of a.weight is not of the parameter's shape and differs between ranks" in str(
+    assert "state 'rows' of a.weight does not have the parameter's shape and differs between ranks" in str(
         find_conflict([one, two])
     )
     assert find_conflict([one, Contribution(failure="full")]) == "rank 1: full"
@@ -153,7 +153,7 @@ def test_a_scheduler_whose_state_is_no_plain_value_is_refused_when_it_is_saved(t
     data = TensorDataset(torch.randn(16, 3), torch.arange(16) % 2)
     scheduler = Odd(optimizer, lambda step: 1.0)
     job.prepare(model, optimizer, data, nn.functional.cross_entropy, scheduler=scheduler)
-    with pytest.raises(CheckpointError, match="not of plain values and could not be read again"):
+    with pytest.raises(CheckpointError, match="not made of plain values and could not be read back"):
         job.save()
 
 

@@ -58,7 +58,7 @@ def test_what_cannot_be_exported_says_why(run: Path, tmp_path: Path) -> None:
         ((run, "--to", tmp_path / "m.bin"), "ends in .safetensors or .pt"),
         ((run, "--to", tmp_path / "m.safetensors", "--optimizers"), "--optimizers needs --to FILE.pt"),
         ((run, "--to", run / "expected.pt"), "expected.pt exists"),
-        ((run, "--to", tmp_path / "no" / "m.pt"), "is no folder"),
+        ((run, "--to", tmp_path / "no" / "m.pt"), "is not a folder"),
         ((tmp_path / "no", "--to", tmp_path / "m.pt"), "does not exist"),
     ]:
         done = export(*arguments)

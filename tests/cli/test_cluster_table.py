@@ -23,8 +23,8 @@ def test_links_of_hosts_and_hosts_that_share_a_core_are_shown() -> None:
     others = [dataclasses.replace(node, name=name, count=2, links=(slow,), turns=2.0) for name in ("slow", "slower")]
     plain = printed(machines)
     assert "in place of" not in plain
-    assert "hosts a core" not in plain
+    assert "hosts per core" not in plain
     text = printed(dataclasses.replace(machines, nodes=(node, *others)))
     assert "links of slow and 1 more, slower and 1 more, in place of the cluster's" in text
     assert "11 MB/s" in text
-    assert "hosts a core" in text
+    assert "hosts per core" in text

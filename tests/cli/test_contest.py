@@ -110,6 +110,6 @@ def test_where_no_plan_runs_the_reason_is_the_answer(monkeypatch: pytest.MonkeyP
     options: Any = SimpleNamespace(target=("train.py",), tries=2, try_steps=3)
     with pytest.raises(TrainingError) as error:
         plan_trials.try_plans(MODEL, MACHINES, chosen(), options)
-    assert "nothing was measured: rank 0 on host vm failed: ValueError: no such file; repair" in str(error.value)
+    assert "nothing was measured: rank 0 on host vm failed: ValueError: no such file; fix the cause" in str(error.value)
     assert "/ranks/" in str(error.value)
     assert error.value.exit_code == 1

@@ -41,8 +41,8 @@ def explained(capsys: Capture, tmp_path: Path, *options: str, marks: str = "") -
 def test_a_stated_mesh_is_explained_as_a_tree(capsys: Capture, tmp_path: Path) -> None:
     code, out, _ = explained(capsys, tmp_path, "--mesh", "replicate=2", "--output", str(tmp_path / "plan.json"))
     assert code == 0
-    assert "Layout over replicate 2; ranks looked at: all 2" in out
-    assert "0-2 Linear: whole, 80 B a rank" in out
+    assert "Layout over replicate 2; ranks shown: all 2" in out
+    assert "0-2 Linear: whole, 80 B per rank" in out
     assert "gradients summed over replicate" in out
     assert serialization.load(Plan, tmp_path / "plan.json").mesh == {"replicate": 2}
 

@@ -259,7 +259,7 @@ def test_a_brief_run_ends_after_its_steps(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TUTTI_RUN_FOLDER", str(tmp_path / "run"))
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    with pytest.raises(LaunchError, match="TUTTI_STEPS says no number"):
+    with pytest.raises(LaunchError, match="TUTTI_STEPS is not set"):
         runpy.run_path(str(script))
     monkeypatch.setenv("TUTTI_STEPS", "4")
     with pytest.raises(SystemExit) as ended:

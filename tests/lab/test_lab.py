@@ -245,7 +245,7 @@ def test_who_waits_for_a_stopped_process_is_told_which() -> None:
             assert other.stdout is not None
             assert other.stdout.readline()
             other.send_signal(signal.SIGSTOP)
-            said = f"process {other.pid} has been .* for 0.3 s; let it go on .* or end it"
+            said = f"process {other.pid} has been .* for 0.3 s; resume it .* or end it"
             with pytest.raises(LabError, match=said), locked(0.3):
                 pass
         finally:

@@ -17,7 +17,7 @@ def test_a_healthy_host_passes_with_ranks_that_really_met(tmp_path: Path) -> Non
         code, out, err = run.finish()
         run.assert_nothing_left()
     assert code == 0, out + err
-    assert "2 started, met and summed a number" in out
+    assert "2 started, met and all-reduced a number" in out
     assert "PROBLEM" not in out
 
 

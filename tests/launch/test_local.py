@@ -41,7 +41,7 @@ def test_ranks_of_a_node_follow_those_of_the_nodes_before_it() -> None:
     ("changed", "words"),
     [
         ({"ranks_per_node": (2, 0)}, "1 rank or more"),
-        ({"ranks_per_node": (1, 1)}, "no place to meet"),
+        ({"ranks_per_node": (1, 1)}, "need a rendezvous"),
         ({"node_rank": 1}, "from 0 to 0"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_resumed_run_goes_on_in_its_own_folder(tmp_path: Path, monkeypatch: py
     assert run_folder(None, Path("old"), "t") == old
     assert run_folder(old, old / "checkpoints/step-00000004", "t") == old
     assert run_folder(None, old / "checkpoints/step-00000004", "t").parent == tmp_path / "runs"
-    with pytest.raises(LaunchError, match="holds a run already"):
+    with pytest.raises(LaunchError, match="already holds a run"):
         run_folder(old, None, "t")
     first, second = run_folder(None, None, "t"), run_folder(None, None, "t")
     assert first != second

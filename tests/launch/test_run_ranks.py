@@ -47,4 +47,4 @@ def test_a_job_trains_and_leaves_its_run_folder(tmp_path: Path) -> None:
     assert json.loads((done.folder / "run.json").read_text())["world_size"] == 2
     again = tutti_run(tmp_path, "--nproc", "2", str(SCRIPTS / "train.py"), "2", "0")
     assert again.code == 2
-    assert "holds a run already" in again.err
+    assert "already holds a run" in again.err

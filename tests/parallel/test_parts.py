@@ -167,7 +167,7 @@ def test_misuse_of_a_job_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ScriptError, match=r"call job\.prepare"):
         job.step(None)
     job, model, loader = job_in(tmp_path)
-    with pytest.raises(ScriptError, match="before the loader gave one"):
+    with pytest.raises(ScriptError, match="before the loader yielded one"):
         job.step((torch.zeros(4, 3), torch.zeros(4)))
     with pytest.raises(ScriptError, match="prepare was called twice"):
         job.prepare(model, torch.optim.SGD(model.parameters()), loader.dataset, None)

@@ -87,7 +87,7 @@ def test_objective_and_length_of_training_are_taken_and_shown(machines: str) -> 
     shown = ask(machines, *options).stdout
     for words in ("Plans by predicted cost", "The whole training: ", "device-hours", "a cost of", "kWh", "chosen"):
         assert words in shown
-    with pytest.raises(PlanError, match="how large the data set is, is unknown"):
+    with pytest.raises(PlanError, match="the size of the data set is unknown"):
         ask(machines, "--epochs", "2")
     with pytest.raises(PlanError, match="belong together"):
         ask(machines, "--critical-batch", "64")

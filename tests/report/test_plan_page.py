@@ -72,7 +72,7 @@ def test_every_number_says_where_it_comes_from() -> None:
     text = plan_html(page_for(GPIPE))
     head = text.split("</header>")[0].split("<dl")[1]
     assert head.count('class="key"') == head.count(">predicted</span>") - 1  # and one for what would change
-    tried = text.split("<h2>Tried</h2>")[1].split("</section>")[0]
+    tried = text.split("<h2>Measured trials</h2>")[1].split("</section>")[0]
     assert ">predicted</span>" in tried
     assert ">measured</span>" in tried
     devices = text.split("<h2>More devices</h2>")[1].split("</section>")[0]

@@ -52,7 +52,7 @@ def test_a_size_of_buckets_that_was_chosen_by_measurement_is_in_the_plan(tmp_pat
     row = {"kind": "buckets", "time_s": 0.5, "step": 43, "chosen_mib": 0.5, "step_s": {"25": 0.02, "0.5": 0.01}}
     folder = write_run(tmp_path / "run", story)
     write_lines(folder / "metrics.jsonl", [*rows(story), row])
-    assert "buckets of 0.5 MiB (the quickest of 2 sizes)" in str(build_report(folder).plan)
+    assert "buckets of 0.5 MiB (the fastest of 2 sizes)" in str(build_report(folder).plan)
 
 
 def test_target_is_reached_at_the_first_evaluation_beyond_it(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_the_verdict_of_verify_is_told(tmp_path: Path, passed: bool) -> None:
     serialization.save(verdict, folder / "verify.json")
     report = write_report(folder)
     assert report.verification is not None
-    assert report.verification.largest == Quantity(value=2e-7, evidence="measured", note="of all tensors compared")
+    assert report.verification.largest == Quantity(value=2e-7, evidence="measured", note="over all compared tensors")
     assert [f.code for f in report.findings] == ([] if passed else ["NOT-THE-SAME"])
     page = (folder / "report/report.html").read_text()
     assert ("Verified against one device" in page) is passed

@@ -129,7 +129,7 @@ def test_runs_without_either_say_nothing_of_them(tmp_path: Path) -> None:
     report = build_report(write_run(tmp_path / "run"))
     assert report.communication == report.experts == ()
     text, page = as_text(report_table(report)), report_html(report)
-    assert "communication of a step" not in text
+    assert "communication per step" not in text
     assert "<h2>Communication</h2>" not in page
     assert "<h2>Experts</h2>" not in page
 

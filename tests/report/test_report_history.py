@@ -40,7 +40,7 @@ def test_errors_are_those_of_the_steady_steps(runs: Path) -> None:
     assert good.predicted_step.evidence == "predicted"
     assert good.measured_step.evidence == "measured"
     assert good.memory_error.value == pytest.approx((20e6 + 4 * 36_392 + 160e6) / 200e6 - 1, abs=0.2)
-    assert history.left_out == ("bare: it was not predicted",)
+    assert history.left_out == ("bare: it has no prediction",)
 
 
 def test_trust_is_told_for_all_and_by_cluster(runs: Path) -> None:
@@ -61,7 +61,7 @@ def test_of_many_runs_nine_of_ten_are_told(runs: Path) -> None:
     entries = build_history([runs / "good"]).entries * 6
     trust = trust_in(entries, "")
     assert trust.ninetieth.value == pytest.approx(1 - 9.5 / 10.5)
-    assert "in nine of ten at most" in trust.sentence
+    assert "nine of ten errors are at most" in trust.sentence
 
 
 def test_the_page_stands_alone(runs: Path) -> None:

@@ -205,7 +205,7 @@ def test_a_fair_pair_has_a_speedup_and_an_efficiency(tmp_path: Path) -> None:
 def test_what_sums_go_through_is_told(tmp_path: Path) -> None:
     off = "process group (TUTTI_SHARED_MEMORY=off)"
     comparison = pair(tmp_path, Story(name="two", sums=("process group", off)), Story(name="one"))
-    (told,) = (d for d in comparison.differences if d.name == "gradients are summed through")
+    (told,) = (d for d in comparison.differences if d.name == "gradients are reduced through")
     assert told.values == ("shared memory", f"process group + {off}")
     assert told.values[1] in report_html(comparison.runs[1])
 

@@ -114,10 +114,10 @@ def test_a_part_has_the_values_of_the_whole_and_little_else_is_held() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: nn.Linear(3, int(torch.ones(1).item())), "looks at values"),
+        (lambda: nn.Linear(3, int(torch.ones(1).item())), "reads values"),
         (lambda: (torch.manual_seed(1), nn.Linear(2, 2))[1], "seeds torch's generator"),
-        (lambda: nn.Linear(2, 2, device="cpu"), "on a device of its own"),
-        (lambda: nn.ParameterList([nn.Parameter(torch.tensor([1.0, 2.0]).copy_(torch.rand(2)))]), "not there yet"),
+        (lambda: nn.Linear(2, 2, device="cpu"), "on an explicit device"),
+        (lambda: nn.ParameterList([nn.Parameter(torch.tensor([1.0, 2.0]).copy_(torch.rand(2)))]), "not computed yet"),
     ],
 )
 def test_what_cannot_work_is_refused(make: Callable[[], nn.Module], words: str) -> None:

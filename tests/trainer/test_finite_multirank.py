@@ -152,7 +152,7 @@ def test_no_rank_makes_an_update_from_a_gradient_that_is_not_finite(size: int) -
             assert all(torch.equal(value, before[key]) for key, value in after.items()), name
             assert stopped.said.startswith("the loss is finite, but the gradient of "), (name, stopped.said)
             assert f"at step {SPOILT + 1}" in stopped.said
-            assert f"parameters are as after step {SPOILT}" in stopped.said
+            assert f"parameters are as they were after step {SPOILT}" in stopped.said
             assert stopped.said == ranks[0][name][1].said, name
             assert all(torch.equal(value, stopped.states[SPOILT][key]) for key, value in stopped.states[-1].items())
 

@@ -77,4 +77,4 @@ def test_gradients_that_are_finite_at_no_scale_stop_the_run(mesh: str) -> None:
         assert steps == 20
         assert said.startswith("the loss is finite, but the gradient of weight is NaN at step 21")
         assert "at every loss scale down to 0.002" in said
-        assert "parameters are as after step 20" in said
+        assert "parameters are as they were after step 20" in said

@@ -21,7 +21,7 @@ def test_replicas_that_differ_are_compared_with_summed_gradients() -> None:
     assert plan == PLAN
     assert len(notes) == 1
     assert "sync local:period=4)" in notes[0]
-    assert "Not compared" in notes[0]
+    assert "Not verified" in notes[0]
 
 
 @pytest.mark.parametrize("of_plan", [True, False])

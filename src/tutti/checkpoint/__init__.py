@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run resumes from, under any plan and number of ranks; written whole or not at all."""
+"""Checkpoints: everything a run resumes from, under any plan and number of ranks, written completely or not at all."""
 
 from typing import TYPE_CHECKING, Any
 

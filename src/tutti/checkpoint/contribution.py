@@ -1,4 +1,4 @@
-"""What each rank contributes to a checkpoint, and how all contributions become the index and the run state."""
+"""Each rank's contribution to a checkpoint, and how all of them become the index and the run state."""
 
 import hashlib
 import io
@@ -35,7 +35,13 @@ OptimizerGroup = tuple[dict[str, Any], list[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenPart:
-    """One part of a tensor that a rank writes. `shape`: of the global tensor; `replicated`: see StoredTensor."""
+    """One part of a tensor that a rank writes.
+
+    Attributes:
+        shape: shape of the global tensor.
+        cuts: which part of it this is.
+        replicated: see StoredTensor.
+    """
 
     key: Key
     shape: tuple[int, ...]
@@ -45,7 +51,7 @@ class WrittenPart:
 
     @property
     def stored_as(self) -> str:
-        """Its key in the rank's file."""
+        """The part's key in the rank's file."""
         number, name, state = self.key
         if number == RANK_STATE:
             return f"rank/{name}/{state}"
@@ -54,14 +60,18 @@ class WrittenPart:
 
 @dataclass(slots=True)
 class Contribution:
-    """What one rank tells the others about its part of a checkpoint.
+    """One rank's message to the others about its part of a checkpoint.
 
     Attributes:
+        parts: the parts of tensors that it writes.
         order: names of the model's tensors on this rank, as keys, in order.
         tied: further names of these tensors -> the first name.
-        groups, scalars, other_state: by optimizer, its groups, its scalars by parameter and key, and state that belongs
-            to no parameter.
+        groups: for each optimizer, its parameter groups.
+        scalars: for each optimizer, its scalars by parameter and key.
         digests: hashes of optimizer state that must be equal on all ranks.
+        other_state: for each optimizer, state that belongs to no parameter.
+        extra_state: what modules return from get_extra_state, by name.
+        generators: states of this rank's random generators.
         residuals: how the buckets of this rank's error feedback are made up.
         replica: plain values of a diverged replica.
         sees_folder: whether rank 0's temporary folder is visible from this host.
@@ -91,7 +101,17 @@ class Collected:
     tensors: list[TensorToWrite] = field(default_factory=list)
 
     def add(self, key: Key, shard: TensorShard, tensor: torch.Tensor, *, replicated: bool = False) -> None:
-        """Add a tensor that is held here as `shard`. Raises CheckpointError where its shape is another."""
+        """Add a tensor to what this rank writes.
+
+        Args:
+            key: identifies the global tensor.
+            shard: which part of it this rank holds.
+            tensor: the values.
+            replicated: see StoredTensor.
+
+        Raises:
+            CheckpointError: the tensor does not have the shape of the shard.
+        """
         if tuple(tensor.shape) != shard.local_shape:
             raise CheckpointError(
                 f"{' '.join(filter(None, key[1:]))} has shape {tuple(tensor.shape)} on this rank, its layout says "
@@ -105,7 +125,11 @@ class Collected:
 
 
 def collect(training: TrainingState) -> Collected:
-    """Model, optimizers and generators of this rank. Raises CheckpointError for what cannot be written."""
+    """Collect the model, optimizers and generators of this rank.
+
+    Raises:
+        CheckpointError: something cannot be written; the message names it.
+    """
     contribution = Contribution(generators=read_generators())
     collected = Collected(contribution)
     for name, first, tensor in named_tensors(training.parallel.model, training.parallel.layout):
@@ -129,6 +153,7 @@ def collect(training: TrainingState) -> Collected:
 def _collect_optimizer(
     layout: Layout, number: int, optimizer: Optimizer, names: dict[nn.Parameter, str], collected: Collected
 ) -> None:
+    """Collect one optimizer's groups, the state of its parameters, and state that belongs to none of them."""
     contribution, state_dict = collected.contribution, optimizer.state_dict()
     states, groups = state_dict["state"], state_dict["param_groups"]
     numbers = parameter_numbers(optimizer, groups)
@@ -147,7 +172,7 @@ def _collect_optimizer(
 
 
 def parameter_numbers(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[nn.Parameter, Any]:
-    """The number by which a state_dict with these `groups` calls each parameter of the optimizer."""
+    """Return the number that identifies each parameter of the optimizer in a state_dict with these `groups`."""
     return {
         parameter: place
         for live, group in zip(optimizer.param_groups, groups, strict=True)
@@ -167,7 +192,10 @@ def _name(names: dict[nn.Parameter, str], parameter: nn.Parameter, optimizer: Op
 def _collect_state(
     layout: Layout, number: int, name: str, parameter: nn.Parameter, state: dict[str, Any], collected: Collected
 ) -> None:
-    """State of the parameter's shape is cut like it; scalars are written once; the rest must be equal on all ranks."""
+    """Collect the state of one parameter.
+
+    State of the parameter's shape is cut like it; scalars are written once; other tensors must be equal on all ranks.
+    """
     shard = state_shard_here(layout, name, parameter)
     writes, first = layout.counts_state(name), layout.first_name(name)
     for key, value in state.items():
@@ -185,7 +213,10 @@ def _collect_state(
 
 
 def named_tensors(model: nn.Module, layout: Layout) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(name, first name of the same tensor, tensor) of parameters and persistent buffers here, tied names included."""
+    """Yield (name, first name of the tensor, tensor) of this rank's parameters and persistent buffers.
+
+    A tied tensor comes once under each of its names.
+    """
     seen: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         persistent = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
@@ -193,23 +224,23 @@ def named_tensors(model: nn.Module, layout: Layout) -> Iterator[tuple[str, str, 
             if tensor is not None:
                 name = f"{prefix}.{key}" if prefix else key
                 first = layout.first_name(name)
-                if seen.setdefault(first, tensor) is not tensor:  # was tied at prepare, and is no longer
+                if seen.setdefault(first, tensor) is not tensor:  # was tied at prepare, but is no longer
                     first = name
                 yield name, first, tensor
 
 
 def shard_here(layout: Layout, name: str, part: torch.Tensor) -> TensorShard:
-    """This rank's shard of a tensor. One that no mechanism cut has its shape of now, whatever it was at prepare."""
+    """Return this rank's shard of a tensor; if no mechanism cut it, the whole tensor in its present shape."""
     return layout.shards.get(name) or TensorShard(shape=tuple(part.shape))
 
 
 def state_shard_here(layout: Layout, name: str, parameter: nn.Parameter) -> TensorShard:
-    """This rank's shard of optimizer state of the parameter called `name`."""
+    """Return this rank's shard of optimizer state of the parameter called `name`."""
     return layout.states.shards.get(name) or shard_here(layout, name, to_local(parameter.detach()))
 
 
 def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name in a state_dict, module) of modules that override get_extra_state."""
+    """Yield (name in a state_dict, module) of modules that override get_extra_state."""
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{prefix}._extra_state" if prefix else "_extra_state", module
@@ -221,7 +252,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def read_generators() -> dict[str, Any]:
-    """This rank's generator states (Python's, NumPy's, torch's), as plain numbers and tensors."""
+    """Return this rank's generator states (Python's, NumPy's, torch's), as plain numbers and tensors."""
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -241,7 +272,7 @@ def restore_generators(state: dict[str, Any]) -> None:
 
 
 def find_conflict(contributions: list[Contribution]) -> str | None:
-    """Why these contributions make no checkpoint, the same on every rank; None when they do."""
+    """Return why these contributions make no checkpoint, the same sentence on every rank; None if they do."""
     for rank, contribution in enumerate(contributions):
         if contribution.failure is not None:
             return f"rank {rank}: {contribution.failure}" if len(contributions) > 1 else contribution.failure
@@ -250,15 +281,26 @@ def find_conflict(contributions: list[Contribution]) -> str | None:
         for key, digest in contribution.digests.items():
             if digests.setdefault(key, digest) != digest:
                 return (
-                    f"the optimizer's state {key[2]!r} of {key[1]} is not of the parameter's shape and differs between "
-                    "ranks, so that no other number of ranks could take it up; use an optimizer whose state has the "
-                    "shape of the parameter, or a plan that leaves this parameter whole"
+                    f"the optimizer's state {key[2]!r} of {key[1]} does not have the parameter's shape and differs "
+                    "between ranks, so no other number of ranks could resume from it; use an optimizer whose state has "
+                    "the shape of the parameter, or a plan that leaves this parameter whole"
                 )
     return None
 
 
 def merge_contributions(training: TrainingState, contributions: list[Contribution]) -> tuple[str, bytes]:
-    """The text of index.json and the bytes of run.pt. Raises CheckpointError for state that is no plain value."""
+    """Merge all ranks' contributions into one checkpoint's index and run state.
+
+    Args:
+        training: the state to save.
+        contributions: every rank's, by rank.
+
+    Returns:
+        The text of index.json and the bytes of run.pt.
+
+    Raises:
+        CheckpointError: some state is neither a plain value nor a tensor.
+    """
     parts: dict[Key, list[tuple[int, WrittenPart]]] = {}
     for rank, contribution in enumerate(contributions):
         for part in contribution.parts:
@@ -287,7 +329,7 @@ def merge_contributions(training: TrainingState, contributions: list[Contributio
 
 
 def _stored_tensor(written: list[tuple[int, WrittenPart]]) -> StoredTensor:
-    """The parts of one tensor; of parts that several ranks wrote alike, the first is listed."""
+    """List the parts of one tensor; if several ranks wrote the same part, the first is listed."""
     first = written[0][1]
     parts: dict[Any, StoredPart] = {}
     for rank, part in written:
@@ -296,6 +338,7 @@ def _stored_tensor(written: list[tuple[int, WrittenPart]]) -> StoredTensor:
 
 
 def _run_state(training: TrainingState, contributions: list[Contribution]) -> dict[str, Any]:
+    """Return the contents of run.pt."""
     progress, batch = training.progress, training.parallel.plan.batch
     return {
         "seed": training.parallel.seed,
@@ -315,7 +358,9 @@ def _run_state(training: TrainingState, contributions: list[Contribution]) -> di
         "scheduler": None if training.scheduler is None else training.scheduler.state_dict(),
         "scaler": training.scaler.state_dict(),
         "noise": asdict(training.noise.averages),
-        "extra_state": {name: state for one in contributions[::-1] for name, state in one.extra_state.items()},
+        "extra_state": {
+            name: state for one_rank in contributions[::-1] for name, state in one_rank.extra_state.items()
+        },
         "generators": [contribution.generators for contribution in contributions],
         "residuals": [contribution.residuals for contribution in contributions],
         "mode": training.parallel.plan.sync.mode,
@@ -324,13 +369,15 @@ def _run_state(training: TrainingState, contributions: list[Contribution]) -> di
 
 
 def _optimizer_state(training: TrainingState, number: int, contributions: list[Contribution]) -> dict[str, Any]:
-    """Groups in the user's order, scalars of every parameter, and rank 0's state that belongs to no parameter."""
+    """Merge groups in the user's order, scalars of every parameter, and rank 0's state that belongs to none."""
     stated = training.parallel.layout.states.groups
     groups: list[OptimizerGroup] = []
     for place, (settings, _) in enumerate(contributions[0].groups[number]):
         in_order = stated[number][place] if number < len(stated) and place < len(stated[number]) else []
         present = {
-            training.parallel.layout.first_name(n): None for one in contributions for n in one.groups[number][place][1]
+            training.parallel.layout.first_name(n): None
+            for one_rank in contributions
+            for n in one_rank.groups[number][place][1]
         }
         order = dict.fromkeys([*(name for name in in_order if name in present), *present])
         groups.append((settings, list(order)))
@@ -343,7 +390,7 @@ def _optimizer_state(training: TrainingState, number: int, contributions: list[C
 
 
 def _to_bytes(run_state: dict[str, Any]) -> bytes:
-    """The bytes that torch.save writes; refused if torch.load(weights_only=True) would not read them back."""
+    """Return the bytes that torch.save writes; refuse state that torch.load(weights_only=True) cannot read back."""
     buffer = io.BytesIO()
     try:
         torch.save(run_state, buffer)
@@ -352,7 +399,7 @@ def _to_bytes(run_state: dict[str, Any]) -> bytes:
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
-            f"state beside the tensors is not of plain values and could not be read again ({reason}); keep numbers, "
-            "strings, lists, dicts and tensors in the state of optimizers, the scheduler and modules"
+            f"state apart from tensors is not made of plain values and could not be read back ({reason}); keep only "
+            "numbers, strings, lists, dicts and tensors in the state of optimizers, the scheduler and modules"
         ) from None
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""torch's distributed checkpoint format (DCP): what torchtitan, FSDP2 scripts and Lightning read and write.
+"""Conversion to and from torch's distributed checkpoint format (DCP), as torchtitan, FSDP2 scripts and Lightning use.
 
 One process converts; no ranks are needed, and one tensor is in memory at a time.
 """
@@ -27,26 +27,26 @@ from tutti.errors import CheckpointError
 from tutti.parallel.saved_values import parse_dtype, unpack_scalar
 
 _MODEL_ENTRIES = ("model", "state_dict")
-"""Entries of a saved dict under which the model's state_dict usually is."""
+"""Entries of a saved dict that usually hold the model's state_dict."""
 
 
 def export_dcp(checkpoint: Path, folder: Path, *, optimizers: bool = True) -> int:
     """Write a checkpoint (or a run folder's newest) in torch's DCP format.
 
-    The folder holds {"model": state_dict, "optimizer": state} with parameters called by name, as
+    The folder holds {"model": state_dict, "optimizer": state} with parameters identified by name, as
     torch.distributed.checkpoint.state_dict.get_state_dict gives them; with several optimizers {"optimizers": [...]}.
     Tied tensors are stored under each of their names, as dcp.save does.
 
     Args:
         checkpoint: a checkpoint's folder, or a run folder.
-        folder: is made; must not exist.
-        optimizers: whether to write the state of the optimizers, too.
+        folder: the folder to create; it must not exist.
+        optimizers: whether to write the optimizers' state, too.
 
     Returns:
         Size of the written files in bytes.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or the folder cannot be written; then there is no folder.
+        CheckpointError: the checkpoint cannot be read, or the folder cannot be written; no folder remains.
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists; name another folder, or remove it")
@@ -72,23 +72,38 @@ def export_dcp(checkpoint: Path, folder: Path, *, optimizers: bool = True) -> in
 
 
 def import_dcp(folder: Path, file: Path) -> int:
-    """Write the model of a DCP checkpoint as FILE.safetensors or FILE.pt; returns the file's size in bytes.
+    """Write the model of a DCP checkpoint as FILE.safetensors or FILE.pt.
 
-    `job.prepare(..., weights=folder)` takes the folder itself. Raises CheckpointError; then there is no file.
+    `job.prepare(..., weights=folder)` reads the folder itself.
+
+    Args:
+        folder: the DCP checkpoint.
+        file: the file to write; its suffix chooses the format.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or the file cannot be written; no file remains.
     """
     return write_model_file(open_dcp(folder), file)
 
 
 def open_dcp(folder: Path) -> Source:
-    """The model's tensors of a DCP checkpoint as a source.
+    """Open the model of a DCP checkpoint as a source.
 
-    The model is the entry "model" or "state_dict" of the saved dict; without either, its tensors on the top level.
-    Raises CheckpointError.
+    The model is the entry "model" or "state_dict" of the saved dict; without either, the tensors on its top level.
+
+    Args:
+        folder: the DCP checkpoint.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or holds no model.
     """
     try:
         reader = FileSystemReader(folder)
         metadata = reader.read_metadata()
-    except Exception as error:  # the metadata is a pickle, of any torch
+    except Exception as error:  # the metadata is a pickle, perhaps of another torch, and may raise anything
         raise CheckpointError(f"{folder / DCP_METADATA} cannot be read: {error}; name another checkpoint") from None
     paths = metadata.planner_data or {}
     stored = {k: entry for k, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)}
@@ -110,7 +125,7 @@ def open_dcp(folder: Path) -> Source:
 
 
 class _Reader:
-    """Reads whole tensors by torch's own dcp.load, and keeps the last one for further slices of it."""
+    """Reads whole tensors with torch's dcp.load, and keeps the last one for further slices of it."""
 
     def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
         self._folder, self._tensors = folder, tensors
@@ -122,7 +137,7 @@ class _Reader:
             try:
                 with _quiet():
                     load(state, storage_reader=FileSystemReader(self._folder), no_dist=True)
-            except (Exception, CheckpointException) as error:  # torch's is no Exception
+            except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
                 reason = (str(error) or type(error).__name__).splitlines()[0]
                 raise CheckpointError(f"{self._folder} cannot be read: {reason}; name another checkpoint") from None
             self._last = part.key, state[part.key]
@@ -130,9 +145,11 @@ class _Reader:
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Saves tensors that are placeholders until their turn: then each is read from the source.
+    """Saves tensors that are placeholders until their turn, when each is read from the source.
 
-    `keys`: id of a placeholder -> key of the stored tensor.
+    Args:
+        source: the checkpoint to read.
+        keys: id of a placeholder -> key of the stored tensor.
     """
 
     def __init__(self, source: Source, keys: dict[int, Key]) -> None:
@@ -140,12 +157,13 @@ class _StreamingPlanner(DefaultSavePlanner):
         self._source, self._keys = source, keys
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = super().lookup_object(index)
-        key = self._keys.get(id(found))
-        return found if key is None else read_whole(self._source, key)
+        value = super().lookup_object(index)
+        key = self._keys.get(id(value))
+        return value if key is None else read_whole(self._source, key)
 
 
 def _placeholder(source: Source, key: Key, keys: dict[int, Key]) -> torch.Tensor:
+    """Return a tensor without memory in place of a stored one, and register it in `keys`."""
     stored = source.tensors[key]
     tensor = torch.empty(stored.shape, dtype=parse_dtype(stored.dtype), device="meta")
     keys[id(tensor)] = key
@@ -153,6 +171,7 @@ def _placeholder(source: Source, key: Key, keys: dict[int, Key]) -> torch.Tensor
 
 
 def _model_state(source: Source, keys: dict[int, Key]) -> dict[str, Any]:
+    """Return the model's state_dict with placeholders."""
     names = [key[1] for key in source.tensors if key[0] == MODEL]
     model: dict[str, Any] = {name: _placeholder(source, (MODEL, name, ""), keys) for name in names}
     model.update({name: _placeholder(source, (MODEL, first, ""), keys) for name, first in source.tied.items()})
@@ -160,7 +179,7 @@ def _model_state(source: Source, keys: dict[int, Key]) -> dict[str, Any]:
 
 
 def _named_state(source: Source, number: int, keys: dict[int, Key]) -> dict[str, Any]:
-    """State of one optimizer, with parameters called by name."""
+    """Return the state of one optimizer, with placeholders and with parameters identified by name."""
     saved = source.run_state["optimizers"][number]
     state: dict[str, dict[str, Any]] = {}
     for name, scalars in saved["scalars"].items():
@@ -173,7 +192,7 @@ def _named_state(source: Source, number: int, keys: dict[int, Key]) -> dict[str,
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warnings that a single process is used, which is what is wanted here."""
+    """Suppress torch's warnings that only one process takes part, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.checkpoint")

@@ -24,22 +24,29 @@ INDEX = "index.json"
 RUN_STATE = "run.pt"
 
 Key = tuple[int, str, str]
-"""A tensor of a checkpoint: (optimizer, parameter, name of the state), (MODEL, name, "") or
-(RANK_STATE, "rank/bucket", name)."""
+"""Identifies a tensor of a checkpoint: (optimizer, parameter, name of the state), (MODEL, name, "") or
+(RANK_STATE, "rank/bucket", name).
+"""
 
 MODEL = -1
-"""Marks parameters and buffers in a Key."""
+"""First entry of a Key for parameters and buffers."""
 
 RANK_STATE = -2
-"""Marks tensors in a Key that belong to one rank: residuals of error feedback, state of a diverged replica."""
+"""First entry of a Key for tensors of one rank: residuals of error feedback, or state of a diverged replica."""
 
 Slices = tuple[slice, ...]
-"""An index into a tensor, one slice a dim."""
+"""An index into a tensor, one slice per dim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPart:
-    """Where one part of a tensor is stored. `cuts`: which part of the global tensor."""
+    """The place where one part of a tensor is stored.
+
+    Attributes:
+        file: name of the file in the checkpoint's folder.
+        key: name of the part in the file.
+        cuts: which part of the global tensor it is.
+    """
 
     file: str
     key: str
@@ -50,8 +57,9 @@ class StoredPart:
 class StoredTensor:
     """One global tensor, in parts.
 
-    `replicated`: optimizer state of another shape than its parameter and equal on all ranks, so that it fits any part
-    of the parameter.
+    Attributes:
+        replicated: whether this is optimizer state that does not have its parameter's shape and is equal on all ranks,
+            so that it fits any part of the parameter.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +73,9 @@ class CheckpointIndex:
     """All tensors of a checkpoint.
 
     Attributes:
-        step, world_size, mesh: those of the run that wrote it.
+        step: updates made.
+        world_size: number of ranks that wrote it.
+        mesh: their mesh.
         id: tells checkpoints of the same step apart.
         model: parameters and buffers by name.
         tied: further names of tensors in `model` -> the name there.
@@ -84,12 +94,12 @@ class CheckpointIndex:
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def index_to_text(index: CheckpointIndex) -> str:
-    """The index as JSON, one tensor a line, so that a person can read it."""
+    """Format the index as JSON, one tensor per line, so that a person can read it."""
     lines = [
         f'"format": {FORMAT}',
         *(f'"{name}": {json.dumps(getattr(index, name))}' for name in ("step", "world_size", "mesh", "id", "tied")),
@@ -120,7 +130,15 @@ def _to_json(tensor: StoredTensor) -> dict[str, Any]:
 
 
 def parse_index(text: str, path: Path) -> CheckpointIndex:
-    """The index that `index_to_text` wrote; `path` names it in messages. Raises CheckpointError."""
+    """Parse what `index_to_text` wrote.
+
+    Args:
+        text: the JSON text.
+        path: names the index in messages.
+
+    Raises:
+        CheckpointError: the text is not an index, or has another format version.
+    """
     try:
         data = json.loads(text)
         if data["format"] != FORMAT:
@@ -162,16 +180,20 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def latest_checkpoint(path: Path) -> Path | None:
-    """The newest complete checkpoint of a run folder, or `path` itself if it is one."""
+    """Return the newest complete checkpoint of a run folder, `path` itself if it is a checkpoint, or None."""
     if is_checkpoint(path):
         return path
     complete = [folder for folder in (path / "checkpoints").glob("step-*") if is_checkpoint(folder)]
-    # a kill while step 4 was written again leaves "step-00000004.replaced", which is older than "step-00000004"
+    # A kill while step 4 was being replaced leaves "step-00000004.replaced", which is older than "step-00000004".
     return max(complete, key=lambda folder: (folder.name.partition(".")[0], "." not in folder.name), default=None)
 
 
 def read_run_state(file: Path) -> dict[str, Any]:
-    """Plain values and tensors that torch.save wrote. Raises CheckpointError."""
+    """Read plain values and tensors that torch.save wrote.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
     except Exception as error:
@@ -182,11 +204,12 @@ def read_run_state(file: Path) -> dict[str, Any]:
 def overlaps(
     shape: tuple[int, ...], stored: tuple[Cut, ...], wanted: tuple[Cut, ...]
 ) -> Iterator[tuple[Slices, Slices]]:
-    """The intersection of two parts of one tensor, in blocks as large as their ranges allow.
+    """Yield the intersection of two parts of one tensor, in blocks as large as their ranges allow.
 
     Args:
         shape: global shape of the tensor.
-        stored, wanted: the two parts; a dim without a cut is whole.
+        stored: the part that is stored; a dim without a cut is whole.
+        wanted: the part that is needed.
 
     Yields:
         (slices of the stored part, slices of the wanted part). Every common element is in exactly one pair.
@@ -200,11 +223,12 @@ def overlaps(
 
 
 def _ranges(cuts: tuple[Cut, ...], dim: int, size: int) -> tuple[Range, ...]:
+    """Return the ranges of a part along one dim."""
     return next((cut.ranges for cut in cuts if cut.dim == dim), ((0, size),))
 
 
 def _common(stored: tuple[Range, ...], wanted: tuple[Range, ...]) -> list[tuple[int, int, int]]:
-    """(position in the stored part, position in the wanted part, length) of the intersection along one dim."""
+    """Return (position in the stored part, position in the wanted part, length) of the intersection along one dim."""
     blocks: list[tuple[int, int, int]] = []
     source = 0
     for low, high in stored:

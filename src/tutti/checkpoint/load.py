@@ -1,4 +1,4 @@
-"""Loading: a checkpoint's state becomes a prepared run's, whatever plan either has. Each rank reads its shards."""
+"""Loading: put a checkpoint's state into a prepared run, whatever plan either has. Each rank reads its shards."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,15 +27,15 @@ from tutti.parallel.saved_values import parse_dtype, unpack_scalar
 
 
 def load_checkpoint(training: TrainingState, path: Path, say: Callable[[str], None]) -> None:
-    """Put a checkpoint's state into a prepared run. Every rank must call it.
+    """Put a checkpoint's state into a prepared run. Collective.
 
     Args:
         training: the prepared state, under any plan and number of ranks.
         path: the checkpoint's folder.
-        say: gets a sentence about each part of the checkpoint that this run cannot use.
+        say: called with a sentence about each part of the checkpoint that this run cannot use.
 
     Raises:
-        CheckpointError: on every rank, when the checkpoint does not fit; the message names what does not.
+        CheckpointError: on every rank, if the checkpoint does not fit; the message names what does not.
     """
     source = shared_source(training.parallel.world, path, open_checkpoint)
     raise_together(
@@ -66,16 +66,17 @@ def load_checkpoint(training: TrainingState, path: Path, say: Callable[[str], No
 
 
 def load_weights(training: TrainingState, path: Path) -> None:
-    """Give the model the values of a plain state_dict as those it starts with, under any plan.
+    """Give the model the values of a plain state_dict, under any plan. Collective.
 
-    Every rank must call it; each takes its shards. The names must be the model's, all of them; a tied tensor may be
-    stored under any of its names.
+    Each rank reads its shards. The names must be exactly the model's; a tied tensor may be stored under any of its
+    names.
 
     Args:
+        training: the prepared state.
         path: a .safetensors or .pt file, or a folder in torch's distributed checkpoint format.
 
     Raises:
-        CheckpointError: on every rank, when the file cannot be read or does not fit.
+        CheckpointError: on every rank, if the file cannot be read or does not fit.
     """
     source = shared_source(training.parallel.world, path, _open_weights)
     source = with_tied_names(source, training.parallel.layout.tied)
@@ -92,7 +93,12 @@ def _open_weights(path: Path) -> Source:
 
 
 def load_model(training: TrainingState, source: Source) -> None:
-    """Give parameters and buffers the values of a source that fits. Collective."""
+    """Give parameters and buffers the values of a source that fits. Collective.
+
+    Args:
+        training: the prepared state.
+        source: a source with no `model_mismatch`.
+    """
     targets: dict[int, LoadTarget] = {}
     for name, _, tensor in named_tensors(training.parallel.model, training.parallel.layout):
         key = source.model_key(name)
@@ -107,26 +113,31 @@ def load_model(training: TrainingState, source: Source) -> None:
 
 
 def raise_together(training: TrainingState, mismatch: str | None) -> None:
-    """Raise CheckpointError on every rank if any rank has a mismatch. Collective."""
+    """Raise CheckpointError on every rank if any rank has a mismatch. Collective.
+
+    Args:
+        training: the prepared state.
+        mismatch: this rank's mismatch as a sentence, or None.
+    """
     mismatches = [message for message in training.parallel.world.gather(mismatch) if message is not None]
     if mismatches:
         raise CheckpointError(mismatches[0])
 
 
 def _run_mismatch(training: TrainingState, source: Source) -> str | None:
-    """A setting of the run that differs from the checkpoint's and may not."""
+    """Return a sentence about a setting of the run that must equal the checkpoint's and does not; None if all agree."""
     batch = [training.parallel.plan.batch.global_batch_size, training.parallel.plan.batch.unit]
     saved = source.run_state["batch"]
     if saved != batch:
         return (
             f"{source.path} was made with global_batch_size = {saved[0]} {saved[1]}, the Job says {batch[0]} "
-            f"{batch[1]}; a run resumes with the batch it began with"
+            f"{batch[1]}; resume with the batch that the run started with"
         )
     ramp, saved_ramp = [list(pair) for pair in training.parallel.plan.batch.ramp], source.run_state["ramp"]
     if ramp != saved_ramp:
         return (
-            f"{source.path} was made with batch_ramp = {saved_ramp}, the Job says {ramp}; the batches would be cut "
-            "otherwise: use the same"
+            f"{source.path} was made with batch_ramp = {saved_ramp}, the Job says {ramp}; the batches would differ: "
+            "use the same batch_ramp"
         )
     if source.run_state["seed"] != training.parallel.seed:
         return (
@@ -137,7 +148,7 @@ def _run_mismatch(training: TrainingState, source: Source) -> str | None:
 
 
 def model_mismatch(training: TrainingState, source: Source) -> str | None:
-    """The first parameter or buffer that only one side has, or that has another shape."""
+    """Describe the first parameter or buffer that only one side has, or that has another shape; None if all fit."""
     stored = {name: tensor.shape for (number, name, _), tensor in source.tensors.items() if number == MODEL}
     stored.update({name: stored[first] for name, first in source.tied.items()})
     here: dict[str, tuple[int, ...]] = {}
@@ -148,7 +159,7 @@ def model_mismatch(training: TrainingState, source: Source) -> str | None:
         if name not in everywhere or name not in stored or everywhere[name] != stored[name]:
             return (
                 f"{source.path} does not fit the model at {name!r}: checkpoint {_describe_shape(stored, name)}, model "
-                f"{_describe_shape(everywhere, name)}; build the model the checkpoint was made from"
+                f"{_describe_shape(everywhere, name)}; build the model that the checkpoint was made from"
             )
     return None
 
@@ -158,11 +169,11 @@ def _describe_shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
 
 
 def _optimizer_mismatch(training: TrainingState, source: Source) -> str | None:
-    """The first optimizer, group or state that does not fit."""
+    """Return a sentence about the first optimizer, group or state that does not fit; None if all fit."""
     saved = source.run_state["optimizers"]
     count = len(training.parallel.optimizers)
     if len(saved) != count:
-        return f"{source.path} holds {len(saved)} optimizers, prepare got {count}; pass the same"
+        return f"{source.path} holds {len(saved)} optimizers, prepare got {count}; pass the same optimizers"
     for number, state in enumerate(saved):
         kind = type(training.parallel.optimizers[number]).__name__
         groups = training.parallel.layout.states.groups[number]
@@ -182,7 +193,7 @@ def _optimizer_mismatch(training: TrainingState, source: Source) -> str | None:
 
 
 def _state_shape_mismatch(training: TrainingState, source: Source) -> str | None:
-    """State of another shape than its parameter fits only where the parameter is whole."""
+    """Describe optimizer state that lacks its parameter's shape although this plan cuts the parameter; else None."""
     names = training.parallel.layout.state_names(training.parallel.model, training.parallel.optimizers)
     for (number, name, key), stored in source.tensors.items():
         if number < 0 or stored.replicated or stored.shape == training.parallel.layout.names.get(name, stored.shape):
@@ -191,7 +202,7 @@ def _state_shape_mismatch(training: TrainingState, source: Source) -> str | None
         if any(training.parallel.layout.state_shard_of(n).cuts for n in here):
             return (
                 f"{source.path}: the optimizer's state {key!r} of {name} has shape {stored.shape}, not the "
-                "parameter's, and this plan cuts the parameter; resume with a plan that leaves it whole"
+                "parameter's, and this plan divides the parameter; resume with a plan that leaves it whole"
             )
     return None
 
@@ -224,7 +235,7 @@ def _load_optimizers(training: TrainingState, source: Source) -> None:
 def _parameter_state(
     layout: Layout, source: Source, number: int, name: str, parameter: nn.Parameter, targets: list[LoadTarget]
 ) -> dict[str, Any]:
-    """State of one parameter: its scalars, and empty tensors that `targets` will fill."""
+    """Return the state of one parameter: its scalars, and empty tensors that are added to `targets` to be filled."""
     first, shard = layout.first_name(name), state_shard_here(layout, name, parameter)
     scalars = source.run_state["optimizers"][number]["scalars"].get(first, {})
     state = {key: unpack_scalar(packed) for key, packed in scalars.items()}

@@ -1,4 +1,4 @@
-"""Plain state, as one device has it: made from a checkpoint, and taken as the values that training starts with."""
+"""Plain state, as one device has it: written from a checkpoint, or read as the initial values of a training run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tutti.errors import CheckpointError
 from tutti.parallel.saved_values import parse_dtype, unpack_scalar
 
 DCP_METADATA = ".metadata"
-"""The file that makes a folder a checkpoint in torch's distributed format (DCP)."""
+"""The file that marks a folder as a checkpoint in torch's distributed format (DCP)."""
 
 
 def is_dcp(path: Path) -> bool:
@@ -24,7 +24,10 @@ def is_dcp(path: Path) -> bool:
 
 
 def to_state_dict(folder: Path) -> dict[str, Any]:
-    """A checkpoint (or a run folder's newest) as one device would have it.
+    """Read a checkpoint (or a run folder's newest) as one device would have it.
+
+    Args:
+        folder: a checkpoint's folder, or a run folder.
 
     Returns:
         {"model": state_dict, "optimizers": [state_dict, ...]}, each for load_state_dict.
@@ -38,12 +41,14 @@ def to_state_dict(folder: Path) -> dict[str, Any]:
 
 
 def _model_state(source: Source) -> dict[str, Any]:
+    """Return the model's state_dict, with tied tensors under all their names."""
     model: dict[str, Any] = {key[1]: read_whole(source, key) for key in source.tensors if key[0] == MODEL}
     model.update({name: model[first] for name, first in source.tied.items()})
     return {**model, **source.run_state.get("extra_state", {})}
 
 
 def _optimizer_state(source: Source, number: int) -> dict[str, Any]:
+    """Return one optimizer's state_dict, with parameters numbered in the order of its groups, as torch does."""
     saved = source.run_state["optimizers"][number]
     ordered = [name for _, names in saved["groups"] for name in names]
     places = {name: place for place, name in enumerate(ordered)}
@@ -59,18 +64,37 @@ def _optimizer_state(source: Source, number: int) -> dict[str, Any]:
 
 
 def to_safetensors(folder: Path, file: Path) -> int:
-    """Write the model of a checkpoint (or a run folder's newest) as one safetensors file; returns its size in bytes.
+    """Write the model of a checkpoint (or a run folder's newest) as one safetensors file.
 
     One tensor is in memory at a time. A tied tensor is written once; its other names are in the file's metadata, as
-    safetensors.torch.save_model has them. Raises CheckpointError.
+    safetensors.torch.save_model stores them.
+
+    Args:
+        folder: a checkpoint's folder, or a run folder.
+        file: the file to write.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, the file cannot be written, or the format cannot hold the state.
     """
     return _write_safetensors(open_checkpoint(find_checkpoint(folder)), file)
 
 
 def to_file(folder: Path, file: Path, *, optimizers: bool = False) -> int:
-    """Write a checkpoint's model as FILE.safetensors or FILE.pt; returns the file's size in bytes.
+    """Write a checkpoint's model as FILE.safetensors or FILE.pt.
 
-    `optimizers`: write {"model": ..., "optimizers": [...]} to FILE.pt. Raises CheckpointError; then there is no file.
+    Args:
+        folder: a checkpoint's folder, or a run folder.
+        file: the file to write; its suffix chooses the format.
+        optimizers: write {"model": ..., "optimizers": [...]} to FILE.pt; ignored for safetensors.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or the file cannot be written; no file remains.
     """
     if optimizers and file.suffix != ".safetensors":
         return _save_whole(lambda: to_state_dict(folder), file)
@@ -78,9 +102,17 @@ def to_file(folder: Path, file: Path, *, optimizers: bool = False) -> int:
 
 
 def write_model_file(source: Source, file: Path) -> int:
-    """Write the model of a source as FILE.safetensors or FILE.pt; returns the file's size in bytes.
+    """Write the model of a source as FILE.safetensors or FILE.pt.
 
-    Raises CheckpointError; then there is no file.
+    Args:
+        source: the source; its `read` must not be None.
+        file: the file to write; its suffix chooses the format.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        CheckpointError: the source cannot be read, or the file cannot be written; no file remains.
     """
     if file.suffix == ".safetensors":
         return _write_safetensors(source, file)
@@ -91,14 +123,12 @@ def _write_safetensors(source: Source, file: Path) -> int:
     extra = list(source.run_state.get("extra_state", {}))
     if extra:
         raise CheckpointError(
-            f"{source.path} holds state that is no tensor ({extra[0]!r}), for which safetensors has no place; write a "
+            f"{source.path} holds state that is not a tensor ({extra[0]!r}), which safetensors cannot store; write a "
             ".pt file"
         )
     model = {key[1]: stored for key, stored in source.tensors.items() if key[0] == MODEL}
     if any(parse_dtype(stored.dtype).is_complex for stored in model.values()):
-        raise CheckpointError(
-            f"{source.path} holds complex numbers, for which safetensors has no word; write a .pt file"
-        )
+        raise CheckpointError(f"{source.path} holds complex numbers, which safetensors cannot store; write a .pt file")
     tensors = [
         tensor_on_demand(name, stored.shape, parse_dtype(stored.dtype), partial(read_whole, source, (MODEL, name, "")))
         for name, stored in model.items()
@@ -108,6 +138,7 @@ def _write_safetensors(source: Source, file: Path) -> int:
 
 
 def _save_whole(make_state: Callable[[], dict[str, Any]], file: Path) -> int:
+    """Write the state that `make_state` returns with torch.save; return the file's size in bytes."""
     state = make_state()
 
     def write(unfinished: Path) -> int:
@@ -119,7 +150,7 @@ def _save_whole(make_state: Callable[[], dict[str, Any]], file: Path) -> int:
 
 
 def _write_then_rename(file: Path, write: Callable[[Path], int]) -> int:
-    """Write under another name first, so that a file is complete or does not exist."""
+    """Write under a temporary name and rename the file, so that it is complete or does not exist."""
     unfinished = file.with_name(f".{file.name}.part")
     try:
         nbytes = write(unfinished)
@@ -134,14 +165,18 @@ def _write_then_rename(file: Path, write: Callable[[Path], int]) -> int:
 
 
 def open_weights(path: Path) -> Source:
-    """A model's state_dict in a file as a source; a .pt file may hold it under "model" or "state_dict".
+    """Open a file with a model's state_dict as a source.
 
-    Raises CheckpointError.
+    Args:
+        path: a .safetensors file, or a .pt file that holds the state_dict itself or under "model" or "state_dict".
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds no state_dict.
     """
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is no file; name a .safetensors or .pt file with the model's state_dict, or a folder in torch's "
-            "distributed checkpoint format"
+            f"{path} is not a file; name a .safetensors or .pt file with the model's state_dict, or a folder in "
+            "torch's distributed checkpoint format"
         )
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
@@ -165,7 +200,12 @@ def _open_safetensors(path: Path) -> Source:
 
 
 def with_tied_names(source: Source, tied: list[list[str]]) -> Source:
-    """`source` with names of `tied` groups that it does not store, where it stores another name of the group."""
+    """Add to a source the names of tied tensors that it stores under another name.
+
+    Args:
+        source: the source, which may store a tied tensor under any of its names.
+        tied: groups of names that are one tensor in the model.
+    """
     names = dict(source.tied)
     for group in tied:
         stored = [name for name in group if (MODEL, name, "") in source.tensors]

@@ -1,7 +1,7 @@
-"""State in checkpoints that belongs to one rank: residuals of compression, and replicas that have diverged.
+"""Checkpoint state that belongs to one rank: residuals of compression, and replicas that have diverged.
 
-Every rank writes its own. The same number of ranks under the same plan resumes it bit for bit. Any other number adds up
-the residuals of all ranks for each parameter and takes equal shares; its replicas start equal, from the averaged model.
+Every rank writes its own. The same number of ranks under the same plan resumes it bit for bit. Otherwise, the residuals
+of all ranks are added up for each parameter and divided equally, and replicas start equal, from the averaged model.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +34,12 @@ Residuals = dict[str, torch.Tensor]
 
 
 def collect_residuals(training: TrainingState, collected: Collected) -> None:
-    """Add this rank's residuals to what it writes."""
+    """Add this rank's residuals to what it writes.
+
+    Args:
+        training: the state to save.
+        collected: what this rank writes; changed in place.
+    """
     compressor = training.parallel.replica.compressor
     exactly = training.parallel.replica.factored.exactly()
     if exactly:
@@ -49,7 +54,13 @@ def collect_residuals(training: TrainingState, collected: Collected) -> None:
 
 
 def collect_replica_state(training: TrainingState, state: ReplicaState, collected: Collected) -> None:
-    """Add the tensors and values of this rank's diverged replica to what it writes."""
+    """Add the tensors and values of this rank's diverged replica to what it writes.
+
+    Args:
+        training: the state to save.
+        state: the replica's state.
+        collected: what this rank writes; changed in place.
+    """
     collected.contribution.replica = state.values
     for name, tensor in state.tensors.items():
         _add_whole(collected, f"{training.parallel.world.rank}/replica", name, tensor)
@@ -60,7 +71,13 @@ def _add_whole(collected: Collected, owner: str, name: str, tensor: torch.Tensor
 
 
 def load_replica_state(training: TrainingState, source: Source, say: Callable[[str], None]) -> None:
-    """Begin the plan's consistency mode, and resume as the replica that this rank was. Collective."""
+    """Begin the plan's consistency mode; restore this rank's replica if the same ranks and mode saved it. Collective.
+
+    Args:
+        training: the prepared state, with the checkpoint's model.
+        source: the checkpoint.
+        say: called with a sentence if replicas cannot be restored.
+    """
     training.consistency.begin(training.parallel, training.progress.step)
     saved = source.run_state.get("replicas", [])
     if not any(saved):
@@ -72,8 +89,8 @@ def load_replica_state(training: TrainingState, source: Source, say: Callable[[s
     wanted = training.consistency.resume(training.parallel, saved[training.parallel.world.rank]) if same else {}
     if not all(training.parallel.world.gather(bool(wanted))):
         say(
-            "replicas begin alike, from the model that was saved: those in it were of another mode or code, of other "
-            "ranks, or trained other parameters"
+            "all replicas start from the model that was saved: the checkpoint's replicas had another mode or codec, "
+            "another number of ranks, or other trained parameters"
         )
         return
     owner = f"{training.parallel.world.rank}/replica"
@@ -86,7 +103,13 @@ def load_replica_state(training: TrainingState, source: Source, say: Callable[[s
 
 
 def load_residuals(training: TrainingState, source: Source, say: Callable[[str], None]) -> None:
-    """Continue with the residuals of the checkpoint's ranks, at this run's loss scale. Collective."""
+    """Restore the residuals of the checkpoint's ranks, at this run's loss scale. Collective.
+
+    Args:
+        training: the prepared state.
+        source: the checkpoint.
+        say: called with a sentence if residuals are dropped.
+    """
     saved: list[dict[str, Any] | None] = source.run_state.get("residuals") or []
     if any(description["method"] == FACTORS for description in saved if description):
         _restore_unfactored(training, saved)
@@ -99,13 +122,13 @@ def load_residuals(training: TrainingState, source: Source, say: Callable[[str],
     compression = training.parallel.plan.sync.gradient_code
     if compressor is not None and compression is not None and _in_other_units(compression, saved):
         say(
-            "what compression kept back in the checkpoint's run is dropped: one of the two runs sums gradients, the "
-            "another momentum"
+            "the checkpoint's residuals of compression are dropped: one of the two runs compresses gradients, the "
+            "other momentum"
         )
         return
     if compressor is None or compression is None or not compression.keeps:
         if any(key for key in source.tensors if key[0] == RANK_STATE and not key[2].startswith("shared.")):
-            say("what compression kept back in the checkpoint's run is dropped: this run keeps nothing back")
+            say("the checkpoint's residuals of compression are dropped: this run keeps no residuals")
         if compressor is None:
             return
     fits = len(saved) == training.parallel.world.world_size and _rebuild_buckets(
@@ -122,21 +145,21 @@ def load_residuals(training: TrainingState, source: Source, say: Callable[[str],
 
 
 def _restore_unfactored(training: TrainingState, saved: list[dict[str, Any] | None]) -> None:
-    """Weights whose factors took more bytes than their gradients are sent as gradients in this run, too."""
+    """Send as gradients the weights that the saved run did not send as factors, because factors took more bytes."""
     names = {name for description in saved if description for name in description["exactly"]}
     training.parallel.replica.factored.leave([p for p, name in _names(training).items() if name in names])
     training.parallel.replica.rebuild_buckets(None, [])
 
 
 def _in_other_units(compression: Compression, saved: list[dict[str, Any] | None]) -> bool:
-    """Whether one of the two runs sends gradients and the other momentum."""
+    """Whether one of the two runs compresses gradients and the other momentum."""
     before = next(description["method"] for description in saved if description)
     momentum_compression = {*MOMENTUM_CODECS} - {ZERO_ONE}
     return (parse_compression(before).method in momentum_compression) != (compression.method in momentum_compression)
 
 
 def _describe(training: TrainingState, compressor: Compressor) -> dict[str, Any]:
-    """How this rank's buckets are made up, in plain values."""
+    """Describe in plain values how this rank's buckets are made up."""
     name_of = _names(training)
     return {
         "method": format_compression(compressor.compression),
@@ -164,7 +187,7 @@ def _describe_bucket(bucket: ReducerContents) -> dict[str, Any]:
 
 
 def _buckets(training: TrainingState, compressor: Compressor) -> list[ReducerContents]:
-    """All buckets of this rank with the tensors in them: those of whole gradients, then those of sharded ones."""
+    """Return this rank's buckets with the tensors in them: first those of whole gradients, then of sharded ones."""
     name_of, buckets = _names(training), []
     for bucket, exchange in compressor.exchanges.items():
         named = zip((name_of[p] for p in bucket.parameters), bucket.views, strict=True)
@@ -177,11 +200,12 @@ def _buckets(training: TrainingState, compressor: Compressor) -> list[ReducerCon
 
 
 def _names(training: TrainingState) -> dict[nn.Parameter, str]:
+    """Return the first name of every parameter."""
     return {p: training.parallel.layout.first_name(name) for name, p in training.parallel.model.named_parameters()}
 
 
 def _rebuild_buckets(training: TrainingState, compressor: Compressor, saved: dict[str, Any] | None) -> bool:
-    """Try to make this rank's buckets as they were when it saved; returns whether they are."""
+    """Try to make this rank's buckets as they were when it saved; return whether they are."""
     by_name = {name: p for p, name in _names(training).items()}
     if saved is None or not by_name.keys() >= {*saved["order"], *(saved["arrived"] or ())}:
         return False
@@ -201,6 +225,7 @@ def _without_counts(description: dict[str, Any]) -> dict[str, Any]:
 def _load_same_buckets(
     training: TrainingState, compressor: Compressor, source: Source, saved: dict[str, Any] | None
 ) -> None:
+    """Load the residuals of this rank into the buckets that saved them. Collective."""
     assert saved is not None
     buckets = _buckets(training, compressor)
     tensors = _read(training, source, training.parallel.world.rank, range(len(buckets)))
@@ -212,7 +237,7 @@ def _load_same_buckets(
 def _load_equal_shares(
     training: TrainingState, compressor: Compressor, source: Source, saved: list[dict[str, Any] | None]
 ) -> None:
-    """Take an equal share of the sum of all saved ranks' residuals of each parameter."""
+    """Take an equal share of the sum of all saved ranks' residuals for each parameter. Collective."""
     here = {name: p for p, name in _names(training).items()}
     totals: dict[str, Residuals] = {}
     for rank, description in enumerate(saved):
@@ -220,7 +245,12 @@ def _load_equal_shares(
         wanted = [number for number, bucket in enumerate(buckets) if any(name in here for name in bucket["names"])]
         for number, tensors in _read(training, source, rank, wanted).items():
             _add_bucket(training, totals, buckets[number], tensors, here)
-    counts = [max(bucket["counts"].values()) for one in saved if one is not None for bucket in one["buckets"]]
+    counts = [
+        max(bucket["counts"].values())
+        for rank_description in saved
+        if rank_description is not None
+        for bucket in rank_description["buckets"]
+    ]
     for bucket in _buckets(training, compressor):
         shares = [_share(row, totals.get(row.name, {}), bucket.contributors) for row in bucket.rows]
         sizes = [torch.Size(row.shape).numel() for row in bucket.rows]
@@ -258,7 +288,7 @@ def _add_bucket(
 
 
 def _share(row: FlatTensorRow, total: Residuals, contributors: int) -> Residuals:
-    """This rank's share of one tensor's residuals, flat, as the tensor lies in memory; empty without holders."""
+    """Return this rank's share of one tensor's residuals, flat, in memory order."""
     share: Residuals = {}
     for kind, values in total.items():
         if kind.startswith("shared."):
@@ -271,7 +301,7 @@ def _share(row: FlatTensorRow, total: Residuals, contributors: int) -> Residuals
 
 
 def _read(training: TrainingState, source: Source, rank: int, numbers: Iterable[int]) -> dict[int, Residuals]:
-    """Tensors of some buckets of a saved rank, by number of the bucket. Collective."""
+    """Read the tensors of some buckets of a saved rank, by number of the bucket. Collective."""
     buckets: dict[int, Residuals] = {}
     targets = []
     for number in numbers:

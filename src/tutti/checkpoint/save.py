@@ -48,24 +48,24 @@ from tutti.parallel.layout import TensorShard
 from tutti.parallel.saved_values import parse_dtype
 
 UNFINISHED, FAILED = ".part", ".failed"
-"""Suffixes of a file that is being written, and of the mark that it could not be."""
+"""Suffixes of a file that is being written, and of the marker that it could not be written."""
 
 _PATIENCE_S = 10.0
-"""How long rank 0 waits, when its process ends, for other ranks' files to grow."""
+"""Seconds that rank 0, when its process ends, waits for other ranks' files that do not grow."""
 
 
 RowWriter = Callable[[dict[str, Any]], None]
-"""Gets the fields of the row about a finished checkpoint, for the metrics of rank 0."""
+"""Is called with the fields of the row about a finished checkpoint, for rank 0's metrics."""
 
 
 class CheckpointWriter:
     """Saves the checkpoints of one run. All ranks call its methods in the same order.
 
     Args:
-        training: what is saved.
+        training: the state to save.
         folder: the run folder.
         every: steps between two checkpoints; None: only when `save` is called.
-        keep: how many of the newest checkpoints stay; 0: all.
+        keep: how many of the newest checkpoints stay, at least 1.
         write_row: called when a checkpoint is complete.
     """
 
@@ -77,7 +77,10 @@ class CheckpointWriter:
         self._pending: PendingCheckpoint | None = None
 
     def save(self) -> tuple[Path, int]:
-        """Write a checkpoint of the state as it is now; returns its folder and size in bytes. Collective.
+        """Write a checkpoint of the current state. Collective.
+
+        Returns:
+            The checkpoint's folder and its size in bytes.
 
         Raises:
             CheckpointError: on every rank, if any rank fails; earlier checkpoints stay complete.
@@ -87,7 +90,7 @@ class CheckpointWriter:
         return pending.path, self.finish()
 
     def save_when_due(self) -> None:
-        """After every step: begin a checkpoint in the background if one is due, or finish a written one.
+        """After every step: begin a checkpoint in the background if one is due, or finish one that is written.
 
         Raises:
             CheckpointError: on every rank in the same step, if any rank failed to write.
@@ -99,7 +102,7 @@ class CheckpointWriter:
             self._finish_if_written(self._pending)
 
     def finish(self) -> int:
-        """Wait for the checkpoint that is being written, if any; returns its size in bytes. Collective."""
+        """Wait for the checkpoint that is being written, if any; return its size in bytes. Collective."""
         pending = self._pending
         if pending is None:
             return 0
@@ -110,10 +113,13 @@ class CheckpointWriter:
         return self._finish_if_written(pending)
 
     def finish_at_exit(self) -> str | None:
-        """Finish the pending checkpoint when the process ends, without communication; returns what went wrong.
+        """Finish the pending checkpoint when the process ends, without communication.
 
         Every rank finishes its own file. Rank 0 waits for the others' files as long as they grow, then renames the
         folder.
+
+        Returns:
+            What went wrong, as a sentence; None if nothing did.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -126,10 +132,10 @@ class CheckpointWriter:
             failure = f"{missing} was not written" if missing else self._publish(pending)
         if failure is None:
             return None
-        return f"the checkpoint of step {pending.step} was not finished: {failure}; earlier checkpoints are whole"
+        return f"the checkpoint of step {pending.step} was not finished: {failure}; earlier checkpoints are intact"
 
     def _begin(self, *, background: bool) -> PendingCheckpoint:
-        """Agree on which rank writes what, and start writing the state as it is now. Collective."""
+        """Agree on which rank writes what, and start writing the current state. Collective."""
         started = time.perf_counter()
         self._training.noise.flush(self._world)
         path = self._folder.checkpoints / f"step-{self._training.progress.step:08d}"
@@ -160,7 +166,7 @@ class CheckpointWriter:
             collected = collect(self._training)
             collect_residuals(self._training, collected)
             collect_replica_state(self._training, replica_state, collected)
-        except Exception as error:  # the user's optimizer may raise; the other ranks must not wait for this one
+        except Exception as error:  # the user's optimizer may raise, and the other ranks must not wait for this one
             collected = Collected(Contribution(failure=_message(error)))
         collected.contribution.sees_folder = pending.temporary.is_dir()
         contributions = self._world.gather(collected.contribution)
@@ -173,7 +179,7 @@ class CheckpointWriter:
     def _write(
         self, pending: PendingCheckpoint, contributions: list[Contribution], tensors: list[TensorToWrite]
     ) -> None:
-        """Start writing this rank's files. A failure waits in `pending` until all ranks hear of it."""
+        """Start writing this rank's files. A failure stays in `pending` until all ranks learn of it."""
         rank, texts = self._world.rank, None
         if self._world.is_main:
             try:
@@ -182,7 +188,7 @@ class CheckpointWriter:
                 pending.failure = str(error)
             writers = [other for other, contribution in enumerate(contributions) if contribution.parts]
             pending.files = [rank_file(other) for other in writers]
-        for other, contribution in enumerate(contributions):  # ranks that see another disk have rank 0 write their file
+        for other, contribution in enumerate(contributions):  # rank 0 writes the files of ranks that see another disk
             if not contribution.sees_folder and contribution.parts:
                 if rank == other:
                     _send_tensors(self._world, tensors)
@@ -203,7 +209,7 @@ class CheckpointWriter:
         pending.thread.start()
 
     def _finish_if_written(self, pending: PendingCheckpoint) -> int:
-        """Publish the checkpoint if every rank has written; returns its size in bytes, else 0. Collective."""
+        """Publish the checkpoint if every rank has written; return its size in bytes, else 0. Collective."""
         flags = [float(not pending.written), float(pending.written and pending.failure is not None)]
         counts = torch.tensor([*flags, pending.nbytes], dtype=torch.float64, device=self._world.device)
         writing, failed, nbytes = self._world.sum(counts).tolist()
@@ -224,7 +230,7 @@ class CheckpointWriter:
         return int(nbytes)
 
     def _publish(self, pending: PendingCheckpoint) -> str | None:
-        """On rank 0: give the complete checkpoint its name. Returns what went wrong."""
+        """On rank 0: give the complete checkpoint its name. Return what went wrong, if anything."""
         try:
             publish_folder(pending.temporary, pending.path, self._keep)
         except OSError as error:
@@ -232,7 +238,11 @@ class CheckpointWriter:
         return None
 
     def _log_row(self, pending: PendingCheckpoint, nbytes: int) -> None:
-        """`duration_s`: how long training waited; `written_s`: from the beginning until the folder was published."""
+        """Write the row about a finished checkpoint.
+
+        `duration_s` is how long training waited; `written_s`, the time from the beginning until the folder was
+        published.
+        """
         fields = {
             "step": pending.step,
             "duration_s": pending.blocked_s,
@@ -252,12 +262,12 @@ class CheckpointWriter:
         remedy = ". Free space or name another folder, then resume" if "[Errno" in str(reason) else ""
         return CheckpointError(
             f"checkpoint of step {int(path.name.removeprefix('step-'))} could not be written to {path}: {reason}; "
-            f"earlier checkpoints are whole ({last.name if last else 'there is none'}){remedy}"
+            f"earlier checkpoints are intact (newest: {last.name if last else 'none'}){remedy}"
         )
 
 
 def _wait_for_files(pending: PendingCheckpoint) -> str | None:
-    """Wait until all ranks' files are complete; returns the name of one that is not."""
+    """Wait until all ranks' files are complete; return the name of one that is not, if any."""
     seen, since = -1, time.monotonic()
     while True:
         missing = [name for name in pending.files if not (pending.temporary / name).exists()]
@@ -283,7 +293,7 @@ def _write_files(
         if pending.failure is None and texts is not None:
             pending.nbytes += write_file(pending.temporary / RUN_STATE, texts[1])
             pending.nbytes += write_file(pending.temporary / INDEX, texts[0].encode())
-    except Exception as error:  # whatever it is, all ranks must hear of it
+    except Exception as error:  # whatever it is, all ranks must learn of it
         pending.failure = _message(error)
         with suppress(OSError):
             (pending.temporary / (rank_file(rank) + FAILED)).touch()
@@ -297,7 +307,11 @@ def _write_tensor_file(folder: Path, rank: int, tensors: list[TensorToWrite]) ->
 
 
 def _copy_to_host(tensors: list[TensorToWrite], world: World) -> tuple[list[TensorToWrite], bool]:
-    """Copies in host memory, and True; the tensors themselves, and False, where too little memory is free."""
+    """Copy tensors to host memory.
+
+    Returns:
+        The copies and True; or the tensors themselves and False if too little memory is free.
+    """
     nbytes = sum(tensor.nbytes for tensor in tensors)
     if nbytes * world.local_world_size > psutil.virtual_memory().available // 2:
         return tensors, False
@@ -321,7 +335,7 @@ def _send_tensors(world: World, tensors: list[TensorToWrite]) -> None:
 
 
 def _write_received(world: World, pending: PendingCheckpoint, sender: int, contribution: Contribution) -> int:
-    """On rank 0: write the file of a rank that sends its tensors; returns its size in bytes."""
+    """On rank 0: write the file of a rank that sends its tensors; return its size in bytes."""
     unfinished = pending.temporary / (rank_file(sender) + UNFINISHED)
     expected = [_expected(part) for part in contribution.parts]
     incoming = _receive(world, sender, expected)
@@ -337,16 +351,18 @@ def _write_received(world: World, pending: PendingCheckpoint, sender: int, contr
         pending.failure = pending.failure or _message(error)
         return 0
     finally:
-        for _ in incoming:  # the sender must get rid of all its tensors even if the disk is full
+        for _ in incoming:  # even if the disk is full, the sender's remaining messages must be received
             pass
 
 
 def _expected(part: WrittenPart) -> TensorToWrite:
+    """Describe a tensor that another rank will send."""
     shape = TensorShard(shape=part.shape, cuts=part.cuts).local_shape
     return tensor_on_demand(part.stored_as, shape, parse_dtype(part.dtype), lambda: torch.empty(0))
 
 
 def _receive(world: World, sender: int, tensors: list[TensorToWrite]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that another rank sends, in the order of their file."""
     for tensor in in_file_order(tensors):
         data = torch.empty(tensor.nbytes, dtype=torch.uint8, device=world.device)
         if tensor.nbytes:

@@ -1,4 +1,4 @@
-"""Sources: stored tensors to read from, whatever wrote them, and how ranks get the parts that they want."""
+"""Sources: stored tensors of any format, and how each rank reads the parts that it needs."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from tutti.parallel.layout import Cut, TensorShard
 from tutti.parallel.saved_values import parse_dtype
 
 ReadPart = Callable[[StoredPart, torch.dtype, Slices], torch.Tensor]
-"""Returns the values of a stored part at an index into it."""
+"""(part, dtype, index) -> the values of a stored part at an index into it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,11 @@ class Source:
     """Stored tensors, and the run state beside them.
 
     Attributes:
+        path: the file or folder, for messages.
+        tensors: global tensors and where their parts are stored.
         tied: further names of the model's tensors -> the name in `tensors`.
-        run_state: what run.pt holds; empty where only a model is stored.
-        read: None on a rank that cannot see the files.
+        run_state: contents of run.pt; empty if only a model is stored.
+        read: reads values; None on a rank that cannot see the files.
     """
 
     path: Path
@@ -56,18 +58,29 @@ class Source:
             self._by_owner.setdefault(key[:2], []).append(key)
 
     def model_key(self, name: str) -> Key | None:
-        """Key of the model's tensor `name`; None if it is not stored."""
+        """Return the key of the model's tensor `name`; None if it is not stored."""
         key = (MODEL, self.tied.get(name, name), "")
         return key if key in self.tensors else None
 
     def state_keys(self, number: int, name: str) -> list[Key]:
-        """Keys of the stored state tensors of one parameter of an optimizer."""
+        """Return the keys of the stored state tensors of one parameter of an optimizer.
+
+        Args:
+            number: the optimizer's number, or RANK_STATE.
+            name: the parameter's name, or "rank/bucket".
+        """
         return self._by_owner.get((number, name), [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTarget:
-    """A part that a rank wants: `out` gets the values."""
+    """A part of a stored tensor that a rank needs.
+
+    Attributes:
+        key: the stored tensor.
+        out: the tensor to fill.
+        cuts: which part of the global tensor `out` is.
+    """
 
     key: Key
     out: torch.Tensor
@@ -75,7 +88,11 @@ class LoadTarget:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path names: itself, or the newest of a run folder. Raises CheckpointError."""
+    """Return the checkpoint that a path names: the path itself, or the newest of a run folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     checkpoint = latest_checkpoint(path)
     if checkpoint is None:
         raise CheckpointError(f"{path} holds no checkpoint; name a run folder, or a checkpoint in one")
@@ -83,11 +100,15 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def open_checkpoint(path: Path) -> Source:
-    """A checkpoint's folder as a source. Raises CheckpointError."""
+    """Open a checkpoint's folder as a source.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or cannot be read.
+    """
     if not (path / INDEX).is_file():
         raise CheckpointError(
             f"{path} holds no checkpoint (no {INDEX}); name a run folder or a checkpoint in it"
-            + (f"; a file of weights alone goes to job.prepare(..., weights={path.name!r})" if path.is_file() else "")
+            + (f"; pass a file of weights alone as job.prepare(..., weights={path.name!r})" if path.is_file() else "")
         )
     try:
         text = (path / INDEX).read_text(encoding="utf-8")
@@ -112,7 +133,7 @@ def _by_key(index: CheckpointIndex) -> dict[Key, StoredTensor]:
 
 
 def reader_of(folder: Path) -> ReadPart:
-    """Reads parts from the tensor files of a folder."""
+    """Return a function that reads parts from the tensor files of a folder."""
     files = TensorFiles(folder)
 
     def read(part: StoredPart, dtype: torch.dtype, index: Slices) -> torch.Tensor:
@@ -122,7 +143,13 @@ def reader_of(folder: Path) -> ReadPart:
 
 
 def in_memory(path: Path, tensors: Mapping[Key, torch.Tensor], run_state: dict[str, Any] | None = None) -> Source:
-    """Global tensors that are in memory, as a source; `path` names it in messages."""
+    """Wrap global tensors in memory as a source.
+
+    Args:
+        path: names the source in messages.
+        tensors: the tensors by key.
+        run_state: contents of a run.pt, if any.
+    """
     stored = {}
     for key, tensor in tensors.items():
         part = StoredPart(file="", key=repr(key))
@@ -137,7 +164,16 @@ def in_memory(path: Path, tensors: Mapping[Key, torch.Tensor], run_state: dict[s
 
 
 def shared_source(world: World, path: Path, open_source: Callable[[Path], Source]) -> Source:
-    """Rank 0's source on every rank, readable where a rank sees the same files. Collective; raises on all ranks."""
+    """Open a source on rank 0 and give it to every rank, readable where a rank sees the same files. Collective.
+
+    Args:
+        world: the ranks.
+        path: the file or folder.
+        open_source: opens it on one rank.
+
+    Raises:
+        CheckpointError: on all ranks, if rank 0 cannot open the source.
+    """
     source: Source | None = None
     failure: str | None = None
     try:
@@ -148,7 +184,7 @@ def shared_source(world: World, path: Path, open_source: Callable[[Path], Source
     failure = world.broadcast(failure)
     if failure is not None:
         raise CheckpointError(failure)
-    if all(one == fingerprints[0] for one in fingerprints):
+    if all(other == fingerprints[0] for other in fingerprints):
         assert source is not None
         return source
     first = world.broadcast(None if source is None else replace(source, read=None))
@@ -157,7 +193,10 @@ def shared_source(world: World, path: Path, open_source: Callable[[Path], Source
 
 
 def fingerprint(path: Path) -> str:
-    """Size and hash of the first MiB of a checkpoint's index or of a file: tells equal paths on two disks apart."""
+    """Return size and hash of the first MiB of a checkpoint's index or of a file.
+
+    It tells equal paths on two disks apart.
+    """
     file = path / INDEX if (path / INDEX).is_file() else path
     if file.is_dir():
         file = next((entry for entry in sorted(file.iterdir()) if entry.is_file()), file)
@@ -166,7 +205,18 @@ def fingerprint(path: Path) -> str:
 
 
 def transfer(world: World, source: Source, targets: list[LoadTarget]) -> None:
-    """Fill every rank's targets from the source. Collective; raises CheckpointError on all ranks."""
+    """Fill every rank's targets from the source. Collective.
+
+    If some rank cannot read the source, rank 0 reads and broadcasts all of it.
+
+    Args:
+        world: the ranks.
+        source: the source, as `shared_source` returned it.
+        targets: what this rank needs.
+
+    Raises:
+        CheckpointError: on all ranks, if any rank's target cannot be filled.
+    """
     filled = dict.fromkeys(range(len(targets)), 0)
     readable = all(world.gather(source.read is not None))
     failure: str | None = None
@@ -189,7 +239,11 @@ def transfer(world: World, source: Source, targets: list[LoadTarget]) -> None:
 
 
 def read_whole(source: Source, key: Key) -> torch.Tensor:
-    """One global tensor of a source that this process can read. Raises CheckpointError."""
+    """Read one global tensor from a source that this process can read.
+
+    Raises:
+        CheckpointError: the tensor cannot be read, or was not written completely.
+    """
     stored = source.tensors[key]
     target = LoadTarget(key=key, out=torch.empty(stored.shape, dtype=parse_dtype(stored.dtype)))
     assert source.read is not None
@@ -201,7 +255,7 @@ def read_whole(source: Source, key: Key) -> torch.Tensor:
 
 
 def _fill(target: LoadTarget, stored: StoredTensor, part: StoredPart, read: ReadPart) -> int:
-    """Copy the intersection of a stored part and a target; returns its number of elements."""
+    """Copy the intersection of a stored part and a target; return its number of elements."""
     count = 0
     with torch.no_grad():
         for there, here in overlaps(stored.shape, part.cuts, target.cuts):
@@ -212,7 +266,7 @@ def _fill(target: LoadTarget, stored: StoredTensor, part: StoredPart, read: Read
 
 
 def _broadcast_parts(world: World, source: Source, targets: list[LoadTarget], filled: dict[int, int]) -> str | None:
-    """Rank 0 reads every part and broadcasts it, for hosts that share no disk. Returns what went wrong."""
+    """Read every part on rank 0 and broadcast it, for hosts that share no disk; return what went wrong, if anything."""
     wanted: dict[Key, list[int]] = {}
     for number, target in enumerate(targets):
         wanted.setdefault(target.key, []).append(number)
@@ -245,7 +299,14 @@ def _reader_of_values(values: torch.Tensor) -> ReadPart:
 def broadcast_tensor(
     world: World, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rank 0's tensor on every rank's CPU; other ranks give None."""
+    """Broadcast rank 0's tensor to every rank's CPU. Collective.
+
+    Args:
+        world: the ranks.
+        tensor: rank 0's tensor; None on other ranks.
+        shape: its shape.
+        dtype: its dtype.
+    """
     if tensor is None:
         data = torch.empty(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8)
     else:
@@ -258,16 +319,19 @@ def broadcast_tensor(
 
 
 def _find_incomplete(source: Source, targets: list[LoadTarget], filled: dict[int, int]) -> str | None:
-    """Name a target with elements that no part holds. Parts may overlap, so that more is filled than wanted."""
+    """Return a sentence about a target with elements that no part holds; None if all are complete.
+
+    Parts may overlap, so more elements may have been copied than a target has.
+    """
     for number, target in enumerate(targets):
         if filled[number] < target.out.numel() or not _covered(source.tensors[target.key], target):
             name = " ".join(filter(None, target.key[1:]))
-            return f"{source.path} holds only parts of {name}: it was not written whole; name an earlier checkpoint"
+            return f"{source.path} holds only parts of {name}: it is incomplete; name an earlier checkpoint"
     return None
 
 
 def _covered(stored: StoredTensor, target: LoadTarget) -> bool:
-    """Whether the parts hold every element of a target that got as many values as it has elements."""
+    """Whether the parts hold every element of a target that got at least as many values as it has elements."""
     blocks = [here for part in stored.parts for _, here in overlaps(stored.shape, part.cuts, target.cuts)]
     if len(blocks) < 2:
         return True

@@ -1,7 +1,7 @@
 """Files of a checkpoint: tensors in the safetensors format, and folders that get their name when they are complete.
 
-The writer is not the safetensors package's: its `save_file` needs all values at once and does not wait for the disk.
-This one asks for one tensor at a time, because a model may be larger than the free memory.
+The safetensors package's `save_file` needs all values at once and does not wait for the disk. The writer here asks for
+one tensor at a time, because a model may be larger than the free memory.
 """
 
 import json
@@ -43,7 +43,12 @@ _CHUNK_NBYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorToWrite:
-    """One tensor of a file. `make` returns its values and is called when they are written."""
+    """One tensor of a file.
+
+    Attributes:
+        key: its name in the file.
+        make: returns its values; called when they are written.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -56,28 +61,44 @@ class TensorToWrite:
 
 
 def tensor_to_write(key: str, tensor: torch.Tensor) -> TensorToWrite:
-    """A tensor whose values are read when it is written."""
+    """Describe an existing tensor, whose values are read when the file is written."""
     return tensor_on_demand(key, tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
 def tensor_on_demand(
     key: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]
 ) -> TensorToWrite:
-    """A tensor whose values `make` returns. Complex numbers become pairs, because the format has no complex dtype."""
+    """Describe a tensor whose values `make` returns. Complex numbers become pairs: the format has no complex dtype."""
     if not dtype.is_complex:
         return TensorToWrite(key=key, shape=shape, dtype=dtype, make=make)
     return TensorToWrite(key=key, shape=(*shape, 2), dtype=dtype.to_real(), make=lambda: torch.view_as_real(make()))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as the index writes it ("float32"). Raises CheckpointError for one that no file can hold."""
+    """Return a dtype's name in the index ("float32").
+
+    Raises:
+        CheckpointError: no file can hold the dtype.
+    """
     if dtype not in _DTYPE_NAMES and not dtype.is_complex:
-        raise CheckpointError(f"tensors of dtype {dtype} cannot be written; convert them")
+        raise CheckpointError(f"tensors of dtype {dtype} cannot be written to a checkpoint; convert them")
     return str(dtype).removeprefix("torch.")
 
 
 def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[str, str] | None = None) -> int:
-    """Write a file and wait until it is on disk; returns its size in bytes. Raises OSError."""
+    """Write a safetensors file and wait until it is on disk.
+
+    Args:
+        path: the file.
+        tensors: its tensors, written one at a time.
+        metadata: text entries of the file's header.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     ordered = in_file_order(tensors)
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
@@ -100,7 +121,7 @@ def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[s
 
 
 def in_file_order(tensors: Sequence[TensorToWrite]) -> list[TensorToWrite]:
-    """The order of tensors in a file: large elements first, so that every tensor is aligned."""
+    """Return tensors in the order of a file: large elements first, so that every tensor is aligned."""
     return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
@@ -122,7 +143,17 @@ class TensorFiles:
     _open: dict[str, Any] = field(default_factory=dict)
 
     def read(self, file: str, key: str, dtype: torch.dtype, index: Slices) -> torch.Tensor:
-        """The values at `index` of the tensor stored as `key`, on the CPU. Raises CheckpointError."""
+        """Read part of a tensor to the CPU.
+
+        Args:
+            file: name of the file in the folder.
+            key: name of the tensor in the file.
+            dtype: dtype of the tensor, which may be complex.
+            index: the part; empty for the whole tensor.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
         try:
             if file not in self._open:
                 self._open[file] = safe_open(str(self.folder / file), framework="pt", device="cpu")
@@ -136,11 +167,15 @@ class TensorFiles:
             ) from None
 
     def contents(self, file: str) -> tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], dict[str, str]]:
-        """(shape, dtype) of every tensor of a file by key, and the file's metadata. Raises CheckpointError."""
+        """Return the (shape, dtype) of every tensor of a file by key, and the file's metadata.
+
+        Raises:
+            CheckpointError: the file cannot be read, or holds an unknown dtype.
+        """
         by_name = {name: dtype for dtype, name in _DTYPE_NAMES.items()} | {"C64": torch.complex64}
         try:
             with safe_open(str(self.folder / file), framework="pt", device="cpu") as handle:
-                slices = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 - it is no dict
+                slices = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 - not a dict
                 tensors = {key: (tuple(s.get_shape()), by_name[s.get_dtype()]) for key, s in slices.items()}
                 return tensors, handle.metadata() or {}
         except (OSError, SafetensorError) as error:
@@ -149,7 +184,7 @@ class TensorFiles:
             ) from None
         except KeyError as error:
             raise CheckpointError(
-                f"{self.folder / file} holds tensors of dtype {error}, unknown here; convert them"
+                f"{self.folder / file} holds tensors of the unsupported dtype {error}; convert them"
             ) from None
 
 
@@ -158,10 +193,15 @@ class PendingCheckpoint:
     """A checkpoint that is being written.
 
     Attributes:
-        path, temporary: its folder when complete, and until then.
+        path: its folder once it is complete.
+        temporary: its folder until then.
+        started_s: time.perf_counter() at its beginning.
+        background: whether a thread writes while training continues.
         files: on rank 0, the files of all ranks.
-        nbytes: written by this rank so far.
+        nbytes: bytes written by this rank so far.
         blocked_s: how long training has waited for it.
+        failure: what went wrong on this rank.
+        thread: the thread that writes.
     """
 
     step: int
@@ -182,7 +222,14 @@ class PendingCheckpoint:
 
 
 def make_temporary_folder(path: Path) -> str:
-    """Make a hidden folder beside a checkpoint's and return its name; removes unfinished ones of earlier runs."""
+    """Create a hidden folder beside a checkpoint's and return its name; remove unfinished ones of earlier runs.
+
+    Args:
+        path: folder of the checkpoint once it is complete.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     for stale in path.parent.glob(".step-*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -195,7 +242,7 @@ def make_temporary_folder(path: Path) -> str:
 
 
 def write_file(path: Path, data: bytes) -> int:
-    """Write a small file and wait until it is on disk; returns its size in bytes."""
+    """Write a small file and wait until it is on disk; return its size in bytes."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -204,7 +251,16 @@ def write_file(path: Path, data: bytes) -> int:
 
 
 def publish_folder(temporary: Path, path: Path, keep: int) -> None:
-    """Give a complete checkpoint its name, replacing one of the same step; keep the newest `keep` checkpoints."""
+    """Give a complete checkpoint its name, and remove old ones.
+
+    Args:
+        temporary: the complete folder.
+        path: its new name; a checkpoint of the same step is replaced.
+        keep: how many of the newest checkpoints stay, at least 1.
+
+    Raises:
+        OSError: the folder cannot be renamed.
+    """
     sync_folder(temporary)
     replaced = path.with_name(f"{path.name}.replaced")
     if path.exists():
@@ -218,7 +274,7 @@ def publish_folder(temporary: Path, path: Path, keep: int) -> None:
             replaced.rename(path)
         raise
     sync_folder(path.parent)
-    with suppress(OSError):  # the new checkpoint is good even if an old one cannot be removed
+    with suppress(OSError):  # the new checkpoint is valid even if an old one cannot be removed
         if replaced.exists():
             remove_folder(replaced)
         others = sorted(folder for folder in path.parent.glob("step-*") if folder != path)

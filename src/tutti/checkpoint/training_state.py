@@ -1,4 +1,4 @@
-"""The training state: everything a checkpoint saves and a resumed run restores."""
+"""The training state: everything that a checkpoint saves and a resumed run restores."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +19,9 @@ class Progress:
         step: updates made, skipped ones included.
         epoch: the epoch that the script is in, from 0.
         samples_seen: samples of all ranks.
-        tokens_seen: tokens of all ranks, where the data says how many a sample has.
-        base_steps: updates, each counted by AdaScale's gain where that is the learning-rate rule.
-        total_epochs: epochs that the script asked for; None where it did not say.
+        tokens_seen: tokens of all ranks, if the data says how many a sample has.
+        base_steps: updates in steps of AdaScale's base batch; equal to the updates under other learning-rate rules.
+        total_epochs: epochs that the script asked for; None if it did not say.
     """
 
     step: int = 0
@@ -34,7 +34,14 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """What training resumes from: the model with its optimizers, the loader's position, and the counters."""
+    """Everything that training resumes from: the model with its optimizers, the loader's position, and the counters.
+
+    Attributes:
+        consistency: how replicas are kept together; holds the state of replicas that have diverged.
+        scheduler: the user's learning-rate scheduler, or None.
+        scaler: loss scaling; disabled except for float16.
+        noise: the meter of the gradient noise scale, with its averages.
+    """
 
     parallel: ParallelModel
     consistency: Consistency

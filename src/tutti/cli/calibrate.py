@@ -1,4 +1,4 @@
-"""`tutti calibrate RUN...`: what past runs took, fitted into a new ClusterSpec."""
+"""`tutti calibrate RUN...`: fits a cluster's constants to the step times of past runs."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from tutti.validate.cluster_fit import Fit, Sample
 
 FEW_RUNS = 4
-"""With fewer runs one factor on the time is fitted; from so many on every constant, drawn to what it was before."""
+"""With fewer runs only one factor on the time is fitted; otherwise every constant, drawn towards its previous value."""
 
 
 DISAGREE = 0.5
-"""Mean error after the fit from which the runs are said to contradict each other."""
+"""Mean error after the fit above which the runs are said to contradict each other."""
 
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
-@click.option("--cluster", type=click.Path(path_type=Path), help="The machines to correct; the runs' own if not given.")
+@click.option("--cluster", type=click.Path(path_type=Path), help="The cluster to correct; the runs' own if not given.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the new ClusterSpec here.")
 @json_option
 def command(runs: tuple[Path, ...], cluster: Path | None, output: Path | None, as_json: bool) -> None:
     """Fit a cluster's constants to the steps of past runs: rates of products and memory, cost of a call, links.
 
-    RUN is a folder that tutti run made, or a folder of such. The old cluster file stays as it is; the new one says from
-    what it was fitted, when, and with which versions of torch and tutti: a calibration is worth as much as they are.
+    RUN is a folder that tutti run made, or a folder of such folders. The old cluster file is not changed. The new one
+    records which runs it was fitted to, when, and with which versions of torch and tutti: it is only as good as those.
     """
     from tutti.cli.planning import write_spec
 
@@ -44,14 +44,14 @@ def command(runs: tuple[Path, ...], cluster: Path | None, output: Path | None, a
         emit(fitted)
     if fit.after > DISAGREE:
         console.print(
-            f"the runs do not agree: no constants predict them within {fit.after:.0%}; were some disturbed by other "
-            "work? Leave those out, or measure again on a quiet machine",
+            f"the runs contradict each other: the mean error after the fit is still {fit.after:.0%}; leave out runs "
+            "that other programs disturbed, or measure again on a quiet machine",
             style="yellow",
             soft_wrap=True,
         )
     if not as_json:
         console.print(
-            f"{fit.rows} runs: mean error of the predicted step {fit.before:.1%} before, {fit.after:.1%} after",
+            f"{fit.rows} runs: mean error of the predicted step {fit.before:.1%} before the fit, {fit.after:.1%} after",
             soft_wrap=True,
         )
         if output is not None:
@@ -59,44 +59,56 @@ def command(runs: tuple[Path, ...], cluster: Path | None, output: Path | None, a
 
 
 def calibrated(paths: tuple[Path, ...], cluster: Path | None) -> tuple[ClusterSpec, "Fit"]:
-    """The corrected cluster and its fit. Raises ReportError where no run says enough, or runs are of other machines."""
+    """Return the cluster with fitted constants, and the fit.
+
+    Args:
+        paths: run folders, or folders of them.
+        cluster: a ClusterSpec file to correct; None for the runs' own cluster.
+
+    Raises:
+        ReportError: no run has enough records, or the runs are of different machines.
+    """
     from tutti.validate.cluster_fit import apply_fit, fit_constants
 
     given = cluster_for(cluster) if cluster is not None else None
-    found = [one for path in paths for folder in _folders(path) if (one := _sample(folder, given)) is not None]
-    if not found:
+    measured = [pair for path in paths for folder in _folders(path) if (pair := _sample(folder, given)) is not None]
+    if not measured:
         raise ReportError(
             "no run has a model, a plan, a cluster and a finished step; name run folders of `tutti run` with prediction"
         )
-    samples = [sample for sample, _ in found]
+    samples = [sample for sample, _ in measured]
     base = given or samples[0].cluster
     other = next((sample for sample in samples if sample.cluster.name != base.name), None)
     if other is not None:
         raise ReportError(
-            f"the runs are of different machines ({base.name!r} and {other.cluster.name!r}); calibrate each alone, or "
-            "name the machines with --cluster"
+            f"the runs are from different machines ({base.name!r} and {other.cluster.name!r}); calibrate each machine "
+            "separately, or name one cluster with --cluster"
         )
     fit = fit_constants(samples, few=FEW_RUNS)
-    versions = {"tutti": version("tutti"), **{name: text for _, each in found for name, text in each.items()}}
+    versions = {"tutti": version("tutti"), **{name: text for _, known in measured for name, text in known.items()}}
     stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     what = ", ".join(f"{name} {text}" for name, text in sorted(versions.items()))
     fitted = apply_fit(fit, base, f"fitted to {len(samples)} runs at {stamp} ({what})")
     note = (
-        f"constants fitted at {stamp} to {len(samples)} runs, mean error {fit.after:.1%} after {fit.before:.1%} before"
+        f"constants fitted at {stamp} to {len(samples)} runs; mean error {fit.before:.1%} before the fit, "
+        f"{fit.after:.1%} after"
     )
     return replace(fitted, conditions=_conditions(base.conditions, stamp, versions, note)), fit
 
 
 def _folders(path: Path) -> list[Path]:
-    """A run folder, or all runs in a folder of them."""
+    """Return the path itself if it is a run folder, else all runs in it."""
     if (path / "run.json").is_file():
         return [path]
     return sorted(header.parent for header in path.glob("*/run.json"))
 
 
 def _sample(folder: Path, cluster: ClusterSpec | None) -> "tuple[Sample, dict[str, str]] | None":
-    """What a run measured, without its wait for data: constants are of computing. None where it says too little.
-    Raises ReportError where `cluster`, which is to be corrected, is of other machines than the run's."""
+    """Return what a run measured, and the versions it ran with; None, after a note, if it recorded too little.
+
+    The wait for data is left out, because the constants describe computation. Raises ReportError if the run was on
+    other machines than `cluster`.
+    """
     from tutti.report.measurements import steady_steps
     from tutti.report.run_records import read_records
     from tutti.validate.cluster_fit import Sample
@@ -125,15 +137,17 @@ def _sample(folder: Path, cluster: ClusterSpec | None) -> "tuple[Sample, dict[st
 
 
 def _check_same(folder: Path, own: ClusterSpec, given: ClusterSpec) -> None:
-    """Raises ReportError where a run was on devices that are not in the cluster to correct: what they took says nothing
-    of others."""
+    """Raise ReportError if a run was on devices that are not in the cluster to correct.
+
+    Its step times would say nothing about other devices.
+    """
     known = {_device_words(device) for device in given.devices.values()}
     ran_on = dict.fromkeys(_device_words(own.devices[node.device]) for node in own.nodes)
     missing = [words for words in ran_on if words not in known]
     if missing:
         raise ReportError(
-            f"{folder} ran on {missing[0]}, but {given.name!r} has {', '.join(sorted(known))}; name the machines that "
-            "the runs were on with --cluster, or leave it out"
+            f"{folder} ran on {missing[0]}, but {given.name!r} has {', '.join(sorted(known))}; name the machines of "
+            "the runs with --cluster, or leave it out"
         )
 
 

@@ -1,4 +1,4 @@
-"""`tutti checkpoint`: checkpoints to and from torch's distributed checkpoint format (DCP)."""
+"""`tutti checkpoint`: converts checkpoints to and from torch's distributed checkpoint format (DCP)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from tutti.cli.options import console, emit, json_option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What was read, and what was written."""
+    """A finished conversion: the source, the file or folder that was written, and its size."""
 
     source: str
     written: str
@@ -24,13 +24,13 @@ def command() -> None:
 
 @command.command("export")
 @click.argument("checkpoint", type=click.Path(path_type=Path, exists=True), metavar="RUN_OR_CHECKPOINT")
-@click.option("--to-dcp", "folder", required=True, type=click.Path(path_type=Path), help="Folder to make.")
+@click.option("--to-dcp", "folder", required=True, type=click.Path(path_type=Path), help="Folder to create.")
 @click.option("--model-only", is_flag=True, help="Leave out the optimizers' state.")
 @json_option
 def export_command(checkpoint: Path, folder: Path, model_only: bool, as_json: bool) -> None:
     """Write a checkpoint, or a run's newest one, as a DCP folder.
 
-    The folder holds {"model": state_dict, "optimizer": state}, with parameters called by name.
+    The folder holds {"model": state_dict, "optimizer": state}; parameters are identified by name.
     """
     from tutti.checkpoint.dcp import export_dcp
 
@@ -44,7 +44,7 @@ def export_command(checkpoint: Path, folder: Path, model_only: bool, as_json: bo
 def import_command(folder: Path, file: Path, as_json: bool) -> None:
     """Write the model of a DCP folder to FILE, for job.prepare(..., weights=FILE).
 
-    A DCP folder is a pickle in part: convert only those that you trust.
+    A DCP folder contains pickled data: convert only folders that you trust.
     """
     if file.suffix not in (".safetensors", ".pt"):
         raise click.UsageError(f"--to {file}: name a file that ends in .safetensors or .pt")
@@ -59,4 +59,4 @@ def _report(source: Path, written: Path, nbytes: int, as_json: bool) -> None:
     if as_json:
         emit(Converted(source=str(source), written=str(written), nbytes=nbytes))
     else:
-        console.print(f"{written}: {nbytes / 1e6:,.1f} MB, of {source}", soft_wrap=True, markup=False)
+        console.print(f"{written}: {nbytes / 1e6:,.1f} MB, from {source}", soft_wrap=True, markup=False)

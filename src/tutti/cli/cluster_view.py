@@ -1,4 +1,4 @@
-"""A ClusterSpec for people: tables of its devices, links and nodes, with the evidence of each."""
+"""A ClusterSpec for people: tables of its devices, links and nodes, with their evidence, and a plot."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -17,7 +17,7 @@ from tutti.errors import SpecError
 
 
 def cluster_tables(cluster: ClusterSpec) -> Iterator[RenderableType]:
-    """What to print, in order."""
+    """Yield the tables and lines that describe a cluster, in order."""
     yield Text(f"cluster {cluster.name}", style="bold")
     yield _nodes(cluster.nodes)
     for device in cluster.devices.values():
@@ -27,9 +27,9 @@ def cluster_tables(cluster: ClusterSpec) -> Iterator[RenderableType]:
             yield _codes(device.compress_rates)
     if cluster.links:
         yield _links(cluster.links)
-    for own in dict.fromkeys(node.links for node in cluster.nodes if node.links):
-        hosts = ", ".join(_named(node) for node in cluster.nodes if node.links == own)
-        yield _links(own, f"links of {hosts}, in place of the cluster's")
+    for links in dict.fromkeys(node.links for node in cluster.nodes if node.links):
+        hosts = ", ".join(_named(node) for node in cluster.nodes if node.links == links)
+        yield _links(links, f"links of {hosts}, in place of the cluster's")
     if cluster.conditions is not None:
         seen = cluster.conditions
         versions = ", ".join(f"{name} {version}" for name, version in seen.versions.items())
@@ -42,24 +42,24 @@ def cluster_tables(cluster: ClusterSpec) -> Iterator[RenderableType]:
 
 
 def _codes(rates: tuple[CompressRate, ...]) -> Table:
-    """Time a value by method and size."""
+    """Return a table of the time per value of each codec, by number of values."""
     sizes = sorted({rate.numel for rate in rates})
     known = {(rate.method, rate.numel): rate for rate in rates}
     heads = [f"{size:,}" for size in sizes]
-    table = _table("gradients in fewer bytes: ns a value to write + read, by values", "method", *heads)
+    table = _table("codecs: ns per value to encode + decode, by number of values", "method", *heads)
     for method in dict.fromkeys(rate.method for rate in rates):
         cells = []
         for size in sizes:
             rate = known.get((method, size))
             cells.append("" if rate is None else " + ".join(
-                _significant(1e9 * each / size) for each in (rate.encode_s, rate.decode_s)
+                _significant(1e9 * seconds / size) for seconds in (rate.encode_s, rate.decode_s)
             ))  # fmt: skip
         table.add_row(method, *cells)
     return table
 
 
 def parts_tables(devices: dict[str, DeviceSpec], links: dict[str, LinkSpec]) -> Iterator[RenderableType]:
-    """The catalog: names to use with --device, --node-link and --network."""
+    """Yield the tables of the catalogue: the names that --device, --node-link and --network accept."""
     dtypes = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
     table = _table("devices: dense peaks in TFLOP/s", "name", "GB", "GB/s", *dtypes, "year", "evidence")
     for name, device in devices.items():
@@ -69,14 +69,14 @@ def parts_tables(devices: dict[str, DeviceSpec], links: dict[str, LinkSpec]) -> 
         memory = f"{device.memory_nbytes / 1e9:.0f}", f"{device.memory_bandwidth_bytes_per_s / 1e9:.0f}"
         table.add_row(name, *memory, *peaks, str(device.year or ""), device.evidence)
     yield table
-    table = _table("links: one way", "name", "tier", "latency", "bandwidth", "evidence")
+    table = _table("links, in each direction", "name", "tier", "latency", "bandwidth", "evidence")
     for name, link in links.items():
         table.add_row(name, link.tier, time_text(link.latency_s), rate_text(link.bandwidth_bytes_per_s), link.evidence)
     yield table
 
 
 def time_text(seconds: float) -> str:
-    """A time with its unit, to three digits."""
+    """Format seconds with a unit, to three digits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{_significant(seconds / size)} {unit}"
@@ -84,7 +84,7 @@ def time_text(seconds: float) -> str:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """A bandwidth with its unit, to three digits."""
+    """Format a bandwidth with a unit, to three digits."""
     for unit, size in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
         if bytes_per_s >= size:
             return f"{_significant(bytes_per_s / size)} {unit}"
@@ -92,7 +92,7 @@ def rate_text(bytes_per_s: float) -> str:
 
 
 def curves(rates: Iterable[GemmRate]) -> Iterator[tuple[tuple[str, int, int], list[GemmRate]]]:
-    """Rates grouped by (dtype, threads, processes at once), each in order of N."""
+    """Yield the rates grouped by (dtype, threads, concurrent processes), each group in order of N."""
 
     def key(rate: GemmRate) -> tuple[str, int, int]:
         return rate.dtype, rate.threads, rate.concurrent
@@ -106,11 +106,11 @@ def _gemm(device: DeviceSpec) -> Table:
     sizes = sorted({rate.n for rate in rates})
     cpu = device.kind == "cpu"
     heads = ("dtype", "threads", "processes") if cpu else ("dtype",)
-    table = _table("matrix products: GFLOP/s against N, of each process", *heads, *map(str, sizes))
+    table = _table("matrix products: GFLOP/s of each process, by N", *heads, *map(str, sizes))
     for (dtype, threads, processes), curve in curves(rates):
-        found = {rate.n: _significant(rate.flops_per_s / 1e9) for rate in curve}
+        cells = {rate.n: _significant(rate.flops_per_s / 1e9) for rate in curve}
         name = (dtype, str(threads), str(processes)) if cpu else (dtype,)
-        table.add_row(*name, *(found.get(n, "") for n in sizes))
+        table.add_row(*name, *(cells.get(n, "") for n in sizes))
     return table
 
 
@@ -168,7 +168,7 @@ def _bandwidth_text(link: LinkSpec) -> str:
 
 def _nodes(nodes: tuple[NodeSpec, ...]) -> Table:
     turns = any(node.turns > 1 for node in nodes)
-    heads = ("first host", "count", "devices of each", "memory", "disk read", *(("hosts a core",) if turns else ()))
+    heads = ("first host", "count", "devices of each", "memory", "disk read", *(("hosts per core",) if turns else ()))
     table = _table("nodes", *heads)
     for node in nodes:
         read = node.disk_read_bytes_per_s
@@ -191,7 +191,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _significant(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Format a value to three digits, without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -208,7 +208,18 @@ MARKS = ("o", "s", "^", "D", "v")
 
 
 def plot_cluster(cluster: ClusterSpec, path: Path) -> Path:
-    """Draw to `path` (.svg, .png or .pdf by its ending) and return it. Raises SpecError for another ending."""
+    """Plot the measured rates of a cluster.
+
+    Args:
+        cluster: what to plot.
+        path: the file; its suffix (.svg, .png or .pdf) sets the format.
+
+    Returns:
+        The path.
+
+    Raises:
+        SpecError: another suffix, or the cluster has no measured rates.
+    """
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise SpecError(f"{path}: a plot is written as .svg, .png or .pdf; change the ending")
     devices = [device for device in cluster.devices.values() if device.gemm]
@@ -239,7 +250,7 @@ def _products(axes: Axes, device: DeviceSpec) -> None:
         if device.kind == "cpu":
             label += f", {count} thread{'s' * (count > 1)}"
         if processes > 1:
-            label += f", each of {processes} at once"
+            label += f", each of {processes} processes"
         axes.plot(
             [rate.n for rate in rates],
             [rate.flops_per_s / 1e9 for rate in rates],
@@ -262,7 +273,7 @@ def _products(axes: Axes, device: DeviceSpec) -> None:
 
 
 def _transfers(axes: Axes, links: list[LinkSpec]) -> None:
-    """Times as points and the fitted line through them, by tier and kind of transfer."""
+    """Plot measured times as points with the fitted line through them, for each tier and kind of transfer."""
     for index, link in enumerate(links):
         sizes = [point.nbytes for point in link.points]
         colour = f"C{index}"
@@ -286,11 +297,11 @@ def _transfers(axes: Axes, links: list[LinkSpec]) -> None:
 
 
 def _fitted_s(link: LinkSpec, nbytes: float) -> float:
-    """Seconds of the transfer itself, as fitted."""
-    one = link_of(link)
+    """Return the seconds that the fit predicts for a transfer."""
+    link_model = link_of(link)
     if link.fitted_to == "all_reduce":
-        return ring_all_reduce(one, nbytes, link.ranks)
-    return message(one, nbytes)
+        return ring_all_reduce(link_model, nbytes, link.ranks)
+    return message(link_model, nbytes)
 
 
 def _nbytes_text(nbytes: float) -> str:

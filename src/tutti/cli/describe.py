@@ -1,4 +1,4 @@
-"""`tutti describe`: what a script's model costs, module by module, from shapes alone."""
+"""`tutti describe`: the costs of a script's model, module by module, from shapes alone."""
 
 import sys
 from collections.abc import Iterator
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from tutti.trainer.capture import CapturedScript
 
 SAMPLES = 4
-"""Samples in the traced batch; its half is traced too, to tell costs of a sample from costs of a pass."""
+"""Samples in the traced batch. Half of it is traced too, to separate costs per sample from costs per pass."""
 
 
 @click.command(context_settings=SCRIPT_CONTEXT)
 @json_option
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the ModelSpec to this file.")
-@click.option("--depth", type=click.IntRange(0), help="Show modules this deep; deeper ones are in the sums.")
-@click.option("--all", "every", is_flag=True, help="A row for every module: do not gather equal layers.")
+@click.option("--depth", type=click.IntRange(0), help="Show modules down to this depth; sums include deeper ones.")
+@click.option("--all", "every", is_flag=True, help="Show a row for every module; do not merge equal layers.")
 @script_arguments
 def command(
     script: Path, arguments: tuple[str, ...], as_json: bool, output: Path | None, depth: int | None, every: bool
 ) -> None:
-    """What the model of SCRIPT costs: parameters, FLOPs, bytes, by module, for one sample.
+    """Show what the model of SCRIPT costs for one sample: parameters, FLOPs and bytes, by module.
 
-    The script runs up to job.prepare; the model is neither run nor given memory. Options of tutti come before SCRIPT,
+    The script runs up to job.prepare; the model is not run and takes no memory. Options of tutti come before SCRIPT,
     the script's own ARGUMENTS after it. Instead of a script, a name with sizes: llama --layers 80, or llama3-70b.
     """
     model = named_model((str(script), *arguments))
@@ -66,7 +66,15 @@ def describe_script(script: Path, arguments: tuple[str, ...]) -> ModelSpec:
 
 
 def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
-    """The ModelSpec of what a script gave to `prepare`. Raises DataError where no sample can be had."""
+    """Return the ModelSpec of what a script gave to `prepare`.
+
+    Args:
+        captured: what the script gave to `prepare`.
+        name: the spec's name.
+
+    Raises:
+        DataError: the data set is empty, or its samples cannot be made into a batch.
+    """
     from tutti.parallel.capabilities import with_capabilities
     from tutti.profile import describe_model
 
@@ -78,7 +86,7 @@ def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
     except Exception as error:  # the data set is the user's code
         raise DataError(
             f"{name}: the first {count} samples cannot be made into a batch ({type(error).__name__}: {error}); "
-            "correct the data set or its collate function"
+            "fix the data set or its collate function"
         ) from error
     described = describe_model(
         captured.model,
@@ -105,14 +113,18 @@ def _write(model: ModelSpec, output: Path) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class ModuleNode:
-    """A module with those below it. `names`: its own and those of equal siblings gathered with it."""
+    """A module with its submodules.
+
+    Attributes:
+        names: its own name, and those of equal siblings merged into it.
+    """
 
     module: ModuleSpec
     children: list["ModuleNode"] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
     def own(self) -> tuple[float, ...]:
-        """Its own parameters, FLOPs forward and backward, and bytes of activations, gradients, optimizer state."""
+        """Return its own parameters, forward and backward FLOPs, and bytes of activations, gradients and optimizer."""
         return (
             self.module.parameters,
             sum(op.flops_forward for op in self.module.ops),
@@ -123,25 +135,30 @@ class ModuleNode:
         )
 
     def total(self) -> tuple[float, ...]:
-        """Sums over the module and all below it, times its equal siblings."""
+        """Return the sums over the module and everything below it, times the number of merged siblings."""
         rows = [self.own(), *(child.total() for child in self.children)]
         return tuple(len(self.names) * sum(column) for column in zip(*rows, strict=True))
 
     def alike(self, other: "ModuleNode") -> bool:
-        """Whether two subtrees differ in nothing but their names."""
+        """Return whether two subtrees differ only in their names."""
         return (
             self.module.kind == other.module.kind
             and self.own() == other.own()
             and len(self.children) == len(other.children)
             and all(
-                mine.names == theirs.names and mine.alike(theirs)
-                for mine, theirs in zip(self.children, other.children, strict=True)
+                child.names == theirs.names and child.alike(theirs)
+                for child, theirs in zip(self.children, other.children, strict=True)
             )
         )
 
 
 def tree(model: ModelSpec, *, every: bool = False) -> ModuleNode:
-    """The modules as a tree by dotted name; runs of equal numbered siblings are gathered unless `every`."""
+    """Return the modules as a tree by dotted name.
+
+    Args:
+        model: what to show.
+        every: keep every module; else consecutive numbered siblings that are equal are merged.
+    """
     nodes = {module.name: ModuleNode(module=module, names=[module.name.rpartition(".")[2]]) for module in model.modules}
     root = nodes.setdefault("", ModuleNode(module=ModuleSpec(name="", kind=model.name), names=[""]))
     for name, node in nodes.items():
@@ -165,15 +182,23 @@ def _gather(node: ModuleNode) -> None:
 
 
 def table(model: ModelSpec, *, depth: int | None = None, every: bool = False) -> "Table":
-    """The costs of one sample: a row a module, indented; a container's row holds the sums of what is in it."""
+    """Return a table of the costs of one sample: an indented row for each module.
+
+    A container's row holds the sums over its modules.
+
+    Args:
+        model: what to show.
+        depth: deepest level to show; None for all.
+        every: a row for every module; else equal numbered siblings share a row.
+    """
     from rich.table import Table
 
     tokens = f", {model.tokens_per_sample} tokens" if model.tokens_per_sample else ""
-    inputs = ", ".join(f"{each.name} {list(each.shape)} {each.dtype}" for each in model.inputs)
+    inputs = ", ".join(f"{tensor.name} {list(tensor.shape)} {tensor.dtype}" for tensor in model.inputs)
     result = Table(
         title=f"{model.name}: costs of one sample ({inputs}{tokens})",
         caption=f"{model.evidence}: shapes traced, nothing run. {model.optimizer or 'no optimizer'}; {model.dtype}. "
-        "Rows with modules below them are sums.",
+        "Rows of modules with submodules are sums.",
         title_justify="left",
         caption_justify="left",
     )
@@ -188,7 +213,7 @@ def table(model: ModelSpec, *, depth: int | None = None, every: bool = False) ->
 
 
 def _rows(node: ModuleNode, level: int, times: int) -> Iterator[tuple[int, ModuleNode, int]]:
-    """Nodes in order with their depth and how often gathered siblings above repeat them."""
+    """Yield the nodes in order, each with its depth and how often merged siblings above repeat it."""
     yield level, node, times
     for child in node.children:
         yield from _rows(child, level + 1, times * len(node.names))
@@ -214,7 +239,10 @@ def _cells(level: int, node: ModuleNode, times: int) -> Iterator[Any]:
 
 
 def scaled(value: float, unit: str) -> str:
-    """A number with three digits and a prefix: (134217728, "B") -> "134 MB", (7e10, "") -> "70.0 B"; "" for 0."""
+    """Format a number with three digits and a prefix.
+
+    (134217728, "B") is "134 MB", (7e10, "") is "70.0 B"; 0 is "".
+    """
     if value == 0:
         return ""
     billions = "B" if unit == "" else "G"  # parameters are counted in billions

@@ -1,4 +1,4 @@
-"""`tutti doctor`: what would stop a launch on this host, and the fix."""
+"""`tutti doctor`: finds what would stop a launch on this host, and how to fix it."""
 
 import sys
 from pathlib import Path
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--nproc", type=click.IntRange(1), help="Ranks that shall run here; one a core if not given.")
-@click.option("--rendezvous", metavar="HOST:PORT", help="Where several nodes shall meet.")
+@click.option("--nproc", type=click.IntRange(1), help="Ranks to run here; one per core if not given, at least 2.")
+@click.option("--rendezvous", metavar="HOST:PORT", help="Where several nodes are to meet.")
 @json_option
 @click.argument("script", required=False, type=click.Path(path_type=Path))
 def command(script: Path | None, nproc: int | None, rendezvous: str | None, as_json: bool) -> None:
-    """Find what would stop a launch (of SCRIPT) here. Exits 1 if anything would."""
+    """Find what would stop a launch (of SCRIPT) on this host. Exits with 1 if anything would."""
     from tutti.launch import doctor_checks
     from tutti.launch.launch_environment import granted_cores
     from tutti.launch.local_launcher import warm
@@ -26,7 +26,7 @@ def command(script: Path | None, nproc: int | None, rendezvous: str | None, as_j
     warm()
     findings: list[Finding] = []
     for check in doctor_checks.all_checks(script, nproc or max(2, granted_cores()), rendezvous):
-        with console.status("looking"):
+        with console.status("checking"):
             findings.append(check())
         if not as_json:
             _show(findings[-1])
@@ -34,7 +34,9 @@ def command(script: Path | None, nproc: int | None, rendezvous: str | None, as_j
     if as_json:
         emit(doctor_checks.Diagnosis(ok=not problems, findings=tuple(findings)))
     else:
-        verdict = "nothing would stop a launch here" if not problems else f"{problems} to fix, the first one first"
+        verdict = (
+            "nothing would stop a launch here" if not problems else f"problems to fix: {problems}; start with the first"
+        )
         print(verdict)
     sys.exit(1 if problems else 0)
 

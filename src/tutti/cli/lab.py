@@ -1,4 +1,4 @@
-"""`tutti lab`: hosts on this machine, each in a network namespace, joined by links of limited rate."""
+"""`tutti lab`: simulates hosts on this machine, each in a network namespace, joined by links of limited rate."""
 
 import json
 import os
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""Context settings of commands whose arguments are another command's."""
+"""Context settings of commands whose arguments belong to another command."""
 
 POLL_S = 0.1
 
 
 def name_option(function: F) -> F:
-    """--name: which lab, where several stand."""
+    """Add --name, which selects one of several labs."""
 
     def checked(context: click.Context, option: click.Parameter, name: str) -> str:
         from tutti.lab.lab_record import check_name
@@ -36,25 +36,27 @@ def name_option(function: F) -> F:
         return check_name(name)
 
     option = click.option(
-        "--name", default="lab", show_default=True, callback=checked, help="Which lab, where several stand."
+        "--name", default="lab", show_default=True, callback=checked, help="The name of the lab, if there are several."
     )
     return option(function)
 
 
 @click.group()
 def command() -> None:
-    """Hosts in network namespaces on this machine, joined by links of limited rate. Needs root."""
+    """Simulate hosts in network namespaces on this machine, joined by links of limited rate. Needs root."""
 
 
 @command.command()
-@click.option("--hosts", type=click.IntRange(1), help="How many; as many as there are rates, or 2.")
+@click.option("--hosts", type=click.IntRange(1), help="Number of hosts; by default as many as there are rates, or 2.")
 @click.option("--rate", "rates", default="unlimited", show_default=True, metavar="RATE[,RATE...]",
-              help="Of the hosts' links, each way: 1gbit, 100mbit, unlimited; one for all, or one each.")  # fmt: skip
-@click.option("--ranks-per-host", type=click.IntRange(1), default=1, show_default=True, help="Ranks `lab run` starts.")
+              help="Rate of the hosts' links in each direction, such as 1gbit, 100mbit or unlimited: "
+                   "one for all hosts, or one for each.")  # fmt: skip
+@click.option("--ranks-per-host", type=click.IntRange(1), default=1, show_default=True,
+              help="Ranks that `lab run` starts on each host.")  # fmt: skip
 @name_option
 @json_option
 def up(hosts: int | None, rates: str, ranks_per_host: int, name: str, as_json: bool) -> None:
-    """Make a lab, which stands until `tutti lab down`."""
+    """Make a lab, which exists until `tutti lab down`."""
     from tutti.lab import lab_network
     from tutti.lab.lab_network import rates_of
 
@@ -68,29 +70,29 @@ def up(hosts: int | None, rates: str, ranks_per_host: int, name: str, as_json: b
 @name_option
 @json_option
 def down(name: str, as_json: bool) -> None:
-    """Take a lab down: what runs inside is ended. Also removes what killed processes left of theirs."""
+    """Remove a lab and end everything that runs in it. Also removes labs whose process was killed."""
     from tutti.lab import lab_network
     from tutti.lab.lab_record import records
 
     stale = lab_network.remove_stale()
-    found = [record for record in records() if record.name == name]
-    for record in found:
+    removed = [record for record in records() if record.name == name]
+    for record in removed:
         lab_network.remove(record)
     if as_json:
-        print(json.dumps([asdict(record) for record in (*stale, *found)], indent=2))
+        print(json.dumps([asdict(record) for record in (*stale, *removed)], indent=2))
         return
     if stale:
-        print(f"removed {len(stale)} lab{'s' if len(stale) > 1 else ''} whose process is gone")
-    for record in found:
+        print(f"removed {len(stale)} lab{'s' if len(stale) > 1 else ''} whose process has ended")
+    for record in removed:
         print(f"lab {record.name} is down")
-    if not found and not stale:
+    if not removed and not stale:
         print(f"no lab named {name} is up")
 
 
 @command.command()
 @json_option
 def status(as_json: bool) -> None:
-    """Which labs stand, with their hosts, links and what runs inside."""
+    """List the labs with their hosts, links and running processes."""
     from tutti.lab import lab_network
     from tutti.lab.lab_record import records
 
@@ -102,7 +104,7 @@ def status(as_json: bool) -> None:
 @name_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF tutti run] SCRIPT [ARGUMENTS]...")
 def run(name: str, arguments: tuple[str, ...]) -> None:
-    """`tutti run` on all hosts of the lab together, which meet on host 0; --nproc is per host.
+    """Run `tutti run` on all hosts of the lab together. They meet on host 0; --nproc is per host.
 
     Without --folder, all hosts share a new runs/lab-TIME.
     """
@@ -114,7 +116,7 @@ def run(name: str, arguments: tuple[str, ...]) -> None:
     words = ["--one-screen", *_unless_given(arguments, record), *arguments]
     port = rendezvous_port()
     commands = {host: train_command(record, host, port, words) for host in record.hosts}
-    # The run speaks on host 0: standard output is its alone, so that --json leaves one document there.
+    # Standard output belongs to the run on host 0, so that --json leaves one document there.
     sink = _refusals_once(partial(_print_line, others_out=sys.stderr))
     sys.exit(_wait(lambda: LabCommand(record, commands, sink=sink, ends_with_process=True)))
 
@@ -138,30 +140,30 @@ def execute(name: str, host: str, words: tuple[str, ...]) -> None:
         sys.exit(_wait(lambda: LabCommand(record, commands, sink=_print_line, ends_with_process=True)))
     number = _host_number(host, record)
     command_line = inside(record, number, words, place(record, number, rendezvous_port()))
-    os.execvp(command_line[0], command_line)  # so that terminals, signals and the exit code are the command's own
+    os.execvp(command_line[0], command_line)  # the command gets this terminal and its signals, and sets the exit code
 
 
 def _standing(name: str) -> "LabRecord":
-    """The lab of that name. Raises LabError where there is none."""
+    """Return the lab of that name. Raises LabError if there is none."""
     from tutti.lab import lab_network
     from tutti.lab.lab_record import records
 
     lab_network.check_possible()
-    found = next((record for record in records() if record.name == name and not record.stale), None)
-    if found is None:
+    lab = next((record for record in records() if record.name == name and not record.stale), None)
+    if lab is None:
         raise LabError(f"no lab named {name} is up; make it with `tutti lab up`")
-    return found
+    return lab
 
 
 def _host_number(text: str, record: "LabRecord") -> int:
     number = text.removeprefix("host")
     if not number.isdecimal() or int(number) not in record.hosts:
-        raise LabError(f"{text} is no host of this lab; give 0 to {len(record.rates) - 1}, or all")
+        raise LabError(f"{text} is not a host of this lab; give 0 to {len(record.rates) - 1}, or all")
     return int(number)
 
 
 def _unless_given(arguments: tuple[str, ...], record: "LabRecord") -> list[str]:
-    """Options of `tutti run` that the lab knows, where the command line does not say: ranks and a common folder."""
+    """Return the options of `tutti run` that the lab adds where the command line has none: ranks, a common folder."""
 
     def given(*names: str) -> bool:
         return any(argument.partition("=")[0] in names for argument in arguments)
@@ -175,30 +177,30 @@ def _unless_given(arguments: tuple[str, ...], record: "LabRecord") -> list[str]:
 
 
 def _print_line(host: int, stream: str, line: str, others_out: TextIO = sys.stdout) -> None:
-    """Host 0 speaks for itself; what others say is marked."""
+    """Print a line of output; lines of hosts other than host 0 get a prefix."""
     to = sys.stderr if stream == "err" else others_out if host else sys.stdout
     to.write(line if host == 0 else f"host{host}: {line}")
     to.flush()
 
 
 def _refusals_once(sink: "Sink") -> "Sink":
-    """What all hosts refuse in the same words, before ranks start, is passed on once."""
-    said: set[str] = set()
+    """Return a sink that passes on only once an error that all hosts print, before ranks start."""
+    printed: set[str] = set()
     lock = threading.Lock()
 
     def take(host: int, stream: "Stream", line: str) -> None:
         if stream == "err" and line.startswith("tutti: "):
-            with lock:  # hosts are listened to by threads
-                if line in said:
+            with lock:  # a thread reads the output of each host
+                if line in printed:
                     return
-                said.add(line)
+                printed.add(line)
         sink(host, stream, line)
 
     return take
 
 
 def _wait(start: "Callable[[], LabCommand]") -> int:
-    """To the end of a run, or to Ctrl-C or SIGTERM, which end it; the first failed host's exit code."""
+    """Wait until the command ends, or until Ctrl-C or SIGTERM ends it; return the first failed host's exit code."""
     from tutti.launch.supervisor import interrupts
 
     with interrupts() as interrupted:
@@ -223,8 +225,8 @@ def _show(found: "list[LabRecord]", as_json: bool) -> None:
     if not found:
         print("no lab is up; make one with `tutti lab up`")
     for record in found:
-        whose = "stands until it is taken down" if record.owner is None else f"ends with process {record.owner.pid}"
-        whose = "its process is gone: the next `tutti lab down` removes it" if record.stale else whose
+        whose = "up until `tutti lab down`" if record.owner is None else f"ends with process {record.owner.pid}"
+        whose = "its process has ended: the next `tutti lab down` removes it" if record.stale else whose
         size = f"{len(record.rates)} hosts, {record.ranks_per_host} rank(s) each"
         print(f"lab {record.name or record.id}: {size}; {whose}")
         for host, rate in enumerate(record.rates):

@@ -1,4 +1,4 @@
-"""The command `tutti`: a group whose commands are loaded when they are asked for."""
+"""The command `tutti`: a group that imports each command only when it is used."""
 
 import importlib
 import sys
@@ -8,19 +8,19 @@ import click
 from tutti.errors import TuttiError
 
 _COMMANDS = {
-    "probe": "measure this machine or a cluster, or write one down",
-    "describe": "what the script's model costs, module by module, without running it",
+    "probe": "measure this machine or a cluster, or describe one from data sheets",
+    "describe": "show the costs of a script's model, module by module, without running it",
     "plan": "find the best plan for a script on a cluster, and explain it",
-    "predict": "cost one plan",
+    "predict": "predict the step time and memory of one plan",
     "validate": "score predictions against published measurements",
     "calibrate": "fit a cluster's constants to past runs",
-    "run": "train by a plan",
+    "run": "train a script according to a plan",
     "verify": "compare N ranks with one device and name the first difference",
-    "export": "a checkpoint of any plan as plain files that one device reads",
-    "checkpoint": "checkpoints to and from torch's distributed checkpoint format",
-    "report": "the honest report of a run, or of several",
-    "lab": "hosts on this machine, joined by links of limited rate",
-    "doctor": "find what would stop a launch, and say the fix",
+    "export": "write a checkpoint as a plain file that one device reads",
+    "checkpoint": "convert checkpoints to and from torch's distributed checkpoint format",
+    "report": "report on a run, or compare several",
+    "lab": "simulate hosts on this machine, joined by links of limited rate",
+    "doctor": "find what would stop a launch, and how to fix it",
 }
 
 
@@ -46,7 +46,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run a command; a TuttiError becomes one sentence on standard error and its exit code."""
+    """Run a command; a TuttiError is printed as one sentence on standard error and sets the exit code."""
     try:
         code = cli.main(standalone_mode=False)
     except TuttiError as error:

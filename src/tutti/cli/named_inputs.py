@@ -1,4 +1,4 @@
-"""A model named on the command line instead of a script: `llama --layers 80 --hidden 8192`, or `llama3-70b`."""
+"""Models named on the command line instead of a script: `llama --layers 80 --hidden 8192`, or `llama3-70b`."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -9,10 +9,16 @@ from tutti.errors import SpecError
 
 
 def named_model(target: Sequence[str]) -> ModelSpec | None:
-    """The ModelSpec of a named architecture or preset with its sizes; None where the first word is no such name.
+    """Return the ModelSpec of a named architecture or preset with its sizes; None if the first word is no such name.
 
-    A file of that name goes before it. Raises SpecError for sizes that the architecture lacks or cannot have, and for a
-    word that is neither a file nor a name but much like one.
+    A file of that name takes precedence.
+
+    Args:
+        target: the name, then options such as --layers 80.
+
+    Raises:
+        SpecError: the architecture lacks a size or cannot have it, or the word is neither a file nor a name but
+            resembles one.
     """
     from tutti.profile.architectures import architecture, names
 
@@ -29,21 +35,25 @@ def named_model(target: Sequence[str]) -> ModelSpec | None:
 
 
 def sizes(words: Sequence[str]) -> dict[str, str]:
-    """`--layers 80 --kv-heads=8 --tied` as {"layers": "80", "kv_heads": "8", "tied": "true"}."""
-    found: dict[str, str] = {}
+    """Parse `--layers 80 --kv-heads=8 --tied` into {"layers": "80", "kv_heads": "8", "tied": "true"}.
+
+    Raises:
+        SpecError: a value without a name.
+    """
+    values: dict[str, str] = {}
     waiting = ""
     for word in words:
         if word.startswith("--"):
             if waiting:
-                found[waiting] = "true"
+                values[waiting] = "true"
             name, equals, value = word[2:].partition("=")
             waiting = "" if equals else name.replace("-", "_")
             if equals:
-                found[name.replace("-", "_")] = value
+                values[name.replace("-", "_")] = value
         elif waiting:
-            found[waiting], waiting = word, ""
+            values[waiting], waiting = word, ""
         else:
-            raise SpecError(f"{word!r} stands alone; sizes of a named architecture are written --name value")
+            raise SpecError(f"{word!r} has no name before it; sizes of a named architecture are written --name value")
     if waiting:
-        found[waiting] = "true"
-    return found
+        values[waiting] = "true"
+    return values

@@ -1,4 +1,4 @@
-"""Options that several commands share. Imports nothing heavy, so that starting ranks need not wait."""
+"""Options that several commands share. Imports nothing heavy, so that ranks start without delay."""
 
 import json
 import runpy
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 SCRIPT_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": True}
-"""Context settings of commands that take a script. tutti's options may stand on either side of it; options that tutti
-does not know, and everything after `--`, are the script's."""
+"""Context settings of commands that take a script. tutti's options may come before or after the script. Options that
+tutti does not know, and everything after `--`, are the script's.
+"""
 
 
 def json_option(function: F) -> F:
-    """--json: one JSON document on standard output."""
+    """Add --json: one JSON document on standard output."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")(function)
 
 
 def _worded(option: str, metavar: str, read: Callable[[str], Any], says: str) -> Callable[[F], F]:
-    """An option whose words `read` understands, or refuses by an error of the user's; None where it is not given."""
+    """Make an option whose text `read` parses, or refuses with a TuttiError; its value is None if it is not given."""
 
     def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
         return None if text is None else read(text)
@@ -50,9 +51,9 @@ compress_option = _worded(
     "--compress",
     "METHOD[,NAME=VALUE]",
     _compression,
-    "Sum gradients in fewer bytes: bfloat16, bytegrad, one-bit, top-k,density=0.01, powersgd,rank=2, ...",
+    "Reduce gradients in fewer bytes: bfloat16, bytegrad, one-bit, top-k,density=0.01, powersgd,rank=2, ...",
 )
-"""--compress: how gradients are written while ranks sum them."""
+"""--compress: the codec of gradient reductions."""
 
 
 def _buckets(text: str) -> str:
@@ -67,9 +68,9 @@ bucket_option = _worded(
     "--bucket-mb",
     "MIB|auto",
     _buckets,
-    "Sum gradients in buckets of this size; auto: the quickest of a few, tried over the first steps.",
+    "Reduce gradients in buckets of this size; auto: the fastest of a few sizes, tried in the first steps.",
 )
-"""--bucket-mb: the size of the buckets that gradients are summed in."""
+"""--bucket-mb: the size of the buckets in which gradients are reduced."""
 
 
 def _sync(text: str) -> Any:
@@ -88,25 +89,25 @@ sync_option = _worded(
 
 
 def relax_option(function: F) -> F:
-    """--relax: how far the planner may leave what one device computes."""
+    """Add --relax: how far the planner may leave exactness to send less."""
     return click.option(
         "--relax",
         type=click.Choice(get_args(Relaxation)),
         default="exact",
         show_default=True,
-        help="What may be given up to send less, where that is predicted to pay for sure: exact, nothing; reduced, "
-        "gradients in fewer bytes; relaxed, replicas may differ too.",
+        help="How far training may deviate in order to send less, where that is certain to pay by prediction. exact: "
+        "not at all; reduced: gradients in fewer bytes; relaxed: replicas may differ too.",
     )(function)
 
 
 def script_arguments(function: F) -> F:
-    """SCRIPT and the arguments that go to it, options included."""
+    """Add SCRIPT and the arguments that are passed to it, options included."""
     function = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(function)
     return click.argument("script", type=click.Path(path_type=Path))(function)
 
 
 console = Console(stderr=True, highlight=False)
-"""Everything for people goes to standard error, so that --json leaves one document on standard output."""
+"""Everything that is not a result goes to standard error, so that --json leaves one document on standard output."""
 
 
 def emit(data: Any) -> None:
@@ -115,9 +116,16 @@ def emit(data: Any) -> None:
 
 
 def capture_script(script: Path, arguments: tuple[str, ...]) -> "CapturedScript":
-    """Run a script up to `Job.prepare` and return what it was given; the model's parameters stay on meta.
+    """Run a script up to `Job.prepare` and return what it was given; the model's parameters stay on the meta device.
 
-    What the script prints goes to standard error. Raises ScriptError when it ends without calling prepare.
+    What the script prints goes to standard error.
+
+    Args:
+        script: the script's path.
+        arguments: the script's own arguments.
+
+    Raises:
+        ScriptError: the script ends without calling prepare.
     """
     from tutti.launch.preload import load_modules
     from tutti.launch.script_path import check_script
@@ -133,7 +141,9 @@ def capture_script(script: Path, arguments: tuple[str, ...]) -> "CapturedScript"
         return done.captured
     except SystemExit as error:
         if error.code not in (0, None):
-            raise ScriptError(f"{script} ended with exit code {error.code} before job.prepare; run it alone") from None
+            raise ScriptError(
+                f"{script} ended with exit code {error.code} before job.prepare; run it with python to see why"
+            ) from None
     raise ScriptError(
         f"{script} ended without calling job.prepare; make a tutti.Job and pass model, optimizer, data and loss to its "
         "prepare (docs/tutorial.md shows the three lines)"
@@ -141,7 +151,12 @@ def capture_script(script: Path, arguments: tuple[str, ...]) -> "CapturedScript"
 
 
 def cluster_for(path: Path | None, *, quick: bool = True) -> ClusterSpec:
-    """The cluster of a file or of one line (4x8:a100-80gb,nvlink3,8*ib-hdr), or this machine, measured."""
+    """Return the cluster of a file or of one line (4x8:a100-80gb,nvlink3,8*ib-hdr), or this machine's.
+
+    Args:
+        path: the file or the line; None for this machine, measured now if it never was.
+        quick: measure with fewer sizes and repeats.
+    """
     if path is not None:
         from tutti.profile.catalog.text_models import cluster_from_text, is_cluster_text
 
@@ -153,7 +168,7 @@ def cluster_for(path: Path | None, *, quick: bool = True) -> ClusterSpec:
     cached = cached_cluster_path()
     if cached.exists():
         return serialization.load(ClusterSpec, cached)
-    console.print("measuring this machine (kept for the next time; `tutti probe` measures it longer)")
+    console.print("measuring this machine, once (`tutti probe` measures it more thoroughly)")
     cluster = measure(quick=quick)
     serialization.save(cluster, cached)
     return cluster
@@ -161,7 +176,7 @@ def cluster_for(path: Path | None, *, quick: bool = True) -> ClusterSpec:
 
 @contextmanager
 def _as_main(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
-    """sys.argv and sys.path as `python script arguments` has them."""
+    """Set sys.argv and sys.path as `python script arguments` has them, while the context lasts."""
     argv, path = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))

@@ -1,4 +1,4 @@
-"""`tutti plan`: the best plan for a script, or a described model, on a cluster; and why the others lost."""
+"""`tutti plan`: the best plan for a script, or a described model, on a cluster, and why the others lost."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,29 +43,33 @@ if TYPE_CHECKING:
 
 
 @click.command(context_settings=SCRIPT_CONTEXT)
-@click.option("--cluster", type=click.Path(path_type=Path), help="The machines; this one, measured, if not given.")
+@click.option("--cluster", type=click.Path(path_type=Path), help="The cluster; this machine, measured, if not given.")
 @click.option(
     "--model",
     type=click.Path(path_type=Path),
     help="Plan for a ModelSpec file (tutti describe --output) instead of a script.",
 )
 @click.option("--global-batch-size", type=click.IntRange(1), help="Without a script: the batch of a step.")
-@click.option("--unit", type=click.Choice(get_args(Unit)), default="samples", help="Without a script: what it counts.")
-@click.option("--max-devices", type=click.IntRange(1), help="Use at most so many ranks.")
-@click.option("--nproc", type=click.IntRange(1), help="Use exactly so many ranks.")
+@click.option(
+    "--unit", type=click.Choice(get_args(Unit)), default="samples", help="Without a script: what the batch counts."
+)
+@click.option("--max-devices", type=click.IntRange(1), help="Use at most this many ranks.")
+@click.option("--nproc", type=click.IntRange(1), help="Use exactly this many ranks.")
 @click.option(
     "--precision",
     type=click.Choice(["script", "auto", *get_args(Precision)]),
-    help="Keep the script's (what a script gets); auto: choose, which may change the numbers (what a model without a "
-    "script gets); or exactly this one.",
+    help="script: keep the script's (the default with a script); auto: choose, which may change the numbers (the "
+    "default without a script); or exactly this one.",
 )
-@click.option("--allow-microbatches", is_flag=True, help="Let microbatches change where that changes results.")
+@click.option(
+    "--allow-microbatches", is_flag=True, help="Let the number of microbatches change even where that changes results."
+)
 @searching
 @showing
 @click.option(
     "--mesh",
     metavar="AXIS=N,...",
-    help="Exactly this mesh, such as replicate=2,split=2; ranks along the last axis lie nearest.",
+    help="Exactly this mesh, such as replicate=2,split=2; ranks along the last axis are nearest to each other.",
 )
 @compress_option
 @relax_option
@@ -73,8 +77,8 @@ if TYPE_CHECKING:
 @click.option(
     "--explain",
     is_flag=True,
-    help="All that explains the plan: speed against devices, "
-    "and of a script where every module lies, its bytes a rank and its collectives.",
+    help="Explain the plan: speed against devices; for a script also where every module is placed, its bytes per "
+    "rank and its collectives.",
 )
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan to this file.")
 @json_option
@@ -82,7 +86,7 @@ if TYPE_CHECKING:
     "target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]... | NAME [SIZES]... | FILE.json"
 )
 def command(**given: Any) -> None:
-    """Choose how to train SCRIPT: its mesh, microbatches, recompute and precision, by predicted time and memory.
+    """Choose how to train SCRIPT: mesh, microbatches, recompute and precision, by predicted time and memory.
 
     Instead of a script, name an architecture with its sizes: `tutti plan llama --layers 80 --global-batch-size 512`.
     With --cluster no hardware is needed. Options of tutti come before SCRIPT, the script's own ARGUMENTS after it.
@@ -105,10 +109,10 @@ def command(**given: Any) -> None:
     from tutti.planner import stamp, what_if
 
     if options.explain and options.mesh is None and options.nproc is None:
-        options = replace(options, scaling=True)  # part of what explains a plan
+        options = replace(options, scaling=True)  # it is part of the explanation
     model, request = asked(options)
     cluster = cluster_for(options.cluster)
-    changed = [what_if(cluster, text) for text in options.what_if]  # refused, if so, before the search
+    changed = [what_if(cluster, text) for text in options.what_if]  # before the search, so that errors come at once
     with console.status("searching plans"):
         choice = search(model, cluster, request, options.seconds)
     planned = _planned(model, cluster, choice, options, changed)
@@ -123,7 +127,7 @@ def command(**given: Any) -> None:
 
 
 def _with_file(options: PlanOptions) -> PlanOptions:
-    """A ModelSpec file that stands where a script does is one given with --model."""
+    """Treat a ModelSpec file in the place of a script as if it were given with --model."""
     named = [Path(word) for word in options.target]
     if options.model is None and len(named) == 1 and named[0].suffix == ".json":
         return replace(options, model=named[0], target=())
@@ -137,8 +141,15 @@ def _planned(
     options: PlanOptions,
     changed: list[tuple[ClusterSpec, str]],
 ) -> "Planned":
-    """The choice with all else that the command line asks for; the page is written. `changed`: other clusters to plan
-    for, each in words."""
+    """Return the choice with everything else that the command line asks for, and write the HTML page.
+
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        choice: the result of the search.
+        options: the command line.
+        changed: other clusters to plan for (--what-if), each with a description.
+    """
     from tutti.cli import prediction_view
 
     trials = curve = None
@@ -171,15 +182,19 @@ def _planned(
 
 
 def asked(options: PlanOptions) -> tuple[ModelSpec, "PlanRequest"]:
-    """The model and the request that the command line means; the script is run up to its `prepare`."""
+    """Return the model and the request of the command line; a script is run up to its `prepare`.
+
+    Raises:
+        ScriptError: neither a script nor a model is named, or both are.
+    """
     from tutti.cli.named_inputs import named_model
     from tutti.cli.planning import barred, costed, demanded, model_spec_of
 
     if bool(options.model) == bool(options.target):
-        raise ScriptError("name one thing to plan for: a script (tutti plan train.py), or --model FILE")
+        raise ScriptError("name one thing to plan for: a script (tutti plan train.py), or a model with --model FILE")
     model = serialization.load(ModelSpec, options.model) if options.model is not None else named_model(options.target)
     if model is not None:
-        free = replace(options, precision=options.precision or "auto")  # nothing else says what it computes in
+        free = replace(options, precision=options.precision or "auto")  # a ModelSpec has no precision to keep
         return costed(model), _request(free, Plan(batch=_batch(options)), model)
     path = Path(options.target[0])
     with console.status("tracing the model on shapes"):
@@ -216,9 +231,9 @@ def _train_samples(options: PlanOptions, script: Plan, model: ModelSpec) -> floa
     if options.epochs is None:
         return options.samples
     if options.samples is not None:
-        raise PlanError("--epochs and --samples both say how long training is; give one")
+        raise PlanError("--epochs and --samples both set the length of training; give only one")
     if model.dataset_samples is None:
-        raise PlanError(f"--epochs {options.epochs:g}: how large the data set is, is unknown; give --samples instead")
+        raise PlanError(f"--epochs {options.epochs:g}: the size of the data set is unknown; give --samples instead")
     tokens = model.tokens_per_sample if script.batch.unit == "tokens" else 1
     return options.epochs * model.dataset_samples * tokens
 
@@ -229,7 +244,7 @@ def _noise(options: PlanOptions, unit: Unit) -> Any:
     if options.noise_from is not None:
         return _measured_noise(options, options.noise_from, unit)
     if options.target_quality is not None and not options.samples_from:
-        raise PlanError("--target-quality says which quality of a run is meant; name the run with --noise-from RUN")
+        raise PlanError("--target-quality needs the run that reached the quality; name it with --noise-from RUN")
     if options.critical_batch is None and options.least_samples is None:
         return None
     if options.critical_batch is None or options.least_samples is None:
@@ -243,25 +258,33 @@ def _measured_noise(options: PlanOptions, run: Path, unit: Unit) -> Any:
     from tutti.report.run_records import read_records
 
     if options.critical_batch is not None or options.least_samples is not None:
-        raise PlanError("--noise-from takes the critical batch and the least samples from a run; leave the others out")
+        raise PlanError(
+            "--noise-from already sets the critical batch and the least samples; leave --critical-batch and "
+            "--least-samples out"
+        )
     target = None if options.target_quality is None else parse_target(options.target_quality)
     records = read_records(run)
     counted = records.header.recipe.unit
     if counted != unit:
-        raise PlanError(f"--noise-from {run}: its batch counts {counted}, the one to plan for {unit}; name another run")
+        raise PlanError(
+            f"--noise-from {run}: its batch counts {counted}, but the plan's counts {unit}; name another run"
+        )
     critical, least = samples_at_small_batches(records, target)
     return NoiseScale(critical_batch=critical, least_samples=least, evidence="measured")
 
 
 def _samples_of_strategies(options: PlanOptions) -> dict[str, float | None]:
-    """What the runs that are named took to the quality, by how they exchanged."""
+    """Return the samples that the runs of --samples-from needed to reach the quality, by strategy of communication."""
     if not options.samples_from:
         return {}
     from tutti.report.quality_metrics import parse_target, samples_by_strategy
     from tutti.report.run_records import read_records
 
     if options.relax == "exact":
-        raise PlanError("--samples-from is about ways to send less; add --relax reduced, or relaxed, or leave it out")
+        raise PlanError(
+            "--samples-from compares strategies that send less, and --relax exact allows none; add --relax reduced or "
+            "relaxed, or leave --samples-from out"
+        )
     if options.target_quality is None:
         raise PlanError("--samples-from compares runs at a quality; add --target-quality, such as test.accuracy=0.9")
     return samples_by_strategy(
@@ -276,26 +299,26 @@ def _batch(options: PlanOptions) -> BatchPlan:
 
 
 def explain_script(options: "PlanOptions") -> None:
-    """Explain the plan that the command line names, or the best one, for its script."""
+    """Explain the plan that the command line gives, or the best one, for its script."""
     from tutti.cli.describe import describe_captured
     from tutti.cli.planning import costed, warn_if_changed, write_spec
 
     if options.model is not None or not options.target:
-        raise ScriptError("--explain, --mesh and --plan need a script: the layout is that of its modules")
+        raise ScriptError("--explain, --mesh and --plan lay out the modules of a script; name a script")
     if options.mesh is not None and options.plan is not None:
-        raise PlanError("--mesh and --plan both say how ranks are arranged; give one (a plan file has a mesh)")
+        raise PlanError("--mesh and --plan both set the mesh; give only one (a plan file has a mesh)")
     stated = options.plan is not None or options.mesh is not None or options.nproc is not None
     if options.relax != "exact" and stated:
         raise PlanError(
-            f"--relax {options.relax} lets the planner choose, and --plan, --mesh or --nproc say what is explained; "
-            "plan with --output first, then explain that file with --plan"
+            f"--relax {options.relax} lets the planner choose, but --plan, --mesh or --nproc already set what to "
+            "explain; plan with --output first, then explain that file with --plan"
         )
     if options.tries is not None or options.scaling:
         raise PlanError(
-            "--try and --scaling search for plans, and --explain, --mesh or --plan say which; leave one out"
+            "--try and --scaling search for plans, but --explain, --mesh or --plan already set the plan; leave one out"
         )
     path = Path(options.target[0])
-    with console.status("looking at the model"):
+    with console.status("reading the model"):
         captured = capture_script(path, options.target[1:])
     captured = replace(captured, plan=captured.plan.compressed(options.compress))
     plan = _plan(options, captured, path.stem).compressed(options.compress)
@@ -303,7 +326,7 @@ def explain_script(options: "PlanOptions") -> None:
     warn_if_changed(plan, model)
     explanation = _explain(captured, plan, _tensors(model))
     if options.html is not None or (options.cluster is not None and not options.as_json):
-        costed(model)  # a layout needs no costs, a step does
+        costed(model)  # a layout needs no costs, but the timeline of a step does
     if options.output is not None:
         write_spec(plan, options.output)
     if options.html is not None:
@@ -314,7 +337,7 @@ def explain_script(options: "PlanOptions") -> None:
         emit(explanation)
         return
     _show(explanation)
-    if options.cluster is not None:  # else this machine would have to be measured
+    if options.cluster is not None:  # without it, this machine would have to be measured first
         _show_step(model, cluster_for(options.cluster), plan)
     if options.output is not None:
         target = " ".join(options.target)
@@ -322,11 +345,11 @@ def explain_script(options: "PlanOptions") -> None:
 
 
 def show_layout(options: "PlanOptions", plan: "Plan") -> None:
-    """Where a plan that was chosen puts the modules of the command line's script."""
+    """Show where the chosen plan places the modules of the command line's script."""
     from tutti.cli.describe import describe_captured
 
     path = Path(options.target[0])
-    with console.status("looking at the model"):
+    with console.status("reading the model"):
         captured = capture_script(path, options.target[1:])
     _show(_explain(captured, plan, _tensors(describe_captured(captured, name=path.stem))))
 
@@ -352,7 +375,7 @@ def _plan(options: "PlanOptions", captured: "CapturedScript", name: str) -> "Pla
 
 
 def _tensors(model: object) -> float:
-    """Tensors of a parameter's size that the optimizer keeps, on average."""
+    """Return how many tensors of a parameter's size the optimizer keeps for each parameter, on average."""
     from tutti.config.model import ModelSpec
 
     assert isinstance(model, ModelSpec)
@@ -378,16 +401,16 @@ def _show(explanation: "Explanation") -> None:
     for degree in explanation.mesh.values():
         world *= degree
     ranks = f"all {world}" if shown == world else f"{shown} of {world}, evenly spread"
-    out.print(f"[bold]Layout[/] over {mesh}; ranks looked at: {ranks}", soft_wrap=True)
+    out.print(f"[bold]Layout[/] over {mesh}; ranks shown: {ranks}", soft_wrap=True)
     out.print(tree(explanation))
     for words, values in (
         ("parameters", explanation.parameter_nbytes_per_rank),
         ("gradients", explanation.gradient_nbytes_per_rank),
         ("parameters, gradients and optimizer state", explanation.state_nbytes_per_rank),
     ):
-        out.print(f"{words} a rank: {spread(values)}", soft_wrap=True)
+        out.print(f"{words} per rank: {spread(values)}", soft_wrap=True)
     out.print(
-        f"the model whole: {scaled(explanation.parameter_nbytes, 'B')} of parameters; {explanation.evidence}: "
+        f"the whole model: {scaled(explanation.parameter_nbytes, 'B')} of parameters; {explanation.evidence}: "
         "nothing was run",
         style="dim",
         soft_wrap=True,
@@ -403,7 +426,7 @@ def _show_step(model: "ModelSpec", cluster: "ClusterSpec", plan: "Plan") -> None
 
 
 def spread(values: tuple[int, ...]) -> str:
-    """Equal bytes once, others as least to most."""
+    """Format bytes of several ranks: one value if all are equal, else "least to most"."""
     from tutti.cli.describe import scaled
 
     least, most = scaled(min(values), "B") or "0 B", scaled(max(values), "B") or "0 B"
@@ -411,7 +434,7 @@ def spread(values: tuple[int, ...]) -> str:
 
 
 def tree(explanation: "Explanation") -> "Tree":
-    """Modules by their dotted names; equal numbered siblings are shown once."""
+    """Return the modules as a tree by dotted name; equal numbered siblings are shown once."""
     from rich.tree import Tree
 
     root = Tree("model", guide_style="dim")
@@ -429,7 +452,7 @@ def tree(explanation: "Explanation") -> "Tree":
 
 
 def gathered(modules: "tuple[ModulePlacement, ...]") -> "Iterator[tuple[str, ModulePlacement]]":
-    """(name, module) with runs of numbered siblings that differ in nothing else merged: layers.0-3.mlp."""
+    """Yield (name, module), with numbered siblings that differ in nothing else merged: layers.0-3.mlp."""
     groups: dict[tuple[object, ...], list[ModulePlacement]] = {}
     for module in modules:
         parts = module.name.split(".")
@@ -452,6 +475,6 @@ def _span(names: list[str]) -> str:
 
 def _label(name: str, module: "ModulePlacement") -> str:
     held = tuple(nbytes for nbytes in module.nbytes_per_rank if nbytes)
-    nbytes = f", {spread(held)} a rank" if held else ""
+    nbytes = f", {spread(held)} per rank" if held else ""
     exchanged = f"  [dim]{'; '.join(module.collectives)}[/]" if module.collectives else ""
     return f"[bold]{name}[/] {module.kind}: {module.placement}{nbytes}{exchanged}"

@@ -1,4 +1,4 @@
-"""What `tutti plan` is asked for: its options, and what they were set to."""
+"""The options of `tutti plan`, and the values they were given."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,33 +61,35 @@ class PlanOptions:
 
 
 def searching(function: Any) -> Any:
-    """Options of what is searched for, and within which limits."""
+    """Add the options that say what to search for, and within which limits."""
     options = (
-        click.option("--data-parallel", is_flag=True, help="Consider data parallelism alone."),
+        click.option("--data-parallel", is_flag=True, help="Consider only data parallelism."),
         click.option("--objective", type=click.Choice(OBJECTIVES), default="throughput", show_default=True,
-                     help="What the best plan has least of (throughput: time of a step)."),
-        click.option("--epochs", type=click.FloatRange(0, min_open=True), help="How long training is, in epochs."),
+                     help="What the best plan minimises (throughput: the time of a step)."),
+        click.option("--epochs", type=click.FloatRange(0, min_open=True), help="Length of training in epochs."),
         click.option("--samples", type=click.FloatRange(0, min_open=True),
-                     help="How long training is, in what the batch counts (samples or tokens)."),
-        click.option("--memory", type=SIZE, help="A rank may take so much, such as 60gb."),
-        click.option("--budget", type=click.FloatRange(0, min_open=True), help="The training may cost so much."),
-        click.option("--deadline", type=DURATION, help="The training may take so long, such as 12h or 3d."),
+                     help="Length of training in the unit of the batch (samples or tokens)."),
+        click.option("--memory", type=SIZE, help="Limit on the memory of a rank, such as 60gb."),
+        click.option("--budget", type=click.FloatRange(0, min_open=True), help="Limit on the cost of training."),
+        click.option("--deadline", type=DURATION, help="Limit on the time of training, such as 12h or 3d."),
         click.option("--critical-batch", type=click.FloatRange(0, min_open=True),
-                     help="For time-to-quality: the batch at which twice the least samples are needed."),
+                     help="For time-to-quality: the batch size at which twice the least samples are needed."),
         click.option("--least-samples", type=click.FloatRange(0, min_open=True),
-                     help="For time-to-quality: samples that the quality takes with very small batches."),
+                     help="For time-to-quality: samples needed to reach the quality with very small batches."),
         click.option("--noise-from", type=click.Path(path_type=Path), metavar="RUN",
-                     help="For time-to-quality: both as a run measured them (Job(noise_every=...))."),
+                     help="For time-to-quality: take both from a run that measured them (Job(noise_every=...))."),
         click.option("--target-quality", metavar="NAME.METRIC=VALUE",
-                     help="With --noise-from or --samples-from: the quality, as test.accuracy=0.9."),
+                     help="With --noise-from or --samples-from: the quality to reach, such as test.accuracy=0.9."),
         click.option("--samples-from", multiple=True, type=click.Path(path_type=Path), metavar="RUN",
-                     help="For --relax: samples to --target-quality as runs took them, an exact one and others."),
-        click.option("--seconds", type=click.FloatRange(0.1), help="End the search after so long (7; mixed 40)."),
+                     help="For --relax: a run whose samples to --target-quality count; name an exact run and others."),
+        click.option("--seconds", type=click.FloatRange(0.1),
+                     help="Time limit of the search in seconds; 7 if not given, 40 if devices differ."),
         click.option("--what-if", multiple=True, metavar="CHANGE",
                      help="Plan for another cluster: link=10gbit, devices=256, memory=80gb, speed=2x, storage=2GB/s."),
         click.option("--diff", nargs=2, type=click.Path(path_type=Path), metavar="A B",
-                     help="Say how two plan files differ; nothing is planned."),
-        click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Alternatives to show."),
+                     help="Print how two plan files differ; nothing is planned."),
+        click.option("--top", type=click.IntRange(1), default=10, show_default=True,
+                     help="Number of alternatives to show."),
     )  # fmt: skip
     for option in reversed(options):
         function = option(function)
@@ -95,16 +97,16 @@ def searching(function: Any) -> Any:
 
 
 def showing(function: Any) -> Any:
-    """Options of what else is shown, or measured."""
+    """Add the options that show or measure more."""
     options = (
         click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-                     help="Write a page: the step as it falls, memory, alternatives."),
+                     help="Write a page with the timeline of a step, memory and alternatives."),
         click.option("--scaling", is_flag=True,
-                     help="The best plan's speed against devices, and where they stop paying."),
+                     help="Show the best plan's speed against the number of devices, and where more stop paying."),
         click.option("--try", "tries", type=click.IntRange(1), metavar="N",
-                     help="Run the N best plans on this machine for a few steps, and choose by what is measured."),
+                     help="Run the N best plans on this machine for a few steps, and choose by the measurements."),
         click.option("--try-steps", type=click.IntRange(1), default=8, show_default=True,
-                     help="Steps of a plan that is tried; the first 2 are not counted."),
+                     help="Steps of each plan that is tried; the first 2 are not counted."),
     )  # fmt: skip
     for option in reversed(options):
         function = option(function)
@@ -112,19 +114,19 @@ def showing(function: Any) -> Any:
 
 
 class QuantityType(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """A number with a unit of a table; the value is in the table's base unit."""
+    """A number with a unit, such as "60gb"; the value is in the base unit of the table of units."""
 
     def __init__(self, name: str, units: dict[str, float], example: str) -> None:
         self.name, self._units, self._example = name, units, example
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number; fails with an example for what is not understood."""
+        """Return the number in the base unit; fail with an example if the text is not understood."""
         if isinstance(value, float):
             return value
-        found = parse_quantity(str(value), self._units)
-        if found is None or found <= 0:
+        number = parse_quantity(str(value), self._units)
+        if number is None or number <= 0:
             self.fail(f"{value!r} is not understood; write it like {self._example}", param, ctx)
-        return found
+        return number
 
 
 SIZE = QuantityType("size", BYTES, "60gb")

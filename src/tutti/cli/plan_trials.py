@@ -1,4 +1,4 @@
-"""`tutti plan --try N`: the best plans really run for a few steps on this machine, and what that says of the choice."""
+"""`tutti plan --try N`: runs the best plans for a few steps on this machine and compares them with the choice."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -28,14 +28,18 @@ from tutti.planner.plan_search import TIE
 from tutti.planner.relaxed_strategies import RELAXED_STRATEGIES, samples_of
 
 TIMEOUT_S = 600.0
-"""How long the ranks of a trial wait for each other."""
+"""Seconds that the ranks of a trial wait for each other."""
 
 
 def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "PlanOptions") -> Trials:
-    """Run the best plans of a choice, each for some steps, the first ones left out of what is measured.
+    """Run the best plans of a choice for a few steps each; the first steps are not measured.
 
-    Raises PlanError where they cannot be run here, ScriptError where there is no script, TrainingError where none of
-    them ran: a plan that this machine is known not to run is no answer. One that fails is reported with the others.
+    A plan that fails is reported with the others.
+
+    Raises:
+        PlanError: the plans cannot be run on this machine.
+        ScriptError: there is no script to run.
+        TrainingError: none of the plans ran. A plan that is known to fail here is no answer.
     """
     check_here(cluster, options)
     plans = to_try(model, cluster, choice, options.tries or 1)
@@ -46,22 +50,22 @@ def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "
     load = host_facts.load()
     warm(threads_per_rank(plans[0].plan.world_size))
     name = f"try-{Path(options.target[0]).stem}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}"
-    found = []
-    for index, one in enumerate(plans):
-        words = words_in_full(one.plan, choice.request)
+    trials = []
+    for index, candidate in enumerate(plans):
+        words = words_in_full(candidate.plan, choice.request)
         with console.status(f"trying plan {index + 1} of {len(plans)}: {words}"):
             folder = Path("runs") / f"{name}-{index + 1}"
-            found.append(_tried(one, _write(folder, model, cluster, one), options, words))
-    best = fastest(found, weights(model, cluster, choice, plans))
+            trials.append(_tried(candidate, _write(folder, model, cluster, candidate), options, words))
+    best = fastest(trials, weights(model, cluster, choice, plans))
     if best is None:
         raise TrainingError(
-            f"{said(found, best)}; repair what failed (what ranks said: {short(Path(found[0].folder))}/ranks/), or "
-            "leave --try out"
+            f"{said(trials, best)}; fix the cause (the output of every rank is in "
+            f"{short(Path(trials[0].folder))}/ranks/), or leave --try out"
         )
     return Trials(
-        trials=tuple(found),
+        trials=tuple(trials),
         best=best,
-        sentence=said(found, best, choice.request.objective),
+        sentence=said(trials, best, choice.request.objective),
         unit=choice.best.batch.unit,
         load=load,
         cores=granted_cores(),
@@ -69,11 +73,16 @@ def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "
 
 
 def check_here(cluster: ClusterSpec, options: "PlanOptions") -> None:
-    """Raises where the plans of `cluster` cannot be run by this process' machine."""
+    """Check that the plans of `cluster` can be run on this machine.
+
+    Raises:
+        ScriptError: there is no script to run.
+        PlanError: the cluster has several hosts, or more CUDA devices than this machine.
+    """
     from tutti.cli.named_inputs import named_model
 
     if options.model is not None or not options.target or named_model(options.target) is not None:
-        raise ScriptError("--try runs plans, and a described model cannot run; name a script")
+        raise ScriptError("--try runs plans, but a described model cannot run; name a script")
     hosts = sum(node.count for node in cluster.nodes)
     if hosts > 1:
         raise PlanError(f"--try runs plans on this machine, but {cluster.name} has {hosts} hosts; leave --cluster out")
@@ -88,7 +97,7 @@ def check_here(cluster: ClusterSpec, options: "PlanOptions") -> None:
 
 
 def _write(folder: Path, model: ModelSpec, cluster: ClusterSpec, one: Alternative) -> Path:
-    """The run folder of a trial, with all that its report needs. Raises ReportError where it cannot be written."""
+    """Write the run folder of a trial, with everything that its report needs. Raises ReportError if that fails."""
     files = RunFolder(folder.resolve())
     try:
         serialization.save(replace(one.plan, made_for=stamp(model)), files.plan)
@@ -126,7 +135,7 @@ def _tried(one: Alternative, folder: Path, options: "PlanOptions", words: str) -
     if outcome.status == "stopped":
         raise KeyboardInterrupt
     assert one.prediction is not None
-    found = Trial(
+    trial = Trial(
         plan=one.plan,
         words=words,
         predicted=one.prediction.step_time_s,
@@ -134,13 +143,13 @@ def _tried(one: Alternative, folder: Path, options: "PlanOptions", words: str) -
         folder=str(folder),
     )
     if outcome.failure is not None:
-        short = replace(outcome.failure, traceback="")  # the reason alone: its whole output is in the run folder
-        return replace(found, failure=failures.sentence(spec, short))
-    return measured(found, folder)
+        short = replace(outcome.failure, traceback="")  # only the reason: the whole output is in the run folder
+        return replace(trial, failure=failures.sentence(spec, short))
+    return measured(trial, folder)
 
 
 def measured(trial: Trial, folder: Path) -> Trial:
-    """The trial with what its run folder says of its steps; with a failure where it says nothing."""
+    """Return the trial with the step times in its run folder, or with a failure if the folder has none."""
     from tutti.report.measurements import steady_steps, throughput
     from tutti.report.run_records import read_records
 
@@ -163,29 +172,43 @@ def measured(trial: Trial, folder: Path) -> Trial:
 
 
 def seated(cluster: ClusterSpec, nodes: tuple[str, ...]) -> ClusterSpec:
-    """The cluster with its kinds of nodes in the order in which a choice seats ranks."""
+    """Return the cluster with its kinds of nodes in the order in which a choice places ranks.
+
+    Args:
+        cluster: the machines.
+        nodes: names of the kinds of nodes, in that order; others follow.
+    """
     order = {name: place for place, name in enumerate(nodes)}
     return replace(cluster, nodes=tuple(sorted(cluster.nodes, key=lambda node: order.get(node.name, len(order)))))
 
 
 def words_in_full(plan: Plan, request: PlanRequest) -> str:
-    """The plan in one phrase, its precision where that is not the script's."""
+    """Describe the plan in one phrase, with its precision if that is not the script's."""
     words = plan_words(plan)
     return words if plan.precision == request.script.precision else f"{words}, {plan.precision}"
 
 
 def to_try(model: ModelSpec, cluster: ClusterSpec, choice: Choice, most: int) -> list[Alternative]:
-    """The choice, then at most `most` - 1 others by the objective: those that fit, keep the request's limits, and
-    compute in a precision that it allows. Faster plans that a choice only shows are not among them."""
+    """Return the choice, then the best other plans by the objective.
+
+    The others fit in memory, keep the request's limits and compute in a precision that it allows. A choice may also
+    show faster plans that do not; they are left out.
+
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        choice: the result of the search.
+        most: how many plans to return at most, the choice included.
+    """
     best = Alternative(plan=choice.best, prediction=choice.prediction, reason="chosen", totals=choice.totals)
     machines, request = seated(cluster, choice.nodes), choice.request
     allowed = precisions(model, machines, request)
     others = [
-        one
-        for one in choice.alternatives
-        if one.plan.precision in allowed and one.plan != choice.best and _keeps_limits(machines, request, one)
+        other
+        for other in choice.alternatives
+        if other.plan.precision in allowed and other.plan != choice.best and _keeps_limits(machines, request, other)
     ]
-    others.sort(key=lambda one: _value(model, machines, request, one))
+    others.sort(key=lambda other: _value(model, machines, request, other))
     return [best, *others][:most]
 
 
@@ -197,35 +220,39 @@ def _keeps_limits(cluster: ClusterSpec, request: PlanRequest, one: Alternative) 
 
 
 def _value(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, one: Alternative) -> float:
-    """What the objective says of a plan, counted with the samples that its way to send less takes."""
+    """Return the objective's value for a plan, counted with the samples that its strategy of communication needs."""
     assert one.prediction is not None
-    found = objectives.value(cluster, request, one.plan, one.prediction)
+    value = objectives.value(cluster, request, one.plan, one.prediction)
     strategy = next((strategy for strategy in RELAXED_STRATEGIES if strategy.of(one.plan) == one.plan), None)
     if strategy is None or request.objective == "memory":
-        return found
-    return found * samples_of(strategy, request, one.plan, model.optimizer)[0]
+        return value
+    return value * samples_of(strategy, request, one.plan, model.optimizer)[0]
 
 
 def weights(
     model: ModelSpec, cluster: ClusterSpec, choice: Choice, plans: Sequence[Alternative]
 ) -> tuple[float, ...] | None:
-    """What a second of each plan's step counts under the objective; None where time counts nothing."""
+    """Return the objective's value of one second of each plan's step; None if the objective does not depend on time."""
     if choice.request.objective == "memory":
         return None
     machines = seated(cluster, choice.nodes)
     return tuple(
-        _value(model, machines, choice.request, one) / one.prediction.step_time_s.value
-        for one in plans
-        if one.prediction is not None
+        _value(model, machines, choice.request, plan) / plan.prediction.step_time_s.value
+        for plan in plans
+        if plan.prediction is not None
     )
 
 
 def fastest(trials: Sequence[Trial], counted: Sequence[float] | None = ()) -> int | None:
-    """The plan whose measured step counts least, if even its median counts less than every step of the choice; else
-    the choice: what lies within the spread of steps says nothing. None where none ran.
+    """Return the index of the plan that the measurements favour; None if no plan ran.
 
-    `counted`: what a second of each plan's step counts, all alike where it is empty; None: time counts nothing, and
-    the first that ran stands.
+    The choice (index 0) stands unless another plan's median step counts less than the choice's fastest step, and less
+    than its median by more than `TIE`. Smaller differences are within the spread of steps.
+
+    Args:
+        trials: the choice, then the others.
+        counted: the objective's value of one second of each plan's step; empty if all count the same. None: time does
+            not count, and the first plan that ran is taken.
     """
     ran = {index: trial.measured_s for index, trial in enumerate(trials) if trial.measured_s is not None}
     if not ran:
@@ -242,13 +269,19 @@ def fastest(trials: Sequence[Trial], counted: Sequence[float] | None = ()) -> in
 
 
 def said(trials: Sequence[Trial], best: int | None, objective: str = "throughput") -> str:
-    """What the measurement says of the choice, in one sentence."""
+    """Return one sentence on what the measurements mean for the choice.
+
+    Args:
+        trials: the choice, then the others.
+        best: the index that `fastest` returned.
+        objective: what the best plan minimises.
+    """
     if best is None:
         reasons = dict.fromkeys(trial.failure for trial in trials)
         return f"none of the plans that were tried ran, so nothing was measured: {'; '.join(reasons)}"
     won, first = trials[best], trials[0]
     by = "" if objective == "throughput" else f" by {objective}"
-    ran = f"{count(sum(one.measured_s is not None for one in trials), 'plan')} ran, and the choice{by}"
+    ran = f"{count(sum(entry.measured_s is not None for entry in trials), 'plan')} ran, and the choice{by}"
     if best != 0:
         lost = "did not run" if first.measured_s is None else f"measured {seconds(first.measured_s)}"
         return (
@@ -256,11 +289,13 @@ def said(trials: Sequence[Trial], best: int | None, objective: str = "throughput
             f"{first.words}, {lost}."
         )
     stands = f"{ran} stands: {won.words} measured {seconds(won.measured_s or 0.0)}"
-    quicker = [one for one in trials[1:] if one.measured_s is not None and one.measured_s < (won.measured_s or 0.0)]
+    quicker = [
+        entry for entry in trials[1:] if entry.measured_s is not None and entry.measured_s < (won.measured_s or 0.0)
+    ]
     if by:
         return f"{stands}."
     if not quicker:
         return f"{stands}, and none was faster."
-    near = min(quicker, key=lambda one: one.measured_s or 0.0)
+    near = min(quicker, key=lambda entry: entry.measured_s or 0.0)
     told = seconds(near.measured_s or 0.0)
-    return f"{stands}; {near.words} measured {told}, which the spread of its steps does not tell apart."
+    return f"{stands}; {near.words} measured {told}, which the spread of the steps does not tell apart."

@@ -1,4 +1,4 @@
-"""What `tutti plan` prints: the choice in words, a table of plans, other circumstances, the difference of two plans."""
+"""The output of `tutti plan`: the choice, a table of plans, changed clusters, and the difference of two plans."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenarios:
-    """What --what-if answers: the choice now, and each changed one."""
+    """The JSON document of --what-if: the choice now, and the one for each changed cluster."""
 
     now: Choice
     scenarios: tuple[Scenario, ...]
@@ -46,7 +46,7 @@ class Scenarios:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """What --diff answers; no sentences where both plans mean the same."""
+    """The JSON document of --diff; no sentences if both plans mean the same."""
 
     first: Plan
     second: Plan
@@ -54,7 +54,7 @@ class Differences:
 
 
 def show_choice(planned: "Planned", options: "PlanOptions") -> None:
-    """The choice in words, the table, its step as it falls, what the prediction stands on, and how to run the plan."""
+    """Print the choice, the table, the timeline of its step, the notes of the prediction, and how to run the plan."""
 
     choice, out = planned.choice, standard_output()
     out.print(explain(choice), markup=False, soft_wrap=True)
@@ -81,23 +81,23 @@ def show_choice(planned: "Planned", options: "PlanOptions") -> None:
 
 
 def table(choice: Choice, top: int) -> "Table":
-    """The chosen plan and the nearest others. All numbers are predicted."""
+    """Return a table of the chosen plan and the nearest others. All numbers are predicted."""
     from rich.table import Table
 
-    found = rows(choice)[: top + 1]
+    plan_rows = rows(choice)[: top + 1]
     shown = Table(title=f"Plans by predicted {_measure(choice)}", title_justify="left")
     shown.add_column("ranks", justify="right", no_wrap=True)
     shown.add_column("plan", overflow="fold")
     shown.add_column("micro-\nbatches", justify="right", no_wrap=True)
     shown.add_column("precision", no_wrap=True)
-    exposed = exposed_words((choice.best, *(one.plan for one in choice.alternatives[:top])))
-    for name in ("step", exposed.replace(" ", "\n", 1), "memory\na rank"):
+    exposed = exposed_words((choice.best, *(other.plan for other in choice.alternatives[:top])))
+    for name in ("step", exposed.replace(" ", "\n", 1), "memory\nper rank"):
         shown.add_column(name, justify="right", no_wrap=True)
     extra = choice.request.objective not in ("throughput", "memory")
     if extra:
         shown.add_column(choice.request.objective, justify="right", no_wrap=True)
     shown.add_column("verdict", overflow="fold", ratio=2)
-    for row in found:
+    for row in plan_rows:
         ranks = f"{row.ranks} by speed" if row.shares == "by speed" else str(row.ranks)
         mesh = f"{row.mesh}\n{row.settings}" if row.settings else row.mesh
         values = [ranks, mesh, str(row.microbatches), row.precision, row.step, row.exposed, row.memory]
@@ -113,37 +113,39 @@ def _measure(choice: Choice) -> str:
 
 
 def document(planned: "Planned") -> "Choice | Scenarios | Planned":
-    """What --json prints: the choice, with the changed clusters' where they were asked for; all where there is more."""
+    """Return what --json prints: the choice, with the changed clusters if asked for, or everything there is."""
     if planned.scaling is not None or planned.trials is not None:
         return planned
     return Scenarios(now=planned.choice, scenarios=planned.scenarios) if planned.scenarios else planned.choice
 
 
 def _scenarios(planned: "Planned") -> "Table":
-    """The best plan now beside the best one in each changed cluster; the cost where there are prices."""
+    """Return a table of the best plan now and in each changed cluster; the cost only if there are prices."""
     from rich.table import Table
 
-    found = scenario_rows(planned)
+    every_row = scenario_rows(planned)
     shown = Table(title="What if", title_justify="left")
-    kept = [at for at, name in enumerate(SCENARIO_COLUMNS) if name != "cost" or any(cells[at] for cells in found)]
-    for at in kept:
+    columns = [
+        at for at, name in enumerate(SCENARIO_COLUMNS) if name != "cost" or any(cells[at] for cells in every_row)
+    ]
+    for at in columns:
         name = SCENARIO_COLUMNS[at]
-        text = name in ("cluster", "best plan", "against now")
+        text = name in ("cluster", "best plan", "compared with now")
         shown.add_column(name, overflow="fold", justify="left" if text else "right", no_wrap=not text)
-    for cells in found:
-        shown.add_row(*(cells[at] for at in kept))
+    for cells in every_row:
+        shown.add_row(*(cells[at] for at in columns))
     return shown
 
 
 def show_difference(first: Path, second: Path, *, as_json: bool) -> None:
-    """How two plan files differ, in plain words."""
+    """Print how two plan files differ, in plain words."""
     plans = serialization.load(Plan, first), serialization.load(Plan, second)
-    found = difference(*plans, names=(first.name, second.name))
+    sentences = difference(*plans, names=(first.name, second.name))
     if as_json:
-        emit(Differences(first=plans[0], second=plans[1], differences=found))
+        emit(Differences(first=plans[0], second=plans[1], differences=sentences))
         return
     out = standard_output()
-    for sentence in found or (f"{first.name} and {second.name} mean the same",):
+    for sentence in sentences or (f"{first.name} and {second.name} mean the same",):
         out.print(sentence, markup=False, soft_wrap=True)
 
 
@@ -158,7 +160,7 @@ LETTERS: dict[Activity, tuple[str, str]] = {
     "waiting": ("-", "dim"),
     "other": ("o", "dim"),
 }
-"""A letter and a style for what a rank does."""
+"""The letter and style of each activity of a rank."""
 
 HOLDERS: dict[str, tuple[str, str]] = {
     "parameters": ("P", "white on blue"),
@@ -170,19 +172,19 @@ HOLDERS: dict[str, tuple[str, str]] = {
     "reserve": ("R", "white on bright_black"),
     "script": ("S", "black on bright_white"),
 }
-"""The same for what holds memory."""
+"""The letter and style of everything that holds memory."""
 
 TOLD = 0.005
-"""Parts of a step below this are not told beside a track."""
+"""Activities below this fraction of a step are not listed beside a track."""
 
 
 def show_timeline(out: "Console", found: Timeline) -> None:
-    """The step by tracks, and the memory of a rank of each against its limit. All of it is predicted."""
+    """Print the tracks of one predicted step, and the predicted memory of a rank of each track against its limit."""
     time = found.step_time_s
     label = max(len(_name(track, found)) for track in found.tracks)
     told = {id(track): _told(track, time.value) for track in found.tracks}
     width = max(24, min(out.width, 160) - label - max(len(words) for words in told.values()) - 4)
-    left = "" if found.left_out is None else f"; // leaves out {found.left_out.microbatches} microbatches between"
+    left = "" if found.left_out is None else f"; // stands for {found.left_out.microbatches} microbatches left out"
     out.print(
         f"One step, predicted: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)}){left}",
         style="bold", markup=False, soft_wrap=True,
@@ -197,7 +199,7 @@ def show_timeline(out: "Console", found: Timeline) -> None:
         _legend({ACTIVITY_LABELS[doing]: look for doing, look in LETTERS.items() if look[0] in letters}), soft_wrap=True
     )
     if found.tracks_left_out:
-        out.print(f"{found.tracks_left_out} rows between these are not shown", style="dim")
+        out.print(f"{found.tracks_left_out} more rows are not shown", style="dim")
     out.print("Memory of a rank, predicted", style="bold")
     seen = ""
     for track in found.tracks:
@@ -212,21 +214,30 @@ def show_timeline(out: "Console", found: Timeline) -> None:
 
 
 def drawn(track: Track, left: Omission | None, step_s: float, width: int) -> Text:
-    """`width` letters for the step, // for what is left out. Each is something the track does in its time: what it did
-    most and has had the fewest letters for, so that letters are in proportion to seconds where bars are narrow."""
+    """Draw the step of a track in `width` letters, with // for what is left out.
+
+    Each letter stands for an activity of the track in that letter's time. Of several, it is the one whose time so far
+    exceeds its letters so far the most. So letters stay in proportion to seconds even where bars are narrow.
+
+    Args:
+        track: what to draw.
+        left: the part of the step that is not drawn, if any.
+        step_s: seconds of the whole step.
+        width: number of letters.
+    """
     line = Text()
     mark = 2 if left is not None else 0
     away = left.end_s - left.start_s if left is not None else 0.0
-    each = (step_s - away) / (width - mark)
-    before = round(left.start_s / each) if left is not None else width
+    letter_s = (step_s - away) / (width - mark)
+    before = round(left.start_s / letter_s) if left is not None else width
     owed: dict[Activity, float] = {}
     for cell in range(width - mark):
         if cell == before:
             line.append("/" * mark, style="dim")
         later = away if cell >= before else 0.0
-        shares = _shares(track, cell * each + later, (cell + 1) * each + later)
+        shares = _shares(track, cell * letter_s + later, (cell + 1) * letter_s + later)
         for doing, share in shares.items():
-            owed[doing] = owed.get(doing, 0.0) + share / each
+            owed[doing] = owed.get(doing, 0.0) + share / letter_s
         chosen = max(shares, key=lambda doing: owed[doing], default=None)
         if chosen is None:
             line.append(" ")
@@ -238,7 +249,7 @@ def drawn(track: Track, left: Omission | None, step_s: float, width: int) -> Tex
 
 
 def _shares(track: Track, start_s: float, end_s: float) -> dict[Activity, float]:
-    """Seconds of what the track does between two moments."""
+    """Return the seconds that the track spends on each activity between two moments."""
     shares: dict[Activity, float] = {}
     for bar in track.bars:
         shared = min(bar.end_s, end_s) - max(bar.start_s, start_s)
@@ -248,7 +259,10 @@ def _shares(track: Track, start_s: float, end_s: float) -> dict[Activity, float]
 
 
 def held(track: Track, width: int) -> Text:
-    """`width` letters for the larger of memory and limit, a letter for each part held, | where the limit is passed."""
+    """Draw the memory of a rank in `width` letters, one letter for each part, with | where it passes the limit.
+
+    The width stands for the larger of memory and limit.
+    """
     line = Text()
     whole = max(track.memory_limit_nbytes, track.memory.total)
     limit = round(width * track.memory_limit_nbytes / whole)
@@ -264,12 +278,12 @@ def held(track: Track, width: int) -> Text:
 
 
 def _name(track: Track, found: Timeline) -> str:
-    stages = {one.stage for one in found.tracks}
+    stages = {other.stage for other in found.tracks}
     return track.ranks + (f" (stage {track.stage})" if len(stages) > 1 else "")
 
 
 def _told(track: Track, step_s: float) -> str:
-    """busy 74 %, exposed 5 %, bubble 20 %."""
+    """Return the fractions of a step, such as "busy 74 %, exposed 5 %, bubble 20 %"."""
     parts = [("busy", track.busy_s)]
     words: dict[Activity, str] = {
         "data": "data", "communication": "exposed", "bubble": "bubble", "waiting": "waiting", "other": "other",

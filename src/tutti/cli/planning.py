@@ -1,4 +1,4 @@
-"""What commands that plan have in common: from a captured script to a ModelSpec and a Choice."""
+"""Helpers of all commands that plan: from a captured script to a ModelSpec and a Choice."""
 
 import time
 from pathlib import Path
@@ -17,26 +17,34 @@ if TYPE_CHECKING:
     from tutti.trainer.capture import CapturedScript
 
 SEARCH_S = 7.0
-"""A search of a uniform cluster ends after so many seconds with the best it has, and says what it left."""
+"""Time limit of a search in seconds. It returns the best plan found by then and says what it left out."""
 
 MIXED_SEARCH_S = 40.0
-"""The same where devices differ: several orders of nodes, shares and cuts are tried."""
+"""Time limit in seconds where devices differ: several orders of nodes, shares and cuts are tried."""
 
 
 def model_spec_of(captured: "CapturedScript", *, name: str = "model") -> ModelSpec:
-    """The ModelSpec of what a script gave to `Job.prepare`. Raises DataError where no sample can be had."""
+    """Return the ModelSpec of what a script gave to `Job.prepare`.
+
+    Raises:
+        DataError: no sample can be read from its data set.
+    """
     from tutti.cli.describe import describe_captured
 
     return describe_captured(captured, name=name)
 
 
 def costed(model: ModelSpec) -> ModelSpec:
-    """The model as it is. Raises PlanError where its passes could not be followed: it would seem to cost nothing."""
+    """Return the model unchanged if its costs are known.
+
+    Raises:
+        PlanError: its passes could not be traced, so it would seem to cost nothing.
+    """
     if not model.untraced:
         return model
     raise PlanError(
-        f"{model.name}: {model.untraced}; so what a step costs is unknown, and no plan can be predicted: correct that, "
-        "or train without a prediction (tutti run --nproc N)"
+        f"{model.name}: {model.untraced}; so the cost of a step is unknown, and no plan can be predicted: correct that,"
+        " or train without a prediction (tutti run --nproc N)"
     )
 
 
@@ -52,11 +60,22 @@ def plan_for(
     scope: Scope = "prefer-data",
     **request_fields: Any,
 ) -> Choice:
-    """Choose a plan for a captured script: its batch, layout and sync stay; `nproc` fixes the number of ranks.
+    """Choose a plan for a captured script. Its batch, layout and synchronisation stay.
 
-    Without more being said the plan is data parallel unless that does not fit, or the script's annotations ask for
-    more. `request_fields`: other fields of the Request. Raises PlanError where nothing fits or the model cannot be
-    costed.
+    Args:
+        captured: what the script gave to `Job.prepare`.
+        cluster: the machines.
+        name: the model's name.
+        nproc: exact number of ranks.
+        max_devices: largest number of ranks.
+        precision: the script's precision, a given one, or the fastest.
+        allow_microbatches: num_microbatches may change even where that changes results.
+        scope: which meshes to try. By default the plan is data parallel, unless that does not fit or the script's
+            annotations ask for more.
+        request_fields: other fields of `PlanRequest`.
+
+    Raises:
+        PlanError: no plan fits, or the model cannot be costed.
     """
     request = PlanRequest(
         script=captured.plan,
@@ -73,7 +92,7 @@ def plan_for(
 
 
 def search(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, limit_s: float | None = None) -> Choice:
-    """`choose` under this process' clock."""
+    """Call `choose` with this process' clock; the default time limit depends on the cluster."""
     if limit_s is None:
         kinds = {(node.device, node.devices_per_node) for node in cluster.nodes}
         limit_s = MIXED_SEARCH_S if len(kinds) > 1 else SEARCH_S
@@ -81,40 +100,47 @@ def search(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, limit_s
 
 
 def demanded(captured: "CapturedScript") -> dict[AxisName, int]:
-    """The axes that a script's annotations ask for with their degrees, 0 where any above one will do."""
+    """Return the degrees of the axes that a script's annotations ask for; 0 means any degree above one."""
     from tutti.parallel.annotated_plan import read_annotations
 
     marks = read_annotations(captured.model)
-    found: dict[AxisName, int] = {}
+    degrees: dict[AxisName, int] = {}
     if marks.stages:
-        found["stage"] = len(marks.stages) + 1
+        degrees["stage"] = len(marks.stages) + 1
     if marks.splits:
-        found["split"] = max((one.degree or 0 for one in marks.placed.values()), default=0)
+        degrees["split"] = max((mark.degree or 0 for mark in marks.placed.values()), default=0)
     if marks.sharded:
-        found["shard"] = max((one.degree or 0 for one in marks.sharded.values()), default=0)
-    return found
+        degrees["shard"] = max((mark.degree or 0 for mark in marks.sharded.values()), default=0)
+    return degrees
 
 
 def barred(captured: "CapturedScript") -> dict[str, float | None]:
-    """Ways to send less that the script's model cannot go, for `Request.samples`: no code is for sparse gradients."""
+    """Return the compressed strategies that the script's model cannot use, as None, for `PlanRequest.samples`.
+
+    No codec takes sparse gradients.
+    """
     from torch import nn
 
     from tutti.planner.relaxed_strategies import RELAXED_STRATEGIES
 
     modules = captured.model.modules()
-    sparse = any(isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse for one in modules)
+    sparse = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module in modules)
     return {strategy.words: None for strategy in RELAXED_STRATEGIES if strategy.compress is not None} if sparse else {}
 
 
 def warn_if_changed(plan: Plan, model: ModelSpec) -> None:
-    """Say on standard error what is other in `model` than in the one that `plan` was made for."""
+    """Warn on standard error if `model` differs from the one that `plan` was made for."""
     words = changed_modules(plan, model)
     if words:
         console.print(f"warning: {words}", style="yellow", markup=False, soft_wrap=True)
 
 
 def write_spec(value: Any, output: Path) -> None:
-    """Write a spec where the user asked for it. Raises SpecError where that is impossible."""
+    """Write a spec to the file that the user named.
+
+    Raises:
+        SpecError: the file cannot be written.
+    """
     try:
         serialization.save(value, output)
     except OSError as error:

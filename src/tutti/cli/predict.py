@@ -1,4 +1,4 @@
-"""`tutti predict`: what one plan costs, for a described model or a script, on a cluster."""
+"""`tutti predict`: the cost of one plan, for a described model or a script, on a cluster."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @click.command(context_settings=SCRIPT_CONTEXT)
 @click.option("--model", type=click.Path(path_type=Path), help="A ModelSpec file, instead of a script.")
-@click.option("--cluster", type=click.Path(path_type=Path), help="The machines; this one, measured, if not given.")
+@click.option("--cluster", type=click.Path(path_type=Path), help="The cluster; this machine, measured, if not given.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the Prediction to this file.")
 @click.option(
     "--html",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write a page: the step as it falls, and memory.",
+    help="Write a page with the timeline of a step and its memory.",
 )
 @json_option
 @click.argument("plan", type=click.Path(path_type=Path))
@@ -69,19 +69,23 @@ def command(
 
 
 def write_plan_page(model: ModelSpec, cluster: ClusterSpec, plan: Plan, path: Path) -> None:
-    """The page of a plan that nobody searched for. Raises ReportError where it cannot be written."""
+    """Write the HTML page of one plan.
+
+    Raises:
+        ReportError: the page cannot be written.
+    """
     from tutti.cli import prediction_view
     from tutti.cost_model import predict
     from tutti.cost_model.rank_tracks import timeline
 
-    found = timeline(model, cluster, plan, most_tracks=prediction_view.ROWS)
-    page = prediction_view.page_of_plan(f"{model.name} on {cluster.name}", plan, predict(model, cluster, plan), found)
+    step = timeline(model, cluster, plan, most_tracks=prediction_view.ROWS)
+    page = prediction_view.page_of_plan(f"{model.name} on {cluster.name}", plan, predict(model, cluster, plan), step)
     prediction_view.write_page(page, path)
     console.print(f"page written to {path}", soft_wrap=True, markup=False)
 
 
 def _model(path: Path | None, target: tuple[str, ...], intended: Plan) -> ModelSpec:
-    """The model to cost; a script's is described for the layout of the plan `intended`."""
+    """Return the model to cost; a script's model is described for the layout of the plan `intended`."""
     from tutti.cli.planning import costed, model_spec_of
 
     if bool(path) == bool(target):
@@ -101,7 +105,7 @@ def _model(path: Path | None, target: tuple[str, ...], intended: Plan) -> ModelS
 
 
 def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
-    """The prediction for a reader: two tables, and the rates."""
+    """Print the prediction: two tables, and the rates."""
     from rich.table import Table
 
     from tutti.cost_model.cost_notes import nbytes, seconds
@@ -126,7 +130,7 @@ def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
     out.print(
         f"{prediction.throughput_per_s:,.0f} {plan.batch.unit}/s on {prediction.devices} ranks, "
         f"{prediction.model_flops_per_s / 1e9:,.1f} GFLOP/s; a rank sends at most "
-        f"{nbytes(prediction.sent_nbytes_per_rank)} a step"
+        f"{nbytes(prediction.sent_nbytes_per_rank)} per step"
     )
     if not prediction.fits:
-        out.print("does not fit in memory", style="bold red")
+        out.print("this plan does not fit in memory", style="bold red")

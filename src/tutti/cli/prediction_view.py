@@ -1,4 +1,4 @@
-"""What `tutti plan` and `tutti predict` show of a plan beside the table: its step as it falls, scaling, its page."""
+"""The output of `tutti plan` and `tutti predict` besides the table: timeline, scaling, trials and the HTML page."""
 
 import sys
 from collections.abc import Iterable
@@ -34,15 +34,21 @@ if TYPE_CHECKING:
     from tutti.report.plan_page import KeyFigure, PageTable, PlanPage
 
 RECENT = 30
-"""Runs, the newest, that tell how far predictions for a cluster have been off here."""
+"""Number of newest runs that count in the summary of past prediction errors."""
 
 ROWS = 12
-"""Rows of ranks that are shown at most."""
+"""Largest number of tracks that are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A change of the cluster in words, and the best plan then; `reason` says why there is none."""
+    """The best plan for a changed cluster.
+
+    Attributes:
+        change: the change in words.
+        choice: the result of the search; None if there is no plan.
+        reason: why there is no plan.
+    """
 
     change: str
     choice: Choice | None
@@ -51,7 +57,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The choice with what else was asked for: what --json prints then."""
+    """The choice with everything else that was asked for; --json prints it."""
 
     choice: Choice
     timeline: Timeline
@@ -61,21 +67,36 @@ class Planned:
 
 
 def step_of(model: ModelSpec, cluster: ClusterSpec, choice: Choice, tracks: int = ROWS) -> Timeline:
-    """The chosen plan's step as it falls."""
+    """Return the timeline of the chosen plan's step, with at most `tracks` tracks."""
     return timeline(model, seated(cluster, choice.nodes), choice.best, most_tracks=tracks)
 
 
 def curve_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, limit_s: float | None) -> ScalingCurve:
-    """The best plan's speed against devices; the searches share the time of one and a half."""
+    """Return the best plan's speed against the number of devices.
+
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        request: what the planner may vary.
+        limit_s: time limit of a single search; the searches for the curve share one and a half times as much.
+    """
     counts = device_counts(cluster, request.max_devices)
-    each = max(1.0, 1.5 * (limit_s or SEARCH_S) / len(counts))
-    return scaling(request, counts, lambda one: search(model, cluster, one, each))
+    search_s = max(1.0, 1.5 * (limit_s or SEARCH_S) / len(counts))
+    return scaling(request, counts, lambda fewer: search(model, cluster, fewer, search_s))
 
 
 def scenario(
     model: ModelSpec, cluster: ClusterSpec, words: str, request: PlanRequest, limit_s: float | None
 ) -> Scenario:
-    """The best plan for a changed cluster, or why it has none."""
+    """Return the best plan for a changed cluster, or the reason why there is none.
+
+    Args:
+        model: what is trained.
+        cluster: the changed cluster.
+        words: the change in words.
+        request: what the planner may vary.
+        limit_s: time limit of the search.
+    """
     try:
         return Scenario(change=words, choice=search(model, cluster, request, limit_s))
     except PlanError as error:
@@ -83,35 +104,45 @@ def scenario(
 
 
 def with_measured(curve: ScalingCurve, trials: Trials | None) -> ScalingCurve:
-    """The curve beside the fastest plan tried on each number of devices."""
-    found: dict[int, float] = {}
+    """Return the curve with the measured throughput of the fastest plan tried on each number of devices."""
+    fastest: dict[int, float] = {}
     for trial in trials.trials if trials is not None else ():
         rate = trial.measured_throughput_per_s
         if rate is not None:
-            found[trial.plan.world_size] = max(rate, found.get(trial.plan.world_size, 0.0))
-    points = tuple(MeasuredPoint(devices=count, throughput_per_s=rate) for count, rate in sorted(found.items()))
+            fastest[trial.plan.world_size] = max(rate, fastest.get(trial.plan.world_size, 0.0))
+    points = tuple(MeasuredPoint(devices=count, throughput_per_s=rate) for count, rate in sorted(fastest.items()))
     return replace(curve, measured=points)
 
 
-SCENARIO_COLUMNS = ("cluster", "best plan", "step", "memory a rank", "cost", "against now")
+SCENARIO_COLUMNS = ("cluster", "best plan", "step", "memory per rank", "cost", "compared with now")
 
 
 def scenario_rows(planned: Planned) -> list[tuple[str, ...]]:
-    """The columns of `SCENARIO_COLUMNS` as text, the cluster as it is first; the cost is empty without prices, of the
-    whole training or of one step where nobody said how long that is."""
-    found: list[tuple[str, ...]] = []
+    """Return the cells of `SCENARIO_COLUMNS` as text, first for the cluster as it is.
+
+    The cost is empty without prices. It is that of the whole training, or of one step if nobody said how long training
+    is.
+    """
+    table_rows: list[tuple[str, ...]] = []
     as_it_is = Scenario(change="as it is", choice=planned.choice)
     for other in (as_it_is, *planned.scenarios):
-        one = other.choice
-        if one is None:
-            found.append((other.change, "none", "", "", "", other.reason))
+        choice = other.choice
+        if choice is None:
+            table_rows.append((other.change, "none", "", "", "", other.reason))
             continue
-        step, memory = one.prediction.step_time_s.value, one.prediction.memory.total
-        against = "" if one is planned.choice else _against(planned.choice, one)
-        found.append(
-            (other.change, words_in_full(one.best, one.request), seconds(step), nbytes(memory), _cost(one), against)
+        step, memory = choice.prediction.step_time_s.value, choice.prediction.memory.total
+        against = "" if choice is planned.choice else _against(planned.choice, choice)
+        table_rows.append(
+            (
+                other.change,
+                words_in_full(choice.best, choice.request),
+                seconds(step),
+                nbytes(memory),
+                _cost(choice),
+                against,
+            )
         )
-    return found
+    return table_rows
 
 
 def _cost(choice: Choice) -> str:
@@ -122,7 +153,7 @@ def _cost(choice: Choice) -> str:
 
 
 def _against(now: Choice, then: Choice) -> str:
-    """What the best plan gains or loses, and in what it is another one."""
+    """Describe what the best plan then gains or loses compared with now, and how it differs."""
     parts = [f"{now.prediction.step_time_s.value / then.prediction.step_time_s.value:.2f}x as fast"]
     pairs = {"memory": (now.prediction.memory.total, then.prediction.memory.total)}
     if now.totals is not None and then.totals is not None:
@@ -135,12 +166,17 @@ def _against(now: Choice, then: Choice) -> str:
 
 
 def chosen_plan(choice: Choice, trials: Trials | None) -> Plan:
-    """The choice, or the plan that measured faster."""
+    """Return the choice, or the plan that measured faster."""
     return choice.best if trials is None or trials.best is None else trials.trials[trials.best].plan
 
 
 def trust_here(cluster: str, runs: Path = Path("runs")) -> str:
-    """How far predictions for this cluster have been off in the runs of a folder; empty where there are none."""
+    """Return a sentence on the errors of past predictions for this cluster; empty if there are no such runs.
+
+    Args:
+        cluster: the cluster's name.
+        runs: the folder of runs to look in.
+    """
     from tutti.report.prediction_history import build_history, run_folders, trust_in
 
     if not runs.is_dir():
@@ -151,12 +187,12 @@ def trust_here(cluster: str, runs: Path = Path("runs")) -> str:
 
 
 def show_curve(out: "Console", curve: ScalingCurve) -> None:
-    """Speed against devices as a table with bars. All numbers are predicted."""
+    """Print speed against devices as a table with bars. All numbers are predicted."""
     from rich.table import Table
 
     most = max((point.throughput_per_s for point in curve.points), default=0.0)
     shown = Table(title="Speed against devices, predicted", title_justify="left")
-    for name in ("devices", "used", "step", f"{curve.unit}/s", "worth of\none more"):
+    for name in ("devices", "used", "step", f"{curve.unit}/s", "gain per\nextra device"):
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("best plan", overflow="fold")
     shown.add_column("", no_wrap=True)
@@ -174,7 +210,7 @@ def show_curve(out: "Console", curve: ScalingCurve) -> None:
 
 
 def show_trials(out: "Console", trials: Trials) -> None:
-    """Predicted beside measured, the quickest first, and whether the choice stands."""
+    """Print predicted beside measured times, the fastest plan first, and whether the choice stands."""
     from rich.table import Table
 
     shown = Table(title="Tried on this machine, the fastest first", title_justify="left")
@@ -184,21 +220,23 @@ def show_trials(out: "Console", trials: Trials) -> None:
     shown.add_column("in the\ninterval", no_wrap=True)
     order = sorted(range(len(trials.trials)), key=lambda at: trials.trials[at].measured_s or float("inf"))
     for at in order:
-        one = trials.trials[at]
-        if one.measured_s is None or one.error is None:
-            shown.add_row(one.words, seconds(one.predicted.value), one.failure, "", "", "", style="red")
+        trial = trials.trials[at]
+        if trial.measured_s is None or trial.error is None:
+            shown.add_row(trial.words, seconds(trial.predicted.value), trial.failure, "", "", "", style="red")
             continue
         style = "bold green" if at == trials.best else None
-        spread = f"{seconds(one.measured_s)}" + (f" ({_spread(one.least_s, one.most_s)})" if one.steps > 1 else "")
-        within = "yes" if one.within else "no"
-        error = f"{100 * one.error:+.0f} %"
-        shown.add_row(one.words, seconds(one.predicted.value), spread, str(one.steps), error, within, style=style)
+        spread = f"{seconds(trial.measured_s)}" + (
+            f" ({_spread(trial.least_s, trial.most_s)})" if trial.steps > 1 else ""
+        )
+        within = "yes" if trial.within else "no"
+        error = f"{100 * trial.error:+.0f} %"
+        shown.add_row(trial.words, seconds(trial.predicted.value), spread, str(trial.steps), error, within, style=style)
     out.print(shown)
     out.print(trials.sentence, markup=False, soft_wrap=True)
     if trials.load > 0.5 * trials.cores:
         out.print(
-            f"note: other work ran beside it (load {trials.load:.1f} on {trials.cores} cores): what was measured is "
-            "worth little",
+            f"note: other programs ran at the same time (load {trials.load:.1f} on {trials.cores} cores), so these "
+            "measurements are unreliable",
             style="yellow", soft_wrap=True,
         )  # fmt: skip
 
@@ -208,7 +246,13 @@ def _spread(least: float | None, most: float | None) -> str:
 
 
 def page_of_choice(planned: Planned, top: int, command: str) -> "PlanPage":
-    """The page of a choice."""
+    """Return the HTML page of a choice.
+
+    Args:
+        planned: the choice, with everything else that was asked for.
+        top: how many alternatives to show.
+        command: the command that runs the plan.
+    """
     from tutti.report.plan_page import PlanPage
 
     choice = planned.choice
@@ -229,7 +273,14 @@ def page_of_choice(planned: Planned, top: int, command: str) -> "PlanPage":
 
 
 def page_of_plan(name: str, plan: Plan, prediction: Prediction, found: Timeline) -> "PlanPage":
-    """The page of one plan that was costed."""
+    """Return the HTML page of one plan that was costed without a search.
+
+    Args:
+        name: the title: model and cluster.
+        plan: what was costed.
+        prediction: its cost.
+        found: its timeline.
+    """
     from tutti.report.plan_page import PlanPage
 
     batch = plan.batch
@@ -254,22 +305,22 @@ def _keys(plan: Plan, prediction: Prediction, found: Timeline) -> "tuple[KeyFigu
     return (
         KeyFigure(name="Step time", value=seconds(time.value), also=f"{seconds(time.low)} to {seconds(time.high)}"),
         KeyFigure(name="Throughput", value=f"{prediction.throughput_per_s:,.0f}", also=f"{plan.batch.unit}/s"),
-        KeyFigure(name="Memory of a rank", value=nbytes(memory.value), also="the fullest one, at its peak"),
+        KeyFigure(name="Memory of a rank", value=nbytes(memory.value), also="of the fullest rank, at its peak"),
         KeyFigure(name="Exposed comm.", value=idle("communication"), also=f"of the step, mean of the {who}"),
         KeyFigure(name="Bubbles", value=idle("bubble"), also=f"of the step, mean of the {who}"),
-        KeyFigure(name="Sent by a rank", value=nbytes(prediction.sent_nbytes_per_rank), also="a step, at most"),
+        KeyFigure(name="Sent by a rank", value=nbytes(prediction.sent_nbytes_per_rank), also="per step, at most"),
     )
 
 
 def exposed_words(plans: Iterable[Plan]) -> str:
-    """What heads the part of a step that predictions count as exposed: with stages, bubbles are in it."""
+    """Return the heading for exposed communication; with pipeline stages, predictions count bubbles in it."""
     return "exposed comm. or bubble" if any(plan.degree("stage") > 1 for plan in plans) else "exposed comm."
 
 
 def _alternatives(choice: Choice, top: int) -> "PageTable":
     from tutti.report.plan_page import PageTable, TableRow
 
-    found, objective = rows(choice), choice.request.objective
+    every_row, objective = rows(choice), choice.request.objective
     extra = [objective] if objective not in ("throughput", "memory") else []
     columns = [
         "ranks",
@@ -277,8 +328,8 @@ def _alternatives(choice: Choice, top: int) -> "PageTable":
         "microbatches",
         "precision",
         "step",
-        exposed_words((choice.best, *(one.plan for one in choice.alternatives[:top]))),
-        "memory a rank",
+        exposed_words((choice.best, *(other.plan for other in choice.alternatives[:top]))),
+        "memory per rank",
         *extra,
         "verdict",
     ]
@@ -290,9 +341,9 @@ def _alternatives(choice: Choice, top: int) -> "PageTable":
             ),
             kind="chosen" if row.chosen else "" if row.fits else "off",
         )
-        for row in found[: top + 1]
+        for row in every_row[: top + 1]
     ]  # fmt: skip
-    more = len(found) - len(shown)
+    more = len(every_row) - len(shown)
     return PageTable(
         title="The alternatives",
         under="The chosen plan and the nearest others." + (f" {more} more were considered." if more else ""),
@@ -319,7 +370,11 @@ def _scenario_table(planned: Planned) -> "tuple[PageTable, ...]":
 
 
 def write_page(page: "PlanPage", path: Path) -> None:
-    """Write the page to a file of its own. Raises ReportError where that is impossible."""
+    """Write the page to a file.
+
+    Raises:
+        ReportError: the file cannot be written.
+    """
     from tutti.report.plan_page import plan_html
 
     try:
@@ -330,7 +385,7 @@ def write_page(page: "PlanPage", path: Path) -> None:
 
 
 def standard_output() -> "Console":
-    """Where results for people go: as wide as the terminal, or as a wide page."""
+    """Return the console for results that people read: as wide as the terminal, or 160 columns without one."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)

@@ -1,4 +1,4 @@
-"""`tutti probe`: measure this machine or a cluster, or write one down from data sheets."""
+"""`tutti probe`: measures this machine or a cluster, or writes a cluster's description from data sheets."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,39 +36,40 @@ class ProbeOptions:
 
 
 def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """ "512GiB" or "512GB" as bytes."""
+    """Parse "512GiB" or "512GB" into bytes."""
     if text is None:
         return None
-    found = None if text.strip()[-1:].isdecimal() else parse_quantity(text, BYTES)
-    if found is not None:
-        return int(found)
+    size = None if text.strip()[-1:].isdecimal() else parse_quantity(text, BYTES)
+    if size is not None:
+        return int(size)
     raise click.BadParameter(f"{text!r} is not a size; write it as 512GiB or 512GB")
 
 
 @click.command()
 @click.option("--quick", is_flag=True, help="About 25 seconds on 2 cores: fewer sizes and repeats.")
-@click.option("--nproc", type=click.IntRange(1), help="Processes of this host to measure with.")
+@click.option("--nproc", type=click.IntRange(1), help="Number of processes to measure with on this host.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="The ClusterSpec file to write.")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="The picture (.svg, .png, .pdf).")
-@click.option("--no-plot", is_flag=True, help="Draw no picture.")
-@click.option("--list", "show_parts", is_flag=True, help="Show the devices and links that can be written down.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="The plot to write (.svg, .png, .pdf).")
+@click.option("--no-plot", is_flag=True, help="Write no plot.")
+@click.option("--list", "show_parts", is_flag=True, help="List the devices and links of the catalogue.")
 @click.option(
     "--device",
-    help="Write a cluster of this device down, measuring nothing; or one given in a line, "
-    "as 4x8:a100-80gb,nvlink3,8*ib-hdr.",
+    help="Describe a cluster of this device from data sheets, measuring nothing; or one given in a line, such as "
+    "4x8:a100-80gb,nvlink3,8*ib-hdr.",
 )
 @click.option("--devices-per-node", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--node-link", help="What joins the devices of a node, such as NVLink3.")
 @click.option("--network", help="What joins the nodes, such as InfiniBand-HDR-200.")
 @click.option("--network-ports", type=click.IntRange(1), default=1, show_default=True, help="Ports of each node.")
-@click.option("--node-memory", callback=_nbytes, metavar="SIZE", help="Memory of each host; its devices' if not said.")
+@click.option("--node-memory", callback=_nbytes, metavar="SIZE", help="Memory of each host; its devices' if not given.")
 @json_option
 def command(**given: Any) -> None:
     """Measure this machine: matrix products, memory, links between ranks, disk.
 
-    Started on several ranks (torchrun, srun, mpirun), it measures all their hosts and the network between them.
-    With --device it writes down a cluster that is not here. The result is kept for `tutti plan` and `tutti run`.
+    Started on several ranks (torchrun, srun, mpirun), it measures all their hosts and the network between them. With
+    --device it measures nothing and describes a cluster from data sheets. The result of measuring this machine is kept
+    for `tutti plan` and `tutti run`.
     """
     options = ProbeOptions(**given)
     if options.show_parts:
@@ -129,7 +130,7 @@ def _measure(options: ProbeOptions) -> None:
 
 
 def _measure_with_all_ranks(options: ProbeOptions) -> None:
-    """The same by the ranks that a launcher started; rank 0 writes and prints."""
+    """Measure with the ranks that a launcher started; rank 0 writes and prints the result."""
     from tutti.comm.world import join_world, leave_world
     from tutti.profile.probe import FULL, QUICK, cached_cluster_path
     from tutti.profile.probe.rank_probe import measure_ranks
@@ -147,14 +148,14 @@ def _measure_with_all_ranks(options: ProbeOptions) -> None:
 
 
 def _check_plot(path: Path) -> None:
-    """Refuse a wrong ending before anything is measured."""
+    """Raise SpecError for a wrong suffix before anything is measured."""
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise SpecError(f"{path}: a plot is written as .svg, .png or .pdf; change the ending")
 
 
 @contextmanager
 def _progress(here: bool = True) -> Iterator[Callable[[str], None]]:
-    """What is being measured, on one line of standard error, when a person watches."""
+    """Show what is being measured on one line of standard error, if it is a terminal."""
     if not (here and console.is_terminal):
         yield lambda text: None
         return
@@ -163,7 +164,7 @@ def _progress(here: bool = True) -> Iterator[Callable[[str], None]]:
 
 
 def _finish(options: ProbeOptions, cluster: ClusterSpec, output: Path) -> None:
-    """Write the spec and its picture; print the spec as JSON or as tables."""
+    """Write the spec and its plot; print the spec as JSON or as tables."""
     try:
         serialization.save(cluster, output)
     except OSError as error:
@@ -187,7 +188,7 @@ def _measured(cluster: ClusterSpec) -> bool:
 
 
 def _print(renderables: Iterator[Any]) -> None:
-    """Tables on standard output, as wide as they are where nobody watches."""
+    """Print tables on standard output, 160 columns wide if it is not a terminal."""
     from rich.console import Console
 
     out = Console(highlight=False)

@@ -1,4 +1,4 @@
-"""`tutti report RUN...`: the honest report of a run, or of several side by side."""
+"""`tutti report RUN...`: the honest report of a run, or a comparison of several."""
 
 import webbrowser
 from pathlib import Path
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="RUN...")
-@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder to write to; RUN/report.")
+@click.option(
+    "--output", type=click.Path(path_type=Path, file_okay=False), help="Folder to write to; RUN/report if not given."
+)
 @click.option("--target", metavar="NAME.METRIC=VALUE", help="A quality to reach, such as test.accuracy=0.9.")
-@click.option("--history", is_flag=True, help="How far predictions were off, over all runs in RUN... (runs).")
+@click.option("--history", is_flag=True, help="Show the errors of predictions over all runs in RUN... (default: runs).")
 @click.option("--open/--no-open", "open_page", default=False, help="Open the page in a browser.")
 @json_option
 def command(
@@ -29,8 +31,8 @@ def command(
 
     One run: report.html, report.json and report.txt are written into its report folder. Several: compared on the
     terminal, and written as comparison.html, .json and .txt with --output. A speed-up is stated only where an honest
-    report may state one; else the reason stands in its place. --history sets predictions beside measurements of all
-    runs, also written with --output as history.html, .json and .txt.
+    report may state one; otherwise the reason is given instead. --history shows predictions beside measurements of all
+    runs; --output writes it as history.html, .json and .txt.
     """
     from tutti.report.quality_metrics import parse_target
 
@@ -92,7 +94,7 @@ def _history(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> Pat
 
 
 def _print(table: "RenderableType", width: int = 110) -> None:
-    """On standard error; as wide as the terminal, or `width` where there is none."""
+    """Print on standard error, as wide as the terminal, or `width` columns without one."""
     from rich.console import Console
 
     out = console if console.is_terminal else Console(stderr=True, highlight=False, width=width)
@@ -100,12 +102,16 @@ def _print(table: "RenderableType", width: int = 110) -> None:
 
 
 def run_folder(path: Path) -> Path:
-    """A run folder, or the newest run in a folder of runs. Raises ReportError when it is neither."""
+    """Return the path if it is a run folder, else the newest run in it.
+
+    Raises:
+        ReportError: it is neither a run folder nor a folder of runs.
+    """
     if not path.is_dir():
         raise ReportError(f"{path} is not a folder; name a run folder, such as runs/train-20250101-120000")
     if (path / "run.json").is_file():
         return path
-    found = [header.parent for header in path.glob("*/run.json")]
-    if not found:
+    folders = [header.parent for header in path.glob("*/run.json")]
+    if not folders:
         raise ReportError(f"{path} has no run.json and no runs in it; name a folder that `tutti run` made")
-    return max(found, key=lambda folder: ((folder / "run.json").stat().st_mtime_ns, folder.name))
+    return max(folders, key=lambda folder: ((folder / "run.json").stat().st_mtime_ns, folder.name))

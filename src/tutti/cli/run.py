@@ -1,4 +1,4 @@
-"""`tutti run`: train by a plan, on the ranks of this node (and, told the same way, of others)."""
+"""`tutti run`: train according to a plan, on the ranks of this node. Other nodes run the same command."""
 
 import sys
 from dataclasses import replace
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from tutti.launch.launcher import LaunchSpec
 
 _PLANNING = ("tutti.profile.probe", "tutti.cli.planning")
-"""Loaded once, in the fork server, where a run is predicted or planned."""
+"""Modules that the fork server loads once if the run is predicted or planned."""
 
 PREDICTION_WAIT_S = 20.0
-"""How long a finished run waits for its prediction, which was computed beside it."""
+"""Seconds that a finished run waits for its prediction, which another process computes meanwhile."""
 
 
 @click.command(context_settings=SCRIPT_CONTEXT)
 @click.option("--nproc", metavar="N[,N...]", callback=rank_counts, help="Ranks per node; a list for unequal nodes.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes that run this command together.")
-@click.option("--node-rank", type=click.IntRange(0), default=0, help="Which of them this one is.")
-@click.option("--rendezvous", metavar="HOST:PORT", help="Where nodes meet: a free port of node 0.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, help="The number of this node, from 0.")
+@click.option("--rendezvous", metavar="HOST:PORT", help="Where nodes meet: node 0's host and a free port there.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=600.0, show_default=True,
               metavar="SECONDS", help="How long ranks wait for each other.")  # fmt: skip
 @click.option("--on", "launcher", metavar="NAME", default="local", show_default=True, help="What starts the ranks.")
@@ -49,18 +49,22 @@ PREDICTION_WAIT_S = 20.0
 @sync_option
 @bucket_option
 @relax_option
-@click.option("--cluster", type=click.Path(path_type=Path), help="The machines, for planning and predicting.")
+@click.option("--cluster", type=click.Path(path_type=Path), help="The cluster, for planning and predicting.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The run folder; runs/NAME-TIME if not given.")
-@click.option("--resume", type=click.Path(path_type=Path), help="Go on from a run folder or a checkpoint.")
-@click.option("--checkpoint-every", type=click.IntRange(1), metavar="STEPS", help="Save a checkpoint every so often.")
+@click.option("--resume", type=click.Path(path_type=Path), help="Continue from a run folder or a checkpoint.")
+@click.option(
+    "--checkpoint-every", type=click.IntRange(1), metavar="STEPS", help="Save a checkpoint every STEPS steps."
+)
 @click.option("--predict/--no-predict", default=True, help="Predict step time and memory, for the report.")
-@click.option("--frugal", is_flag=True, help="Give freed memory back at once: less of it, at some speed.")
+@click.option("--frugal", is_flag=True, help="Return freed memory to the system at once: uses less, somewhat slower.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as after `python -m`.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
-@click.option("--one-screen", is_flag=True, help="Nodes share a screen and a folder: one of them says what failed.")
+@click.option(
+    "--one-screen", is_flag=True, help="Nodes share a screen and a folder: only one of them prints a failure."
+)
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def command(**given: Any) -> None:
-    """Train SCRIPT on several ranks, by a plan: given, implied by --nproc, or made on the spot."""
+    """Train SCRIPT on several ranks, according to a plan: given with --plan, implied by --nproc, or made now."""
     options = RunOptions(**given)
     if not options.target:
         raise ScriptError("no script was named; write `tutti run train.py`, or `tutti run -m package.module`")
@@ -91,13 +95,13 @@ def _run(options: RunOptions) -> int:
         _meet(options, console)
         spec = _launch_spec(options, nproc, console)
         return _train(options, spec, console)
-    except KeyboardInterrupt:  # before the ranks were started; from then on it is the supervisor's
+    except KeyboardInterrupt:  # before the ranks were started; from then on the supervisor handles it
         console.print("stopped")
         return 130
 
 
 def _meet(options: RunOptions, console: "Console") -> None:
-    """With several nodes: node 0's port must be free, and the others wait until it is open."""
+    """Check that node 0's rendezvous port is free; on other nodes, wait until it is open."""
     if options.rendezvous is None or options.nnodes == 1:
         return
     from tutti.launch import network
@@ -112,7 +116,7 @@ def _meet(options: RunOptions, console: "Console") -> None:
 
 
 def _launch_spec(options: RunOptions, nproc: tuple[int, ...] | None, console: "Console") -> "LaunchSpec":
-    """Settle the run folder and, where `nproc` is still open, plan."""
+    """Create the run folder, plan if `nproc` is still open, and return what to start on this node."""
     from tutti.launch.launch_environment import threads_per_rank
     from tutti.launch.launcher import LaunchSpec
     from tutti.launch.script_path import run_folder
@@ -137,14 +141,14 @@ def _launch_spec(options: RunOptions, nproc: tuple[int, ...] | None, console: "C
 
 
 def _planned(options: RunOptions, folder: Path, console: "Console") -> "Plan":
-    """The best plan for this script on this machine, made in a process beside this one."""
+    """Return the best plan for this script on this machine, made in another process."""
     from tutti.cli.run_prediction import Beside
     from tutti.config import serialization
     from tutti.config.plan import Plan
     from tutti.config.run_folder import RunFolder
 
     if options.module:
-        raise LaunchError("a module cannot be planned for on the spot; add --nproc N, or --plan FILE")
+        raise LaunchError("tutti run cannot make a plan for a module (-m); add --nproc N, or --plan FILE")
     wanted = replace(_wanted(options, folder, None), plans=True, ranks=own_count(options) if options.nproc else None)
     worker = Beside(wanted)
     try:
@@ -175,14 +179,14 @@ def _wanted(options: RunOptions, folder: Path, world_size: int | None) -> "Predi
 
 
 def _wait_ready(worker: "Beside", console: "Console") -> None:
-    """Let the machine be measured, if it never was, before anything else runs on it."""
+    """Wait until the machine has been measured, if it never was, before anything else runs on it."""
     with console.status("planning") as status:
-        said: list[str] = []
+        measured: list[str] = []
 
         def say(words: str) -> None:
-            if not said:
-                console.print("measuring this machine, once; `tutti probe` measures it longer", style="dim")
-            said.append(words)
+            if not measured:
+                console.print("measuring this machine, once; `tutti probe` measures it more thoroughly", style="dim")
+            measured.append(words)
             status.update(f"measuring: {words}")
 
         worker.ready(say)
@@ -217,8 +221,10 @@ def _train(options: RunOptions, spec: "LaunchSpec", console: "Console") -> int:
 
 
 def _to_predict(options: RunOptions) -> bool:
-    """Whether to predict beside the run: not what was planned just now, or what runs on machines that nobody
-    described."""
+    """Return whether to predict beside the run.
+
+    A run that was planned just now has a prediction already; machines without a description cannot be predicted.
+    """
     described = options.cluster is not None or options.nnodes == 1
     stated = options.nproc is not None or options.plan is not None or options.mesh is not None
     stated = stated and options.relax == "exact"
@@ -227,7 +233,7 @@ def _to_predict(options: RunOptions) -> bool:
 
 
 def _started(worker: "Beside | None", console: "Console") -> "Beside | None":
-    """The worker once it knows the machine; None, and a remark, if it failed to."""
+    """Return the worker once it knows the machine; None, after a warning, if it failed."""
     if worker is None:
         return None
     try:
@@ -239,7 +245,7 @@ def _started(worker: "Beside | None", console: "Console") -> "Beside | None":
 
 
 def _await_prediction(worker: "Beside", console: "Console") -> None:
-    """A prediction is a help for the report: without it the run is as good."""
+    """Wait for the prediction. The report only gains from it, so a run without one is as valid."""
     try:
         worker.result(PREDICTION_WAIT_S)
     except TuttiError as error:

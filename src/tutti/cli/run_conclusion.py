@@ -1,4 +1,4 @@
-"""How `tutti run` ends: one sentence, the report, the exit code."""
+"""The end of `tutti run`: its last message, the report and the exit code."""
 
 import contextlib
 import json
@@ -14,14 +14,14 @@ from tutti.launch.supervisor import Outcome, sentence
 
 
 def short(path: Path) -> str:
-    """A path as a person would write it here."""
+    """Return the path relative to the current directory, if it is inside it."""
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
 
 
 def header_time(spec: LaunchSpec) -> int | None:
-    """When the run folder's header was last written; a Job that gets as far as training writes it."""
+    """Return when the run folder's header was last written, or None. A Job that gets as far as training writes it."""
     try:
         return RunFolder(spec.folder).header.stat().st_mtime_ns
     except OSError:
@@ -31,8 +31,15 @@ def header_time(spec: LaunchSpec) -> int | None:
 def conclude(
     spec: LaunchSpec, console: Console, outcome: Outcome, *, has_job: bool, as_json: bool, told_here: bool = True
 ) -> int:
-    """Write the report, say how it went and return the exit code. `has_job`: whether a Job got as far as training.
-    `told_here`: whether it is printed here; else another node prints it, on the same screen.
+    """Write the report, print how the run went and return the exit code.
+
+    Args:
+        spec: what was started on this node.
+        console: takes the message for the user.
+        outcome: how the ranks ended.
+        has_job: whether a Job got as far as training.
+        as_json: print one JSON document on standard output too.
+        told_here: whether to print the message here; else another node prints it on the same screen.
     """
     words: str | None = None
     code = outcome.exit_code
@@ -44,12 +51,12 @@ def conclude(
         words = "stopped"
     elif not has_job:
         words = (
-            f"{Path(spec.target).name} ended without preparing a tutti.Job, so nothing was trained together; make one "
-            "and call job.prepare(...) (the README shows the three lines)"
+            f"{Path(spec.target).name} ended without preparing a tutti.Job, so its ranks did not train together; make "
+            "one and call job.prepare(...) (the README shows the three lines)"
         )
         code = ScriptError.exit_code
     if words is not None and has_job and any(RunFolder(spec.folder).checkpoints.glob("step-*")):
-        words += f"\ngo on from its last checkpoint with --resume {short(spec.folder)}"
+        words += f"\ncontinue from its last checkpoint with --resume {short(spec.folder)}"
     report = _report(spec, console) if has_job and spec.node_rank == 0 and outcome.status == "completed" else None
     if words is not None and told_here:
         console.print(words, markup=False, soft_wrap=True, style="red" if outcome.status == "failed" else None)
@@ -74,12 +81,12 @@ def _document(spec: LaunchSpec, outcome: Outcome, code: int, words: str | None, 
 
 
 def _report(spec: LaunchSpec, console: Console) -> Path | None:
-    """Write the report and return its page; a report that cannot be written does not undo a run."""
+    """Write the report and return its page; None, after a warning, if it cannot be written. The run stays valid."""
     try:
         from tutti.report.report_files import write_report
 
         write_report(spec.folder)
-    except Exception as error:  # the training is done and safe: say so, whatever stopped the report
+    except Exception as error:  # the training is finished and saved: no error in the report may hide that
         console.print(
             f"no report was written ({type(error).__name__}: {error}); try `tutti report {short(spec.folder)}`",
             style="yellow",

@@ -1,5 +1,6 @@
-"""What `tutti run` is asked for: its command line, refused where its words contradict each other, and what ranks are
-told of it. Needs no network and imports nothing heavy: ranks are not started yet.
+"""The command line of `tutti run`: its options, the checks that they agree, and what the ranks are told of them.
+
+Nothing here needs a network or imports anything heavy, because ranks are not started yet.
 """
 
 import math
@@ -46,7 +47,7 @@ class RunOptions:
 
     @property
     def name(self) -> str:
-        """What the run is called: the script's or module's name without its ending."""
+        """The run's name: the script's or module's name without its suffix."""
         return self.script.rpartition(".")[2] if self.module else Path(self.script).stem
 
     @property
@@ -59,7 +60,7 @@ class RunOptions:
 
 
 def rank_counts(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """ "4" or "2,1" as numbers."""
+    """Parse "4" or "2,1" into numbers of ranks."""
     if text is None:
         return None
     try:
@@ -67,19 +68,23 @@ def rank_counts(context: click.Context, parameter: click.Parameter, text: str | 
     except ValueError:
         raise click.BadParameter(f"{text!r} is not a number; give ranks per node, such as 4, or 2,1") from None
     if min(counts) < 1:
-        raise click.BadParameter(f"{text}: every node has 1 rank or more")
+        raise click.BadParameter(f"{text}: every node needs 1 rank or more")
     return counts
 
 
 def check_nodes(options: RunOptions) -> None:
-    """Raises LaunchError where the words about nodes contradict each other; needs no network."""
+    """Check that the options about nodes agree, without using the network.
+
+    Raises:
+        LaunchError: they contradict each other.
+    """
     if options.node_rank >= options.nnodes:
         raise LaunchError(
-            f"--node-rank {options.node_rank} of --nnodes {options.nnodes}; "
+            f"--node-rank {options.node_rank} is too large for --nnodes {options.nnodes}; "
             f"node ranks run from 0 to {options.nnodes - 1}"
         )
     if options.nnodes > 1 and options.rendezvous is None:
-        raise LaunchError(f"--nnodes {options.nnodes} needs a place to meet; add --rendezvous HOST:PORT (of node 0)")
+        raise LaunchError(f"--nnodes {options.nnodes} needs a rendezvous; add --rendezvous HOST:PORT (of node 0)")
     if options.nproc and len(options.nproc) not in (1, options.nnodes):
         raise LaunchError(
             f"--nproc lists {len(options.nproc)} nodes, but --nnodes is {options.nnodes}; give one number for all "
@@ -92,28 +97,36 @@ def check_nodes(options: RunOptions) -> None:
 
 
 def check_relax(options: RunOptions) -> None:
-    """Raises LaunchError where the dial is open and nothing is left to plan here."""
+    """Check that there is something to plan if --relax lets the planner choose.
+
+    Raises:
+        LaunchError: the plan is given already, or the run needs a plan that cannot be made here.
+    """
     if options.relax == "exact":
         return
     if options.plan is not None:
-        raise LaunchError(f"--relax {options.relax} lets the planner choose, and --plan says the plan; leave one out")
+        raise LaunchError(
+            f"--relax {options.relax} lets the planner choose, but --plan already gives the plan; leave one out"
+        )
     if options.nnodes > 1 or options.resume is not None:
         raise LaunchError(
-            f"--relax {options.relax} plans on the spot, for this node alone and for a new run; make the plan first "
-            "with `tutti plan --relax`, and run it with --plan"
+            f"--relax {options.relax} plans only for a new run on one node; make the plan first with "
+            "`tutti plan --relax`, and run it with --plan"
         )
 
 
 def own_count(options: RunOptions) -> int:
-    """Ranks on this node if the command line tells, else 1."""
+    """Return the number of ranks on this node if the command line has one, else 1."""
     if not options.nproc:
         return 1
     return options.nproc[options.node_rank if len(options.nproc) > 1 else 0]
 
 
 def given_plan(options: RunOptions) -> "Plan | None":
-    """The plan of --plan, with sums and a mode as the command line says. Raises PlanError where no model can run so:
-    ranks need not be started to say it.
+    """Return the plan of --plan, with the codec and mode of the command line; None without --plan.
+
+    Raises:
+        PlanError: no model can run with this plan. It is refused before ranks are started.
     """
     if options.plan is None:
         return None
@@ -128,18 +141,31 @@ def given_plan(options: RunOptions) -> "Plan | None":
 
 
 def given_mesh(options: RunOptions) -> int | None:
-    """Ranks of the mesh that --mesh says, None without it."""
+    """Return the number of ranks in --mesh, or None without it."""
     if options.mesh is None:
         return None
     if options.plan is not None:
-        raise LaunchError("--mesh and --plan both say how ranks are arranged; give one (a plan file has a mesh)")
+        raise LaunchError("--mesh and --plan both set the mesh; give only one (a plan file has a mesh)")
     from tutti.config.mesh_axes import parse_mesh
 
     return math.prod(parse_mesh(options.mesh).values())
 
 
 def ranks_per_node(options: RunOptions, plan: "Plan | None", mesh: int | None) -> tuple[int, ...] | None:
-    """Ranks of every node, from --nproc, the plan or the mesh; None when they are to be planned."""
+    """Return the ranks of every node.
+
+    Args:
+        options: the command line, for --nproc and --nnodes.
+        plan: the plan of --plan, if given.
+        mesh: the number of ranks in --mesh, if given.
+
+    Returns:
+        One number for each node, or None if the planner is to choose.
+
+    Raises:
+        LaunchError: several nodes, and nothing says how many ranks each has.
+        PlanError: --nproc contradicts the plan or the mesh, or their ranks do not divide evenly among the nodes.
+    """
     wanted = plan.world_size if plan is not None else mesh
     place = str(options.plan) if plan is not None else f"--mesh {options.mesh}"
     if options.nproc is None:
@@ -151,40 +177,46 @@ def ranks_per_node(options: RunOptions, plan: "Plan | None", mesh: int | None) -
             )
         if wanted % options.nnodes:
             raise PlanError(
-                f"{place}: {wanted} ranks do not share evenly among {options.nnodes} nodes; list the "
+                f"{place}: {wanted} ranks do not divide evenly among {options.nnodes} nodes; list the "
                 "ranks of each node with --nproc N,N,..."
             )
         return (wanted // options.nnodes,) * options.nnodes
     nproc = options.nproc * options.nnodes if len(options.nproc) == 1 else options.nproc
     if wanted is not None and sum(nproc) != wanted:
         raise PlanError(
-            f"{place}: its mesh has {wanted} ranks, but --nproc starts {sum(nproc)}; leave --nproc out, or make them "
-            "agree"
+            f"{place}: its mesh has {wanted} ranks, but --nproc starts {sum(nproc)}; leave --nproc out, or make the "
+            "two agree"
         )
     return nproc
 
 
 def environment(options: RunOptions, plan: Path | None) -> dict[str, str]:
-    """The environment that tells ranks the options that are theirs; `plan`: the file they follow."""
-    told: dict[str, str] = {}
+    """Return the environment variables that pass the ranks their options.
+
+    Args:
+        options: the command line.
+        plan: the plan file that ranks follow, if any.
+    """
+    variables: dict[str, str] = {}
     if plan is not None:
-        told["TUTTI_PLAN"] = str(plan)
+        variables["TUTTI_PLAN"] = str(plan)
     elif options.mesh is not None:
-        told["TUTTI_MESH"] = options.mesh
+        variables["TUTTI_MESH"] = options.mesh
     if options.compress is not None:
         from tutti.config.compression import format_compression
 
-        told["TUTTI_COMPRESS"] = format_compression(options.compress)
+        variables["TUTTI_COMPRESS"] = format_compression(options.compress)
     if options.sync is not None:
         from tutti.config.sync_notation import format_sync
 
-        told["TUTTI_SYNC"] = format_sync(options.sync)
+        variables["TUTTI_SYNC"] = format_sync(options.sync)
     if options.bucket_mb is not None:
-        told["TUTTI_BUCKET_MB"] = options.bucket_mb
+        variables["TUTTI_BUCKET_MB"] = options.bucket_mb
     if options.resume is not None:
-        told["TUTTI_RESUME"] = str(options.resume.resolve())
+        variables["TUTTI_RESUME"] = str(options.resume.resolve())
     if options.checkpoint_every is not None:
-        told["TUTTI_CHECKPOINT_EVERY"] = str(options.checkpoint_every)
+        variables["TUTTI_CHECKPOINT_EVERY"] = str(options.checkpoint_every)
     if options.frugal:
-        told |= {"TUTTI_FRUGAL": "1", "THP_MEM_ALLOC_ENABLE": "1"}  # torch's: huge pages, quicker to get
-    return told
+        # torch reads the second one: it then allocates huge pages, which the system provides faster.
+        variables |= {"TUTTI_FRUGAL": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+    return variables

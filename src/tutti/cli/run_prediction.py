@@ -1,7 +1,7 @@
-"""Planning and predicting for `tutti run` in a process of their own, so that the run's processes stay clean.
+"""Planning and predicting for `tutti run` in a separate process, so that the run's own processes stay clean.
 
-The script is run up to `prepare` there, in a process of the same fork server as the ranks; the results come back as
-files in the run folder.
+That process is forked from the same server as the ranks and runs the script up to `prepare`. Its results are files in
+the run folder.
 """
 
 import contextlib
@@ -33,9 +33,19 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionRequest:
-    """What is to be worked out for a run. `plan`: the file it follows; `mesh`: or how its ranks are arranged; `ranks`:
-    or how many there are. `plans`: the plan itself is wanted too, within what is said, with ways to send less that
-    `relax` allows. `compress` and `sync`: in place of the plan's."""
+    """A request to plan or predict for a run.
+
+    Attributes:
+        folder: the run folder, where results are written.
+        cluster: a ClusterSpec file; None for this machine.
+        plan: the plan file that the run follows.
+        mesh: the mesh, if there is no plan file.
+        ranks: the number of ranks, if there is neither.
+        compress: codec that replaces the plan's.
+        sync: synchronisation that replaces the plan's.
+        relax: how far the planner may leave exactness.
+        plans: also choose the plan, within these limits.
+    """
 
     script: Path
     arguments: tuple[str, ...]
@@ -51,25 +61,34 @@ class PredictionRequest:
 
 
 class Beside:
-    """One process that works for the run while its caller does something else."""
+    """A process that plans or predicts for the run while its caller does something else."""
 
     def __init__(self, wanted: PredictionRequest) -> None:
-        """Start at once."""
+        """Start the process at once."""
         self._receiver, sender = multiprocessing.Pipe(duplex=False)
         self._process = forked(_work, wanted, sender)
         sender.close()
 
     def ready(self, say: Say) -> None:
-        """Wait until the machine is known, measured if it never was: ranks started earlier would disturb that.
+        """Wait until the machine has been measured, if it never was. Ranks started earlier would disturb that.
 
-        `say` is told what is being measured. Raises the TuttiError that stopped the work.
+        Args:
+            say: called with what is being measured.
+
+        Raises:
+            TuttiError: the error that stopped the process.
         """
         self._listen("ready", None, say)
 
     def result(self, timeout_s: float | None = None, say: Say = lambda words: None) -> None:
-        """Wait until the files are written; `say` is told why a plan was chosen.
+        """Wait until the files are written.
 
-        Raises the TuttiError that stopped the work, or LaunchError in time.
+        Args:
+            timeout_s: seconds to wait; None for no limit.
+            say: called with the reasons for the plan that was chosen.
+
+        Raises:
+            TuttiError: the error that stopped the process; a LaunchError if it took too long.
         """
         self._listen("done", timeout_s, say)
 
@@ -77,11 +96,13 @@ class Beside:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             if not self._receiver.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                raise LaunchError(f"it took longer than {timeout_s:g} s; make it beforehand with `tutti plan`")
+                raise LaunchError(f"the prediction took longer than {timeout_s:g} s; make it first with `tutti plan`")
             try:
                 kind, value = self._receiver.recv()
             except EOFError:
-                raise LaunchError("the process that plans died; is there memory enough? name --nproc to run") from None
+                raise LaunchError(
+                    "the planning process died, perhaps for lack of memory; add --nproc N to run without planning"
+                ) from None
             if kind == "error":
                 raise value
             if kind == until:
@@ -90,7 +111,7 @@ class Beside:
                 say(value)
 
     def stop(self) -> None:
-        """End the process, whether it is done or not."""
+        """End the process, whether it is finished or not."""
         if self._process.is_alive():
             self._process.kill()
         self._process.join(5)
@@ -99,7 +120,7 @@ class Beside:
 
 @contextlib.contextmanager
 def beside(wanted: PredictionRequest | None) -> Iterator[Beside | None]:
-    """A process working out `wanted` (nothing for None), ended with the context."""
+    """Run a process that works on `wanted` (no process for None); it ends with the context."""
     worker = Beside(wanted) if wanted is not None else None
     try:
         yield worker
@@ -109,7 +130,7 @@ def beside(wanted: PredictionRequest | None) -> Iterator[Beside | None]:
 
 
 def _work(wanted: PredictionRequest, sender: Connection) -> None:
-    """The life of the process: what the script prints on its way to `prepare` goes to a file."""
+    """Do the work of the process. What the script prints before `prepare` goes to a file."""
     leave_with_supervisor()
     log = os.open(wanted.folder / "planning.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
@@ -134,7 +155,7 @@ def _work(wanted: PredictionRequest, sender: Connection) -> None:
 
 
 def _cluster(wanted: PredictionRequest, say: Say) -> "ClusterSpec":
-    """The machines: of the file, as measured before, or measured now and kept."""
+    """Return the machines: from the file, from an earlier measurement, or measured now and saved."""
     from tutti.config.cluster import ClusterSpec
 
     if wanted.cluster is not None:
@@ -150,7 +171,7 @@ def _cluster(wanted: PredictionRequest, say: Say) -> "ClusterSpec":
 
 
 def _work_out(wanted: PredictionRequest, cluster: "ClusterSpec", say: Say) -> None:
-    """Write cluster.json, model.json and prediction.json, and plan.json where the plan is wanted."""
+    """Write cluster.json, model.json and prediction.json, and plan.json if the plan is wanted."""
     from tutti.cli.options import capture_script
     from tutti.cli.planning import costed, model_spec_of, plan_for
     from tutti.cost_model import predict
@@ -165,7 +186,7 @@ def _work_out(wanted: PredictionRequest, cluster: "ClusterSpec", say: Say) -> No
     if wanted.plans and model.untraced:  # training needs no prediction
         plan = _plan_of(wanted, captured)
         ranks = count(plan.world_size, "rank")
-        say(f"{model.untraced}; so nothing can be predicted, and it trains on {ranks} (--nproc N: on N)")
+        say(f"{model.untraced}; so nothing can be predicted, and it trains on {ranks} (--nproc N to choose)")
         serialization.save(plan, folder.plan)
         return
     if wanted.plans:
@@ -181,7 +202,7 @@ def _work_out(wanted: PredictionRequest, cluster: "ClusterSpec", say: Say) -> No
 
 
 def _plan_of(wanted: PredictionRequest, captured: "CapturedScript") -> Plan:
-    """The plan that the run will follow."""
+    """Return the plan that the run will follow."""
     from tutti.parallel.annotated_plan import with_annotations
 
     if wanted.plan is not None:

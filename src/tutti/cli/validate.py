@@ -1,4 +1,4 @@
-"""`tutti validate`: predictions against published measurements, family by family."""
+"""`tutti validate`: scores predictions against published measurements, family by family."""
 
 import sys
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "fits",
     multiple=True,
     metavar="FAMILY=N[@OTHER]",
-    help="N rows of FAMILY calibrate, from the devices' constants of OTHER if it is named; may be repeated.",
+    help="Calibrate with N rows of FAMILY, starting from the device constants of OTHER if given; may be repeated.",
 )
 @click.option("--family", "families", multiple=True, help="Only this family; may be repeated.")
 @click.option("--columns", is_flag=True, help="List the columns of a table of rows, with an example; predict nothing.")
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 def command(rows: Path | None, fits: tuple[str, ...], families: tuple[str, ...], columns: bool, as_json: bool) -> None:
     """Score predictions against the published measurements in ROWS, or those that ship with tutti.
 
-    Errors are of a step's time, by family, never one mean over all. Rows that calibrate are listed apart from those
-    that test; which do follows from their names alone. What misses its aim is said with the likely reason, and what
-    cannot be costed is counted. From 16 rows of a machine on its constants are fitted, with fewer one factor.
+    Errors are those of the step time, by family; there is no mean over all families. Rows that calibrate are listed
+    separately from rows that test; the rows' names alone decide which is which. Missed aims are shown with the likely
+    reason, and rows that cannot be costed are counted. From 16 rows of a machine its constants are fitted, with fewer
+    only one factor.
     """
     from tutti.validate.published_rows import load_rows
     from tutti.validate.validation import validate
@@ -47,7 +48,7 @@ def command(rows: Path | None, fits: tuple[str, ...], families: tuple[str, ...],
     _check_known(families, {row.family for row in every})
     loaded = [row for row in every if not families or row.family in families]
     wanted = dict(_fit(text) for text in fits)
-    borrowed = [each.borrow for each in wanted.values() if each.borrow]
+    borrowed = [share.borrow for share in wanted.values() if share.borrow]
     _check_known([*wanted, *borrowed], {row.family for row in loaded})
     with console.status("predicting") as status:
         result = validate(loaded, wanted, lambda family: status.update(f"predicting {family}"))
@@ -58,7 +59,7 @@ def command(rows: Path | None, fits: tuple[str, ...], families: tuple[str, ...],
 
 
 def _check_known(named: Sequence[str], known: set[str]) -> None:
-    """Raises DataError for a family without rows, with those that have some."""
+    """Raise DataError for a family without rows, naming those that have some."""
     missing = [name for name in named if name not in known]
     if missing:
         raise DataError(f"there are no rows of family {missing[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
@@ -104,10 +105,10 @@ def _table(result: "Validation") -> "Table":
         shown.add_column(name, justify="right", no_wrap=True)
     for family in result.families:
         for score in family.scores:
-            for kind, found in (("calibration", score.calibration), ("test", score.test)):
-                if found is not None:
+            for kind, errors in (("calibration", score.calibration), ("test", score.test)):
+                if errors is not None:
                     style = "dim" if kind == "calibration" else None
-                    shown.add_row(family.family, score.setting, kind, *_cells(found), style=style)
+                    shown.add_row(family.family, score.setting, kind, *_cells(errors), style=style)
     shown.caption = (
         "Absolute errors relative to the measured time; bias is signed. Rank correlation and regret: among rows of one "
         "model, batch and number of GPUs. Memory: mean absolute error, and the lowest signed one."
@@ -136,19 +137,19 @@ def _cells(found: "Errors") -> tuple[str, ...]:
 
 
 def _lines(family: "FamilyResult") -> list[str]:
-    """What the table has no room for: fits, misses, the worst rows, what could not be costed."""
+    """Return the lines below the table: fits, missed aims, the worst rows, and rows that could not be costed."""
     lines = [f"{family.family}: {family.rows} rows"]
     for made in family.fits:
         what = f"one factor {made.fit.scale:.2f} on the time" if made.fit.scale != 1 else "its constants"
         borrowed = f", constants of its device from {made.borrowed}" if made.borrowed else ""
         lines.append(
-            f"  fitted to {made.fit.rows} rows of {made.machine}: {what}{borrowed}; error of those "
+            f"  fitted to {made.fit.rows} rows of {made.machine}: {what}{borrowed}; their error is "
             f"{made.fit.before:.1%} before, {made.fit.after:.1%} after"
         )
     for score in family.scores:
         lines += [f"  missed ({score.setting}): {miss}" for miss in score.misses]
     if family.worst:
         rows = ", ".join(f"{row.row_id} {row.error:+.0%}" for row in family.worst)
-        lines.append(f"  farthest off: {rows}")
+        lines.append(f"  largest errors: {rows}")
     lines += [f"  not costed, {count}: {reason}" for reason, count in family.uncosted.items()]
     return lines if len(lines) > 1 else []

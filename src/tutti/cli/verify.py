@@ -1,4 +1,4 @@
-"""`tutti verify`: N ranks against one device, and the first difference named."""
+"""`tutti verify`: compares N ranks with one device and names the first difference."""
 
 import math
 import sys
@@ -40,7 +40,7 @@ class VerifyOptions:
 
 @click.command(context_settings=SCRIPT_CONTEXT)
 @click.option(
-    "--nproc", type=click.IntRange(1), metavar="N", help="Ranks to compare with one device; 2 if no plan says."
+    "--nproc", type=click.IntRange(1), metavar="N", help="Ranks to compare with one device; 2 if nothing sets them."
 )
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps to compare.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Verify this plan: its ranks, microbatches and shares.")
@@ -51,9 +51,11 @@ class VerifyOptions:
     type=click.Choice(["auto", "double", "script"]),
     default="auto",
     show_default=True,
-    help="float64 throughout, or the script's own dtypes; auto: float64 if the script can.",
+    help="double: float64 throughout; script: the script's own dtypes; auto: float64 if the script can.",
 )
-@click.option("--tolerance", type=click.FloatRange(0, min_open=True), help="Relative; by default that of the dtype.")
+@click.option(
+    "--tolerance", type=click.FloatRange(0, min_open=True), help="Relative tolerance; by default that of the dtype."
+)
 @click.option("--folder", type=click.Path(path_type=Path), help="Write verify.json into this run folder.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write the verdict to this file.")
 @click.option(
@@ -66,7 +68,7 @@ def command(**given: Any) -> None:
     """Check that SCRIPT computes the same on N ranks as on one device.
 
     Both start every step from the same state, on the same global batches, with the same random numbers. Exit code 0:
-    they agree; 1: they do not, and the first module and tensor that differ are named with the likely cause.
+    they agree. Exit code 1: they do not, and the first module and tensor that differ are named with the likely cause.
     """
     options = VerifyOptions(**given)
     verdict = _verdict(options)
@@ -107,7 +109,7 @@ def _verdict(options: VerifyOptions) -> "Verdict":
 
 
 def _summed(plan: "Plan | None", options: VerifyOptions) -> tuple["Plan | None", VerifyOptions, tuple[str, ...]]:
-    """The plan with gradients summed in every step, and what then stays unproved."""
+    """Return the plan with gradients reduced in every step, and a note on what this leaves unverified."""
     if plan is None or plan.sync.mode == "synchronous":
         return plan, options, ()
     from tutti.config.plan import SyncPlan
@@ -117,17 +119,16 @@ def _summed(plan: "Plan | None", options: VerifyOptions) -> tuple["Plan | None",
     plan = plan.compressed(options.compress)
     check_plan(plan)
     note = (
-        f"replicas may differ by this plan (sync {format_relaxation(plan.sync)}), so that no step of one device is "
-        "theirs; "
-        "compared with gradients summed in every step: shares of the data, losses, gradients and updates. Not "
-        "compared: how replicas are brought together, and what steps of their own give"
+        f"this plan lets replicas differ (sync {format_relaxation(plan.sync)}), so their steps have no equal on one "
+        "device; verified instead, with gradients reduced in every step: shares of the data, losses, gradients and "
+        "updates. Not verified: how replicas are kept together, and the results of their separate steps"
     )
     exact = with_mode(replace(plan, sync=replace(plan.sync, compress=None)), SyncPlan())
     return exact, replace(options, compress=None), (note,)
 
 
 def _exact(plan: "Plan | None", options: VerifyOptions) -> tuple["Plan | None", str | None]:
-    """The plan with exact sums, and how they are compressed by it or by the command line, in words."""
+    """Return the plan with exact reductions, and the codec of the plan or the command line as text."""
     from tutti.config.compression import format_compression
     from tutti.config.refusals import check_plan
 
@@ -145,7 +146,7 @@ def _mesh_size(options: VerifyOptions) -> int | None:
 
     size = math.prod(parse_mesh(options.mesh).values())
     if options.plan is not None or options.nproc not in (None, size):
-        raise PlanError(f"--mesh {options.mesh} is {size} ranks; leave --nproc and --plan out, or make them agree")
+        raise PlanError(f"--mesh {options.mesh} has {size} ranks; leave --nproc and --plan out, or make them agree")
     return size
 
 
@@ -164,7 +165,7 @@ def _plan(options: VerifyOptions) -> "Plan | None":
 
 
 def _runner(options: VerifyOptions, question: "VerificationRequest", plan: "Plan | None", folder: Path) -> "Runner":
-    """What runs the script once: ranks of this machine, watched in silence."""
+    """Return the function that runs the script once, on ranks of this machine, without showing their output."""
     from tutti.config import serialization
     from tutti.launch import supervisor as failures
     from tutti.launch.launch_environment import threads_per_rank
@@ -177,8 +178,8 @@ def _runner(options: VerifyOptions, question: "VerificationRequest", plan: "Plan
     def run(trial: "VerificationTrial") -> str | None:
         environment = trial.environment
         if plan is not None:
-            own = plan if trial.world_size > 1 else on_one_device(plan)
-            path = serialization.save(own, folder / f"plan-{trial.world_size}.json")
+            followed = plan if trial.world_size > 1 else on_one_device(plan)
+            path = serialization.save(followed, folder / f"plan-{trial.world_size}.json")
             environment["TUTTI_PLAN"] = str(path)
         elif options.mesh is not None and trial.world_size > 1:
             environment["TUTTI_MESH"] = options.mesh
@@ -220,7 +221,7 @@ def _save(verdict: "Verdict", options: VerifyOptions) -> None:
 
 
 def _show(verdict: "Verdict") -> None:
-    """The verdict for a person, on standard output."""
+    """Print the verdict on standard output."""
     from rich.console import Console
 
     out = Console(highlight=False)

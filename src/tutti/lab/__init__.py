@@ -1,4 +1,4 @@
-"""A laboratory of hosts on one machine: network namespaces on a bridge, joined by links of limited rate."""
+"""A laboratory of hosts on one machine: network namespaces on a bridge, connected by links of limited rate."""
 
 from tutti.lab.lab import Lab
 from tutti.lab.lab_network import parse_rate, rate_words

@@ -1,4 +1,4 @@
-"""Lab: a laboratory for tests and benchmarks, which ends with the block it was made for."""
+"""The Lab class: a laboratory for tests and benchmarks that lasts as long as its `with` block."""
 
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +13,25 @@ from tutti.lab.lab_record import LabRecord
 from tutti.lab.lab_run import Finished, LabCommand, Stream, inside, rendezvous_port, train_command
 
 Command = Sequence[str] | Callable[[int], Sequence[str]]
-"""The same words on every host, or what makes them from the host's number."""
+"""The same command for every host, or a function that returns the command for a host's number."""
 
 
 class Lab:
-    """Hosts in network namespaces on a bridge, for as long as a `with` block lasts.
+    """Hosts in network namespaces on a bridge, for the duration of a `with` block.
 
-    `rates`: of the hosts' links, each way: one word for all ("1gbit", "unlimited"), or one for each. A host has its own
-    network, host name (host0, host1, ...) and, where there are enough, cores; files are shared. Needs Linux and root:
-    entering raises LabError where a lab cannot be made. A process that is killed leaves its lab to the next one made.
+    A host has its own network, its own host name (host0, host1, ...) and, if there are enough, its own cores; files are
+    shared. A lab needs Linux and root. If this process is killed, the next lab that is made removes the remains.
 
         with Lab(2, rates="1gbit") as lab:
             done = lab.train("train.py", nproc=1)
+
+    Args:
+        hosts: number of hosts.
+        rates: rate of the hosts' links in each direction, such as "1gbit" or "unlimited": one for all, or one for each.
+        ranks_per_host: ranks that `train` starts on each host by default.
+
+    Raises:
+        LabError: on entering, if no lab can be made here.
     """
 
     def __init__(self, hosts: int = 2, *, rates: str | Sequence[str] = "unlimited", ranks_per_host: int = 1) -> None:
@@ -35,7 +42,7 @@ class Lab:
 
     def __enter__(self) -> Self:
         if self._record is not None:
-            raise LabError("this lab is up already; make another Lab for another block")
+            raise LabError("this lab is already up; make another Lab for another `with` block")
         self._record = lab_network.make(self._rates, ranks_per_host=self._ranks_per_host, name="", standing=False)
         return self
 
@@ -47,16 +54,21 @@ class Lab:
 
     @property
     def record(self) -> LabRecord:
-        """What it consists of. Raises LabError outside its block."""
+        """The record of the lab.
+
+        Raises:
+            LabError: outside the `with` block.
+        """
         if self._record is None:
             raise LabError("this lab is not up; use it inside its `with` block")
         return self._record
 
     def address(self, host: int) -> str:
+        """Return the IPv4 address of a host."""
         return self.record.address(host)
 
     def inside(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` on a host, for a caller that starts processes by itself."""
+        """Return the command line that runs `command` on a host, for a caller that starts processes itself."""
         return inside(self.record, host, command)
 
     def start(
@@ -68,11 +80,19 @@ class Lab:
         cwd: Path | None = None,
         sink: Callable[[int, Stream, str], None] = lambda host, stream, line: None,
     ) -> LabCommand:
-        """Start a command on some hosts (all by default) and return at once. Each has NODE_RANK, NNODES,
-        NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT. `sink` is told every line they write, from threads of its own.
+        """Start a command on some hosts and return at once.
+
+        The command finds NODE_RANK, NNODES, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT in its environment.
+
+        Args:
+            command: the command, or a function from the host's number to its command.
+            hosts: numbers of the hosts; by default all.
+            environment: further environment variables.
+            cwd: working directory.
+            sink: called with each line that a host writes, from threads of its own.
         """
-        words = command if callable(command) else lambda host: command
-        chosen = {host: words(host) for host in (self.record.hosts if hosts is None else hosts)}
+        command_for = command if callable(command) else lambda host: command
+        chosen = {host: command_for(host) for host in (self.record.hosts if hosts is None else hosts)}
         return LabCommand(self.record, chosen, sink=sink, environment=environment, cwd=cwd)
 
     def run(
@@ -84,8 +104,20 @@ class Lab:
         cwd: Path | None = None,
         timeout_s: float = 600,
     ) -> tuple[Finished, ...]:
-        """Run a command to its end on some hosts (all by default); how it ended on each, in order. What it left
-        running there is ended. Raises subprocess.TimeoutExpired, everything ended, after `timeout_s` seconds.
+        """Run a command to its end on some hosts, and then end the processes that it left there.
+
+        Args:
+            command: the command, or a function from the host's number to its command.
+            hosts: numbers of the hosts; by default all.
+            environment: further environment variables.
+            cwd: working directory.
+            timeout_s: seconds after which everything is ended.
+
+        Returns:
+            How the command ended on each host, in the order of `hosts`.
+
+        Raises:
+            subprocess.TimeoutExpired: the command did not end in time.
         """
         written: dict[tuple[int, Stream], list[str]] = {}
 
@@ -96,8 +128,8 @@ class Lab:
         try:
             codes = started.wait(timeout_s)
             if codes is None:
-                said = "".join(line for lines in written.values() for line in lines)
-                raise subprocess.TimeoutExpired(repr(command), timeout_s, said)
+                output = "".join(line for lines in written.values() for line in lines)
+                raise subprocess.TimeoutExpired(repr(command), timeout_s, output)
         finally:
             started.stop(0)
         return tuple(
@@ -113,7 +145,14 @@ class Lab:
     def train(
         self, *arguments: str, nproc: int | None = None, cwd: Path | None = None, timeout_s: float = 600
     ) -> tuple[Finished, ...]:
-        """`tutti run` on every host together: `arguments` are its own, then the script and the script's."""
+        """Run `tutti run` on all hosts together.
+
+        Args:
+            arguments: options of `tutti run`, then the script and its own arguments.
+            nproc: ranks per host; by default the lab's.
+            cwd: working directory.
+            timeout_s: seconds after which everything is ended.
+        """
         port = rendezvous_port()
-        words = ("--nproc", str(nproc or self.record.ranks_per_host), "--no-predict", *arguments)
-        return self.run(lambda host: train_command(self.record, host, port, words), cwd=cwd, timeout_s=timeout_s)
+        options = ("--nproc", str(nproc or self.record.ranks_per_host), "--no-predict", *arguments)
+        return self.run(lambda host: train_command(self.record, host, port, options), cwd=cwd, timeout_s=timeout_s)

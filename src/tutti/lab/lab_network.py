@@ -1,4 +1,4 @@
-"""Making labs and taking them down: `ip` and `tc` calls, in order, and processes ended by their number."""
+"""Make labs and remove them, by `ip` and `tc` commands; processes inside a lab are ended by their process ids."""
 
 import contextlib
 import dataclasses
@@ -18,16 +18,20 @@ from tutti.errors import LabError
 from tutti.lab.lab_record import LabRecord
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux", "mount": "mount"}
-"""Command -> the Debian package it is in."""
+"""Required command -> the Debian package that has it."""
 
 QUEUE = "50ms"
-"""How long a limited link holds packets back before it drops them."""
+"""Maximum time that a packet waits in the queue of a limited link before it is dropped."""
 
 GRACE_S = 3.0
 
 
 def check_possible() -> None:
-    """Raises LabError where no lab can be made: another system than Linux, not root, or tools that are missing."""
+    """Check that labs can be made here.
+
+    Raises:
+        LabError: the system is not Linux, the user is not root, or tools are missing.
+    """
     if sys.platform != "linux":
         raise LabError(f"a lab needs Linux network namespaces, and this is {sys.platform}; run it on Linux")
     missing = sorted({package for tool, package in TOOLS.items() if shutil.which(tool) is None})
@@ -42,10 +46,17 @@ def check_possible() -> None:
 
 
 def make(rates: tuple[int | None, ...], *, ranks_per_host: int, name: str, standing: bool) -> LabRecord:
-    """Make a lab, after the remains of dead owners are removed; raises LabError, and leaves nothing, where it fails.
+    """Make a lab, after removing the remains of dead owners.
 
-    `standing`: it stays when this process ends. `name`: no other lab may have it, except "", for one that does not
-    stand: nothing could ask for it.
+    Args:
+        rates: rate of each host's link in bits per second; None for unlimited.
+        ranks_per_host: ranks that a training command starts on each host.
+        name: the lab's name, which no other lab may have. "" only for a lab that is not standing, because no command
+            can refer to it.
+        standing: whether the lab remains when this process ends.
+
+    Raises:
+        LabError: the lab cannot be made; nothing of it remains.
     """
     check_possible()
     with records.locked():
@@ -71,28 +82,30 @@ def make(rates: tuple[int | None, ...], *, ranks_per_host: int, name: str, stand
 
 
 def remove(record: LabRecord) -> None:
-    """Take a lab down: end what runs inside, delete its namespaces and with them every link. Twice does no harm."""
+    """Remove a lab: end its processes and delete its namespaces, with all their links. Removing twice is harmless."""
     check_possible()
     with records.locked():
         _remove(record)
 
 
 def remove_stale() -> list[LabRecord]:
-    """Remove what dead owners left behind, and say what it was."""
+    """Remove the labs of dead owners and return their records."""
     check_possible()
     with records.locked():
         return _remove_stale()
 
 
 def _check_name(name: str, *, standing: bool) -> None:
+    """Raise LabError if the name is not valid or another lab has it."""
     if not name and not standing:
         return
     records.check_name(name)
     if any(other.name == name for other in records.records()):
-        raise LabError(f"a lab named {name} is up already; take it down with `tutti lab down`, or give another --name")
+        raise LabError(f"a lab named {name} is up already; remove it with `tutti lab down`, or give another --name")
 
 
 def _remove_stale() -> list[LabRecord]:
+    """Remove the labs of dead owners; the caller holds the lock."""
     stale = [record for record in records.records() if record.stale]
     for record in stale:
         _remove(record)
@@ -103,7 +116,7 @@ def _remove_stale() -> list[LabRecord]:
 
 
 def _make_network(record: LabRecord) -> None:
-    """A switch and hosts, each in a namespace of its own: nothing of the lab is in the machine's own network."""
+    """Make a switch and the hosts in separate namespaces, so that the machine's own network is unchanged."""
     record.hosts_file.write_text(_names(record), encoding="ascii")
     _call("ip", "netns", "add", record.switch)
     _call("ip", "-n", record.switch, "link", "add", "bridge", "type", "bridge")
@@ -122,9 +135,11 @@ def _make_network(record: LabRecord) -> None:
 
 
 def _names(record: LabRecord) -> str:
-    """The lab's /etc/hosts. Sockets of IPv6 see IPv4 addresses as ::ffff:ADDRESS, and torch asks for their names: a
-    name server, which no host of a lab reaches, if they are not there. That name is another, so that host0 has one
-    address."""
+    """Return the lab's /etc/hosts.
+
+    An IPv6 socket sees IPv4 addresses as ::ffff:ADDRESS, and torch looks up their names. Without an entry it would ask
+    a name server, which no host of a lab reaches. The entry has another name, so that host0 has only one address.
+    """
     lines = ["127.0.0.1 localhost", "::1 localhost"]
     for host in record.hosts:
         lines += [f"{record.address(host)} host{host}", f"::ffff:{record.address(host)} host{host}.lab"]
@@ -132,48 +147,53 @@ def _names(record: LabRecord) -> str:
 
 
 def _limit(namespace: str, device: str, bits_per_s: int) -> None:
-    """Limit what a device sends; a link is limited both ways by limiting both of its ends."""
+    """Limit what a device sends; limiting both ends of a link limits both directions."""
     bucket = ("tbf", "rate", f"{bits_per_s}bit", "burst", str(burst_nbytes(bits_per_s)), "latency", QUEUE)
     _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
 
 
 def _call(*words: str) -> str:
+    """Run a command and return its output; raise LabError if it fails."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise LabError(
-            f"this system does not make labs: `{' '.join(words)}` said: {said}; run it where root may make network "
-            "namespaces and limit links, such as a virtual machine or a privileged container"
+            f"labs cannot be made on this system: `{' '.join(words)}` failed: {reason}; use one where root may make "
+            "network namespaces and limit links, such as a virtual machine or a privileged container"
         )
     return done.stdout
 
 
 def free_subnet(used: Iterable[ipaddress.IPv4Network]) -> str:
-    """The first three numbers of a private network that overlaps none of `used`."""
+    """Return the first three numbers of a private /24 network that overlaps none of `used`.
+
+    Raises:
+        LabError: no such network is free.
+    """
     taken = list(used)
     for number in range(256):
         candidate = ipaddress.IPv4Network(f"10.213.{number}.0/24")
         if not any(candidate.overlaps(network) for network in taken):
             return f"10.213.{number}"
-    raise LabError("no network 10.213.N.0/24 is free on this machine; take labs down with `tutti lab down`")
+    raise LabError("no network 10.213.N.0/24 is free on this machine; remove labs with `tutti lab down`")
 
 
 def _used_networks() -> list[ipaddress.IPv4Network]:
-    """Networks that this machine routes to, or that other labs have."""
+    """Return the networks to which this machine has routes, and those of other labs."""
     routes = json.loads(_call("ip", "-j", "-4", "route", "show", "table", "all") or "[]")
-    words = [route["dst"] for route in routes if route.get("dst", "default") != "default"]
-    words += [f"{record.subnet}.0/24" for record in records.records()]
-    return [ipaddress.IPv4Network(word, strict=False) for word in words]
+    networks = [route["dst"] for route in routes if route.get("dst", "default") != "default"]
+    networks += [f"{record.subnet}.0/24" for record in records.records()]
+    return [ipaddress.IPv4Network(network, strict=False) for network in networks]
 
 
-# The way back
+# Removal
 
 
 def _remove(record: LabRecord) -> None:
-    """End its processes, then delete its namespaces, then forget it: killed on the way, it begins again."""
-    there = [name for name in record.namespaces if name in namespaces()]
-    end(lambda: [pid for name in there for pid in pids(name)], GRACE_S)
-    for name in there:
+    """End a lab's processes, delete its namespaces, and last its record, so that a removal can be repeated."""
+    present = [name for name in record.namespaces if name in namespaces()]
+    end(lambda: [pid for name in present for pid in pids(name)], GRACE_S)
+    for name in present:
         _call("ip", "netns", "delete", name)
     record.hosts_file.unlink(missing_ok=True)
     record.file.with_suffix(".new").unlink(missing_ok=True)
@@ -181,23 +201,28 @@ def _remove(record: LabRecord) -> None:
 
 
 def namespaces() -> set[str]:
-    """Names of all network namespaces of this machine, whoever made them."""
+    """Return the names of all network namespaces on this machine, whoever made them."""
     return {line.split()[0] for line in _call("ip", "netns", "list").splitlines() if line.strip()}
 
 
 def pids(namespace: str) -> list[int]:
-    """Living processes in a namespace."""
-    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
-    return [int(word) for word in found.stdout.split() if records.start_of(int(word)) is not None]
+    """Return the living processes in a namespace."""
+    listing = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in listing.stdout.split() if records.start_of(int(pid)) is not None]
 
 
 def end(living: Callable[[], list[int]], grace_s: float) -> None:
-    """End processes by their numbers: asked first, by force after `grace_s` seconds, until `living` names none.
+    """End processes: terminate them, and kill those that remain after `grace_s` seconds.
 
-    Raises LabError where this process is among them, or some cannot be ended.
+    Args:
+        living: returns the process ids that are still alive; it is called until it returns none.
+        grace_s: seconds between SIGTERM and SIGKILL.
+
+    Raises:
+        LabError: this process is among them, or some cannot be ended.
     """
     if os.getpid() in living():
-        raise LabError("this command runs inside the lab that it would end; run it outside")
+        raise LabError("this command runs inside the lab that it would end; run it outside that lab")
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         deadline, asked = time.monotonic() + patience_s, set[int]()
         while left := living():
@@ -211,10 +236,11 @@ def end(living: Callable[[], list[int]], grace_s: float) -> None:
         else:
             return
     if left := living():
-        raise LabError(f"processes {left} inside the lab cannot be ended; end them, then take it down again")
+        raise LabError(f"processes {left} inside the lab cannot be ended; end them, then remove the lab again")
 
 
 def _send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process, which may be gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -223,21 +249,25 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _FORM = re.compile(r"(\d+(?:\.\d+)?)([kmgt]?)bit", re.IGNORECASE)
 
 SLOWEST_BITS_PER_S = 10**5
-"""Below it a single burst, which must hold a whole segment, takes seconds."""
+"""Lowest rate: below it, a single burst, which must hold a whole segment, takes seconds."""
 
 
 FASTEST_BITS_PER_S = 10**13
-"""Above it a burst (see burst_nbytes) is more than `tc` takes, and no memory is that fast."""
+"""Highest rate: above it, a burst (see burst_nbytes) exceeds what `tc` accepts, and no memory is that fast."""
 
 
 def parse_rate(text: str) -> int | None:
-    """Bits a second of "100mbit", "2.5gbit" and so on; None for "unlimited". Raises LabError for anything else."""
+    """Return the bits per second of a rate such as "100mbit" or "2.5gbit"; None for "unlimited".
+
+    Raises:
+        LabError: the text is not a rate, or the rate is too low or too high.
+    """
     word = text.strip().lower()
     if word == "unlimited":
         return None
     form = _FORM.fullmatch(word)
     if form is None:
-        raise LabError(f"rate {text!r} is none; write it as 100mbit, 1gbit or 2.5gbit (bits a second), or unlimited")
+        raise LabError(f"{text!r} is not a rate; write it as 100mbit, 1gbit or 2.5gbit (bits per second), or unlimited")
     bits = round(float(form[1]) * _UNITS[form[2].lower()])
     if bits < SLOWEST_BITS_PER_S:
         raise LabError(f"rate {text!r} is too low for a lab; give {rate_words(SLOWEST_BITS_PER_S)} or more")
@@ -248,16 +278,24 @@ def parse_rate(text: str) -> int | None:
 
 
 def rates_of(words: str | Sequence[str], hosts: int) -> tuple[int | None, ...]:
-    """The rate of every host, from one word for all or one for each. Raises LabError where the numbers differ."""
+    """Return the rate of every host.
+
+    Args:
+        words: one rate for all hosts, or one for each.
+        hosts: number of hosts.
+
+    Raises:
+        LabError: the number of rates is neither 1 nor `hosts`, or one is not a rate.
+    """
     parts = [words] if isinstance(words, str) else list(words)
     if len(parts) not in (1, hosts):
-        raise LabError(f"{len(parts)} rates for {hosts} hosts; give one for all, or one for each")
+        raise LabError(f"{len(parts)} rates for {hosts} hosts; give one rate for all hosts, or one for each")
     rates = tuple(parse_rate(part) for part in parts)
     return rates * hosts if len(rates) == 1 else rates
 
 
 def rate_words(bits_per_s: int | None) -> str:
-    """The rate as it is written: 10**9 -> "1gbit"."""
+    """Format a rate: 10**9 becomes "1gbit"."""
     if bits_per_s is None:
         return "unlimited"
     for prefix in ("t", "g", "m", "k"):
@@ -267,5 +305,5 @@ def rate_words(bits_per_s: int | None) -> str:
 
 
 def burst_nbytes(bits_per_s: int) -> int:
-    """What a token bucket may send at once: 1 ms of the rate, and never less than a segment of 64 KiB needs."""
+    """Return the bytes that a token bucket may send at once: 1 ms at the rate, but at least one segment of 64 KiB."""
     return max(70_000, bits_per_s // 8 // 1000)

@@ -1,7 +1,7 @@
-"""What is kept of a lab while it stands: whose it is and what it consists of, in a file for each.
+"""The record of a lab: its owner and its parts, in one file per lab.
 
-Everything a lab makes is a network namespace whose name has the lab's id; the file is written before the first one is
-made and removed after the last one is gone, so whatever dies in between is found by the next command.
+A lab consists of network namespaces whose names contain the lab's id. The file is written before the first namespace is
+made and deleted after the last one is gone, so the next command finds whatever an interrupted one left.
 """
 
 import contextlib
@@ -20,25 +20,30 @@ from tutti.config import serialization
 from tutti.errors import LabError, TuttiError
 
 FOLDER = Path("/run/tutti-lab")
-"""Gone after a restart of the machine, as namespaces are."""
+"""Folder of the records; like namespaces, it does not survive a restart of the machine."""
 
 MOST_HOSTS = 200
 
 PATIENCE_S = 120.0
-"""How long another process may make or remove labs: each takes a few seconds."""
+"""Maximum seconds to wait while another process makes or removes labs, each of which takes a few seconds."""
 
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A process: its number may be given again, so when it `started` belongs to it (clock ticks since boot)."""
+    """A process, identified by its pid and its start time, because pids are reused.
+
+    Attributes:
+        started: clock ticks from boot to the start of the process.
+    """
 
     pid: int
     started: int
 
     @property
     def alive(self) -> bool:
+        """Whether the process still runs."""
         return start_of(self.pid) == self.started
 
 
@@ -46,9 +51,11 @@ class Owner:
 class LabRecord:
     """One lab.
 
-    `name`: "" for one that no command line asks for. `owner`: the process it ends with; None once it stands until it is
-    taken down. `subnet`: the first three numbers of its addresses. `rates`: of every host's link, bits a second one
-    way, None for unlimited.
+    Attributes:
+        name: "" for a lab to which no command line can refer.
+        owner: the process with which the lab ends; None if the lab remains until it is removed.
+        subnet: the first three numbers of its addresses.
+        rates: rate of each host's link in bits per second, in each direction; None for unlimited.
     """
 
     id: str
@@ -64,10 +71,11 @@ class LabRecord:
         if not 1 <= len(self.rates) <= MOST_HOSTS:
             raise LabError(f"a lab of {len(self.rates)} hosts cannot be made; give 1 to {MOST_HOSTS} hosts")
         if self.ranks_per_host < 1:
-            raise LabError(f"{self.ranks_per_host} ranks per host; give 1 or more")
+            raise LabError(f"a lab cannot have {self.ranks_per_host} ranks per host; give 1 or more")
 
     @property
     def hosts(self) -> range:
+        """The numbers of the hosts."""
         return range(len(self.rates))
 
     @property
@@ -77,34 +85,37 @@ class LabRecord:
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """All that the lab made: one for each host, and the switch's."""
+        """All namespaces of the lab: one per host, then the switch's."""
         return (*(self.namespace(host) for host in self.hosts), self.switch)
 
     @property
     def stale(self) -> bool:
-        """Whether the process it belongs to is gone."""
+        """Whether the owner is gone."""
         return self.owner is not None and not self.owner.alive
 
     @property
     def file(self) -> Path:
+        """The file of this record."""
         return FOLDER / f"{self.id}.json"
 
     @property
     def hosts_file(self) -> Path:
-        """What the lab's hosts see as /etc/hosts."""
+        """The file that the lab's hosts see as /etc/hosts."""
         return FOLDER / f"{self.id}.hosts"
 
     def namespace(self, host: int) -> str:
+        """Return the namespace of a host."""
         return f"tutti-{self.id}-host{host}"
 
     def address(self, host: int) -> str:
+        """Return the IPv4 address of a host."""
         return f"{self.subnet}.{host + 1}"
 
 
 def new_record(
     rates: tuple[int | None, ...], *, ranks_per_host: int, name: str, owner: Owner, subnet: str
 ) -> LabRecord:
-    """A lab that does not stand yet, with an id of its own."""
+    """Return the record of a lab that is not made yet, with a new id; parameters are those of `LabRecord`."""
     return LabRecord(
         id=uuid.uuid4().hex[:8],
         name=name,
@@ -117,30 +128,34 @@ def new_record(
 
 
 def check_name(name: str) -> str:
-    """A name by which a command line may ask for a lab. Raises LabError for others: "" is every lab's that no command
-    line asks for."""
+    """Check that a command line can refer to a lab by this name, and return it.
+
+    Raises:
+        LabError: the name is empty or has other characters than letters, digits, and ". _ -".
+    """
     if not _NAME.fullmatch(name):
         raise LabError(f"{name!r} names no lab; give letters, digits, and any of . _ -, such as --name lab")
     return name
 
 
 def write(record: LabRecord) -> None:
-    """Keep the record: whole or not at all, so that a reader never sees half of one."""
+    """Write the record, whole or not at all, so that a reader never sees half of it."""
     beside = record.file.with_suffix(".new")
     serialization.save(record, beside)
     beside.replace(record.file)
 
 
 def records() -> list[LabRecord]:
-    """All labs that are kept, the oldest first; a file that is none is left alone."""
-    found = []
+    """Return the records of all labs, the oldest first; files that are not records are ignored."""
+    result = []
     for path in FOLDER.glob("*.json"):
         with contextlib.suppress(TuttiError):
-            found.append(serialization.load(LabRecord, path))
-    return sorted(found, key=lambda record: (record.made_utc, record.id))
+            result.append(serialization.load(LabRecord, path))
+    return sorted(result, key=lambda record: (record.made_utc, record.id))
 
 
 def this_process() -> Owner:
+    """Return this process as an owner."""
     pid = os.getpid()
     started = start_of(pid)
     assert started is not None
@@ -148,19 +163,25 @@ def this_process() -> Owner:
 
 
 def start_of(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None where it is gone or only waits to be collected."""
+    """Return when a process started, in clock ticks since boot; None if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold blanks
-    return None if fields[0] in "ZX" else int(fields[19])
+    fields = text.rpartition(")")[2].split()  # the command name before the ")" may contain spaces
+    return None if fields[0] in "ZX" else int(fields[19])  # Z, X: ended, but not reaped yet
 
 
 @contextlib.contextmanager
 def locked(patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """One process at a time makes or removes labs; the lock goes with the process that holds it. Raises LabError where
-    another holds it for longer than that."""
+    """Hold the lock under which labs are made and removed; it is released when the process that holds it ends.
+
+    Args:
+        patience_s: maximum seconds to wait for the lock.
+
+    Raises:
+        LabError: another process holds the lock for longer.
+    """
     FOLDER.mkdir(mode=0o755, parents=True, exist_ok=True)
     with (FOLDER / "lock").open("a+", encoding="ascii") as file:
         until = time.monotonic() + patience_s
@@ -168,8 +189,8 @@ def locked(patience_s: float = PATIENCE_S) -> Iterator[None]:
             if time.monotonic() >= until:
                 file.seek(0)
                 raise LabError(
-                    f"process {file.read() or 'unknown'} has been making or removing a lab for {patience_s:g} s; let "
-                    "it go on if it is stopped, or end it, and try again"
+                    f"process {file.read() or 'unknown'} has been making or removing a lab for {patience_s:g} s; "
+                    "resume it if it is stopped, or end it, and try again"
                 )
             time.sleep(0.05)
         file.truncate(0)
@@ -179,6 +200,7 @@ def locked(patience_s: float = PATIENCE_S) -> Iterator[None]:
 
 
 def _taken(file: TextIO) -> bool:
+    """Try to take the lock; return whether it worked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

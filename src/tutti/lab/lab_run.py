@@ -1,4 +1,4 @@
-"""Commands on the hosts of a lab: started together, listened to, and ended by number."""
+"""Run commands on the hosts of a lab: start them together, read their output, and end them by process id."""
 
 import contextlib
 import os
@@ -18,10 +18,10 @@ import tutti.lab.lab_network as lab_network
 from tutti.lab.lab_record import LabRecord
 
 MARK = "TUTTI_LAB_RUN"
-"""The variable by which processes of one run are found inside a host, whoever their parent is by then."""
+"""Environment variable that identifies the processes of one run inside a host, even after their parent has ended."""
 
 SETTLE_S = 10.0
-"""How long the other hosts may take to end by themselves once a command has failed on one."""
+"""Seconds that the other hosts get to end by themselves after a command failed on one host."""
 
 _ENTER = """
 { echo "$1" > /proc/sys/kernel/hostname || hostname "$1"; } 2> /dev/null
@@ -40,16 +40,23 @@ for round in 1 2 3; do
     sleep 0.2
 done
 """
-"""Waits for a line; where the pipe ends without one, who would have written it is gone, and the run is ended."""
+"""Shell script that waits for a line on its input, and kills the run if the pipe closes without one.
+
+A closed pipe means that the process that would have written the line has died.
+"""
 
 Stream = Literal["out", "err"]
 Sink = Callable[[int, Stream, str], None]
-"""Takes a line (with its end) that a host wrote to a stream."""
+"""A function that takes a host's number, a stream, and one line that the host wrote to it, with its line break."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """How a command ended on one host. `code`: its exit code, -N after signal N."""
+    """How a command ended on one host.
+
+    Attributes:
+        code: exit code; -N after signal N.
+    """
 
     host: int
     code: int
@@ -58,7 +65,7 @@ class Finished:
 
 
 def cores_of(host: int, hosts: int, cores: Sequence[int]) -> list[int]:
-    """The cores of one host: an equal part of `cores` where there are enough, else one that hosts take in turn."""
+    """Return the cores of one host: an equal part of `cores` if there are enough, else one core shared in turn."""
     if len(cores) < hosts:
         return [cores[host % len(cores)]]
     return list(cores[host * len(cores) // hosts : (host + 1) * len(cores) // hosts])
@@ -67,23 +74,35 @@ def cores_of(host: int, hosts: int, cores: Sequence[int]) -> list[int]:
 def inside(
     record: LabRecord, host: int, command: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> list[str]:
-    """The command line that runs `command` on a host: its network, host name, names of the others, and cores."""
+    """Return the command line that runs `command` on a host.
+
+    It sets the network, the host name, the names of the other hosts, and the cores.
+
+    Args:
+        record: the lab.
+        host: number of the host.
+        command: the command and its arguments.
+        environment: further environment variables.
+    """
     cores = cores_of(host, len(record.rates), sorted(os.sched_getaffinity(0)))
-    words = [f"{name}={value}" for name, value in (environment or {}).items()]
+    variables = [f"{name}={value}" for name, value in (environment or {}).items()]
     return [
         *("ip", "netns", "exec", record.namespace(host), "unshare", "--uts"),
         *("sh", "-c", _ENTER, "sh", f"host{host}", str(record.hosts_file)),
-        *("taskset", "--cpu-list", ",".join(map(str, cores)), "env", *words, *command),
+        *("taskset", "--cpu-list", ",".join(map(str, cores)), "env", *variables, *command),
     ]
 
 
 def rendezvous_port() -> int:
-    """A port for one run to meet at: runs that share a lab need different ones."""
-    return random.SystemRandom().randrange(20000, 30000)  # below the ports that systems hand out
+    """Return a random port for the rendezvous of one run, because runs that share a lab need different ports."""
+    return random.SystemRandom().randrange(20000, 30000)  # below the range of ephemeral ports
 
 
 def place(record: LabRecord, host: int, port: int) -> dict[str, str]:
-    """Where a host stands among the others, for launchers such as torchrun. Sets no rank: hosts have several."""
+    """Return the environment variables that tell launchers such as torchrun which host this is.
+
+    No rank is set, because a host has several ranks.
+    """
     return {
         "NODE_RANK": str(host),
         "NNODES": str(len(record.rates)),
@@ -94,7 +113,14 @@ def place(record: LabRecord, host: int, port: int) -> dict[str, str]:
 
 
 def train_command(record: LabRecord, host: int, port: int, arguments: Sequence[str]) -> list[str]:
-    """`tutti run` as it is started on one host of the lab; `arguments` end with the script and its own."""
+    """Return the `tutti run` command for one host of a lab.
+
+    Args:
+        record: the lab.
+        host: number of the host.
+        port: port of the rendezvous on host 0.
+        arguments: options of `tutti run`, then the script and its own arguments.
+    """
     command = [sys.executable, "-m", "tutti.cli.main", "run"]
     if len(record.rates) > 1:
         meet = f"{record.address(0)}:{port}"
@@ -103,8 +129,15 @@ def train_command(record: LabRecord, host: int, port: int, arguments: Sequence[s
 
 
 class LabCommand:
-    """One command on each of several hosts. Ends with them; `stop` ends them earlier. `ends_with_process`: so does the
-    end of this process, even if it is killed.
+    """One command on each of several hosts.
+
+    Args:
+        record: the lab.
+        commands: command by host number.
+        sink: called with each line that a host writes.
+        environment: further environment variables.
+        cwd: working directory.
+        ends_with_process: end the commands when this process ends, even if it is killed.
     """
 
     def __init__(
@@ -135,6 +168,7 @@ class LabCommand:
             raise
 
     def _start(self, host: int, command: list[str], cwd: Path | None) -> None:
+        """Start one host's command, and a thread for each of its output streams."""
         process = subprocess.Popen(
             command,
             cwd=cwd,
@@ -154,14 +188,15 @@ class LabCommand:
             self._readers.append(reader)
 
     def _listen(self, host: int, name: Stream, stream: IO[str]) -> None:
+        """Pass a stream's lines to the sink."""
         with stream:
             for line in stream:
                 self._sink(host, name, line)
 
     def wait(self, timeout_s: float) -> dict[int, int] | None:
-        """Exit codes by host once all have ended, None when `timeout_s` seconds passed before.
+        """Return the exit codes by host once all commands have ended; None after `timeout_s` seconds.
 
-        Where one failed, the others have some seconds to end by themselves, and are ended then.
+        If one command fails, the others have `SETTLE_S` seconds to end by themselves and are then ended.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -180,12 +215,16 @@ class LabCommand:
             time.sleep(0.02)
 
     def _hear_the_rest(self) -> None:
-        """What the commands wrote last. A process that they left behind may hold the pipe: it is not waited for."""
+        """Read what the commands wrote last, but do not wait for a process that they left behind with the pipe open."""
         for reader in self._readers:
             reader.join(1.0)
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """End the commands, asked first, and then all that they started inside the lab."""
+        """End the commands, and then every process that they started inside the lab.
+
+        Args:
+            grace_s: seconds between SIGTERM and SIGKILL; with 0, the commands are killed at once.
+        """
         for process in self._processes.values():
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -200,12 +239,13 @@ class LabCommand:
         self._dismiss_reaper()
 
     def _dismiss_reaper(self) -> None:
+        """Tell the reaper that the run has ended."""
         if self._reaper is not None:
             self._reaper.communicate(b"done\n")
             self._reaper = None
 
     def processes(self) -> list[int]:
-        """Living processes of this run inside the lab: the commands' own and their descendants."""
+        """Return the living processes of this run inside the lab: the commands and their descendants."""
         mark = f"{MARK}={self._mark}".encode()
         return [
             pid
@@ -216,13 +256,17 @@ class LabCommand:
 
 
 def _reaper(mark: str, namespaces: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A shell in a session of its own, so that nothing meant for this process ends it."""
+    """Start the shell that ends the run if this process dies.
+
+    It has its own session, so that signals to this process do not reach it.
+    """
     command = ("sh", "-c", _REAP, "sh", mark, *namespaces)
     quiet = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
 
 
 def _marked(pid: int, mark: bytes) -> bool:
+    """Return whether a process has the run's mark in its environment."""
     try:
         return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

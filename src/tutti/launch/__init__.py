@@ -1,1 +1,1 @@
-"""Starting ranks, watching over them and saying why they failed; a file a launcher."""
+"""Starts ranks, supervises them and reports why they failed; one file for each launcher."""

@@ -1,4 +1,4 @@
-"""What would stop a launch, found without launching: each check says what it found and, if it is bad, the fix."""
+"""Checks that find what would stop a launch, without launching the user's script. A failed check names the fix."""
 
 import platform
 import shutil
@@ -23,12 +23,17 @@ from tutti.launch.supervisor import interrupts, sentence, supervise
 
 RENDEZVOUS_TIMEOUT_S = 20.0
 RANK_NBYTES = 350 * 2**20
-"""What a rank takes before it has a model: the interpreter and torch."""
+"""Memory that a rank takes before it has a model: the interpreter and torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing looked at. `fix` says what to do where it is a problem."""
+    """The result of one check.
+
+    Attributes:
+        found: what the check found, as a phrase.
+        fix: what to do if it is a problem.
+    """
 
     name: str
     ok: bool
@@ -38,7 +43,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All findings. `ok`: nothing would stop a launch."""
+    """The results of all checks. `ok`: nothing would stop a launch."""
 
     ok: bool
     findings: tuple[Finding, ...]
@@ -53,18 +58,18 @@ def bad(name: str, found: str, fix: str) -> Finding:
 
 
 def refused(name: str, error: TuttiError) -> Finding:
-    """A TuttiError as a finding: its sentence ends with the remedy after the last semicolon."""
+    """Return a TuttiError as a finding. Its message has the remedy after the last semicolon."""
     found, _, fix = str(error).rpartition("; ")
     return bad(name, found or str(error), fix if found else "")
 
 
 def python() -> Finding:
-    """Which Python this is; a version that tutti cannot run with would not have come so far."""
+    """Report which Python this is. With an unsupported version tutti would not have started."""
     return good("python", f"{platform.python_version()} at {sys.executable}")
 
 
 def torch() -> Finding:
-    """A PyTorch that is new enough and can join ranks; found without importing it here."""
+    """Check that PyTorch is installed and new enough, without importing it here."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -76,7 +81,7 @@ def torch() -> Finding:
 
 
 def host_name() -> Finding:
-    """This host's own name leads to an address."""
+    """Check that this host's own name resolves to an address."""
     name = socket.gethostname()
     try:
         addresses = network.resolve(name)
@@ -86,7 +91,7 @@ def host_name() -> Finding:
 
 
 def loopback() -> Finding:
-    """The interface over which ranks of one host talk is there and up."""
+    """Check that the interface over which ranks of one host communicate exists and is up."""
     name = network.loopback()
     stats = psutil.net_if_stats()
     if name is None:
@@ -97,15 +102,17 @@ def loopback() -> Finding:
 
 
 def cores(nproc: int) -> Finding:
-    """How many cores the ranks share; too few make them slow and stop nothing."""
+    """Report how many cores the ranks share. Too few make them slow but stop nothing."""
     granted = granted_cores()
     if nproc > granted:
-        return good("cores", f"{granted} for {nproc} ranks: the same results as with {granted} ranks, but not sooner")
-    return good("cores", f"{granted} for {nproc} ranks, threads of each: {threads_per_rank(nproc)}")
+        return good(
+            "cores", f"{granted} for {nproc} ranks: results are the same as with {granted} ranks, but no sooner"
+        )
+    return good("cores", f"{granted} for {nproc} ranks; threads of each rank: {threads_per_rank(nproc)}")
 
 
 def memory(nproc: int) -> Finding:
-    """The ranks themselves, without a model, fit in what is free."""
+    """Check that the ranks themselves, without a model, fit in the memory that is available."""
     available = int(psutil.virtual_memory().available)
     if nproc * RANK_NBYTES > available:
         most = max(1, available // RANK_NBYTES)
@@ -118,37 +125,37 @@ def memory(nproc: int) -> Finding:
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """Data loader workers hand batches over through /dev/shm."""
+    """Check /dev/shm, through which data loader workers pass batches."""
     if not folder.is_dir():
-        return bad("shared memory", f"{folder} is not there", f"mount -t tmpfs tmpfs {folder}")
+        return bad("shared memory", f"{folder} does not exist", f"mount -t tmpfs tmpfs {folder}")
     free = shutil.disk_usage(folder).free
     if free < 64 * 2**20:
         return bad(
             "shared memory",
-            f"{folder} has {free / 2**20:.0f} MiB free; data loader workers would die of a bus error",
+            f"{folder} has only {free / 2**20:.0f} MiB free; data loader workers would crash with a bus error",
             f"mount -o remount,size=2G {folder} (in Docker: --shm-size=2g), or use num_workers=0",
         )
     return good("shared memory", f"{folder} has {_gib(free)} free")
 
 
 def run_folder(folder: Path) -> Finding:
-    """Runs can be written where they will be, and there is room."""
-    place = folder
-    while not place.exists():
-        place = place.parent
+    """Check that a run folder can be created where it is wanted, and that there is space."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
     try:
-        with tempfile.TemporaryFile(dir=place):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        return bad("run folder", f"{place} cannot be written ({error.strerror})", "give tutti run another --folder")
-    free = shutil.disk_usage(place).free
+        return bad("run folder", f"{existing} cannot be written ({error.strerror})", "give tutti run another --folder")
+    free = shutil.disk_usage(existing).free
     if free < 2**30:
-        return bad("run folder", f"{_gib(free)} free at {place}", "free some space, or give another --folder")
-    return good("run folder", f"{place} can be written, {_gib(free)} free")
+        return bad("run folder", f"{_gib(free)} free at {existing}", "free some space, or give another --folder")
+    return good("run folder", f"{existing} can be written, {_gib(free)} free")
 
 
 def script(path: Path) -> Finding:
-    """The script is there, is Python, and says something of tutti."""
+    """Check that the script exists, is valid Python and mentions tutti."""
     try:
         check_script(path)
     except TuttiError as error:
@@ -158,18 +165,25 @@ def script(path: Path) -> Finding:
         return bad(
             "script",
             f"{path} does not mention tutti",
-            "make a tutti.Job in it (README), unless a module it imports does",
+            "make a tutti.Job in it (see the README), unless a module that it imports does",
         )
     return good("script", f"{path} is valid Python")
 
 
 def rendezvous(address: str, timeout_s: float = 3.0) -> Finding:
-    """On node 0 the port is free; from another node it can be reached, or at least its host can be found."""
+    """Check the rendezvous of several nodes.
+
+    On node 0 its port must be free. From another node the port must be reachable within `timeout_s` seconds.
+
+    Args:
+        address: "host:port".
+        timeout_s: seconds to wait for node 0.
+    """
     try:
         host, port = network.split_address(address)
         addresses = network.resolve(host)
-        mine = network.local_addresses()
-        if any(ip in mine or ip.startswith("127.") for ip in addresses):
+        local = network.local_addresses()
+        if any(ip in local or ip.startswith("127.") for ip in addresses):
             network.check_port_free(port)
             return good("rendezvous", f"port {port} is free on this host, over {network.interface_towards(address)}")
         network.wait_for_port(host, port, timeout_s)
@@ -179,7 +193,7 @@ def rendezvous(address: str, timeout_s: float = 3.0) -> Finding:
 
 
 def check_rendezvous(nproc: int) -> Finding:
-    """Ranks really start, meet and sum a number, as they would in a run."""
+    """Start ranks as a run would, and check that they meet and all-reduce a number correctly."""
     with tempfile.TemporaryDirectory(prefix="tutti-doctor-") as folder:
         spec = LaunchSpec(
             target="tutti.launch.selfcheck",
@@ -194,14 +208,20 @@ def check_rendezvous(nproc: int) -> Finding:
         except TuttiError as error:
             return refused("ranks", error)
     if outcome.status == "stopped":
-        return bad("ranks", "stopped before they met", "run it again")
+        return bad("ranks", "interrupted before they met", "run tutti doctor again")
     if outcome.failure is not None:
-        return bad("ranks", sentence(spec, outcome.failure), "see the reason given; the other findings may explain it")
-    return good("ranks", f"{nproc} started, met and summed a number")
+        return bad("ranks", sentence(spec, outcome.failure), "see this reason; the other findings may explain it")
+    return good("ranks", f"{nproc} started, met and all-reduced a number")
 
 
 def all_checks(path: Path | None, nproc: int, address: str | None) -> list[Callable[[], Finding]]:
-    """The checks in the order in which a launch would meet what they look at."""
+    """Return the checks in the order in which a launch depends on them.
+
+    Args:
+        path: the user's script, if given.
+        nproc: number of ranks.
+        address: "host:port" of the rendezvous, if given.
+    """
     checks: list[Callable[[], Finding]] = [python, torch, host_name, loopback]
     checks += [lambda: cores(nproc), lambda: memory(nproc), shared_memory, lambda: run_folder(Path("runs"))]
     if path is not None:

@@ -1,4 +1,4 @@
-"""The environment of ranks: what the launcher writes there and `tutti.environment` reads in each of them."""
+"""The environment variables of ranks: the launcher sets them, and `tutti.environment` reads them in each rank."""
 
 import contextlib
 import os
@@ -11,20 +11,25 @@ from tutti.launch.network import interface_towards, loopback
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 _ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=1"}
-"""With its caches of small blocks per thread glibc's malloc cannot fit a large tensor where one like it was freed:
-slivers of 32 to 96 bytes beside it stay there. The heap of a pipeline grew by 100 MB a step (docs/architecture.md)."""
+"""Settings of glibc's malloc.
+
+With its caches of small blocks per thread, malloc cannot reuse the memory of a freed large tensor, because blocks of
+32 to 96 bytes remain beside it. The heap of a pipeline grew by 100 MB per step (docs/architecture.md).
+"""
 
 
 def stated_threads() -> int | None:
-    """Threads per rank if the user's environment says, else None."""
+    """Return the threads per rank if the user's environment sets them, else None."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdigit() and int(text) > 0 else None
 
 
 @contextlib.contextmanager
 def loading_defaults(threads: int) -> Iterator[None]:
-    """For processes started meanwhile: what libraries that read their settings when loaded shall use, where the user's
-    environment does not say: numbers of threads, and the C library's allocator."""
+    """Set defaults for libraries that read their settings when loaded, in processes started within the context.
+
+    They are the numbers of threads and the C library's allocator. What the user's environment sets is kept.
+    """
     wanted = dict.fromkeys(_THREAD_VARIABLES, str(threads)) | _ALLOCATOR
     values = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(values)
@@ -36,9 +41,11 @@ def loading_defaults(threads: int) -> Iterator[None]:
 
 
 def of_node(spec: LaunchSpec, rendezvous_folder: Path) -> dict[str, str]:
-    """What every rank of this node finds in its environment besides its own numbers.
+    """Return the variables that all ranks of this node share.
 
-    `rendezvous_folder`: a private folder of this node, where the ranks of a single node meet without any port.
+    Args:
+        spec: what is started on this node.
+        rendezvous_folder: a private folder of this node, in which the ranks of a single node meet without a port.
     """
     if spec.rendezvous is None:
         rendezvous, interface = f"file://{rendezvous_folder}/store", loopback()
@@ -60,14 +67,14 @@ def of_node(spec: LaunchSpec, rendezvous_folder: Path) -> dict[str, str]:
 
 
 def of_rank(rank: int, local_rank: int) -> dict[str, str]:
-    """One rank's own numbers."""
+    """Return the variables that differ between ranks."""
     return {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
 
 
 def become(environment: dict[str, str]) -> None:
-    """Add to this process' own environment: what a forked rank does before anything else reads it.
+    """Add variables to this process' own environment: a forked rank does so before anything else reads it.
 
-    A plan or a resume that was meant for another run, around this one, is not inherited.
+    A plan or a checkpoint that was meant for another run, in which this one was started, is not inherited.
     """
     for name in ("TUTTI_PLAN", "TUTTI_RESUME"):
         os.environ.pop(name, None)
@@ -75,20 +82,20 @@ def become(environment: dict[str, str]) -> None:
 
 
 def place_and_rendezvous() -> tuple[int, int, str, float]:
-    """What `of_node` and `of_rank` wrote for this rank: rank, world size, where to meet, seconds to wait."""
+    """Return what `of_node` and `of_rank` wrote for this rank: rank, world size, rendezvous, and seconds to wait."""
     read = os.environ
     return int(read["RANK"]), int(read["WORLD_SIZE"]), read["TUTTI_RENDEZVOUS"], float(read["TUTTI_TIMEOUT_S"])
 
 
 def granted_cores() -> int:
-    """Processor cores this process may use: its affinity, bounded by the control group's quota."""
+    """Return how many cores this process may use: its affinity, limited by the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota(Path("/sys/fs/cgroup/cpu.max"))
     return max(1, min(cores, int(quota))) if quota is not None else cores
 
 
 def _cgroup_quota(path: Path) -> float | None:
-    """Cores granted by a cgroup v2 quota file ("max 100000" or "200000 100000"), or None without a bound."""
+    """Return the cores that a cgroup v2 quota file ("max 100000" or "200000 100000") grants; None without a limit."""
     try:
         quota, period = path.read_text(encoding="ascii").split()
         return None if quota == "max" else int(quota) / int(period)
@@ -97,5 +104,5 @@ def _cgroup_quota(path: Path) -> float | None:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """How many threads each of `ranks` ranks of this host computes with: the user's word, else an equal share."""
+    """Return the threads of each of `ranks` ranks on this host: the user's setting, else an equal share of cores."""
     return stated_threads() or max(1, granted_cores() // ranks)

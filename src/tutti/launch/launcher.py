@@ -1,4 +1,4 @@
-"""The one interface of all launchers: a LaunchSpec goes in, a Handle on the started ranks comes out."""
+"""The interface of all launchers: `Launcher.start` takes a LaunchSpec and returns a Handle on the started ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,14 +8,22 @@ from typing import Literal, Protocol
 from tutti.errors import LaunchError
 
 ErrorKind = Literal["user", "run", "exception", "peer", "killed"]
-"""user, run: an error tutti raised on purpose (exit code 2, 1); exception: any other in user code; peer: a
-collective failed because another rank was gone, so not the cause; killed: ended by a signal that the launcher
-did not send."""
+"""The kind of a rank's failure.
+
+user, run: an error that tutti raised on purpose (exit codes 2 and 1). exception: any other exception in user code.
+peer: a collective failed because another rank was gone, so this rank is not the cause. killed: ended by a signal that
+the launcher did not send, or without a record.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankError:
-    """Why one rank failed: what it writes to error.json in its folder. `time_s` is Unix time."""
+    """Why one rank failed, as it writes it to error.json in its folder.
+
+    Attributes:
+        time_s: Unix time of the failure.
+        traceback: the user's frames; empty if there are none.
+    """
 
     rank: int
     host: str
@@ -28,12 +36,19 @@ class RankError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """What to start on this node, and where it stands in the whole world of ranks.
+    """The ranks to start on this node, and its place among all nodes.
 
-    `target`: a script's path, or a module's dotted name when `is_module`. `folder`: the run folder, absolute.
-    `ranks_per_node`: how many ranks each node has; the sum is the world size. `rendezvous`: "host:port" on
-    node 0, needed with more than one node. `timeout_s`: how long ranks wait for each other. `threads`: per
-    rank. `environment`: added to that of every rank.
+    Attributes:
+        target: a script's path, or a module's dotted name if `is_module`.
+        folder: the run folder, absolute.
+        ranks_per_node: number of ranks of each node; the sum is the world size.
+        rendezvous: "host:port" on node 0, needed with more than one node.
+        timeout_s: seconds that ranks wait for each other.
+        threads: threads per rank.
+        environment: variables added to those of every rank.
+
+    Raises:
+        LaunchError: the numbers of nodes and ranks contradict each other, or several nodes have no rendezvous.
     """
 
     target: str
@@ -51,12 +66,10 @@ class LaunchSpec:
         if not self.ranks_per_node or min(self.ranks_per_node) < 1:
             raise LaunchError(f"ranks per node = {list(self.ranks_per_node)}; give each node 1 rank or more")
         if not 0 <= self.node_rank < self.nodes:
-            raise LaunchError(
-                f"node rank {self.node_rank} of {self.nodes} nodes; node ranks run from 0 to {self.nodes - 1}"
-            )
+            raise LaunchError(f"node rank {self.node_rank} does not exist; node ranks run from 0 to {self.nodes - 1}")
         if self.nodes > 1 and self.rendezvous is None:
             raise LaunchError(
-                f"{self.nodes} nodes have no place to meet; add --rendezvous HOST:PORT with the host of node 0"
+                f"{self.nodes} nodes need a rendezvous; add --rendezvous HOST:PORT with the host of node 0"
             )
 
     @property
@@ -73,12 +86,12 @@ class LaunchSpec:
 
     @property
     def first_rank(self) -> int:
-        """The rank of this node's local rank 0."""
+        """The global rank of this node's local rank 0."""
         return sum(self.ranks_per_node[: self.node_rank])
 
     @property
     def ranks(self) -> range:
-        """The ranks of this node."""
+        """The global ranks of this node."""
         return range(self.first_rank, self.first_rank + self.local_world_size)
 
 
@@ -86,13 +99,19 @@ class Handle(Protocol):
     """Ranks that have been started."""
 
     def wait(self, timeout_s: float) -> dict[int, int]:
-        """Exit codes by rank of those ended so far (-N: by signal N); returns once another ends, or in time."""
+        """Wait until another rank ends, or for `timeout_s` seconds.
+
+        Returns:
+            Exit codes by rank of all ranks that have ended so far; -N for a rank ended by signal N.
+        """
         ...
 
     def stop(self, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """End all ranks and what they started: asked first, by force after `grace_s` seconds or on `hurry`.
+        """End all ranks and everything they started. A second call does nothing.
 
-        A second call does nothing.
+        Args:
+            grace_s: seconds that ranks have to end by themselves, before they are killed.
+            hurry: kill them as soon as this returns true.
         """
         ...
 
@@ -101,5 +120,9 @@ class Launcher(Protocol):
     """Starts the ranks of one node."""
 
     def start(self, spec: LaunchSpec) -> Handle:
-        """Start the ranks and return at once. Raises LaunchError when they cannot be started."""
+        """Start the ranks and return at once.
+
+        Raises:
+            LaunchError: the ranks cannot be started.
+        """
         ...

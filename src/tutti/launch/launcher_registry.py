@@ -1,8 +1,8 @@
-"""The launchers by name: what `tutti run --on NAME` may name.
+"""The launchers by name, for `tutti run --on NAME`.
 
 A launcher is one file beside `local_launcher.py` with a class that has `start(spec) -> Handle` (see
 `tutti.launch.launcher`), one line in `LAUNCHERS` and one test. A Kubernetes launcher would be
-`tutti/launch/kubernetes.py`: its `start` creates one pod a rank with the variables of
+`tutti/launch/kubernetes.py`: its `start` creates one pod for each rank with the variables of
 `tutti.launch.launch_environment`, and its handle reads and deletes those pods.
 
 Another package adds its own with `register_launcher`, or in its pyproject.toml:
@@ -30,7 +30,7 @@ def _local() -> Launcher:
 
 
 LAUNCHERS: dict[str, LauncherFactory] = {"local": _local}
-"""Factory of each launcher by its name. A factory imports its launcher only when it is called."""
+"""Factory of each launcher by name. A factory imports its launcher only when it is called."""
 
 
 def register_launcher(name: str, factory: LauncherFactory) -> None:
@@ -44,19 +44,19 @@ def register_launcher(name: str, factory: LauncherFactory) -> None:
         LaunchError: another launcher has this name.
     """
     if LAUNCHERS.setdefault(name, factory) is not factory:
-        raise LaunchError(f"there is a launcher {name!r} already; register yours under another name")
+        raise LaunchError(f"a launcher {name!r} is registered already; register yours under another name")
 
 
 def launcher_names() -> list[str]:
-    """Names of all launchers: those registered, and those of installed packages."""
+    """Return the names of all launchers: those registered, and those of installed packages."""
     return sorted({*LAUNCHERS, *(entry.name for entry in _entry_points())})
 
 
 def launcher_for(name: str) -> Launcher:
-    """A new launcher of this name.
+    """Return a new launcher of this name.
 
     Raises:
-        LaunchError: there is none of this name, or the package that offers it cannot be imported.
+        LaunchError: no launcher has this name, or the package that offers it cannot be imported.
     """
     if name in LAUNCHERS:
         return LAUNCHERS[name]()
@@ -66,7 +66,7 @@ def launcher_for(name: str) -> Launcher:
                 factory: LauncherFactory = entry.load()
             except (ImportError, AttributeError) as error:
                 raise LaunchError(
-                    f"launcher {name} cannot be loaded from {entry.value} ({error}); repair that package"
+                    f"launcher {name} cannot be loaded from {entry.value} ({error}); fix or reinstall that package"
                 ) from error
             return factory()
     names = launcher_names()

@@ -1,7 +1,7 @@
-"""Ranks as processes of this machine, forked from a server that has imported torch once.
+"""Starts ranks as processes of this machine, forked from a server that has imported torch once.
 
-The server imports and does nothing else: no device is touched and no thread pool is started before the fork,
-so each rank may use CUDA and OpenMP as a fresh interpreter would.
+The server only imports: it uses no device and starts no thread pool before a fork. So each rank may use CUDA and OpenMP
+as a fresh interpreter would.
 """
 
 import contextlib
@@ -30,8 +30,11 @@ PRELOAD = "tutti.launch.preload"
 def warm(threads: int = 1, preload: tuple[str, ...] = ()) -> None:
     """Start the fork server now, so that its import of torch overlaps with what the caller does next.
 
-    `threads`: for libraries that read their thread count when loaded, unless the user's environment says.
-    `preload`: further modules worth importing once. A second call does nothing.
+    A second call does nothing.
+
+    Args:
+        threads: thread count for libraries that read it when loaded; the user's environment takes precedence.
+        preload: more modules to import once in the server.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOAD, *preload])
     with launch_environment.loading_defaults(threads), _interrupt_ignored():
@@ -40,10 +43,10 @@ def warm(threads: int = 1, preload: tuple[str, ...] = ()) -> None:
 
 @contextlib.contextmanager
 def _interrupt_ignored() -> Iterator[None]:
-    """The server starts with Ctrl-C ignored: it would otherwise die of it, noisily, while it imports."""
+    """Start the server with Ctrl-C ignored: otherwise Ctrl-C during its imports would end it with a traceback."""
     try:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not the main thread: signals are someone else's business
+    except ValueError:  # not the main thread, which alone may set signal handlers
         yield
         return
     try:
@@ -53,11 +56,11 @@ def _interrupt_ignored() -> Iterator[None]:
 
 
 def forked(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    """A started process of the fork server that calls `function(*arguments)`."""
+    """Start a process of the fork server that calls `function(*arguments)`, and return it."""
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=function, args=arguments, name="MainProcess")
     main = sys.modules["__main__"]
-    # Without a main module here, the process does not import this one's: it gets its own from the user's script.
+    # The new process would import this process' main module; with an empty one it does not, and runs the user's script.
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         process.start()
@@ -70,7 +73,11 @@ class LocalLauncher:
     """Starts ranks on this machine. See `tutti.launch.launcher.Launcher`."""
 
     def start(self, spec: LaunchSpec) -> "LocalHandle":
-        """Fork the ranks of this node. Raises LaunchError when the system refuses."""
+        """Fork the ranks of this node.
+
+        Raises:
+            LaunchError: the system cannot start a process.
+        """
         warm(spec.threads)
         rendezvous_folder = Path(tempfile.mkdtemp(prefix="tutti-"))
         shared = launch_environment.of_node(spec, rendezvous_folder)
@@ -91,14 +98,14 @@ class LocalLauncher:
         except (OSError, EOFError) as error:
             handle.stop(0)
             raise LaunchError(
-                f"rank {rank} could not be started ({error or 'the fork server died'}); free memory or "
+                f"rank {rank} could not be started ({error or 'the fork server died'}); free some memory, end other "
                 "processes, or start fewer ranks with --nproc"
             ) from error
         return handle
 
 
 class LocalHandle:
-    """Started ranks of this machine, each leader of its own process group. See `tutti.launch.launcher.Handle`."""
+    """Ranks started on this machine, each the leader of its own process group. See `tutti.launch.launcher.Handle`."""
 
     def __init__(self, processes: dict[int, ForkServerProcess], rendezvous_folder: Path) -> None:
         self._processes = processes
@@ -110,7 +117,7 @@ class LocalHandle:
         return {rank: process.pid for rank, process in self._processes.items() if process.pid}
 
     def wait(self, timeout_s: float) -> dict[int, int]:
-        """Exit codes by rank of those ended so far; returns when another one ends, or in time."""
+        """Wait until another rank ends, or for `timeout_s` seconds; return the exit codes of all that have ended."""
         running = [process.sentinel for process in self._processes.values() if process.exitcode is None]
         if running:
             wait_for_any(running, timeout_s)
@@ -118,7 +125,7 @@ class LocalHandle:
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def stop(self, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """End all ranks and what they started: asked first, by force after `grace_s` seconds or on `hurry`."""
+        """End all ranks and everything they started; kill them after `grace_s` seconds, or once `hurry()` is true."""
         if self._stopped:
             return
         self._stopped = True
@@ -136,7 +143,7 @@ class LocalHandle:
 
 
 def _end_group(process: ForkServerProcess) -> None:
-    """Kill a rank, if it still runs, and all that stayed in its process group, such as data loaders."""
+    """Kill a rank, if it still runs, and everything left in its process group, such as data loader workers."""
     if process.pid is None:
         return
     process.kill()

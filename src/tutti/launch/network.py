@@ -1,4 +1,4 @@
-"""Where ranks meet: addresses, ports and the interface that leads there, checked before anything starts."""
+"""Addresses, ports and interfaces of the rendezvous, checked before any rank starts."""
 
 import errno
 import os
@@ -12,27 +12,35 @@ from tutti.errors import LaunchError
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """ "host:port" as its two parts ("[::1]:29500" too). Raises LaunchError when it is not one."""
+    """Split "host:port" (or "[::1]:29500") into its two parts.
+
+    Raises:
+        LaunchError: the text is not an address.
+    """
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise LaunchError(f"--rendezvous {address} is no address; write HOST:PORT, for example node0:29500")
+        raise LaunchError(f"--rendezvous {address} is not an address; write HOST:PORT, for example node0:29500")
     return host.strip("[]"), int(port)
 
 
 def resolve(host: str) -> tuple[str, ...]:
-    """The IP addresses of a host name. Raises LaunchError when it has none."""
+    """Return the IP addresses of a host name.
+
+    Raises:
+        LaunchError: the name has no address.
+    """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise LaunchError(
             f"host {host} is not known on {socket.gethostname()} ({error.strerror or error}); "
-            "correct the name in --rendezvous, add it to /etc/hosts, or give its IP address"
+            "correct the name in --rendezvous, add it to /etc/hosts, or use its IP address"
         ) from None
-    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def local_addresses() -> dict[str, str]:
-    """IP address -> interface, of this machine's interfaces."""
+    """Return the interface of each IP address of this machine."""
     families = (socket.AF_INET, socket.AF_INET6)
     return {
         entry.address.partition("%")[0]: name
@@ -43,15 +51,15 @@ def local_addresses() -> dict[str, str]:
 
 
 def loopback() -> str | None:
-    """The interface that leads back to this machine ("lo" on Linux), or None where there is none."""
+    """Return the interface that has 127.0.0.1 ("lo" on Linux), or None if there is none."""
     return local_addresses().get("127.0.0.1")
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface over which this machine reaches "host:port", or None where the system does not say.
+    """Return the interface over which this machine reaches "host:port", or None if the system does not tell.
 
-    A node whose own name leads to its loopback address (as Debian writes it in /etc/hosts) would offer the
-    others an address that is theirs, so a loopback address counts only where it was asked for by that name.
+    A node's own name may resolve to its loopback address, as Debian writes it in /etc/hosts. Other nodes would reach
+    only themselves under that address. So a loopback address counts only if the host was given as localhost or 127.x.
     """
     host, port = split_address(address)
     interfaces = local_addresses()
@@ -67,7 +75,7 @@ def interface_towards(address: str) -> str | None:
 
 
 def _source_address(ip: str, port: int) -> str | None:
-    """The address this machine would send from; a UDP connect sends nothing."""
+    """Return the address that this machine would send from; a UDP connect sends no packet."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -78,13 +86,18 @@ def _source_address(ip: str, port: int) -> str | None:
 
 
 def check_host_is_here(host: str) -> None:
-    """Node 0 must be the machine that the rendezvous names; raises LaunchError when it is not."""
+    """Check that the host of the rendezvous is this machine, which is node 0.
+
+    Raises:
+        LaunchError: the host has no address of this machine.
+    """
     addresses = resolve(host)
-    mine = local_addresses()
-    if not any(ip in mine or ip.startswith("127.") or ip == "::1" for ip in addresses):
+    interfaces = local_addresses()
+    if not any(ip in interfaces or ip.startswith("127.") or ip == "::1" for ip in addresses):
         raise LaunchError(
             f"--rendezvous names {host} ({addresses[0]}), which is not an address of {socket.gethostname()}, "
-            f"where node rank 0 was started; name this machine ({_own_address(mine)}), or run node rank 0 on {host}"
+            f"where node rank 0 was started; name this machine ({_own_address(interfaces)}), or run node rank 0 on "
+            f"{host}"
         )
 
 
@@ -93,11 +106,15 @@ def _own_address(mine: dict[str, str]) -> str:
 
 
 def check_port_free(port: int) -> None:
-    """Raises LaunchError, naming who holds it, when nothing more can listen on this machine's `port`."""
+    """Check that a process can listen on this machine's `port`.
+
+    Raises:
+        LaunchError: it cannot; the message names the process that holds the port, if it is known.
+    """
     for family, everywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as listener:
-                # As the store itself will do: connections of a past run that still linger are no obstacle.
+                # The store sets this option too: lingering connections of a past run do not block the port.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -114,13 +131,13 @@ def _refusal(port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} on {host} is in use{_holder(port)}; choose another with --rendezvous HOST:PORT"
     if error.errno == errno.EACCES:
-        return f"port {port} on {host} may not be opened by this user; choose one above 1023"
+        return f"port {port} on {host} may not be opened by this user; choose a port above 1023"
     reason = error.strerror or str(error)
     return f"port {port} on {host} cannot be opened ({reason}); choose another with --rendezvous HOST:PORT"
 
 
 def _holder(port: int) -> str:
-    """ " by NAME (process N)", or nothing where the system does not tell this user."""
+    """Return " by NAME (process N)", or nothing if the system does not tell this user."""
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
@@ -134,7 +151,17 @@ def _holder(port: int) -> str:
 
 
 def wait_for_port(host: str, port: int, timeout_s: float, stopped: Callable[[], bool] | None = None) -> None:
-    """Wait until something listens at host:port. Raises LaunchError after `timeout_s` seconds, saying why."""
+    """Wait until something listens at host:port.
+
+    Args:
+        host: a host name or an IP address.
+        port: the port.
+        timeout_s: seconds to wait.
+        stopped: return early, without an error, as soon as this is true.
+
+    Raises:
+        LaunchError: nothing listened in time; the message says why.
+    """
     resolve(host)
     deadline = time.monotonic() + timeout_s
     pause_s = 0.05

@@ -1,7 +1,7 @@
-"""What every rank needs. A fork server imports it once for all: loading this module loads it, there only.
+"""Modules that every rank needs. A fork server imports them once: importing this module loads them, but only there.
 
-Collection of garbage is paused meanwhile (there is next to none, and looking for it takes a quarter of the time), and
-what was loaded is then set apart from it, so that a rank's collections do not copy pages that all ranks share.
+Garbage collection is paused during the imports: there is next to no garbage, and searching for it takes a quarter of
+the time. Loaded objects are then frozen, so that a rank's collections do not copy pages that all ranks share.
 """
 
 import atexit
@@ -16,7 +16,7 @@ MODULES = (
     "torch",
     "torch.distributed",
     "torch.nn.parallel",
-    "torch._dynamo",  # or the first optimizer step would load it, in every rank
+    "torch._dynamo",  # otherwise the first optimizer step would load it, in every rank
     "numpy",
     "tutti.trainer.job",
     "tutti.launch.rank_main",
@@ -24,9 +24,9 @@ MODULES = (
 
 
 def load_modules() -> None:
-    """Load what every rank needs, whatever its script."""
+    """Import what every rank needs, whatever its script does."""
     for name in MODULES:
-        with contextlib.suppress(ImportError):  # the script itself will say, if it needs it
+        with contextlib.suppress(ImportError):  # a script that needs it will raise the error itself
             importlib.import_module(name)
 
 
@@ -42,7 +42,7 @@ def _load() -> None:
 
 
 def _leave_at_once(server: int) -> None:
-    """End the server without taking torch apart: it has nothing to save, and someone may wait for its end."""
+    """End the server without unloading torch: it has nothing to save, and someone may wait for it to end."""
     if os.getpid() == server:  # ranks inherit this function
         os._exit(0)
 

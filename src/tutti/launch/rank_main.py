@@ -1,6 +1,6 @@
-"""What a forked rank does: sets itself up, runs the user's script as `python` would, and says why it failed.
+"""The main function of a forked rank: sets up the process, runs the user's script as `python` would, records failures.
 
-Runs in the rank's process only. Its output goes to files in its folder; a failure goes to error.json there.
+Runs only in the rank's process. Its output goes to files in the rank's folder, a failure to error.json there.
 """
 
 import atexit
@@ -29,7 +29,7 @@ from tutti.launch.launcher import ErrorKind, RankError
 
 TERMINATED = 128 + signal.SIGTERM
 
-# What Gloo, NCCL and the store say when another rank is gone or silent.
+# Messages of Gloo, NCCL and the store when another rank is gone or does not answer.
 _PEER = re.compile(
     r"Connection closed by peer|Connection reset|Broken pipe|connectFullMesh|Timed out waiting|pair closure"
     r"|Socket Timeout|wait timeout|NCCL communicator was aborted|remote process exited"
@@ -40,7 +40,7 @@ _PEER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """All one rank needs to know; travels to its process by pickle."""
+    """Everything that one rank needs to know; sent to its process with pickle."""
 
     rank: int
     target: str
@@ -52,7 +52,7 @@ class RankTask:
 
 
 def main(task: RankTask) -> None:
-    """The life of a rank. Ends the process by SystemExit; raises nothing else."""
+    """Run a rank from start to end. Ends the process with SystemExit and raises nothing else."""
     leave_with_supervisor()
     signal.signal(signal.SIGTERM, _terminate)
     folder = RunFolder(task.folder).rank(task.rank)
@@ -65,7 +65,7 @@ def main(task: RankTask) -> None:
 
 
 def _run(task: RankTask, folder: Path) -> int:
-    """Run the script and return the exit code; a failure is written down before anything else happens."""
+    """Run the script and return the exit code; a failure is written to error.json before anything else happens."""
     try:
         _run_target(task)
         _join_threads()
@@ -74,18 +74,18 @@ def _run(task: RankTask, folder: Path) -> int:
         if code == TERMINATED:
             (folder / "stopped").touch()
         elif code:
-            _write(folder, _described(task.rank, "run", code, f"the script ended itself with {_said(ended)}"))
+            _write(folder, _described(task.rank, "run", code, f"the script exited with {_said(ended)}"))
         return _finish(code)
     except BaseException as error:
         failure = failure_of(task.rank, error)
         _write(folder, failure)
         _finish(failure.exit_code)
-        os._exit(failure.exit_code)  # at once: a thread left behind must not keep the other ranks waiting
+        os._exit(failure.exit_code)  # without joining threads: one that hangs must not keep the other ranks waiting
     return _finish(0)
 
 
 def _run_target(task: RankTask) -> None:
-    """The script or module as `python script.py` or `python -m module` would run it."""
+    """Run the script or module as `python script.py` or `python -m module` would."""
     sys.argv = [task.target, *task.arguments]
     if task.is_module:
         sys.path[0] = os.getcwd()
@@ -98,14 +98,14 @@ def _run_target(task: RankTask) -> None:
 
 
 def _join_threads() -> None:
-    """An interpreter waits for the script's own threads before it ends."""
+    """Wait for the script's own threads, as an interpreter does before it ends."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
 
 
 def _finish(code: int) -> int:
-    """What an interpreter does at its end and a forked process does not: exit functions, then flush."""
+    """Run exit functions and flush the output: an interpreter does so at its end, a forked process does not."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -121,19 +121,19 @@ def _exit_code(ended: SystemExit) -> int:
 
 
 def _said(ended: SystemExit) -> str:
-    return f"exit code {ended.code}" if isinstance(ended.code, int) else f"the words: {ended.code}"
+    return f"exit code {ended.code}" if isinstance(ended.code, int) else f"the message: {ended.code}"
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    """The supervisor asks this rank to end: leave through the script's `finally` blocks."""
+    """Handle the supervisor's request to end: leave through the script's `finally` blocks."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(TERMINATED)
 
 
 def leave_with_supervisor() -> None:
-    """Become a process group that ends, all of it, as soon as the process that asked for this one is gone."""
+    """Make this process the leader of a group that ends as a whole as soon as the process that started it is gone."""
     os.setpgid(0, 0)  # so that whatever the script starts can be ended with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what Ctrl-C means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     threading.Thread(target=_end_with_supervisor, name="tutti-supervisor-watch", daemon=True).start()
 
 
@@ -145,7 +145,7 @@ def _end_with_supervisor() -> None:
 
 
 def _redirect(folder: Path) -> None:
-    """Send file descriptors 1 and 2, so also what C++ prints, to this rank's files, line by line."""
+    """Send file descriptors 1 and 2, and so also what C++ prints, to this rank's files, line by line."""
     for descriptor, stream, name in ((1, sys.stdout, "stdout.log"), (2, sys.stderr, "stderr.log")):
         log = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, descriptor)
@@ -161,7 +161,12 @@ def _limit_threads(threads: int) -> None:
 
 
 def failure_of(rank: int, error: BaseException) -> RankError:
-    """An exception that left the script, as the record that others read."""
+    """Return the record of an exception that left the script.
+
+    Args:
+        rank: the rank that failed.
+        error: the exception.
+    """
     if is_peer_error(error):
         return _described(rank, "peer", 1, _one_line(error), user_traceback(error))
     if isinstance(error, TuttiError):
@@ -171,7 +176,7 @@ def failure_of(rank: int, error: BaseException) -> RankError:
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether a collective failed because another rank was gone or silent, here or in what led to `error`."""
+    """Return whether `error`, or one of its causes, is a collective that failed because another rank was gone."""
     return any(isinstance(link, RuntimeError | OSError) and _PEER.search(str(link)) for link in _chain(error))
 
 
@@ -201,7 +206,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without the frames that ran the script, which are tutti's and runpy's."""
+    """Return the traceback without the frames of tutti and runpy that ran the script."""
     for link in _chain(error):
         link.__traceback__ = _from_user_frame(link.__traceback__)
     return "".join(traceback.format_exception(error))
@@ -218,7 +223,7 @@ _OWN_FRAMES = (f"{_PACKAGE / 'launch'}{os.sep}", f"{_PACKAGE / 'cli'}{os.sep}", 
 
 
 def _write(folder: Path, failure: RankError) -> None:
-    """error.json, whole or not at all. A full disk must not hide the failure itself."""
+    """Write error.json, completely or not at all. A full disk must not hide the failure itself."""
     partial = folder / "error.json.partial"
     try:
         serialization.save(failure, partial)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: rank 0's output as it comes, and one live line of progress beneath it."""
+"""The view of a running run: the first rank's output as it comes, and one live line of progress beneath it."""
 
 import codecs
 import json
@@ -16,19 +16,19 @@ from tutti.launch.launcher import LaunchSpec
 
 
 class Watcher(Protocol):
-    """Shows what ranks do while they run. A context: entered before they start, left after they ended."""
+    """Shows what ranks do while they run. A context manager: entered before they start, left after they have ended."""
 
     def __enter__(self) -> "Watcher": ...
 
     def __exit__(self, *exception: object) -> None: ...
 
     def update(self) -> None:
-        """Show what is new."""
+        """Show new output."""
         ...
 
 
 class Silent:
-    """Shows nothing."""
+    """A watcher that shows nothing."""
 
     def __enter__(self) -> "Silent":
         return self
@@ -41,14 +41,20 @@ class Silent:
 
 
 def watcher_for(spec: LaunchSpec, *, stdout: TextIO, console: Console) -> Watcher:
-    """Rank 0's output on its own node, else that of the node's first rank; with a bar if a person watches."""
+    """Return a watcher that shows the output of this node's first rank, with a progress bar on a terminal.
+
+    Args:
+        spec: what is started on this node.
+        stdout: takes the rank's standard output.
+        console: takes its standard error, and the bar if it is a terminal.
+    """
     if console.is_terminal:
         return LiveWatcher(spec, stdout=stdout, console=console)
     return PlainWatcher(spec, stdout=stdout, stderr=console.file)
 
 
 class PlainWatcher:
-    """Passes the first rank's output on, unchanged."""
+    """Copies the first rank's output, unchanged."""
 
     def __init__(self, spec: LaunchSpec, *, stdout: TextIO, stderr: Any) -> None:
         folder = RunFolder(spec.folder).rank(spec.first_rank)
@@ -61,7 +67,7 @@ class PlainWatcher:
         self.update()
 
     def update(self) -> None:
-        """Pass on what is new."""
+        """Copy new output."""
         for tail, stream in self._pairs:
             text = tail.read()
             if text:
@@ -71,7 +77,12 @@ class PlainWatcher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progressed:
-    """Where training stands: the newest step, and the mean rate of the last steps."""
+    """The progress of training: the newest step, and the mean rate of the last steps.
+
+    Attributes:
+        rate_per_s: samples or tokens (`unit`) per second.
+        left_s: seconds that are left.
+    """
 
     step: int
     total_steps: int | None
@@ -96,18 +107,18 @@ class Progressed:
 
 
 class Meter:
-    """Progress from rows of metrics, averaged over the last `window` steps."""
+    """Computes progress from rows of metrics, averaged over the last `window` steps."""
 
     def __init__(self, window: int = 20) -> None:
         self._steps: deque[dict[str, Any]] = deque(maxlen=window)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take a row into account if it is a step's."""
+        """Count a row if it describes a step."""
         if row.get("kind") == "step":
             self._steps.append(row)
 
     def now(self) -> Progressed | None:
-        """Where training stands, or None before the first step."""
+        """Return the current progress, or None before the first step."""
         if not self._steps:
             return None
         newest = self._steps[-1]
@@ -127,7 +138,7 @@ class Meter:
 
 
 class LiveWatcher:
-    """The first rank's lines above one live line: bar, steps, loss, throughput, time left."""
+    """Shows the first rank's lines above one live line: bar, steps, loss, throughput and time left."""
 
     def __init__(self, spec: LaunchSpec, *, stdout: TextIO, console: Console) -> None:
         folder = RunFolder(spec.folder)
@@ -163,7 +174,7 @@ class LiveWatcher:
         self._progress.stop()
 
     def update(self) -> None:
-        """Show new lines and where training stands."""
+        """Show new lines and the current progress."""
         self._show(self._out.read(), self._err.read())
         for row in self._rows.read():
             self._meter.add(row)
@@ -179,21 +190,21 @@ class LiveWatcher:
             self._stdout.flush()
             out = []
         for line in [*out, *err]:
-            # A bar drawn with carriage returns is shown as it last stood.
+            # Of a progress bar drawn with carriage returns, only the last state is shown.
             self._console.print(Text.from_ansi(line.rstrip("\r").rpartition("\r")[2]), soft_wrap=True)
 
 
 class Tail:
-    """New text of one file, each time it is asked. The file need not exist yet."""
+    """Reads new text of one file. The file need not exist yet."""
 
     def __init__(self, path: Path, *, from_end: bool = True) -> None:
-        """`from_end`: skip what the file holds already (an earlier run's output)."""
+        """Start at the end of the file (`from_end`), to skip an earlier run's output, or at its beginning."""
         self._path = path
         self._offset = path.stat().st_size if from_end and path.exists() else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self) -> str:
-        """What was appended since the last call; "" when nothing was."""
+        """Return the text appended since the last call, or ""."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -205,26 +216,26 @@ class Tail:
 
 
 class LineTail:
-    """New whole lines of one file, each time it is asked."""
+    """Reads new complete lines of one file."""
 
     def __init__(self, path: Path, *, from_end: bool = True) -> None:
         self._tail = Tail(path, from_end=from_end)
         self._rest = ""
 
     def read(self) -> list[str]:
-        """The lines completed since the last call, without their ends."""
+        """Return the lines completed since the last call, without line ends."""
         *lines, self._rest = (self._rest + self._tail.read()).split("\n")
         return lines
 
     def flush(self) -> list[str]:
-        """What remains without an end, as a last line, after reading on."""
+        """Return the new lines, with a last line that has no line end."""
         lines = [*self.read(), self._rest]
         self._rest = ""
         return [line for line in lines if line] if not lines[-1] else lines
 
 
 class RowTail:
-    """New rows of a JSON lines file, each time it is asked; a line that is not a JSON object is left out."""
+    """Reads new rows of a JSON lines file; skips lines that are not JSON objects."""
 
     def __init__(self, path: Path, *, from_end: bool = True) -> None:
         self._lines = LineTail(path, from_end=from_end)

@@ -1,4 +1,4 @@
-"""The user's script and the run's folder, checked before anything is started."""
+"""Checks of the user's script and of the run folder, before anything is started."""
 
 import sys
 import tempfile
@@ -13,14 +13,18 @@ from tutti.errors import LaunchError, ScriptError
 
 
 def check_script(path: Path) -> None:
-    """Raises ScriptError when Python could not even begin to run `path`; runs nothing of it."""
+    """Check that Python can begin to run `path`; none of it is run.
+
+    Raises:
+        ScriptError: the script does not exist, cannot be read or is not valid Python.
+    """
     if path.is_dir():
         if not (path / "__main__.py").is_file():
             raise ScriptError(f"{path} is a folder without a __main__.py; name the script in it")
         return
     if not path.exists() and str(path).startswith("-"):
         raise ScriptError(
-            f"no script was named before {path}, and tutti has no option {path}; see tutti COMMAND --help"
+            f"{path} is not an option of tutti, and no script was named before it; see tutti COMMAND --help"
         )
     if not path.exists():
         raise ScriptError(f"{path} does not exist (looked in {Path.cwd()}); name an existing Python script")
@@ -28,7 +32,7 @@ def check_script(path: Path) -> None:
         with tokenize.open(path) as file:
             source = file.read()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run itself will show them
+            warnings.simplefilter("ignore")  # the run itself shows them
             compile(source, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
         place = f"{path}, line {error.lineno}" if error.lineno else str(path)
@@ -39,36 +43,48 @@ def check_script(path: Path) -> None:
 
 
 def check_module(name: str) -> None:
-    """Raises ScriptError when no module can have this dotted name; nothing is imported, so only its first part
-    is looked for."""
+    """Check that a module of this dotted name can exist.
+
+    Nothing is imported, so only the first part of the name is looked up.
+
+    Raises:
+        ScriptError: no such module or package can be found.
+    """
     top = name.partition(".")[0]
     try:
-        found = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
+        module_spec = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])
     except (ImportError, ValueError) as error:
         raise ScriptError(f"module {name} cannot be found ({error}); correct the name after -m") from None
-    if found is None:
+    if module_spec is None:
         raise ScriptError(f"there is no module {top} in {Path.cwd()} or this environment; correct the name after -m")
 
 
 def run_folder(asked: Path | None, resume: Path | None, name: str, node_rank: int = 0) -> Path:
-    """The absolute run folder: as asked, that of the run resumed, or a new runs/NAME-TIME. Made if it is new.
+    """Return the absolute run folder, and create it if it is new.
 
-    Raises LaunchError when it holds another run, or cannot be made or written.
+    Args:
+        asked: the folder that the user named, if any.
+        resume: the run folder or checkpoint to resume from, if any; its run folder is used if `asked` is None.
+        name: the run's name, for a new folder runs/NAME-TIME.
+        node_rank: added to the name of a new folder on nodes other than 0.
+
+    Raises:
+        LaunchError: the folder holds another run, or cannot be created or written.
     """
     if resume is not None and not resume.exists():
         raise LaunchError(f"--resume {resume} does not exist; name a run folder, or a checkpoint in one")
     if asked is not None:
         folder = asked
-        ours = resume is not None and folder.resolve() in (resume.resolve(), *resume.resolve().parents)
-        if RunFolder(folder).header.exists() and not ours:
-            raise LaunchError(f"{folder} holds a run already; give another --folder, or --resume {folder}")
+        resumes_here = resume is not None and folder.resolve() in (resume.resolve(), *resume.resolve().parents)
+        if RunFolder(folder).header.exists() and not resumes_here:
+            raise LaunchError(f"{folder} already holds a run; give another --folder, or --resume {folder}")
     elif resume is not None and RunFolder(resume).header.exists():
         folder = resume
     else:
         folder = _new_folder(name, node_rank)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # without a name: other nodes may try the same folder now
+        with tempfile.TemporaryFile(dir=folder):  # a unique file: other nodes may test the same folder now
             pass
     except OSError as error:
         raise LaunchError(

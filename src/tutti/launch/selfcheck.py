@@ -1,4 +1,4 @@
-"""Run as a module by ranks: do they meet, and does a sum over all of them come out right? Exits 0 if so."""
+"""Run as a module by ranks: checks that they meet and that an all-reduce is correct. Exits with 0 if so."""
 
 from datetime import timedelta
 
@@ -15,5 +15,5 @@ if __name__ == "__main__":
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
     if total.item() != world_size * (world_size - 1) / 2:
-        raise SystemExit(f"rank {rank}: the sum over {world_size} ranks came out as {total.item()}")
+        raise SystemExit(f"rank {rank}: the all-reduce over {world_size} ranks gave a wrong sum, {total.item()}")
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Watching over started ranks until all have ended: the one loop of `tutti run`, whatever the launcher."""
+"""Supervises started ranks until all have ended: the one loop of `tutti run`, for every launcher."""
 
 import contextlib
 import signal
@@ -24,11 +24,11 @@ POLL_S = 0.1
 
 
 SETTLE_S = 1.0
-"""How long the other ranks may take to say what happened to them, once one has failed."""
+"""Seconds that the other ranks have to report what happened to them, once one has failed."""
 
 
 SETTLE_PEERS_S = 3.0
-"""The same while all that is known is that a peer was lost: the cause must still come."""
+"""The same, in seconds, while only losses of peers are known and the cause is still to come."""
 
 
 GRACE_S = 5.0
@@ -36,7 +36,14 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The primary cause of a failed run: the same error on one or several ranks, of which `first` failed first."""
+    """The primary cause of a failed run: the same error on one or more ranks.
+
+    Attributes:
+        ranks: the ranks that failed with it.
+        first: the rank that failed first.
+        hosts: their hosts.
+        traceback: empty unless user code raised.
+    """
 
     ranks: tuple[int, ...]
     first: int
@@ -48,7 +55,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended. `failure` when a rank failed, `signal` when it was stopped from outside."""
+    """The end of a run.
+
+    Attributes:
+        failure: set if a rank failed.
+        signal: set if the run was stopped from outside.
+    """
 
     status: Status
     exit_code: int
@@ -57,30 +69,35 @@ class Outcome:
 
 
 class Interrupts:
-    """Signals that ask the supervisor to end. The first is kept here; `count` says whether they insist."""
+    """Signals that ask the supervisor to end.
+
+    Attributes:
+        number: the first signal received, or None.
+        count: how many were received.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
         self.count = 0
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler."""
+        """Handle a signal."""
         self.number = self.number or number
         self.count += 1
 
 
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Collect Ctrl-C, SIGTERM and SIGHUP instead of dying of them, for as long as the context lasts."""
-    found = Interrupts()
+    """Collect Ctrl-C, SIGTERM and SIGHUP while the context lasts, instead of ending the process."""
+    received = Interrupts()
     if threading.current_thread() is not threading.main_thread():
-        yield found
+        yield received
         return
     before: dict[signal.Signals, Any] = {
-        number: signal.signal(number, found.take) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        number: signal.signal(number, received.take) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
-        yield found
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -95,9 +112,15 @@ def supervise(
     grace_s: float = GRACE_S,
     say: Callable[[str], None] = lambda words: None,
 ) -> Outcome:
-    """Start the ranks, watch until all have ended and leave none behind, whatever happens.
+    """Start the ranks and watch them until all have ended; leave none behind, whatever happens.
 
-    `say`: takes a remark for the user while ranks still run.
+    Args:
+        start: starts the ranks.
+        spec: what is started on this node.
+        watcher: shows their output.
+        interrupted: the signals received so far.
+        grace_s: seconds that ranks have to end by themselves when they are stopped.
+        say: takes messages for the user while ranks still run.
     """
     clear_errors(spec)
     with watcher:
@@ -106,7 +129,7 @@ def supervise(
             outcome = _watch(handle, spec, watcher, interrupted, grace_s, say)
         finally:
             handle.stop(0)
-    if outcome.status == "failed":  # only now: what a log gains while it is watched is shown
+    if outcome.status == "failed":  # only now, because the watcher would have shown these lines too
         append_tracebacks(spec, read_errors(spec))
     return outcome
 
@@ -123,7 +146,7 @@ def _watch(
         exits = handle.wait(POLL_S)
         watcher.update()
         if interrupted.number is not None:
-            say(f"stopping all ranks; they have {grace_s:g} s, or press Ctrl-C again to end them now")
+            say(f"stopping all ranks; they have {grace_s:g} s to end; press Ctrl-C again to kill them now")
             handle.stop(grace_s, hurry=lambda: interrupted.count > 1)
             return Outcome(status="stopped", exit_code=128 + interrupted.number, signal=interrupted.number)
         if any(exits.values()):
@@ -133,7 +156,7 @@ def _watch(
 
 
 def _failed(handle: Handle, spec: LaunchSpec, watcher: Watcher, exits: Mapping[int, int], grace_s: float) -> Outcome:
-    """Hear the other ranks, end them, and name the cause."""
+    """Collect the other ranks' errors, end the ranks and name the cause."""
     errors: dict[int, RankError] = {}
     waited_s = 0.0
     while True:
@@ -142,7 +165,7 @@ def _failed(handle: Handle, spec: LaunchSpec, watcher: Watcher, exits: Mapping[i
                 errors[rank] = read_errors(spec).get(rank) or killed(rank, code)
         errors |= read_errors(spec)
         known = any(error.kind != "peer" for error in errors.values())
-        # Ranks of other nodes are heard where the folder is shared: all nodes then name the same cause.
+        # With a shared folder, the errors of other nodes' ranks count too, so that all nodes name the same cause.
         heard = len(exits) == spec.local_world_size and (spec.nodes == 1 or len(errors) == spec.world_size)
         if heard or waited_s >= (SETTLE_S if known else SETTLE_PEERS_S):
             break
@@ -162,27 +185,27 @@ _SIGNAL_CAUSES = {
     signal.SIGKILL: "most likely the system ran out of memory; use a smaller batch, more microbatches or fewer ranks",
     signal.SIGSEGV: "a crash in native code; run the script with `python -X faulthandler` to see where",
     signal.SIGBUS: "most likely /dev/shm is full; use fewer data loader workers, or enlarge it",
-    signal.SIGABRT: "native code gave up; its last words are in the rank's stderr.log",
+    signal.SIGABRT: "native code aborted; its last message is in the rank's stderr.log",
     signal.SIGILL: "this processor lacks an instruction that a library was built for; install a build for it",
-    signal.SIGTERM: "somebody ended this process; see the system's or the scheduler's log",
-    signal.SIGXCPU: "its limit of processor time was reached; raise it with `ulimit -t`",
+    signal.SIGTERM: "another program ended this process; see the system's or the scheduler's log",
+    signal.SIGXCPU: "it reached its limit of processor time; raise it with `ulimit -t`",
 }
 
 
 def clear_errors(spec: LaunchSpec) -> None:
-    """Remove what an earlier run in the same folder said about this node's ranks."""
+    """Remove what this node's ranks recorded in an earlier run in the same folder."""
     for rank in spec.ranks:
         _error_file(spec.folder, rank).unlink(missing_ok=True)
         (RunFolder(spec.folder).rank(rank) / "stopped").unlink(missing_ok=True)
 
 
 def read_errors(spec: LaunchSpec) -> dict[int, RankError]:
-    """The errors that ranks have written so far, by rank; of other nodes' ranks where the folder is shared."""
-    found = {}
+    """Return the errors that ranks have written so far, by rank; those of other nodes too if the folder is shared."""
+    errors = {}
     for rank in range(spec.world_size):
         with contextlib.suppress(SpecError):
-            found[rank] = serialization.load(RankError, _error_file(spec.folder, rank))
-    return found
+            errors[rank] = serialization.load(RankError, _error_file(spec.folder, rank))
+    return errors
 
 
 def _error_file(folder: Path, rank: int) -> Path:
@@ -190,13 +213,20 @@ def _error_file(folder: Path, rank: int) -> Path:
 
 
 def killed(rank: int, code: int) -> RankError:
-    """The error of a rank that left no word: ended by a signal (`code` < 0), or by os._exit."""
-    if code < 0 or code == 128 + signal.SIGTERM:  # a rank leaves by its `finally` blocks on SIGTERM
+    """Return the error of a rank that left no record: ended by a signal (`code` < 0 or 143), or by os._exit.
+
+    Args:
+        rank: the rank.
+        code: its exit code; -N for signal N.
+    """
+    if (
+        code < 0 or code == 128 + signal.SIGTERM
+    ):  # on SIGTERM a rank leaves through its `finally` blocks, with this code
         number = signal.Signals(-code if code < 0 else code - 128)
         cause = _SIGNAL_CAUSES.get(number, "see its stderr.log")
         message = f"it was killed by signal {int(number)} ({number.name}): {cause}"
     else:
-        message = f"it ended with exit code {code} and said nothing; see its stderr.log"
+        message = f"it ended with exit code {code} and recorded no error; see its stderr.log"
     return RankError(
         rank=rank,
         host=socket.gethostname(),
@@ -208,10 +238,14 @@ def killed(rank: int, code: int) -> RankError:
 
 
 def primary(spec: LaunchSpec, errors: Mapping[int, RankError], exits: Mapping[int, int]) -> Failure:
-    """The cause among `errors`: the earliest that is not itself the loss of a peer; with it, equal ones.
+    """Return the cause among `errors`: the earliest that is not the loss of a peer, with all ranks that share it.
 
-    `exits`: exit codes of this node's ranks that ended on their own. Where every rank only lost another one, the
-    rank that ended early or never answered is named.
+    If every rank only lost another one, the cause is the rank that ended early or never answered.
+
+    Args:
+        spec: what was started on this node.
+        errors: errors by rank.
+        exits: exit codes of this node's ranks that ended on their own.
     """
     causes = [error for error in errors.values() if error.kind != "peer"]
     if not causes:
@@ -246,19 +280,24 @@ def _peers_only(spec: LaunchSpec, errors: Mapping[int, RankError], exits: Mappin
         return Failure(ranks=early, first=early[0], hosts=(here,), message=message, traceback="", exit_code=1)
     if silent:
         message = (
-            "it did not answer the others in time and had not failed; it hangs, or is far slower than they are: "
+            "it did not answer the other ranks in time, but has not failed; it hangs, or is far slower than they are: "
             "see its stdout.log and stderr.log"
         )
         return Failure(ranks=silent, first=silent[0], hosts=(here,), message=message, traceback="", exit_code=1)
     if spec.nodes > 1:
         first = min(errors.values(), key=lambda error: error.time_s)
-        lost = f"{first.message}; a rank of another node failed or was cut off: its own output says why"
+        lost = f"{first.message}; a rank of another node failed or was cut off: see that node's output"
         return _failure([first], lost)
     return _failure([min(errors.values(), key=lambda error: error.time_s)])
 
 
 def sentence(spec: LaunchSpec, failure: Failure) -> str:
-    """What the user reads, once: who, where, why; the traceback where user code raised."""
+    """Return the message for the user: which ranks, where and why, with the traceback if user code raised.
+
+    Args:
+        spec: what was started on this node.
+        failure: the cause.
+    """
     if not failure.traceback:
         return f"{_who(spec, failure)} failed: {failure.message}"
     if failure.message in failure.traceback:
@@ -277,7 +316,12 @@ def _who(spec: LaunchSpec, failure: Failure) -> str:
 
 
 def append_tracebacks(spec: LaunchSpec, errors: Mapping[int, RankError]) -> None:
-    """Complete this node's stderr.log files: a rank leaves its traceback to its error file, to be shown once."""
+    """Append the tracebacks to this node's stderr.log files. Ranks write them only to error files, to show them once.
+
+    Args:
+        spec: what was started on this node.
+        errors: errors by rank.
+    """
     for rank in set(spec.ranks) & set(errors):
         with contextlib.suppress(OSError), (RunFolder(spec.folder).rank(rank) / "stderr.log").open("a") as log:
             log.write(errors[rank].traceback or errors[rank].message + "\n")

@@ -1,4 +1,4 @@
-"""From a run folder to its RunReport. Reads only the folder: the same folder gives the same report anywhere."""
+"""Build the RunReport of a run folder. Only the folder is read, so the same folder gives the same report anywhere."""
 
 import hashlib
 import json
@@ -67,7 +67,15 @@ _STOP_RULES: tuple[StopRule, ...] = ("target", "epochs", "steps", "time")
 
 
 def build_report(folder: Path, *, target: QualityTarget | None = None) -> RunReport:
-    """The report of a run folder. Raises ReportError when it is no run folder, or the target names nothing in it."""
+    """Build the report of a run folder.
+
+    Args:
+        folder: the run folder.
+        target: the quality to reach; None reports no time to a target.
+
+    Raises:
+        ReportError: `folder` is not a run folder, or the target names an evaluation that the run does not have.
+    """
     records = read_records(folder)
     report = _assemble(records, target)
     report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
@@ -77,9 +85,9 @@ def build_report(folder: Path, *, target: QualityTarget | None = None) -> RunRep
 
 
 def _assemble(records: Records, target: QualityTarget | None) -> RunReport:
-    """The report but for what follows from the rest of it: checks, headline, findings."""
-    header, found = records.header, curves(records)
-    judged = choose(found, target)
+    """Build the report without the parts that are derived from the rest of it: checks, headline and findings."""
+    header, metric_curves = records.header, curves(records)
+    judged = choose(metric_curves, target)
     quality, reached = quality_report(records, judged, target), target_report(records, judged, target)
     system, ranks = system_report(records), rank_reports(records)
     steps = records.kept("step")
@@ -119,7 +127,7 @@ def _assemble(records: Records, target: QualityTarget | None) -> RunReport:
         memory_peak=memory_peak(ranks),
         sent_per_step=sent_per_step(records),
         ranks=ranks,
-        curves=found,
+        curves=metric_curves,
         verification=verification(records),
         failures=_failures(records),
         config_sha256=config_sha256(records),
@@ -130,7 +138,7 @@ def _assemble(records: Records, target: QualityTarget | None) -> RunReport:
 
 
 def headline(report: RunReport) -> str:
-    """The run in one sentence: what was trained, on what, how long, and the quality at the end."""
+    """Summarise the run in one sentence: what was trained, on which machines, how long, and the final quality."""
     system, quality = report.system, report.quality
     where = plural(system.ranks.value or 1, "rank")
     if (system.hosts.value or 1) > 1:
@@ -141,8 +149,8 @@ def headline(report: RunReport) -> str:
         return f"Training {what} failed after {show(report.steps)}{why}."
     verb = {
         "completed": "Trained",
-        "stopped": "Training was stopped for",
-        "unfinished": "Training began but did not end for",
+        "stopped": "Trained until stopped:",
+        "unfinished": "Trained without finishing:",
     }
     ended = verb.get(report.status, "Trained")
     sentence = f"{ended} {what} for {_amount(report)} in {duration(report.time.wall.value or 0.0)}"
@@ -153,16 +161,19 @@ def headline(report: RunReport) -> str:
 
 
 def _amount(report: RunReport) -> str:
+    """Format the length of training: in epochs if they are whole, else in steps."""
     epochs = report.epochs.value
     whole = epochs is not None and epochs >= 1 and abs(epochs - round(epochs)) < 0.005
     return plural(round(epochs or 0), "epoch") if whole else show(report.steps)
 
 
 def _first_line(text: str) -> str:
+    """Return the first line of an error message, without its full stop."""
     return text.strip().splitlines()[0].rstrip(".") if text.strip() else "no message"
 
 
 def _status(records: Records) -> Status:
+    """Return how the run ended; "unfinished" if its last generation recorded no end."""
     ends = records.kept("end")
     if any(error.get("kind") != "peer" for error in records.errors) and not _ended_well(records):
         return "failed"
@@ -173,26 +184,29 @@ def _status(records: Records) -> Status:
 
 
 def _ended_well(records: Records) -> bool:
-    """Whether the last generation ended by itself: an error file is then an earlier generation's."""
+    """Return whether the last generation completed; any error file is then from an earlier generation."""
     ends = records.kept("end")
     last = max((row.generation for row in records.rows), default=0)
     return bool(ends) and ends[-1].generation == last and ends[-1].data.get("status") == "completed"
 
 
 def _scope(records: Records, reached: bool | None) -> Scope:
+    """Return the largest unit of training that the run completed."""
     if reached or _ended_well(records):
         return "train"
     return "epoch" if records.kept("epoch") else "step"
 
 
 def _epochs(records: Records, samples: float | None) -> Quantity:
+    """Return the number of epochs: from the samples where the size of the data is known, else from the epoch rows."""
     size = records.header.data.samples
     if samples is not None and size:
-        return seen(samples / size, "epochs", "samples trained on over samples of the training data")
+        return seen(samples / size, "epochs", "samples trained on divided by samples in the training data")
     return seen(len(records.kept("epoch")) or None, "epochs")
 
 
 def _stop(records: Records) -> StopReport:
+    """Return what ended the run: the rule that the user stated, else the number of epochs or steps it completed."""
     extra = records.header.extra
     rule = next((rule for rule in _STOP_RULES if rule == extra.get("stop.rule")), None)
     if rule is not None:
@@ -207,22 +221,24 @@ def _stop(records: Records) -> StopReport:
 
 
 def _scaling(text: str | None) -> Scaling | None:
+    """Parse the kind of scaling that the user stated; None for anything else."""
     return "strong" if text == "strong" else "weak" if text == "weak" else None
 
 
 def _predicted_phases(records: Records) -> dict[Phase, Quantity]:
+    """Return the predicted seconds of a step by phase."""
     phases = records.prediction.phases if records.prediction else {}
     return {phase: predicted(phases[phase], "s") for phase in PHASES if phase in phases}
 
 
 def _predicted_memory(records: Records) -> dict[str, Quantity]:
-    """Predicted bytes of the fullest rank by what holds them."""
+    """Return the predicted peak memory of the fullest rank, by component, in bytes."""
     memory = records.prediction.memory if records.prediction else None
     return {f.name: predicted(getattr(memory, f.name), "B") for f in fields(memory)} if memory else {}
 
 
 def _failures(records: Records) -> tuple[RankFailure, ...]:
-    """What stopped the run, causes before the ranks that only lost their peers; none if it ended well after all."""
+    """Return what stopped the run, with causes before ranks that only lost their peers; empty if it ended well."""
     if _ended_well(records):
         return ()
     errors = sorted(records.errors, key=lambda error: (error.get("kind") == "peer", error.get("time_s", 0)))
@@ -238,6 +254,7 @@ def _failures(records: Records) -> tuple[RankFailure, ...]:
 
 
 def _reading_notes(records: Records) -> tuple[RuleFinding, ...]:
+    """Return a finding that lists the parts of the run folder that could not be read."""
     if not records.notes:
         return ()
     sentence = f"Parts of the run folder could not be read: {listed(list(records.notes))}."
@@ -249,7 +266,10 @@ _START_STATES: tuple[StartState, ...] = ("disk-cold", "disk-warm", "ram", "gener
 
 
 def stated(extra: Mapping[str, str], key: str, unit: str = "") -> Quantity:
-    """A number the user stated for the run (header's `extra`): assumed, for nobody measured it here."""
+    """Return a number that the user stated in the header's `extra`; empty if there is none.
+
+    Its evidence is "assumed", because it was not measured here.
+    """
     try:
         value = float(extra[key])
     except (KeyError, ValueError):
@@ -258,21 +278,21 @@ def stated(extra: Mapping[str, str], key: str, unit: str = "") -> Quantity:
 
 
 def device_of(records: Records) -> DeviceSpec | None:
-    """The cluster's only device of the kind the run used, if there is exactly one."""
+    """Return the cluster's device of the kind that the run used; None unless there is exactly one."""
     if records.cluster is None:
         return None
     kind = device_kind(records)
-    found = [device for device in records.cluster.devices.values() if device.kind == kind]
-    return found[0] if len(found) == 1 else None
+    candidates = [device for device in records.cluster.devices.values() if device.kind == kind]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def device_kind(records: Records) -> str:
-    """ "cuda" when a rank ran on a GPU, else "cpu"."""
+    """Return "cuda" if any rank ran on a GPU, else "cpu"."""
     return "cuda" if any(rank.device.startswith("cuda") for rank in records.header.ranks) else "cpu"
 
 
 def system_report(records: Records) -> SystemReport:
-    """The machines, from the header's ranks and, where there is one, the cluster file."""
+    """Describe the machines, from the header's ranks and the cluster file if there is one."""
     header, cluster, device = records.header, records.cluster, device_of(records)
     hosts = len({rank.host for rank in header.ranks}) or 1
     kind = device_kind(records)
@@ -314,11 +334,11 @@ def system_report(records: Records) -> SystemReport:
 
 
 def data_report(records: Records, evaluation: str) -> DataReport:
-    """The data trained on, and those of the evaluation the run is judged by."""
+    """Describe the training data, and the data of the evaluation by which the run is judged."""
     header = records.header
     rows = [row for row in records.kept("evaluate") if str(row.data.get("name", "")) == evaluation]
-    found = rows[-1].data.get("data") if rows else None
-    test: dict[str, Any] = found if isinstance(found, dict) else {}
+    recorded = rows[-1].data.get("data") if rows else None
+    test: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
     state = header.extra.get("data.start_state", "ram" if header.data.kind == "TensorDataset" else "")
     timed = header.extra.get("preprocess.timed")
     shapes = " and ".join("×".join(map(str, shape)) or "scalar" for shape in header.data.input_shapes)
@@ -340,14 +360,14 @@ def data_report(records: Records, evaluation: str) -> DataReport:
 
 
 def batch_report(records: Records) -> BatchReport:
-    """The batch of a step, of a rank, and of a rank's microbatch (mean over ranks where shares are unequal)."""
+    """Return the batch of a step, of a rank, and of a rank's microbatch (means over ranks where shares are unequal)."""
     header, recipe, plan = records.header, records.header.recipe, records.plan
     parts = plan.data_parallel_degree if plan else header.world_size
     local = recipe.global_batch_size / parts
     shares = ":".join(f"{share:g}" for share in plan.shares) if plan and plan.shares else ""
     note = f"mean over ranks; shares {shares}" if shares else "mean over ranks"
     steps = [f"{size} before batch {until}" for until, size in recipe.batch_ramp]
-    grown = f"at the end; {', '.join(steps)}" if steps else ""
+    grown = f"final size; {', '.join(steps)}" if steps else ""
     return BatchReport(
         global_size=seen(recipe.global_batch_size, recipe.unit, grown),
         local_size=seen(local, recipe.unit, note),
@@ -358,7 +378,7 @@ def batch_report(records: Records) -> BatchReport:
 
 
 def recipe_report(records: Records) -> RecipeReport:
-    """How the optimizer was driven; numbers are settings as the run recorded them."""
+    """Describe the optimizer and its settings, as the run recorded them."""
     recipe = records.header.recipe
     rule = recipe.learning_rate_rule
     return RecipeReport(
@@ -375,7 +395,7 @@ def recipe_report(records: Records) -> RecipeReport:
 
 
 def plan_text(records: Records) -> str | None:
-    """The plan in one line: mesh, microbatches, precision, shares."""
+    """Describe the plan in one line: mesh, microbatches, precision and shares."""
     plan = records.plan
     if plan is None:
         return None
@@ -392,18 +412,18 @@ def plan_text(records: Records) -> str | None:
 
 
 def _buckets(records: Records) -> list[str]:
-    """The size of buckets that the run chose for itself, if it did."""
+    """Describe the bucket size that the run chose by measuring; empty if it did not choose one."""
     rows = records.kept("buckets")
     if not rows:
         return []
-    found = rows[-1].data
-    tried = found.get("step_s")
-    of = f"the quickest of {len(tried)} sizes" if isinstance(tried, dict) else "measured"
-    return [f"buckets of {float(str(found.get('chosen_mib'))):g} MiB ({of})"]
+    choice = rows[-1].data
+    tried = choice.get("step_s")
+    of = f"the fastest of {len(tried)} sizes" if isinstance(tried, dict) else "measured"
+    return [f"buckets of {float(str(choice.get('chosen_mib'))):g} MiB ({of})"]
 
 
 def flops_report(records: Records, system: SystemReport, target: TargetReport) -> FlopsReport:
-    """Work and its rate, where the model's FLOPs are known; the fraction of the peak where that is known too."""
+    """Return the FLOPs of the model, their rate, and the fraction of the peak, as far as each is known."""
     model = records.model
     per_sample = model.flops_forward + model.flops_backward if model else 0.0
     if model is None or not per_sample:
@@ -412,28 +432,33 @@ def flops_report(records: Records, system: SystemReport, target: TargetReport) -
     steady = steady_steps(records)
     samples, seconds = typical(steady, "samples"), typical(steady, "wall_s")
     rate = per_sample * samples / seconds if samples and seconds else None
-    one = system.peak_dense_flops.get(dtype, Quantity())
-    peak = one.value * (system.devices.value or 1) if one.value else None
-    note = "counted FLOPs over the measured step time"
+    device_peak = system.peak_dense_flops.get(dtype, Quantity())
+    peak = device_peak.value * (system.devices.value or 1) if device_peak.value else None
+    note = "counted FLOPs divided by the measured step time"
     return FlopsReport(
         model_per_sample=Quantity(value=per_sample, unit="FLOP", evidence=model.evidence),
-        formula="forward and backward, module by module; a multiply-add is 2; recompute not counted",
+        formula="forward and backward, summed over modules; a multiply-add counts as 2; recompute is not counted",
         dtype=dtype,
         rate=seen(rate, "FLOP/s", note),
-        peak=Quantity(value=peak, unit="FLOP/s", evidence=one.evidence, note=f"{dtype}, dense, all devices; {one.note}")
+        peak=Quantity(
+            value=peak,
+            unit="FLOP/s",
+            evidence=device_peak.evidence,
+            note=f"{dtype}, dense, all devices; {device_peak.note}",
+        )
         if peak
         else Quantity(unit="FLOP/s"),
         peak_fraction=seen(
             rate / peak if rate and peak and rate <= 1.02 * peak else None,
             "ratio",
-            f"{note}, over the dense {dtype} peak",
+            f"{note}, relative to the dense {dtype} peak",
         ),
         to_target=seen(per_sample * target.samples.value if target.samples.value else None, "FLOP"),
     )
 
 
 def tuning_report(extra: Mapping[str, str]) -> TuningReport:
-    """What the user stated about tuning."""
+    """Return what the user stated about tuning."""
     return TuningReport(
         trials=stated(extra, "tuning.trials"),
         device_seconds=stated(extra, "tuning.device_seconds", "device s"),
@@ -443,7 +468,7 @@ def tuning_report(extra: Mapping[str, str]) -> TuningReport:
 
 
 def baseline_report(extra: Mapping[str, str]) -> BaselineReport:
-    """What the user stated about the baseline."""
+    """Return what the user stated about the baseline."""
     source = extra.get("baseline.source")
     return BaselineReport(
         source="measured-here" if source == "measured-here" else "published" if source == "published" else None,
@@ -453,7 +478,7 @@ def baseline_report(extra: Mapping[str, str]) -> BaselineReport:
 
 
 def rank_reports(records: Records) -> tuple[RankReport, ...]:
-    """Every rank: place, peak memory, time by phase."""
+    """Describe every rank: its host and device, peak memory and time by phase."""
     reports = []
     for rank in records.header.ranks:
         rows = records.rank_rows.get(rank.rank, ())
@@ -482,37 +507,37 @@ def rank_reports(records: Records) -> tuple[RankReport, ...]:
 
 
 def _stolen(rows: Iterable[MetricsRow]) -> list[float]:
-    """What a rank said when it ended, every time it did."""
+    """Return the fractions of core time that went to other machines; a rank records one whenever it ends."""
     return [share for row in rows if row.kind == "machine" and (share := row.number("stolen")) is not None]
 
 
 def memory_peak(ranks: tuple[RankReport, ...]) -> Quantity:
-    """Peak bytes of the fullest rank."""
+    """Return the peak memory of the fullest rank, in bytes."""
     return seen(max((r.peak_memory.value for r in ranks if r.peak_memory.value is not None), default=None), "B")
 
 
 def prediction_checks(records: Records, report: RunReport) -> tuple[PredictionCheck, ...]:
-    """Predicted beside measured: step time, throughput, memory, bytes sent."""
-    found = records.prediction
-    if found is None:
+    """Compare predicted with measured values: step time, throughput, peak memory and bytes sent."""
+    prediction = records.prediction
+    if prediction is None:
         return ()
-    step, memory = found.step_time_s, found.memory_nbytes
+    step, memory = prediction.step_time_s, prediction.memory_nbytes
     pairs = (
         ("step time", predicted(step.value, "s", step.low, step.high), report.time.per_step),
-        ("throughput", predicted(found.throughput_per_s, report.throughput.unit), report.throughput),
+        ("throughput", predicted(prediction.throughput_per_s, report.throughput.unit), report.throughput),
         ("peak memory of a rank", predicted(memory.value, "B", memory.low, memory.high), report.memory_peak),
-        ("bytes sent by a rank in a step", predicted(found.sent_nbytes_per_rank, "B"), report.sent_per_step),
+        ("bytes sent by a rank in a step", predicted(prediction.sent_nbytes_per_rank, "B"), report.sent_per_step),
     )
     return tuple(prediction_check(name, guess, truth) for name, guess, truth in pairs)
 
 
 def predicted(value: float, unit: str, low: float | None = None, high: float | None = None) -> Quantity:
-    """A predicted number with its interval."""
+    """Return a predicted quantity, with its interval if it has one."""
     return Quantity(value=value, unit=unit, evidence="predicted", low=low, high=high)
 
 
 def prediction_check(name: str, guess: Quantity, truth: Quantity) -> PredictionCheck:
-    """One pair with its relative error; 0 predicted and 0 measured is no error."""
+    """Compare one predicted quantity with the measured one; zero predicted and zero measured count as no error."""
     error = within = None
     if guess.value is not None and truth.value is not None:
         if truth.value:
@@ -528,14 +553,16 @@ def prediction_check(name: str, guess: Quantity, truth: Quantity) -> PredictionC
 
 
 def verification(records: Records) -> VerificationSummary | None:
-    """The verdict of verify.json, if there is one."""
+    """Summarise the verdict of verify.json; None if there is none."""
     verdict = records.verdict
     if verdict is None:
         return None
     return VerificationSummary(
         passed=verdict.passed,
         sentence=verdict.sentence,
-        largest=seen(verdict.largest.relative_difference if verdict.largest else None, note="of all tensors compared"),
+        largest=seen(
+            verdict.largest.relative_difference if verdict.largest else None, note="over all compared tensors"
+        ),
         tolerance=Quantity(value=verdict.tolerance, evidence="assumed", note="relative to a tensor's root mean square"),
         steps=seen(verdict.steps, "steps"),
         arithmetic=verdict.arithmetic,
@@ -544,9 +571,10 @@ def verification(records: Records) -> VerificationSummary | None:
 
 
 def config_sha256(records: Records) -> str:
-    """Digest of what determines the result except the seed; equal for one recipe on any number of ranks.
+    """Return a digest of everything that determines the result, except the seed.
 
-    The number of microbatches counts only for a model that normalises over the batch: elsewhere it changes nothing.
+    Runs of one recipe have the same digest on any number of ranks. The number of microbatches counts only for a model
+    that normalises over the batch, because it changes no other result.
     """
     header, model = records.header, records.model
     recipe = serialization.to_data(header.recipe)
@@ -566,10 +594,11 @@ def config_sha256(records: Records) -> str:
 
 
 def _without_seed(arguments: tuple[str, ...]) -> list[str]:
-    kept: list[str] = []
+    """Return the script arguments without `--seed` and its value."""
+    remaining: list[str] = []
     skip = False
     for argument in arguments:
         if not skip and argument != "--seed" and not argument.startswith("--seed="):
-            kept.append(argument)
+            remaining.append(argument)
         skip = argument == "--seed"
-    return kept
+    return remaining

@@ -1,4 +1,4 @@
-"""Numbers and sentences as people read them: SI prefixes, durations, percent, and the words for what is missing."""
+"""Format numbers and lists for readers: SI prefixes, durations, percentages, and "not recorded" for missing values."""
 
 import math
 
@@ -11,7 +11,7 @@ EVIDENCE: dict[Evidence, str] = {
     "measured": "recorded by the run itself while it ran",
     "predicted": "estimated by tutti before the run",
     "published": "taken from a data sheet or a paper",
-    "assumed": "stated by the user, or assumed; not measured here",
+    "assumed": "stated by the user or assumed by tutti; not measured here",
 }
 
 PHASE_NAMES = {
@@ -30,13 +30,13 @@ CARRIED: dict[TrafficKind, str] = {
     "activations": "activations of split layers",
     "halos": "halos of neighbours",
     "tokens": "tokens to and from experts",
-    "vectors": "vectors of tables",
+    "vectors": "embedding vectors",
     "keys": "keys and values",
-    "heads": "heads for tokens",
+    "heads": "attention heads for tokens",
     "messages": "activations between stages",
     "statistics": "batch statistics",
-    "routing": "who chose which expert",
-    "indices": "rows wanted of tables",
+    "routing": "routing decisions",
+    "indices": "indices of table rows",
     "scalars": "losses and norms",
 }
 
@@ -47,7 +47,10 @@ _LOWER_IS_BETTER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "rmse", 
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number with about `digits` significant digits, grouped by thousands, no exponent between 1e-4 and 1e15."""
+    """Format a number with about `digits` significant digits.
+
+    Whole numbers keep all digits, thousands are grouped, and there is no exponent between 1e-4 and 1e15.
+    """
     if value == 0:
         return "0"
     if float(value).is_integer() and abs(value) < 1e15:
@@ -59,7 +62,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 3.42 ms, 12.3 s, 4 min 05 s, 2 h 13 min."""
+    """Format seconds: 3.42 ms, 12.3 s, 4 min 05 s, 2 h 13 min."""
     if seconds < 0:
         return "-" + duration(-seconds)
     if seconds == 0:
@@ -76,7 +79,7 @@ def duration(seconds: float) -> str:
 
 
 def prefixed(value: float, unit: str) -> str:
-    """A value with an SI prefix: 3.2 MB, 41 GFLOP/s."""
+    """Format a value with an SI prefix: 3.2 MB, 41 GFLOP/s."""
     for factor, prefix in _PREFIXES:
         if abs(value) >= factor:
             return f"{significant(value / factor)} {prefix}{unit}"
@@ -84,7 +87,7 @@ def prefixed(value: float, unit: str) -> str:
 
 
 def number(value: float, unit: str) -> str:
-    """A value in its unit, as shown everywhere."""
+    """Format a value in its unit, as all pages and tables show it."""
     if unit == "s":
         return duration(value)
     if unit == "ratio":
@@ -99,19 +102,22 @@ def number(value: float, unit: str) -> str:
 
 
 def show(quantity: Quantity) -> str:
-    """A quantity as text, or "not recorded"."""
+    """Format a quantity, or return "not recorded"."""
     return NOT_RECORDED if quantity.value is None else number(quantity.value, quantity.unit)
 
 
 def split_unit(quantity: Quantity) -> tuple[str, str]:
-    """The number and its unit apart: ("6,095", "samples/s"); durations in two parts stay whole."""
+    """Split a formatted quantity into number and unit, as in ("6,095", "samples/s").
+
+    A duration in two parts, such as "4 min 05 s", stays whole, with an empty unit.
+    """
     head, _, unit = show(quantity).partition(" ")
     separate = any(mark.isdigit() for mark in head) and not any(mark.isdigit() for mark in unit)
     return (head, unit) if separate else (show(quantity), "")
 
 
 def show_interval(quantity: Quantity) -> str:
-    """The interval of an estimate: "8.1 to 12.4 ms", or nothing."""
+    """Format the interval of an estimate, such as "8.1 to 12.4 ms"; empty if it has none."""
     if quantity.low is None or quantity.high is None:
         return ""
     low, high = number(quantity.low, quantity.unit), number(quantity.high, quantity.unit)
@@ -120,28 +126,28 @@ def show_interval(quantity: Quantity) -> str:
 
 
 def signed_percent(ratio: float) -> str:
-    """+12 %, -3.4 %, 0 %."""
+    """Format a ratio as a signed percentage: +12 %, −3.4 %, 0 %."""
     text = significant(abs(ratio) * 100, 2 if abs(ratio) < 1 else 3)
     return f"{'+' if ratio > 0 else '−' if ratio < 0 else ''}{text} %"
 
 
 def quality_text(value: float) -> str:
-    """A quality value: four decimals below 1, four significant digits above."""
+    """Format a quality: four decimals below 1, four significant digits above."""
     return f"{value:.4f}" if abs(value) < 1 else significant(value, 4)
 
 
 def higher_is_better(metric: str) -> bool:
-    """Whether more of a metric is better, judged by its name (losses and errors: less)."""
+    """Return whether a higher value of this metric is better, judged by its name (not for losses and errors)."""
     words = metric.lower().replace("-", "_").split("_")
     return not any(word in words or metric.lower().endswith(word) for word in _LOWER_IS_BETTER)
 
 
 def plural(count: int | float, word: str) -> str:
-    """1 step, 2 steps, 2 microbatches."""
+    """Format a count and a noun: 1 step, 2 steps, 2 microbatches."""
     ending = "" if count == 1 else "es" if word == "microbatch" else "s"
     return f"{significant(count)} {word}{ending}"
 
 
 def listed(items: list[str]) -> str:
-    """a, b and c."""
+    """Join items: "a, b and c"."""
     return " and ".join(([", ".join(items[:-1])] if len(items) > 1 else []) + items[-1:])

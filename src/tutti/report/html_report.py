@@ -1,4 +1,4 @@
-"""The report as one HTML file that stands alone: style and figures inside, no script, no reference to anything."""
+"""Render reports as self-contained HTML: style and figures are inline, with no scripts and no external references."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ SEVERITIES = {"refuse": "Refused", "warn": "Warning", "note": "Note"}
 
 
 def environment() -> jinja2.Environment:
-    """The templates of all pages, with what they share."""
+    """Return the Jinja environment that all pages share: templates, formatting functions and style."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("tutti", "report"),
         autoescape=True,
@@ -64,7 +64,7 @@ def environment() -> jinja2.Environment:
 
 
 def report_html(report: RunReport) -> str:
-    """The page of one run."""
+    """Render the page of one run."""
     wall = report.time.wall.value
 
     def share(quantity: Quantity) -> str:
@@ -92,7 +92,7 @@ def report_html(report: RunReport) -> str:
 
 
 def comparison_html(comparison: Comparison) -> str:
-    """The page of several runs side by side."""
+    """Render the page that compares several runs."""
     first = comparison.runs[0]
     to_target = all(run.quality.target.value is not None for run in comparison.runs)
     return (
@@ -125,37 +125,39 @@ def comparison_html(comparison: Comparison) -> str:
 
 
 def badges(report: RunReport) -> list[tuple[str, str]]:
-    """Verdicts at a glance: (kind of badge, words)."""
-    found = [("" if report.status == "completed" else "bad", report.status.capitalize())]
+    """Return the page's badges, as (kind of badge, text): status, verification, target and findings."""
+    result = [("" if report.status == "completed" else "bad", report.status.capitalize())]
     verdict = report.verification
     if verdict is None:
-        found.append(("warn", "Not verified against one device"))
+        result.append(("warn", "Not verified against one device"))
     elif verdict.passed:
-        found.append(("good", "Verified against one device"))
+        result.append(("good", "Verified against one device"))
     else:
-        found.append(("bad", "Verification failed"))
+        result.append(("bad", "Verification failed"))
     if report.quality.reached is not None:
-        found.append(("good", "Target reached") if report.quality.reached else ("bad", "Target missed"))
-    return found + _finding_badges(report.findings)
+        result.append(("good", "Target reached") if report.quality.reached else ("bad", "Target missed"))
+    return result + _finding_badges(report.findings)
 
 
 def _finding_badges(findings: Sequence[RuleFinding]) -> list[tuple[str, str]]:
+    """Return a badge for refusals and one for warnings; a single positive badge if there are none."""
     count = Counter(finding.severity for finding in findings)
-    found = []
+    result = []
     if count["refuse"]:
-        found.append(("bad", f"{plural(count['refuse'], 'refusal')} by the rules"))
+        result.append(("bad", f"{plural(count['refuse'], 'refusal')} by the rules"))
     if count["warn"]:
-        found.append(("warn", plural(count["warn"], "warning")))
-    return found or [("good", "Nothing to object")]
+        result.append(("warn", plural(count["warn"], "warning")))
+    return result or [("good", "No objections")]
 
 
 def _quality_name(report: RunReport) -> str:
+    """Return the heading of the quality: the evaluation and its metric."""
     quality = report.quality
     return f"{quality.name} {quality.metric}".strip().capitalize() or "Quality"
 
 
 def _key_figures(report: RunReport) -> dict[str, str]:
-    """The small print of the key figures."""
+    """Return the headings and small print of the key figures."""
     quality, reached = report.quality, report.to_target
     count = quality.eval_samples.value
     also = f"on {significant(count)} samples, at the end" if count else ""
@@ -178,12 +180,13 @@ def _key_figures(report: RunReport) -> dict[str, str]:
 
 
 def _computing(rank: RankReport) -> Quantity:
+    """Return the seconds that a rank computed: forward, backward and optimizer."""
     parts = [q.value or 0 for phase, q in rank.breakdown.items() if phase in ("forward", "backward", "optimizer")]
     return seen(sum(parts) if parts else None, "s", "forward, backward and optimizer")
 
 
 def _learning_plots(report: RunReport) -> list[Plot]:
-    """Loss and quality, each over wall time and over samples."""
+    """Draw loss and quality, each over wall time and over samples."""
     losses = [(curve, curve.name) for curve in report.curves if curve.metric == "loss"]
     metric = report.quality.metric
     qualities = [(curve, curve.name) for curve in report.curves if curve.metric == metric and metric != "loss"]
@@ -202,6 +205,7 @@ def _learning_plots(report: RunReport) -> list[Plot]:
 
 
 def _overlaid(comparison: Comparison) -> list[Plot]:
+    """Draw the losses and qualities of all runs on shared axes."""
     names = labels(comparison.runs)
     judged = comparison.runs[0].quality
 
@@ -221,7 +225,7 @@ def _overlaid(comparison: Comparison) -> list[Plot]:
 
 
 def _time_plots(report: RunReport) -> list[Plot]:
-    """The run's wall time, every rank's steps, and one step predicted and measured."""
+    """Draw the run's wall time, the steps of every rank, and one step as predicted and measured."""
     ranks = [(f"rank {rank.rank}", rank.breakdown) for rank in report.ranks][:MOST_RANKS]
     more = "" if len(report.ranks) <= MOST_RANKS else f"; the first {MOST_RANKS} of {len(report.ranks)} ranks"
     plots = [
@@ -248,12 +252,12 @@ def _time_plots(report: RunReport) -> list[Plot]:
 
 
 def _rule_table(report: RunReport) -> list[dict[str, Any]]:
-    """One row a rule: what it found in this run, and which of the fields it needs were not recorded."""
+    """Return a row for each rule: what it found in this run, and which of its required fields were not recorded."""
     rows = []
     for rule, title in TITLES.items():
-        found = [finding for finding in report.findings if finding.rule == rule]
-        outcome = ", ".join(f"{SEVERITIES[f.severity].lower()} ({f.code})" for f in found)
-        bad = any(finding.severity != "note" for finding in found)
+        findings = [finding for finding in report.findings if finding.rule == rule]
+        outcome = ", ".join(f"{SEVERITIES[f.severity].lower()} ({f.code})" for f in findings)
+        bad = any(finding.severity != "note" for finding in findings)
         missing = [path for path in REQUIRED[rule] if not recorded(report, path)]
         silent = "cannot be judged" if len(missing) == len(REQUIRED[rule]) else "no objection"
         rows.append(
@@ -269,7 +273,7 @@ def _rule_table(report: RunReport) -> list[dict[str, Any]]:
 
 
 def recorded(report: RunReport, path: str) -> bool:
-    """Whether a field (a dotted path in the report) holds anything."""
+    """Return whether the report has a value at a dotted path such as "quality.split"."""
     value: Any = report
     for part in path.split("."):
         value = getattr(value, part)
@@ -280,7 +284,7 @@ def recorded(report: RunReport, path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A long hexadecimal digest, shown shortened."""
+    """A hexadecimal digest; the page shows its first characters."""
 
     hash: str | None
 
@@ -290,7 +294,11 @@ Box = tuple[str, list[Entry]]
 
 
 def boxes(report: RunReport) -> list[Box]:
-    """All boxes of a run, in order."""
+    """Return the page's boxes of settings, in order.
+
+    Returns:
+        (title, entries) of each box; an entry is (name, value).
+    """
     return [
         ("Hardware", _hardware(report)),
         ("Recipe", _recipe(report)),
@@ -313,7 +321,7 @@ def _hardware(report: RunReport) -> list[Entry]:
     for link in system.links:
         entries += [(f"{link.tier} latency", link.latency), (f"{link.tier} bandwidth", link.bandwidth)]
     versions = ", ".join(f"{name} {number}" for name, number in system.versions.items())
-    sums = [("gradients are summed through", system.sums)] if system.sums else []
+    sums = [("gradients are reduced through", system.sums)] if system.sums else []
     return [*entries, ("backend", system.backend), *sums, ("platform", system.platform), ("versions", versions)]
 
 
@@ -322,16 +330,16 @@ def _recipe(report: RunReport) -> list[Entry]:
     return [
         ("optimizer", recipe.optimizer),
         ("learning rate", recipe.lr),
-        ("rate rule", recipe.lr_rule or "none"),
+        ("learning-rate rule", recipe.lr_rule or "none"),
         ("scheduler", recipe.scheduler or "none"),
         ("clipping norm", recipe.clip_norm if recipe.clip_norm.value is not None else "none"),
         ("global batch", batch.global_size),
-        ("batch of a rank", batch.local_size),
-        ("microbatch of a rank", batch.micro_size),
+        ("batch per rank", batch.local_size),
+        ("microbatch per rank", batch.micro_size),
         ("last batch", recipe.last_batch),
         *_noise(report),
         ("precision", recipe.precision),
-        ("sums of gradients", recipe.compress or "exact"),
+        ("gradient reductions", recipe.compress or "exact"),
         ("seed", recipe.seed),
         ("plan", report.plan),
         *((f"replicas' {name}", value) for name, value in report.replicas.items()),
@@ -339,8 +347,9 @@ def _recipe(report: RunReport) -> list[Entry]:
 
 
 def _noise(report: RunReport) -> list[Entry]:
+    """Return the entries of the gradient noise scale; empty if it was not measured."""
     noise = report.noise
-    return [] if noise is None else [("critical batch", noise.critical_batch), ("measured in", noise.measured)]
+    return [] if noise is None else [("critical batch", noise.critical_batch), ("noise measured in", noise.measured)]
 
 
 def _data(report: RunReport) -> list[Entry]:
@@ -352,15 +361,15 @@ def _data(report: RunReport) -> list[Entry]:
         ("hash covers", data.hash_covers),
         ("evaluation data", data.test_name),
         ("evaluation SHA-256", Digest(data.test_sha256)),
-        ("in both", data.train_test_overlap),
+        ("samples in both", data.train_test_overlap),
         ("input shape", data.input_shape),
         ("data at start", data.start_state),
         ("waiting for data", report.time.load_wait),
         ("samples trained on", report.samples_seen),
-        ("work of a sample", flops.model_per_sample),
-        ("rate", flops.rate),
+        ("FLOPs per sample", flops.model_per_sample),
+        ("FLOP rate", flops.rate),
         ("fraction of peak", flops.peak_fraction),
-        ("sent by a rank a step", report.sent_per_step),
+        ("bytes sent per rank and step", report.sent_per_step),
     ]
 
 
@@ -385,6 +394,7 @@ def _provenance(report: RunReport) -> list[Entry]:
 
 
 def _verified(report: RunReport) -> list[Entry]:
+    """Return the entries of the verification; empty if the run was not verified."""
     verdict = report.verification
     if verdict is None:
         return []

@@ -1,4 +1,4 @@
-"""A plan as a page that stands alone: the step as it falls, memory, the others, speed against devices, trials."""
+"""Render a plan as a self-contained page: timeline of a step, memory, other plans, scaling and measured trials."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -46,7 +46,11 @@ RowKind = Literal["", "chosen", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyFigure:
-    """A predicted number of the first screen, and its small print."""
+    """A predicted number at the top of the page.
+
+    Attributes:
+        also: small print below the value.
+    """
 
     name: str
     value: str
@@ -55,7 +59,11 @@ class KeyFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRow:
-    """Cells of a table, as text. `kind`: the chosen plan, or one that cannot be."""
+    """Cells of a table, as text.
+
+    Attributes:
+        kind: "chosen" for the chosen plan, "off" for a plan that cannot run.
+    """
 
     cells: tuple[str, ...]
     kind: RowKind = ""
@@ -63,7 +71,12 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageTable:
-    """A table whose cells are text. `right`: columns of numbers; `under`: a sentence above it."""
+    """A table whose cells are text.
+
+    Attributes:
+        under: sentence between the title and the table.
+        right: indices of the right-aligned (numeric) columns.
+    """
 
     title: str
     under: str
@@ -74,8 +87,16 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPage:
-    """What the page says. `name` and `lead`: of the plan, in words; `remarks`: why it was chosen, and `changes`: what
-    would make another win; `next_command`: what a user types next."""
+    """The content of the page.
+
+    Attributes:
+        name: the plan in a few words.
+        lead: summary sentence.
+        keys: predicted numbers at the top of the page.
+        remarks: why the plan was chosen.
+        changes: changes that would make another plan win.
+        next_command: the command that trains by this plan.
+    """
 
     name: str
     lead: str
@@ -91,7 +112,7 @@ class PlanPage:
 
 
 def plan_html(page: PlanPage) -> str:
-    """The page as one file: style and figures inside, no script, no reference to anything."""
+    """Render the page as one HTML file with inline style and figures, no scripts and no external references."""
     doings = [doing for doing in ACTIVITY_LABELS if any(doing in track.seconds for track in page.timeline.tracks)]
     return (
         environment()
@@ -114,20 +135,22 @@ def plan_html(page: PlanPage) -> str:
 
 
 def _badges(page: PlanPage) -> list[tuple[str, str]]:
+    """Return the page's badges, as (kind of badge, text): whether the plan fits, and what trials measured."""
     fits = ("good", "Fits in memory") if page.prediction.fits else ("bad", "Does not fit in memory")
-    found = [fits]
+    badges = [fits]
     if page.trials is None:
-        found.append(("warn", "Nothing was run: every number is predicted"))
+        badges.append(("warn", "Nothing was run: every number is predicted"))
     elif page.trials.best is None:
-        found.append(("bad", "None of the plans tried ran"))
+        badges.append(("bad", "None of the plans that were tried ran"))
     elif page.trials.changed:
-        found.append(("warn", "Measured: another plan is faster"))
+        badges.append(("warn", "Measured: another plan is faster"))
     else:
-        found.append(("good", "Measured: the choice stands"))
-    return found
+        badges.append(("good", "Measured: the choice stands"))
+    return badges
 
 
 def _track_row(found: Timeline, track: Track, doings: list[Activity]) -> dict[str, object]:
+    """Build a table row of a track: the fraction of the step that each activity takes."""
     parts = [track.seconds.get(doing, 0.0) / found.step_time_s.value for doing in doings]
     return {
         "name": track_name(track, found),
@@ -149,24 +172,24 @@ FILLS: dict[Activity, str] = {
     "other": PHASE_COLOURS["other"],
 }
 OUTLINED: tuple[Activity, ...] = ("bubble", "waiting")
-"""Drawn with an edge: nothing is done."""
+"""Activities drawn as outlines, because the rank does nothing."""
 BREAK = 0.03
-"""What is left out of a step is drawn so wide a part of the rest."""
+"""Width of the gap that replaces omitted microbatches, as a fraction of the drawn time."""
 
 MOST_BESIDE = 7
-"""Entries of a legend in one row: more would be wider than the page."""
+"""Maximum number of legend entries per row: more would be wider than the page."""
 
 Place = Callable[[float], float]
 
 
 def track_name(track: Track, found: Timeline) -> str:
-    """The ranks of a track, with their stage where there are several."""
-    return track.ranks + (f" (stage {track.stage})" if len({one.stage for one in found.tracks}) > 1 else "")
+    """Return the ranks of a track as text, with their stage if the timeline has several stages."""
+    return track.ranks + (f" (stage {track.stage})" if len({other.stage for other in found.tracks}) > 1 else "")
 
 
 @styled
 def timeline_plot(found: Timeline) -> Plot:
-    """Ranks as rows, what they do as bars; hidden communication as a line below them."""
+    """Draw one predicted step: a row per track, bars for activities, and lines below them for hidden communication."""
     left, end_s = found.left_out, found.step_time_s.value
     factor, unit = (1e3, "ms") if end_s < 1 else (1.0, "s")
     place, width = _placed(left, end_s)
@@ -190,7 +213,7 @@ def timeline_plot(found: Timeline) -> Plot:
     axes.set_xticks([place(tick / factor) for tick in ticks], [f"{tick:g}" for tick in ticks])
     axes.set_xlabel(f"time of a step ({unit})")
     _legend(figure, handles)
-    note = "predicted, all of it; ranks that do the same are one row"
+    note = "all predicted; ranks that do the same share a row"
     if left is not None:
         note += f"; {plural(left.microbatches, 'microbatch')} of {found.num_microbatches} left out at the gap"
     if found.tracks_left_out:
@@ -202,7 +225,7 @@ def timeline_plot(found: Timeline) -> Plot:
 
 
 def _doing_handles(found: Timeline) -> list[Patch | Line2D]:
-    """An entry of the legend for all that takes a visible part of the step."""
+    """Return a legend entry for each activity that takes a visible part of the step."""
     least = 0.002 * found.step_time_s.value
     used = [doing for doing in FILLS if any(track.seconds.get(doing, 0) > least for track in found.tracks)]
     handles: list[Patch | Line2D] = [
@@ -216,7 +239,7 @@ def _doing_handles(found: Timeline) -> list[Patch | Line2D]:
 
 
 def _placed(left: Omission | None, end_s: float) -> tuple[Place, float]:
-    """Where a moment of the step is drawn, and how wide all of it is."""
+    """Return the function that maps a moment of the step to its x coordinate, and the width of the drawing."""
     if left is None:
         return (lambda moment: moment), end_s
     away = left.end_s - left.start_s
@@ -231,19 +254,19 @@ def _placed(left: Omission | None, end_s: float) -> tuple[Place, float]:
 
 
 def _ticks(left: Omission | None, end_s: float, factor: float) -> list[float]:
-    """Round numbers over what is drawn."""
+    """Return tick positions at round numbers, without those inside the omitted part."""
     shown = end_s - (left.end_s - left.start_s if left is not None else 0.0)
     steps = MaxNLocator(10).tick_values(0.0, shown * factor)
     size = float(steps[1] - steps[0])
-    found = [index * size for index in range(int(end_s * factor / size) + 1)] if end_s / shown < 1000 else [0.0]
+    ticks = [index * size for index in range(int(end_s * factor / size) + 1)] if end_s / shown < 1000 else [0.0]
     return [
-        round(tick, 9) for tick in found
+        round(tick, 9) for tick in ticks
         if left is None or tick <= left.start_s * factor or tick >= left.end_s * factor
     ]  # fmt: skip
 
 
 def _draw(axes: Axes, row: int, bars: Sequence[Bar], doing: Activity, place: Place) -> None:
-    """All bars of one kind in a row as one path."""
+    """Draw all bars of one activity in a row as one path."""
     if not bars:
         return
     starts, ends = (
@@ -257,11 +280,12 @@ def _draw(axes: Axes, row: int, bars: Sequence[Bar], doing: Activity, place: Pla
 
 
 def _legend_rows(handles: Sequence[Patch | Line2D]) -> int:
+    """Return the number of rows that the legend needs."""
     return -(-len(handles) // MOST_BESIDE)
 
 
 def _legend(figure: Figure, handles: Sequence[Patch | Line2D]) -> None:
-    """Above the figure, in as many rows as its entries need."""
+    """Draw the legend above the figure, in as many rows as its entries need."""
     figure.legend(
         handles=list(handles), loc="outside upper left", ncols=-(-len(handles) // _legend_rows(handles)),
         handlelength=1.1, handleheight=0.9, columnspacing=1.4,
@@ -269,12 +293,13 @@ def _legend(figure: Figure, handles: Sequence[Patch | Line2D]) -> None:
 
 
 def _told(track: Track) -> str:
+    """Describe in words how long a track spends on each activity."""
     return ", ".join(f"{ACTIVITY_LABELS[doing]} {duration(lasts)}" for doing, lasts in track.seconds.items())
 
 
 @styled
 def held_plot(found: Timeline) -> Plot:
-    """What holds the memory of a rank of each track, hatched as all that is predicted, and how much it may hold."""
+    """Draw the predicted peak memory of a rank of each track by component (hatched), with its memory limit."""
     tracks = found.tracks
     biggest = max(max(track.memory.total, track.memory_limit_nbytes) for track in tracks)
     factor, unit = next((f, u) for f, u in ((2.0**30, "GiB"), (2.0**20, "MiB"), (1.0, "B")) if biggest >= f or f == 1)
@@ -301,16 +326,21 @@ def held_plot(found: Timeline) -> Plot:
     axes.set_xlabel(f"peak memory of a rank ({unit})")
     _legend(figure, handles)
     words = "Memory of a rank, predicted. " + " ".join(
-        f"{track_name(one, found)}: {one.memory.total / factor:.1f} {unit} of {one.memory_limit_nbytes / factor:.1f}."
-        for one in tracks
+        f"{track_name(entry, found)}: {entry.memory.total / factor:.1f} {unit} of "
+        f"{entry.memory_limit_nbytes / factor:.1f}."
+        for entry in tracks
     )
-    note = "hatched: predicted, by what holds it at the peak; the line: what a rank may hold"
+    note = "hatched: predicted, by component at the peak; line: memory limit of a rank"
     return Plot(title="Memory of a rank", note=note, svg=inline(figure, "held", words), words=words, wide=True)
 
 
 @styled
 def scaling_plot(curve: ScalingCurve) -> Plot | None:
-    """Throughput against devices: predicted dashed, measured solid, and where more devices stop paying."""
+    """Draw throughput against the number of devices: predicted dashed, measured solid.
+
+    A vertical line marks the number at which more devices stop paying. Returns None when no number of devices has a
+    plan.
+    """
     points = [point for point in curve.points if point.throughput_per_s and point.step_time_s is not None]
     if not points:
         return None
@@ -322,10 +352,10 @@ def scaling_plot(curve: ScalingCurve) -> Plot | None:
         for p in points if p.step_time_s is not None
     ]  # fmt: skip
     axes.fill_between(x, [low for low, _ in ends], [high for _, high in ends], color=SERIES[0], alpha=0.13, linewidth=0)
-    axes.plot(x, [y[0] * one / x[0] for one in x], color=MUTED, linewidth=1, linestyle=(0, (1, 3)),
-              label=f"in proportion to devices, from {x[0]}")  # fmt: skip
+    axes.plot(x, [y[0] * count / x[0] for count in x], color=MUTED, linewidth=1, linestyle=(0, (1, 3)),
+              label=f"linear scaling from {x[0]}")  # fmt: skip
     axes.plot(x, y, color=SERIES[0], linewidth=1.8, linestyle=(0, (4, 2)), marker="o", markersize=7,
-              markerfacecolor=PAPER, markeredgewidth=1.8, label="predicted, the band its interval")  # fmt: skip
+              markerfacecolor=PAPER, markeredgewidth=1.8, label="predicted, with its interval as a band")  # fmt: skip
     if curve.measured:
         seen = sorted(curve.measured, key=lambda point: point.devices)
         axes.plot([p.devices for p in seen], [p.throughput_per_s for p in seen], color=SERIES[1], linewidth=1.8,
@@ -341,23 +371,26 @@ def scaling_plot(curve: ScalingCurve) -> Plot | None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.set_xlim(x[0] / 1.25, x[-1] * 1.12)
-    axes.xaxis.set_major_locator(FixedLocator([float(one) for one in x]))
+    axes.xaxis.set_major_locator(FixedLocator([float(count) for count in x]))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel="devices at hand", ylabel=f"{curve.unit}/s")
+    axes.set(xlabel="available devices", ylabel=f"{curve.unit}/s")
     axes.legend(loc="upper left", handlelength=2.4)
     words = "Throughput against devices, predicted. " + " ".join(
         f"{p.devices}: {significant(p.throughput_per_s)} {curve.unit}/s." for p in points
     )
     return Plot(
-        title="Speed against devices", note="the best plan with at most so many devices; " + curve.sentence,
+        title="Speed against devices", note="the best plan that uses at most this many devices; " + curve.sentence,
         svg=inline(figure, "scaling", words), words=words, wide=True,
     )  # fmt: skip
 
 
 @styled
 def trials_plot(found: Trials) -> Plot | None:
-    """Steps of the plans that were run: measured solid with the spread of its steps, predicted hatched above it."""
+    """Draw the step time of each plan that was run: predicted (hatched) above measured (solid, with its range).
+
+    Returns None when no trial was measured.
+    """
     known = [trial for trial in found.trials if trial.measured_s is not None]
     if not known:
         return None
@@ -378,12 +411,12 @@ def trials_plot(found: Trials) -> Plot | None:
     rows(axes, [trial.words for trial in known])
     axes.set_xlim(0, longest * factor * 1.12)
     axes.set_xlabel(f"time of a step ({unit})")
-    spread_words = "measured, the line from the quickest to the slowest step"
+    spread_words = "measured, with a line from the fastest to the slowest step"
     predicted = Patch(facecolor="none", edgecolor=SERIES[0], hatch="////", label="predicted")
     _legend(figure, [predicted, Patch(facecolor=SERIES[1], label=spread_words)])
     words = "Plans that were run. " + " ".join(
         f"{t.words}: predicted {duration(t.predicted.value)}, measured {duration(float(t.measured_s or 0))}."
         for t in known
     )
-    note = "median of the steps that were run; the plans in the order of their predictions"
+    note = "median of the measured steps; plans in the order of their predicted step times"
     return Plot(title="Predicted and measured", note=note, svg=inline(figure, "trials", words), words=words, wide=True)

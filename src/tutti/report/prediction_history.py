@@ -1,4 +1,4 @@
-"""From many run folders to a History: how far predictions have been off, so that a user knows how far to trust them."""
+"""Compare the predictions of many runs with their measurements, so that a user knows how far to trust predictions."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,27 +28,31 @@ from tutti.report.measurements import seen
 from tutti.report.svg import INK, MUTED, PAPER, SERIES, Plot, inline, new_figure, styled
 
 FEW = 5
-"""Below so many runs, errors are told but no percentile of them."""
+"""Minimum number of runs for a percentile of the errors."""
 
 
 def run_folders(paths: Iterable[Path]) -> list[Path]:
-    """Run folders among `paths` and directly within them. Raises ReportError for a path that is no folder."""
-    found: dict[Path, None] = {}
+    """Return the run folders among `paths` and directly inside them.
+
+    Raises:
+        ReportError: a path is not a folder.
+    """
+    folders: dict[Path, None] = {}
     for path in paths:
         if not path.is_dir():
-            raise ReportError(f"{path} is not a folder; name run folders, or a folder of them such as runs")
+            raise ReportError(f"{path} is not a folder; name run folders, or a folder that contains them, such as runs")
         inside = sorted(header.parent for header in path.glob("*/run.json"))
         for folder in [path] if (path / "run.json").is_file() else inside:
-            found[folder] = None
-    return list(found)
+            folders[folder] = None
+    return list(folders)
 
 
 def build_history(folders: Sequence[Path]) -> PredictionHistory:
-    """What the runs in `folders` say of their predictions; those without one are named."""
+    """Compare the predicted and measured step times of runs; list the runs that lack either one."""
     entries, left_out = [], []
     for folder in folders:
         if not RunFolder(folder).prediction.is_file():
-            left_out.append(f"{folder.name}: it was not predicted")
+            left_out.append(f"{folder.name}: it has no prediction")
             continue
         try:
             report = build_report(folder)
@@ -69,6 +73,7 @@ def build_history(folders: Sequence[Path]) -> PredictionHistory:
 
 
 def _entry(folder: Path, report: RunReport) -> HistoryEntry | None:
+    """Build a history entry; None if the report has no measured step time."""
     checks = {check.name: check for check in report.checks}
     step = checks.get("step time")
     if step is None or step.error.value is None:
@@ -91,10 +96,12 @@ def _entry(folder: Path, report: RunReport) -> HistoryEntry | None:
 
 
 def _error(check: PredictionCheck | None) -> Quantity:
+    """Return the error of a check; empty without one."""
     return Quantity(unit="ratio") if check is None else check.error
 
 
 def _cluster_name(folder: Path) -> str:
+    """Return the name of the cluster in a run folder; empty if it is missing or unreadable."""
     path = RunFolder(folder).cluster
     try:
         return serialization.load(ClusterSpec, path).name if path.is_file() else ""
@@ -103,7 +110,12 @@ def _cluster_name(folder: Path) -> str:
 
 
 def trust_in(entries: Sequence[HistoryEntry], cluster: str) -> PredictionAccuracy:
-    """The errors of runs in numbers and in one sentence."""
+    """Summarise the prediction errors of runs, as numbers and in one sentence.
+
+    Args:
+        entries: the runs; at least one.
+        cluster: their cluster, for the text; empty for all clusters.
+    """
     errors = [float(entry.step_error.value or 0.0) for entry in entries]
     sizes = sorted(abs(error) for error in errors)
     memory = [abs(float(e.memory_error.value)) for e in entries if e.memory_error.value is not None]
@@ -111,35 +123,35 @@ def trust_in(entries: Sequence[HistoryEntry], cluster: str) -> PredictionAccurac
     most = quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) >= FEW else None
     bias, size = median(errors), median(sizes)
     where = f" on {cluster}" if cluster else ""
-    strategy = "longer than" if bias < 0 else "less long than" if bias > 0 else "as long as"
+    strategy = "longer than" if bias < 0 else "less time than" if bias > 0 else "as long as"
     words = [
         f"{plural(len(entries), 'run')}{where}: steps took {strategy} predicted (median error {signed_percent(bias)})",
-        f"the median size of the error is {significant(100 * size)} %",
+        f"the median absolute error is {significant(100 * size)} %",
     ]
     if most is not None:
-        words.append(f"in nine of ten at most {significant(100 * most)} %")
+        words.append(f"nine of ten errors are at most {significant(100 * most)} %")
     words.append(f"{within} of {len(entries)} were in the predicted interval")
     if memory:
-        words.append(f"memory was off by {significant(100 * median(memory))} % in the median")
+        words.append(f"the median absolute error of memory is {significant(100 * median(memory))} %")
     return PredictionAccuracy(
         cluster=cluster,
         runs=len(entries),
-        median=seen(size, "ratio", "of the sizes of errors of step times"),
-        ninetieth=seen(most, "ratio", "nine of ten errors are at most so large"),
+        median=seen(size, "ratio", "median of the absolute errors of step times"),
+        ninetieth=seen(most, "ratio", "90th percentile of the absolute errors of step times"),
         bias=seen(bias, "ratio", "median of (predicted - measured) / measured"),
         within=within,
-        memory_median=seen(median(memory) if memory else None, "ratio", "of the sizes of errors of peak memory"),
+        memory_median=seen(median(memory) if memory else None, "ratio", "median of the absolute errors of peak memory"),
         sentence="; ".join(words) + ".",
     )
 
 
 MOST_SHOWN = 60
-"""Runs that the figure shows at most, the newest."""
+"""Maximum number of runs in the figure; the newest are shown."""
 
 
 @styled
 def history_plot(history: PredictionHistory) -> Plot | None:
-    """Predicted step time in percent of the measured one, run by run, each with its predicted interval."""
+    """Draw the predicted step time of each run in percent of the measured one, with its predicted interval."""
     shown = [e for e in history.entries if e.predicted_step.value and e.measured_step.value][-MOST_SHOWN:]
     if not shown:
         return None
@@ -167,26 +179,26 @@ def history_plot(history: PredictionHistory) -> Plot | None:
     step = -(-len(shown) // 12)
     axes.set_xticks(range(0, len(shown), step), [shown[at].started_utc[:10] for at in range(0, len(shown), step)])
     axes.set_xlim(-0.6, len(shown) - 0.4)
-    axes.set(xlabel="runs, by when they began", ylabel="predicted step, in % of measured")
+    axes.set(xlabel="runs, in order of their start", ylabel="predicted step, in % of measured")
     axes.plot([], [], "o", markersize=8, markerfacecolor=PAPER, markeredgewidth=2, markeredgecolor=SERIES[0],
               label="measured within the predicted interval (dashed)")  # fmt: skip
     axes.plot([], [], "o", markersize=8, markerfacecolor=PAPER, markeredgewidth=2, markeredgecolor=SERIES[1],
               label="outside it")  # fmt: skip
-    axes.plot([], [], color=MUTED, linewidth=1.6, label="line: as measured")
+    axes.plot([], [], color=MUTED, linewidth=1.6, label="prediction equals measurement")
     figure.legend(loc="outside upper left", ncols=3, columnspacing=1.4)
-    words = "Predicted in percent of measured. " + " ".join(
+    words = "Predicted step times in percent of measured ones. " + " ".join(
         f"{e.name}: predicted {duration(float(e.predicted_step.value or 0))}, "
         f"measured {duration(float(e.measured_step.value or 0))}."
         for e in shown
     )
     note = f"{plural(len(shown), 'run')}; above the line: predicted too slow, below it: too fast"
     return Plot(
-        title="How good predictions were", note=note, svg=inline(figure, "history", words), words=words, wide=True
+        title="Accuracy of predictions", note=note, svg=inline(figure, "history", words), words=words, wide=True
     )
 
 
 def history_html(history: PredictionHistory) -> str:
-    """The page as one file."""
+    """Render the page of the history."""
     whole = history.trust[0] if history.trust else None
     good = whole is not None and whole.within * 2 >= whole.runs
     return (
@@ -197,7 +209,7 @@ def history_html(history: PredictionHistory) -> str:
 
 
 def history_table(history: PredictionHistory) -> RenderableType:
-    """The history for a rich console, the newest run last."""
+    """Build the history as a table for a rich console, the newest run last."""
     shown = Table(title="Predictions and measurements", title_justify="left")
     for name in ("run", "cluster", "plan"):
         shown.add_column(name, no_wrap=name != "plan")

@@ -1,4 +1,4 @@
-"""Quality of a run: its curves, the value it is judged by, and what it took to reach a target."""
+"""Quality of a run: its curves, the value that it is judged by, and the cost of reaching a target."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -27,7 +27,11 @@ _PREFERENCE: tuple[Split, ...] = ("test", "validation", "other", "train")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityTarget:
-    """A quality to reach: evaluation `name` (None: the one the run is judged by), metric and value."""
+    """A quality to reach.
+
+    Attributes:
+        name: the evaluation; None for the one that the run is judged by.
+    """
 
     name: str | None
     metric: str
@@ -35,7 +39,11 @@ class QualityTarget:
 
 
 def parse_target(text: str) -> QualityTarget:
-    """Read "test.accuracy=0.9" or "accuracy=0.9". Raises ReportError when it is neither."""
+    """Parse a target such as "test.accuracy=0.9" or "accuracy=0.9"; ">=" and "<=" count as "=".
+
+    Raises:
+        ReportError: the text has another form, or the value is not finite.
+    """
     left, _, right = text.replace(">=", "=").replace("<=", "=").partition("=")
     name, _, metric = left.strip().rpartition(".")
     try:
@@ -48,7 +56,10 @@ def parse_target(text: str) -> QualityTarget:
 
 
 def split_of(row: MetricsRow, training_sha256: str) -> Split:
-    """Which part of the data an evaluation used: by its name, but "train" if its data is the training data."""
+    """Return which part of the data an evaluation used.
+
+    Its name decides, but an evaluation on data with the hash of the training data is always "train".
+    """
     data = row.data.get("data")
     if isinstance(data, dict) and data.get("sha256") and data.get("sha256") == training_sha256:
         return "train"
@@ -56,7 +67,7 @@ def split_of(row: MetricsRow, training_sha256: str) -> Split:
 
 
 def samples_at(records: Records) -> Callable[[int], int]:
-    """A function from a step to the samples trained on by then."""
+    """Return a function from a step number to the samples trained on by then."""
     steps = records.kept("step")
     numbers = [row.step for row in steps]
     totals = [int(row.number("samples_seen") or 0) for row in steps]
@@ -69,29 +80,32 @@ def samples_at(records: Records) -> Callable[[int], int]:
 
 
 def curves(records: Records) -> tuple[MetricCurve, ...]:
-    """Training loss, and every value of every evaluation, over steps, samples and wall time."""
+    """Return the training loss and every metric of every evaluation, over steps, samples and wall time."""
     samples = samples_at(records)
-    found = [_curve("training loss", "train", "loss", records.kept("step"), samples, "loss")]
+    result = [_curve("training loss", "train", "loss", records.kept("step"), samples, "loss")]
     names = dict.fromkeys(str(row.data.get("name", "")) for row in records.kept("evaluate"))
     for name in names:
         rows = [row for row in records.kept("evaluate") if str(row.data.get("name", "")) == name]
         split = split_of(rows[-1], records.header.data.sha256)
         for metric in dict.fromkeys(key for row in rows for key in row.mapping("values")):
-            found.append(_curve(f"{name} {metric}", split, metric, rows, samples, None))
-    return tuple(curve for curve in found if curve.values)
+            result.append(_curve(f"{name} {metric}", split, metric, rows, samples, None))
+    return tuple(curve for curve in result if curve.values)
 
 
 def _curve(
     name: str, split: Split, metric: str, rows: Sequence[MetricsRow], samples: Callable[[int], int], field: str | None
 ) -> MetricCurve:
-    """A curve of a step row's `field`, or (None) of a metric among an evaluation's values."""
+    """Build a curve from a field of step rows or, if `field` is None, from a metric of evaluation rows.
+
+    More than CURVE_POINTS points are averaged in groups of consecutive ones.
+    """
     points = [
         (row.step, samples(row.step), row.time_s, value)
         for row in rows
         if (value := row.number(field) if field else row.mapping("values").get(metric)) is not None
     ]
     width = -(-len(points) // CURVE_POINTS)
-    note = f"every point is the mean of {width} consecutive steps" if width > 1 else ""
+    note = f"each point is the mean of {width} consecutive steps" if width > 1 else ""
     if width > 1:
         groups = [points[start : start + width] for start in range(0, len(points), width)]
         points = [(*group[-1][:3], sum(point[3] for point in group) / len(group)) for group in groups]
@@ -108,7 +122,13 @@ def _curve(
 
 
 def choose(found: Sequence[MetricCurve], target: QualityTarget | None) -> MetricCurve | None:
-    """The evaluation curve a run is judged by: the target's, else the test split's first metric that is no loss."""
+    """Return the evaluation curve by which the run is judged; None without evaluations.
+
+    It is the target's, or else the first one of the best split (test, validation, other, train), with losses last.
+
+    Raises:
+        ReportError: the target names an evaluation that the run does not have.
+    """
     evaluations = [curve for curve in found if curve.name != "training loss"]
     if target is not None:
         wanted = [c for c in evaluations if c.metric == target.metric]
@@ -126,7 +146,7 @@ def choose(found: Sequence[MetricCurve], target: QualityTarget | None) -> Metric
 
 
 def quality_report(records: Records, curve: MetricCurve | None, target: QualityTarget | None) -> QualityReport:
-    """The quality section: the last evaluation's value, never the best one's."""
+    """Build the quality section, which is judged by the last evaluation and never by the best one."""
     if curve is None:
         return QualityReport()
     name = curve.name.removesuffix(f" {curve.metric}")
@@ -149,14 +169,14 @@ def quality_report(records: Records, curve: MetricCurve | None, target: QualityT
 
 
 def first_reached(curve: MetricCurve, value: float) -> int | None:
-    """Position of the first point at or beyond a target value, or None."""
+    """Return the position of the first point that reaches the value; None if none does."""
     up = higher_is_better(curve.metric)
     hits = (i for i, v in enumerate(curve.values) if (v >= value if up else v <= value))
     return next(hits, None)
 
 
 def target_report(records: Records, curve: MetricCurve | None, target: QualityTarget | None) -> TargetReport:
-    """What it took to reach the target the first time, on the run's clock."""
+    """Return the time, steps and samples after which the run first reached the target; empty if it did not."""
     position = first_reached(curve, target.value) if curve and target else None
     if curve is None or position is None:
         return TargetReport()
@@ -173,24 +193,26 @@ def target_report(records: Records, curve: MetricCurve | None, target: QualityTa
 
 
 def cost(records: Records, seconds: float) -> Quantity:
-    """What a time cost: devices times seconds; of a CPU run cores times seconds, for its ranks share the devices."""
+    """Return devices multiplied by seconds; for a run on CPUs cores, because its ranks share a device."""
     ranks = records.header.ranks
     cores = sum(rank.threads for rank in ranks)
     if cores and all(rank.device == "cpu" for rank in ranks):
-        return seen(cores * seconds, "core s", "threads of all ranks times time")
-    return seen(records.header.world_size * seconds, "device s", "ranks times time")
+        return seen(cores * seconds, "core s", "threads of all ranks multiplied by time")
+    return seen(records.header.world_size * seconds, "device s", "ranks multiplied by time")
 
 
 def noise_report(records: Records) -> NoiseReport | None:
-    """Means over the second half of a run's measurements; None for a run that measured nothing.
+    """Return the mean gradient noise over the second half of the run's measurements; None for a run without any.
 
-    The first half is left out because the mean gradient shrinks fastest there: it would hide the noise of the rest.
+    The first half is left out because the mean gradient shrinks fastest there, which would hide the later noise.
     """
-    found = [one for row in records.kept("step") if (one := row.mapping("noise"))]
-    if not found:
+    measurements = [measurement for row in records.kept("step") if (measurement := row.mapping("noise"))]
+    if not measurements:
         return None
-    late = found[len(found) // 2 :]
-    square, variance = (sum(one.get(name, 0.0) for one in late) / len(late) for name in ("square", "variance"))
+    late = measurements[len(measurements) // 2 :]
+    square, variance = (
+        sum(measurement.get(name, 0.0) for measurement in late) / len(late) for name in ("square", "variance")
+    )
     scale = variance / square if square > 0 and variance >= 0 else None
     span = f"mean of the last {len(late)} measurements"
     return NoiseReport(
@@ -199,22 +221,31 @@ def noise_report(records: Records) -> NoiseReport | None:
         ),
         square=seen(square, "", f"squared norm of the mean gradient, {span}"),
         variance=seen(variance, "", f"trace of the covariance of one unit's gradient, {span}"),
-        measured=seen(len(found), "steps", "steps measured"),
+        measured=seen(len(measurements), "steps", "steps measured"),
     )
 
 
 def samples_at_small_batches(records: Records, target: QualityTarget | None) -> tuple[float, float]:
-    """(critical batch, what the quality takes with very small batches), both in the batch's unit, as a run says.
+    """Return the critical batch, and the samples needed to reach a quality with very small batches.
 
-    The quality is the `target`, where it was first reached, else the one at the run's end. A step with the batch B
-    counts B / (1 + B / critical batch): from (S / S_min - 1) (E / E_min - 1) = 1, McCandlish et al. 2018, equation
-    2.11. Raises ReportError for a run that measured no noise scale, or did not reach the target.
+    A step with batch B counts B / (1 + B / critical batch): this follows from (S / S_min - 1) (E / E_min - 1) = 1,
+    McCandlish et al. 2018, equation 2.11.
+
+    Args:
+        records: a run that measured its noise scale.
+        target: the quality, counted up to where it was first reached; None counts all steps.
+
+    Returns:
+        (critical batch, samples), both in the unit of the run's batch.
+
+    Raises:
+        ReportError: the run measured no noise scale, or did not reach the target.
     """
-    found = noise_report(records)
-    critical = found.critical_batch.value if found else None
+    noise = noise_report(records)
+    critical = noise.critical_batch.value if noise else None
     name = records.header.name
     if critical is None or not critical > 0:
-        raise ReportError(f"run {name!r} has no measured noise scale; train with Job(noise_every=10) or so")
+        raise ReportError(f"run {name!r} has no measured noise scale; train with Job(noise_every=10), for example")
     steps = records.kept("step")
     if target is not None:
         curve = choose(curves(records), target)
@@ -225,52 +256,60 @@ def samples_at_small_batches(records: Records, target: QualityTarget | None) -> 
     batches = [size for row in steps if (size := _batch(row, records.header.recipe.unit))]
     least = sum(size / (1 + size / critical) for size in batches)
     if not least > 0:
-        raise ReportError(f"run {name!r} has no step before that quality; name a later one")
+        raise ReportError(f"run {name!r} has no step before it reached that quality; name a quality it reached later")
     return critical, least
 
 
 def _batch(row: MetricsRow, unit: str) -> float | None:
+    """Return the size of a step's batch, in the given unit."""
     return row.number("tokens" if unit == "tokens" else "samples")
 
 
 def samples_by_strategy(runs: Sequence[Records], target: QualityTarget) -> dict[str, float | None]:
-    """By way, as a user types it: mean samples to the `target` over the exact runs' mean; None where a run that went it
-    did not get there.
+    """Return how many times the samples of exact runs each strategy needs to reach the target.
 
-    Raises ReportError without an exact run that reached it, without any other run, or where batches differ.
+    Returns:
+        Strategy, as a user types it, to its mean samples divided by the mean of the exact runs; None where any run of
+        the strategy did not reach the target.
+
+    Raises:
+        ReportError: no exact run reached the target, all runs are exact, a run has no plan, or global batches differ.
     """
     sizes = {records.header.recipe.global_batch_size for records in runs}
     if len(sizes) > 1:
         shown = ", ".join(map(str, sorted(sizes)))
-        raise ReportError(f"runs with global batches of {shown} differ in samples for that, too; name runs of one size")
-    found: dict[str, list[float | None]] = {}
+        raise ReportError(
+            f"the runs have global batches of {shown}, which also change how many samples they need; name runs with "
+            "one global batch size"
+        )
+    by_strategy: dict[str, list[float | None]] = {}
     for records in runs:
-        found.setdefault(_strategy_of(records), []).append(_samples(records, target))
-    exact = found.pop("", [])
-    reached = [one for one in exact if one is not None]
+        by_strategy.setdefault(_strategy_of(records), []).append(_samples(records, target))
+    exact = by_strategy.pop("", [])
+    reached = [count for count in exact if count is not None]
     wanted = f"{target.metric} {target.value:g}"
     if not reached:
-        raise ReportError(f"no exact run reached {wanted}; name one that did, beside those to compare with it")
-    if not found:
+        raise ReportError(f"no exact run reached {wanted}; name one that did, together with the runs to compare")
+    if not by_strategy:
         raise ReportError(
-            "all runs named are exact; name one that compressed its gradients or let replicas differ, too"
+            "all runs named are exact; also name one that compressed its gradients or let replicas diverge"
         )
-    got = {strategy: [one for one in some if one is not None] for strategy, some in found.items()}
+    got = {strategy: [count for count in counts if count is not None] for strategy, counts in by_strategy.items()}
     return {
-        strategy: mean(got[strategy]) / mean(reached) if len(got[strategy]) == len(some) else None
-        for strategy, some in found.items()
+        strategy: mean(got[strategy]) / mean(reached) if len(got[strategy]) == len(counts) else None
+        for strategy, counts in by_strategy.items()
     }
 
 
 def _strategy_of(records: Records) -> str:
-    """How the run exchanged, in words; empty for an exact one."""
+    """Return how the run communicates, as a user types it; empty for an exact run."""
     if records.plan is None:
-        raise ReportError(f"run {records.header.name!r} has no plan.json; name a run that has one")
+        raise ReportError(f"run {records.header.name!r} has no plan.json; name runs that have one")
     return format_relaxation(records.plan.sync)
 
 
 def _samples(records: Records, target: QualityTarget) -> float | None:
-    """Samples when the target was first reached; None where it was not."""
+    """Return the samples after which the target was first reached; None where it was not."""
     curve = choose(curves(records), target)
     position = first_reached(curve, target.value) if curve else None
     return float(curve.samples[position]) if curve is not None and position is not None else None

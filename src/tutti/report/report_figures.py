@@ -1,6 +1,6 @@
-"""The figures of the page: what was learned, where the time went, what was exchanged, how good the prediction was.
+"""Draw the figures of the report: learning curves, time, communication, memory and prediction errors.
 
-Measured is drawn solid, predicted dashed or hatched, everywhere.
+In all figures, measured values are solid and predicted ones are dashed or hatched.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ MOST_RANKS = 12
 
 
 def _label_seconds(axes: Axes, axis: str = "x") -> None:
+    """Label a time axis in hours, minutes or seconds, whichever suits its range."""
     target = axes.xaxis if axis == "x" else axes.yaxis
     low, high = target.get_view_interval()
     if high - low > 7200:
@@ -32,14 +33,14 @@ def _label_seconds(axes: Axes, axis: str = "x") -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """A running mean over a twentieth of the points."""
+    """Return the running mean over a twentieth of the points."""
     half = len(values) // 40
     spans = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(span) / len(span) for span in spans]
 
 
 def _draw(axes: Axes, curve: MetricCurve, over: str, colour: str, label: str) -> None:
-    """A curve over "time" or "samples"; long ones as a pale line with their running mean."""
+    """Draw a curve over "time" or "samples"; a long one as a pale line with its running mean."""
     x = curve.time_s if over == "time" else curve.samples
     if len(x) > 60:
         axes.plot(x, curve.values, color=colour, linewidth=0.8, alpha=0.3)
@@ -59,9 +60,15 @@ def curve_plot(
     target: float | None = None,
     by_run: bool = False,
 ) -> Plot | None:
-    """Curves (each with its label) over wall time or samples; None when there is nothing to draw.
+    """Draw curves over wall time or samples; return None if there are no points.
 
-    A colour stands for the part of the data, or with `by_run` for the run: the position among `curves`.
+    Args:
+        curves: each curve with its label.
+        over: "time" or "samples".
+        title: title of the figure.
+        name: prefix of the figure's ids, unique on the page.
+        target: quality to mark with a horizontal line.
+        by_run: colour by position among `curves`; otherwise by the part of the data (training, test, ...).
     """
     if not any(curve.values for curve, _ in curves):
         return None
@@ -97,11 +104,12 @@ def curve_plot(
     )
     note = next((curve.note for curve, _ in curves if curve.note), "") or "measured"
     if any(len(curve.values) > 60 for curve, _ in curves):
-        note += "; pale: as recorded, full: running mean"
+        note += "; pale: as recorded, solid: running mean"
     return Plot(title=title, note=note, svg=inline(figure, name, words), words=words)
 
 
 def _thousands(value: float) -> str:
+    """Format a number of samples with k or M."""
     if abs(value) >= 1e6:
         return f"{value / 1e6:g} M"
     return f"{value / 1e3:g} k" if abs(value) >= 1e4 else f"{value:g}"
@@ -121,9 +129,16 @@ def stacked_plot(
     unit: str = "wall time (s)",
     wall: float | None = None,
 ) -> Plot | None:
-    """Horizontal bars of seconds by phase, first on top; those of `hatched` positions are predicted.
+    """Draw horizontal bars of seconds by phase, the first bar on top; return None if all are empty.
 
-    `wall`: what a single bar should add up to; what is missing of it is drawn empty.
+    Args:
+        bars: label and seconds by phase of each bar.
+        title: title of the figure.
+        note: line below the title.
+        name: prefix of the figure's ids, unique on the page.
+        hatched: positions of the bars that are predicted.
+        unit: label of the x axis; it must contain "(s)", which becomes "(ms)" for short times.
+        wall: seconds that a single bar should add up to; the difference is drawn as an outline.
     """
     bars = [(label, parts) for label, parts in bars if sum(q.value or 0 for q in parts.values()) > 0]
     if not bars:
@@ -166,36 +181,40 @@ _ZERO = Quantity()
 
 
 def _parts_in_words(parts: dict[Phase, Quantity]) -> str:
+    """Describe the seconds by phase in words."""
     return ", ".join(f"{PHASE_NAMES[p]} {duration(q.value)}" for p, q in parts.items() if q.value)
 
 
 @styled
 def communication_plot(report: RunReport) -> Plot | None:
-    """Seconds under way in a step by what was exchanged: exposed ones solid, hidden ones as an outline."""
-    longest = max((_took(one) for one in report.communication), default=0.0)
-    shown = [one for one in report.communication if _took(one) > 0.002 * longest]
+    """Draw the seconds per step of each communication channel: exposed solid, hidden as an outline.
+
+    Returns None if the run recorded no communication.
+    """
+    longest = max((_took(channel) for channel in report.communication), default=0.0)
+    shown = [channel for channel in report.communication if _took(channel) > 0.002 * longest]
     bars = sorted(shown, key=_took, reverse=True)[:MOST_RANKS]
     if not bars:
         return None
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
     figure, axes = new_figure(14.2, 1.3 + 0.52 * len(bars))
     waited = PHASE_COLOURS["exposed_communication"]
-    for row, one in enumerate(bars):
-        exposed, total = float(one.exposed.value or 0), _took(one)
+    for row, channel in enumerate(bars):
+        exposed, total = float(channel.exposed.value or 0), _took(channel)
         axes.barh(row, total * factor, height=0.62, facecolor="none", edgecolor=waited, linewidth=1.2)
         segment(axes, row, 0, exposed * factor, waited, hatched=False)
-        share = "" if one.hidden.value is None else f", {one.hidden.value:.0%} hidden".replace("%", " %")
+        share = "" if channel.hidden.value is None else f", {channel.hidden.value:.0%} hidden".replace("%", " %")
         axes.text((total + 0.008 * longest) * factor, row, f"{duration(total)}{share}", va="center", color=INK)
-    names = [f"{one.axes.replace('+', ' and ')}: {CARRIED[one.carried]}" for one in bars]
+    names = [f"{channel.axes.replace('+', ' and ')}: {CARRIED[channel.carried]}" for channel in bars]
     rows(axes, names)
     axes.set_xlim(0, longest * factor * 1.25)
-    axes.set_xlabel(f"time under way in a step ({unit})")
+    axes.set_xlabel(f"time in progress per step ({unit})")
     axes.bar(0, 0, color=waited, label="exposed: rank 0 waited")
     axes.bar(0, 0, facecolor="none", edgecolor=waited, label="hidden behind compute")
     figure.legend(loc="outside upper left", ncols=2, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
-    words = "Communication of a step. " + " ".join(
-        f"{name}: {duration(float(one.exposed.value or 0))} exposed of {duration(_took(one))}."
-        for name, one in zip(names, bars, strict=True)
+    words = "Communication per step. " + " ".join(
+        f"{name}: {duration(float(channel.exposed.value or 0))} exposed of {duration(_took(channel))}."
+        for name, channel in zip(names, bars, strict=True)
     )
     return Plot(
         title="Exposed and hidden communication",
@@ -207,12 +226,13 @@ def communication_plot(report: RunReport) -> Plot | None:
 
 
 def _took(one: CommunicationReport) -> float:
+    """Return the seconds that a channel was in progress, or the exposed seconds where progress was not timed."""
     return max(float(one.in_progress.value or 0), float(one.exposed.value or 0))
 
 
 @styled
 def checks_plot(report: RunReport) -> Plot | None:
-    """Predicted over measured for every pair, with the predicted interval; 100 % is right."""
+    """Draw each predicted value in percent of the measured one, with its interval; return None without such pairs."""
     pairs = [c for c in report.checks if c.predicted.value and c.measured.value]
     if not pairs:
         return None
@@ -231,7 +251,7 @@ def checks_plot(report: RunReport) -> Plot | None:
     rows(axes, [check.name for check in pairs])
     low, high = axes.get_xlim()
     smallest = min(100 * float(c.predicted.low or c.predicted.value or 1) / float(c.measured.value or 1) for c in pairs)
-    if low < 25 or high > 250:  # far off: a ratio of 1/8 and one of 8 are equally far
+    if low < 25 or high > 250:  # large errors: on a log scale, ratios of 1/8 and 8 lie equally far from 1
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:.3g}")
         axes.xaxis.set_major_locator(FixedLocator([100 * 2.0**power for power in range(-6, 7)]))
@@ -240,18 +260,21 @@ def checks_plot(report: RunReport) -> Plot | None:
     else:
         axes.set_xlim(min(low, 60), max(high, 140))
     axes.set_xlabel("predicted, in % of measured")
-    words = "Predicted in percent of measured. " + " ".join(
+    words = "Predicted values in percent of measured ones. " + " ".join(
         f"{c.name}: predicted {number(c.predicted.value or 0, c.predicted.unit)}, "
         f"measured {number(c.measured.value or 0, c.measured.unit)}."
         for c in pairs
     )
     note = "circle: predicted; dashed: its interval; solid line: measured"
-    return Plot(title="How good the prediction was", note=note, svg=inline(figure, "checks", words), words=words)
+    return Plot(title="Accuracy of the prediction", note=note, svg=inline(figure, "checks", words), words=words)
 
 
 @styled
 def memory_plot(report: RunReport) -> Plot | None:
-    """Peak memory by rank, solid; the predicted peak by what holds it, hatched."""
+    """Draw the peak memory of each rank (solid) and the predicted peak by component (hatched).
+
+    Returns None if neither is known.
+    """
     ranks = [rank for rank in report.ranks if rank.peak_memory.value][:MOST_RANKS]
     guess = {name: q for name, q in report.predicted_memory.items() if q.value}
     if not ranks and not guess:
@@ -268,12 +291,12 @@ def memory_plot(report: RunReport) -> Plot | None:
         segment(axes, row, 0, float(rank.peak_memory.value or 0) / factor, SERIES[0], hatched=False)
     rows(axes, ["predicted"] * shift + [f"rank {rank.rank}" for rank in ranks])
     axes.set_xlabel(f"peak memory ({unit})")
-    for i, held in enumerate(guess):
-        axes.bar(0, 0, facecolor="none", edgecolor=SERIES[i % len(SERIES)], hatch="////", label=held)
+    for i, component in enumerate(guess):
+        axes.bar(0, 0, facecolor="none", edgecolor=SERIES[i % len(SERIES)], hatch="////", label=component)
     if guess:
         figure.legend(loc="outside upper left", ncols=4, handlelength=1.1, handleheight=0.9, columnspacing=1.2)
-    parts = ", ".join(f"{held} {number(q.value or 0, 'B')}" for held, q in guess.items())
+    parts = ", ".join(f"{component} {number(q.value or 0, 'B')}" for component, q in guess.items())
     words = "Peak memory. " + (f"Predicted: {parts}. " if guess else "")
     words += " ".join(f"Rank {r.rank}: {number(r.peak_memory.value or 0, 'B')}." for r in ranks)
-    note = "solid: measured; hatched: predicted, by what holds it" if guess else "measured"
+    note = "solid: measured; hatched: predicted, by component" if guess else "measured"
     return Plot(title="Memory of a rank", note=note, svg=inline(figure, "memory", words), words=words)

@@ -1,4 +1,4 @@
-"""Reports as files: JSON, HTML and text beside each other."""
+"""Write reports to files: JSON, HTML and text side by side."""
 
 from pathlib import Path
 
@@ -16,22 +16,22 @@ from tutti.report.terminal_report import as_text, comparison_table, report_table
 
 
 def write_files(report: RunReport, folder: Path) -> Path:
-    """Write report.json, report.txt and report.html into `folder`; returns the path of the page."""
+    """Write report.json, report.txt and report.html into `folder`; return the path of the page."""
     return _write(folder, "report", report, report_table(report), report_html(report))
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> Path:
-    """Write comparison.json, comparison.txt and comparison.html into `folder`; returns the path of the page."""
+    """Write comparison.json, comparison.txt and comparison.html into `folder`; return the path of the page."""
     return _write(folder, "comparison", comparison, comparison_table(comparison), comparison_html(comparison))
 
 
 def write_history(history: PredictionHistory, folder: Path) -> Path:
-    """Write history.json, history.txt and history.html into `folder`; returns the path of the page."""
+    """Write history.json, history.txt and history.html into `folder`; return the path of the page."""
     return _write(folder, "history", history, history_table(history), history_html(history))
 
 
 def _write(folder: Path, name: str, value: object, table: RenderableType, page: str) -> Path:
-    """Write the same as data, text and page, each file whole or not at all; the page's path is returned."""
+    """Write data, text and page, each file whole or not at all; return the path of the page."""
     files = {f"{name}.json": serialization.dumps(value), f"{name}.txt": as_text(table), f"{name}.html": page}
     path = folder
     try:
@@ -47,7 +47,13 @@ def _write(folder: Path, name: str, value: object, table: RenderableType, page: 
 
 
 def write_report(folder: Path, *, target: QualityTarget | None = None, output: Path | None = None) -> RunReport:
-    """Build the report and write report.json, report.html and report.txt into `output` (the folder's report/)."""
+    """Build the report of a run folder and write report.json, report.html and report.txt.
+
+    Args:
+        folder: the run folder.
+        target: the quality to reach.
+        output: where the files go; by default the folder's own report/.
+    """
     report = build_report(folder, target=target)
     write_files(report, output or RunFolder(folder).report)
     return report

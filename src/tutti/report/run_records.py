@@ -1,4 +1,4 @@
-"""Read a run folder: its specs, the rows of its metrics, what its ranks left. Survives a killed run's torn lines."""
+"""Read a run folder: its specs, metrics, and the files of its ranks. Tolerates lines torn by a killed run."""
 
 import json
 import math
@@ -20,7 +20,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRow:
-    """One line of metrics. `time_s` runs on through resumes; `superseded`: a resume went back before this step."""
+    """One row of metrics.
+
+    Attributes:
+        time_s: seconds on the run's clock, which continues over resumes.
+        superseded: a later generation resumed from before this step.
+    """
 
     kind: str
     time_s: float
@@ -30,19 +35,23 @@ class MetricsRow:
     superseded: bool = False
 
     def number(self, name: str) -> float | None:
-        """A finite number of this row, else None."""
+        """Return a finite number of this row; None for anything else."""
         return finite(self.data.get(name))
 
     def mapping(self, name: str) -> dict[str, float]:
-        """The finite numbers of a nested object of this row."""
-        found = self.data.get(name)
-        pairs = ((key, finite(value)) for key, value in found.items()) if isinstance(found, dict) else ()
+        """Return the finite numbers of a nested object of this row."""
+        nested = self.data.get(name)
+        pairs = ((key, finite(value)) for key, value in nested.items()) if isinstance(nested, dict) else ()
         return {key: value for key, value in pairs if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """All that a run folder holds. `notes`: in words, what in it could not be read."""
+    """The contents of a run folder.
+
+    Attributes:
+        notes: sentences about what could not be read.
+    """
 
     header: RunHeader
     rows: tuple[MetricsRow, ...]
@@ -56,26 +65,30 @@ class Records:
     notes: tuple[str, ...]
 
     def kept(self, kind: str) -> tuple[MetricsRow, ...]:
-        """The rows of one kind that count for the result: of repeated steps, the last time they were done."""
+        """Return the rows of one kind that count for the result; of a repeated step, only the last."""
         return tuple(row for row in self.rows if row.kind == kind and not row.superseded)
 
     def spent(self, kind: str) -> tuple[MetricsRow, ...]:
-        """The rows of one kind that took time: repeated steps too."""
+        """Return all rows of one kind, because repeated steps took time too."""
         return tuple(row for row in self.rows if row.kind == kind)
 
 
 def finite(value: object) -> float | None:
-    """`value` if it is a finite number, else None."""
+    """Return `value` if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value
 
 
 def read_records(path: Path) -> Records:
-    """Read a run folder. Raises ReportError when it is none, or holds no step and no failure to report on."""
+    """Read a run folder.
+
+    Raises:
+        ReportError: `path` is not a run folder, or it holds neither metrics nor a failure.
+    """
     folder = RunFolder(path)
     if not path.is_dir():
-        raise ReportError(f"{path} is not a folder; name a run folder (one with a run.json)")
+        raise ReportError(f"{path} is not a folder; name a run folder (one that has a run.json)")
     if not folder.header.is_file():
         raise ReportError(f"{path} has no run.json, so it is not a run folder; name a folder that `tutti run` made")
     try:
@@ -85,9 +98,9 @@ def read_records(path: Path) -> Records:
     notes: list[str] = []
     lines = read_lines(folder.metrics, notes)
     errors = tuple(_read_object(folder.rank(rank.rank) / "error.json", notes) for rank in header.ranks)
-    found = tuple(error for error in errors if error is not None)
-    if not lines and not found:
-        raise ReportError(f"{path} holds no metrics; there is nothing to report until a run has started training")
+    failures = tuple(error for error in errors if error is not None)
+    if not lines and not failures:
+        raise ReportError(f"{path} has no metrics; a run can be reported on once it has started training")
     return Records(
         header=header,
         rows=stitch(lines),
@@ -99,13 +112,13 @@ def read_records(path: Path) -> Records:
         model=_read_spec(ModelSpec, folder.model, notes),
         prediction=_read_spec(Prediction, folder.prediction, notes),
         verdict=_read_spec(Verdict, folder.verdict, notes),
-        errors=found,
+        errors=failures,
         notes=tuple(notes),
     )
 
 
 def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The JSON objects of a file of JSON lines; torn lines are left out and noted."""
+    """Read the objects of a JSON-lines file; torn lines are left out and counted in a note."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -123,10 +136,10 @@ def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _parse_line(line: str) -> tuple[dict[str, Any] | None, bool]:
-    """The row of a line, and whether the line was whole."""
+    """Return the row of a line, and whether the line was whole."""
     if not line.strip():
         return None, True
-    # A killed run leaves half a row without its line break, and the resumed run's first row is glued to it.
+    # A killed run leaves half a row without a line break, and the resumed run appends its first row to the same line.
     for start in (0, line.rfind('{"kind"')):
         try:
             row = json.loads(line[max(0, start) :])
@@ -137,10 +150,10 @@ def _parse_line(line: str) -> tuple[dict[str, Any] | None, bool]:
 
 
 def stitch(lines: list[dict[str, Any]]) -> tuple[MetricsRow, ...]:
-    """Rows in order on one clock.
+    """Put the rows of all generations on one clock.
 
-    Every "start" row opens a generation. Where a generation's clock began again at 0 it is set to go on from the
-    end of the one before; what earlier generations did after the step it resumed from is superseded.
+    Every "start" row begins a generation. A generation whose clock restarted at 0 continues from the end of the one
+    before. What earlier generations did after the step from which it resumed is superseded.
     """
     rows: list[MetricsRow] = []
     generation, offset, latest, fresh = 0, 0.0, 0.0, True
@@ -161,6 +174,7 @@ def stitch(lines: list[dict[str, Any]]) -> tuple[MetricsRow, ...]:
 
 
 def _read_spec(cls: type[T], path: Path, notes: list[str]) -> T | None:
+    """Read a spec; None if it is missing or unreadable, which adds a note."""
     if not path.is_file():
         return None
     try:
@@ -171,11 +185,12 @@ def _read_spec(cls: type[T], path: Path, notes: list[str]) -> T | None:
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any] | None:
+    """Read a JSON object; None if it is missing, unreadable (which adds a note) or something else."""
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} could not be read: {error}")
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

@@ -1,6 +1,6 @@
-"""What every figure shares: the page's style and colours, an empty figure, and its SVG text to stand inside the page.
+"""Shared parts of the figures: the page's style and colours, empty figures, and conversion to inline SVG.
 
-Colours are CSS variables, text is text, nothing is fetched.
+Colours are CSS variables, text stays text, and nothing is loaded from elsewhere.
 """
 
 import io
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from tutti.config.prediction import Phase
 from tutti.report.measurements import PHASES
 
-# Stand-in colours that no figure uses otherwise; `inline` turns them into the page's variables, light or dark.
+# Placeholder colours that figures use for nothing else; `inline` replaces them by the page's light or dark variables.
 INK, MUTED, GRID, PAPER = "#010101", "#020202", "#030303", "#040404"
 SERIES = tuple(f"#0500{i:02x}" for i in range(8))
 PHASE_COLOURS: dict[Phase, str] = {phase: f"#0600{i:02x}" for i, phase in enumerate(PHASES)}
@@ -61,7 +61,13 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A figure for the page: its title, one line below it, SVG text, and the same in words for who cannot see it."""
+    """A figure of the page.
+
+    Attributes:
+        note: line below the title.
+        words: the figure's content as text, for readers who cannot see it.
+        wide: whether it spans the full width of the page.
+    """
 
     title: str
     note: str
@@ -75,7 +81,7 @@ R = TypeVar("R")
 
 
 def styled(function: Callable[P, R]) -> Callable[P, R]:
-    """Draw in the page's style, and leave the caller's as it was."""
+    """Decorate a function to draw in the page's style and then restore the caller's matplotlib settings."""
 
     @wraps(function)
     def draw(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -86,13 +92,19 @@ def styled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """An empty figure in page pixels / 72, so that its letters are as large as the page's."""
+    """Return an empty figure; sizes are in units of 72 page pixels, so that its text matches the page's."""
     figure = Figure(figsize=(width, height), dpi=72, layout="constrained")
     return figure, figure.add_subplot()
 
 
 def inline(figure: Figure, name: str, words: str) -> str:
-    """The figure's SVG with page colours and fonts, unique ids and no reference to anything outside."""
+    """Return the figure's SVG with page colours and fonts, unique ids and no external references.
+
+    Args:
+        figure: the figure, drawn with the placeholder colours.
+        name: prefix of the ids, unique on the page.
+        words: the figure's content as text, for readers who cannot see it.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
@@ -112,7 +124,7 @@ def inline(figure: Figure, name: str, words: str) -> str:
 
 
 def rows(axes: Axes, names: Sequence[str]) -> None:
-    """One row for each name, the first on top, with lines to read values along x."""
+    """Set up one row per name, the first at the top, with grid lines along x."""
     axes.set_yticks(range(len(names)), list(names))
     axes.tick_params(axis="y", labelcolor=INK)
     axes.set_ylim(len(names) - 0.45, -0.55)
@@ -121,7 +133,16 @@ def rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def segment(axes: Axes, row: int, left: float, width: float, colour: str, hatched: bool) -> None:
-    """A part of a row's bar: solid for what was measured, hatched for what is predicted."""
+    """Draw a segment of a row's bar: solid if measured, hatched if predicted.
+
+    Args:
+        axes: axes that `rows` has set up.
+        row: index of the row, from the top.
+        left: start of the segment along x.
+        width: length of the segment.
+        colour: fill colour, or colour of the hatching.
+        hatched: whether the value is predicted.
+    """
     if hatched:
         axes.barh(row, width, left=left, height=0.62, facecolor="none", edgecolor=colour, hatch="////", linewidth=1)
     else:

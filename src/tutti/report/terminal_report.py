@@ -1,4 +1,4 @@
-"""The report on a terminal: what ran, the quality, where the time went, predicted against measured, findings."""
+"""Render reports for a terminal: facts, quality, time, predicted against measured values, and findings."""
 
 import io
 
@@ -43,12 +43,12 @@ _SEVERITY = {"refuse": ("refused", "bold red"), "warn": ("warning", "yellow"), "
 
 
 def with_evidence(quantity: Quantity) -> str:
-    """A quantity and where it comes from: "1.41 s (measured)"."""
+    """Format a quantity with its evidence: "1.41 s (measured)"."""
     return show(quantity) if quantity.value is None else f"{show(quantity)} ({quantity.evidence})"
 
 
 def report_table(report: RunReport) -> RenderableType:
-    """The report of one run for a rich console."""
+    """Build the report of one run for a rich console."""
     parts: list[RenderableType] = [Text(report.name, style="bold"), Text(report.headline), Text("")]
     parts += [_facts(report), Text(""), _time(report)]
     if report.communication:
@@ -62,6 +62,7 @@ def report_table(report: RunReport) -> RenderableType:
 
 
 def _facts(report: RunReport) -> Table:
+    """Build the table of key figures."""
     quality = report.quality
     table = Table.grid(padding=(0, 3))
     name = f"{quality.name} {quality.metric}".strip() or "quality"
@@ -82,7 +83,10 @@ def _facts(report: RunReport) -> Table:
         ("rate", _rate(report)),
         *(() if noise is None else (("critical batch", f"{with_evidence(noise)}, {noise.note}"),)),
         ("hardware", f"{plural(report.system.ranks.value or 1, 'rank')}, {report.system.device_model}"),
-        *((f"replicas' {name}", f"{with_evidence(one)}, {one.note}") for name, one in report.replicas.items()),
+        *(
+            (f"replicas' {name}", f"{with_evidence(quantity)}, {quantity.note}")
+            for name, quantity in report.replicas.items()
+        ),
         ("verified", "no" if verdict is None else verdict.sentence or ("PASS" if verdict.passed else "FAIL")),
     ):
         table.add_row(label, fact)
@@ -90,6 +94,7 @@ def _facts(report: RunReport) -> Table:
 
 
 def _rate(report: RunReport) -> str:
+    """Format the FLOP rate and its fraction of the peak."""
     flops = report.flops
     if flops.rate.value is None:
         return show(flops.rate)
@@ -100,7 +105,7 @@ def _rate(report: RunReport) -> str:
 
 
 def _time(report: RunReport) -> RenderableType:
-    """A bar of the wall time by phase, its letters named below it."""
+    """Build a bar of the wall time by phase, with a legend below it."""
     wall = report.time.wall.value or 0
     shares = {p: (q.value or 0) / wall for p, q in report.time.breakdown.items() if wall and q.value}
     bar, legend = Text(), Text()
@@ -113,24 +118,27 @@ def _time(report: RunReport) -> RenderableType:
 
 
 def _communication(report: RunReport) -> RenderableType:
-    """By axes and by what was carried, in a step."""
-    title = Text(f"communication of a step (measured, {report.communication[0].sent.note})", style="dim")
+    """Build the table of communication per step, by axes and content."""
+    title = Text(f"communication per step (measured, {report.communication[0].sent.note})", style="dim")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    headings = ("over", "of", "exchanges", "sent", "under way", "exposed", "hidden")
+    headings = ("axes", "content", "exchanges", "sent", "in progress", "exposed", "hidden")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in headings[:2] else "right")
-    for one in report.communication:
-        numbers = (one.exchanges, one.sent, one.in_progress, one.exposed, one.hidden)
-        table.add_row(one.axes.replace("+", " and "), CARRIED[one.carried], *map(_number, numbers))
+    for channel in report.communication:
+        numbers = (channel.exchanges, channel.sent, channel.in_progress, channel.exposed, channel.hidden)
+        table.add_row(channel.axes.replace("+", " and "), CARRIED[channel.carried], *map(_number, numbers))
     return Group(title, table)
 
 
 def _experts(report: RunReport) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("mixture of experts", "tokens' choices", "dropped", "share", "balance loss"):
+    for heading in ("mixture of experts", "tokens' choices", "dropped", "share dropped", "balance loss"):
         table.add_column(heading, justify="left" if heading == "mixture of experts" else "right")
-    for one in report.experts:
-        table.add_row(one.name or "the model", *map(_number, (one.assigned, one.dropped, one.share, one.balance_loss)))
+    for mixture in report.experts:
+        table.add_row(
+            mixture.name or "the model",
+            *map(_number, (mixture.assigned, mixture.dropped, mixture.share, mixture.balance_loss)),
+        )
     return table
 
 
@@ -151,9 +159,9 @@ def _checks(report: RunReport) -> Table:
 
 
 def findings_table(findings: tuple[RuleFinding, ...], names: list[str] | None = None) -> RenderableType:
-    """Findings in plain words, the gravest first."""
+    """Build the list of findings, the most severe first."""
     if not findings:
-        return Text("The twelve rules of honest reporting have nothing to object.", style="green")
+        return Text("The twelve rules of honest reporting raise no objections.", style="green")
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         word, style = _SEVERITY[finding.severity]
@@ -164,7 +172,7 @@ def findings_table(findings: tuple[RuleFinding, ...], names: list[str] | None = 
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
-    """The comparison for a rich console."""
+    """Build the comparison for a rich console."""
     to_target = all(run.quality.target.value is not None for run in comparison.runs)
     quality = comparison.runs[0].quality
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -185,7 +193,7 @@ def comparison_table(comparison: Comparison) -> RenderableType:
             Text(speed, style="red" if row.refusal else ""),
             efficiency,
         )
-    parts: list[RenderableType] = [Text(comparison.headline), Text(""), table, Text("all measured", style="dim")]
+    parts: list[RenderableType] = [Text(comparison.headline), Text(""), table, Text("all values measured", style="dim")]
     if comparison.differences:
         parts += [Text(""), _differences(comparison)]
     parts += [Text(""), findings_table(comparison.findings, labels(comparison.runs))]
@@ -203,7 +211,7 @@ def _differences(comparison: Comparison) -> Table:
 
 
 def as_text(renderable: RenderableType, width: int = 110) -> str:
-    """The same as plain text."""
+    """Render to plain text."""
     console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False, emoji=False)
     console.print(renderable)
     file = console.file

@@ -1,10 +1,13 @@
 """The trainer: the Job, and the loop that trains a model by a plan.
 
-- `job.py`: the public Job; `prepare.py`: model, loop and output of a run, in this order.
+- `job.py`: the public Job; `job_context.py`, `prepare.py`: from a script's arguments to a Run (`run_state.py`).
 - `step.py`: one step's forward and backward. Gradients are all-reduced during backward by parallel/data/replicate.py,
   or reduce-scattered by parallel/sharding.
-- `update.py`: clipping, optimizer step and learning rate; warm-up and batch-size rules are in optim/lr_rule.py.
-- `precision.py`: autocast, loss scaling and the check for non-finite gradients.
+- `update.py`: clipping, optimizer step and learning rate; warm-up and batch-size rules are in optim/learning_rate.py.
+- `finite_gradients.py`: the check for gradients that are not finite; autocast and loss scaling are in
+  parallel/mixed_precision.py.
+- `evaluate.py`: evaluation of every sample exactly once.
 - `metrics.py`, `metrics_rows.py`, `run_header.py`: what a run writes.
 - `deferred_init.py`: building a model without memory (job.build).
+- `observer.py`, `capture.py`: how verification and planning look into a script.
 """

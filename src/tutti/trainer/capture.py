@@ -1,6 +1,6 @@
-"""Stops a script at `Job.prepare` and takes what it was given: how describe and plan see a model without training.
+"""Capturing: stop a script at `Job.prepare` and take its arguments. So `tutti` describes and plans without training.
 
-One slot for the whole process, because the script is the user's and cannot be handed a parameter.
+The state is one module-level variable, because the user's script cannot be handed a parameter.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,12 +18,16 @@ from tutti.config.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedScript:
-    """What a script handed to `prepare`, and the plan its Job implies on one device.
+    """The arguments that a script passed to `prepare`, and the plan that its Job implies on one device.
 
-    `samples(n)` gives the collated batch of the first n samples in data order, as (args, kwargs, target):
-    `model(*args, **kwargs)` is the forward call and `loss(output, target)` the loss (already summed over samples
-    or whatever the user's loss averages over; a 0-d tensor). `loading()` measures what a sample costs to load.
-    `script_nbytes`: by how much the script had made its process larger: libraries of its own, data in memory.
+    Attributes:
+        loss: loss(output, target) -> 0-d tensor, reduced over samples as the user's loss does.
+        samples: samples(n) -> (args, kwargs, target) of the batch of the first n samples, collated, in data order;
+            `model(*args, **kwargs)` is the forward call.
+        dataset_samples: number of samples; None if unknown.
+        tokens_per_sample: mean tokens per sample; 0 if unknown.
+        loading: measures the cost of loading a sample; None if that cannot be measured.
+        script_nbytes: growth of the process' memory while the script ran: its libraries, and its data in memory.
     """
 
     model: nn.Module
@@ -39,7 +43,7 @@ class CapturedScript:
 
 
 class CaptureDone(BaseException):
-    """Raised out of the script to stop it; a BaseException so that the script's own handlers let it through."""
+    """Raised out of the script to stop it. A BaseException, so that the script's own handlers let it through."""
 
     def __init__(self, captured: CapturedScript) -> None:
         super().__init__("script stopped at prepare")
@@ -47,13 +51,16 @@ class CaptureDone(BaseException):
 
 
 _initial_nbytes: int | None = None
-"""What the process held when capturing began; None while nothing is captured."""
+"""Resident memory of the process when capturing began; None while no script is captured."""
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """While open, `Job.prepare` raises `CaptureDone` instead of preparing. What every rank loads, whatever its script,
-    is to be loaded before."""
+    """Inside, `Job.prepare` raises `CaptureDone` instead of preparing.
+
+    Modules that every rank loads, whatever its script, should be imported before, so that `script_nbytes` leaves them
+    out.
+    """
     global _initial_nbytes
     _initial_nbytes = _resident_nbytes()
     try:
@@ -67,8 +74,11 @@ def is_capturing() -> bool:
 
 
 def script_growth_nbytes() -> float:
-    """By how much the process has grown since capturing began. Modules that were loaded before are not in it: of
-    scripts that are captured one after the other in a process, the first has them all."""
+    """Return how many bytes the process has grown by since capturing began.
+
+    Modules that were loaded before do not count. If a process captures several scripts in turn, those that they share
+    count for the first script only.
+    """
     return float(max(0, _resident_nbytes() - (_initial_nbytes or 0)))
 
 

@@ -1,7 +1,9 @@
-"""A tape: what a constructor does to tensors without memory, operation by operation, in order.
+"""Deferred initialisation (`job.build`): a model is built without memory; its values are computed once it is divided.
 
-torch's dispatcher shows every operation, whatever Python called it, so the constructor may be anything: own
-initialisation, `apply`, tied weights, buffers. Tensors are known by their storage, and views by their place in it.
+A tape records, in order, every operation that the constructor runs on tensors without memory. torch's dispatcher sees
+all of them, whatever Python code called them, so the constructor may do anything: custom initialisation, `apply`, tied
+weights, buffers. A tensor is identified by its storage, and a view by its position in that storage. `replay` runs the
+operations that the tensors of this rank depend on; random numbers are drawn in the recorded order.
 """
 
 import hashlib
@@ -36,12 +38,15 @@ _FILL_OPERATIONS = frozenset(
         "copy_",
     }
 )
-"""Operations that write all of a tensor without reading it."""
+"""Operations that overwrite a whole tensor without reading it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor: its place in storage number `storage`."""
+    """A tensor on the tape: its position in storage number `storage`.
+
+    `offset` and `stride` count elements, as in torch.
+    """
 
     storage: int
     size: tuple[int, ...]
@@ -51,7 +56,7 @@ class TensorRef:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Bytes from first to last, as (start, stop)."""
+        """The bytes of the storage from the tensor's first to its last, as (start, stop)."""
         start = self.offset * self.dtype.itemsize
         if 0 in self.size:
             return start, start
@@ -60,15 +65,23 @@ class TensorRef:
 
     @property
     def dense(self) -> bool:
-        """Whether it has every byte of its extent."""
+        """Whether the tensor occupies every byte of its extent."""
         start, stop = self.extent
         return torch.Size(self.size).numel() * self.dtype.itemsize == stop - start
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """`arguments`: (args, kwargs) with Refs for tensors; `outputs`: of new storages, None for other results; `writes`,
-    `reads`: of storages that were there; `fills`: of the writes, those that leave nothing of what was there.
+    """One recorded operation.
+
+    Attributes:
+        function: what was called.
+        arguments: (args, kwargs) with a TensorRef in place of each tensor without memory.
+        outputs: one entry for each result: its TensorRef if the operation made its storage, else None.
+        reads: tensors whose previous content the result may depend on.
+        writes: existing tensors that are changed in place.
+        fills: the writes that overwrite the whole tensor.
+        random: whether it draws random numbers.
     """
 
     function: Any
@@ -81,9 +94,12 @@ class Operation:
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations on tensors without memory while it is entered; it may be entered several times.
+    """Records operations on tensors without memory while it is entered. It may be entered several times.
 
-    `sizes[storage]`: bytes; `generator`: the state of torch's generator on the CPU when recording began.
+    Attributes:
+        operations: what was recorded, in order.
+        sizes: bytes of each storage, by its number.
+        generator: state of torch's CPU generator when the tape was made.
     """
 
     def __init__(self) -> None:
@@ -98,13 +114,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         before = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = {self._number(tensor) for tensor in before if tensor.is_meta}
-        shown = pytree.tree_map(_to_meta, (tuple(args), kwargs)) if known else (args, kwargs)
-        result = func(*shown[0], **shown[1])
+        called_with = pytree.tree_map(_to_meta, (tuple(args), kwargs)) if known else (args, kwargs)
+        result = func(*called_with[0], **called_with[1])
         random = torch.Tag.nondeterministic_seeded in func.tags
         leaves = pytree.tree_leaves(result)
         if random and any(isinstance(leaf, torch.Tensor) and not leaf.is_meta for leaf in [*leaves, *before]):
             raise ScriptError(
-                f"job.build: the constructor draws random numbers on a device of its own ({func}); leave out device=, "
+                f"job.build: the constructor draws random numbers on an explicit device ({func}); leave out device=, "
                 "or build the model without job.build"
             )
         if known or any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
@@ -119,20 +135,25 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def digest(self) -> str:
-        """Of the state that torch's generator had: equal where values will be."""
+        """SHA-256 of the generator's initial state. Ranks with equal digests compute equal initial values."""
         return hashlib.sha256(self.generator.numpy().tobytes()).hexdigest()
 
     def check_same(self, digests: Sequence[str]) -> None:
-        """Raises RankMismatchError where ranks' generators differed."""
+        """Raise RankMismatchError if ranks' generators differed when their tapes were made.
+
+        Args:
+            digests: the `digest` of every rank's tape, by rank.
+        """
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
                 raise RankMismatchError(
-                    f"before job.build, torch's generator on rank {rank} was not in rank 0's state, so that initial "
-                    "values would differ; seed all ranks alike (Job(seed=...) does) and draw the same numbers on each"
+                    f"before job.build, the state of torch's generator on rank {rank} differed from rank 0's, so "
+                    "initial values would differ; seed all ranks alike (Job(seed=...) does) and draw the same numbers "
+                    "on each"
                 )
 
     def ref(self, tensor: torch.Tensor) -> TensorRef:
-        """A tensor without memory, as the tape knows it."""
+        """Return the reference to a tensor without memory; a storage that is new to the tape gets a number."""
         number = self._number(tensor)
         return TensorRef(number, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
@@ -148,8 +169,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         if not all(tensor.is_meta for tensor in changed):
             raise ScriptError(
-                f"job.build: the constructor writes values that are not there yet into a tensor of its own ({func}); "
-                "make that tensor by torch.empty, or build the model without job.build"
+                f"job.build: the constructor writes values that are not computed yet into a tensor with memory "
+                f"({func}); create that tensor with torch.empty, or build the model without job.build"
             )
         written = [self.ref(tensor) for tensor in changed]
         outputs = tuple(
@@ -159,7 +180,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for leaf in leaves
         )
         if not written and not any(outputs):
-            return  # a view, or a question
+            return  # a view, or a query that changes no values
         name = func._schema.name.rpartition("::")[2]
         fills = tuple(ref for ref in written if name in _FILL_OPERATIONS and ref.dense)
         frozen = pytree.tree_map(self._freeze, (args, dict(kwargs)))
@@ -177,7 +198,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._numbers.setdefault(storage._cdata, len(self.sizes))
         if number == len(self.sizes):
             self.sizes.append(storage.nbytes())
-            self._alive.append(storage)  # so that its address is not used again
+            self._alive.append(storage)  # keeps the address, which identifies the storage, from being reused
         return number
 
 
@@ -186,10 +207,10 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def _arguments_with_schema(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Every argument with its declaration."""
+    """Yield (declaration, value) for every argument of a call."""
     declared = func._schema.arguments
     yield from zip(declared, args, strict=False)
-    yield from ((one, kwargs[one.name]) for one in declared[len(args) :] if one.name in kwargs)
+    yield from ((argument, kwargs[argument.name]) for argument in declared[len(args) :] if argument.name in kwargs)
 
 
 _FACTORIES = {
@@ -201,7 +222,10 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class MetaTensorMode(TorchFunctionMode):
-    """While entered, makes new tensors without memory, and puts those initialisers on `tape`, whoever calls them."""
+    """While entered, creates new tensors without memory, whoever calls the factory.
+
+    Initialisers that compute with values (`_INITIALISERS`) are recorded on `tape` as one operation each.
+    """
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -211,7 +235,7 @@ class MetaTensorMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        sampled = func is torch.normal and not any(isinstance(one, torch.Tensor) for one in args)
+        sampled = func is torch.normal and not any(isinstance(argument, torch.Tensor) for argument in args)
         if (func in _FACTORIES or sampled) and kwargs.get("device") is None:
             return func(*args, **{**kwargs, "device": "meta"})
         result = func(*args, **kwargs)
@@ -225,9 +249,19 @@ class MetaTensorMode(TorchFunctionMode):
 
 
 def replay(tape: Tape, wanted: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Storages on the CPU, by their number on the tape, of the `wanted` tensors without memory.
+    """Compute the storages of `wanted`, on the CPU, as the constructor would have filled them.
 
     torch's generator is left as it was.
+
+    Args:
+        tape: the tape that recorded the constructor.
+        wanted: tensors without memory that the tape knows.
+
+    Returns:
+        Storages by their number on the tape.
+
+    Raises:
+        ScriptError: nothing on the tape computes the content of a wanted tensor.
     """
     targets = {tape.ref(tensor).storage for tensor in wanted}
     before = torch.get_rng_state()
@@ -240,11 +274,26 @@ def replay(tape: Tape, wanted: Iterable[torch.Tensor]) -> dict[int, torch.Untype
 
 
 def tensor_in_storage(ref: TensorRef, storage: torch.UntypedStorage) -> torch.Tensor:
-    """The tensor at a place in a storage with memory."""
+    """Return the tensor that `ref` describes as a view of `storage`, which has memory."""
     return torch.empty(0, dtype=ref.dtype).set_(storage, ref.offset, ref.size, ref.stride)
 
 
 class _Replay:
+    """Runs the operations that the target storages depend on, and frees each other storage after its last use.
+
+    Random operations run in the recorded order, also those that no target needs, so that each draws the same numbers as
+    in the constructor. Every other operation runs once the last random operation that it depends on has run.
+
+    Attributes:
+        needed: indices of the operations that the targets depend on.
+        before: for each of these, the operations that must run first.
+        after: for each random operation (-1: none), the needed operations that may run once it has run.
+        uses: for each storage, the needed operations that are still to use it.
+        memory: the storages that have memory now.
+        written: storages whose content the tape computes.
+        done: operations that have run.
+    """
+
     def __init__(self, tape: Tape, targets: set[int]) -> None:
         self.tape, self.targets = tape, targets
         self.needed = _needed(tape.operations, tape.sizes, targets)
@@ -257,10 +306,13 @@ class _Replay:
             for storage in _storages(tape.operations[index]):
                 self.uses[storage] = self.uses.get(storage, 0) + 1
         self.memory: dict[int, torch.UntypedStorage] = {}
-        self.written = {ref.storage for one in tape.operations for ref in (*one.writes, *one.outputs) if ref}
+        self.written = {
+            ref.storage for operation in tape.operations for ref in (*operation.writes, *operation.outputs) if ref
+        }
         self.done: set[int] = set()
 
     def run(self) -> dict[int, torch.UntypedStorage]:
+        """Run the operations and return the target storages by number."""
         for index, operation in enumerate(self.tape.operations):
             if not operation.random:
                 continue
@@ -277,11 +329,11 @@ class _Replay:
         return {storage: self.memory[storage] for storage in self.targets}
 
     def _demand(self, index: int) -> None:
-        """Run an operation after all it depends on."""
+        """Run an operation after all that it depends on."""
         stack = [index]
         while stack:
             top = stack[-1]
-            missing = [one for one in self.before[top] if one not in self.done]
+            missing = [dependency for dependency in self.before[top] if dependency not in self.done]
             if top in self.done or not missing:
                 stack.pop()
                 if top not in self.done:
@@ -302,6 +354,7 @@ class _Replay:
                 self.memory.pop(storage, None)
 
     def _keep(self, ref: TensorRef, result: torch.Tensor) -> None:
+        """Keep the storage of a new result if it has the recorded layout, else copy the result into that layout."""
         storage = result.untyped_storage()
         same = result.stride() == ref.stride and result.storage_offset() == ref.offset
         if same and storage.nbytes() == self.tape.sizes[ref.storage]:
@@ -317,13 +370,13 @@ class _Replay:
         if storage not in self.memory:
             if storage not in self.written:
                 raise ScriptError(
-                    "job.build: the constructor makes a tensor in a way that cannot be repeated later, such as an "
-                    "extension of its own; build the model without job.build"
+                    "job.build: the constructor creates a tensor by an operation that cannot be repeated later, such "
+                    "as a custom extension; build the model without job.build"
                 )
             self.memory[storage] = _allocate(self.tape.sizes[storage])
 
     def _scratch(self, ref: TensorRef) -> torch.Tensor:
-        """Somewhere to draw numbers to that nobody wants."""
+        """Return a throw-away copy, for random operations whose numbers nobody needs."""
         known = self.memory.get(ref.storage)
         return (
             tensor_in_storage(ref, _allocate(self.tape.sizes[ref.storage]))
@@ -349,7 +402,7 @@ def _storages(operation: Operation) -> set[int]:
 
 
 def _needed(operations: list[Operation], sizes: list[int], targets: set[int]) -> list[int]:
-    """Indices of the operations on which the content of the target storages depends, in order."""
+    """Return the indices of the operations that the content of the target storages depends on, in order."""
     live, needed = set(targets), []
     for index in range(len(operations) - 1, -1, -1):
         operation = operations[index]
@@ -366,7 +419,12 @@ def _needed(operations: list[Operation], sizes: list[int], targets: set[int]) ->
 
 
 def _dependencies(operations: list[Operation], needed: list[int]) -> tuple[dict[int, list[int]], dict[int, int]]:
-    """Of every needed operation: those that must run before it, and the last random one among all of them (or -1)."""
+    """Find the order in which needed operations must run.
+
+    Returns:
+        For each needed operation, the operations that must run before it; and the last random operation among itself
+        and all that it depends on (-1: none).
+    """
     touched: dict[int, list[tuple[tuple[int, int], bool, int]]] = {}
     before: dict[int, list[int]] = {}
     last: dict[int, int] = {}
@@ -374,17 +432,17 @@ def _dependencies(operations: list[Operation], needed: list[int]) -> tuple[dict[
         operation = operations[index]
         made = [(ref, True) for ref in operation.outputs if ref is not None]
         uses = [*made, *((ref, True) for ref in operation.writes), *((ref, False) for ref in operation.reads)]
-        found: dict[int, None] = {}
+        earlier: dict[int, None] = {}
         for ref, writes in uses:
             start, stop = ref.extent
             for (low, high), wrote, other in touched.get(ref.storage, ()):
                 if (writes or wrote) and low < stop and start < high:
-                    found[other] = None
+                    earlier[other] = None
         for ref, writes in uses:
             touched.setdefault(ref.storage, []).append((ref.extent, writes, index))
-        before[index] = list(found)
-        own = index if operation.random else -1
-        last[index] = max([own, *(last[other] for other in found)])
+        before[index] = list(earlier)
+        random_index = index if operation.random else -1
+        last[index] = max([random_index, *(last[other] for other in earlier)])
     return before, last
 
 
@@ -392,15 +450,22 @@ BUILD_REMEDY = "build the model without job.build, or leave that out of its cons
 
 
 def build_with_memory(function: Callable[[], nn.Module]) -> nn.Module:
-    """The model with memory. torch's generators are left as they were, as they are without memory."""
+    """Build the model with memory. torch's generators are left as they were, as `build_on_meta` leaves them."""
     with preserved_generators():
         return function()
 
 
 def build_on_meta(function: Callable[[], nn.Module]) -> tuple[nn.Module, Tape]:
-    """The model without memory, and the tape of how it was made.
+    """Build the model without memory, and record how it was made.
 
-    Raises ScriptError for a constructor that looks at values or seeds generators, which needs memory.
+    Args:
+        function: builds the model.
+
+    Returns:
+        The model, whose tensors have no memory, and the tape.
+
+    Raises:
+        ScriptError: the constructor reads values or seeds generators, for which it would need memory.
     """
     tape = Tape()
     try:
@@ -412,17 +477,25 @@ def build_on_meta(function: Callable[[], nn.Module]) -> tuple[nn.Module, Tape]:
             raise
         reason = str(error).splitlines()[0]
         raise ScriptError(
-            f"job.build: the constructor looks at values, which are not there yet ({reason}); {BUILD_REMEDY}"
+            f"job.build: the constructor reads values, which are not computed yet ({reason}); {BUILD_REMEDY}"
         ) from error
     if seeded:
         raise ScriptError(
-            f"job.build: the constructor seeds torch's generator, so its values are not the Job's; {BUILD_REMEDY}"
+            "job.build: the constructor seeds torch's generator, so its initial values would not follow the Job's "
+            f"seed; {BUILD_REMEDY}"
         )
     return model, tape
 
 
 def materialize(model: nn.Module, tape: Tape, device: torch.device, shards: Shards) -> None:
-    """Give all that this rank holds of the model memory on `device`, with the values one device would have."""
+    """Give this rank's part of the model memory on `device`, with the values that one device would have computed.
+
+    Args:
+        model: a model from `build_on_meta`, divided among ranks.
+        tape: the tape of its constructor.
+        device: the rank's device.
+        shards: the parameters that are sharded over ranks.
+    """
     wanted = [tensor for tensor in _module_tensors(model).values() if tensor.is_meta]
     storages = replay(tape, [*wanted, *shards.memory()])
 
@@ -441,17 +514,18 @@ def materialize(model: nn.Module, tape: Tape, device: torch.device, shards: Shar
 
 
 def _module_tensors(model: nn.Module) -> "dict[tuple[nn.Module, str, str], torch.Tensor]":
-    """Parameters, buffers and plain attributes that are tensors, by (module, kind, name)."""
-    found: dict[tuple[nn.Module, str, str], torch.Tensor] = {}
+    """Return the tensors among parameters, buffers and plain attributes, by (module, kind, name)."""
+    tensors: dict[tuple[nn.Module, str, str], torch.Tensor] = {}
     for module in model.modules():
         for kind in ("_parameters", "_buffers", "__dict__"):
             for key, value in vars(module).get(kind, {}).items() if kind != "__dict__" else vars(module).items():
                 if isinstance(value, torch.Tensor):
-                    found[module, kind, key] = value
-    return found
+                    tensors[module, kind, key] = value
+    return tensors
 
 
 def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return `new` as a parameter with the attributes of `old`, if `old` is a parameter."""
     if not isinstance(old, nn.Parameter) or new is old:
         return new
     parameter = nn.Parameter(new.detach(), requires_grad=old.requires_grad)
@@ -461,7 +535,7 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 def _assign_tensor(module: nn.Module, kind: str, key: str, tensor: Any) -> None:
     if kind == "_parameters" and type(module).__setattr__ is not nn.Module.__setattr__:
-        setattr(module, key, tensor)  # an RNN keeps a list of its weights
+        setattr(module, key, tensor)  # the module keeps its own list of weights, as nn.RNN does
     elif kind == "__dict__":
         vars(module)[key] = tensor
     else:

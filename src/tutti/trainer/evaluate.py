@@ -1,4 +1,4 @@
-"""Evaluation: every sample exactly once, on any number of ranks."""
+"""Evaluation: every sample counts exactly once, on any number of ranks."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,16 +21,27 @@ from tutti.parallel.mixed_precision import autocast
 from tutti.trainer.run_state import Run
 
 Metric = Callable[[Any, Any], Any]
-"""fn(output, target) -> per-sample tensor, mean over samples, or Weighted."""
+"""fn(output, target) -> one value per sample, their mean, or a Weighted."""
 
 
 @torch.no_grad()
 def evaluate(
     run: Run, source: DataSource, metrics: Mapping[str, Metric], whole: Mapping[str, Metric], batch_size: int
 ) -> tuple[dict[str, float], int]:
-    """Means of the loss and `metrics` over all samples of `source`, and the number of samples.
+    """Evaluate the model on all samples of `source`. Collective.
 
-    `whole`: metrics of the complete outputs and targets, in the order of the data set (F1, AUC).
+    Args:
+        run: the run; its model is put in evaluation mode meanwhile.
+        source: the data, not shuffled.
+        metrics: by name, functions of a batch's output and target, whose mean over samples is taken.
+        whole: by name, functions of all outputs and all targets in the order of the data set (F1, AUC).
+        batch_size: samples that a rank computes at once.
+
+    Returns:
+        The mean loss and metrics by name, the same on every rank, and the number of samples.
+
+    Raises:
+        ScriptError: a metric returned something that cannot be averaged, or a batch has no tensor.
     """
     table = _metric_functions(run, metrics)
     sums = torch.zeros(len(table), 2, dtype=torch.float64, device=run.parallel.world.device)
@@ -49,7 +60,8 @@ def evaluate(
                     continue
                 size = _batch_size(batch)
                 rows = []
-                if "loss" in table and "loss" not in metrics:  # adds up over parts of sequences; metrics may not
+                # The loss is computed on this rank's part of the sequences and added up; metrics may need whole ones.
+                if "loss" in table and "loss" not in metrics:
                     rows = [_total_count("loss", table["loss"](output, target), size)]
                 if metrics or whole:
                     output, target = run.parallel.sequences.join((output, target))
@@ -60,9 +72,8 @@ def evaluate(
                 kept.append(pytree.tree_map(_to_cpu, (output, target)))
     run.parallel.world.sum(sums)
     evaluated = int(run.parallel.world.sum(torch.tensor([int(run.gives_output)], device=run.parallel.world.device))[0])
-    copies = (
-        evaluated // run.state.consistency.evaluation_share(run.parallel)[1]
-    )  # ranks that gave the same samples' outputs
+    # Ranks that computed the outputs of the same samples.
+    copies = evaluated // run.state.consistency.evaluation_share(run.parallel)[1]
     counted = int(run.parallel.world.sum(torch.tensor([samples], device=run.parallel.world.device))[0]) // copies
     values = {name: float(total / count) for name, (total, count) in zip(table, sums.tolist(), strict=True) if count}
     values.update(_whole_set_metrics(run, kept, whole))
@@ -70,7 +81,7 @@ def evaluate(
 
 
 def samples_at_once(run: Run) -> int:
-    """As many samples as a rank computes at once in training, so that evaluation needs no more memory; at most 256."""
+    """Return how many samples a rank computes at once in training (at most 256): evaluation needs no more memory."""
     batch, tokens = run.parallel.plan.batch, run.state.loader.source.tokens
     samples: float = batch.global_batch_size
     if batch.unit == "tokens" and tokens:
@@ -86,8 +97,10 @@ def _metric_functions(run: Run, metrics: Mapping[str, Metric]) -> dict[str, Metr
 
 
 def _evaluation_batches(run: Run, source: DataSource, batch_size: int) -> Iterator[tuple[Any, bool]]:
-    """This rank's batches: a contiguous share of a map data set, or every world_size-th batch of a stream; and whether
-    they count. Where forward meets other data-parallel ranks, those with fewer batches take part with ones that do not.
+    """Yield this rank's batches, and whether each counts.
+
+    A rank has a contiguous share of a map data set, or every n-th batch of a stream. Where forward communicates with
+    other data-parallel ranks, ranks with fewer batches compute further ones that do not count.
     """
     rank, size = run.state.consistency.evaluation_share(run.parallel)
     together = run.parallel.mesh.degree("shard", "expert", "table") > 1
@@ -100,22 +113,22 @@ def _evaluation_batches(run: Run, source: DataSource, batch_size: int) -> Iterat
             yield batch, False
         return
     bounds = cut(len(source.dataset), size)
-    mine = np.arange(bounds[rank], bounds[rank + 1])
-    keys = [[(0, int(i)) for i in mine[s : s + batch_size]] for s in range(0, len(mine), batch_size)]
-    own = len(keys)
+    indices = np.arange(bounds[rank], bounds[rank + 1])
+    keys = [[(0, int(i)) for i in indices[s : s + batch_size]] for s in range(0, len(indices), batch_size)]
+    counted = len(keys)
     if together:
         most = -(-max(stop - start for start, stop in pairwise(bounds)) // batch_size)
-        keys += [[(0, min(bounds[rank], len(source.dataset) - 1))]] * (most - own)
+        keys += [[(0, min(bounds[rank], len(source.dataset) - 1))]] * (most - counted)
     gather = source.collate is Collate().function
     samples = SeededSamples(source.dataset, run.settings.seed, "evaluate", gather=gather)
     options = {k: v for k, v in source.options.items() if k != "persistent_workers"}
     loader = DataLoader(samples, batch_sampler=keys, collate_fn=Collate(source.collate), **options)
-    yield from ((batch, number < own) for number, batch in enumerate(loader))
+    yield from ((batch, number < counted) for number, batch in enumerate(loader))
 
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode; afterwards each is as it was, also ones the user froze."""
+    """Put every module in evaluation mode, and restore each one's mode afterwards, also of modules the user froze."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -129,10 +142,13 @@ def _batch_size(batch: Any) -> int:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return int(leaf.shape[0])
-    raise ScriptError("evaluate got a batch without a tensor; collate samples into tensors with samples first")
+    raise ScriptError(
+        "evaluate got a batch without a tensor; collate samples into tensors whose first dimension is samples"
+    )
 
 
 def _total_count(name: str, value: Any, samples: int) -> tuple[float, float]:
+    """Return (total, count) of a metric over one batch of `samples`."""
     if isinstance(value, Weighted):
         return float(value.total), float(value.count)
     if isinstance(value, torch.Tensor) and value.numel() == samples and value.ndim:
@@ -141,7 +157,7 @@ def _total_count(name: str, value: Any, samples: int) -> tuple[float, float]:
         return float(value) * samples, float(samples)
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
     raise ScriptError(
-        f"metric {name!r} returned {shape} for {samples} samples; return one value a sample, their mean, or "
+        f"metric {name!r} returned {shape} for {samples} samples; return one value per sample, their mean, or "
         "tutti.Weighted(total, count)"
     )
 
@@ -151,6 +167,7 @@ def _to_cpu(leaf: Any) -> Any:
 
 
 def _whole_set_metrics(run: Run, kept: list[Any], whole: Mapping[str, Metric]) -> dict[str, float]:
+    """Gather all outputs and targets on every rank, and compute the metrics of the whole data set. Collective."""
     if not whole:
         return {}
     everyone = run.parallel.world.gather((run.state.consistency.evaluation_share(run.parallel)[0], kept))

@@ -1,4 +1,4 @@
-"""Job: what a script says. Three lines make it train on any number of ranks; the meaning of a step does not move."""
+"""The Job: three lines make a script train on any number of ranks, and a step computes the same on all of them."""
 
 import atexit
 import os
@@ -45,7 +45,7 @@ class JobLoader:
         self.clock = clock
 
     def __len__(self) -> int:
-        """Steps of an epoch."""
+        """Return the number of steps in an epoch."""
         return len(self.shares)
 
     @property
@@ -66,16 +66,34 @@ class JobLoader:
 
 
 class Job:
-    """One training run. `global_batch_size` is its meaning: it does not change with the number of ranks.
+    """One training run. The global batch defines what it computes, which does not depend on the number of ranks.
 
-    `unit`: what the batch counts. `num_microbatches`: slices a batch is cut into (gradient accumulation; the planner
-    may choose it when it is None). `batch_ramp`: (until, size) pairs: batches numbered below `until`, from 0 over all
-    epochs, have `size` instead; a learning-rate rule follows the batch of the step. `clip_norm`: bound of the
-    gradients' global norm. `on_nonfinite`: what happens at a loss or gradient that is NaN or infinite ("skip": the
-    update is left out on all ranks, and parameters, optimizers and running statistics are as before it).
-    `checkpoint_every`: steps. `noise_every`: steps between measurements of the gradient noise scale, which says how
-    large a batch pays; values do not change. `folder`: of the run; `resume`: a run or a checkpoint.
-    `facts`: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
+    Args:
+        global_batch_size: samples or tokens per step, over all ranks and microbatches.
+        unit: what `global_batch_size` counts.
+        seed: seed of initial values, data order, augmentation and dropout.
+        num_microbatches: slices that a batch is cut into (gradient accumulation). None: 1, or what the plan says.
+        last_batch: whether the short last batch of an epoch is kept or dropped.
+        batch_ramp: (until, size) pairs. Batches numbered below `until`, counted from 0 over all epochs, have `size`
+            instead; a learning-rate rule follows the batch of the step.
+        precision: number format of the computation. None: the plan's, or "full".
+        clip_norm: bound of the gradients' global norm.
+        lr_rule: how the learning rate follows the global batch and the warm-up.
+        on_nonfinite: what happens at a loss or gradient that is NaN or infinite. "stop" raises TrainingError; "skip"
+            skips the update on all ranks, and leaves parameters, optimizers and running statistics as before the step.
+        checkpoint_every: steps between two checkpoints. None: the launcher's choice.
+        keep_checkpoints: how many of the newest checkpoints stay. 0: only the newest, and none is written after the
+            last epoch.
+        noise_every: steps between measurements of the gradient noise scale, which says how large a batch pays.
+            Measuring does not change the training.
+        name: name of the run. None: the script's.
+        folder: the run folder, unless the launcher names one. None: runs/<script>-<time>.
+        resume: a run folder or a checkpoint to resume from.
+        facts: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
+
+    Raises:
+        PlanError: settings contradict each other, the plan or the number of ranks.
+        LaunchError: the ranks cannot find each other.
     """
 
     _tape: Tape | None = None
@@ -132,7 +150,9 @@ class Job:
         self._finalizer = (
             None if capture.is_capturing() else RunFinalizer(self._context.world, supervised=launch_options.supervised)
         )
-        seed_everything(derive_seed(seed, "model"))  # alike on all ranks: they must take the same turns
+        # Python's and NumPy's draws may decide control flow, so they are the same on all ranks. torch's differ between
+        # members of an ensemble.
+        seed_everything(derive_seed(seed, "model"))
         torch.manual_seed(self._context.model_seed)
 
     @property
@@ -153,13 +173,19 @@ class Job:
         return self._context.world.is_main
 
     def build(self, function: Callable[[], nn.Module]) -> nn.Module:
-        """The model that `function()` makes, without memory until `prepare` gives every rank its part of it.
+        """Build a model; with several ranks it has no memory until `prepare` gives every rank its part.
 
-        Values are those that one device would have initialised, bit for bit. torch's generators are left as they were
-        before the call, at any number of ranks. Raises ScriptError for a constructor that needs to see values.
+        Initial values are bit for bit those that one device would have computed. torch's generators are left as they
+        were before the call, at any number of ranks.
+
+        Args:
+            function: builds the model.
+
+        Raises:
+            ScriptError: the constructor needs values that are not computed yet, or build was called before.
         """
         if self._tape is not None:
-            raise ScriptError("build was called twice; one Job trains one model: compose several into one module")
+            raise ScriptError("build was called twice, but a Job trains one model; compose several into one module")
         if capture.is_capturing():
             return build_on_meta(function)[0]
         if self._context.world.world_size == 1 or self._context.launch_options.observer:
@@ -182,21 +208,39 @@ class Job:
         weights: str | Path | None = None,
         **loader_arguments: Any,
     ) -> tuple[nn.Module, Any, JobLoader]:
-        """Model, optimizer and data made ready on this rank; returns (model, optimizer, loader).
+        """Prepare model, optimizer and data for training on this rank. Collective.
 
-        `optimizer`: instance, callable that takes parameters, or a list of either. `dataset`: map or iterable data
-        set, or a DataLoader. `loss_fn(output, target)` returns a mean over samples or a Weighted. `scheduler` is
-        advanced by `update`, once a step or once an epoch. `unpack(batch)` -> (args, kwargs, target). `tokens`: of a
-        sample, where the batch counts tokens. `weights`: a .safetensors or .pt file with the model's state_dict, whose
-        values training begins with unless it is resumed. The rest are DataLoader arguments.
+        Args:
+            model: the model; its parameters are divided in place as the plan says.
+            optimizer: a torch optimizer, a callable that takes parameters and returns one, or a list of either.
+            dataset: a map or iterable data set, or a DataLoader.
+            loss_fn: loss_fn(output, target) -> mean over samples, or a Weighted. None: the model computes its loss:
+                `output.loss`, `output["loss"]`, or a 0-d output.
+            scheduler: a learning-rate scheduler; `update` and `epochs` advance it.
+            scheduler_clock: whether it advances once per step or once per epoch.
+            unpack: unpack(batch) -> (args, kwargs, target). None: a batch is (inputs, target), a dict or a tensor.
+            shuffle: whether samples are shuffled in each epoch. None: as the DataLoader does, else True.
+            tokens: tokens of every sample, or a list with one number per sample; needed if the batch counts tokens.
+            weights: a .safetensors or .pt file with the model's state_dict, or a folder in torch's distributed
+                checkpoint format. Training starts with these values, unless it is resumed.
+            **loader_arguments: arguments of DataLoader.
+
+        Returns:
+            (model, optimizer, loader); optimizer is a list if one was passed.
+
+        Raises:
+            ScriptError: arguments cannot be used, or prepare was called before.
+            PlanError: the plan cannot train this model.
+            RankMismatchError: models differ between ranks.
+            CheckpointError: the checkpoint or the weights cannot be read or do not fit.
         """
         if self._prepared is not None:
-            raise ScriptError("prepare was called twice; one Job trains one model: compose several into one module")
+            raise ScriptError("prepare was called twice, but a Job trains one model; compose several into one module")
         if scheduler_clock not in ("step", "epoch"):
             raise ScriptError(f"scheduler_clock = {scheduler_clock!r}; use 'step' or 'epoch'")
         source = read_source(dataset, shuffle=shuffle, tokens=tokens, arguments=loader_arguments)
         optimizers = build_optimizers(model, optimizer)
-        given = PrepareArguments(
+        prepare_arguments = PrepareArguments(
             model=model,
             optimizers=optimizers,
             source=source,
@@ -208,8 +252,8 @@ class Job:
             tape=self._tape,
         )
         if capture.is_capturing():
-            raise capture.CaptureDone(captured_script(self._context, given))
-        self._prepared = prepare_run(self._context, given)
+            raise capture.CaptureDone(captured_script(self._context, prepare_arguments))
+        self._prepared = prepare_run(self._context, prepare_arguments)
         if self._finalizer is not None:
             self._finalizer.run = self._prepared
         if not self._context.launch_options.supervised:
@@ -218,7 +262,7 @@ class Job:
         return model, returned, JobLoader(self._prepared.state.loader, self._prepared.loop.clock)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Numbers of the epochs still to run, of `count`; a resumed run goes on where its checkpoint stood."""
+        """Yield the numbers of the epochs still to run, of `count`; a resumed run continues at its checkpoint."""
         run = self._run()
         run.state.progress.total_epochs = count
         first = run.state.loader.epoch
@@ -235,8 +279,14 @@ class Job:
         run.state.consistency.finish(run.parallel)
 
     def step(self, batch: Any) -> float:
-        """One optimizer update on a global batch; returns the global mean loss, the same on every rank (of this rank's
-        share, where the plan says that ranks do not wait for each other).
+        """Make one optimizer update on a global batch.
+
+        Args:
+            batch: this rank's share of the global batch, as the loader yielded it.
+
+        Returns:
+            The global mean loss, the same on every rank. If the plan says that ranks do not wait for each other, the
+            loss of this rank's share.
         """
         run = self._run()
         loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
@@ -244,15 +294,22 @@ class Job:
         return loss
 
     def forward_backward(self, function: LossFunction, batch: Any) -> float:
-        """Gradients of the global mean of `function(model, batch)`, for steps that are not one loss and one update.
+        """Compute the gradients of the global mean of `function(model, batch)`.
 
-        Returns the global mean loss. Call `update` afterwards.
+        For steps that are not one loss and one update. Call `update` afterwards.
+
+        Args:
+            function: (model, batch) -> loss: a mean over samples, or a Weighted.
+            batch: this rank's share of the global batch, as the loader yielded it.
+
+        Returns:
+            The global mean loss.
         """
         self._result = forward_backward(self._run(), function, batch)
         return self._result.loss
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Clip, step the optimizer (all of them if none is named), advance the scheduler, write the step's row."""
+        """Clip gradients, step the optimizer (None: all), advance the scheduler, write the step's row."""
         run, result = self._run(), self._result
         if result is None:
             raise ScriptError("update was called before forward_backward; compute gradients first")
@@ -278,10 +335,18 @@ class Job:
         batch_size: int | None = None,
         **loader_arguments: Any,
     ) -> dict[str, float]:
-        """Means over `dataset`, every sample counted once; the same on every rank.
+        """Evaluate the model on `dataset`. Every sample counts exactly once. Collective.
 
-        `metrics`: name -> fn(output, target) giving one value a sample, their mean, or Weighted. `whole`: name ->
-        fn(all outputs, all targets), for what is not a mean. "loss" is always among the results.
+        Args:
+            dataset: a map or iterable data set, or a DataLoader.
+            metrics: by name, fn(output, target) -> one value per sample, their mean, or a Weighted.
+            whole: by name, fn(all outputs, all targets), for metrics that are not means.
+            name: name of the evaluation in metrics and reports.
+            batch_size: samples that a rank computes at once. None: as many as in training, at most 256.
+            **loader_arguments: arguments of DataLoader.
+
+        Returns:
+            Results by name, the same on every rank; "loss" is always one of them.
         """
         run = self._run()
         arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
@@ -294,7 +359,7 @@ class Job:
         return values
 
     def log(self, **values: float | int | str) -> None:
-        """Write values of your own to the run's metrics and TensorBoard (rank 0's are kept)."""
+        """Write your own values to the run's metrics and TensorBoard; those of ranks other than 0 are ignored."""
         run = self._run()
         run.output.log.row(
             "log",
@@ -305,11 +370,11 @@ class Job:
         )
 
     def save(self) -> Path:
-        """Write a checkpoint now. Every rank must call it."""
+        """Write a checkpoint now and return its folder. Collective."""
         return self._run().output.checkpoints.save()[0]
 
     def print(self, *values: object, **options: Any) -> None:
-        """print, on rank 0 only."""
+        """Print on rank 0 only, with the arguments of the built-in `print`."""
         if self.is_main:
             print(*values, **options)
 
@@ -320,7 +385,12 @@ class Job:
 
 
 class RunFinalizer:
-    """Writes a run's last rows when the process ends, however it ends."""
+    """Writes a run's last rows when the process ends, however it ends.
+
+    Attributes:
+        run: the prepared run, once there is one.
+        failed: whether the run has failed on this rank.
+    """
 
     def __init__(self, world: World, *, supervised: bool) -> None:
         self.world = world
@@ -332,7 +402,7 @@ class RunFinalizer:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Write the memory and end rows and leave the world. Runs once."""
+        """Write the memory and end rows and leave the world; further calls do nothing."""
         if self._ended:
             return
         self._ended = True
@@ -344,12 +414,12 @@ class RunFinalizer:
             leave_world()
 
     def _last_rows(self, run: Run) -> None:
-        mine = run.output.folder.rank(run.parallel.world.rank)
-        self.failed = self.failed or (mine / "error.json").exists()
-        words = run.output.checkpoints.finish_at_exit()
-        if words is not None:
+        rank_folder = run.output.folder.rank(run.parallel.world.rank)
+        self.failed = self.failed or (rank_folder / "error.json").exists()
+        failure = run.output.checkpoints.finish_at_exit()
+        if failure is not None:
             self.failed = True
-            print(f"tutti: {words}", file=sys.stderr)
+            print(f"tutti: {failure}", file=sys.stderr)
         wall, phases = run.loop.clock.take_row()
         now = run.loop.clock.elapsed_s()
         memory = {
@@ -361,7 +431,7 @@ class RunFinalizer:
         run.output.log.timing(kind="memory", **memory)
         run.output.log.timing(kind="machine", step=run.state.progress.step, stolen=run.loop.clock.stolen.share())
         run.output.log.row("memory", now, **memory)
-        status = "failed" if self.failed else "stopped" if (mine / "stopped").exists() else "completed"
+        status = "failed" if self.failed else "stopped" if (rank_folder / "stopped").exists() else "completed"
         run.output.log.row("end", now, status=status, step=run.state.progress.step, wall_s=wall, phases=phases)
         run.output.log.close()
         run.output.screen.close()
@@ -380,7 +450,7 @@ class RunFinalizer:
 
 
 def peak_memory_nbytes(device: torch.device) -> int:
-    """Most memory this rank has held: allocated on a GPU; resident on a CPU, without what it shares of other ranks."""
+    """Return this rank's peak memory: allocated on a GPU; resident on a CPU, without memory shared by other ranks."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - attached_resident_nbytes()

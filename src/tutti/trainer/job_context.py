@@ -1,4 +1,4 @@
-"""Session: what stands when a Job is made, before it has a model: the world, the plan, the settings."""
+"""The context of a Job, which exists before the Job has a model: ranks, plan, settings and launch options."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,18 @@ from tutti.trainer.run_state import JobSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """What exists before the Job has a model: ranks, plan, settings and launch options."""
+    """Everything that exists before the Job has a model.
+
+    Attributes:
+        plan: the plan with the launcher's options; the script's annotations are not in it yet.
+        stated_mesh: whether the launcher gave a plan or a mesh; otherwise all ranks are replicas.
+        clock: measures the phases of the run.
+        screen: messages and progress for the user.
+        name: name of the run; None: the script's.
+        folder: run folder that the script asks for.
+        resume: run folder or checkpoint that the script resumes from.
+        facts: what the user wants the report to say about the run.
+    """
 
     settings: JobSettings
     launch_options: LaunchOptions
@@ -58,12 +69,27 @@ def open_job_context(
     resume: Path | None,
     facts: Mapping[str, str],
 ) -> JobContext:
-    """Join the other ranks (none while capturing) and resolve the plan."""
+    """Join the other ranks (none while capturing) and determine the plan.
+
+    Args:
+        settings: the Job's settings.
+        launch_options: the launcher's options.
+        batch: the Job's batch.
+        microbatches_stated: whether the script gave the number of microbatches.
+        precision: the script's precision; None leaves it to the plan.
+        name: name of the run.
+        folder: run folder.
+        resume: run folder or checkpoint to resume from.
+        facts: what the report should say about the run.
+
+    Raises:
+        PlanError: settings contradict each other, or the plan does not fit the script or the ranks.
+    """
     rule = settings.lr_rule
     if batch.ramp and rule is not None and rule.warmup_epochs is not None:
         raise PlanError(
-            f"LRRule.warmup_epochs = {rule.warmup_epochs} with a batch_ramp: epochs differ in their steps; give "
-            "warmup_steps"
+            f"LRRule.warmup_epochs = {rule.warmup_epochs} with a batch_ramp: epochs differ in their number of steps; "
+            "give warmup_steps"
         )
     world = join_world(RankEnvironment() if is_capturing() else None)
     if not is_capturing():
@@ -87,7 +113,7 @@ def open_job_context(
 
 
 def _with_launch_options(plan: Plan, launch_options: LaunchOptions) -> Plan:
-    """The plan with the launcher's compression, consistency mode and bucket size."""
+    """Return the plan with the launcher's compression, consistency mode and bucket size."""
     return with_bucket_size(
         with_mode(plan.compressed(launch_options.compress), launch_options.sync), launch_options.bucket_mb
     )
@@ -101,7 +127,18 @@ def resolve_plan(
     microbatches_stated: bool,
     precision: Precision | None,
 ) -> Plan:
-    """The launcher's plan, checked against the script, or data parallelism over all ranks."""
+    """Return the launcher's plan, checked against the script, or data parallelism over all ranks.
+
+    Args:
+        world: the ranks that were started.
+        launch_options: holds the plan file or the mesh, if there is one.
+        batch: the Job's batch, which the plan must repeat.
+        microbatches_stated: whether the plan must have the script's number of microbatches.
+        precision: the script's precision; None leaves it to the plan.
+
+    Raises:
+        PlanError: the plan or the mesh contradicts the script or the number of ranks.
+    """
     if launch_options.plan is None:
         mesh = launch_options.mesh or {"replicate": world.world_size}
         if not is_capturing() and math.prod(mesh.values()) != world.world_size:
@@ -124,7 +161,7 @@ def resolve_plan(
         if getattr(plan.batch, name) != value:
             raise PlanError(
                 f"{launch_options.plan}: batch.{name} = {getattr(plan.batch, name)!r}, but the script's Job says "
-                f"{value!r}; make them agree: the batch is the meaning of the run"
+                f"{value!r}; make them agree: the batch defines what the run trains"
             )
     if precision is not None and plan.precision != precision:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What a run shows and records: JSON lines, TensorBoard event files and a progress display."""
+"""Output of a run for people and tools: JSON lines, TensorBoard event files and a progress display."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from tutti.config.run_folder import RunFolder
 
 
 def _json_value(value: Any) -> Any:
-    """NaN and infinities become null: JSON has no word for them."""
+    """Replace values that JSON cannot hold: NaN and infinities become null, paths become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -29,13 +29,14 @@ def _json_value(value: Any) -> Any:
 
 
 _TENSORBOARD_FIELDS = ("loss", "learning_rate", "grad_norm", "wall_s", "tokens_dropped", "balance_loss", "noise_scale")
-"""What of a step's row goes to TensorBoard, where it is a number."""
+"""Fields of a step's row that go to TensorBoard if they are numbers."""
 
 
 class MetricsLog:
-    """Appends rows to the run folder. Rank 0 writes the run's metrics; every rank its own step timings.
+    """Appends rows to the run folder. Rank 0 writes the run's metrics; every rank writes its own step timings.
 
-    `offset_s`: seconds already on the run's clock when it was resumed.
+    Attributes:
+        offset_s: seconds that were on the run's clock when it was resumed; 0 on other ranks than 0.
     """
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
@@ -50,7 +51,13 @@ class MetricsLog:
             self._board = SummaryWriter(logdir=str(folder.tensorboard), flush_secs=10)
 
     def row(self, kind: str, time_s: float, **values: Any) -> None:
-        """Write one row of the run's metrics (rank 0 only; others ignore it)."""
+        """Write one row of the run's metrics. Ranks other than 0 ignore it.
+
+        Args:
+            kind: kind of the row, such as "step".
+            time_s: seconds since this process' clock started.
+            **values: fields of the row.
+        """
         if self._run is None:
             return
         _write_json_line(self._run, {"kind": kind, **values, "time_s": round(self.offset_s + time_s, 6)})
@@ -86,11 +93,11 @@ class MetricsLog:
             for name, value in shown.items()
             if isinstance(value, int | float)
         ]
-        self._board.file_writer.add_summary(Summary(value=scalars), step)  # one event for all: a step must stay cheap
+        self._board.file_writer.add_summary(Summary(value=scalars), step)  # one event for all fields, which is cheap
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON lines file; a last line that a crash cut short is left out."""
+    """Return the rows of a JSON lines file; lines that a crash cut short are left out."""
     rows = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -102,12 +109,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def last_time_s(path: Path) -> float:
-    """The run clock's last reading in a metrics file; 0 for a new one."""
+    """Return the last reading of the run's clock in a metrics file; 0 for a new one."""
     return max((float(row.get("time_s") or 0.0) for row in read_rows(path)), default=0.0)
 
 
 def _open_for_append(path: Path) -> TextIO:
-    """Open for appending; a last line that a crash cut short is ended first."""
+    """Open a file for appending, and first end a line that a crash cut short."""
     torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     file = path.open("a", encoding="utf-8")
     if torn:
@@ -121,7 +128,10 @@ def _write_json_line(file: TextIO, row: dict[str, Any]) -> None:
 
 
 class ProgressDisplay:
-    """Messages and a progress bar on standard error, on rank 0 only; the bar only when a person watches."""
+    """Messages and a progress bar on standard error, on rank 0 only.
+
+    The bar is shown only on a terminal, and not under `tutti run`.
+    """
 
     def __init__(self, world: World, *, supervised: bool) -> None:
         self.speaks = world.is_main
@@ -131,13 +141,21 @@ class ProgressDisplay:
         self._said: set[str] = set()
 
     def say(self, message: str) -> None:
-        """Print a message once; nothing for an empty one."""
+        """Print a message the first time it comes; an empty one prints nothing."""
         if message and self.speaks and message not in self._said:
             self._said.add(message)
             self._console.print(f"tutti: {message}", markup=False, highlight=False, soft_wrap=True)
 
     def step(self, step: int, total: int | None, loss: float, throughput: float, unit: str) -> None:
-        """Show a step."""
+        """Show the progress after a step.
+
+        Args:
+            step: steps made so far.
+            total: steps of the whole run, if known.
+            loss: global loss of the step.
+            throughput: units per second.
+            unit: what the batch counts: "samples" or "tokens".
+        """
         if not self._watched:
             return
         if self._bar is None:
@@ -149,13 +167,13 @@ class ProgressDisplay:
         self._bar.update(self._bar.task_ids[0], completed=step, total=total, description=text)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
 
 
 class Throughput:
-    """Recent samples or tokens a second, smoothed over about ten steps."""
+    """Samples or tokens per second, smoothed over about ten steps."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -172,7 +190,7 @@ class Throughput:
 
 
 def redirect_other_ranks(world: World, path: str) -> None:
-    """Send what ranks other than 0 print to a file, so that a line appears once and not once a rank."""
+    """Append what ranks other than 0 print to the file `path`, so that a line appears once and not once per rank."""
     if not world.is_main:
         sys.stdout.flush()
-        sys.stdout = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
+        sys.stdout = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open until the process ends

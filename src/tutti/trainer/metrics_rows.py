@@ -1,4 +1,4 @@
-"""The rows of the metrics file for a step and an evaluation."""
+"""The rows of the metrics file for a step, an evaluation and the choice of a bucket size."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ from tutti.trainer.update import UpdateResult
 
 
 def write_step_row(run: Run, result: StepResult, done: UpdateResult) -> None:
-    """Count the step, write its row, show it."""
+    """Count the step, write its row and show the progress."""
     progress, unit = run.state.progress, run.parallel.plan.batch.unit
     if progress.step == 0:
         unused = run.parallel.replica.unused(run.parallel.model)
         if unused:
             shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-            run.output.screen.say(f"parameters without a gradient in the first step (not used by the loss): {shown}")
+            run.output.screen.say(f"parameters without a gradient in the first step, unused by the loss: {shown}")
     progress.step += 1
     progress.samples_seen += result.samples
     tokens = run.state.loader.tokens
@@ -64,27 +64,36 @@ def write_step_row(run: Run, result: StepResult, done: UpdateResult) -> None:
 
 
 def _expert_fields(tallies: dict[str, Tally]) -> dict[str, Any]:
-    """Choices of tokens in the step, over all ranks, how many were dropped, and the load-balancing loss: summed over
-    layers, as `auxiliary_loss` gives it, and each layer's.
+    """Return the fields about mixtures of experts: tokens assigned and dropped by all ranks, and balance losses.
+
+    Totals over layers (the balance loss as `auxiliary_loss` gives it), and each layer's under "experts".
     """
     if not tallies:
         return {"tokens_assigned": None, "tokens_dropped": None}
     return {
-        "tokens_assigned": sum(one.assigned for one in tallies.values()),
-        "tokens_dropped": sum(one.dropped for one in tallies.values()),
-        "balance_loss": sum(one.balance_loss for one in tallies.values()),
+        "tokens_assigned": sum(tally.assigned for tally in tallies.values()),
+        "tokens_dropped": sum(tally.dropped for tally in tallies.values()),
+        "balance_loss": sum(tally.balance_loss for tally in tallies.values()),
         "experts": {
-            name: {"assigned": one.assigned, "dropped": one.dropped, "balance_loss": one.balance_loss}
-            for name, one in tallies.items()
+            name: {"assigned": tally.assigned, "dropped": tally.dropped, "balance_loss": tally.balance_loss}
+            for name, tally in tallies.items()
         },
     }
 
 
 def write_evaluation_row(run: Run, source: DataSource, name: str, values: dict[str, float], samples: int) -> None:
-    """Write the row of one evaluation; the time since the last row is accounted for in it."""
+    """Write the row of one evaluation. Time since the last row is counted in it.
+
+    Args:
+        run: the run.
+        source: the evaluated data.
+        name: name of the evaluation, such as "test".
+        values: results by name.
+        samples: number of evaluated samples.
+    """
     run.loop.clock.enter("other")
     wall, phases = run.loop.clock.take_row()
-    run.parallel.layout.traffic.take()  # or the next step's row would have it
+    run.parallel.layout.traffic.take()  # drops the evaluation's traffic, which the next step's row would count
     if not run.parallel.world.is_main:
         return
     run.output.log.row(
@@ -104,7 +113,7 @@ def write_evaluation_row(run: Run, source: DataSource, name: str, values: dict[s
 
 
 def _evaluation_data_fields(run: Run, source: DataSource, name: str) -> dict[str, Any]:
-    """The evaluated data set's fingerprint and its overlap with the training data; computed once a name."""
+    """Describe the evaluated data set and its overlap with the training data; computed once for each name."""
     known = run.output.data_facts.get(name)
     if known is None or known[0] is not source.dataset:
         info = describe_data(source.dataset, run.settings.seed, name)
@@ -115,10 +124,10 @@ def _evaluation_data_fields(run: Run, source: DataSource, name: str) -> dict[str
 
 
 def write_bucket_size(run: Run, chosen: ChosenBucketSize) -> None:
-    """Write and say which bucket size the ranks chose, and what each size took."""
+    """Write and show the bucket size that the ranks chose, and the step time with each size that was tried."""
     output, mib = run.output, {f"{size / MIB:g}": seconds for size, seconds in chosen.step_s.items()}
     size = chosen.nbytes / MIB
     step, elapsed_s = run.state.progress.step, run.loop.clock.elapsed_s()
     output.log.row("buckets", elapsed_s, step=step, chosen_mib=size, step_s=mib)
     timings = ", ".join(f"{name} MiB {1e3 * seconds:.3g} ms" for name, seconds in mib.items())
-    output.screen.say(f"gradients are summed in buckets of {size:g} MiB; a step took with {timings}")
+    output.screen.say(f"gradients are reduced in buckets of {size:g} MiB; measured step times: {timings}")

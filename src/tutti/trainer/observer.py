@@ -1,4 +1,4 @@
-"""Where others may watch a run: verification records it, without the run knowing how."""
+"""Observers of a run: verification records a run through one, and the run need not know how."""
 
 import importlib
 from contextlib import AbstractContextManager, nullcontext
@@ -14,38 +14,44 @@ from tutti.errors import LaunchError
 
 
 class StopRun(SystemExit):
-    """Raised by an observer that has seen enough: the script ends early, with exit code 0."""
+    """Raised by an observer that needs no further steps: the script ends early, with exit code 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 class Observer(Protocol):
-    """Receives events of a run; called in this order in every step (counted from 0)."""
+    """Is told the events of a run, in this order; the per-step events come in every step (counted from 0)."""
 
     def built(self, model: nn.Module, world: World) -> None:
-        """The model as this rank's script built it, on its device, before ranks are made equal."""
+        """The script has built the model. It is on this rank's device, and not yet made equal between ranks."""
 
     def sampled(self, batch: Any) -> Any:
-        """A few samples by which the model is followed; returns what to follow it with."""
+        """Receive a few samples, on the device, with which the model is traced; return what to trace it with."""
 
     def prepared(self, training: TrainingState) -> None:
         """Model, optimizers and loader are ready; no step has run."""
 
     def loaded(self, step: int, batch: Any) -> Any:
-        """This rank's share of a global batch, as the script gave it to a step; returns what to compute with."""
+        """Receive this rank's share of a global batch as the script passed it to a step; return what to use."""
 
     def microbatch(self, step: int, index: int, share: BatchShare) -> AbstractContextManager[Any]:
-        """Around forward, loss and backward of one microbatch."""
+        """Return a context that is entered around forward, loss and backward of one microbatch."""
 
     def loss(self, value: Any) -> None:
-        """A microbatch's loss, as the script's function returned it."""
+        """Receive a microbatch's loss, as the script's function returned it."""
 
     def gradients(self, step: int) -> None:
-        """Gradients are averaged over the global batch; not yet clipped."""
+        """Gradients are those of the global batch, and not yet clipped."""
 
     def updated(self, step: int, loss: float, learning_rate: float) -> None:
-        """The optimizer has stepped, at `learning_rate` (of its first group); the step's row is written."""
+        """The optimizer has stepped, and the step's row is written.
+
+        Args:
+            step: number of the step, from 0.
+            loss: global loss of the step.
+            learning_rate: rate of the first optimizer's first group.
+        """
 
 
 class NullObserver:
@@ -77,7 +83,7 @@ class NullObserver:
 
 
 class StopAfterSteps(NullObserver):
-    """Ends the run after `steps` steps, for measuring step times."""
+    """Ends the run after `steps` steps; used to measure step times."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -88,15 +94,21 @@ class StopAfterSteps(NullObserver):
 
 
 def stop_after_steps() -> StopAfterSteps:
-    """TUTTI_OBSERVER=tutti.trainer.observer:stop_after_steps, with TUTTI_STEPS steps."""
+    """Return the observer for TUTTI_OBSERVER=tutti.trainer.observer:stop_after_steps, with TUTTI_STEPS steps."""
     steps = read_launch_options().steps
     if steps is None:
-        raise LaunchError("TUTTI_OBSERVER asks for a brief run, but TUTTI_STEPS says no number of steps; set it")
+        raise LaunchError(
+            "TUTTI_OBSERVER asks for a run of a few steps, but TUTTI_STEPS is not set; set it to the number of steps"
+        )
     return StopAfterSteps(steps)
 
 
 def load_observer(name: str | None) -> Observer:
-    """The observer made by "module:factory", or Nobody."""
+    """Call the factory "module:factory" and return its observer; without a name, return one that does nothing.
+
+    Raises:
+        LaunchError: the factory cannot be imported.
+    """
     if not name:
         return NullObserver()
     module, _, factory = name.partition(":")

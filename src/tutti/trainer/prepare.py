@@ -1,6 +1,6 @@
 """Prepare: turns the user's model, optimizer and data into a Run.
 
-`prepare_run` reads top to bottom: the model (`build_model`), what checkpoints save (`build_state`), the loop
+`prepare_run` reads top to bottom: the model (`build_model`), the state that checkpoints save (`build_state`), the loop
 (`build_loop`), the output (`open_output`).
 """
 
@@ -68,7 +68,15 @@ from tutti.trainer.run_state import Run, RunningStatistics, RunOutput, TrainingL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareArguments:
-    """The arguments of Job.prepare, with defaults filled in. `tape`: how job.build made the model without memory."""
+    """The arguments of Job.prepare, with defaults filled in.
+
+    Attributes:
+        optimizers: one or several; all of them hold parameters of the model.
+        source: the training data.
+        scheduler: a learning-rate scheduler, or None.
+        weights: file with the initial values of the model, unless the run is resumed.
+        tape: recording of the constructor if job.build made the model without memory, else None.
+    """
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
@@ -85,8 +93,11 @@ class PrepareArguments:
 class DividedModel:
     """The model divided over ranks, and how batches enter it.
 
-    `pipeline`: None without pipeline parallelism. `source` and `unpack`: the data as this rank's part of the model
-    takes it.
+    Attributes:
+        pipeline: runs this rank's stages; None without pipeline parallelism.
+        observer: the run's observer, which has seen the model as the script built it.
+        source: the data in the form that this rank's part of the model takes.
+        unpack: splits such a batch into arguments and a target.
     """
 
     parallel: ParallelModel
@@ -97,7 +108,17 @@ class DividedModel:
 
 
 def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
-    """Build the Run: the model, the run folder, the loop; then load a checkpoint and write the header. Collective."""
+    """Build the Run: the model, the run folder, the loop; then load a checkpoint and write the header. Collective.
+
+    Args:
+        context: ranks, plan and settings of the Job.
+        arguments: what the script passed to Job.prepare.
+
+    Raises:
+        PlanError: the plan cannot train this model.
+        RankMismatchError: the model or its initial state differs between ranks.
+        CheckpointError: the checkpoint or the weights do not fit.
+    """
     divided = build_model(context, arguments)
     folder = open_folder(context.launch_options, context.world, context.folder)
     state = build_state(context, arguments, divided)
@@ -145,7 +166,7 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
 
 
 def build_state(context: JobContext, arguments: PrepareArguments, divided: DividedModel) -> TrainingState:
-    """Everything that a checkpoint will save, before the first step. Collective."""
+    """Build everything that a checkpoint will save, as it is before the first step. Collective."""
     parallel, seed = divided.parallel, context.settings.seed
     plan = parallel.plan
     return TrainingState(
@@ -159,7 +180,7 @@ def build_state(context: JobContext, arguments: PrepareArguments, divided: Divid
 
 
 def build_loop(context: JobContext, arguments: PrepareArguments, divided: DividedModel) -> TrainingLoop:
-    """Set up what the steps use beside the state."""
+    """Build what the steps use apart from the training state."""
     parallel = divided.parallel
     return TrainingLoop(
         pipeline=divided.pipeline,
@@ -175,7 +196,7 @@ def build_loop(context: JobContext, arguments: PrepareArguments, divided: Divide
 
 
 def open_output(context: JobContext, folder: RunFolder, state: TrainingState) -> RunOutput:
-    """Open the metrics files in the run folder."""
+    """Open the metrics files in the run folder, and set up checkpoints."""
     log, settings = MetricsLog(folder, context.world.rank), context.settings
 
     def write_row(fields: dict[str, Any]) -> None:
@@ -188,7 +209,7 @@ def open_output(context: JobContext, folder: RunFolder, state: TrainingState) ->
 
 
 def _annotated(context: JobContext, model: nn.Module) -> Plan:
-    """The plan with what the script's marks say; refused where it cannot run, and said where it was another model's."""
+    """Add the script's annotations to the plan; refuse one that cannot run, warn if it is another model's."""
     plan = with_annotations(context.plan, model, stated_mesh=context.stated_mesh)
     check_plan(plan)
     context.screen.say(model_mismatch_warning(plan, model))
@@ -203,7 +224,7 @@ def _replica(
     shards: Shards,
     stages: StagePartition | None,
 ) -> Replica:
-    """This rank's replica, and how its gradients are compressed. Collective."""
+    """Build this rank's replica, with the compression of its gradients. Collective."""
     seed, clip_norm = context.settings.seed, context.settings.clip_norm
     compressor = make_compressor(
         plan, layout, context.world, arguments.model, arguments.optimizers, seed, clip_norm, shards
@@ -222,7 +243,7 @@ def _divide_model(
     stages: StagePartition | None,
     device: torch.device,
 ) -> Shards:
-    """Parallelize; a model without memory then gets this rank's part of it."""
+    """Divide the model by the plan; a model without memory then gets the memory of this rank's part."""
     with arguments.tape or nullcontext():
         shards = parallelize(arguments.model, plan, layout, scope, stages)
     if arguments.tape is not None:
@@ -233,7 +254,7 @@ def _divide_model(
 def _rebind_optimizers(
     arguments: PrepareArguments, originals: dict[str, nn.Parameter], layout: Layout, shards: Shards, world: World
 ) -> None:
-    """Optimizers get the parameters as they are now, and ranks agree who counts which part. Collective."""
+    """Give optimizers the divided parameters, and agree on the rank that counts each shard. Collective."""
     rebind(arguments.optimizers, originals, arguments.model, layout)
     shards.bind(arguments.optimizers)
     layout.assign_owners(arguments.model, world, arguments.optimizers)
@@ -241,40 +262,48 @@ def _rebind_optimizers(
 
 
 def _sample_inputs(arguments: PrepareArguments, context: JobContext, plan: Plan, observer: Observer) -> tuple[Any, Any]:
-    """The model's arguments for the first samples of the data, on the device: as many as one rank computes at once, at
-    most 4."""
+    """Return the model's arguments, on the device, for as many samples as a rank computes at once, at most 4."""
     count = plan.batch.global_batch_size // (plan.batch.num_microbatches * plan.data_parallel_degree)
     batch = first_samples(arguments.source, context.settings.seed, max(1, min(count, 4)))
     return arguments.unpack(observer.sampled(to_device(batch, context.world.device)))[:2]
 
 
 def build_optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
-    """The optimizers, made from the model's parameters where callables were given.
+    """Return the optimizers; callables among them are called with the model's parameters first.
 
-    Raises ScriptError when an optimizer holds a parameter that is not the model's.
+    Args:
+        model: the user's model.
+        optimizer: a torch optimizer, a callable that takes parameters and returns one, or a list of either.
+
+    Raises:
+        ScriptError: something else was given, or an optimizer holds a parameter that is not the model's.
     """
     arguments = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    made = tuple(one if isinstance(one, Optimizer) else one(model.parameters()) for one in arguments)
-    own = {id(p) for p in model.parameters()}
-    for one in made:
-        if not isinstance(one, Optimizer):
+    optimizers = tuple(
+        argument if isinstance(argument, Optimizer) else argument(model.parameters()) for argument in arguments
+    )
+    model_ids = {id(p) for p in model.parameters()}
+    for candidate in optimizers:
+        if not isinstance(candidate, Optimizer):
             raise ScriptError(
-                f"prepare got {type(one).__name__} as optimizer; give a torch optimizer, or a callable that takes "
-                "parameters and returns one"
+                f"prepare got {type(candidate).__name__} as optimizer; pass a torch optimizer, or a callable that "
+                "takes parameters and returns one"
             )
-        if any(id(p) not in own for group in one.param_groups for p in group["params"]):
+        if any(id(p) not in model_ids for group in candidate.param_groups for p in group["params"]):
             raise ScriptError(
-                f"{type(one).__name__} holds a parameter that is not in the model; make it from model.parameters() of "
-                "the model that prepare gets (compose several models into one module)"
+                f"{type(candidate).__name__} holds a parameter that is not in the model; create it from "
+                "model.parameters() of the model that is passed to prepare (compose several models into one module)"
             )
-    return made
+    return optimizers
 
 
 def _synchronize_model(
     arguments: PrepareArguments, world: World, screen: ProgressDisplay, observer: Observer, *, independent: bool
 ) -> None:
-    """The same model on every rank, on its device; one without memory will get the same values anyway. `independent`:
-    values are each rank's own.
+    """Put the model on its device, with rank 0's values on every rank. Collective.
+
+    A model without memory stays so: its initial values will be equal anyway, which is checked here. `independent`: each
+    rank keeps its own initial values.
     """
     model = arguments.model
     if arguments.tape is not None:
@@ -288,15 +317,15 @@ def _synchronize_model(
     if different is not None:
         rank, name = different
         screen.say(
-            f"parameters differ between ranks before the first step: {name!r} on rank {rank} is not rank 0's. Rank 0's "
-            "values are used everywhere; seed the model's initialisation the same on every rank (Job(seed=...) does, "
-            "when the model is built after it)"
+            f"parameters differ between ranks before the first step: {name!r} on rank {rank} differs from rank 0's. "
+            "Rank 0's values are used on all ranks; seed the model's initialisation the same on every rank "
+            "(Job(seed=...) does, when the model is built after it)"
         )
         broadcast_from_rank_0(model, world)
 
 
 def _batch_scope(model: nn.Module, layout: Layout) -> BatchScope:
-    """A group of their own for batch statistics, so that their exchanges never mix with gradients'."""
+    """Give batch statistics their own process group, so that their collectives never mix with gradients'."""
     mesh = layout.mesh
     degree = mesh.degree(*GRADIENT_AXES)
     group = mesh.new_group(*GRADIENT_AXES) if degree > 1 and batch_norms(model) else None
@@ -307,7 +336,7 @@ def _batch_scope(model: nn.Module, layout: Layout) -> BatchScope:
 
 
 def _noise_meter(context: JobContext, plan: Plan) -> NoiseMeter:
-    """What measures the gradient noise scale, if the Job asks for it and the plan allows it."""
+    """Build the meter of the gradient noise scale; it stays off unless the Job asks and the plan allows it."""
     rule = context.settings.lr_rule
     adascale = rule is not None and rule.scale == "adascale"
     every = context.settings.noise_every or (1 if adascale else None)
@@ -320,7 +349,7 @@ def _noise_meter(context: JobContext, plan: Plan) -> NoiseMeter:
 
 
 def _sequences(arguments: PrepareArguments, plan: Plan, layout: Layout, pipeline: Pipeline | None) -> Sequences:
-    """What is done with sequences, by the context axis. Collective."""
+    """Set up how sequences are divided along the context axis. Collective."""
     channel = _attention_channel(plan, layout)
     staged = None if pipeline is None else partial(pipeline.forward, arguments.model)
     return sequences_of(arguments.model, plan, layout.mesh, arguments.unpack, arguments.loss_fn, channel, staged)
@@ -331,7 +360,7 @@ def _attention_channel(plan: Plan, layout: Layout) -> CommChannel:
 
 
 def _resume(run: Run, path: Path | None, weights: Path | None) -> Path | None:
-    """Go on from a checkpoint, which is returned; without one begin with the `weights`, if there are any."""
+    """Load a checkpoint and return its path; without one, load `weights`, if given."""
     if path is None:
         if weights is not None:
             load_weights(run.state, weights)
@@ -401,7 +430,7 @@ def _start_row(run: Run, context: JobContext) -> None:
 
 
 def captured_script(context: JobContext, arguments: PrepareArguments) -> CapturedScript:
-    """What a capturing process gets instead of a Run."""
+    """Collect what a capturing process takes from the script in place of a Run."""
     seed, source = context.settings.seed, arguments.source
 
     def samples(count: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -428,7 +457,11 @@ TensorEntry = tuple[str, tuple[int, ...], str, bool]
 
 
 def check_same_model(model: nn.Module, world: World) -> None:
-    """Raise RankMismatchError, on every rank, naming the first parameter or buffer that differs in form."""
+    """Compare the names, shapes and dtypes of parameters and buffers between ranks. Collective.
+
+    Raises:
+        RankMismatchError: on every rank, naming the first parameter or buffer that differs.
+    """
     entries: list[TensorEntry] = [
         (n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()
     ]
@@ -440,13 +473,13 @@ def check_same_model(model: nn.Module, world: World) -> None:
 
 
 def _describe_difference(first: Sequence[TensorEntry], other: Sequence[TensorEntry], rank: int) -> str:
-    remedy = "build the same model on every rank, from the Job's seed and not from the rank"
+    remedy = "build the same model on every rank, independent of the rank's number"
     for expected, actual in zip(first, other, strict=False):
         if expected != actual:
             there, here = _describe_entry(expected), _describe_entry(actual)
-            return f"models differ: rank 0 has {there}, rank {rank} has {here} in its place; {remedy}"
+            return f"models differ between ranks: rank 0 has {there}, rank {rank} has {here} in its place; {remedy}"
     longer, extra = (0, first[len(other)]) if len(first) > len(other) else (rank, other[len(first)])
-    return f"models differ: only rank {longer} has {_describe_entry(extra)}; {remedy}"
+    return f"models differ between ranks: only rank {longer} has {_describe_entry(extra)}; {remedy}"
 
 
 def _describe_entry(entry: TensorEntry) -> str:
@@ -455,25 +488,25 @@ def _describe_entry(entry: TensorEntry) -> str:
 
 
 def differing_values(model: nn.Module, world: World) -> tuple[int, str] | None:
-    """The first (rank, parameter or buffer) whose values differ from rank 0's, or None."""
+    """Return the first (rank, tensor name) whose values differ from rank 0's; None if all agree. Collective."""
     digests = [(name, tensor_digest(tensor)) for name, tensor in _parameters_and_buffers(model)]
     everyone = world.gather(digests)
     for rank, theirs in enumerate(everyone):
-        for (name, one), (_, two) in zip(everyone[0], theirs, strict=True):
-            if one != two:
+        for (name, expected), (_, actual) in zip(everyone[0], theirs, strict=True):
+            if expected != actual:
                 return rank, name
     return None
 
 
 def broadcast_from_rank_0(model: nn.Module, world: World) -> None:
-    """Give every rank rank 0's parameters and buffers."""
+    """Overwrite every rank's parameters and buffers with rank 0's. Collective."""
     if world.world_size > 1:
         for _, tensor in _parameters_and_buffers(model):
             dist.broadcast(tensor.detach(), src=0)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's bytes."""
+    """Return the SHA-256 of a tensor's bytes."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().data if data.numel() else b"").hexdigest()
 
@@ -483,22 +516,25 @@ def _parameters_and_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def model_mismatch_warning(plan: Plan, model: nn.Module) -> str:
-    """One sentence that names what is new, gone or other in `model` since the plan was made; empty where nothing is.
+    """Describe how `model` differs from the model that the plan was made for: modules that are new, missing or changed.
 
     Modules that share parameters are not compared: which of them counts a parameter depends on which ran first.
+
+    Returns:
+        One sentence, or an empty string if nothing differs.
     """
     holders: dict[int, set[str]] = {}
     now: dict[str, str] = {}
     for name, module in model.named_modules():
-        own = [parameter for parameter in module._parameters.values() if parameter is not None]
-        for parameter in own:
+        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        for parameter in parameters:
             holders.setdefault(id(parameter), set()).add(name or "(model)")
-        count = sum(parameter.numel() for parameter in own if not is_lazy(parameter))
+        count = sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
         if count:
             now[name or "(model)"] = describe_module(type(module).__name__, count)
     shared = frozenset(name for names in holders.values() if len(names) > 1 for name in names)
-    found = differences(plan.made_for, now, shared)
-    if not found:
+    difference = differences(plan.made_for, now, shared)
+    if not difference:
         return ""
     mesh = format_mesh(plan.mesh)
-    return f"warning: this plan ({mesh}) was made for another model: {found}; plan again with tutti plan"
+    return f"warning: this plan ({mesh}) was made for another model: {difference}; plan again with tutti plan"

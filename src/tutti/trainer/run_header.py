@@ -1,4 +1,4 @@
-"""The run folder and its header: what a run is, written before its first step."""
+"""The run folder and its header, which describes the run and is written before the first step."""
 
 import functools
 import hashlib
@@ -25,13 +25,20 @@ from tutti.errors import LaunchError
 
 
 def script_path() -> Path:
-    """The script that is running; "interactive" where there is none."""
+    """Return the path of the running script; "interactive" if there is none."""
     main = sys.modules.get("__main__")
     return Path(getattr(main, "__file__", None) or sys.argv[0] or "interactive")
 
 
 def open_folder(launch_options: LaunchOptions, world: World, stated: Path | None) -> RunFolder:
-    """The run's folder: the launcher's, each node's own; or the same on every rank, stated or runs/<script>-<time>."""
+    """Create the run folder if it is missing, and return it. Collective, unless the launcher named the folder.
+
+    The launcher's folder, which may be each node's own; else the same folder on every rank: `stated`, or
+    runs/<script>-<time>.
+
+    Raises:
+        LaunchError: the folder cannot be created.
+    """
     path = launch_options.run_folder
     if path is None:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -40,12 +47,17 @@ def open_folder(launch_options: LaunchOptions, world: World, stated: Path | None
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"the run folder {path} cannot be made ({error.strerror}); name another") from None
+        raise LaunchError(f"the run folder {path} cannot be created ({error.strerror}); name another folder") from None
     return RunFolder(path)
 
 
 def this_rank(world: World, strategies: Sequence[str] = ()) -> RankInfo:
-    """Where this rank runs. `strategies`: what its sums of gradients go through."""
+    """Describe where this rank runs.
+
+    Args:
+        world: the ranks.
+        strategies: transports of this rank's gradient reductions.
+    """
     device, sums = world.device, " and ".join(strategies)
     return RankInfo(
         rank=world.rank,
@@ -75,7 +87,21 @@ def make_header(
     resumed_at_step: int,
     facts: Mapping[str, str],
 ) -> RunHeader:
-    """Everything about the run that is known now; `parameters`: of the whole model. Called on rank 0."""
+    """Collect everything about the run that is known before its first step. Called on rank 0.
+
+    Args:
+        world: the ranks.
+        ranks: where each rank runs.
+        name: name of the run; None: the script's.
+        model: the model, for the name of its class.
+        parameters: number of values in the whole model's parameters.
+        mesh: degrees by axis.
+        recipe: settings that determine the result.
+        data: the training data.
+        resumed_from: checkpoint that was loaded.
+        resumed_at_step: its step; 0 for a new run.
+        facts: what the user wants the report to say.
+    """
     script = script_path()
     commit, dirty = git_state(script.parent)
     return RunHeader(
@@ -107,7 +133,7 @@ def make_header(
 
 
 def _command(world: World, script: Path, mesh: dict[AxisName, int]) -> str:
-    """The command that started the run, as far as a rank can tell."""
+    """Reconstruct the command that started the run, as far as a rank can tell."""
     plain = set(mesh) <= {"replicate"}
     start = {
         "tutti": ["tutti", "run", "--nproc", str(world.local_world_size)]
@@ -120,7 +146,7 @@ def _command(world: World, script: Path, mesh: dict[AxisName, int]) -> str:
 
 
 def git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """Commit of the checkout a folder lies in, and whether it has uncommitted changes; (None, None) outside one."""
+    """Return (commit, has uncommitted changes) of the checkout that a folder lies in; (None, None) outside one."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder or Path()), *arguments]
@@ -133,19 +159,19 @@ def git_state(folder: Path) -> tuple[str | None, bool | None]:
 
 
 def data_fields(data: DatasetInfo) -> dict[str, object]:
-    """A data set's description as a metrics row holds it."""
+    """Return a data set's description as fields of a metrics row."""
     return asdict(data)
 
 
 @functools.cache
 def environment_hash() -> str:
-    """SHA-256 of the names and versions of all installed packages."""
+    """Return the SHA-256 of the names and versions of all installed packages."""
     names = sorted({_pinned(distribution) for distribution in importlib.metadata.distributions()})
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
 def _pinned(distribution: importlib.metadata.Distribution) -> str:
-    """Name and version, from the fields alone: importlib reads the description too, twice (100 ms for 150 packages)."""
+    """Return "name==version" of a distribution, parsed here because importlib is slow (100 ms for 150 packages)."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     fields = dict(re.findall(r"^(Name|Version):\s*(\S+)", text.partition("\n\n")[0], re.MULTILINE))
     return f"{fields.get('Name')}=={fields.get('Version')}"

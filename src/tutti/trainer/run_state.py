@@ -23,7 +23,16 @@ from tutti.trainer.observer import Observer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
-    """The settings passed to Job."""
+    """The settings passed to Job that concern training, not the plan.
+
+    Attributes:
+        clip_norm: bound of the gradients' global norm; None: no clipping.
+        on_nonfinite: what happens at a loss or gradient that is NaN or infinite.
+        checkpoint_every: steps between two checkpoints; None: none during training.
+        keep_checkpoints: how many of the newest checkpoints stay. 0: only the newest, and none is written when training
+            ends.
+        noise_every: steps between measurements of the gradient noise scale; None: not measured.
+    """
 
     seed: int
     clip_norm: float | None
@@ -47,7 +56,7 @@ class JobSettings:
 
 
 class RunningStatistics:
-    """Running statistics of the model's norm layers, saved before each step so that a skipped step can restore them."""
+    """Copies of the norm layers' running statistics, taken before each step so that a skipped step can restore them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._norms = [module for module in model.modules() if isinstance(module, _NormBase)]
@@ -56,34 +65,36 @@ class RunningStatistics:
 
     def keep(self) -> None:
         """Save the statistics at the start of a step."""
-        found = [one for norm in self._norms if norm.training for one in norm._buffers.values() if one is not None]
-        live = [one for one in found if not one.is_meta]  # on another stage's ranks
+        buffers = [
+            buffer for norm in self._norms if norm.training for buffer in norm._buffers.values() if buffer is not None
+        ]
+        live = [buffer for buffer in buffers if not buffer.is_meta]  # a meta buffer is on another stage's ranks
         if [*map(id, live)] != [*map(id, self._live)]:
-            self._live, self._kept = live, [torch.empty_like(one) for one in live]
+            self._live, self._kept = live, [torch.empty_like(buffer) for buffer in live]
         if live:
             torch._foreach_copy_(self._kept, live)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the statistics saved by `keep`."""
+        """Restore the statistics that `keep` saved."""
         if self._live:
             torch._foreach_copy_(self._live, self._kept)
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
-    """What the steps use beside the training state.
+    """The parts of a run that steps use, apart from the training state.
 
     Attributes:
         pipeline: runs this rank's stages; None without pipeline parallelism.
         loss_fn: (output, target) -> loss; None: the model's output is the loss.
-        unpack: how a batch becomes arguments and a target.
+        unpack: splits a batch into arguments and a target.
         scheduler_clock: whether the scheduler counts steps or epochs.
         initial_rates: learning rate of each optimizer before the first step.
-        observer: gets the events of the run.
+        observer: is told the events of the run.
         clock: measures the phases of a step.
-        sizes: finds the bucket size, where the plan says that it is measured.
-        statistics: of norm layers, for steps that are skipped.
+        sizes: finds the bucket size if the plan says that it is measured.
+        statistics: running statistics of norm layers, for steps that are skipped.
     """
 
     pipeline: Pipeline | None
@@ -99,15 +110,15 @@ class TrainingLoop:
 
 @dataclass(slots=True, kw_only=True)
 class RunOutput:
-    """What the run writes.
+    """The files and displays that a run writes to.
 
     Attributes:
         folder: the run folder.
         log: rows of metrics.
-        screen: progress for a person.
+        screen: messages and progress for the user.
         checkpoints: saves the training state.
-        throughput: samples or tokens a second, smoothed.
-        data_facts: by name of an evaluation: its dataset, and what is known of it.
+        throughput: samples or tokens per second, smoothed.
+        data_facts: by name of an evaluation, its data set and the fields that describe it.
     """
 
     folder: RunFolder
@@ -120,7 +131,7 @@ class RunOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One prepared training. `prepare` sets its parts once."""
+    """A prepared training run. `prepare_run` builds it once; its parts do not change."""
 
     settings: JobSettings
     state: TrainingState
@@ -132,17 +143,17 @@ class Run:
         return self.state.parallel
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns, on ranks where `gives_output`."""
+        """Run the model; returns its output on ranks where `gives_output`."""
         model, pipeline = self.parallel.model, self.loop.pipeline
         return model(*args, **kwargs) if pipeline is None else pipeline.forward(model, args, kwargs)
 
     @property
     def gives_output(self) -> bool:
-        """Whether outputs and losses appear on this rank: on those of a pipeline's last stage, or on all."""
+        """Whether outputs and losses appear on this rank: on all ranks, or on a pipeline's last stage."""
         return self.loop.pipeline is None or self.loop.pipeline.is_last
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch; None for a stream, and where the batch grows, since epochs then differ."""
+        """Steps per epoch; None for a stream, and where the batch grows, because epochs then differ."""
         loader = self.state.loader
         return None if loader.source.is_stream or self.parallel.plan.batch.ramp else len(loader)

@@ -1,8 +1,8 @@
 """One step: forward and backward of every microbatch, gradients of the global mean, one update.
 
-The global loss is sum(total) / sum(count) over all ranks and microbatches. Each part's total is divided by the
-global batch's number of samples before backward; where the mean is over something else (tokens), gradients are
-multiplied by samples / sum(count) once, after they are summed.
+The global loss is sum(total) / sum(count) over all ranks and microbatches. Each part's total is divided by the number
+of samples in the global batch before backward. Where the mean is over something else (tokens), gradients are multiplied
+once by samples / sum(count) after the reduction.
 """
 
 import math
@@ -32,7 +32,12 @@ from tutti.trainer.run_state import Run
 class StepResult:
     """Result of forward and backward of one global batch.
 
-    `finite`: whether the update may be made; `experts`: counts of every mixture of experts, over all ranks.
+    Attributes:
+        loss: global mean loss.
+        samples: samples of the global batch.
+        count: what the loss is a mean over, over all ranks: samples or tokens.
+        finite: whether the update may be made.
+        experts: for each mixture of experts, its counts over all ranks.
     """
 
     loss: float
@@ -43,13 +48,23 @@ class StepResult:
 
 
 def forward_backward(run: Run, function: LossFunction, batch: Any) -> StepResult:
-    """Gradients of the global mean loss, in every parameter's `grad`, identical on all ranks.
+    """Compute the gradients of the global mean loss in every parameter's `grad`, identical on all ranks. Collective.
 
-    Raises TrainingError, on every rank, for a loss or a gradient that is not finite where the Job says stop.
+    Args:
+        run: the run.
+        function: (model, batch) -> loss of the batch.
+        batch: this rank's share of the global batch, as the loader yielded it.
+
+    Raises:
+        TrainingError: on every rank, for a loss or gradient that is not finite if the Job says on_nonfinite = "stop",
+            and for a batch whose loss has nothing to average over.
+        ScriptError: the batch is not the loader's, or the loss does not depend on the model.
     """
     share = run.state.loader.share
     if share is None:
-        raise ScriptError("step got a batch before the loader gave one; iterate over the loader that prepare returned")
+        raise ScriptError(
+            "a step was given a batch before the loader yielded one; iterate over the loader that prepare returned"
+        )
     check_batch_size(batch, sum(share.sizes))
     run.loop.sizes.begin()
     batch = run.loop.observer.loaded(run.state.progress.step, batch)
@@ -70,7 +85,7 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> StepResult
     result = _step_result(run, share, totals.tolist())
     finite = result.finite and gradients_finite(run)
     run.parallel.replica.finish_step(finite)
-    if not run.state.scaler.is_enabled():  # which leaves out the update itself
+    if not run.state.scaler.is_enabled():  # an enabled scaler skips the update itself
         result = replace(result, finite=finite)
     if not result.finite:
         run.loop.statistics.restore()
@@ -91,6 +106,7 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> StepResult
 def _microbatch(
     run: Run, function: LossFunction, share: BatchShare, index: int, batch: Any, totals: torch.Tensor, *, last: bool
 ) -> None:
+    """Run forward and backward of one microbatch. Reductions overlap the last one's backward."""
     part, step, device = share.parts[index], run.state.progress.step, run.parallel.world.device
     run.loop.clock.enter("forward")
     seed_device(
@@ -98,11 +114,11 @@ def _microbatch(
     )
     run.parallel.scope.counts = part.count > 0
     with (
-        run.parallel.sequences.part(to_device(batch, device)) as mine,
+        run.parallel.sequences.part(to_device(batch, device)) as local_batch,
         run.loop.observer.microbatch(step, index, share),
     ):
         with autocast(run.parallel.plan.precision, device):
-            root = _backward_root(run, share, index, function(run.parallel.model, mine), totals)
+            root = _backward_root(run, share, index, function(run.parallel.model, local_batch), totals)
         reduced = _start_loss_all_reduce(run, share, totals) if last else None
         run.loop.clock.enter("backward")
         if index == 0:
@@ -123,7 +139,7 @@ def _pipeline_microbatches(
 ) -> None:
     """Run all microbatches through this rank's stages; losses are all-reduced during the last backwards."""
     assert run.loop.pipeline is not None
-    run.state.scaler.scale(totals[:1])  # the scale exists on every rank, also where no loss appears
+    run.state.scaler.scale(totals[:1])  # creates the scale on every rank, also on those that see no loss
     reduced: list[CommHandle | None] = []
 
     def root(index: int, value: Any) -> torch.Tensor:
@@ -147,7 +163,7 @@ def _pipeline_microbatches(
 
 
 def _start_loss_all_reduce(run: Run, share: BatchShare, totals: torch.Tensor) -> CommHandle | None:
-    """Start the all-reduce of losses, one non-finite flag per rank, and the experts' counts."""
+    """Start the all-reduce of losses, one non-finite flag per rank, the experts' counts and the noise meter's sums."""
     totals[2 + run.parallel.world.rank] = ~torch.isfinite(totals[0])
     if run.parallel.mixtures:
         copies = run.parallel.world.world_size // run.parallel.mesh.degree("stage")
@@ -157,18 +173,19 @@ def _start_loss_all_reduce(run: Run, share: BatchShare, totals: torch.Tensor) ->
 
 
 def _backward_root(run: Run, share: BatchShare, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
-    """The tensor a microbatch's backward starts from: its loss, weighted for the global mean and scaled."""
+    """Return the tensor that a microbatch's backward starts from: its loss, weighted for the global mean and scaled."""
     run.loop.observer.loss(value)
     part = share.parts[index]
     loss = _weighted_part(value, part, run.parallel.mesh.degree("context"))
     run.state.noise.counted(loss.count)
     _accumulate_loss(totals, loss, part, run)
-    own = share.batch_size * run.parallel.mesh.degree("space")  # ranks along space sum their gradients of one loss
-    return run.state.scaler.scale(loss.total / (own / run.state.consistency.gradient_scale))
+    # Ranks along space compute the same loss, and the reduction adds up their gradients of it.
+    samples = share.batch_size * run.parallel.mesh.degree("space")
+    return run.state.scaler.scale(loss.total / (samples / run.state.consistency.gradient_scale))
 
 
 def _weighted_part(loss: Any, part: MicrobatchShare, sequence_parts: int) -> Weighted:
-    """The loss of one part (or of its part of the sequences); one that only takes part in collectives is nothing."""
+    """Return a part's loss as (total, count), with weight 0 on a rank that only takes part in the collectives."""
     weighted = as_weighted(loss, part.loaded / sequence_parts)
     if not weighted.total.requires_grad:
         raise ScriptError(
@@ -179,7 +196,7 @@ def _weighted_part(loss: Any, part: MicrobatchShare, sequence_parts: int) -> Wei
 
 
 def _accumulate_loss(totals: torch.Tensor, loss: Weighted, part: MicrobatchShare, run: Run) -> None:
-    """Add one part to (total, count)."""
+    """Add one part's loss and count to `totals`."""
     if part.count:
         count = loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count
         totals[0].add_(loss.total.detach(), alpha=1 / run.parallel.loss_copies)
@@ -187,6 +204,7 @@ def _accumulate_loss(totals: torch.Tensor, loss: Weighted, part: MicrobatchShare
 
 
 def _step_result(run: Run, share: BatchShare, totals: list[float]) -> StepResult:
+    """Read the result from the all-reduced totals. Raises TrainingError as `forward_backward` does."""
     total, count, flags = totals[0], totals[1], totals[2 : 2 + run.parallel.world.world_size]
     experts = read_tallies(run.parallel.mixtures, totals[2 + run.parallel.world.world_size :])
     run.state.noise.read(totals)
@@ -194,8 +212,8 @@ def _step_result(run: Run, share: BatchShare, totals: list[float]) -> StepResult
     bad = [rank for rank, flag in enumerate(flags) if flag]
     if not bad and count <= 0:
         raise TrainingError(
-            f"step {step}: the global batch has nothing to average over (the loss' count is {count}); leave out "
-            "samples without a single token that counts"
+            f"step {step}: the loss of the global batch has nothing to average over (its count is {count}); leave out "
+            "samples in which no token counts"
         )
     loss = total / count if count > 0 else math.nan
     if bad and run.settings.on_nonfinite == "stop":
@@ -205,25 +223,23 @@ def _step_result(run: Run, share: BatchShare, totals: list[float]) -> StepResult
 
 
 def _finish_gradients(run: Run, factor: float) -> None:
-    """Undo loss scaling, and turn a mean over samples into the mean the loss is over."""
+    """Undo loss scaling, and multiply gradients by `factor`, which makes them those of the loss' own mean."""
     for optimizer in run.parallel.optimizers:
         if run.state.scaler.is_enabled():
             with run.parallel.replica.shards.whole_gradients(optimizer):
                 run.state.scaler.unscale_(optimizer)
-            found = run.state.scaler._found_inf_per_device(optimizer)
-            if not found:  # nothing of this optimizer's has a gradient on this rank
-                found[str(run.parallel.world.device)] = torch.zeros((), device=run.parallel.world.device)
-            if (
-                run.parallel.layout.shards or run.state.consistency.diverged
-            ):  # ranks hold different gradients: one that overflows stops all
-                for value in found.values():
+            overflows = run.state.scaler._found_inf_per_device(optimizer)
+            if not overflows:  # this optimizer has no gradient on this rank
+                overflows[str(run.parallel.world.device)] = torch.zeros((), device=run.parallel.world.device)
+            # Ranks that hold different gradients must skip the update together if one of them overflows.
+            if run.parallel.layout.shards or run.state.consistency.diverged:
+                for value in overflows.values():
                     with run.parallel.layout.channel("scalars").waiting(
                         ring_all_reduce_nbytes(value, run.parallel.world.world_size)
                     ):
                         dist.all_reduce(value, dist.ReduceOp.MAX)
     if factor != 1.0:
-        gradients = [
-            p.grad for p in run.parallel.model.parameters() if p.grad is not None
-        ]  # those that optimizers step on
+        # The parameters that optimizers step on; with sharding, `replica.parameters` may be those of forward.
+        gradients = [p.grad for p in run.parallel.model.parameters() if p.grad is not None]
         if gradients:  # a stage may have nothing to train
             torch._foreach_mul_(gradients, factor)

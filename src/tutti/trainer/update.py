@@ -1,11 +1,11 @@
 """The update: clip by the global norm, step the optimizers at the rule's learning rate, advance the scheduler.
 
-Warm-up and batch-size rules are in optim/lr_rule.py; `_rate_factor` applies them here.
+Warm-up and batch-size rules are in optim/learning_rate.py; `_rate_factor` applies them here.
 
 torch's fused CPU kernels for Adam, AdamW and SGD are used where the script chose no kernels. They pass over memory
 once: on one core AdamW takes 5 ms instead of 27 for 8 M float32 values, SGD with momentum 4.4 instead of 6.5 for 10 M.
-They read parameter, gradient and moments in memory order: with a gradient laid out otherwise than its parameter
-(channels last beside contiguous), torch 2.13 silently adds it to other values. A step is fused only where they agree.
+They read parameter, gradient and moments in memory order. If a gradient's layout differs from its parameter's (channels
+last beside contiguous), torch 2.13 silently applies it to the wrong values. So a step is fused only if layouts agree.
 """
 
 import math
@@ -28,8 +28,9 @@ from tutti.trainer.finite_gradients import never_finite_message
 from tutti.trainer.run_state import Run
 
 MIN_LOSS_SCALE = 2.0**-8
-"""A loss scale below it says that gradients are not finite whatever the scale: it begins at 2^12 and is halved by each
-step that is skipped.
+"""A loss scale below this means that gradients are not finite at any scale.
+
+The scale starts at 2^12 and is halved by each skipped step.
 """
 
 
@@ -37,7 +38,11 @@ step that is skipped.
 class UpdateResult:
     """Result of one update.
 
-    `skipped`: float16 gradients overflowed, or the loss or gradients were not finite. `gain`: AdaScale's.
+    Attributes:
+        learning_rate: rate of the first optimizer's first group.
+        gain: AdaScale's gain; None without AdaScale.
+        grad_norm: global norm before clipping; None without clipping.
+        skipped: whether the update was skipped, because float16 gradients overflowed or something was not finite.
     """
 
     learning_rate: float
@@ -47,12 +52,21 @@ class UpdateResult:
 
 
 def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> UpdateResult:
-    """Clip the gradients, step `optimizers` at the rule's learning rate, and advance the scheduler."""
+    """Clip the gradients, step the optimizers at the rule's learning rate, and advance the scheduler.
+
+    Args:
+        run: the run.
+        optimizers: those that step now.
+        finite: whether the step's loss and gradients are finite; if not, the update is skipped.
+
+    Raises:
+        TrainingError: gradients are not finite at any loss scale.
+    """
     gain = _adascale_gain_of_step(run)
     rate_factor = _rate_factor(run, gain or 1.0)
     rate = float(optimizers[0].param_groups[0]["lr"]) * rate_factor
     if not finite:
-        if run.state.consistency.diverged:  # others may make theirs, and rates stay alike
+        if run.state.consistency.diverged:  # other replicas may update, and learning rates must stay equal
             _advance_schedule(run, gain or 1.0)
         return UpdateResult(learning_rate=rate, gain=gain, grad_norm=None, skipped=True)
     norm = _clip_gradients(run)
@@ -69,7 +83,7 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
     skipped = False
     if run.state.scaler.is_enabled() and (now := run.state.scaler.get_scale()) != scale:
         skipped = now < scale
-        if now < MIN_LOSS_SCALE:  # on all ranks alike
+        if now < MIN_LOSS_SCALE:  # the scale is the same on all ranks, so all of them raise
             raise TrainingError(never_finite_message(run))
         if run.parallel.replica.compressor is not None:
             run.parallel.replica.compressor.rescale(now / scale)
@@ -82,7 +96,7 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
 
 
 def _adascale_gain_of_step(run: Run) -> float | None:
-    """AdaScale's gain: how many steps of the base batch this step is worth; None without AdaScale."""
+    """Return AdaScale's gain: how many steps of the base batch this step is worth; None without AdaScale."""
     rule = run.settings.lr_rule
     if rule is None or rule.scale != "adascale" or rule.base_batch_size is None:
         return None
@@ -90,7 +104,7 @@ def _adascale_gain_of_step(run: Run) -> float | None:
 
 
 def _advance_schedule(run: Run, gain: float) -> None:
-    """Count the update, in steps of the base batch, and advance a scheduler that counts steps by the whole ones."""
+    """Count the update in steps of the base batch; a scheduler that counts steps advances by the whole ones."""
     before = math.floor(run.state.progress.base_steps)
     run.state.progress.base_steps += gain
     if run.state.scheduler is not None and run.loop.scheduler_clock == "step":
@@ -99,7 +113,7 @@ def _advance_schedule(run: Run, gain: float) -> None:
 
 
 def _rate_factor(run: Run, gain: float) -> float:
-    """Factor of the learning-rate rule (warm-up, batch scaling: optim/lr_rule.py) at this step."""
+    """Return the factor of the learning-rate rule (warm-up, batch scaling) at this step."""
     rule = run.settings.lr_rule
     if rule is None:
         return 1.0
@@ -114,12 +128,11 @@ def _rate_factor(run: Run, gain: float) -> float:
 
 
 def _clip_gradients(run: Run) -> float | None:
-    """Scale gradients so that their global norm is at most clip_norm; returns the norm before."""
+    """Scale gradients so that their global norm is at most clip_norm; return the norm before. Collective."""
     if run.settings.clip_norm is None:
         return None
-    sparse = any(
-        p.grad is not None and p.grad.is_sparse for p in run.parallel.replica.parameters
-    )  # torch clips none of those
+    # torch cannot clip sparse gradients.
+    sparse = any(p.grad is not None and p.grad.is_sparse for p in run.parallel.replica.parameters)
     if not run.parallel.layout.shards and not sparse:
         return float(torch.nn.utils.clip_grad_norm_(run.parallel.replica.parameters, run.settings.clip_norm))
     named = [(name, p.grad) for name, p in run.parallel.model.named_parameters() if p.grad is not None]
@@ -137,18 +150,18 @@ _OPTIMIZER_STATE: dict[type[Optimizer], frozenset[str]] = {
     AdamW: _MOMENTS,
     SGD: frozenset({"momentum_buffer"}),
 }
-"""What each keeps of a parameter."""
+"""State that each optimizer keeps for a parameter. With any other state, its step is not fused."""
 
 _PLAIN = (Tensor, nn.Parameter)
-"""Tensors that are no more than their values."""
+"""Tensor types that are nothing but their values."""
 
 
 @contextmanager
 def fused_kernels(optimizer: Optimizer) -> Iterator[None]:
     """Within the context, `optimizer.step` uses fused kernels if they compute the same up to rounding.
 
-    The choice is made after all other pre-step hooks, which may replace gradients. The optimizer is
-    restored afterwards.
+    The choice is made after all other pre-step hooks, which may replace gradients. The optimizer's groups are restored
+    afterwards.
     """
     groups: list[dict[str, Any]] = []
 
@@ -174,18 +187,18 @@ def can_fuse(optimizer: Optimizer) -> bool:
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     states = [optimizer.state.get(p, {}) for p in trained]
     if type(optimizer) is SGD and len({state.get("momentum_buffer") is None for state in states}) > 1:
-        return False  # its kernels begin all momenta at once
+        return False  # the fused kernels initialise the momentum of all parameters or of none
     return all(
         state.keys() <= known and _same_layout(p, p.grad, state) for p, state in zip(trained, states, strict=True)
     )
 
 
 def _kernels_unspecified(group: dict[str, Any]) -> bool:
-    """Whether the group asks for no kernels and its rates are plain numbers."""
+    """Whether the group requests no particular kernels and its rates are plain numbers."""
     if any(group.get(name) for name in ("fused", "foreach", "capturable", "differentiable")):
         return False
     asked = group.get("fused") is False or group.get("foreach") is False
-    return not asked and not any(isinstance(one, Tensor) for one in (group["lr"], *group.get("betas", ())))
+    return not asked and not any(isinstance(rate, Tensor) for rate in (group["lr"], *group.get("betas", ())))
 
 
 def _same_layout(parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> bool:
@@ -197,10 +210,10 @@ def _same_layout(parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> 
     steps = state.get("step")
     if steps is not None and not (isinstance(steps, Tensor) and steps.dtype is torch.float32):
         return False
-    values = [gradient, *(one for name, one in state.items() if name != "step" and one is not None)]
+    tensors = [gradient, *(value for name, value in state.items() if name != "step" and value is not None)]
     return gradient.layout is torch.strided and all(
-        one.dtype is parameter.dtype and one.device.type == "cpu" and one.stride() == parameter.stride()
-        for one in values
+        tensor.dtype is parameter.dtype and tensor.device.type == "cpu" and tensor.stride() == parameter.stride()
+        for tensor in tensors
     )
 
 

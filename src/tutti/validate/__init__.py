@@ -1,1 +1,1 @@
-"""Predictions against published measurements, row by row and family by family; and the fit of a cluster's constants."""
+"""Compare predictions with published measurements, row by row and family by family, and fit a cluster's constants."""

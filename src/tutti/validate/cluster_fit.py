@@ -1,7 +1,7 @@
-"""The fit of a cluster's constants to measured step times: damped least squares on logarithms, with a prior.
+"""Fit a cluster's constants to measured step times: damped least squares on logarithms, with a prior.
 
-The prior draws every constant to its data sheet, so that what the rows do not say stays physical instead of running to
-a bound. Levenberg (1944) and Marquardt (1963); the Jacobian by differences.
+The prior pulls every constant towards its data sheet, so that constants which the rows do not determine stay physical
+instead of drifting to a bound. Levenberg (1944) and Marquardt (1963); the Jacobian is computed by finite differences.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ _STEP = 0.05
 _ROUNDS = 12
 
 
-_LARGEST = 0.3  # of an error's logarithm: beyond it a row counts in proportion only
+_LARGEST = 0.3  # absolute log error beyond which the loss of a row grows linearly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One measured step: what ran, on which machines, and how long it took."""
+    """One measured step: the model and plan, the cluster, and the seconds it took."""
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -40,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Natural logarithms of the factors on a cluster's own constants; 0 changes nothing."""
+    """Natural logarithms of the factors on a cluster's constants; 0 leaves a constant unchanged."""
 
     rate: float = 0.0
     half_size: float = 0.0
@@ -55,9 +55,11 @@ class Constants:
 
     @staticmethod
     def of(values: NDArray[np.float64]) -> "Constants":
+        """Build constants from their array, in the order of the fields."""
         return Constants(**{field.name: float(value) for field, value in zip(fields(Constants), values, strict=True)})
 
     def array(self) -> NDArray[np.float64]:
+        """Return the constants as an array, in the order of the fields."""
         return np.array([getattr(self, field.name) for field in fields(Constants)])
 
 
@@ -66,8 +68,13 @@ UNFITTED = Constants()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Fitted constants. `scale`: a factor on the time, where there were too few rows for more; `before`, `after`: mean
-    absolute error of the rows it was fitted to."""
+    """Fitted constants.
+
+    Attributes:
+        scale: factor on the time, which is fitted alone where there are too few rows for the constants.
+        rows: number of rows that were fitted to.
+        before, after: mean absolute relative error of these rows before and after the fit.
+    """
 
     constants: Constants = UNFITTED
     scale: float = 1.0
@@ -77,9 +84,12 @@ class Fit:
 
 
 def fit_constants(samples: Sequence[Sample], start: Constants = UNFITTED, *, few: int = 16) -> Fit:
-    """Constants for rows of one kind of machine; with fewer than `few` rows only a scale is fitted.
+    """Fit the constants of one kind of machine.
 
-    `start`: constants already known for such devices, which are kept where there are few rows.
+    Args:
+        samples: measured steps on this kind of machine.
+        start: known constants of such devices; they remain unchanged where there are few rows.
+        few: minimum number of rows for a fit of constants; with fewer, only a scale is fitted.
     """
     first = _logs(samples, start)
     before = _mean_error(first)
@@ -94,7 +104,7 @@ def fit_constants(samples: Sequence[Sample], start: Constants = UNFITTED, *, few
 
 
 def _free(samples: Sequence[Sample]) -> NDArray[np.bool_]:
-    """The constants that the rows say anything about: those of links that the clusters have and of their operators."""
+    """Return which constants the rows can determine: those of links that the clusters have and operators that run."""
     kinds = {op.kind for sample in samples for module in sample.model.modules for op in module.ops}
     tiers = {link.tier for sample in samples for link in sample.cluster.every_link}
     probed = any(device.gemm for sample in samples for device in sample.cluster.devices.values())
@@ -109,7 +119,7 @@ def _free(samples: Sequence[Sample]) -> NDArray[np.bool_]:
 
 
 def _minimise(errors: Callable[[Array], Array], start: Array, free: NDArray[np.bool_]) -> Array:
-    """Levenberg-Marquardt over the free constants."""
+    """Minimise the residuals over the free constants with the Levenberg-Marquardt algorithm."""
     weight = NOISE / PRIOR
 
     def residual(values: Array) -> Array:
@@ -138,20 +148,21 @@ def _minimise(errors: Callable[[Array], Array], start: Array, free: NDArray[np.b
 
 
 def _moved(values: Array, index: int) -> Array:
+    """Return a copy of the values with one of them moved by a finite-difference step."""
     moved = values.copy()
     moved[index] += _STEP
     return moved
 
 
 def _capped(logs: Array) -> Array:
-    """Errors beyond `_LARGEST` count in proportion, not squared: a misprinted row bends no fit (Huber 1964)."""
+    """Limit errors beyond `_LARGEST` to linear growth, so that a misprinted row cannot distort the fit (Huber 1964)."""
     size = np.abs(logs)
     outer = np.sqrt(np.maximum(0.0, 2 * size * _LARGEST - _LARGEST**2))
     return np.sign(logs) * np.where(size > _LARGEST, outer, size)
 
 
 def _logs(samples: Sequence[Sample], constants: Constants) -> Array:
-    """log(predicted / measured); rows that cannot be costed say nothing."""
+    """Return log(predicted / measured) of each row; rows that cannot be costed are left out."""
     logs = []
     for sample in samples:
         cluster = fitted_cluster(sample.cluster, constants, "fit")
@@ -163,11 +174,20 @@ def _logs(samples: Sequence[Sample], constants: Constants) -> Array:
 
 
 def _mean_error(logs: Array) -> float:
+    """Return the mean absolute relative error; 0 without rows."""
     return float(np.abs(np.expm1(logs)).mean()) if len(logs) else 0.0
 
 
 def apply_fit(fit: Fit, cluster: ClusterSpec, source: str) -> ClusterSpec:
-    """The cluster with a fit's constants and its scale on everything that takes time; as it is where none was made."""
+    """Return the cluster with a fit's constants, and with its scale applied to everything that takes time.
+
+    The cluster is unchanged if nothing was fitted.
+
+    Args:
+        fit: the fitted constants.
+        cluster: the cluster to change.
+        source: text that says where the fit comes from.
+    """
     if not fit.rows and fit.constants == UNFITTED:
         return cluster
     log = -float(np.log(fit.scale))
@@ -186,10 +206,10 @@ def apply_fit(fit: Fit, cluster: ClusterSpec, source: str) -> ClusterSpec:
 
 
 _SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
-"""Sizes at which a fitted curve is written down."""
+"""Matrix sizes at which a fitted curve of rates is tabulated."""
 
 HALF_SIZE = 256.0
-"""Where a product reaches half of its best rate, before anything is fitted: about what a data-centre GPU needs."""
+"""Matrix size at which a product reaches half of its best rate before any fit; typical of a data-centre GPU."""
 
 NAMES = tuple(field.name for field in fields(Constants))
 
@@ -205,21 +225,30 @@ PRIOR = Constants(
     network_bandwidth=0.7,
     network_latency=1.0,
 ).array()
-"""How far each may lie from the data sheet before it costs as much as one row that is wrong by `NOISE`."""
+"""Deviation of each constant from the data sheet that costs as much as one row with an error of `NOISE`."""
 
 NOISE = 0.1
-"""Relative error of a row that counts as one."""
+"""Relative error of a row that has unit cost."""
 
 
 def fitted_cluster(cluster: ClusterSpec, fit: Constants, source: str) -> ClusterSpec:
-    """The cluster with its constants times the factors; devices get a measured curve of matrix rates."""
+    """Return the cluster with its constants multiplied by fitted factors.
+
+    Devices without a measured curve of matrix rates get a fitted one.
+
+    Args:
+        cluster: the cluster to change.
+        fit: logarithms of the factors.
+        source: text that says where the factors come from.
+    """
     factors = {name: float(np.exp(value)) for name, value in zip(NAMES, fit.array(), strict=True)}
     devices = {name: _device(part, factors, source) for name, part in cluster.devices.items()}
     return replace(cluster, devices=devices).relinked(lambda link: _link(link, factors, source))
 
 
 def _device(device: DeviceSpec, factors: dict[str, float], source: str) -> DeviceSpec:
-    if device.gemm:  # measured by the probe: what was fitted is a factor on it
+    """Return the device with its rates, bandwidth, overhead and efficiencies multiplied by the factors."""
+    if device.gemm:  # measured by the probe: the fit is a factor on it
         gemm = _faster(device.gemm, factors["rate"])
     else:
         half = HALF_SIZE * factors["half_size"]
@@ -240,7 +269,7 @@ def _device(device: DeviceSpec, factors: dict[str, float], source: str) -> Devic
         efficiency={**device.efficiency, **efficiency},
         memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * sheet * factors["bandwidth"],
         memory_rates=tuple(
-            replace(each, bytes_per_s=each.bytes_per_s * factors["bandwidth"]) for each in device.memory_rates
+            replace(rate, bytes_per_s=rate.bytes_per_s * factors["bandwidth"]) for rate in device.memory_rates
         ),
         kernel_overhead_s=overhead * factors["call"],
         source=f"{source}; before: {device.source}",
@@ -249,10 +278,12 @@ def _device(device: DeviceSpec, factors: dict[str, float], source: str) -> Devic
 
 
 def _faster(rates: tuple[GemmRate, ...], factor: float) -> tuple[GemmRate, ...]:
-    return tuple(replace(each, flops_per_s=each.flops_per_s * factor) for each in rates)
+    """Return the rates multiplied by a factor."""
+    return tuple(replace(rate, flops_per_s=rate.flops_per_s * factor) for rate in rates)
 
 
 def _link(link: LinkSpec, factors: dict[str, float], source: str) -> LinkSpec:
+    """Return the link with its bandwidth and latency multiplied by the factors; links within a device are unchanged."""
     if link.tier == "device":
         return link
     return replace(

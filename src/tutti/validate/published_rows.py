@@ -1,4 +1,4 @@
-"""Published measurements, a row each: read from a CSV file, plain or gzipped, as text and numbers."""
+"""Read published measurements, one per row, from a CSV file, plain or gzipped."""
 
 import csv
 import gzip
@@ -14,20 +14,32 @@ _NEEDED = ("row_id", "family", "model", "gpu", "n_gpus", "metric", "value")
 
 
 class Uncosted(Exception):
-    """A row that cannot be costed; the message is the reason, worded so that equal reasons count together."""
+    """A row that cannot be costed.
+
+    The message is the reason; its wording is the same for equal reasons, which are counted together.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRow:
-    """One measurement. `cells`: its columns by name, without white space around; a missing one is empty."""
+    """One published measurement.
+
+    Attributes:
+        cells: stripped text by column name; a missing cell is empty.
+    """
 
     cells: dict[str, str]
 
     def text(self, column: str) -> str:
+        """Return a cell; empty if the column is missing."""
         return self.cells.get(column, "")
 
     def whole(self, column: str, default: int | None = None) -> int:
-        """A whole number. Raises Uncosted where there is none and no default."""
+        """Return a cell as a whole number, or `default` if it is not a number.
+
+        Raises:
+            Uncosted: the cell is not a number and there is no default.
+        """
         text = self.text(column).replace(",", "")
         try:
             return int(float(text))
@@ -49,7 +61,7 @@ class PublishedRow:
         try:
             return float(self.text("value").replace(",", ""))
         except ValueError:
-            raise Uncosted("the value is no number") from None
+            raise Uncosted("the value is not a number") from None
 
     @property
     def gpus(self) -> int:
@@ -64,7 +76,11 @@ class PublishedRow:
 
 
 def load_rows(path: Path | None) -> list[PublishedRow]:
-    """The rows of a file, or those that ship with tutti. Raises DataError for a file that is not such a table."""
+    """Read the rows of a file, or the rows that ship with tutti if `path` is None.
+
+    Raises:
+        DataError: the file cannot be read or is not a table of measurements.
+    """
     if path is None:
         return _parse(resources.files(__package__).joinpath(SHIPPED).read_bytes(), SHIPPED)
     try:
@@ -77,12 +93,12 @@ def _parse(content: bytes, source: str) -> list[PublishedRow]:
     try:
         text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{source} is not text in UTF-8 ({error}); give a CSV file, plain or gzipped") from None
+        raise DataError(f"{source} is not UTF-8 text ({error}); give a CSV file, plain or gzipped") from None
     reader = csv.DictReader(io.StringIO(text, newline=""))
     missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
     if missing:
         raise DataError(
-            f"{source} has no column {', '.join(missing)}; a table of measurements has the columns of the rows that "
-            "ship with tutti (tutti validate --columns lists them)"
+            f"{source} has no column {', '.join(missing)}; give a table with the columns of the rows that ship with "
+            "tutti (tutti validate --columns lists them)"
         )
     return [PublishedRow(cells={name: (value or "").strip() for name, value in row.items() if name}) for row in reader]

@@ -1,4 +1,4 @@
-"""The plan of a row: its degrees on a mesh, its microbatches, what it shards and what it recomputes."""
+"""Build the model, cluster and plan that a published row describes, and the step time that it measured."""
 
 import math
 import re
@@ -17,30 +17,34 @@ from tutti.profile.catalog import device, parts
 from tutti.validate.published_rows import PublishedRow, Uncosted
 
 AT_THE_END = 2**50
-"""Bytes of a bucket that holds all gradients: none is summed before the last is there."""
+"""Size in bytes of a bucket that holds all gradients, so that reduction starts only after backward."""
 
 
 def plan_of(row: PublishedRow, model: ModelSpec) -> Plan:
-    """The plan that a row ran. Raises Uncosted where it cannot be told."""
+    """Return the plan that a row ran.
+
+    Raises:
+        Uncosted: the row does not determine a valid plan.
+    """
     precision = precision_of(row)
     mesh, sharding = _mesh(row)
     ranks = math.prod(mesh.values())
     if ranks != row.gpus:
-        raise Uncosted("the printed degrees do not multiply to n_gpus")
+        raise Uncosted("the product of the printed degrees is not n_gpus")
     data = math.prod(mesh.get(axis, 1) for axis in ("replicate", "shard", "expert"))
-    each = batch_of(row, precision) if row.family == "dle" else row.whole("micro_batch", _usual_microbatch(row))
-    samples = row.whole("global_batch", each * data)
+    microbatch = batch_of(row, precision) if row.family == "dle" else row.whole("micro_batch", _usual_microbatch(row))
+    samples = row.whole("global_batch", microbatch * data)
     if samples % data:
-        raise Uncosted("the global batch does not divide among the data-parallel ranks")
-    microbatches = max(1, round(samples / (data * each)))
-    words: dict[str, Precision] = {"tf32": "tf32", "mixed": "float16"}
+        raise Uncosted("the global batch is not a multiple of the data-parallel ranks")
+    microbatches = max(1, round(samples / (data * microbatch)))
+    precisions: dict[str, Precision] = {"tf32": "tf32", "mixed": "float16"}
     stages = row.whole("vp", 1)
     try:
         return Plan(
             batch=BatchPlan(global_batch_size=samples, num_microbatches=microbatches),
             mesh=mesh,
             layout=_layout(row, model),
-            precision=words.get(precision, "full"),
+            precision=precisions.get(precision, "full"),
             sharding=sharding,
             pipeline=PipelinePlan(
                 schedule="interleaved" if stages > 1 and mesh.get("stage", 1) > 1 else "1f1b",
@@ -54,31 +58,36 @@ def plan_of(row: PublishedRow, model: ModelSpec) -> Plan:
 
 
 def _cuts(row: PublishedRow, model: ModelSpec, stages: int) -> tuple[str, ...]:
-    """Where stages begin. Megatron gives each as many blocks, the last one the output layer besides; AMP's logs say it,
-    in DeepSpeed's layers, of which two stand before the first block.
+    """Return the blocks at which pipeline stages begin; empty for one stage, or where they are not at blocks.
+
+    Megatron gives each stage the same number of blocks, and the last one the output layer as well. AMP's logs print the
+    boundaries in DeepSpeed's layers, of which two precede the first block.
     """
     if stages == 1:
         return ()
-    found = re.search(r"stage boundaries \[([\d, ]+)\]", row.text("notes"))
-    if found is None:
+    boundaries = re.search(r"stage boundaries \[([\d, ]+)\]", row.text("notes"))
+    if boundaries is None:
         count = len({module.block for module in model.modules if module.block >= 0})
         ends = 1 if row.family == "bloom" else 0  # BigScience counts embedding and output layer as blocks
         cuts = [(count + 2 * ends) * stage // stages - ends for stage in range(1, stages)]
         return tuple(f"blocks.{cut}" for cut in cuts) if count >= stages else ()
-    inner = [int(text) for text in found[1].split(",")][1:-1]
+    inner = [int(text) for text in boundaries[1].split(",")][1:-1]
     blocks = [min(max(0, at - 2), row.whole("layers") - 1) for at in inner]
     if len(inner) != stages - 1 or len(set(blocks)) != len(blocks) or 0 in blocks:
-        return ()  # stages of embeddings alone, or of the head alone, are not cut at blocks
+        return ()  # stages that hold only embeddings or only the head do not begin at a block
     return tuple(f"blocks.{block}" for block in blocks)
 
 
 def _usual_microbatch(row: PublishedRow) -> int | None:
-    """Where Megatron's tables print no micro-batch, one sample is taken; other rows must print it."""
+    """Return the microbatch of rows that print none: one sample in Megatron's H100 tables; other rows must print it."""
     return 1 if row.family == "mcoreh100" else None
 
 
 def _mesh(row: PublishedRow) -> tuple[dict[AxisName, int], ShardingPlan]:
-    """Degrees by axis, outermost first, the split axis innermost as Megatron places it; and what is sharded."""
+    """Return the degrees by axis, and how parameters are sharded.
+
+    Axes are listed from the outermost to the innermost; the split axis is innermost, as Megatron places it.
+    """
     split, stage, context, expert = (row.whole(name, 1) for name in ("tp", "pp", "cp", "ep"))
     rest = row.gpus // max(1, split * stage * context)
     data = row.whole("dp", rest)
@@ -86,15 +95,15 @@ def _mesh(row: PublishedRow) -> tuple[dict[AxisName, int], ShardingPlan]:
         raise Uncosted("the expert degree exceeds the data-parallel ranks")
     zero = row.text("zero")
     level = int(zero) if zero in ("1", "2", "3") else 3 if "fsdp=" in zero and "fsdp=0" not in zero else 0
-    own: AxisName = "shard" if level else "replicate"
-    mesh: dict[AxisName, int] = {"stage": stage, own: data // expert, "expert": expert, "context": context,
+    data_axis: AxisName = "shard" if level else "replicate"
+    mesh: dict[AxisName, int] = {"stage": stage, data_axis: data // expert, "expert": expert, "context": context,
                                  "split": split}  # fmt: skip
-    kept = {axis: degree for axis, degree in mesh.items() if degree > 1} or {own: 1}
-    return kept, replace(ShardingPlan(), level=level or 3)  # type: ignore[arg-type]
+    degrees = {axis: degree for axis, degree in mesh.items() if degree > 1} or {data_axis: 1}
+    return degrees, replace(ShardingPlan(), level=level or 3)  # type: ignore[arg-type]
 
 
 def _layout(row: PublishedRow, model: ModelSpec) -> tuple[LayoutRule, ...]:
-    """What is recomputed: whole blocks, the core of attention, or some of the blocks."""
+    """Return what is recomputed: whole blocks, the core of attention, or a selection."""
     text = row.text("recompute")
     if text == "full":
         return (LayoutRule(modules="blocks.*", recompute=True),)
@@ -124,25 +133,32 @@ _GPUS = (
     ("K80", "K80"),
     ("T4|G4DN", "T4"),
 )
-"""Patterns of printed names, the first that fits, and the device of the catalog."""
+"""Pattern of a printed device name, and the catalog's name; the first pattern that matches wins."""
 
 _NODE_LINKS = {"K80": "PCIe3-x16", "P100": "NVLink1", "V100": "NVLink2", "T4": "PCIe3-x16", "A100": "NVLink3",
                "H100": "NVLink4", "H200": "NVLink4", "B": "NVLink5", "GB": "NVLink5"}  # fmt: skip
 _NETWORKS = {"V100": 50e9, "A100": 200e9, "H100": 400e9, "H200": 400e9, "B": 400e9, "GB": 400e9}
-"""A node's connection where a row prints none, bytes/s: of DGX-1 and DGX-2 4 and 8 EDR ports (the lower is taken), of
-DGX A100 8 HDR, of DGX H100 and later 8 NDR."""
+"""Bytes per second of a node's network where a row prints none.
+
+DGX-1 and DGX-2 have 4 and 8 EDR ports (the lower is taken), DGX A100 has 8 HDR ports, DGX H100 and later have 8 NDR
+ports.
+"""
 
 _RACK = 64
-"""GPUs that one NVLink domain of a GB200 or GB300 rack gives to a job of a power of two."""
+"""GPUs of a GB200 or GB300 rack (one NVLink domain) that jobs use whose number of GPUs is a power of two."""
 
 _JOINED = re.compile(r"\+|,|;|&|\band\b")
-"""Between the nodes of different kinds that one job ran on."""
+"""Separators between the nodes of different kinds that one job ran on."""
 
 _RATE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb(?:ps|/s)\s*(per GPU)?", re.IGNORECASE)
 
 
 def catalog_name(gpu: str) -> str:
-    """The catalog's name of a printed device. Raises Uncosted for one that is not there."""
+    """Return the catalog's name of a printed device.
+
+    Raises:
+        Uncosted: the catalog does not have the device.
+    """
     for pattern, name in _GPUS:
         if re.search(pattern, gpu.upper()):
             return name
@@ -151,56 +167,63 @@ def catalog_name(gpu: str) -> str:
 
 @cache
 def _part(name: str) -> DeviceSpec:
+    """Return a device of the catalog; cached."""
     return device(name)
 
 
 def cluster_of(row: PublishedRow) -> ClusterSpec:
-    """The machines of a row, from data sheets. Raises Uncosted where they cannot be told."""
+    """Return the machines of a row, from data sheets.
+
+    Raises:
+        Uncosted: the row does not determine them.
+    """
     gpus = row.gpus
     groups = _groups(row.text("gpu"))
     if groups:
         return _mixed(row, groups)
     name = catalog_name(row.text("gpu"))
     usual = _RACK if name.startswith("GB") else 8
-    each = min(gpus, row.whole("gpus_per_node", usual))
-    nodes = -(-gpus // each)
+    per_node = min(gpus, row.whole("gpus_per_node", usual))
+    nodes = -(-gpus // per_node)
     part = _part(name)
     return ClusterSpec(
-        name=f"{nodes} x {each} {part.name}",
+        name=f"{nodes} x {per_node} {part.name}",
         devices={part.name: part},
-        nodes=(NodeSpec(name="node", device=part.name, devices_per_node=each, count=nodes,
-                        memory_nbytes=each * part.memory_nbytes),),
-        links=_links(row, name, each, nodes),
+        nodes=(NodeSpec(name="node", device=part.name, devices_per_node=per_node, count=nodes,
+                        memory_nbytes=per_node * part.memory_nbytes),),
+        links=_links(row, name, per_node, nodes),
     )  # fmt: skip
 
 
 def _groups(gpu: str) -> list[tuple[str, int]]:
-    """(device, nodes) of each kind of nodes that a row joins, such as `1x p3.8xlarge(4xV100) + 3x g4dn.12xlarge(4xT4)`;
-    empty where it names one kind. A kind without a number is one node.
+    """Return (device, number of nodes) for each kind of node in `1x p3.8xlarge(4xV100) + 3x g4dn.12xlarge(4xT4)`.
+
+    Empty where the text names one kind. A kind without a number counts as one node.
     """
-    found = []
+    groups = []
     for part in _JOINED.split(gpu):
         try:
             name = catalog_name(part)
         except Uncosted:
             continue
         count = re.match(r"\s*(\d+)\s*x", part)
-        found.append((name, int(count[1]) if count else 1))
-    return found if len(found) > 1 else []
+        groups.append((name, int(count[1]) if count else 1))
+    return groups if len(groups) > 1 else []
 
 
 def _mixed(row: PublishedRow, groups: list[tuple[str, int]]) -> ClusterSpec:
-    each = row.whole("gpus_per_node", 4)
-    if each * sum(count for _, count in groups) != row.gpus:
+    """Return a cluster that joins nodes of different devices."""
+    per_node = row.whole("gpus_per_node", 4)
+    if per_node * sum(count for _, count in groups) != row.gpus:
         raise Uncosted("the nodes of mixed devices do not add up to n_gpus")
-    links = [link for name, count in groups for link in _links(row, name, each, max(2, count))]
+    links = [link for name, count in groups for link in _links(row, name, per_node, max(2, count))]
     links.sort(key=lambda link: (link.tier != "node", link.bandwidth_bytes_per_s))
     return ClusterSpec(
         name=row.text("gpu"),
         devices={_part(name).name: _part(name) for name, _ in groups},
         nodes=tuple(
-            NodeSpec(name=f"node{index}", device=_part(name).name, devices_per_node=each, count=count,
-                     memory_nbytes=each * _part(name).memory_nbytes)
+            NodeSpec(name=f"node{index}", device=_part(name).name, devices_per_node=per_node, count=count,
+                     memory_nbytes=per_node * _part(name).memory_nbytes)
             for index, (name, count) in enumerate(groups)
         ),
         links=tuple(links),
@@ -208,6 +231,7 @@ def _mixed(row: PublishedRow, groups: list[tuple[str, int]]) -> ClusterSpec:
 
 
 def _links(row: PublishedRow, name: str, each: int, nodes: int) -> tuple[LinkSpec, ...]:
+    """Return the links inside a node and between nodes; a printed rate replaces the catalog's."""
     links = []
     family = re.match(r"GB|B|[A-Z]+\d+", name)
     key = family[0] if family else name
@@ -226,31 +250,37 @@ def _links(row: PublishedRow, name: str, each: int, nodes: int) -> tuple[LinkSpe
         base = parts().links["Ethernet-25G" if slow else "InfiniBand-HDR-200"]
         links.append(
             replace(base, bandwidth_bytes_per_s=rate, evidence="published" if text else "assumed",
-                    source=f"printed: {text}" if text else "usual of its kind; not printed")
+                    source=f"printed: {text}" if text else "typical for this device; not printed")
         )  # fmt: skip
     return tuple(links)
 
 
 def _printed(text: str, name: str) -> float | None:
-    """Bytes/s of a printed rate in Gbit/s, all ports together; of several, the one marked with the device's cloud."""
-    found = list(_RATE.finditer(text))
-    if not found:
+    """Return a printed rate in bytes per second, summed over ports; None if the text has none.
+
+    If the text has several rates, the one that is marked with the device's cloud instance is taken, else the first.
+    """
+    rates = list(_RATE.finditer(text))
+    if not rates:
         return None
     mark = "(P3)" if name.startswith("V100") else "(G4)"
-    match = next((each for each in found if text[each.end() :].lstrip().startswith(mark)), found[0])
+    match = next((rate for rate in rates if text[rate.end() :].lstrip().startswith(mark)), rates[0])
     return int(match[1] or 1) * int(match[2]) * 1e9 / 8
 
 
 def step_s(row: PublishedRow, model: ModelSpec, plan: Plan) -> float:
-    """Seconds of a step of `plan` as the row measured it. Raises Uncosted for a metric that says no time.
+    """Return the seconds of one step of `plan`, as the row measured them.
 
-    FLOPs a second follow the source's convention: "hardware" counts a recomputed forward (Narayanan et al. 2021,
-    equation 3), "model" does not; both count attention as if nothing were masked.
+    FLOP rates follow the source's convention: "hardware" includes a recomputed forward (Narayanan et al. 2021, equation
+    3), "model" does not. Both count attention as if nothing were masked.
+
+    Raises:
+        Uncosted: the metric does not determine the time of a step.
     """
     metric, value = row.text("metric"), row.value
     samples = plan.batch.global_batch_size
     if value <= 0:
-        raise Uncosted("the value is not above 0")
+        raise Uncosted("the value is not positive")
     if metric == "iteration_time":
         return value / (1000.0 if row.text("unit").startswith("ms") else 1.0)
     if metric == "tokens_per_s_per_gpu":
@@ -260,11 +290,11 @@ def step_s(row: PublishedRow, model: ModelSpec, plan: Plan) -> float:
     if metric in ("hardware_tflops_per_gpu", "model_tflops_per_gpu"):
         again = 1 if metric.startswith("hardware") and row.text("recompute") == "full" else 0
         return samples * _flops(row, again) / (value * 1e12 * row.gpus)
-    raise Uncosted(f"metric {metric} says no time of a step")
+    raise Uncosted(f"metric {metric} does not determine the time of a step")
 
 
 def _flops(row: PublishedRow, again: int) -> float:
-    """FLOPs of one sample of a GPT with its backward and `again` forwards of the blocks."""
+    """Return the FLOPs of one sample of a GPT: forward, backward and `again` recomputed forwards of the blocks."""
     layers, hidden, seq, vocab = (row.whole(name) for name in ("layers", "hidden", "seq_len", "vocab"))
     blocks = 24.0 * seq * layers * hidden**2 * (1 + seq / (6 * hidden))
     return (3 + again) * blocks + 6.0 * seq * hidden * vocab
@@ -279,7 +309,7 @@ _PRESETS = {
     "gptoss120b": "gpt-oss-120b",
     "deepseekv3": "deepseek-v3",
 }
-"""Models that rows name without sizes."""
+"""Architectures of models that rows name without sizes."""
 
 _SIZES = {"layers": "layers", "hidden": "hidden", "heads": "heads", "kv_heads": "kv_heads", "ffn": "ffn",
           "seq_len": "seq_len", "vocab": "vocab"}  # fmt: skip
@@ -287,7 +317,11 @@ _EARLY = re.compile(r"Megatron-LM 202[0-2]|Megatron-DeepSpeed|DeepSpeed\+Megatro
 
 
 def precision_of(row: PublishedRow) -> str:
-    """fp32, tf32, half (16 bits throughout), mixed (autocast over float32), fp8 or fp4, as far as the row says."""
+    """Return the precision: fp32, tf32, half (16 bits throughout), mixed (autocast over float32), fp8 or fp4.
+
+    Raises:
+        Uncosted: the row prints no precision, or an unknown one.
+    """
     text = row.text("precision").lower()
     if "fp4" in text:
         return "fp4"
@@ -301,31 +335,41 @@ def precision_of(row: PublishedRow) -> str:
 
 
 def is_early(row: PublishedRow) -> bool:
-    """Megatron before FlashAttention: scores are written, dropout masks kept, gradients summed after backward."""
+    """Return whether the row ran Megatron before FlashAttention.
+
+    It writes attention scores and dropout masks to memory, and reduces gradients only after backward.
+    """
     return _EARLY.match(row.text("framework")) is not None
 
 
 def model_of(row: PublishedRow) -> ModelSpec:
-    """The ModelSpec of a row. Raises Uncosted where its model cannot be told, or has no architecture here."""
+    """Return the ModelSpec of a row.
+
+    Raises:
+        Uncosted: the row does not determine its model, or no architecture is known for it.
+    """
     name, options = _named(row)
     return _built(name, tuple(sorted(options.items())))
 
 
 @cache
 def _built(name: str, options: tuple[tuple[str, Any], ...]) -> ModelSpec:
+    """Build a model from its architecture and options; cached."""
     return architecture(name, dict(options))
 
 
 def _named(row: PublishedRow) -> tuple[str, Mapping[str, Any]]:
+    """Return a row's architecture and its options."""
     arch = row.text("arch")
     precision = precision_of(row)
     if precision in ("fp8", "fp4"):
-        raise Uncosted("matrix products in 8 or 4 bits are no precision of a plan")
+        raise Uncosted("plans have no precision with matrix products in 8 or 4 bits")
     if row.family == "dle":
         return example_of(row, precision)
     numbers: dict[str, Any] = {"dtype": "float32"}
     if precision == "half":
-        # Megatron adds gradients up in float32 beside bfloat16; fully sharded, a parameter takes 16 bytes.
+        # Megatron accumulates gradients in float32 beside bfloat16 ones; fully sharded frameworks take 16 bytes a
+        # parameter.
         wide = "bf16" in row.text("precision") and row.text("framework").startswith("Megatron")
         numbers = {"dtype": "bfloat16" if "bf16" in row.text("precision") else "float16", "wide_gradients": wide}
     if arch == "llm":
@@ -336,9 +380,9 @@ def _named(row: PublishedRow) -> tuple[str, Mapping[str, Any]]:
     sizes = {field: row.whole(column) for column, field in _SIZES.items() if row.text(column)}
     if arch in ("gpt", "gpt2", "mpt", "llama", "bert"):
         for needed in ("layers", "hidden", "seq_len", *(() if arch == "bert" else ("vocab",))):
-            row.whole(needed)  # a default would be another model
+            row.whole(needed)  # required: a default would describe another model
     early = is_early(row)
-    # Norms and sums shared by tokens came with Korthikanti et al. 2022.
+    # Sequence parallelism, which shares norms and residual additions by tokens, came with Korthikanti et al. 2022.
     shared = not early or row.text("recompute").endswith("+SP")
     kernels = {"attention": "plain", "dropout": True, "sequence": shared} if early else {"masked": "skipped"}
     if arch in ("gpt", "gpt2"):
@@ -385,11 +429,15 @@ _EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 _SQUAD_TOKENS = 384
-_GNMT_TOKENS = 27  # of a sentence of WMT16 English-German, on average, each side
+_GNMT_TOKENS = 27  # average tokens of a WMT16 English-German sentence, in each language
 
 
 def example_of(row: PublishedRow, precision: str) -> tuple[str, Mapping[str, Any]]:
-    """(architecture, sizes) of an example. Raises Uncosted for those that have none here."""
+    """Return the (architecture, options) of an NVIDIA DeepLearningExamples row.
+
+    Raises:
+        Uncosted: no architecture is known for the example.
+    """
     name = row.text("model")
     if name not in _EXAMPLES:
         raise Uncosted(f"no architecture is known for example {name!r}")
@@ -402,30 +450,36 @@ def example_of(row: PublishedRow, precision: str) -> tuple[str, Mapping[str, Any
 
 
 def _bert(row: PublishedRow) -> dict[str, Any]:
-    """Pre-training predicts 20 of 128 or 80 of 512 tokens; fine-tuning for questions reads 384 and predicts spans."""
+    """Return the sequence length and number of predictions of a BERT row.
+
+    Pre-training predicts 20 of 128 or 80 of 512 tokens. Fine-tuning for questions reads 384 tokens and predicts a span.
+    """
     tokens = row.text("seq_len")
     if tokens == "512" and row.text("model").startswith("PyTorch/"):
-        raise Uncosted("sequences of 512 that cannot be full: the table's float32 rows are above their devices' peak")
+        raise Uncosted("sequences of 512 cannot be full: the table's float32 rows exceed their devices' peak")
     if row.text("model").endswith("biobert") and tokens not in ("128", "512"):
-        return {"seq_len": 128, "predictions": 1}  # naming entities in 128 tokens
+        return {"seq_len": 128, "predictions": 1}  # named-entity recognition in 128 tokens
     if "tuning" in row.text("notes").split("row:")[0].split("/")[-1] or tokens not in ("128", "512"):
         return {"seq_len": _SQUAD_TOKENS, "predictions": 1}
     return {"seq_len": int(tokens), "predictions": 20 if tokens == "128" else 80}
 
 
 def batch_of(row: PublishedRow, precision: str) -> int:
-    """Samples of a rank at once: one number, or of two the larger for 16 bits, for it takes less memory."""
+    """Return the samples that a rank computes at once.
+
+    Where two numbers are printed, the larger one belongs to 16 bits, which needs less memory.
+    """
     text = row.text("micro_batch")
     pattern = r"\d+" if "LanguageModeling" in row.text("model") else r"\d{1,3}(?:,\d{3})+|\d+"
-    found = [
+    sizes = [
         int(match[1].replace(",", "")) * (1024 if match[2] else 1) for match in re.finditer(rf"({pattern})(k?)", text)
     ]
-    if not found:
+    if not sizes:
         raise Uncosted("the batch is not printed")
-    return max(found) if precision == "mixed" else min(found)
+    return max(sizes) if precision == "mixed" else min(sizes)
 
 
 def units_per_sample(row: PublishedRow) -> float:
-    """What the metric counts, of one sample: 1, or its tokens where it counts tokens."""
+    """Return how many units the metric counts in one sample: its tokens if it counts tokens, else 1."""
     counts_tokens = "tok" in row.text("unit").lower() or "Translation" in row.text("model")
     return 2.0 * _GNMT_TOKENS if counts_tokens else 1.0

@@ -1,4 +1,4 @@
-"""Errors of predictions by family: never one mean over all."""
+"""Score predictions against published measurements, family by family; families are never averaged together."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A row that can be costed: what it ran on, and what it measured. `device`: name in its cluster."""
+    """A row that can be costed: what it ran on, and what it measured."""
 
     row: PublishedRow
     model: ModelSpec
@@ -30,19 +30,24 @@ class Case:
 
     @property
     def machine(self) -> str:
-        """What a calibration is for: device and how many share a node."""
+        """The kind of machine that a calibration is for: the devices of its nodes."""
         return "; ".join(node.device for node in self.cluster.nodes)
 
     @property
     def contest(self) -> tuple[str, str, str, str, str]:
-        """Rows that differ in nothing but how the work is spread, among which a planner would choose."""
+        """Key of the rows that differ only in how the work is distributed, among which a planner would choose."""
         text = self.row.text
         return (text("model"), text("n_gpus"), text("gpu"), text("seq_len"), text("global_batch"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A prediction beside its measurement; memory in bytes, None where none was printed."""
+    """A prediction and its measurement.
+
+    Attributes:
+        memory_nbytes: predicted peak memory of a rank, as far as the measured one counts it.
+        measured_memory_nbytes: None where the row prints none.
+    """
 
     row_id: str
     contest: tuple[str, ...]
@@ -55,11 +60,12 @@ class Scored:
 
     @property
     def error(self) -> float:
-        """Of the step's time, relative to the measured one."""
+        """Relative error of the step time: predicted / measured - 1."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def memory_error(self) -> float | None:
+        """Relative error of the memory; None where none was measured."""
         if self.measured_memory_nbytes is None:
             return None
         return self.memory_nbytes / self.measured_memory_nbytes - 1
@@ -67,9 +73,16 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Of several rows: absolute errors of the step's time (median, mean, 90th percentile), the mean signed one, how
-    many lie in the prediction's interval, Spearman's rank correlation within contests (None below 3 rows), and regret:
-    how much slower than the best measured plan is the best predicted one, or the best measured of the 5 predicted best.
+    """Errors over several rows.
+
+    Attributes:
+        median, mean, p90: of the absolute relative errors of step times.
+        bias: mean of the signed errors.
+        within: fraction of the measurements that lie in the predicted interval.
+        rank_correlation: Spearman's, averaged over contests of at least 3 rows; None without such contests.
+        top1_regret: how much slower than the fastest measured plan is the plan predicted to be fastest.
+        top5_regret: the same for the fastest measured plan among the 5 predicted to be fastest.
+        memory_worst_under: the most negative relative error of memory.
     """
 
     rows: int
@@ -88,21 +101,27 @@ class Errors:
 
 
 def case_of(row: PublishedRow) -> Case:
-    """A row as something to predict. Raises Uncosted with the reason."""
+    """Build the case of a row.
+
+    Raises:
+        Uncosted: the row cannot be predicted; the message is the reason.
+    """
     if row.text("evidence").startswith("formula-derived"):
-        raise Uncosted("derived from a formula, no measurement")
+        raise Uncosted("derived from a formula, not measured")
     model = model_of(row)
     cluster = cluster_of(row)
     plan = plan_of(row, model)
     measured_s = step_s(row, model, plan)
     if measured_s < _least_s(model, cluster, plan):
-        raise Uncosted("more FLOPs a second than the devices' dense peak: not all that the row names was computed")
+        raise Uncosted("more FLOPs a second than the devices' dense peak: not all the work in the row was computed")
     return Case(row=row, model=model, cluster=cluster, plan=plan, measured_s=measured_s)
 
 
 def _least_s(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> float:
-    """Seconds of a step at the dense peak of all devices; 0 where a peak is not known, and for convolutions, which
-    Winograd's form computes with fewer FLOPs than are counted.
+    """Return the seconds of a step at the dense peak of all devices.
+
+    It is 0 where a peak is unknown, and for models with convolutions, because Winograd's algorithm needs fewer FLOPs
+    than are counted.
     """
     if any(op.kind == "conv" for module in model.modules for op in module.ops):
         return 0.0
@@ -115,17 +134,21 @@ def _least_s(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> float:
 
 
 def scored(case: Case, cluster: ClusterSpec) -> Scored:
-    """Predict a case on a cluster. Raises Uncosted where the plan cannot be costed."""
+    """Predict a case on a cluster.
+
+    Raises:
+        Uncosted: the plan cannot be costed.
+    """
     try:
         done = predict(case.model, cluster, case.plan)
     except PlanError as error:
         raise Uncosted(f"predict: {error}") from None
-    memory, held = case.row.memory_gib, done.memory.total
+    memory, predicted_memory = case.row.memory_gib, done.memory.total
     if case.plan.sync != SyncPlan():
-        # One bucket of all gradients says when they are summed. Frameworks that do so sum them in place; those that
-        # add them up in float32 have 16-bit ones besides.
+        # The plan's single bucket only models when gradients are reduced. Frameworks that reduce so late do it in place
+        # and need no bucket; those that accumulate in float32 also have 16-bit gradients, half the bucket's size.
         wide = any(module.gradient_nbytes > module.parameter_nbytes for module in case.model.modules)
-        held -= done.memory.communication * (0.5 if wide else 1.0)
+        predicted_memory -= done.memory.communication * (0.5 if wide else 1.0)
     return Scored(
         row_id=case.row.row_id,
         contest=case.contest,
@@ -133,13 +156,13 @@ def scored(case: Case, cluster: ClusterSpec) -> Scored:
         predicted_s=done.step_time_s.value,
         low_s=done.step_time_s.low,
         high_s=done.step_time_s.high,
-        memory_nbytes=held,
+        memory_nbytes=predicted_memory,
         measured_memory_nbytes=memory * _GIB if memory is not None else None,
     )
 
 
 def errors(rows: Sequence[Scored]) -> Errors | None:
-    """The errors of rows; None of none."""
+    """Return the errors over rows; None if there are no rows."""
     if not rows:
         return None
     signed = np.array([row.error for row in rows])
@@ -161,13 +184,13 @@ def errors(rows: Sequence[Scored]) -> Errors | None:
         top5_regret=_mean([regret(group, 5) for group in contests if len(group) > 5]),
         contests=len(contests),
         memory_rows=len(memory),
-        memory_mean=_mean([abs(each) for each in memory]),
+        memory_mean=_mean([abs(error) for error in memory]),
         memory_worst_under=min(memory) if memory else None,
     )
 
 
 def regret(group: Sequence[Scored], count: int) -> float:
-    """How much slower than the best measured is the best measured among the `count` predicted fastest."""
+    """Return how much slower (as measured) the best of the `count` plans predicted fastest is than the best plan."""
     tried = sorted(group, key=lambda row: row.predicted_s)[:count]
     return min(row.measured_s for row in tried) / min(row.measured_s for row in group) - 1
 
@@ -177,6 +200,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _spearman(group: Sequence[Scored]) -> float:
+    """Return Spearman's rank correlation of predicted and measured times; 0 if either is constant."""
     predicted = _ranks([row.predicted_s for row in group])
     measured = _ranks([row.measured_s for row in group])
     if predicted.std() == 0 or measured.std() == 0:
@@ -185,7 +209,7 @@ def _spearman(group: Sequence[Scored]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    """Ranks; equal values share the mean of theirs."""
+    """Return the ranks of values; equal values share their mean rank."""
     array = np.asarray(values)
     _, inverse, counts = np.unique(array, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
@@ -193,8 +217,13 @@ def _ranks(values: Sequence[float]) -> "np.ndarray[tuple[int], np.dtype[np.float
 
 
 Setting = Literal["data sheet", "one factor", "calibrated", "mixed devices"]
-"""data sheet: nothing fitted; one factor: a factor on the time, fitted to few rows of this family; calibrated: the
-constants of a cluster, fitted to rows of the same machines; mixed devices: of different kinds in one job."""
+"""How a prediction was calibrated.
+
+- data sheet: nothing is fitted.
+- one factor: one factor on the time is fitted to a few rows of the family.
+- calibrated: a cluster's constants are fitted to rows of the same machines.
+- mixed devices: the job ran on devices of different kinds.
+"""
 
 MEAN_AIM: Final[dict[Setting, float]] = {
     "data sheet": 0.25,
@@ -208,20 +237,21 @@ MEMORY_AIM: Final = 0.08
 MEMORY_UNDER_AIM: Final = -0.05
 
 _WHY: Final[dict[str, str]] = {
-    "dle": "many programs, frameworks and years under one name: the software version is unknown, models are taken from "
+    "dle": "one family has many programs, frameworks and years: software versions are unknown, models are taken from "
     "their repositories, several (U-Net, recommendation) wait for their data, and printed batches mix precisions",
-    "mbridge": "release after release of hand-written kernels and overlaps: identical printed configurations differ by "
+    "mbridge": "hand-written kernels and overlaps change with each release: identical printed configurations differ by "
     "5.9 % in the median and 77 % at most between releases",
-    "mpt": "FlashAttention in Triton as of 2023, one kernel for A100 and H100, so that long sequences and H100 are far "
-    "below what newer kernels reach",
-    "titan": "H100 parts limited to 500 W, below the clock of the published peak; eager and compiled runs differ",
-    "mcoreh100": "gradients are reduced into parts and parameters gathered beside compute, under stages too, which no "
-    "plan says; tensor-parallel exchanges are overlapped; micro-batch and interleaving are not printed",
-    "bloom": "single second iterations while the cluster changed: repeats differ by 4.3 % (median); plans lie close",
+    "mpt": "FlashAttention in Triton as of 2023 uses one kernel for A100 and H100, so that long sequences and H100 are "
+    "far below what newer kernels reach",
+    "titan": "the H100s are limited to 500 W, below the clock of the published peak; eager and compiled runs differ",
+    "mcoreh100": "gradient reduce-scatters and parameter all-gathers overlap with compute, also with pipeline stages, "
+    "which no plan can express; tensor-parallel exchanges overlap; micro-batch and interleaving are not printed",
+    "bloom": "only the second iteration was measured while the cluster changed: repeats differ by 4.3 % (median), and "
+    "plans are close to each other",
     "tr3": "seconds are rounded to whole numbers",
     "amphomo": "T4 with DeepSpeed of 2021: clocks fall under load, and virtual machines share their network",
-    "amphet": "V100 and T4 in virtual machines that share their network; DeepSpeed of 2021",
-    "vtrains": "small models whose steps the host's launches limit, which differ by framework and processor",
+    "amphet": "V100 and T4 are in virtual machines that share their network; DeepSpeed of 2021",
+    "vtrains": "the host's kernel launches limit the steps of small models, and differ by framework and processor",
     "vtrainm": "a tensor-parallel group of 16 crosses nodes; one run of each configuration",
     "sc21t1": "the interconnect's fitted constants are not printed",
     "meg2020": "V100 and A100 of early drivers, one run each",
@@ -231,18 +261,20 @@ _OTHERWISE: Final = "nothing is known about the software that ran it"
 
 
 def misses(family: str, setting: Setting, found: Errors) -> tuple[str, ...]:
-    """Each aim that is missed, in words, with the likely reason."""
-    said = []
+    """Return a sentence for each aim that the errors miss, followed by the likely reason; empty if all aims are met."""
+    sentences = []
     if found.mean > MEAN_AIM[setting]:
-        said.append(f"mean error {found.mean:.1%} is above {MEAN_AIM[setting]:.0%}")
+        sentences.append(f"mean error {found.mean:.1%} is above {MEAN_AIM[setting]:.0%}")
     if setting in P90_AIM and found.p90 > P90_AIM[setting]:
-        said.append(f"a tenth of the rows is off by more than {found.p90:.1%}, above {P90_AIM[setting]:.0%}")
+        sentences.append(f"the 90th percentile of the errors is {found.p90:.1%}, above {P90_AIM[setting]:.0%}")
     if found.top5_regret is not None and found.top5_regret > REGRET_AIM:
-        said.append(f"the best of the five predicted best is {found.top5_regret:.1%} slower than the best")
+        sentences.append(
+            f"the best of the five plans predicted fastest is {found.top5_regret:.1%} slower than the best plan"
+        )
     if found.memory_mean is not None and found.memory_mean > MEMORY_AIM:
-        said.append(f"memory is off by {found.memory_mean:.1%} on average, above {MEMORY_AIM:.0%}")
+        sentences.append(f"the mean error of memory is {found.memory_mean:.1%}, above {MEMORY_AIM:.0%}")
     if found.memory_worst_under is not None and found.memory_worst_under < MEMORY_UNDER_AIM:
-        said.append(f"memory is predicted {-found.memory_worst_under:.1%} too low once")
-    if not said:
+        sentences.append(f"the worst prediction of memory is {-found.memory_worst_under:.1%} too low")
+    if not sentences:
         return ()
-    return (*said, f"likely because: {_WHY.get(family, _OTHERWISE)}")
+    return (*sentences, f"likely because: {_WHY.get(family, _OTHERWISE)}")

@@ -1,4 +1,4 @@
-"""Every row costed, some of a family fitted to, the rest scored: the whole of `tutti validate` without its output."""
+"""Validate predictions against published rows: fit to some rows of a family and score the others."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -11,12 +11,16 @@ from tutti.validate.published_rows import PublishedRow, Uncosted
 from tutti.validate.scoring import Case, Errors, Scored, Setting, case_of, errors, misses, scored
 
 ENOUGH = 16
-"""Rows of one kind of machine from which its constants are fitted; with fewer one factor on the time is."""
+"""Minimum rows of one kind of machine for a fit of its constants; with fewer, only a factor on the time is fitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFit:
-    """What was fitted for one kind of machine in a family; `borrowed`: constants of this family's devices."""
+    """The fit for one kind of machine in a family.
+
+    Attributes:
+        borrowed: family whose device constants the fit started from; empty if none.
+    """
 
     machine: str
     fit: Fit
@@ -25,8 +29,12 @@ class MachineFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The errors of a family's rows in one setting. `calibration`: of the rows that were fitted to, apart from `test`.
-    `misses`: which aims the test rows miss, with the likely reason."""
+    """The errors of a family's rows in one setting.
+
+    Attributes:
+        calibration: errors of the rows that were fitted to, kept separate from `test`.
+        misses: the aims that the test rows miss, with the likely reason.
+    """
 
     setting: Setting
     calibration: Errors | None
@@ -36,7 +44,13 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyResult:
-    """All that is said of one family. `uncosted`: how many rows could not be costed, by reason."""
+    """The result of one family.
+
+    Attributes:
+        rows: number of rows of the family.
+        uncosted: number of rows that could not be costed, by reason.
+        worst: the three test rows with the largest errors.
+    """
 
     family: str
     rows: int
@@ -48,7 +62,12 @@ class FamilyResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """The result: families in the order of the rows; `scored`: every test row."""
+    """The result of a validation.
+
+    Attributes:
+        families: in the order of the rows.
+        scored: every test row.
+    """
 
     families: tuple[FamilyResult, ...]
     scored: tuple[Scored, ...]
@@ -57,7 +76,12 @@ class Validation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationShare:
-    """How many rows of a family calibrate; `borrow`: a family fitted before whose devices' constants it starts from."""
+    """How a family is calibrated.
+
+    Attributes:
+        count: number of calibration rows.
+        borrow: a family fitted before, whose device constants the fit starts from.
+    """
 
     count: int = 0
     borrow: str = ""
@@ -68,10 +92,15 @@ def validate(
     fit: Mapping[str, CalibrationShare],
     progress: Callable[[str], None] = lambda family: None,
 ) -> Validation:
-    """Score predictions of `rows`; of a family in `fit` so many rows calibrate, in that order, before the others.
+    """Score the predictions of `rows`, family by family.
 
-    Which rows calibrate follows from their row_id alone (its hash), so that nobody chooses them. Families without a fit
-    are predicted from data sheets.
+    The hash of a row's row_id alone decides which rows calibrate, so that nobody can choose them. Families without an
+    entry in `fit` are predicted from data sheets.
+
+    Args:
+        rows: the published rows.
+        fit: how each family is calibrated; families are fitted in this order, before the others.
+        progress: called with the name of each family.
     """
     families: dict[str, list[PublishedRow]] = defaultdict(list)
     for row in rows:
@@ -91,6 +120,7 @@ def validate(
 def _family(
     family: str, rows: Sequence[PublishedRow], wanted: CalibrationShare, known: dict[tuple[str, str], Constants]
 ) -> tuple[FamilyResult, list[Scored]]:
+    """Return the result of one family, and its scored test rows."""
     uncosted: Counter[str] = Counter()
     cases = []
     for row in rows:
@@ -121,19 +151,20 @@ def _family(
 
 
 def _score(family: str, setting: Setting, calibration: list[Scored], test: list[Scored]) -> Score:
-    found = errors(test)
+    """Return the errors of calibration and test rows in one setting."""
+    test_errors = errors(test)
     return Score(
         setting=setting,
         calibration=errors(calibration),
-        test=found,
-        misses=misses(family, setting, found) if found else (),
+        test=test_errors,
+        misses=misses(family, setting, test_errors) if test_errors else (),
     )
 
 
 def _fits(
     family: str, cases: Sequence[Case], borrow: str, known: dict[tuple[str, str], Constants]
 ) -> dict[str, MachineFit]:
-    """A fit for each kind of machine among the calibration rows."""
+    """Return a fit for each kind of machine among the calibration rows."""
     groups: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         groups[case.machine].append(case)
@@ -145,18 +176,21 @@ def _fits(
         start = known.get((borrow, machine), UNFITTED)
         fit = fit_constants(samples, start, few=ENOUGH)
         fits[machine] = MachineFit(machine=machine, fit=fit, borrowed=borrow if start != UNFITTED else "")
-        # The network between nodes is another elsewhere; the devices and what joins them are the same.
+        # Another family has another network between nodes, but the same devices and links inside a node.
         known[family, machine] = replace(fit.constants, network_bandwidth=0.0, network_latency=0.0)
     return fits
 
 
 def _predicted(case: Case, fits: Mapping[str, MachineFit]) -> tuple[Scored, Setting]:
+    """Predict a case with the fit for its machine, if there is one, and return it with its setting."""
     cluster: ClusterSpec = case.cluster
     mixed = len(cluster.devices) > 1
-    found = fits.get(case.machine)
-    if found is not None:
-        cluster = apply_fit(found.fit, cluster, f"fitted to {found.fit.rows} published rows of {case.row.family}")
+    machine_fit = fits.get(case.machine)
+    if machine_fit is not None:
+        cluster = apply_fit(
+            machine_fit.fit, cluster, f"fitted to {machine_fit.fit.rows} published rows of {case.row.family}"
+        )
     setting: Setting = "data sheet"
-    if found is not None:
-        setting = "calibrated" if found.fit.rows >= ENOUGH else "one factor"
+    if machine_fit is not None:
+        setting = "calibrated" if machine_fit.fit.rows >= ENOUGH else "one factor"
     return scored(case, cluster), "mixed devices" if mixed else setting

@@ -1,8 +1,8 @@
-"""BatchNorm whose statistics are those of the whole microbatch slice, over all ranks that share it.
+"""BatchNorm whose statistics are those of the whole microbatch, over all ranks that share it.
 
 torch's SyncBatchNorm refuses CPU tensors. Each rank sends (count, mean, sum of squared deviations) per channel once;
 they are combined by the formula of Chan, Golub and LeVeque (1979), which does not cancel where the mean is large.
-Backward sums two vectors over ranks (Ioffe and Szegedy 2015, arXiv 1502.03167, section 3).
+Backward all-reduces two vectors (Ioffe and Szegedy 2015, arXiv 1502.03167, section 3).
 """
 
 import functools
@@ -26,16 +26,16 @@ from tutti.errors import ScriptError
 
 @dataclass(slots=True)
 class BatchScope:
-    """The ranks over which statistics are taken, and the state of the running pass.
+    """The ranks over which statistics are computed, and the state of the current pass.
 
     Attributes:
         world_size: number of ranks.
         group: their process group.
-        diverged: whether this rank is a replica of its own, with statistics of its own samples.
-        counts: whether this rank's samples count; False for a rank that only takes part.
-        recomputing: whether forward runs a second time inside backward, when running statistics must not change.
-        lane: accounting of the traffic.
-        desk: shared-memory communicator, if the ranks share memory.
+        diverged: whether this rank is a replica that computes statistics of its own samples only.
+        counts: whether this rank's samples count; False for a rank that only takes part in the collectives.
+        recomputing: whether forward runs again inside backward, when running statistics must not change.
+        channel: accounting of the traffic.
+        communicator: shared-memory communicator, if the ranks share memory.
     """
 
     world_size: int = 1
@@ -47,7 +47,14 @@ class BatchScope:
     communicator: SharedMemoryCommunicator | None = None
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Every rank's tensor, (ranks, values)."""
+        """Gather every rank's vector.
+
+        Args:
+            local: shape (values,).
+
+        Returns:
+            Shape (ranks, values).
+        """
         everyone = local.new_empty(self.world_size, local.numel())
         with self.channel.waiting((self.world_size - 1) * local.numel() * local.element_size()):
             if self.communicator is not None:
@@ -57,7 +64,7 @@ class BatchScope:
         return everyone
 
     def sum(self, values: torch.Tensor) -> None:
-        """All-reduce in place."""
+        """All-reduce `values` in place."""
         with self.channel.waiting(ring_all_reduce_nbytes(values, self.world_size)):
             if self.communicator is not None:
                 self.communicator.reduce(values)
@@ -65,10 +72,12 @@ class BatchScope:
                 dist.all_reduce(values, group=self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BatchScope":
+        """Return the scope itself: copies of a model belong to the same ranks."""
         return self
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
+        """Within the context, forward is a repetition inside backward."""
         self.recomputing = True
         try:
             yield
@@ -77,26 +86,25 @@ class BatchScope:
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """The modules that normalise over the batch."""
+    """Return the modules that normalise over the batch."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
 def share_statistics(model: nn.Module, scope: BatchScope) -> None:
-    """Give every BatchNorm of `model` statistics over `scope`. Modules, parameters and buffers stay the same
-    objects."""
+    """Give every BatchNorm of `model` statistics over `scope`; modules, parameters and buffers stay the same."""
     for module in batch_norms(model):
         module.forward = GlobalForward(module, scope)  # type: ignore[method-assign]
 
 
 class GlobalForward:
-    """The forward of one BatchNorm over all ranks of a scope; plain forward in evaluation mode."""
+    """The forward of one BatchNorm with statistics over a scope; torch's own forward in evaluation mode."""
 
     def __init__(self, module: _BatchNorm, scope: BatchScope) -> None:
         self.module = module
         self.scope = scope
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled model gets its plain forward back, since the ranks are not part of it."""
+        """Give a pickled model torch's own forward, since the ranks are not part of it."""
         return functools.partial, (type(self.module).forward, self.module)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -107,7 +115,7 @@ class GlobalForward:
         if not batch_statistics or (scope.world_size == 1 and not scope.recomputing and scope.counts):
             return type(module).forward(module, input)
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
-        if scope.world_size == 1 and not scope.counts:  # a replica of its own, without a sample of this slice
+        if scope.world_size == 1 and not scope.counts:  # a diverged replica without a sample of this microbatch
             return input * 1.0
         if scope.world_size == 1:
             return _again(module, input)
@@ -123,27 +131,41 @@ class GlobalForward:
 
 
 def _by_running(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """Normalise as in evaluation a replica's slice with one value a channel, which has no variance; running statistics
-    stay."""
+    """Normalise with the running statistics, which do not change.
+
+    For a replica's microbatch with one value per channel, which has no variance.
+    """
     module._check_input_dim(input)  # type: ignore[no-untyped-call]
     if module.running_mean is None or module.running_var is None:
         raise ScriptError(
-            "a replica's slice has one value a channel, and its BatchNorm keeps no running statistics to normalise it "
-            "with; give a larger global batch, fewer microbatches, Job(last_batch='drop') or track_running_stats=True"
+            "a replica's microbatch has one value per channel, and its BatchNorm keeps no running statistics to "
+            "normalise it with; use a larger global batch, fewer microbatches, Job(last_batch='drop') or "
+            "track_running_stats=True"
         )
-    mean, var = module.running_mean.clone(), module.running_var.clone()  # another call may move them before backward
+    mean, var = module.running_mean.clone(), module.running_var.clone()  # another call may change them before backward
     return F.batch_norm(input, mean, var, module.weight, module.bias, False, 0.0, module.eps)
 
 
 def _again(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """The plain forward once more, with momentum 0: checkpoint requires the same operator."""
+    """Repeat torch's own forward without changing running statistics.
+
+    Momentum is 0, not `training=False`: checkpoint requires the same operator as in the first forward.
+    """
     tracked = module.track_running_stats
     mean, var = (module.running_mean, module.running_var) if tracked else (None, None)
     return F.batch_norm(input, mean, var, module.weight, module.bias, True, 0.0, module.eps)
 
 
 def _global_statistics(input: torch.Tensor, scope: BatchScope) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean and biased variance per channel over all ranks, and the number of values of a channel."""
+    """Compute statistics over all ranks.
+
+    Args:
+        input: shape (samples, channels, ...).
+        scope: the ranks.
+
+    Returns:
+        Mean and biased variance, each of shape (channels,), and the number of values per channel.
+    """
     count = input.numel() / input.shape[1] if scope.counts else 0.0
     variance, mean = _moments(input)
     if scope.world_size > 1:
@@ -162,10 +184,10 @@ def _global_statistics(input: torch.Tensor, scope: BatchScope) -> tuple[torch.Te
 
 
 def _moments(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Biased variance and mean per channel, in two passes with the correction of Chan, Golub and LeVeque (1983, eq.
-    1.7).
+    """Return biased variance and mean per channel, each of shape (channels,).
 
-    On a CPU torch.var_mean takes 6.7 ns a value, this 0.6.
+    Two passes with the correction of Chan, Golub and LeVeque (1983, eq. 1.7): 0.6 ns a value on a CPU, where
+    torch.var_mean takes 6.7.
     """
     dims = [dim for dim in range(input.dim()) if dim != 1]
     mean = input.mean(dims)
@@ -175,6 +197,7 @@ def _moments(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _update_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
+    """Move running mean and (unbiased) variance towards the batch's, as torch does."""
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
     cumulative = 1.0 / float(module.num_batches_tracked or 1)

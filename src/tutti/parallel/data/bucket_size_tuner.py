@@ -1,7 +1,7 @@
 """Bucket sizes by measurement: the first steps try a few sizes, and all ranks keep the fastest.
 
-Whole steps are timed, from forward to update, without data loading, evaluation and checkpoints. Each size is tried
-twice, in turn with the others, so that a machine that is slow for a while slows all of them.
+Whole steps are timed, from forward to update, without data loading, evaluation and checkpoints. Sizes are tried in
+turn, each twice, so that a machine that is slow for a while slows all of them.
 """
 
 import time
@@ -14,28 +14,36 @@ from tutti.parallel.parallel_model import ParallelModel
 
 MIB = 2**20
 TRIED = (2 * MIB, 8 * MIB, 25 * MIB, 100 * MIB)
-"""Sizes that are tried beside the plan's, up to the first that holds all gradients."""
+"""Sizes that are tried besides the plan's, up to the first that holds all gradients."""
 
 WARM_UP = 3
-"""Steps before any is timed: buckets take the order in which gradients come, and memory is touched first."""
+"""Steps before any is timed: they settle the order of buckets, and touch memory for the first time."""
 
 ROUNDS, TIMED = 2, 4
-"""Turns of each size, and timed steps in a turn, after one that is not timed."""
+"""Turns of each size, and timed steps per turn, which follow one untimed step."""
 
 PAYS = 0.02
-"""The plan's size stays unless another saves this share of a step."""
+"""Share of a step that another size has to save to replace the plan's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenBucketSize:
-    """The bucket size that all ranks keep, in bytes, and by size the median step in seconds on the slowest rank."""
+    """The bucket size that all ranks keep.
+
+    Attributes:
+        nbytes: the size.
+        step_s: by size in bytes, the median step in seconds on the slowest rank.
+    """
 
     nbytes: int
     step_s: dict[int, float]
 
 
 class BucketSizeTuner:
-    """Tries sizes while a run trains. Ranks decide by each size's median step on the rank that was slowest with it."""
+    """Tries bucket sizes while a run trains, and keeps the size whose median step is shortest on its slowest rank.
+
+    All ranks call the same methods in the same steps.
+    """
 
     def __init__(self, parallel: ParallelModel) -> None:
         self._parallel, plan = parallel, parallel.plan
@@ -47,13 +55,17 @@ class BucketSizeTuner:
         self._began: float | None = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start the timer of a step."""
         self._began = _now(self._parallel.world.device) if self._trying else None
 
     def end(self, *, full_batch: bool) -> ChosenBucketSize | None:
-        """The update of a step is made; returns the size once it is decided. Collective then.
+        """Stop the timer, after the update. Collective where ranks agree on a size.
 
-        Steps of a short batch are not timed.
+        Args:
+            full_batch: whether the batch had its full size; other steps are not timed.
+
+        Returns:
+            The chosen size once it is decided, else None.
         """
         if self._began is None or not full_batch:
             return None
@@ -69,7 +81,7 @@ class BucketSizeTuner:
         return self._next(turn + 1) if step == TIMED else None
 
     def _start(self) -> None:
-        """Ranks agree which sizes differ at all."""
+        """Agree on the sizes that divide some rank's gradients differently. Collective."""
         local_nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self._parallel.replica.order)
         largest = max(self._parallel.world.gather(local_nbytes))
         sizes = sizes_to_try(self._stated, largest)
@@ -80,6 +92,7 @@ class BucketSizeTuner:
             self._use(sizes[0])
 
     def _next(self, turn: int) -> ChosenBucketSize | None:
+        """Begin a turn; after the last one, choose a size. Collective then."""
         if turn < len(self._turns):
             self._use(self._turns[turn])
             return None
@@ -95,22 +108,27 @@ class BucketSizeTuner:
 
 
 def sizes_to_try(stated: int, largest: int) -> list[int]:
-    """Sizes, the plan's first, that cut `largest` bytes of gradients differently."""
-    found = [stated]
+    """Return the sizes, the plan's first, that divide `largest` bytes of gradients differently."""
+    sizes = [stated]
     for size in TRIED:
-        if min(size, largest) not in [min(other, largest) for other in found]:
-            found.append(size)
-    return found if largest else []
+        if min(size, largest) not in [min(other, largest) for other in sizes]:
+            sizes.append(size)
+    return sizes if largest else []
 
 
 def fastest_size(seconds: dict[int, float], stated: int) -> int:
-    """The size with the shortest step; the stated one if it is as fast within noise."""
+    """Return the size with the shortest step; the plan's if no other saves at least PAYS.
+
+    Args:
+        seconds: step time by size.
+        stated: the plan's size.
+    """
     best = min(seconds, key=lambda size: seconds[size])
     return best if seconds[best] < (1 - PAYS) * seconds[stated] else stated
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, once everything that was queued on the device has run."""
+    """Return the time in seconds, once everything that was queued on the device has run."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

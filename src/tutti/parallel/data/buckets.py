@@ -1,6 +1,6 @@
-"""Gradients fused into buckets. Each bucket is reduced once its gradients are complete, in one order on all ranks.
+"""Gradients packed into buckets. Each bucket is reduced once its gradients are complete, in one order on all ranks.
 
-Where the ranks of a host share memory, a bucket lies where all of them reach it (`fastest_bucket_reducer`).
+If the ranks of a host share memory, a bucket lies in memory that all of them reach (`fastest_bucket_reducer`).
 """
 
 import weakref
@@ -22,47 +22,47 @@ from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
 from tutti.errors import ScriptError
 
 FIRST_NBYTES = 2**20
-"""The first bucket closes at this size, so that the link is busy early in backward."""
+"""Size at which the first bucket closes, so that the link is busy early in backward."""
 
 
 class BucketReducer(ABC):
-    """How the buckets of a group are reduced over its ranks. All ranks start them in the same order.
+    """How a group's buckets are reduced over its ranks. All ranks start the reductions in the same order.
 
     Attributes:
         transport: what the data go through, for messages and reports.
-        one_per_bucket: whether a bucket holds one gradient only.
+        one_per_bucket: whether a bucket holds only one gradient.
     """
 
     transport = "process group"
     one_per_bucket = False
 
     def bucket(self, parameters: list[nn.Parameter], group: "ReductionGroup") -> "Bucket":
-        """A bucket that is reduced this way."""
+        """Make a bucket that this reducer can reduce."""
         return Bucket(parameters, group)
 
     def add_hook(self, parameter: nn.Parameter, ready: Callable[[nn.Parameter], None]) -> Any:
-        """Call `ready` whenever backward has made a parameter's gradient, until the returned handle is removed."""
+        """Call `ready` whenever backward has completed a parameter's gradient, until the returned handle is removed."""
         return parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The memory of a bucket: zeros."""
+        """Allocate the memory of a bucket, filled with zeros."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     @abstractmethod
     def start(self, bucket: "Bucket") -> CommHandle:
-        """Start to reduce `bucket.flat` in place; the sums are there once the handle has been waited for."""
+        """Start to reduce `bucket.flat` in place; it holds the sums once the handle has been waited for."""
 
     def poll(self, handle: CommHandle) -> bool:
-        """Advance a reduction in flight where it needs this rank to; returns whether it is over."""
+        """Advance a reduction that needs this rank to make progress; return whether it is complete."""
         return True
 
     def known_finite(self, bucket: "Bucket") -> bool:
-        """Whether the sums, which are there, are known to be finite; False where nobody has checked."""
+        """Whether the reduced values are known to be finite; False if nobody has checked."""
         return False
 
 
 class AllReduceBuckets(BucketReducer):
-    """The process group's own all-reduce."""
+    """Uses the process group's own all-reduce."""
 
     def start(self, bucket: "Bucket") -> CommHandle:
         group = bucket.group
@@ -72,12 +72,12 @@ class AllReduceBuckets(BucketReducer):
 
 @dataclass(frozen=True, slots=True)
 class ReductionGroup:
-    """The ranks over which a gradient is summed.
+    """The ranks over which a gradient is reduced.
 
     Attributes:
-        handle: their process group, None for all ranks.
+        handle: their process group; None for all ranks.
         size: number of ranks.
-        lane: accounting of the traffic.
+        channel: accounting of the traffic.
         bucket_reducer: how buckets are reduced.
     """
 
@@ -88,9 +88,17 @@ class ReductionGroup:
 
 
 class Bucket:
-    """Gradients of some parameters in one flat tensor, with a flag each: 1 where this rank has a gradient.
+    """The gradients of some parameters in one flat tensor, followed by one flag each: 1 if this rank has the gradient.
 
-    `views[i]`: the part of `flat` that is the gradient of `parameters[i]`, in the parameter's shape and strides.
+    Attributes:
+        flat: shape (values + parameters,): all gradients, then the flags.
+        views: for each parameter, the part of `flat` that is its gradient, in the parameter's shape and strides.
+        flags: the part of `flat` with the flags.
+        filled: for each parameter, whether its gradient is complete on this rank.
+        missing: number of gradients that are not complete yet.
+        sent_nbytes: bytes that this rank sends for one reduction.
+        work: handle of the running reduction; None before it starts.
+        reduced: whether the reduction is known to be complete.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: "ReductionGroup") -> None:
@@ -107,21 +115,27 @@ class Bucket:
         self.reduced = False
 
     def open(self) -> None:
-        """Begin a step: nothing is filled."""
+        """Begin a step with an empty bucket."""
         self.filled = [False] * len(self.parameters)
         self.missing = len(self.parameters)
         self.work, self.reduced = None, False
         self.flags.fill_(1)
 
     def take(self, index: int) -> None:
-        """Take over the gradient of parameter `index`. Its `grad` is a view of the bucket from here on, to which later
-        microbatches add.
+        """Copy a gradient into the bucket, and make the parameter's `grad` a view of it; later microbatches add to it.
+
+        Args:
+            index: position of the parameter in the bucket.
+
+        Raises:
+            ScriptError: the bucket's reduction has already started.
         """
         parameter, view = self.parameters[index], self.views[index]
         if self.work is not None:
             raise ScriptError(
-                f"a parameter of shape {tuple(parameter.shape)} got a gradient again after it had been summed over the "
-                "ranks; checkpoint(use_reentrant=True) around a shared module does that: use use_reentrant=False"
+                f"a parameter of shape {tuple(parameter.shape)} got another gradient after its gradient had been "
+                "reduced over the ranks; checkpoint(use_reentrant=True) around a shared module does that: use "
+                "use_reentrant=False"
             )
         if parameter.grad is not view:
             assert parameter.grad is not None
@@ -129,7 +143,7 @@ class Bucket:
             parameter.grad = view
 
     def fill(self, index: int) -> None:
-        """Take over the gradient of parameter `index`, which is complete on this rank."""
+        """Take the gradient of parameter `index`, which is complete on this rank."""
         self.take(index)
         if not self.filled[index]:
             self.filled[index] = True
@@ -152,12 +166,12 @@ class Bucket:
         self.work = self.group.bucket_reducer.start(self)
 
     def poll(self) -> None:
-        """Advance a reduction in flight."""
+        """Advance the reduction, if it has started."""
         if self.work is not None and not self.reduced:
             self.reduced = self.group.bucket_reducer.poll(self.work)
 
     def wait(self) -> None:
-        """Wait for the sums; a parameter that no rank used keeps None for a gradient."""
+        """Wait for the reduction; a parameter that no rank used keeps None as its gradient."""
         assert self.work is not None
         self.work.wait()
         for index, filled in enumerate(self.filled):
@@ -172,9 +186,14 @@ class Bucket:
 def make_buckets(
     parameters: Iterable[nn.Parameter], group_of: Callable[[nn.Parameter], ReductionGroup], cap_nbytes: int
 ) -> list[Bucket]:
-    """Buckets of about `cap_nbytes` over `parameters`, given in the order in which backward reaches them.
+    """Divide parameters into buckets of about `cap_nbytes`.
 
-    A bucket closes once it has reached its cap; it holds a single group, dtype and device.
+    A bucket closes once it has reached its cap, and holds parameters of a single group, dtype and device.
+
+    Args:
+        parameters: in the order in which backward reaches them.
+        group_of: returns the ranks that reduce a parameter's gradient.
+        cap_nbytes: size at which a bucket closes.
     """
     buckets: list[Bucket] = []
     closed: set[tuple[ReductionGroup, torch.dtype, torch.device]] = set()
@@ -189,38 +208,38 @@ def make_buckets(
         cap = cap_nbytes if key in closed else min(cap_nbytes, FIRST_NBYTES)
         if sum(p.numel() * p.element_size() for p in members) >= cap:
             buckets.append(key[0].bucket_reducer.bucket(open_ones.pop(key), key[0]))
-            closed.add(key)  # caps look at no other kind: the ranks of a group may differ in those
+            closed.add(key)  # a cap depends on no other key, because the ranks of a group may differ in those
     return buckets + [key[0].bucket_reducer.bucket(members, key[0]) for key, members in open_ones.items()]
 
 
 def _view(part: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """A view strided like the parameter (channels last, say), as autograd's gradients are."""
+    """Return a view strided like the parameter (channels last, say), as autograd's gradients are."""
     if torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return part.as_strided(parameter.shape, parameter.stride())
     return part.view(parameter.shape)
 
 
 def fastest_bucket_reducer(group: Any) -> BucketReducer:
-    """The fastest reducer for the buckets of a process group. Collective.
+    """Return the fastest reducer for the buckets of a process group. Collective.
 
-    Shared memory where its ranks are on one host, two tiers where hosts have several of them, else the group's
-    all-reduce.
+    It uses shared memory if all ranks are on one host, two levels if hosts have several of them, and otherwise the
+    group's all-reduce.
     """
-    found = make_local_group_or_hierarchy(group)
-    if isinstance(found, LocalGroup):
-        return SharedMemoryBuckets(found)
-    return AllReduceBuckets() if found is None else HierarchicalBuckets(found)
+    hosts = make_local_group_or_hierarchy(group)
+    if isinstance(hosts, LocalGroup):
+        return SharedMemoryBuckets(hosts)
+    return AllReduceBuckets() if hosts is None else HierarchicalBuckets(hosts)
 
 
 class _SharedBuckets(BucketReducer):
-    """Buckets in buffers that the ranks of a host share."""
+    """Buckets in memory that the ranks of a host share."""
 
     def __init__(self, local_group: LocalGroup) -> None:
         self.local_group = local_group
         self.buffer_numbers: dict[int, int] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory that the other ranks reach."""
+        """Allocate memory that the other ranks reach."""
         number, segment = self.local_group.new_segment(numel * dtype.itemsize)
         flat = segment.tensor(dtype, numel)
         self.buffer_numbers[flat.data_ptr()] = number
@@ -228,7 +247,7 @@ class _SharedBuckets(BucketReducer):
 
 
 class SharedMemoryBuckets(_SharedBuckets):
-    """One host: each rank reduces its slice when polled, and unclaimed slices while it waits."""
+    """Ranks of one host: each reduces its slice when polled, and unclaimed slices while it waits."""
 
     transport = "shared memory"
 
@@ -253,7 +272,7 @@ class SharedMemoryBuckets(_SharedBuckets):
 
 
 class HierarchicalBuckets(_SharedBuckets):
-    """Several hosts: a thread makes the reductions, one after another."""
+    """Ranks of several hosts: a thread makes the reductions, one after another."""
 
     transport = "shared memory inside hosts, process group between them"
 
@@ -263,7 +282,7 @@ class HierarchicalBuckets(_SharedBuckets):
         weakref.finalize(self, self._worker.end)
 
     def start(self, bucket: Bucket) -> CommHandle:
-        """Ask for the bucket's reduction."""
+        """Pass the bucket's reduction to the thread."""
         work = HierarchicalAllReduce(
             self._hierarchy, self._worker, self.buffer_numbers[bucket.flat.data_ptr()], bucket.flat
         )

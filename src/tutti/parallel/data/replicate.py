@@ -1,8 +1,8 @@
 """Data parallelism: replicas whose gradients are all-reduced in buckets while backward still runs.
 
-torch's DistributedDataParallel must choose between waiting for an extra all-reduce in every step
-(find_unused_parameters) and hanging where one rank leaves a parameter unused. Here a flag is sent with each gradient
-instead. Losses are weighted by samples first, so gradients are summed, not averaged.
+torch's DistributedDataParallel has to choose: wait for an extra all-reduce in every step (find_unused_parameters), or
+hang if one rank leaves a parameter unused. Here a flag is sent with each gradient instead. Each loss is weighted by its
+samples before backward, so gradients are summed, not averaged.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,31 +24,31 @@ from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.sharded_gradients import Shards
 
 LossFunction = Callable[[nn.Module, Any], Any]
-"""fn(model, batch) -> loss (a mean over samples, or Weighted)."""
+"""fn(model, batch) -> loss: a mean over samples, or a Weighted."""
 
 
 _ALIKE: tuple[AxisName, ...] = ("replicate", "context", "stage")
-"""Axes along which ranks that sum a gradient have the same parameters."""
+"""Axes along which ranks that reduce a gradient together have the same parameters."""
 
 
 class Replica:
-    """This rank's replica: between `begin` and `finish`, gradients that backward computes are summed over ranks.
-
-    Attributes:
-        parameters: those that require a gradient.
-        order: order in which buckets are filled.
-        arrived: order in which gradients have come so far; None once the order is settled.
-        diverged_axes: axes along which replicas keep gradients of their own; `rebuild_buckets` applies it.
-        transports: what sums go through, for reports.
+    """This rank's replica. Gradients that backward computes between `begin` and `finish` are reduced over ranks.
 
     Args:
         model: the model.
-        layout: the run's.
-        plan: the run's.
-        shards: divided parameters.
+        layout: the run's layout.
+        plan: the run's plan.
+        shards: parameters that are sharded.
         late: names of parameters whose gradient is complete only at `finish`.
-        compressor: of compressed sums.
-        factored: linear layers that use sufficient factors.
+        compressor: reduces some groups' gradients in compressed form.
+        factored: linear layers whose gradients are sent as factors.
+
+    Attributes:
+        parameters: the model's parameters that require a gradient.
+        order: the order in which parameters fill the buckets.
+        arrived: parameters in the order in which their gradients have arrived so far; None once `order` is final.
+        diverged_axes: axes along which gradients are not reduced; `rebuild_buckets` applies a change.
+        transports: what the reductions go through, for reports.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class Replica:
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes this rank sends in a step for its gradients and for divided parameters."""
+        """Bytes that this rank sends in a step for its gradients and for sharded parameters."""
         sparse = sum(ring_all_reduce_nbytes(p, self._groups[p].size) for p in self._sparse)
         return self.shards.sent_nbytes + sparse + sum(bucket.sent_nbytes for bucket in self._buckets)
 
     def begin(self, *, piecewise: bool = False) -> None:
-        """Begin a step; gradients are summed from here on.
+        """Begin a step. Gradients are reduced from here on.
 
         Args:
-            piecewise: several backwards come, whose gradients add up in the buckets; `last_of` says which is the last
-                for which parameters. Otherwise the next backward is the only one.
+            piecewise: whether several backwards follow, whose gradients add up in the buckets; `last_of` tells the last
+                one for each parameter. Otherwise the next backward is the only one.
         """
         self._last = set() if piecewise else None
         trainable = _trainable(self._model)
@@ -110,21 +110,25 @@ class Replica:
         self._next, self._summing = 0, True
 
     def last_of(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """The next backward is the last that reaches `parameters` (None: any), so their sums may start in it."""
+        """Announce that the next backward is the last to reach some parameters, so that it may start their reductions.
+
+        Args:
+            parameters: the parameters; None: all of them.
+        """
         if parameters is None:
             self._last = None
         elif self._last is not None and self._places:
             self._last.update(parameters)
 
     def finish(self) -> None:
-        """Backward has returned: send what it left out, and wait for all sums."""
+        """After backward: start the reductions that backward has not started, and wait for all of them."""
         self._summing = False
         for bucket in self._buckets[self._next :]:
             bucket.complete()
             bucket.launch()
         for parameter in self._sparse:
             _sum_sparse(parameter, self._groups[parameter])
-        self.shards.send()  # before anything is waited for: a courier must know of all sums
+        self.shards.send()  # before any wait: a communication thread must know of all reductions
         for bucket in self._buckets:
             bucket.wait()
         self.shards.finish()
@@ -132,32 +136,36 @@ class Replica:
     def rebuild_buckets(
         self, order: list[nn.Parameter] | None, arrived: list[nn.Parameter] | None, cap_nbytes: int | None = None
     ) -> None:
-        """Rebuild the buckets in the order of a checkpoint; None: as at the start. Collective.
+        """Rebuild the buckets, for example in the order that a checkpoint recorded. Collective.
 
         Args:
-            order: order in which backward reaches parameters.
-            arrived: see the attribute.
-            cap_nbytes: new size of buckets, if given.
+            order: parameters in the order in which backward reaches them; None: the reverse of the model's.
+            arrived: value of the attribute `arrived`.
+            cap_nbytes: new size of the buckets; None: as before.
         """
         self.arrived, self._cap = arrived, cap_nbytes or self._cap
         self._build(self.parameters, order)
 
     def finish_step(self, finite: bool) -> None:
-        """All ranks have agreed whether the update may be made: residuals of compression are committed or discarded."""
+        """Commit the residuals of compression if the step's gradients are finite on all ranks, else discard them."""
         if self.compressor is not None:
             self.compressor.finish_step(finite)
 
     def updated(self, optimizers: int) -> bool:
-        """An optimizer has made an update; returns whether all lasting memory is allocated from now on."""
+        """Count one optimizer's update; return whether all long-lived memory is allocated from now on.
+
+        Args:
+            optimizers: number of optimizers in the run.
+        """
         self._updates += 1
         return self._updates == WARMUP_UPDATES * optimizers
 
     def unused(self, model: nn.Module) -> list[str]:
-        """Names of parameters that got no gradient on any rank."""
+        """Return the names of parameters that got no gradient on any rank."""
         return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
     def _build(self, parameters: list[nn.Parameter], order: list[nn.Parameter] | None = None) -> None:
-        """Buckets over `parameters`, in the `order` in which backward reaches them (unknown: the reverse of theirs)."""
+        """Build buckets over `parameters`, in the `order` in which backward reaches them (None: reversed)."""
         for hook in self._hooks:
             hook.remove()
         self.parameters, self._hooks, self._buckets, self._places = parameters, [], [], {}
@@ -179,16 +187,16 @@ class Replica:
             self.compressor.rebuild(self._buckets)
 
     def _summed(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, ReductionGroup]:
-        """The ranks over which each gradient is summed, without parameters whose gradient concerns this rank alone."""
+        """Return the ranks that reduce each gradient; parameters whose gradient stays on this rank are left out."""
         mesh, wanted = self._layout.mesh, set(parameters)
         named = [(parameter, self._layout.shard_of(name).sums) for name, parameter in self._model.named_parameters()]
         summed = [
             (p, tuple(axis for axis in axes if axis not in self.diverged_axes)) for p, axes in named if p in wanted
         ]
         axes_of = {p: axes for p, axes in summed if mesh.degree(*axes) > 1}
-        groups = {axes: self._group(axes) for axes in sorted(set(axes_of.values()))}  # met in one order on all ranks
-        found = {parameter: groups[axes] for parameter, axes in axes_of.items()}
-        return {p: self.factored.group(p, axes_of[p], group) for p, group in found.items()}
+        groups = {axes: self._group(axes) for axes in sorted(set(axes_of.values()))}  # in one order on all ranks
+        group_of = {parameter: groups[axes] for parameter, axes in axes_of.items()}
+        return {p: self.factored.group(p, axes_of[p], group) for p, group in group_of.items()}
 
     def _group(self, axes: tuple[AxisName, ...]) -> ReductionGroup:
         mesh = self._layout.mesh
@@ -198,7 +206,7 @@ class Replica:
         return ReductionGroup(handle, mesh.degree(*axes), channel, bucket_reducer or fastest_bucket_reducer(handle))
 
     def _hook(self, parameter: nn.Parameter) -> None:
-        """A gradient is there: fill its bucket, and start every bucket whose turn has come."""
+        """A gradient is complete on this rank: put it into its bucket, and start every bucket whose turn has come."""
         if not self._summing:
             return
         bucket, index = self._places[parameter]
@@ -215,12 +223,12 @@ class Replica:
             bucket.poll()
 
     def _alike(self) -> bool:
-        """Whether ranks that sum gradients have the same parameters, all summed over the same ranks."""
+        """Whether ranks that reduce gradients have the same parameters, all of them reduced over the same ranks."""
         mesh = self._layout.mesh
         return not self._layout.shards or mesh.degree(*mesh.degrees) == mesh.degree(*_ALIKE)
 
     def _reorder(self) -> None:
-        """After the first step: order buckets as the first rank's gradients arrived."""
+        """After the first step: order buckets as gradients arrived on the first rank. Collective."""
         number = {p: position for position, p in enumerate(self.parameters)}
         order = dict.fromkeys([number[p] for p in self.arrived or ()] + [*range(len(self.parameters))[::-1]])
         tensor = torch.tensor(list(order), device=self.parameters[0].device)
@@ -231,12 +239,13 @@ class Replica:
 
 
 def unchecked_gradients(replica: Replica) -> list[torch.Tensor]:
-    """Gradients after `finish` that nobody has checked to be finite, in as few tensors as hold them: buckets with their
-    flags, and single gradients.
+    """Return the reduced gradients that nobody has checked to be finite, in as few tensors as possible.
+
+    These are whole buckets with their flags, and the gradients that lie in no bucket.
     """
-    lie = {p: bucket.views[i] for p, (bucket, i) in replica._places.items()}
-    there = _trainable(replica._model)  # divided ones: `parameters` may have the wholes of forward
-    single = [p.grad for p in there if p.grad is not None and p.grad is not lie.get(p)]
+    views = {p: bucket.views[i] for p, (bucket, i) in replica._places.items()}
+    parameters = _trainable(replica._model)  # with sharding, `replica.parameters` may be the whole ones of forward
+    single = [p.grad for p in parameters if p.grad is not None and p.grad is not views.get(p)]
     return [
         *(bucket.flat for bucket in replica._buckets if not bucket.group.bucket_reducer.known_finite(bucket)),
         *single,
@@ -248,13 +257,13 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _sparse(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters whose gradients are sparse: embeddings made with sparse=True."""
+    """Return the parameters whose gradients are sparse: embeddings made with sparse=True."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     return {cast(nn.Parameter, module.weight) for module in embeddings if module.sparse}
 
 
 def _sum_sparse(parameter: nn.Parameter, group: ReductionGroup) -> None:
-    """Sum one sparse gradient over ranks; one that no rank has stays None."""
+    """All-reduce one sparse gradient; it stays None if no rank has one."""
     gradient = parameter.grad
     if gradient is None:
         gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
