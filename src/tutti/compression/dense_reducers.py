@@ -180,9 +180,7 @@ class AllGatherReducer(GradientReducer):
     def rounds(self, flat: Tensor) -> Rounds:
         message = self.write(flat)
         gathered = message.new_empty(self.collectives.size, message.numel())
-        if (
-            self.collectives.size == 2 and message.device.type == "cpu"
-        ):  # Gloo's collectives mostly send in one direction at a time
+        if self.collectives.size == 2 and message.device.type == "cpu":  # Gloo's collectives mostly send one way first
             gathered[self.collectives.rank] = message
             yield self.collectives.swap(
                 gathered[1 - self.collectives.rank], gathered[self.collectives.rank], 1 - self.collectives.rank
