@@ -40,7 +40,7 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Return the size in bytes of a message of `numel` values: a multiple of 4 that never falls as `numel`
+        """Return the size of a message of `numel` values in bytes: a multiple of 4 that never falls as `numel`
         grows.
         """
 

@@ -51,8 +51,9 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inline(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` into the kernels that call it. Keep it in their file, because the disk cache checks no other
-    file.
+    """Compile `function` into the kernels that call it.
+
+    Keep it in the kernels' file: the disk cache does not notice changes in any other file.
     """
     return cast(Callable[..., Any], numba.njit(nogil=True, inline="always")(function))
 
@@ -436,8 +437,9 @@ def decode_add_pairs(indices, picked, into):  # type: ignore[no-untyped-def]
 
 @inline
 def _bound(keys, size, keep):  # type: ignore[no-untyped-def]
-    """Return a key that at least `keep` of the first `size` keys reach: the `keep`-th largest of the maxima of groups
-    of 16.
+    """Return a key that at least `keep` of the first `size` keys reach.
+
+    It is the `keep`-th largest of the maxima of groups of 16 keys.
     """
     groups = (size + 15) // 16
     if groups < keep:

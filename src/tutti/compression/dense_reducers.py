@@ -74,9 +74,7 @@ class TwoPhaseReducer(GradientReducer):
 
     @property
     def step_nbytes(self) -> int:
-        """Bytes that a rank sends in a step: (p - 1) messages of a chunk in each phase, and TernGrad's shared
-        scales.
-        """
+        """Bytes that a rank sends in a step: (p - 1) chunk messages in each phase, and TernGrad's shared scales."""
         p = self.collectives.size
         scales = 4 * p * count(self.length, self.codec.block) if isinstance(self.codec, TernGrad) else 0
         return (p - 1) * (self._out.shape[1] + self._own.numel()) + 2 * (p - 1) * scales // p

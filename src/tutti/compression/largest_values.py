@@ -28,8 +28,9 @@ def most_above(numel: int, count: int) -> int:
 
 
 def largest(x: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` largest magnitudes, in rising order; of equal ones the first. NaN is above
-    infinity.
+    """Return the places of the `count` largest magnitudes, in rising order.
+
+    Among equal magnitudes the first places are chosen. NaN is above infinity.
     """
     whole, magnitude = (torch.int32, 2**31 - 1) if x.dtype is torch.float32 else (torch.int64, 2**63 - 1)
     keys = x.view(whole) & magnitude

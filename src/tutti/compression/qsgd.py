@@ -62,7 +62,7 @@ class Levels(Codec):
         largest = blocks.finite_max(rows)
         if self.norm == "max":
             return largest
-        squares = blocks.lane_sum(rows * rows).double()  # torch does not round a float32 root to nearest
+        squares = blocks.lane_sum(rows * rows).double()  # a float32 root is not always rounded to nearest
         norm = squares.sqrt().to(torch.float32)
         return torch.where(largest.isnan() | ~norm.isfinite(), torch.full_like(norm, torch.nan), norm)
 

@@ -87,8 +87,10 @@ class CountedCollectives:
         return all_gather(received, sent, self.group)
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
-        """Reduce in place, counted with the bytes that a ring sends. Return the work to wait for; None with one
-        rank.
+        """Reduce in place, counted with the bytes that a ring sends.
+
+        Returns:
+            The work to wait for; None with one rank.
         """
         if self.size == 1:
             return None
@@ -133,9 +135,7 @@ class GradientReducer(ABC):
 
     @property
     def density(self) -> float | None:
-        """Density of the next message where the reducer adapts it, the same on all ranks of the group; otherwise
-        None.
-        """
+        """Density of the next message where the reducer adapts it, the same on all ranks; otherwise None."""
         return None
 
     @property
@@ -175,8 +175,7 @@ class GradientReducer(ABC):
                 state.discard()
 
     def revert(self, start: int, stop: int) -> None:
-        """Restore the residuals of elements start:stop, because their sum is not used and nothing of them counts as
-        sent.
+        """Restore the residuals of elements start:stop, whose sum is not used, so that they do not count as sent.
 
         Call this before `finish_step`.
         """
@@ -229,8 +228,9 @@ class GradientReducer(ABC):
 
 
 class RoundScheduler:
-    """Runs several reducers at once. Each `start` first advances those begun at least `ahead` starts before by one
-    round.
+    """Runs several reducers at once.
+
+    Each `start` first advances by one round the reducers that were started at least `ahead` starts before.
 
     Args:
         ahead: number of further starts after which a reducer is first advanced.

@@ -56,8 +56,9 @@ class Factors:
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors) -> Tensor:
-    """Compute `torch.nn.functional.linear`; its backward puts the weight's gradient into `factors`, not into
-    `weight.grad`.
+    """Compute `torch.nn.functional.linear`, with a backward that puts the weight's gradient into `factors`.
+
+    `weight.grad` then stays None, except for rows that `factors` does not take.
 
     Args:
         inputs: (..., N).

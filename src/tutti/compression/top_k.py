@@ -105,9 +105,7 @@ class TopK(Codec):
         return 0.0, values[:0], values[:0]
 
     def _take_by_torch(self, residual: Tensor, momentum: Tensor, message: Tensor) -> None:
-        """Move the k largest values of `residual` into the message; `momentum`, if not empty, becomes 0 at their
-        places.
-        """
+        """Move the k largest values of `residual` into the message; a given `momentum` becomes 0 at their places."""
         indices, picked = self.pairs(message, residual.numel())
         places = largest(residual, indices.numel())
         indices.copy_(places)
@@ -157,8 +155,9 @@ def _sampled(one_pass: list[Any], momentum: tuple[Any, ...]) -> Any:
 
 
 def _chosen(above: Any, equal: Any, count: int, residual: Any, magnitude: Any) -> Any:
-    """Return the places of the `count` largest, in rising order, from those above a threshold and the first equal to
-    it.
+    """Return the places of the `count` largest, in rising order.
+
+    `above` are the places above a threshold, and `equal` the first ones equal to it.
     """
     import numpy as np
 

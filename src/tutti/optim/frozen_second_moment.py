@@ -64,8 +64,8 @@ def accumulate_squares(squares: SquaredNorms, optimizer: Optimizer) -> None:
 
 
 def cancellation_excess(state: Mapping[str, Any]) -> float:
-    """Return how much longer the ranks' gradients are together than their sum, beyond chance; 1 where they do not
-    cancel.
+    """Return by how much cancellation exceeds chance: norm of the ranks' gradients over that of their sum, at least
+    1.
     """
     parts, total = state.get(PARTS, 0.0), state.get(SUM, 0.0)
     return max(1.0, math.sqrt(parts / max(total, RELATIVE_ROUNDING * parts)) / CHANCE_MARGIN) if parts else 1.0
@@ -188,8 +188,8 @@ class FrozenSecondMoment(ABC):
         """Record statistics after the optimizer has made an update of its own."""
 
     def _sent_by(self, parameter: nn.Parameter) -> Tensor:
-        """Return what the momentum is divided by before it is sent: the update's divisor, which gives all values
-        similar size.
+        """Return what the momentum is divided by before it is sent: the update's divisor, so that values have similar
+        size.
         """
         return self._divisor(parameter)
 
@@ -272,8 +272,9 @@ class FrozenSecondMoment(ABC):
 
 
 class FrozenAdam(FrozenSecondMoment):
-    """Drives torch's Adam and AdamW: m = b1 m + (1 - b1) g, w -= lr (m / (1 - b1^t)) / d, each with its own weight
-    decay.
+    """Drives torch's Adam and AdamW, each with its own weight decay.
+
+    m = b1 m + (1 - b1) g, w -= lr (m / (1 - b1^t)) / d.
     """
 
     @classmethod

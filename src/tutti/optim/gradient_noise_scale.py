@@ -95,11 +95,10 @@ class NoiseAverages:
 
 
 def adascale_gain(averages: NoiseAverages, batch: float, base_batch: float) -> float:
-    """Return how many steps with `base_batch` one step with `batch` is worth: AdaScale (Johnson et al. 2020, arXiv
-    2007.05105).
+    """Return how many steps with `base_batch` one step with `batch` is worth.
 
-    The gain is (s + m) / (s / k + m), between 1 and k = batch / base_batch. s is the variance of a gradient of the base
-    batch, and m is the squared norm of the mean gradient.
+    This is AdaScale's gain (Johnson et al. 2020, arXiv 2007.05105): (s + m) / (s / k + m), between 1 and k = batch /
+    base_batch. s is the variance of a gradient of the base batch, and m is the squared norm of the mean gradient.
 
     Args:
         averages: the measured moments; without a measurement the gain is 1.

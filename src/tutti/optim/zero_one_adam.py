@@ -106,22 +106,21 @@ class ZeroOneAdam:
             state["rates"], state["shrink"] = 0.0, 1.0
 
     def divisor(self, parameter: nn.Parameter) -> Tensor:
-        """Return what the gradient of a parameter is divided by to be sent compressed. Its second moment must have
-        learned.
+        """Return what a parameter's gradient is divided by to be sent compressed.
+
+        The parameter's second moment must have learned.
         """
         group = next(group for candidate, group in parameters_with_groups(self.optimizer) if candidate is parameter)
         return self._root(group, self.optimizer.state[parameter])
 
     def learned(self) -> ParameterStates:
-        """Return the parameters whose second moment has learned, with group and state. They are the same on all
-        ranks.
-        """
+        """Return the parameters whose second moment has learned, with group and state; the same on all ranks."""
         states = self.optimizer.state
         return [(p, group, states[p]) for p, group in parameters_with_groups(self.optimizer) if self.knows(p)]
 
     @torch.no_grad()
     def _before(self, *arguments: Any) -> None:
-        """Once v does not learn in every update, make the update, and hide the gradients from the optimizer's own
+        """Once v does not learn in every update, make the update and hide the gradients from the optimizer's own
         step.
         """
         if self.count < min(self.kappa, self.freeze_step):

@@ -64,8 +64,9 @@ def bits_of(x):  # type: ignore[no-untyped-def]
 
 @inline
 def magnitudes(x):  # type: ignore[no-untyped-def]
-    """Return magnitudes as integers. They compare as the values do, with NaN above infinity; a maximum needs no
-    order.
+    """Return magnitudes as integers, which compare as the values do, with NaN above infinity.
+
+    A maximum over them does not depend on the order.
     """
     return bits_of(x) & (0x7FFFFFFF if x.dtype == tl.float32 else 0x7FFFFFFFFFFFFFFF)
 

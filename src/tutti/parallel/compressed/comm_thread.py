@@ -24,8 +24,9 @@ class RoundsWork:
         self.error: BaseException | None = None
 
     def wait(self) -> None:
-        """Wait until the reduction is complete; raise the error that stopped it. All reductions of this step must have
-        been started.
+        """Wait until the reduction is complete; raise the error that stopped it.
+
+        All reductions of this step must have been started.
         """
         if not self._over.is_set():
             self._comm_thread.finish()
@@ -44,8 +45,9 @@ class RoundsWork:
 
 
 class ReductionThread:
-    """Runs the reductions of one rank over any number of groups. If one fails, all reductions in flight fail with
-    it.
+    """Runs the reductions of one rank over any number of groups.
+
+    If one reduction fails, all reductions in flight fail with it.
     """
 
     def __init__(self) -> None:

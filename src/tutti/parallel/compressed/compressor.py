@@ -343,8 +343,9 @@ class Compressor:
             part.finish_step(finite)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residuals by `factor`, by which the loss scale changes. It is a power of two, so nothing is
-        rounded.
+        """Multiply the residuals by `factor`, by which the loss scale changes.
+
+        The factor is a power of two, so nothing is rounded.
         """
         for exchange in self.exchanges.values():
             exchange.rescale(factor)
@@ -467,8 +468,9 @@ def make_compressor(
 def _parts(
     compression: Compression, layout: Layout, packs: Sequence[Pack], comm_thread: ReductionThread, first: int, seed: int
 ) -> list[ShardedReduction]:
-    """Make the reduce-scatters of all packs of parameters. Their groups in the communication thread are numbered from
-    `first`. Collective.
+    """Make the reduce-scatters of all packs of parameters. Collective.
+
+    Their groups are numbered from `first` in the communication thread.
     """
     mesh, routes = layout.mesh, {}
     for number, others in enumerate(sorted({pack.others for pack in packs}), first):
@@ -525,10 +527,12 @@ def values_of(bucket: Bucket) -> torch.Tensor:
 
 
 def sizes_of(bucket: Bucket) -> list[int]:
+    """Return the number of values of each gradient in the bucket."""
     return [p.numel() for p in bucket.parameters]
 
 
 def starts_of(bucket: Bucket) -> list[int]:
+    """Return the start of each gradient in the flat bucket."""
     starts, at = [], 0
     for size in sizes_of(bucket):
         starts.append(at)
@@ -537,9 +541,7 @@ def starts_of(bucket: Bucket) -> list[int]:
 
 
 def memory_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the parameter's shape with dims in the order of memory, so that a transposed matrix has its stored
-    rows.
-    """
+    """Return the parameter's shape with dims in memory order, so that a transposed matrix has its stored rows."""
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return tuple(parameter.shape)
     strides = parameter.stride()

@@ -52,8 +52,9 @@ class FactorBucket(Bucket):
             super().take(index)
 
     def complete(self) -> None:
-        """Fill the bucket if the weight has a gradient. Backward may have left the weight out; then it has no factors
-        either.
+        """Fill the bucket if the weight has a gradient.
+
+        Backward may have left the weight out; then it has no factors either.
         """
         if not self.filled[0] and self.parameters[0].grad is not None:
             self.fill(0)

@@ -86,8 +86,8 @@ class MomentumCompression:
 
     @property
     def compresses_next(self) -> bool:
-        """Whether the next reductions are of momentum, the same on all ranks; otherwise gradients are reduced
-        exactly.
+        """Whether the next reductions are of momentum, the same on all ranks; otherwise they are exact, of
+        gradients.
         """
         return self.rule.frozen
 
@@ -138,10 +138,10 @@ class MomentumCompression:
 
 
 class ZeroOneCompression:
-    """Decides what 0/1 Adam sends while ranks reduce gradients: exact where the second moment learns, otherwise
-    compressed.
+    """Decides what 0/1 Adam sends as long as ranks reduce gradients.
 
-    Compressed gradients are divided by the root of the second moment, so that all parameters have similar magnitudes.
+    Gradients are exact in updates in which the second moment learns, and compressed in the others. Compressed gradients
+    are divided by the root of the second moment, so that all parameters have similar magnitudes.
 
     Args:
         rule: the rule that drives the optimizer.
@@ -267,9 +267,7 @@ def make_momentum_compression(
 
 
 def _copy(rule: FrozenSecondMoment, shards: Shards) -> None:
-    """Copy the moments of sharded parameters to all ranks, so that each rank can send its share of all of them.
-    Collective.
-    """
+    """Copy the moments of sharded parameters to all ranks, so that each can send its share of all. Collective."""
     rule.whole_moments = {}  # so that `rule.moment` returns this rank's parts, which the optimizer holds
     with shards.whole_gradients(rule.optimizer):
         groups = {p: group for group in rule.optimizer.param_groups for p in group["params"]}

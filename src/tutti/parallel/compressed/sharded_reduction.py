@@ -192,8 +192,9 @@ class ShardedReduction:
         return [self.there] if self.across is None else [self.there, self.across]
 
     def _take(self, flat: torch.Tensor) -> list[bool]:
-        """Move the whole gradients into `flat` in the reducer's order and free them. Return which parameters have a
-        gradient.
+        """Move the whole gradients into `flat` in the reducer's order, and free them.
+
+        Returns which parameters have a gradient.
         """
         gradients = [parameter.whole.grad for parameter in self.pack.parameters]
         if isinstance(self.there, ReduceScatterReducer):
