@@ -127,9 +127,7 @@ def compare_start(head: RankRecord, heads: Sequence[RankRecord], checker: Tolera
 
 
 def _uncovered(head: RankRecord, heads: Sequence[RankRecord], checker: ToleranceChecker) -> FirstDifference | None:
-    """Return a difference for the first tensor whose parts on all ranks do not make up the whole; None if there is
-    none.
-    """
+    """Return a difference for the first tensor that the parts on all ranks do not cover; None if all are covered."""
     for name, shape in head.shapes.items():
         parts = [rank.holding.tensors.get(name) for rank in heads if name in rank.holding.names]
         if not parts or not covers_whole(shape, parts):
