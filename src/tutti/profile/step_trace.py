@@ -359,7 +359,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _uses_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return the `training` argument: the sixth, of F.batch_norm and of torch.batch_norm."""
+    """Return the `training` argument of F.batch_norm or torch.batch_norm, the sixth of both."""
     return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
 
 
