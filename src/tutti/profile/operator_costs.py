@@ -283,9 +283,7 @@ class ShapePropagation:
         return result
 
     def _assume_all(self, name: str, args: tuple[Any, ...]) -> Tensor:
-        """Return the result of nonzero or masked_select as if all elements were selected; a known mask is counted
-        exactly.
-        """
+        """Return the result of nonzero or masked_select as if all elements were selected; known masks are counted."""
         source: Tensor = args[0]
         if name == "nonzero":
             self._say_bounded()
