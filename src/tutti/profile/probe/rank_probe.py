@@ -171,7 +171,7 @@ def _device_rates(
     relative_rates = compute_rates.measure_operator_rates(device, effort)
     say("operators on vectors")
     vector_rates = compute_rates.measure_vector_rates(device, effort)
-    say("gradients in fewer bytes")
+    say("gradient codecs")
     coded = codec_rates.measure(device, effort)
     return DeviceRates(
         gemm=compute_rates.again(products.rates, device, effort),
