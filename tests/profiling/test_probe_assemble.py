@@ -187,7 +187,7 @@ def test_times_that_disagree_are_said(tier: Literal["node", "network"]) -> None:
     one = replace(link(1e9), tier=tier, points=points)
     cluster = assemble(replace(findings([fact("a")]), **{f"{tier}_links": [(one,)]}))  # type: ignore[arg-type]
     assert cluster.conditions is not None
-    assert "1000000 bytes a quarter took up to 1 ms and half more than 4 ms" in cluster.conditions.notes[-1]
+    assert "1000000 bytes a quarter took at most 1 ms and half more than 4 ms" in cluster.conditions.notes[-1]
 
 
 def test_one_rank_of_each_host_measures_at_once() -> None:
