@@ -46,7 +46,7 @@ Scope = tuple[str, OpKind | None]
 
 
 class ScopeTimeline:
-    """Which scope was active when: a stack of scopes, and the first autograd node of each."""
+    """Records which scope was active when: a stack of scopes, and the first autograd node of each."""
 
     def __init__(self) -> None:
         self.stack: list[Scope] = [(ROOT, None)]

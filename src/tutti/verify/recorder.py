@@ -220,7 +220,7 @@ class RunRecorder(DoublePrecisionInputs):
             torch.set_default_dtype(torch.float64)
 
     def prepared(self, training: TrainingState) -> None:
-        """Register hooks on the modules, and turn off dropout that cannot be compared."""
+        """Register hooks on the modules, and apply the recording's precision and dropout settings."""
         self._training, self._log = training, CallLog(training.parallel.model)
         for module in training.parallel.model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout > 0:

@@ -296,7 +296,7 @@ def _refused(question: VerificationRequest, comparison: TrialComparison, notes: 
         repeated=comparison.repeated,
     )
     cause = diagnose(case)
-    what = "one device does not repeat itself" if comparison.repeated else f"{_ranks(question)} differ from one device"
+    what = "two runs on one device differ" if comparison.repeated else f"{_ranks(question)} differ from one device"
     sentence = f"FAIL: {what}, first in {_at(first)}{_size(first)}. Likely cause: {cause.sentence}"
     return _verdict(question, comparison, sentence, notes, passed=False, cause=cause)
 

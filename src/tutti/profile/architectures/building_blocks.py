@@ -327,7 +327,7 @@ AttentionKind = Literal["fused", "plain"]
 """
 
 MaskedWork = Literal["counted", "skipped"]
-"""Whether the half of the scores that causal attention masks counts as work, or is skipped as in fused kernels."""
+"""How causal attention counts the half of the scores that it masks: as work, or skipped as in fused kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,7 +173,7 @@ class ResNet(Classifier):
 
     def build(self) -> ModelSpec:
         if not self.blocks and self.depth not in _BLOCKS:
-            raise SpecError(f"depth = {self.depth}; a ResNet has {', '.join(map(str, _BLOCKS))} layers, or give blocks")
+            raise SpecError(f"depth = {self.depth}; give one of {', '.join(map(str, _BLOCKS))}, or give blocks")
         numbers, pixels = self.numbers, self.pixels
         space = pixels.halved(self.width, 2)
         after = space.halved(self.width, 2)

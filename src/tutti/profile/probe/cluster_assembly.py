@@ -87,7 +87,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """What one rank measured on its device while all other ranks of its host waited."""
+    """Rates that one rank measured on its device while all other ranks of its host waited."""
 
     gemm: tuple[GemmRate, ...]
     memory: tuple[MemoryRate, ...]
@@ -103,7 +103,7 @@ class DeviceRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRates:
-    """What one rank measured while all ranks of its host measured the same."""
+    """Rates that one rank measured while all ranks of its host measured the same."""
 
     gemm: tuple[GemmRate, ...] = ()
     memory: tuple[MemoryRate, ...] = ()

@@ -171,7 +171,7 @@ def cache_folder() -> Path:
 
 
 def pin_loopback() -> None:
-    """Make ranks of one host meet over the loopback interface, whatever the network looks like."""
+    """Make ranks of one host connect over the loopback interface, whatever the network looks like."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is not None:

@@ -1,4 +1,4 @@
-"""A probe of this host by processes of its own, which are started, listened to, and always ended."""
+"""A probe of this host by processes of its own: they are started, listened to, and always ended."""
 
 import multiprocessing
 import tempfile

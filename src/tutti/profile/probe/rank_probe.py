@@ -54,7 +54,7 @@ def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Sa
     hosts = by_host(facts)
     neighbours = hosts[facts[dist.get_rank()].host.name]
     exclusive, facts = _measure_exclusive(control, facts, device, effort, say)
-    say("the same with all ranks computing")
+    say("rates while all ranks compute")
     natively = _natively(effort, [facts[rank] for rank in neighbours])
     meet = _rendezvous_of(list(hosts.values()))
     shared = _gather(control, _shared(facts[dist.get_rank()], len(neighbours), device, effort, natively, meet))
