@@ -313,7 +313,7 @@ def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
         (slow, {"mesh": {"replicate": 2}, "sync": SyncPlan(compress=Compression(method="dgc"))}),
         (plain, {"mesh": {"shard": 2}, "sync": SyncPlan(compress=Compression(method="one-bit", between="hosts"))}),
     ]
-    said = ("embed is sparse", "AdamW has one of its own", "clip_norm = 0.05: what comes out", "sharding.level = 3")
+    said = ("embed is sparse", "AdamW would apply it", "clip_norm = 0.05: it sends", "sharding.level = 3")
     assert_refused(run_ranks(refusals, 2, cases), said)
 
 

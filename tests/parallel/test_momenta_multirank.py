@@ -312,7 +312,7 @@ def test_what_does_not_go_together_is_refused_on_all_ranks() -> None:
         made("one-bit-lamb", plain_lamb, mesh={"split": 2}),
         made("one-bit-adam", late, mesh=two),
     ]
-    words = ("clip_norm = 0.05", "SGD is not Adam's", "sharding.level = 2", "LAMB's ratios are of whole ones")
+    words = ("clip_norm = 0.05", "SGD is not Adam's", "sharding.level = 2", "LAMB's ratios need whole tensors")
     ranks = run_ranks(refusals, 2, given, STEPS, timeout_s=110)
     assert_refused([rank[:-1] for rank in ranks], words)
     for rank in ranks:

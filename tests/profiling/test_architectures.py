@@ -254,10 +254,10 @@ def test_skipping_masked_work_halves_attention_only() -> None:
         ("lama", {}, "llama"),
         ("llama", {"layer": 3}, "layers"),
         ("llama", {"layers": "many"}, "whole number"),
-        ("llama", {"hidden": 100, "heads": 8}, "divide"),
+        ("llama", {"hidden": 100, "heads": 8}, "not divisible"),
         ("moe", {"experts": 4, "top_k": 5}, "top_k"),
         ("resnet", {"depth": 51}, "depth"),
-        ("unet", {"image": "100"}, "halve"),
+        ("unet", {"image": "100"}, "cannot be halved"),
         ("dlrm", {"bottom": "64,32"}, "bottom"),
     ],
 )

@@ -210,7 +210,7 @@ def test_one_sample_is_divided_and_said_so() -> None:
 def test_parameters_without_shape_are_named() -> None:
     spec = describe(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3)), torch.randn(4, 4))
     assert spec.parameters == 20
-    assert spec.notes[0].startswith("1.weight, 1.bias: without shape")
+    assert spec.notes[0].startswith("1.weight, 1.bias: no shape")
 
 
 def test_low_precision_halves_the_bytes() -> None:

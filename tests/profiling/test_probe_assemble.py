@@ -170,7 +170,7 @@ def test_what_may_have_disturbed_is_said() -> None:
     notes = "\n".join(seen.notes)
     assert "host b had a load of 3.0 on 4 cores" in notes
     assert "host a had a load" not in notes
-    assert "host b has other versions" in notes
+    assert "host b has different versions" in notes
     assert "the disk of host a was not read" in notes
 
 
@@ -187,7 +187,7 @@ def test_times_that_disagree_are_said(tier: Literal["node", "network"]) -> None:
     one = replace(link(1e9), tier=tier, points=points)
     cluster = assemble(replace(findings([fact("a")]), **{f"{tier}_links": [(one,)]}))  # type: ignore[arg-type]
     assert cluster.conditions is not None
-    assert "1000000 bytes a quarter took up to 1 ms and half more than 4 ms" in cluster.conditions.notes[-1]
+    assert "1000000 bytes a quarter took at most 1 ms and half more than 4 ms" in cluster.conditions.notes[-1]
 
 
 def test_one_rank_of_each_host_measures_at_once() -> None:
@@ -238,7 +238,7 @@ def test_of_hosts_that_measured_at_once_the_slowest_products_count_and_else_the_
     assert [rate.relative for rate in found.images] == [2.0]
     assert found.notes[0] == RATES.notes[0]
     assert [note.split(",")[0] for note in found.notes[1:]] == [
-        "host b multiplies at 50% of the usual pace of its kind"
+        "host b multiplies at 50% of the usual speed of its kind"
     ]
     assert slowest({"a": rates(2.0), "b": rates(1.0)}).notes == RATES.notes  # which of two is the usual one?
     assert slowest({"a": rates(2.0, 512)}) == rates(2.0, 512)

@@ -1,1 +1,1 @@
-"""Fewer bytes between ranks: codecs of flat gradients, and the exchanges that sum what is coded over a group."""
+"""Gradient compression: codecs of flat gradients, and reducers that all-reduce encoded gradients over a group."""

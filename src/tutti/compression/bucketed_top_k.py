@@ -19,9 +19,14 @@ _LEVELS = 7
 
 @dataclass(frozen=True, slots=True)
 class BucketedTopK(Codec):
-    """The `keep` largest values of each bucket: sign and 3-bit level of the largest, 16-bit places, and a scale.
+    """Sends the largest values of each bucket: a scale, and for each value a 16-bit place, a sign and a 3-bit level.
 
-    (4 + 2.5 keep)/block bytes a value: 0.0859 for 16 of 512. Rounded to nearest; what is not sent is kept.
+    A message takes (4 + 2.5 keep)/block bytes a value: 0.0859 for 16 of 512. Levels are rounded to nearest, relative to
+    the bucket's largest magnitude. Error feedback keeps what is not sent.
+
+    Args:
+        block: values per bucket.
+        keep: values that are sent of each bucket.
     """
 
     block: int = 512
@@ -30,7 +35,7 @@ class BucketedTopK(Codec):
     def __post_init__(self) -> None:
         blocks.check_block(self.block, most=2**15)
         if not 1 <= self.keep <= self.block:
-            raise PlanError(f"keep = {self.keep} of buckets of {self.block}; keep 1 to {self.block}")
+            raise PlanError(f"keep = {self.keep} with buckets of {self.block} values; give 1 to {self.block}")
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -101,14 +106,14 @@ class BucketedTopK(Codec):
         sparse_kernels.decode_add_buckets(scales, indices, packed, into, self.block, self.keep)
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
-        """Scales, places, codes."""
+        """Return views of the scales, places and codes."""
         rows = blocks.count(numel, self.block)
         wanted = (torch.float32, rows), (torch.int16, rows * self.keep), (torch.uint8, rows * -(-self.keep // 2))
         return parts(message, *wanted)
 
 
 def _quantised(x: Tensor, scales: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(level, negative, unit) of (buckets, keep) values; 0 where a slot is empty or the scale is unusable."""
+    """Return (level, negative, unit) of (buckets, keep) values; 0 where a slot is empty or the scale is unusable."""
     scale = scales.to(x.dtype)[:, None]
     unit, inverse = blocks.steps(scale, _LEVELS)
     level = (x.abs() * inverse + 0.5).clamp(max=_LEVELS).floor()
@@ -121,10 +126,10 @@ TOP16_Q4 = BucketedTopK(block=512, keep=16)
 
 
 def from_compression(compression: Compression) -> BucketedTopK:
-    """Top16_Q4; a plan states nothing about it."""
+    """Make Top16_Q4; it has no settings in a plan."""
     return TOP16_Q4
 
 
 def make_return_codec(compression: Compression) -> Levels:
-    """The codec in which owners of chunks send sums: 4 bits a value, with error feedback."""
+    """Make the codec in which owners of chunks send sums: 4 bits a value, with error feedback."""
     return Levels(4, feedback=True)

@@ -1,7 +1,7 @@
-"""ByteGrad (Bagua): 8 bits a value between the smallest and the largest value of its block.
+"""ByteGrad (Bagua): 8 bits a value, between the smallest and the largest value of its block.
 
 The original adds 1e-7 to every range and uses one range for a whole chunk, so small gradients vanish and one outlier
-coarsens all. Here each block has its own range, whatever its size.
+makes all values coarse. Here each block has its own range, however small.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,12 @@ from tutti.config.compression import Compression
 
 @dataclass(frozen=True, slots=True)
 class ByteGrad(Codec):
-    """1 + 8/block bytes a value, rounded to nearest, so biased by less than range/510. `feedback`: keep the error."""
+    """Sends 1 + 8/block bytes a value, rounded to nearest, and so biased by less than range/510.
+
+    Args:
+        block: number of values that share a range.
+        feedback: use error feedback.
+    """
 
     block: int = 2048
     feedback: bool = False
@@ -40,7 +45,7 @@ class ByteGrad(Codec):
         x = values + old if self.feedback else values
         rows = blocks.in_blocks(x, self.block)
         outside = blocks.in_blocks(torch.ones_like(x), self.block) == 0
-        rows = torch.where(outside, rows[:, :1], rows)  # what stands behind the last value is not in its range
+        rows = torch.where(outside, rows[:, :1], rows)  # padding must not widen the last block's range
         low, high = rows.amin(dim=1).to(torch.float32), rows.amax(dim=1).to(torch.float32)
         bad = ~(rows.isfinite().all(dim=1) & low.isfinite() & high.isfinite())
         scales.copy_(torch.stack([low, high], dim=1).masked_fill(bad[:, None], torch.nan))
@@ -87,7 +92,7 @@ class ByteGrad(Codec):
         dense_kernels.decode_add_min_max(scales, codes, into, self.block)
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
-        """(blocks, 2) low and high, then one byte a value."""
+        """Return views of the (blocks, 2) low and high values, and of the codes, one byte a value."""
         rows = blocks.count(numel, self.block)
         scales, codes = parts(message, (torch.float32, 2 * rows), (torch.uint8, numel))
         return [scales.view(rows, 2), codes]
@@ -100,5 +105,5 @@ def _base_and_step(scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def from_compression(compression: Compression) -> ByteGrad:
-    """ByteGrad as a plan states it."""
+    """Make the ByteGrad that a plan states."""
     return ByteGrad(feedback=bool(compression.settings["feedback"]))

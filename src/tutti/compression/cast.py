@@ -25,12 +25,18 @@ _DTYPES = {
 
 AT_ONCE = 1 << 16
 """Values processed at once on a CPU where several passes follow one another, so that they stay in a core's cache.
-Converting halves this way before adding takes 0.6 ns a value; a sum of two dtypes takes 2.3."""
+Converting 2-byte values this way before adding takes 0.6 ns a value; adding tensors of two dtypes takes 2.3 ns.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Cast(Codec):
-    """As many bytes a value as `to` has. `feedback`: keep the rounding error."""
+    """Sends as many bytes a value as the dtype `to` has.
+
+    Args:
+        to: name of the dtype.
+        feedback: use error feedback, which keeps the rounding error.
+    """
 
     to: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
     feedback: bool = False
@@ -65,5 +71,5 @@ class Cast(Codec):
 
 
 def from_compression(compression: Compression) -> Cast:
-    """The cast that a plan names by its dtype."""
+    """Make the cast that a plan names by its dtype."""
     return Cast(compression.method, feedback=bool(compression.settings.get("feedback")))  # type: ignore[arg-type]

@@ -15,44 +15,49 @@ FLOATS = (torch.float32, torch.float64)
 
 
 class Codec(ABC):
-    """A method of writing a flat gradient as bytes.
+    """Encodes a flat gradient as bytes.
 
-    A codec holds settings only; what changes between steps is in the `CodecState`. Values that are not finite decode to
-    values that are not finite, so every rank sees them. Scales and values in a message are float32, also for float64
-    gradients; error feedback keeps the rounding. Numba kernels and torch give the same bits in float32 and float64.
-    Triton kernels decode any message to the same bits; `gpu_kernels` says where a scale that they write may differ.
-    Other dtypes are computed in float32. `implementation` says which of the three computes on a device.
+    A codec holds settings only; everything that changes between steps is in the `CodecState`. Values that are not
+    finite decode to values that are not finite, so every rank sees them. Scales and values in a message are float32,
+    also for float64 gradients; error feedback keeps the rounding error. Other dtypes than these two are computed in
+    float32.
+
+    Three implementations exist, and `implementation` chooses one for a device. Numba kernels and plain torch give the
+    same bits. Triton kernels decode any message to the same bits; `gpu_kernels` says where a scale that they write may
+    differ.
     """
 
     __slots__ = ()
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the state's tensors of the gradient's size. Each is, by meaning, summed over ranks."""
+        """Names of the state's tensors, each of the gradient's size. The meaningful value is their sum over ranks."""
         return ()
 
     def at_step(self, count: int) -> Self:
-        """This codec after `count` steps that counted; most codecs do not change."""
+        """Return this codec after `count` committed steps; most codecs do not change."""
         return self
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Bytes of a message of `numel` values: a multiple of 4 that never falls with `numel`."""
+        """Return the size of a message of `numel` values in bytes: a multiple of 4 that never falls as `numel`
+        grows.
+        """
 
     @abstractmethod
     def encode_by_torch(self, values: Tensor, state: CodecState, message: Tensor) -> None:
-        """The plain reference of `encode`."""
+        """Encode with plain torch, the reference of `encode`."""
 
     @abstractmethod
     def decode_add_by_torch(self, message: Tensor, into: Tensor) -> None:
-        """The plain reference of `decode_add`."""
+        """Decode with plain torch, the reference of `decode_add`."""
 
     def encode_by_numba(self, values: Tensor, state: CodecState, message: Tensor) -> None:
-        """`encode` in one pass; codecs without a kernel use the reference."""
+        """Encode in one pass on a CPU; codecs without a kernel use the reference."""
         self.encode_by_torch(values, state, message)
 
     def decode_add_by_numba(self, message: Tensor, into: Tensor) -> None:
-        """`decode_add` in one pass; codecs without a kernel use the reference."""
+        """Decode in one pass on a CPU; codecs without a kernel use the reference."""
         self.decode_add_by_torch(message, into)
 
     @property
@@ -61,23 +66,30 @@ class Codec(ABC):
         return False
 
     def encode_by_triton(self, values: Tensor, state: CodecState, message: Tensor) -> None:
-        """`encode` in one pass on a GPU."""
+        """Encode in one pass on a GPU."""
         self.encode_by_torch(values, state, message)
 
     def decode_add_by_triton(self, message: Tensor, into: Tensor) -> None:
-        """`decode_add` in one pass on a GPU."""
+        """Decode in one pass on a GPU."""
         self.decode_add_by_torch(message, into)
 
     def state(self, numel: int, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> CodecState:
-        """The state before the first step."""
+        """Make the state before the first step.
+
+        Args:
+            numel: number of values in the flat gradient.
+            dtype: dtype of the gradient.
+            device: device of the gradient.
+            seed: seed of this rank's random numbers.
+        """
         return CodecState.zeros(self.state_names, numel, dtype=dtype, device=device, seed=seed)
 
     def encode(self, values: Tensor, state: CodecState, message: Tensor | None = None) -> Tensor:
-        """The message of the flat `values` and of the residual in `state`; the new residual goes into `state.new`.
+        """Encode the flat `values` plus the residual in `state`; the new residual goes into `state.new`.
 
         Args:
             values: (numel,) gradient.
-            state: of this codec and size.
+            state: the state of this codec for `numel` values.
             message: uint8, `nbytes(numel)` or more, contiguous, aligned to 4 bytes; None: a new tensor.
 
         Returns:
@@ -102,7 +114,12 @@ class Codec(ABC):
         return message
 
     def decode_add(self, message: Tensor, into: Tensor) -> None:
-        """Add the values of a message to `into`, which is flat, contiguous, and float32 or float64."""
+        """Add the values of a message to `into`.
+
+        Args:
+            message: uint8, `nbytes(numel)` or more.
+            into: (numel,) contiguous float32 or float64.
+        """
         assert into.dtype in FLOATS
         assert into.is_contiguous()
         with torch.no_grad():
@@ -118,7 +135,12 @@ class Codec(ABC):
 
 
 def parts(message: Tensor, *wanted: tuple[torch.dtype, int]) -> list[Tensor]:
-    """Consecutive views of a message, (dtype, count) each; the widest dtypes come first."""
+    """Cut a message into consecutive views.
+
+    Args:
+        message: uint8.
+        wanted: (dtype, count) of each view; the widest dtypes come first, so that all are aligned.
+    """
     views, offset = [], 0
     for dtype, count in wanted:
         nbytes = count * dtype.itemsize
@@ -128,12 +150,12 @@ def parts(message: Tensor, *wanted: tuple[torch.dtype, int]) -> list[Tensor]:
 
 
 def arrays(*tensors: Tensor) -> list[Any]:
-    """The tensors' memory as numpy arrays."""
+    """Return numpy arrays that share the tensors' memory."""
     return [tensor.detach().numpy() for tensor in tensors]
 
 
 def residuals(state: CodecState, values: Tensor) -> tuple[Tensor, Tensor]:
-    """(old, new) residuals; two empty tensors of the values' dtype where the codec keeps none."""
+    """Return (old, new) residuals; two empty tensors of the values' dtype where the codec keeps none."""
     if "residual" in state.old:
         return state.old["residual"], state.new["residual"]
     return values[:0], values[:0]
@@ -142,7 +164,7 @@ def residuals(state: CodecState, values: Tensor) -> tuple[Tensor, Tensor]:
 Implementation = TypeVar("Implementation")
 
 _TRIED = 5000
-"""Values of a trial: whole blocks of every codec's default, and a rest."""
+"""Values of a trial: several whole blocks of every codec's default size, and a remainder."""
 
 
 def implementation(
@@ -153,7 +175,7 @@ def implementation(
     by_triton: Implementation,
     by_torch: Implementation,
 ) -> Implementation:
-    """The implementation that encodes or decodes on `device`; messages mean the same with any of them."""
+    """Return the implementation that encodes or decodes on `device`; messages mean the same with any of them."""
     if device.type == "cpu":
         return by_numba
     if device.type == "cuda" and codec.has_triton_kernels and _triton_verified(type(codec), device):
@@ -163,19 +185,19 @@ def implementation(
 
 @cache
 def _triton_verified(kind: "type[Codec]", device: torch.device) -> bool:
-    """Whether Triton kernels of this codec compile and run on `device` and give the bits of their reference.
+    """Return whether this codec's Triton kernels compile and run on `device` and reproduce the bits of their reference.
 
-    Tried once in a process. A warning gives the reason for a failure: Triton needs a C compiler and a writable folder,
-    for example.
+    Each process tries once. A warning gives the reason for a failure: for example, Triton needs a C compiler and a
+    writable folder.
     """
     if find_spec("triton") is None:
         return False
     try:
         by_triton_kernels = _trial(kind(), device, "triton")
-    except Exception as error:  # Triton's errors have no class in common; whatever it is, torch can do the work
+    except Exception as error:  # Triton's errors share no base class; after any of them, torch can do the work
         warnings.warn(
-            f"Triton cannot compute {kind.__name__} on {device}, torch does it instead, in more passes over memory: "
-            f"{type(error).__name__}: {error}",
+            f"Triton cannot compute {kind.__name__} on {device}, so torch does, in more passes over memory; repair the "
+            f"Triton installation for full speed: {type(error).__name__}: {error}",
             RuntimeWarning,
         )
         return False
@@ -185,19 +207,20 @@ def _triton_verified(kind: "type[Codec]", device: torch.device) -> bool:
     )
     if not same:
         warnings.warn(
-            f"Triton's {kind.__name__} on {device} is not what torch computes there; torch does it instead: report it",
+            f"Triton's result for {kind.__name__} on {device} is not what torch computes there, so torch is used; "
+            "please report this",
             RuntimeWarning,
         )
     return same
 
 
 def _trial(codec: "Codec", device: torch.device, backend: Literal["triton", "torch"]) -> list[Tensor]:
-    """(message, decoded, new residuals) of whole numbers, whose sums are exact in any order."""
+    """Return (message, decoded values, new residuals) of whole numbers, whose sums are exact in any order."""
     numel = _TRIED
     counted = torch.arange(numel, device=device)
     state = codec.state(numel, dtype=torch.float32, device=device)
-    for kept in state.old.values():
-        kept.copy_(counted * 101 % 23 - 11)
+    for residual in state.old.values():
+        residual.copy_(counted * 101 % 23 - 11)
     values = (counted * 7919 % 5003 - 2501).float()
     message = torch.zeros(codec.nbytes(numel), dtype=torch.uint8, device=device)
     into = (counted % 5).float()

@@ -1,4 +1,4 @@
-"""What a rank keeps of a flat gradient between steps (error feedback), and the codecs' counter-based random numbers."""
+"""State of error feedback between steps, and the codecs' counter-based random numbers."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from tutti.errors import CheckpointError
 
 StreamKey = tuple[int, int]
-"""Two words of 32 bits: one stream of random numbers."""
+"""Two 32-bit words that identify one stream of random numbers."""
 
 
 HASH_STEP, HASH_FIRST, HASH_SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
@@ -18,7 +18,7 @@ WORD_MASK = 0xFFFFFFFF
 
 
 def stream_key(*words: int) -> StreamKey:
-    """The stream of these whole numbers (seed, rank, step, ...), by splitmix64 over each in turn."""
+    """Return the stream of these integers (seed, rank, step, ...), by applying splitmix64 to each in turn."""
     state = 0
     for word in words:
         state = _mix((state ^ (word & (2**64 - 1))) + 0x9E3779B97F4A7C15)
@@ -26,7 +26,7 @@ def stream_key(*words: int) -> StreamKey:
 
 
 def random_uniform(numel: int, key: StreamKey, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(numel,) numbers of a stream, multiples of 2^-24 in [0, 1): a hash of the place and the key."""
+    """Return (numel,) numbers of a stream, multiples of 2^-24 in [0, 1): a hash of each index and the key."""
     place = torch.arange(numel, device=device, dtype=torch.int64)
     word = (place * HASH_STEP + key[0]) & WORD_MASK
     word = ((word ^ (word >> 16)) * HASH_FIRST) & WORD_MASK
@@ -44,7 +44,7 @@ def _mix(word: int) -> int:
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """The seed of one rank. Streams of different ranks are independent, as unbiased rounding needs."""
+    """Return the seed of one rank. Streams of different ranks are independent, as unbiased rounding needs."""
     low, high = stream_key(seed, rank)
     return low | high << 32
 
@@ -52,15 +52,15 @@ def rank_seed(seed: int, rank: int) -> int:
 class CodecState:
     """Tensors by name, in two copies: `encode` reads `old` and writes `new`.
 
-    `commit` makes the new copies count; `discard` restores the old ones, for a step that is skipped because some rank
+    `commit` makes the new copies current. `discard` restores the old ones, for a step that is skipped because some rank
     had a value that is not finite.
 
     Args:
         old: tensors before the step.
-        new: tensors after it.
-        seed: of this rank's random numbers; ranks need different seeds.
-        count: steps that counted.
-        origin: place of the first element in the whole gradient.
+        new: tensors after the step.
+        seed: seed of this rank's random numbers; ranks need different seeds.
+        count: number of committed steps.
+        origin: index of the first element in the whole gradient.
     """
 
     __slots__ = ("count", "new", "old", "origin", "seed")
@@ -73,48 +73,61 @@ class CodecState:
     def zeros(
         cls, names: Iterable[str], numel: int, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
     ) -> "CodecState":
-        """The state before the first step. It is float64 for float64 gradients, otherwise float32."""
+        """Make the state before the first step: float64 for float64 gradients, otherwise float32.
+
+        Args:
+            names: names of the tensors.
+            numel: size of each tensor.
+            dtype: dtype of the gradient.
+            device: device of the gradient.
+            seed: seed of this rank's random numbers.
+        """
         state_dtype = torch.float64 if dtype is torch.float64 else torch.float32
         names = tuple(names)
         old, new = ({name: torch.zeros(numel, dtype=state_dtype, device=device) for name in names} for _ in range(2))
         return cls(old, new, seed=seed, count=0, origin=0)
 
     def part(self, start: int, stop: int) -> "CodecState":
-        """A view of this state for elements start:stop, valid in this step only."""
+        """Return a view of this state for elements start:stop, valid in this step only."""
         old = {name: tensor[start:stop] for name, tensor in self.old.items()}
         new = {name: tensor[start:stop] for name, tensor in self.new.items()}
         return CodecState(old, new, seed=self.seed, count=self.count, origin=self.origin + start)
 
     def key(self) -> StreamKey:
-        """The random stream of this step and part."""
+        """Return the random stream of this step and part."""
         return stream_key(self.seed, self.count, self.origin)
 
     def commit(self) -> None:
-        """The step counts: what was encoded has reached all ranks."""
+        """Commit the step: what was encoded has reached all ranks."""
         self.old, self.new = self.new, self.old
         self.count += 1
 
     def discard(self) -> None:
-        """The step does not count: residuals are as they were before it."""
+        """Discard the step: restore the tensors as they were before it."""
         for name, tensor in self.old.items():
             self.new[name].copy_(tensor)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint needs, by name; they are not copied."""
+        """Return the tensors that a checkpoint needs, by name. They are not copied."""
         return {**self.old, "count": torch.tensor(self.count, dtype=torch.int64)}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over `tensors` of a state with the same names and size."""
+        """Load `tensors` of a state with the same names and size.
+
+        Raises:
+            CheckpointError: if names or sizes differ.
+        """
         if set(tensors) != {*self.old, "count"}:
             raise CheckpointError(
-                f"the compressor's state has {sorted(tensors)}, but {sorted([*self.old, 'count'])} are needed; "
-                "go on with the method the checkpoint was written with"
+                f"the checkpoint has {sorted(tensors)} of the compressor, but {sorted([*self.old, 'count'])} are "
+                "needed; resume with the compression method that wrote the checkpoint"
             )
         for name, tensor in self.old.items():
             if tensors[name].shape != tensor.shape:
                 raise CheckpointError(
                     f"the compressor's {name} has {tensors[name].numel()} elements in the checkpoint and "
-                    f"{tensor.numel()} here; go on with as many ranks and the same buckets, or by tensor"
+                    f"{tensor.numel()} here; resume with the same number of ranks and the same buckets, or load by "
+                    "tensor (load_states_by_tensor)"
                 )
             tensor.copy_(tensors[name])
         self.count = int(tensors["count"])

@@ -1,4 +1,4 @@
-"""From a plan's `sync.compress` to what reduces one bucket: the codec's factories, and the reducer that fits."""
+"""From a plan's `sync.compress` to codecs, and to the reducer that suits one bucket."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,9 +15,13 @@ from tutti.errors import PlanError
 
 
 def make_codec(compression: Compression) -> Codec:
-    """The codec of messages of flat values."""
+    """Make the codec of a compression.
+
+    Raises:
+        PlanError: for a method without a codec of flat values, such as powersgd.
+    """
     if compression.entry.make_codec is None:
-        raise PlanError(f"{compression.method} has no codec of flat values; use another codec")
+        raise PlanError(f"{compression.method} has no codec of flat values; use another method")
     codec: Codec = load_factory(compression.entry.make_codec)(compression)
     return codec
 
@@ -31,15 +35,15 @@ def make_reducer(
     device: torch.device,
     seed: int,
 ) -> GradientReducer:
-    """The all-reduce of a flat gradient by `compression`. All ranks make it with the same arguments.
+    """Make the all-reduce of a flat gradient. All ranks make it with the same arguments.
 
     Args:
-        how: the compression of the messages (`Compression.code`).
-        shapes: of the tensors, as they lie in memory one after another.
+        compression: the compression of the messages (`Compression.code`).
+        shapes: shapes of the tensors, in the order in which they lie in the flat gradient.
         group: process group, None for all ranks.
-        dtype: of the gradient.
-        device: of the gradient.
-        seed: of the codec's random numbers.
+        dtype: dtype of the gradient.
+        device: device of the gradient.
+        seed: seed of the codec's random numbers.
     """
     numel = sum(torch.Size(shape).numel() for shape in shapes)
     where: dict[str, Any] = {"group": group, "dtype": dtype, "device": device, "seed": seed}
@@ -64,23 +68,33 @@ def make_scatter_reducer(
     device: torch.device,
     seed: int,
 ) -> ReduceScatterReducer | None:
-    """The reduce-scatter to parts of `lengths` values; None: the codec compresses whole tensors."""
+    """Make the reduce-scatter of a flat gradient; None where the codec compresses whole tensors.
+
+    Args:
+        compression: the compression of the messages (`Compression.code`).
+        lengths: number of values of each rank's part.
+        group: process group, None for all ranks.
+        dtype: dtype of the gradient.
+        device: device of the gradient.
+        seed: seed of the codec's random numbers.
+    """
     if compression.entry.whole_tensors:
         return None
     return ReduceScatterReducer(make_codec(compression), lengths, group=group, dtype=dtype, device=device, seed=seed)
 
 
 def round_count(compression: Compression, ranks: int) -> int:
-    """Rounds of collectives of the reducer that `make_reducer` makes for a group of this size."""
+    """Return the number of rounds of the reducer that `make_reducer` makes for a group of `ranks`."""
     if compression.settings.get("sparse"):
         return 4
     return 1 if gathers_messages(compression, ranks) else compression.code.entry.rounds
 
 
 def uses_pair_messages(compression: Compression, group: Any, devices: Iterable[torch.device]) -> bool:
-    """Whether all rounds of the reducer are messages between pairs of ranks (`tutti.comm.point_to_point`).
+    """Return whether all rounds of the reducer are messages between pairs of ranks (`tutti.comm.point_to_point`).
 
-    These are in order whatever else the group is used for meanwhile, so a thread of its own may send and receive them.
+    These messages stay in order whatever else uses the group at the same time, so a separate thread may send and
+    receive them.
     """
     on_cpu = compression.pairwise and all(device.type == "cpu" for device in devices)
     return on_cpu and CountedCollectives(group).size > 1 and dist.get_backend(group) == "gloo"

@@ -1,13 +1,14 @@
 """Numba kernels: one pass over memory on one core reads a gradient and writes its code and the new residual.
 
 A kernel works block by block, so that a block is still in the first-level cache when it is read again. Each kernel
-gives bit for bit the result of its plain PyTorch reference, which stands beside the codec. Sums run in `blocks.LANES`
-lanes that are added up in a fixed tree; nothing is contracted or reordered. Kernels hold no thread pool and no state,
-so forked processes may use them before or after their parent did. They release the interpreter's lock.
+gives bit for bit the result of its plain PyTorch reference, which is defined beside the codec. Sums are accumulated in
+`blocks.LANES` lanes that are added up in a fixed tree; no operation is contracted or reordered. Kernels have no thread
+pool and no state, so forked processes may use them before or after their parent did. They release the interpreter's
+lock.
 
-Loops run over slices and 32-bit integers, which the compiler vectorises. An index that is a sum might be negative, and
-Numba widens two bytes to 64 bits: either takes 2 to 5 times as long. Kernels are compiled at the first call with a
-dtype and kept on disk for the next process.
+Loops run over slices and 32-bit integers, so that the compiler vectorises them. Two things would make them 2 to 5 times
+slower: an index computed as a sum, which might be negative, and arithmetic on bytes, which Numba widens to 64 bits.
+Kernels are compiled at the first call with a dtype and cached on disk for the next process.
 """
 
 from collections.abc import Callable
@@ -20,40 +21,50 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 PATIENCE_S = 60.0
-"""For so long a process waits for another that compiles the same kernel, then it does so itself."""
+"""Seconds for which a process waits for another that compiles the same kernel, before it compiles the kernel itself."""
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` compiled for this processor, single-threaded, without the interpreter's lock.
+    """Compile `function` for this processor: single-threaded, and without the interpreter's lock.
 
-    Kept beside its file, or in the user's cache folder: one process compiles, and those that want it meanwhile wait and
-    read it. Compiled anew in each process where neither folder can be written.
+    The result is cached beside the function's file, or in the user's cache folder. One process compiles; others that
+    need the kernel in the meantime wait and read it from the cache. Where neither folder can be written, each process
+    compiles.
     """
     try:
-        made: Any = numba.njit(nogil=True, cache=True)(function)
+        jitted: Any = numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:
         return cast(Callable[..., Any], numba.njit(nogil=True)(function))
-    compiled, lock = made.compile, Path(made.stats.cache_path) / f"{function.__module__}.{function.__qualname__}.lock"
+    compiled, lock = (
+        jitted.compile,
+        Path(jitted.stats.cache_path) / f"{function.__module__}.{function.__qualname__}.lock",
+    )
 
     def in_turn(signature: Any) -> Any:
         with ExitStack() as stack:
-            with suppress(Timeout, OSError, NotImplementedError):  # whoever has it is stuck; a file system has no locks
+            with suppress(Timeout, OSError, NotImplementedError):  # the holder is stuck, or there are no file locks
                 stack.enter_context(FileLock(lock, timeout=PATIENCE_S, poll_interval=0.01))
             return compiled(signature)
 
-    made.compile = in_turn
-    return cast(Callable[..., Any], made)
+    jitted.compile = in_turn
+    return cast(Callable[..., Any], jitted)
 
 
 def inline(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` compiled into the kernels that call it. Keep it in their file: the disk's copy looks at no other."""
+    """Compile `function` into the kernels that call it.
+
+    Keep it in the kernels' file: the disk cache does not notice changes in any other file.
+    """
     return cast(Callable[..., Any], numba.njit(nogil=True, inline="always")(function))
 
 
 def block_buffers(block: int, dtype: Any) -> tuple[Any, Any, Any, Any]:
-    """(room for a block, the same memory as whole numbers, infinity as a whole number, the mask of magnitudes).
+    """Make the buffers of one block.
 
-    Magnitudes compare as whole numbers: NaN is above infinity, and a maximum over them needs no order of operations.
+    Magnitudes are compared as integers: NaN is then above infinity, and a maximum needs no order of operations.
+
+    Returns:
+        A buffer of `block` values, the same memory as integers, infinity as an integer, and the bit mask of magnitudes.
     """
     x = np.zeros(block, dtype)
     whole = np.int32 if x.itemsize == 4 else np.int64
@@ -63,7 +74,7 @@ def block_buffers(block: int, dtype: Any) -> tuple[Any, Any, Any, Any]:
 
 @inline
 def _random_uniform(place, low, high):  # type: ignore[no-untyped-def]
-    """Number `place` of a stream, as codec_state.random_uniform has it."""
+    """Return number `place` of a stream, as codec_state.random_uniform defines it."""
     word = np.uint32(np.uint32(place) * np.uint32(0x9E3779B9) + low)
     word ^= word >> np.uint32(16)
     word = np.uint32(word * np.uint32(0x7FEB352D))
@@ -76,7 +87,7 @@ def _random_uniform(place, low, high):  # type: ignore[no-untyped-def]
 
 @inline
 def _scale_of(x, bits_of_x, size, l2, infinity, magnitude, lanes):  # type: ignore[no-untyped-def]
-    """The block's largest magnitude or 2-norm as float32, NaN where it is not finite."""
+    """Return the block's largest magnitude or 2-norm as float32, NaN where it is not finite."""
     largest = bits_of_x[0] & magnitude
     for j in range(size):
         key = bits_of_x[j] & magnitude
@@ -136,10 +147,12 @@ def _unpack(packed, bits, codes):  # type: ignore[no-untyped-def]
 def encode_levels(  # type: ignore[no-untyped-def]
     values, old, new, scales, given, packed, block, bits, l2, noise, low, high, x, bits_of_x, infinity, magnitude
 ):
-    """x = values + old; code = sign and floor(|x| levels / scale + u); new = x - its decoded value.
+    """Write signs and levels, and the residual of what was not sent.
 
-    `given`: the scales are there already. `noise`: u is drawn, else 1/2. `x`, `bits_of_x`: room for a block and the
-    same memory as whole numbers. `infinity`, `magnitude`: of the dtype, as whole numbers.
+    x = values + old; code = sign and floor(|x| levels / scale + u); new = x - its decoded value.
+
+    `given`: the scales are given, not computed. `noise`: u is random, otherwise 1/2. `x`, `bits_of_x`, `infinity` and
+    `magnitude` are from `block_buffers`. `old` and `new` of size 0: no error feedback.
     """
     n = values.size
     feedback = old.size > 0
@@ -202,15 +215,18 @@ def decode_add_levels(scales, packed, into, block, bits):  # type: ignore[no-unt
         _unpack(packed[begin : begin + (size * bits + 7) // 8], bits, codes)
         part = into[start : start + size]
         for j in range(size):
-            negative = -(codes[j] >> top)  # all bits, or none
+            negative = -(codes[j] >> top)  # all bits set, or none
             part[j] += real(((codes[j] & most) ^ negative) - negative) * unit
 
 
 @kernel
 def encode_min_max(values, old, new, scales, codes, block, x, bits_of_x, infinity, magnitude):  # type: ignore[no-untyped-def]
-    """x = values + old; code = floor((x - low) / step + 1/2), step = (high - low) / 255; new = x - its decoded value.
+    """Write one byte per value between the block's minimum and maximum, and the residual of what was not sent.
 
-    `scales`: (blocks, 2) low and high. `x`, `bits_of_x`, `infinity`, `magnitude`: as build.room makes them.
+    x = values + old; code = floor((x - low) / step + 1/2), step = (high - low) / 255; new = x - its decoded value.
+
+    `scales`: (blocks, 2) low and high. `x`, `bits_of_x`, `infinity` and `magnitude` are from `block_buffers`. `old` and
+    `new` of size 0: no error feedback.
     """
     n = values.size
     feedback = old.size > 0
@@ -279,7 +295,7 @@ def decode_add_min_max(scales, codes, into, block):  # type: ignore[no-untyped-d
 
 @inline
 def _mean_abs(x, size, lanes):  # type: ignore[no-untyped-def]
-    """sum |x| / size in 16 lanes, added up in a tree."""
+    """Return sum |x| / size as float32, accumulated in 16 lanes that are added up in a tree."""
     lanes[:] = 0
     rows = size // 16
     for row in range(rows):
@@ -295,9 +311,10 @@ def _mean_abs(x, size, lanes):  # type: ignore[no-untyped-def]
 
 @kernel
 def encode_signs(values, old, new, scales, bits, block):  # type: ignore[no-untyped-def]
-    """x = values + old; scales = mean |x| a block; bits = signs; new = x - its decoded value.
+    """Write signs and one scale per block, and the residual of what was not sent.
 
-    `old` and `new` of size 0: no error feedback.
+    x = values + old; scales = mean |x| of each block; bits = signs; new = x - its decoded value. `old` and `new` of
+    size 0: no error feedback.
     """
     n = values.size
     feedback = old.size > 0
@@ -320,7 +337,7 @@ def encode_signs(values, old, new, scales, bits, block):  # type: ignore[no-unty
             left = new[start : start + size]
             for j in range(size):
                 left[j] = x[j] - (-s if x[j] < 0 else s)
-        x[size : min(size + 7, block)] = 0  # signs of what is not there
+        x[size : min(size + 7, block)] = 0  # padding must not set sign bits
         written = bits[start // 8 : start // 8 + (size + 7) // 8]
         for byte in range(written.size):
             code = np.uint8(0)
@@ -350,10 +367,12 @@ def decode_add_signs(scales, bits, into, block):  # type: ignore[no-untyped-def]
 def collect_above(  # type: ignore[no-untyped-def]
     values, old, new, momentum, old_momentum, new_momentum, threshold, above, equal, x, bits_of_x, magnitude
 ):
-    """new = old + values, or old + u with u = momentum old_momentum + values where that has a size.
+    """Add residuals to values, and collect the places of the largest sums.
 
-    Puts the places whose magnitude (as a whole number) is above `threshold` into `above`, and the first of those that
-    are equal to it into `equal`. Returns how many of both; -1 where `above` is too small.
+    new = old + values, or old + u with u = momentum old_momentum + values if `old_momentum` is not empty. Places whose
+    magnitude (as an integer) is above `threshold` go into `above`, and the first of those equal to it into `equal`.
+
+    Returns how many places went into each; (-1, ...) if `above` is too small.
     """
     n, block = values.size, x.size
     corrected = old_momentum.size > 0
@@ -362,11 +381,11 @@ def collect_above(  # type: ignore[no-untyped-def]
         size = min(block, n - start)
         inputs, residual, left = values[start : start + size], old[start : start + size], new[start : start + size]
         if corrected:
-            went, goes = old_momentum[start : start + size], new_momentum[start : start + size]
+            momentum_before, momentum_after = old_momentum[start : start + size], new_momentum[start : start + size]
             for j in range(size):
-                x[j] = momentum * went[j] + inputs[j]
+                x[j] = momentum * momentum_before[j] + inputs[j]
             for j in range(size):
-                goes[j] = x[j]
+                momentum_after[j] = x[j]
                 x[j] = residual[j] + x[j]
         else:
             for j in range(size):
@@ -395,9 +414,9 @@ def collect_above(  # type: ignore[no-untyped-def]
 
 @kernel
 def take_values(places, residual, momentum, indices, picked):  # type: ignore[no-untyped-def]
-    """Write the values of `residual` at `places` (in order) out, and leave there what rounding took away.
+    """Move the values of `residual` at the ordered `places` into the message; the rounding error to float32 stays.
 
-    `momentum`, where it has a size, is 0 there from now on.
+    `momentum`, if it is not empty, becomes 0 at these places.
     """
     for j in range(places.size):
         place = places[j]
@@ -411,14 +430,17 @@ def take_values(places, residual, momentum, indices, picked):  # type: ignore[no
 
 @kernel
 def decode_add_pairs(indices, picked, into):  # type: ignore[no-untyped-def]
-    """into[index] += value, one after another: an index that comes twice adds twice."""
+    """into[index] += value, one after another, so that an index that occurs twice is added twice."""
     for j in range(indices.size):
         into[indices[j]] += into.dtype.type(picked[j])
 
 
 @inline
 def _bound(keys, size, keep):  # type: ignore[no-untyped-def]
-    """A key that at least `keep` of the first `size` keys reach: that of the `keep`-th largest of group maxima."""
+    """Return a key that at least `keep` of the first `size` keys reach.
+
+    It is the `keep`-th largest of the maxima of groups of 16 keys.
+    """
     groups = (size + 15) // 16
     if groups < keep:
         return keys.dtype.type(0)
@@ -435,7 +457,11 @@ def _bound(keys, size, keep):  # type: ignore[no-untyped-def]
 
 @inline
 def _choose(keys, size, keep, near, chosen):  # type: ignore[no-untyped-def]
-    """Mark the `keep` largest keys in `chosen`, beside their places in `near`; (how many are near, the largest's)."""
+    """Choose the `keep` largest keys.
+
+    Candidates' places go into `near`, in rising order, and `chosen` marks those that are among the largest. Returns the
+    number of candidates and the place of the largest key.
+    """
     bound = _bound(keys, size, keep)
     count, largest = 0, 0
     for j in range(size):
@@ -457,9 +483,11 @@ def _choose(keys, size, keep, near, chosen):  # type: ignore[no-untyped-def]
 def encode_buckets(  # type: ignore[no-untyped-def]
     values, old, new, scales, indices, packed, block, keep, x, bits_of_x, infinity, magnitude
 ):
-    """x = values + old; of each bucket the `keep` largest, as 4-bit sign and level of the largest; new = x - sent.
+    """Write each bucket's `keep` largest values in 4 bits, and the residual of what was not sent.
 
-    `indices`: `keep` places a bucket in rising order; behind the last one of a short bucket, 0 with the code 0.
+    x = values + old; code = sign and 3-bit level relative to the bucket's largest magnitude; new = x - what is sent.
+
+    `indices`: `keep` places per bucket in rising order. A bucket shorter than `keep` is padded with place 0 and code 0.
     """
     n = values.size
     real = values.dtype.type

@@ -1,9 +1,10 @@
-"""All-reduce and reduce-scatter of messages of codecs.
+"""All-reduce and reduce-scatter of encoded messages.
 
-Two-phase all-reduce: messages of chunks go to the chunks' owners, who decode and add them, encode the sum, and send it
-to all. Messages cannot be added on the way as in a ring. A rank sends 2 (p - 1) messages of 1/p of the gradient, as
-many bytes as a ring all-reduce of dense values of that width. All-gather: every rank gets every message of the whole
-gradient. Reduce-scatter: the first of the two phases, so only the workers keep a residual.
+Two-phase all-reduce: every rank owns a chunk. Messages of chunks go to the owners, who decode and add them, encode the
+sum and send it to all ranks. Encoded messages cannot be added on the way as in a ring. A rank sends 2 (p - 1) messages
+of 1/p of the gradient, as many bytes as a ring all-reduce of dense values of that width. All-gather: every rank gets
+every rank's message of the whole gradient. Reduce-scatter: the first of the two phases, so only the workers keep a
+residual.
 """
 
 from collections.abc import Sequence
@@ -24,10 +25,19 @@ from tutti.config.codec_registry import chunk_length
 
 
 class TwoPhaseReducer(GradientReducer):
-    """All-reduce in two phases, with `codec` on the way there and `back` (by default the same) on the way back.
+    """All-reduce in two phases: messages to the owners of chunks, then the owners' sums to all ranks.
 
-    What the owner of a chunk cannot encode stays with the owner and is added to the next step's sum. All ranks of
+    The encoding error of a sum stays with the chunk's owner, who adds it to the sum of the next step. All ranks of
     `group` make the reducer with the same arguments.
+
+    Args:
+        codec: codec of the gradients.
+        numel: number of values in the flat gradient.
+        group: process group, None for all ranks.
+        back: codec of the sums; None: `codec`, or what TernGrad names for sums.
+        dtype: dtype of the gradient.
+        device: device of the gradient.
+        seed: seed of the codec's random numbers.
     """
 
     def __init__(
@@ -51,8 +61,8 @@ class TwoPhaseReducer(GradientReducer):
             "server": self.back.state(own_chunk[1] - own_chunk[0], dtype=dtype, device=device, seed=~seed),
         }
         super().__init__(collectives, states)
-        own = own_chunk[1] - own_chunk[0]
-        self._sum = torch.zeros(own, dtype=dtype if dtype in FLOATS else torch.float32, device=device)
+        own_numel = own_chunk[1] - own_chunk[0]
+        self._sum = torch.zeros(own_numel, dtype=dtype if dtype in FLOATS else torch.float32, device=device)
         there, again = codec.nbytes(self.length), self.back.nbytes(self.length)
         self._out, self._in = (torch.zeros(collectives.size, there, dtype=torch.uint8, device=device) for _ in range(2))
         self._all = torch.zeros(collectives.size, again, dtype=torch.uint8, device=device)
@@ -64,7 +74,7 @@ class TwoPhaseReducer(GradientReducer):
 
     @property
     def step_nbytes(self) -> int:
-        """Bytes a rank sends in a step: (p - 1) messages of a chunk there and back, and TernGrad's shared scales."""
+        """Bytes that a rank sends in a step: (p - 1) chunk messages in each phase, and TernGrad's shared scales."""
         p = self.collectives.size
         scales = 4 * p * count(self.length, self.codec.block) if isinstance(self.codec, TernGrad) else 0
         return (p - 1) * (self._out.shape[1] + self._own.numel()) + 2 * (p - 1) * scales // p
@@ -84,8 +94,8 @@ class TwoPhaseReducer(GradientReducer):
         for message in self._in:
             self.codec.decode_add(message, total)
         if scales is not None and isinstance(self.back, Levels) and self.back.levels >= collectives.size:
-            given = scales[collectives.rank, : count(stop - start, self.back.block)] * self.back.levels
-            self.back.encode_with_scales(total, self.states["server"], self._own, given)
+            scales_of_sum = scales[collectives.rank, : count(stop - start, self.back.block)] * self.back.levels
+            self.back.encode_with_scales(total, self.states["server"], self._own, scales_of_sum)
         else:
             self.back.encode(total, self.states["server"], self._own)
         yield [collectives.all_gather(self._all.view(-1), self._own)]
@@ -94,7 +104,7 @@ class TwoPhaseReducer(GradientReducer):
             _decode(self.back, message, flat[begin:end])
 
     def _span(self, rank: int) -> tuple[int, int]:
-        """The chunk that a rank owns."""
+        """Return the chunk that a rank owns."""
         return min(rank * self.length, self.numel), min((rank + 1) * self.length, self.numel)
 
     def _encode(self, values: Tensor, rank: int, begin: int, end: int, scales: Tensor | None) -> None:
@@ -103,12 +113,13 @@ class TwoPhaseReducer(GradientReducer):
             self.codec.encode(values, state, self._out[rank])
         else:
             values = self.codec.clipped(values if values.dtype in FLOATS else values.float())
-            given = scales[rank, : count(end - begin, self.codec.block)]
-            self.codec.encode_with_scales(values, state, self._out[rank], given)
+            chunk_scales = scales[rank, : count(end - begin, self.codec.block)]
+            self.codec.encode_with_scales(values, state, self._out[rank], chunk_scales)
 
     def _scales(self, flat: Tensor, codec: TernGrad) -> Tensor:
-        """Scales of this rank's blocks, chunk by chunk. They are infinite where a value is not finite, since a maximum
-        may lose NaN.
+        """Return the scales of this rank's blocks, chunk by chunk.
+
+        A scale is infinite where a value is not finite, because a maximum over ranks may drop NaN.
         """
         per_chunk = count(self.length, codec.block)
         block_scales = torch.zeros(self.collectives.size, per_chunk, dtype=torch.float32, device=flat.device)
@@ -124,8 +135,16 @@ class TwoPhaseReducer(GradientReducer):
 class AllGatherReducer(GradientReducer):
     """All-reduce by an all-gather of every rank's message of the whole gradient, added up in the order of ranks.
 
-    For codecs whose messages are short whatever the number of ranks (top-k, DGC), and for any codec between two ranks:
-    as many bytes as in two phases, in one round, and the sum is not encoded again.
+    It serves codecs whose messages are short whatever the number of ranks (top-k, DGC). It also serves any codec
+    between two ranks: that takes as many bytes as two phases, in one round, and the sum is not encoded again.
+
+    Args:
+        codec: codec of the gradients.
+        numel: number of values in the flat gradient.
+        group: process group, None for all ranks.
+        dtype: dtype of the gradient.
+        device: device of the gradient.
+        seed: seed of the codec's random numbers.
     """
 
     def __init__(
@@ -145,15 +164,15 @@ class AllGatherReducer(GradientReducer):
 
     @property
     def step_nbytes(self) -> int:
-        """Bytes a rank sends in the next step."""
+        """Bytes that a rank sends in the next step."""
         return (self.collectives.size - 1) * self.codec.at_step(self.states["worker"].count).nbytes(self.numel)
 
     def write(self, flat: Tensor) -> Tensor:
-        """This rank's message."""
+        """Encode the gradient and return this rank's message."""
         return self.codec.at_step(self.states["worker"].count).encode(flat, self.states["worker"])
 
     def read(self, message: Tensor, total: Tensor) -> None:
-        """Add a message's values to `total`."""
+        """Add the values of a message to `total`."""
         self.codec.at_step(self.states["worker"].count).decode_add(message, total)
 
     def rounds(self, flat: Tensor) -> Rounds:
@@ -190,8 +209,19 @@ def _decode(codec: Codec, message: Tensor, into: Tensor) -> None:
 class ReduceScatterReducer(GradientReducer):
     """Reduce-scatter of a flat gradient in which part r, of `lengths[r]` values, belongs to rank r.
 
-    All ranks make it with the same arguments. TernGrad's blocks have scales of their own here: ranks need shared scales
-    only where a sum is encoded again.
+    All ranks make it with the same arguments. TernGrad's blocks are scaled on each rank separately here, because shared
+    scales are needed only where a sum is encoded again.
+
+    Args:
+        codec: codec of the gradients.
+        lengths: number of values of each rank's part.
+        group: process group, None for all ranks.
+        dtype: dtype of the gradient.
+        device: device of the gradient.
+        seed: seed of the codec's random numbers.
+
+    Attributes:
+        parts: (start, stop) of each rank's part in the flat gradient.
     """
 
     def __init__(
@@ -228,7 +258,7 @@ class ReduceScatterReducer(GradientReducer):
             codec.encode(flat[begin:end], state.part(begin, end), message)
 
     def send(self, part: Tensor) -> Rounds:
-        """Send the encoded parts to their owners; leave the sum of this rank's part in `part`."""
+        """Send the encoded parts to their owners, and leave the sum of this rank's part in `part`."""
         codec = self.codec.at_step(self.states["worker"].count)
         received = torch.empty_like(self._out)
         yield [self.collectives.all_to_all(received, self._out)]

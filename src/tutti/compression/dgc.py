@@ -1,7 +1,7 @@
 """Deep gradient compression (Lin et al. 2018): top-k of a velocity, with momentum correction and masking.
 
-u = m u + g, v = v + u; the k largest of v are sent, and u and v become 0 there. The optimizer that gets the sum must
-have no momentum of its own.
+u = m u + g, v = v + u; the k largest of v are sent, and u and v become 0 at their places. The optimizer that gets the
+sum must have no momentum of its own.
 """
 
 import math
@@ -19,12 +19,12 @@ from tutti.config.compression import Compression, ramped_density
 
 @dataclass(frozen=True, slots=True)
 class DGC(TopK):
-    """Messages as of top-k.
+    """Sends the largest values of a velocity, in messages like those of top-k.
 
     Args:
-        density: share of values sent after the warm-up.
+        density: share of the values that is sent after the warm-up.
         momentum: m, which the optimizer would have had.
-        warmup_steps: steps in which sparsity grows.
+        warmup_steps: number of steps in which the density falls.
     """
 
     density: float = 0.001
@@ -36,7 +36,11 @@ class DGC(TopK):
         return ("residual", "momentum")
 
     def at(self, progress: float) -> "DGC":
-        """The codec during the warm-up: sparsity grows geometrically from 75 % at progress 0 until progress 1."""
+        """Return the codec during the warm-up.
+
+        Args:
+            progress: 0 to 1. Sparsity grows geometrically from 75 % at 0 to its final value at 1.
+        """
         return replace(self, density=ramped_density(self.density, progress))
 
     def at_step(self, count: int) -> Self:
@@ -59,13 +63,18 @@ def clip_locally(values: Tensor, max_norm: float, ranks: int) -> None:
     """Scale a rank's gradient, in place, to a norm of at most max_norm / sqrt(ranks).
 
     Do this before the gradient is added to the residual, which is not clipped again.
+
+    Args:
+        values: this rank's gradient.
+        max_norm: largest norm of the sum.
+        ranks: number of ranks.
     """
     norm = torch.linalg.vector_norm(values)
     values.mul_((max_norm / math.sqrt(ranks) / norm).clamp(max=1.0))
 
 
 def from_compression(compression: Compression) -> DGC:
-    """Deep gradient compression as a plan states it."""
+    """Make the deep gradient compression that a plan states."""
     return DGC(
         compression.settings["density"], compression.settings["momentum"], int(compression.settings["warmup_steps"])
     )

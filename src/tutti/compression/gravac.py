@@ -1,7 +1,7 @@
-"""Top-k whose density falls while enough of the gradient is sent (GraVAC: Tyagi, Swany 2023, arXiv 2305.12201).
+"""Top-k whose density falls as long as enough of the gradient is sent (GraVAC: Tyagi, Swany 2023, arXiv 2305.12201).
 
-The gain of a code is the share that it sends of what is to be sent, |C(g + e)|^2 / |g + e|^2, over all ranks. The
-density is halved if half of it would still have the wanted gain, and doubled if the present one has less.
+The gain of a code is the share that it sends of what should be sent, |C(g + e)|^2 / |g + e|^2, over all ranks. The
+density is halved if half of it would still reach the wanted gain, and doubled if the present one does not reach it.
 """
 
 from collections.abc import Sequence
@@ -22,22 +22,22 @@ from tutti.config.registry import load_factory
 
 
 class GravacReducer(AllGatherReducer):
-    """Sums a flat gradient of tensors of `shapes` by a top-k whose density lies between a quarter and `codec`'s.
+    """Sums a flat gradient by a top-k whose density lies between a quarter and that of `codec`.
 
-    Training begins with a quarter. Every message begins with its rank's |g + e|^2, |C(g + e)|^2 and that of half the
-    density, so all ranks judge by the same numbers without another collective. The paper compares gains of a least and
-    a larger compression and sends everything where neither is enough. Here at most a quarter of the values is sent:
-    with their places, more would be longer than an exact sum.
+    Training begins with a quarter. Every message begins with its rank's |g + e|^2, |C(g + e)|^2 and the latter at half
+    the density. So all ranks decide from the same numbers without another collective. The paper compares the gains of a
+    lowest and a higher compression, and sends everything where neither suffices. Here at most a quarter of the values
+    is sent: with their places, more would take more bytes than an exact reduction.
 
     Args:
-        codec: with the least density.
-        shapes: of the tensors in the flat gradient.
+        codec: top-k with the lowest density.
+        shapes: shapes of the tensors in the flat gradient.
         gain: wanted gain, 0 to 1.
-        window: steps whose sums of squares are judged together.
+        window: number of steps whose sums of squares are judged together.
         group: process group, None for all ranks.
-        dtype: of the gradient.
-        device: of the gradient.
-        seed: of the codec's random numbers.
+        dtype: dtype of the gradient.
+        device: device of the gradient.
+        seed: seed of the codec's random numbers.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GravacReducer(AllGatherReducer):
 
     @property
     def shared_spans(self) -> dict[str, list[SharedSpan]]:
-        """Every tensor has all of it."""
+        """By shared tensor: every tensor of the gradient has all of it."""
         return {"ladder": [(start, 0, self.shared["ladder"].numel()) for start in self._starts]}
 
     @property
@@ -104,7 +104,7 @@ class GravacReducer(AllGatherReducer):
             ladder[2:] *= factor**2
 
     def _judged(self) -> Tensor:
-        """Density, steps and squares after this step."""
+        """Return density, number of steps and sums of squares after this step."""
         ladder = self.shared["ladder"].clone()
         ladder[1] += 1
         ladder[2:] += self._seen
@@ -131,9 +131,15 @@ def _square(values: Tensor) -> Tensor:
 def make_top_k_reducer(
     compression: Compression, shapes: Sequence[Sequence[int]], **where: Any
 ) -> GradientReducer | None:
-    """The reducer of top-k or dgc with `sparse` or `gain`; None: the usual ones serve.
+    """Make the reducer of top-k or dgc with the setting `sparse` or `gain`.
 
-    `where`: group, dtype, device and seed.
+    Args:
+        compression: the plan's compression.
+        shapes: shapes of the tensors, in the order in which they lie in the flat gradient.
+        where: group, dtype, device and seed.
+
+    Returns:
+        The reducer; None where the usual reducers serve.
     """
     assert compression.entry.make_codec is not None
     codec, settings = load_factory(compression.entry.make_codec)(compression), compression.settings

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 SAMPLE = 16384
-"""Size of the sample that gives the threshold."""
+"""Number of values in the sample that gives the threshold."""
 
 
 Momentum = tuple[float, Tensor, Tensor]
@@ -14,18 +14,24 @@ Momentum = tuple[float, Tensor, Tensor]
 
 
 def threshold_ranks(expected: float) -> list[int]:
-    """Ranks in a sample of thresholds that enough values should exceed, if `expected` values of the sample belong to
-    the k."""
+    """Return ranks in a sorted sample, counted from the largest, of thresholds that enough values should exceed.
+
+    Args:
+        expected: how many values of the sample are expected to belong to the k largest of all.
+    """
     return [math.ceil(expected + spread * math.sqrt(expected) + 2) for spread in (3, 12)]
 
 
 def most_above(numel: int, count: int) -> int:
-    """Buffer size for places above a threshold; if there are more, the sample was misleading."""
+    """Return the buffer size for places above a threshold; if more places are above, the sample was misleading."""
     return min(numel, 4 * count + numel // 64 + 4096)
 
 
 def largest(x: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest magnitudes, rising; of equal ones the first. NaN is larger than infinity."""
+    """Return the places of the `count` largest magnitudes, in rising order.
+
+    Among equal magnitudes the first places are chosen. NaN is above infinity.
+    """
     whole, magnitude = (torch.int32, 2**31 - 1) if x.dtype is torch.float32 else (torch.int64, 2**63 - 1)
     keys = x.view(whole) & magnitude
     order = torch.sort(keys, descending=True, stable=True).indices

@@ -1,6 +1,6 @@
 """1-bit SGD (Seide et al. 2014): the sign of every value, and the mean magnitude of its block.
 
-C(x) = mean |x| * sign(x). The mean magnitude always contracts; ||x||_2 / sqrt(n) instead may grow what is kept back.
+C(x) = mean |x| * sign(x). The mean magnitude never makes the residual longer than x; ||x||_2 / sqrt(n) may.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,12 @@ from tutti.config.compression import Compression
 
 @dataclass(frozen=True, slots=True)
 class OneBit(Codec):
-    """1/8 + 4/block bytes a value. `feedback`: keep what was not sent; without it the method does not converge."""
+    """Sends 1/8 + 4/block bytes a value.
+
+    Args:
+        block: number of values that share a scale.
+        feedback: use error feedback, without which the method does not converge.
+    """
 
     block: int = 2048
     feedback: bool = True
@@ -79,10 +84,10 @@ class OneBit(Codec):
         dense_kernels.decode_add_signs(scales, bits, into, self.block)
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
-        """Scales, then signs; a set bit is a negative value."""
+        """Return views of the scales and of the signs; a set bit is a negative value."""
         return parts(message, (torch.float32, blocks.count(numel, self.block)), (torch.uint8, -(-numel // 8)))
 
 
 def from_compression(compression: Compression) -> OneBit:
-    """1-bit SGD; a plan states nothing about it."""
+    """Make 1-bit SGD; it has no settings in a plan."""
     return OneBit()

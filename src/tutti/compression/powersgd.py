@@ -1,8 +1,9 @@
-"""PowerSGD (Vogels et al. 2019): every matrix of the gradient as a product of two thin ones.
+"""PowerSGD (Vogels et al. 2019): every matrix of the gradient is sent as a product of two thin matrices.
 
-M = gradient + error, P = sum of M Q, orthogonal columns, Q = sum of M^T P, sum of M ~ P Q^T; the next step begins with
-this Q. The error is the paper's: M - P Q_own^T with this rank's own Q before the sum, for compressed tensors only.
-So the workers' errors add up to the error of the sum, and do not grow with the number of steps.
+M = gradient + residual. P = the sum over ranks of M Q, with its columns made orthonormal; Q = the sum over ranks of M^T
+P; the sum of M is approximated by P Q^T. The next step starts from this Q. The residual is the paper's: M - P Q_own^T
+with this rank's own Q before the sum, for compressed tensors only. So the workers' errors add up to the error of the
+sum, and do not grow with the number of steps.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from tutti.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A tensor of the flat gradient as a matrix: its place, rows and columns, and its places in the flat P and Q.
+    """A tensor of the flat gradient seen as a matrix: its start, rows and columns, and its places in the flat P and Q.
 
     P and Q are stored column by column, which halves the time of thin products.
     """
@@ -34,11 +35,20 @@ class _Matrix:
 
 
 class PowerSGDReducer(GradientReducer):
-    """Sums a flat gradient of consecutive tensors of `shapes` over a group, in two all-reduces.
+    """Sums a flat gradient of consecutive tensors over a group, in two all-reduces.
 
     A tensor becomes a matrix (first dim, rest). If rank (rows + columns) >= rows columns / min_rate, it is not
-    compressed but sent with P as it is. A zero column of P stays zero; a zero column of Q is drawn anew. `lone`: no
-    other rank takes part.
+    compressed, but sent exactly together with P. A zero column of P stays zero; a zero column of Q is drawn anew.
+
+    Args:
+        shapes: shapes of the tensors, in the order in which they lie in the flat gradient.
+        rank: number of columns of P and Q.
+        min_rate: compress a matrix only if its factors have fewer values by this factor.
+        group: process group, None for all ranks.
+        lone: treat this rank as a group of its own.
+        dtype: dtype of the gradient.
+        device: device of the gradient.
+        seed: seed of the first Q, the same on all ranks.
     """
 
     def __init__(
@@ -54,7 +64,7 @@ class PowerSGDReducer(GradientReducer):
         seed: int = 0,
     ) -> None:
         if rank < 1:
-            raise PlanError(f"rank = {rank}; PowerSGD needs matrices of rank 1 or more")
+            raise PlanError(f"rank = {rank}; PowerSGD needs a rank of 1 or more")
         collectives = CountedCollectives(group, lone=lone)
         self.rank, self.seed = rank, seed
         self.matrices, self.plain, self.numel = _places(shapes, rank, min_rate)
@@ -81,7 +91,7 @@ class PowerSGDReducer(GradientReducer):
 
     @property
     def step_nbytes(self) -> int:
-        """Bytes a rank sends in a step, as a ring does: 2 (p - 1)/p of P, the plain tensors and Q."""
+        """Bytes that a rank sends in a step, as a ring does: 2 (p - 1)/p of P, the uncompressed tensors and Q."""
         ends, size, width = 2 * (self.collectives.size - 1), self.collectives.size, self.shared["q"].element_size()
         plain = sum(stop - start for start, stop in self.plain)
         return ends * (self._p + plain) * width // size + ends * self.shared["q"].numel() * width // size
@@ -133,7 +143,7 @@ class PowerSGDReducer(GradientReducer):
         super().finish_step(finite)
 
     def _begun(self) -> Tensor:
-        """The last step's Q, with fresh columns, the same on all ranks, where it has only zeros."""
+        """Return the last step's Q. Columns of zeros are replaced by random ones, the same on all ranks."""
         q = self.shared["q"].clone()
         for m in self.matrices:
             zero = (self._q(q, m) == 0).all(dim=0)
@@ -150,8 +160,7 @@ class PowerSGDReducer(GradientReducer):
 
 
 def orthogonalise(p: Tensor) -> None:
-    """Make the columns orthonormal, in place, by Gram-Schmidt; a column that depends on those before it becomes
-    zero."""
+    """Make the columns orthonormal, in place, by Gram-Schmidt. A column that depends on earlier ones becomes zero."""
     tiny = torch.finfo(p.dtype).tiny
     for column in range(p.shape[1]):
         here = p[:, column]
@@ -169,7 +178,7 @@ def orthogonalise(p: Tensor) -> None:
 def _places(
     shapes: Sequence[Sequence[int]], rank: int, min_rate: float
 ) -> tuple[list[_Matrix], list[tuple[int, int]], int]:
-    """(matrices, ranges that are not compressed, size of the whole gradient)."""
+    """Return the matrices, the ranges that are not compressed, and the size of the whole gradient."""
     matrices: list[_Matrix] = []
     plain: list[tuple[int, int]] = []
     offset = p = q = 0
@@ -187,11 +196,17 @@ def _places(
 
 
 def _normal(numel: int, seed: int, place: int) -> Tensor:
-    """Normal random numbers, the same on every rank."""
+    """Return normal random numbers, the same on every rank."""
     low, high = stream_key(seed, place)
     return torch.randn(numel, generator=torch.Generator().manual_seed(low | high >> 1 << 32), dtype=torch.float64)
 
 
 def make_powersgd_reducer(compression: Compression, shapes: Sequence[Sequence[int]], **where: Any) -> PowerSGDReducer:
-    """PowerSGD as a plan states it; `where`: group, dtype, device and seed."""
+    """Make the PowerSGD reducer that a plan states.
+
+    Args:
+        compression: the plan's compression.
+        shapes: shapes of the tensors, in the order in which they lie in the flat gradient.
+        where: group, dtype, device and seed.
+    """
     return PowerSGDReducer(shapes, rank=int(compression.settings["rank"]), min_rate=MIN_RATE, **where)

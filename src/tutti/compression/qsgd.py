@@ -1,7 +1,7 @@
 """QSGD (Alistarh et al. 2017): unbiased sign-and-level codes, and the block codes that TernGrad shares.
 
-C(x) = sign(x) ||b|| / s * floor(s |x| / ||b|| + u) in blocks b of 512 values. With the block's largest magnitude as the
-norm, the variance is far below that of the 2-norm (0.039 against 1.6 of ||x||^2 at 4 bits), so it is the default.
+C(x) = sign(x) ||b|| / s * floor(s |x| / ||b|| + u) in blocks b of 512 values. The block's largest magnitude is the
+default norm, because its variance is far below that of the 2-norm (0.039 against 1.6 of ||x||^2 at 4 bits).
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,16 @@ from tutti.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Levels(Codec):
-    """code = sign(x) floor(levels |x| / scale + u), levels = 2^(bits-1) - 1; bits/8 + 4/block bytes a value.
+    """Sends a sign and a level per value, and a scale per block: bits/8 + 4/block bytes a value.
+
+    code = sign(x) floor(levels |x| / scale + u), with levels = 2^(bits-1) - 1.
 
     Args:
-        bits: 2, 4 or 8.
-        block: values that share a scale.
-        norm: the scale is the block's largest magnitude or its 2-norm.
+        bits: size of a code: 2, 4 or 8.
+        block: number of values that share a scale.
+        norm: the scale is the block's largest magnitude ("max") or its 2-norm ("l2").
         rounding: "unbiased" draws u in [0, 1), which is unbiased where scale >= |x|; "nearest" sets u = 1/2.
-        feedback: keep what was not sent.
+        feedback: use error feedback.
     """
 
     bits: Literal[2, 4, 8] = 4
@@ -40,7 +42,7 @@ class Levels(Codec):
     def __post_init__(self) -> None:
         blocks.check_block(self.block)
         if self.bits not in (2, 4, 8):
-            raise PlanError(f"bits = {self.bits}; a level has 2, 4 or 8 bits")
+            raise PlanError(f"bits = {self.bits}; give 2, 4 or 8")
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -55,12 +57,12 @@ class Levels(Codec):
         return 4 * blocks.count(numel, self.block) + up_to_4(-(-numel * self.bits // 8))
 
     def scales(self, x: Tensor) -> Tensor:
-        """(blocks,) float32 norm of each block."""
+        """Return the (blocks,) float32 norm of each block."""
         rows = blocks.in_blocks(x, self.block)
         largest = blocks.finite_max(rows)
         if self.norm == "max":
             return largest
-        squares = blocks.lane_sum(rows * rows).double()  # torch's root of float32 is not always the nearest
+        squares = blocks.lane_sum(rows * rows).double()  # a float32 root is not always rounded to nearest
         norm = squares.sqrt().to(torch.float32)
         return torch.where(largest.isnan() | ~norm.isfinite(), torch.full_like(norm, torch.nan), norm)
 
@@ -78,7 +80,14 @@ class Levels(Codec):
         _by_triton(self, values, state, message, None)
 
     def encode_with_scales(self, values: Tensor, state: CodecState, message: Tensor, scales: Tensor) -> None:
-        """`encode` with given scales, (blocks,) float32, none of which is below its block's largest magnitude."""
+        """Encode as `encode` does, but with given scales.
+
+        Args:
+            values: (numel,) gradient.
+            state: the state of this codec for `numel` values.
+            message: uint8, `nbytes(numel)` or more.
+            scales: (blocks,) float32, none below its block's largest magnitude.
+        """
         if values.numel():
             step = implementation(self, values.device, by_numba=_by_numba, by_triton=_by_triton, by_torch=_by_torch)
             step(self, values, state, message[: self.nbytes(values.numel())], scales)
@@ -103,7 +112,7 @@ class Levels(Codec):
         dense_kernels.decode_add_levels(scales, packed, into, self.block, self.bits)
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
-        """Scales, then codes."""
+        """Return views of the scales and of the codes."""
         code_nbytes = -(-numel * self.bits // 8)
         return parts(message, (torch.float32, blocks.count(numel, self.block)), (torch.uint8, code_nbytes))
 
@@ -175,10 +184,16 @@ def _by_triton(codec: Levels, values: Tensor, state: CodecState, message: Tensor
 
 
 def qsgd(bits: Literal[2, 4, 8] = 4, *, block: int = 512, norm: Literal["max", "l2"] = "max") -> Levels:
-    """QSGD with s = 2^(bits-1) - 1 levels: 4 bits take 0.508 bytes a value. Unbiased, so without error feedback."""
+    """Make QSGD with s = 2^(bits-1) - 1 levels: unbiased, so without error feedback. 4 bits take 0.508 bytes a value.
+
+    Args:
+        bits: size of a code: 2, 4 or 8.
+        block: number of values that share a scale.
+        norm: the scale is the block's largest magnitude ("max") or its 2-norm ("l2").
+    """
     return Levels(bits=bits, block=block, norm=norm, rounding="unbiased", feedback=False)
 
 
 def from_compression(compression: Compression) -> Levels:
-    """QSGD as a plan states it."""
+    """Make the QSGD that a plan states."""
     return qsgd(compression.settings["bits"])

@@ -1,13 +1,13 @@
-"""Reducers of compressed gradients: rounds of collectives, issued in one order on all ranks.
+"""Reducers of compressed gradients: rounds of collectives, issued in the same order on all ranks.
 
-A reducer is written as a generator that yields, between two rounds, the works it waits for. `RoundScheduler` runs
-several reducers at once. When it issues a collective depends only on the calls made to it, which are the same on all
-ranks.
+A reducer is a generator that yields, between two rounds, the works it waits for. `RoundScheduler` runs several reducers
+at once. When it issues a collective depends only on the calls made to it, which are the same on all ranks.
 
-The state of a reducer can be split by the tensors of the gradient (`states_by_tensor`), so that it outlives the
-reducer: a tensor may move to another bucket, and the next run may have another number of ranks. Residuals of workers
-and servers are by meaning terms of one sum over ranks. A server's residual therefore becomes its own rank's residual;
-nothing is lost and nothing is sent."""
+A reducer's state can be split by the tensors of the gradient (`states_by_tensor`), so that it outlives the reducer: a
+tensor may move to another bucket, and the next run may have another number of ranks. The residuals of workers and of
+servers (owners of chunks) are all terms of one sum over ranks. So a server's residual is saved as part of its own
+rank's residual; nothing is lost and nothing is sent.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -22,22 +22,27 @@ from tutti.compression.codec_state import CodecState
 from tutti.errors import CheckpointError
 
 Rounds = Generator[list[Any], None, None]
-"""Yields the works to wait for before the next round."""
+"""A generator that yields the works to wait for before the next round."""
 
 
 Span = tuple[int, int]
-"""(start, stop) in a flat gradient."""
+"""(start, stop) of a range in a flat gradient."""
 
 SharedSpan = tuple[int, int, int]
-"""(start of a tensor in the flat gradient, start and stop of its part of a shared tensor)."""
+"""(start of a tensor in the flat gradient, start and stop of the tensor's part in a shared tensor)."""
 
 
 class CountedCollectives:
     """Collectives over one process group that count the bytes this rank sends.
 
     Args:
-        group: None for all ranks.
-        lone: no other rank takes part, whatever ranks there are.
+        group: process group, None for all ranks.
+        lone: treat this rank as a group of its own, whatever ranks there are.
+
+    Attributes:
+        size: number of ranks in the group.
+        rank: this rank's number in the group.
+        sent_nbytes: bytes sent so far.
     """
 
     def __init__(self, group: Any = None, *, lone: bool = False) -> None:
@@ -48,7 +53,16 @@ class CountedCollectives:
         self.sent_nbytes = 0
 
     def all_to_all(self, received: Tensor, sent: Tensor, counts: tuple[list[int], list[int]] | None = None) -> Any:
-        """Send rows to their ranks; `counts`: rows (from, to) each rank, equal if not given."""
+        """Send rows of `sent` to their ranks and receive rows into `received`.
+
+        Args:
+            received: (rows, ...) buffer, ordered by the sending rank.
+            sent: (rows, ...) rows, ordered by the receiving rank.
+            counts: rows received from each rank, and rows sent to each rank. None: the same number for every rank.
+
+        Returns:
+            The work to wait for; None with one rank.
+        """
         if self.size == 1:
             received.copy_(sent)
             return None
@@ -57,7 +71,15 @@ class CountedCollectives:
         return all_to_all(received, sent, self.group, counts)
 
     def all_gather(self, received: Tensor, sent: Tensor) -> Any:
-        """Gather (size,) tensors into a flat (ranks * size,)."""
+        """Gather every rank's flat tensor into one, in the order of ranks.
+
+        Args:
+            received: (ranks * size,) buffer.
+            sent: (size,) tensor of this rank.
+
+        Returns:
+            The work to wait for; None with one rank.
+        """
         if self.size == 1:
             received.copy_(sent)
             return None
@@ -65,30 +87,43 @@ class CountedCollectives:
         return all_gather(received, sent, self.group)
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
-        """All-reduce in place, counted as a ring sends it."""
+        """Reduce in place, counted with the bytes that a ring sends.
+
+        Returns:
+            The work to wait for; None with one rank.
+        """
         if self.size == 1:
             return None
         self.sent_nbytes += ring_all_reduce_nbytes(tensor, self.size)
         return dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
 
     def swap(self, received: Tensor | None, sent: Tensor | None, partner: int) -> list[Any]:
-        """Send one tensor to a rank of the group and receive another from it.
+        """Send one tensor to a rank of the group and receive another from it; None leaves out either direction.
 
-        The receive comes first in the list of works, which must be waited for in order: Gloo reports that a peer has
-        ended to whoever receives, and not always to whoever sends.
+        The receive comes first in the returned list of works, which must be waited for in order. Gloo always reports a
+        terminated peer to a receiver, but not always to a sender.
         """
-        comes = [] if received is None else [(partner, received)]
-        goes = [] if sent is None else [(partner, sent)]
-        self.sent_nbytes += sum(entry.numel() * entry.element_size() for _, entry in goes)
-        return start_messages(comes, goes, self.group)
+        receives = [] if received is None else [(partner, received)]
+        sends = [] if sent is None else [(partner, sent)]
+        self.sent_nbytes += sum(entry.numel() * entry.element_size() for _, entry in sends)
+        return start_messages(receives, sends, self.group)
 
 
 class GradientReducer(ABC):
-    """All-reduces one flat gradient over a group, step after step, with the state it keeps between steps.
+    """All-reduces one flat gradient over a group, step after step, with state that lasts between steps.
 
-    `finish_step` ends a step. With True the new residuals count. With False everything is as before the step, which is
-    skipped because some rank's values were not finite. All ranks must pass the same; `all_finite` of the sum is the
-    same on all ranks.
+    `finish_step` ends a step. With True the new residuals are committed. With False the state is restored, because the
+    step is skipped: some rank had values that are not finite. All ranks must pass the same value. `all_finite` of the
+    sum is the same on all ranks.
+
+    Args:
+        collectives: collectives over the group.
+        states: error feedback by name: "worker" for what this rank encodes, "server" for sums that it encodes as an
+            owner.
+        shared: tensors that are the same on all ranks, by name.
+
+    Attributes:
+        numel: number of values in the flat gradient.
     """
 
     numel: int
@@ -100,8 +135,7 @@ class GradientReducer(ABC):
 
     @property
     def density(self) -> float | None:
-        """Density of the next message, where the reducer chooses it from what it sees; the same on all ranks of the
-        group."""
+        """Density of the next message where the reducer adapts it, the same on all ranks; otherwise None."""
         return None
 
     @property
@@ -111,7 +145,7 @@ class GradientReducer(ABC):
 
     @property
     def shared_spans(self) -> dict[str, list[SharedSpan]]:
-        """By shared tensor: which of its parts belongs to which tensor of the gradient."""
+        """By shared tensor: the part that belongs to each tensor of the gradient."""
         return {}
 
     @property
@@ -121,19 +155,19 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def rounds(self, flat: Tensor) -> Rounds:
-        """Leave the sum over the group in `flat`, bit for bit the same on all ranks."""
+        """Replace `flat` by its sum over the group, bit for bit the same on all ranks."""
 
     def exact_rounds(self, flat: Tensor) -> Rounds:
-        """Sum the values as they are."""
+        """Replace `flat` by its exact sum, without the codec."""
         yield [self.collectives.all_reduce(flat)]
 
     def run(self, flat: Tensor) -> None:
-        """All rounds at once."""
+        """Run all rounds and wait for them."""
         for works in self.rounds(flat):
             wait_all(works)
 
     def finish_step(self, finite: bool) -> None:
-        """Commit or discard the step's residuals."""
+        """Commit the step's residuals if `finite`, otherwise restore those before the step."""
         for state in self.states.values():
             if finite:
                 state.commit()
@@ -141,9 +175,12 @@ class GradientReducer(ABC):
                 state.discard()
 
     def revert(self, start: int, stop: int) -> None:
-        """Before `finish_step`: the sum of elements start:stop is not used, so nothing of them counts as sent."""
-        for who, spans in self.spans.items():
-            state, offset = self.states[who], 0
+        """Restore the residuals of elements start:stop, whose sum is not used, so that they do not count as sent.
+
+        Call this before `finish_step`.
+        """
+        for state_name, spans in self.spans.items():
+            state, offset = self.states[state_name], 0
             for begin, end in spans:
                 low, high = max(begin, start), min(end, stop)
                 if low < high:
@@ -153,7 +190,7 @@ class GradientReducer(ABC):
                 offset += end - begin
 
     def rescale(self, factor: float) -> None:
-        """Values are `factor` times as large from now on; residuals are scaled alike."""
+        """Multiply the residuals by `factor`, because values are that many times as large from now on."""
         for state in self.states.values():
             for tensor in (*state.old.values(), *state.new.values()):
                 tensor.mul_(factor)
@@ -165,25 +202,39 @@ class GradientReducer(ABC):
                 tensor.zero_()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint of this rank needs, by name; `split_by_tensor` splits them."""
-        result = {f"{who}.{name}": t for who, state in self.states.items() for name, t in state.tensors().items()}
+        """Return the tensors that a checkpoint of this rank needs, by name. They are not copied."""
+        result = {
+            f"{state_name}.{name}": t
+            for state_name, state in self.states.items()
+            for name, t in state.tensors().items()
+        }
         return result | {f"shared.{name}": tensor for name, tensor in self.shared.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over `tensors` of a reducer with the same settings, on the same rank of as many."""
-        for who, state in self.states.items():
-            begin = f"{who}."
-            state.load({name[len(begin) :]: t for name, t in tensors.items() if name.startswith(begin)})
+        """Load `tensors` of a reducer with the same settings, on the same rank of equally many.
+
+        Raises:
+            CheckpointError: if a tensor is missing or has another size.
+        """
+        for state_name, state in self.states.items():
+            prefix = f"{state_name}."
+            state.load({name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)})
         for name, tensor in self.shared.items():
             if f"shared.{name}" not in tensors:
                 raise CheckpointError(
-                    f"the checkpoint has no {name} of the compressor; use the method it was made with"
+                    f"the checkpoint has no {name} of the compressor; resume with the compression method that wrote it"
                 )
             tensor.copy_(tensors[f"shared.{name}"])
 
 
 class RoundScheduler:
-    """Reducers in flight. Each `start` first advances by one round those begun `ahead` starts before, or earlier."""
+    """Runs several reducers at once.
+
+    Each `start` first advances by one round the reducers that were started at least `ahead` starts before.
+
+    Args:
+        ahead: number of further starts after which a reducer is first advanced.
+    """
 
     def __init__(self, ahead: int = 2) -> None:
         self.ahead = ahead
@@ -191,19 +242,19 @@ class RoundScheduler:
         self._started = 0
 
     def start(self, rounds: Rounds) -> None:
-        """Start one more: its first collectives are issued now."""
+        """Start another reducer and issue its first collectives."""
         self._started += 1
         self._move(self._started - self.ahead)
         self._flying.append((self._started, rounds, []))
         self._move(self._started, since=self._started)
 
     def finish(self) -> None:
-        """Run all rounds of all reducers, in turns."""
+        """Run all remaining rounds of all reducers, in turns."""
         while self._flying:
             self._move(self._started)
 
     def _move(self, last: int, since: int = 0) -> None:
-        """One round of the reducers that were started as number `since` to `last`."""
+        """Advance by one round the reducers that were started as number `since` to `last`."""
         still = []
         for number, rounds, works in self._flying:
             if since <= number <= last:
@@ -217,40 +268,46 @@ class RoundScheduler:
 
 
 def wait_all(works: list[Any]) -> None:
-    """Wait for all works."""
+    """Wait for all works; None entries are already complete."""
     for work in works:
         if work is not None:
             work.wait()
 
 
 def all_finite(flat: Tensor) -> bool:
-    """Whether all values are finite; the same on all ranks for the same values."""
+    """Return whether all values are finite."""
     if not flat.numel():
         return True
-    low, high = torch.aminmax(flat)  # NaN goes through
+    low, high = torch.aminmax(flat)  # both are NaN if any value is
     return bool(low.isfinite() & high.isfinite())
 
 
 TensorStates = dict[str, Tensor]
-"""State of one tensor of the gradient: flat values of its size by name (residual, momentum), and its part of what ranks
-share (shared.q)."""
+"""State of one tensor of the gradient, flat, by name: values of its size (residual, momentum), and its part of the
+tensors that are the same on all ranks (shared.q).
+"""
 
 
 def states_by_tensor(exchange: GradientReducer, sizes: Sequence[int]) -> list[TensorStates]:
-    """Copies of the reducer's state, one entry for each tensor of `sizes` in the flat gradient."""
+    """Copy the reducer's state, with one entry for each tensor in the flat gradient.
+
+    Args:
+        exchange: the reducer.
+        sizes: number of values of each tensor.
+    """
     return split_by_tensor(exchange.tensors(), exchange.spans, exchange.shared_spans, sizes)
 
 
 def load_states_by_tensor(
     exchange: GradientReducer, sizes: Sequence[int], saved: Iterable[Mapping[str, Tensor]], count: int = 0
 ) -> None:
-    """Load saved states, by tensor, into a new reducer. Entries that the reducer has no use for are ignored.
+    """Load saved states, one per tensor, into a new reducer. Entries that the reducer has no use for are ignored.
 
     Args:
         exchange: the new reducer.
-        sizes: of the tensors in its flat gradient.
-        saved: states of these tensors.
-        count: steps that counted so far, so that no random number is drawn twice.
+        sizes: number of values of each tensor in its flat gradient.
+        saved: the states of these tensors.
+        count: number of committed steps, so that no random number is drawn twice.
     """
     rows = [row for row in zip(_starts(sizes), sizes, saved, strict=True) if row[1]]
     for state in exchange.states.values():
@@ -279,18 +336,28 @@ def split_by_tensor(
     shared_spans: Mapping[str, Sequence[SharedSpan]],
     sizes: Sequence[int],
 ) -> list[TensorStates]:
-    """The tensors of a reducer (`GradientReducer.tensors`), split by the tensors of the gradient."""
+    """Split a reducer's tensors by the tensors of the gradient.
+
+    Args:
+        tensors: as from `GradientReducer.tensors`.
+        spans: as from `GradientReducer.spans`.
+        shared_spans: as from `GradientReducer.shared_spans`.
+        sizes: number of values of each tensor in the flat gradient.
+
+    Returns:
+        One entry per tensor. Residuals of the same value are added up.
+    """
     numel, result = sum(sizes), [TensorStates() for _ in sizes]
     for key, tensor in tensors.items():
-        who, _, name = key.partition(".")
-        if who == "shared":
+        owner, _, name = key.partition(".")
+        if owner == "shared":
             at = {start: tensor[begin:end] for start, begin, end in shared_spans[name]}
             for entry, start, size in zip(result, _starts(sizes), sizes, strict=True):
                 if size and start in at:
                     entry[key] = at[start].clone()
         elif name != "count":
             whole, offset = tensor.new_zeros(numel), 0
-            for begin, end in spans[who]:
+            for begin, end in spans[owner]:
                 whole[begin:end] = tensor[offset : offset + end - begin]
                 offset += end - begin
             for entry, part in zip(result, torch.split(whole, list(sizes)), strict=True):

@@ -1,8 +1,9 @@
 """Sparse all-reduce that may become dense (SparCML, Renggli et al. 2019): (place, value) pairs while these are shorter.
 
-A pair takes 4 bytes for the place and 4 for the value, so beyond N/2 places a dense slice is shorter (delta = N v /
-(c + v)). With `split`, owners add up their slices, which are then gathered, sparse or dense; a codec may write a dense
-slice. With `doubling`, ranks exchange and merge with partners at distance 1, 2, 4, ...: fewer rounds, for few values.
+A pair takes 4 bytes for the place and 4 for the value, so beyond N/2 places a dense slice is shorter (delta = N v / (c
++ v)). With the algorithm "split", every rank adds up one slice, and the slices are then gathered, sparse or dense; a
+codec may encode a dense slice. With "doubling", ranks exchange and merge pairs with partners at distance 1, 2, 4, ...:
+fewer rounds, which is faster for few values.
 """
 
 from collections.abc import Generator
@@ -19,22 +20,22 @@ from tutti.config.codec_registry import chunk_length
 from tutti.errors import PlanError
 
 Found = Generator[list[Any], None, Tensor]
-"""Rounds that return the dense sum."""
+"""Rounds that return the dense sum, or the pairs received."""
 
 
 class SparseReducer(GradientReducer):
-    """All-reduce of what a top-k codec sends of every rank's gradient.
+    """All-reduces what a top-k codec selects of every rank's gradient.
 
     Args:
         codec: top-k or DGC.
-        numel: size of the flat gradient.
+        numel: number of values in the flat gradient.
         group: process group, None for all ranks.
-        algorithm: see the module's docstring.
-        back: codec for dense slices on the way back, with its own error feedback at the slice's owner (`split` only). A
-            codec without error feedback should be unbiased.
-        dtype: of the gradient.
-        device: of the gradient.
-        seed: of the codec's random numbers.
+        algorithm: "split" or "doubling", see the module's docstring.
+        back: codec of dense slices when they are gathered, with its own error feedback at the slice's owner ("split"
+            only). A codec without error feedback should be unbiased.
+        dtype: dtype of the gradient.
+        device: device of the gradient.
+        seed: seed of the codec's random numbers.
 
     Attributes:
         switched: whether the last sum became dense.
@@ -53,7 +54,9 @@ class SparseReducer(GradientReducer):
         seed: int = 0,
     ) -> None:
         if back is not None and algorithm != "split":
-            raise PlanError("a codec for the way back needs the algorithm 'split'; with 'doubling' leave `back` out")
+            raise PlanError(
+                "`back`, a codec of dense slices, needs the algorithm 'split'; with 'doubling' leave it out"
+            )
         collectives = CountedCollectives(group)
         self.codec, self.numel, self.algorithm, self.back = codec, numel, algorithm, back
         seed = rank_seed(seed, collectives.rank)
@@ -134,7 +137,10 @@ class SparseReducer(GradientReducer):
         return total
 
     def _doubling(self, places: Tensor, values: Tensor) -> Found:
-        """Ranks beyond the largest power of two hand over their pairs first, and get the sum at the end."""
+        """Merge with partners at doubling distance.
+
+        Ranks beyond the largest power of two hand over their pairs first, and receive the sum at the end.
+        """
         collectives, power, rank = (
             self.collectives,
             1 << (self.collectives.size.bit_length() - 1),
@@ -160,7 +166,7 @@ class SparseReducer(GradientReducer):
         return _dense(local_pairs, self.numel, values)
 
     def _merged(self, left: Tensor, other: Tensor, like: Tensor) -> Tensor:
-        """The sum of two operands, each pairs or dense; dense from the switching point on."""
+        """Return the sum of two operands, each pairs or dense; it is dense from the switching point on."""
         if left.dim() == 2 and other.dim() == 2:
             both = torch.cat([left, other])
             places, at = torch.unique(both[:, 0], return_inverse=True)
@@ -171,7 +177,7 @@ class SparseReducer(GradientReducer):
 
 
 def is_dense(nnz: int, numel: int, value_nbytes: int = 4) -> bool:
-    """Whether `nnz` pairs are longer than all values: nnz > N v / (c + v), with places of c = 4 bytes."""
+    """Return whether `nnz` pairs take more bytes than all values: nnz > N v / (c + v), with places of c = 4 bytes."""
     return nnz * (4 + value_nbytes) > numel * value_nbytes
 
 
@@ -181,7 +187,7 @@ def _slice(rank: int, numel: int, ranks: int) -> tuple[int, int]:
 
 
 def _pairs(places: Tensor, values: Tensor) -> Tensor:
-    """(nnz, 2) int32, or 3 columns for float64: the place, then the bits of the value."""
+    """Return (nnz, 2) int32, or 3 columns for float64: the place, then the bits of the value."""
     words = values.contiguous().view(torch.int32).view(len(values), values.element_size() // 4)
     return torch.cat([places.to(torch.int32)[:, None], words], dim=1)
 
@@ -191,7 +197,7 @@ def _values(pairs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _dense(left: Tensor, numel: int, like: Tensor) -> Tensor:
-    """All values, in the dtype of `like`, from pairs or from what is dense already."""
+    """Return all values, in the dtype of `like`, from pairs or from a tensor that is already dense."""
     if left.dim() == 1:
         return left
     total = like.new_zeros(numel)
@@ -200,11 +206,12 @@ def _dense(left: Tensor, numel: int, like: Tensor) -> Tensor:
 
 
 def _header(left: Tensor) -> Tensor:
-    """Number of pairs that follow; -1: all values."""
+    """Return the number of pairs that follow; -1 announces all values."""
     return torch.tensor([len(left) if left.dim() == 2 else -1], dtype=torch.int64, device=left.device)
 
 
 def _room(header: Tensor, numel: int, like: Tensor) -> Tensor:
+    """Return a receive buffer for what the header announces."""
     pairs = int(header)
     if pairs < 0:
         return like.new_empty(numel)

@@ -14,15 +14,16 @@ from tutti.config.compression import factors_pay
 from tutti.errors import ScriptError
 
 _DENSE, _USED, _WIDE = 1, 2, 4
-"""What a rank says of its factors beside their number of rows: part of its gradient is none, there is one at all, and
-they are as wide as the gradient."""
+"""Flags that a rank sends with its number of rows: it has a gradient besides its factors; it has any gradient; its
+factors must be sent in the gradient's dtype."""
 
 
 class Factors:
     """This rank's factors of one weight in a step: rows of the output's gradient beside rows of the input.
 
     Args:
-        most: rows that are kept. Rows beyond it become a gradient, and so do all rows while it is not `collecting`.
+        most: number of rows that are kept; None: any number. Rows beyond it are added to an ordinary gradient, as are
+            all rows while `collecting` is False.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -31,11 +32,11 @@ class Factors:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Factors":
         copy = Factors()
-        copy.collecting = False  # whoever copies a model has no part in its sums
+        copy.collecting = False  # a copy of the model takes no part in reductions
         return copy
 
     def takes(self, rows: int) -> bool:
-        """Whether this many more rows are kept."""
+        """Return whether this many more rows are kept."""
         return self.collecting and (self.most is None or self.count + rows <= self.most)
 
     def add(self, gradient: Tensor, inputs: Tensor) -> None:
@@ -44,14 +45,27 @@ class Factors:
         self.count += len(gradient)
 
     def take(self, width: int, like: Tensor) -> Tensor:
-        """(K, M + N) rows added since the last call; K may be 0."""
+        """Return the (K, M + N) rows added since the last call, and drop them; K may be 0.
+
+        Args:
+            width: M + N.
+            like: tensor with the dtype and device of an empty result.
+        """
         rows, self.rows, self.count = self.rows, [], 0
         return torch.cat(rows) if rows else like.new_zeros(0, width)
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors) -> Tensor:
-    """`torch.nn.functional.linear` whose backward puts the weight's gradient into `factors` and leaves `weight.grad`
-    None."""
+    """Compute `torch.nn.functional.linear`, with a backward that puts the weight's gradient into `factors`.
+
+    `weight.grad` then stays None, except for rows that `factors` does not take.
+
+    Args:
+        inputs: (..., N).
+        weight: (M, N).
+        bias: (M,), or None.
+        factors: collects the weight's gradient.
+    """
     rows = inputs.reshape(-1, inputs.shape[-1])
     if torch.is_autocast_enabled(inputs.device.type):
         rows = rows.to(torch.get_autocast_dtype(inputs.device.type))
@@ -60,29 +74,33 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors
 
 
 class FactoredLinear(nn.Linear):
-    """A linear layer whose weight has `factors`. A layer becomes one by changing its class; nothing else of it
-    changes."""
+    """A linear layer whose weight has `factors`.
+
+    An nn.Linear becomes one by a change of its class; nothing else of it changes.
+    """
 
     factors: Factors
 
     def forward(self, input: Tensor) -> Tensor:
-        """As in nn.Linear. Plain tensors use factors, tensor subclasses do not."""
+        """Compute as nn.Linear does. Plain tensors use factors, tensor subclasses do not."""
         if type(input) not in (Tensor, nn.Parameter) or not self.weight.requires_grad or not torch.is_grad_enabled():
             return super().forward(input)
         return linear(input, self.weight, self.bias, self.factors)
 
 
 class FactorReducer:
-    """Sums a weight's gradient over a group by its factors. All ranks make it alike; their numbers of rows may differ.
+    """Sums a weight's gradient over a group by its factors.
+
+    All ranks make it with the same arguments; their numbers of rows may differ.
 
     Args:
         group: process group, None for all ranks.
-        half: dtype of rows under mixed precision, in which they are sent.
+        half: dtype in which rows are sent under mixed precision.
 
     Attributes:
-        dense: whether the last sum was one of gradients, because that took fewer bytes or a rank had a gradient
-            besides.
-        used: ranks that had a gradient at all.
+        dense: whether the last reduction was of gradients, because that took fewer bytes or a rank had an ordinary
+            gradient too.
+        used: number of ranks that had any gradient.
     """
 
     def __init__(self, group: Any = None, half: torch.dtype | None = None) -> None:
@@ -90,19 +108,21 @@ class FactorReducer:
         self.dense, self.used = False, 0
 
     def rounds(self, factors: Factors, into: Tensor, dense: Tensor | None = None) -> Rounds:
-        """Leave the sum, (M, N), in `into`. It is bit for bit the same on all ranks, since each computes it from all
-        rows.
+        """Leave the (M, N) sum in `into`, bit for bit the same on all ranks, because each computes it from all rows.
 
         Args:
-            factors: this rank's.
-            into: the sum.
-            dense: this rank's gradient besides the factors, if there is one.
+            factors: this rank's factors.
+            into: (M, N) buffer for the sum.
+            dense: (M, N) gradient of this rank besides the factors, if there is one.
+
+        Raises:
+            ScriptError: if the factors have another width than the weight.
         """
         size, (out_features, in_features) = self.collectives.size, into.shape
         local_rows = factors.take(out_features + in_features, into)
         if local_rows.shape[1] != out_features + in_features:
             raise ScriptError(
-                f"factors of width {local_rows.shape[1]} do not make a weight of shape {tuple(into.shape)}; "
+                f"factors of width {local_rows.shape[1]} do not fit a weight of shape {tuple(into.shape)}; "
                 "give each weight its own Factors"
             )
         marks = (dense is not None) * _DENSE | (dense is not None or len(local_rows) > 0) * _USED
@@ -128,7 +148,12 @@ class FactorReducer:
 
 
 def product(rows: Tensor, like: Tensor) -> Tensor:
-    """The gradient (M, N) of factor rows, in the dtype of `like`."""
+    """Return the (M, N) gradient of factor rows.
+
+    Args:
+        rows: (K, M + N) factors.
+        like: (M, N) tensor with the dtype of the result.
+    """
     gradient, inputs = torch.split(rows.to(like.dtype), list(like.shape), dim=1)
     return gradient.t() @ inputs
 
@@ -146,7 +171,7 @@ class _Linear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         whole = None
-        if torch.is_grad_enabled() or not ctx.factors.takes(len(gradient)):  # a gradient of gradients needs it too
+        if torch.is_grad_enabled() or not ctx.factors.takes(len(gradient)):  # double backward needs it too
             whole = (gradient.t() @ inputs).to(weight.dtype) if needs[1] else None
         elif needs[1]:
             ctx.factors.add(gradient, inputs)

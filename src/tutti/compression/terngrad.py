@@ -1,7 +1,7 @@
 """TernGrad (Wen et al. 2017): -1, 0 or 1 times a scale that all ranks share, drawn without bias.
 
-Values beyond 2.5 standard deviations of their block are clipped; the scale is the largest magnitude over all ranks
-after that. With shared scales a sum over ranks is a whole number of scales, so the way back loses nothing more.
+Values beyond 2.5 standard deviations of their block are clipped. The scale is the largest clipped magnitude over all
+ranks. With shared scales a sum over ranks is a whole number of scales, so the way back loses nothing more.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,20 @@ from tutti.config.compression import Compression
 
 @dataclass(frozen=True, slots=True)
 class TernGrad(Levels):
-    """1/4 + 4/block bytes a value, and 4/block for the shared scales. Its only level is 1: sign and
-    Bernoulli(|x|/s)."""
+    """Sends 1/4 + 4/block bytes a value, and 4/block for the shared scales.
+
+    The only level is 1: a sign, and 0 or 1 drawn by Bernoulli(|x|/s).
+
+    Args:
+        deviations: standard deviations of its block beyond which a value is clipped.
+    """
 
     bits: int = 2  # type: ignore[assignment]
     block: int = 2048
     deviations: float = 2.5
 
     def clipped(self, values: Tensor) -> Tensor:
-        """The values, clipped to `deviations` standard deviations of their block."""
+        """Return the values, clipped to `deviations` standard deviations of their block."""
         rows = blocks.in_blocks(values, self.block)
         count = blocks.sizes(values.numel(), self.block, values)
         mean = rows.sum(dim=1) / count
@@ -45,12 +50,12 @@ class TernGrad(Levels):
         Levels.encode_by_triton(self, self.clipped(values), state, message)
 
     def return_codec(self, ranks: int) -> Levels:
-        """The codec for sums over `ranks` ranks: exact up to 127 ranks, unbiased beyond."""
+        """Return the codec of sums over `ranks` ranks: exact up to 127 ranks, unbiased beyond."""
         if ranks <= 7:
             return Levels(bits=4, block=self.block, rounding="nearest")
         return Levels(bits=8, block=self.block, rounding="nearest" if ranks <= 127 else "unbiased")
 
 
 def from_compression(compression: Compression) -> TernGrad:
-    """TernGrad; a plan states nothing about it."""
+    """Make TernGrad; it has no settings in a plan."""
     return TernGrad()

@@ -1,6 +1,7 @@
-"""Top-k with error feedback: the k values of largest magnitude, with their places.
+"""Top-k with error feedback: sends the k values of largest magnitude, with their places.
 
-The choice is exact, and of equal magnitudes the first places win. A sample only gives a threshold to start from.
+The selection is exact; among equal magnitudes the first places are chosen. A sample only gives a threshold to start
+from.
 """
 
 import math
@@ -19,27 +20,38 @@ from tutti.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class TopK(Codec):
-    """8 bytes each for k = ceil(density n) values: a place of 32 bits and a float32, in rising order of places."""
+    """Sends k = ceil(density n) values, in rising order of places: 8 bytes each, a 32-bit place and a float32.
+
+    Args:
+        density: share of the values that is sent, above 0 and at most 1.
+    """
 
     density: float = 0.01
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
-            raise PlanError(f"density = {self.density}; a share of the values that are sent, above 0 and at most 1")
+            raise PlanError(
+                f"density = {self.density}; give the share of the values that is sent, above 0 and at most 1"
+            )
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return ("residual",)
 
     def count(self, numel: int) -> int:
-        """Number of values that are sent out of `numel`."""
+        """Return how many of `numel` values are sent."""
         return min(numel, math.ceil(self.density * numel))
 
     def nbytes(self, numel: int) -> int:
         return 8 * self.count(numel)
 
     def pairs(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """(places, values) of a message of `numel` values: int32 and float32 views."""
+        """Return the places (int32) and values (float32) of a message, as views of it.
+
+        Args:
+            message: uint8, `nbytes(numel)` or more.
+            numel: number of values in the gradient.
+        """
         indices, picked = parts(message, *((dtype, self.count(numel)) for dtype in (torch.int32, torch.float32)))
         return indices, picked
 
@@ -89,11 +101,11 @@ class TopK(Codec):
         sparse_kernels.decode_add_pairs(*self.pairs(message, into.numel()), into)
 
     def _momentum(self, values: Tensor, state: CodecState) -> Momentum:
-        """The momentum correction of the values, which top-k does not have."""
+        """Return the momentum correction of the values; top-k has none."""
         return 0.0, values[:0], values[:0]
 
     def _take_by_torch(self, residual: Tensor, momentum: Tensor, message: Tensor) -> None:
-        """Move the k largest of `residual` into the message; momentum, where it has a size, becomes 0 there."""
+        """Move the k largest values of `residual` into the message; a given `momentum` becomes 0 at their places."""
         indices, picked = self.pairs(message, residual.numel())
         places = largest(residual, indices.numel())
         indices.copy_(places)
@@ -104,7 +116,10 @@ class TopK(Codec):
 
 
 def _search(one_pass: list[Any], momentum: tuple[Any, ...], count: int) -> Any:
-    """Places of the `count` largest, rising, by a threshold from a sample; None if the sample was misleading."""
+    """Find the places of the `count` largest sums, in rising order, by a threshold from a sample.
+
+    Returns None if the sample was misleading.
+    """
     import numpy as np
 
     from tutti.compression import cpu_kernels
@@ -126,7 +141,7 @@ def _search(one_pass: list[Any], momentum: tuple[Any, ...], count: int) -> Any:
 
 
 def _sampled(one_pass: list[Any], momentum: tuple[Any, ...]) -> Any:
-    """The sums that the pass will form at some places, as integers."""
+    """Return the bits of the sums that the pass will form at sampled places, as integers."""
     import numpy as np
 
     values, old, _ = one_pass
@@ -140,7 +155,10 @@ def _sampled(one_pass: list[Any], momentum: tuple[Any, ...]) -> Any:
 
 
 def _chosen(above: Any, equal: Any, count: int, residual: Any, magnitude: Any) -> Any:
-    """The places of the `count` largest, rising, from those above a threshold and the first ones equal to it."""
+    """Return the places of the `count` largest, in rising order.
+
+    `above` are the places above a threshold, and `equal` the first ones equal to it.
+    """
     import numpy as np
 
     if above.size <= count:
@@ -154,5 +172,5 @@ def _chosen(above: Any, equal: Any, count: int, residual: Any, magnitude: Any) -
 
 
 def from_compression(compression: Compression) -> TopK:
-    """Top-k as a plan states it."""
+    """Make the top-k that a plan states."""
     return TopK(compression.settings["density"])

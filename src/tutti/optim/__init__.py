@@ -1,2 +1,1 @@
-"""How the model is updated: optimizers for large batches, learning-rate rules, and the rules of the 1-bit Adam
-family."""
+"""Updating the model: optimizers for large batches, learning-rate rules, and the 1-bit Adam family."""

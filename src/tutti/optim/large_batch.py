@@ -1,9 +1,9 @@
-"""Optimizers for large batches: LARS, LAMB, NVLAMB and NovoGrad, whose steps follow the norms of whole tensors.
+"""Optimizers for large batches: LARS, LAMB, NVLAMB and NovoGrad, whose steps depend on the norms of whole tensors.
 
-Where ranks hold parts of tensors, `over_parts` makes their norms those of the whole: it is given the squared norms of
-all parts at once and adds up those of parts of one tensor. NVLAMB needs the norm of all gradients of all ranks, too:
-`global_norm`. A group with `adapt` False (biases, normalisations: see
-`parameter_groups`) takes the plain step. A ratio of norms is 1 where one of them is 0.
+Where ranks hold parts of tensors, `over_parts` makes their norms those of the whole tensors. It receives the squared
+norms of all parts at once and adds up those of the same tensor. NVLAMB also needs the norm of the whole model's
+gradients: `global_norm`. Parameter groups with `adapt` False (biases and normalisations: see `parameter_groups`) take
+the plain step. A ratio of norms is 1 where one of them is 0.
 """
 
 import math
@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from tutti.errors import PlanError, ScriptError
 
 SumOverShards = Callable[[Tensor, Sequence[nn.Parameter]], Tensor]
-"""(squared norms, the parameters they are of, both (n,)) -> the squared norms of the whole tensors."""
+"""(squared norms, the parameters they belong to, both (n,)) -> squared norms of the whole tensors."""
 
 GlobalNorm = Callable[[Sequence[nn.Parameter]], float]
-"""The norm of the gradients of the whole model, each tensor counted once over all ranks."""
+"""Returns the norm of the gradients of the whole model, with each tensor counted once over all ranks."""
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _NORM = re.compile(r"Norm(\d+d)?$")
@@ -30,11 +30,18 @@ _BIAS = re.compile(r"^bias_|bias$")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: what is adapted and decays, and biases and normalisations, which neither do nor are.
+    """Split the parameters into two groups: adapted with weight decay, and plain without either.
 
-    The second: parameters of fewer than two dims; those of a normalisation's own, of any dims (torch's, and modules
-    whose class is called ...Norm, ...Norm2d and so on); and those called bias, bias_... or ...bias. Ask for it before
+    The plain group has parameters of fewer than two dims; all parameters of normalisation modules (torch's, and modules
+    whose class name ends in Norm, Norm2d and so on); and those called bias, bias_... or ...bias. Call this before
     parameters are divided or flattened.
+
+    Args:
+        model: the model; only parameters that require a gradient are included.
+        weight_decay: weight decay of the adapted group.
+
+    Returns:
+        Parameter groups for an optimizer; empty ones are left out.
     """
     excluded = {
         parameter
@@ -57,14 +64,22 @@ def _normalises(module: nn.Module) -> bool:
 
 
 class NormScaledOptimizer(Optimizer):
-    """What they share: the loop over parameters with a gradient, and squared norms in one tensor."""
+    """Base class: the loop over parameters with a gradient, and norms of whole tensors.
+
+    Args:
+        params: parameters or parameter groups.
+        defaults: settings of the optimizer; "adapt" is added to them.
+
+    Attributes:
+        over_parts: adds up squared norms over ranks that hold parts of the same tensor; None where none do.
+    """
 
     over_parts: SumOverShards | None = None
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         for name, least in (("lr", 0.0), ("weight_decay", 0.0), ("eps", 0.0)):
             if defaults.get(name, least) < least:
-                raise PlanError(f"{name} = {defaults[name]}; give {type(self).__name__} {least} or more")
+                raise PlanError(f"{name} = {defaults[name]}; {type(self).__name__} needs {least} or more")
         super().__init__(params, {**defaults, "adapt": True})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -74,7 +89,14 @@ class NormScaledOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update from the gradients that stand."""
+        """Update the parameters from their present gradients.
+
+        Args:
+            closure: computes the loss anew, as for any torch optimizer.
+
+        Returns:
+            The closure's loss, or None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -88,18 +110,18 @@ class NormScaledOptimizer(Optimizer):
         raise AssertionError(f"{type(self).__name__} has no update")
 
     def _check_dense(self, live: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
-        """Raises ScriptError for a gradient of some rows: moments and decay are of all of them."""
+        """Raise ScriptError for a sparse gradient, because moments and weight decay apply to whole tensors."""
         for parameter, _ in live:
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ScriptError(
-                    f"{type(self).__name__} got a sparse gradient, of the parameter of shape "
-                    f"{tuple(parameter.shape)}, and updates whole tensors; make its embedding with sparse=False, or "
+                    f"{type(self).__name__} updates whole tensors, but the parameter of shape "
+                    f"{tuple(parameter.shape)} has a sparse gradient; make its embedding with sparse=False, or "
                     "give that parameter to an optimizer of its own, such as torch.optim.SparseAdam"
                 )
 
     def _norms(self, tensors: list[Tensor], parameters: list[nn.Parameter]) -> list[float]:
-        """The norms of whole tensors, of each of which this rank has `tensors`."""
-        if not tensors and self.over_parts is None:  # else the other ranks wait
+        """Return the norm of each whole tensor, of which `tensors` holds this rank's parts."""
+        if not tensors and self.over_parts is None:  # with over_parts, the other ranks wait for this one
             return []
         sums = [tensor.detach().double().square().sum() for tensor in tensors]
         squares = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
@@ -111,9 +133,15 @@ class NormScaledOptimizer(Optimizer):
 class LARS(NormScaledOptimizer):
     """Layer-wise rates (You et al. 2017): l = trust ||w|| / (||g|| + wd ||w||), v = mu v + lr l (g + wd w), w -= v.
 
-    The rate is inside the momentum, so a rate that changes acts on new gradients only; with `momentum_correction`
-    (Goyal et al. 2017, section 3) v is multiplied with the new rate over the old one, as if the rate were outside. With
-    `nesterov`, w -= mu v + lr l (g + wd w) with the new v.
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate. It is inside the momentum, so a new rate applies to new gradients only.
+        momentum: mu.
+        weight_decay: wd.
+        trust: the trust coefficient.
+        nesterov: update by w -= mu v + lr l (g + wd w), with the new v.
+        momentum_correction: multiply v with the new rate over the old one, as if the rate were outside the momentum
+            (Goyal et al. 2017, section 3).
     """
 
     def __init__(
@@ -152,9 +180,21 @@ class LARS(NormScaledOptimizer):
 
 
 class LAMB(NormScaledOptimizer):
-    """Adam's step with the norm of the weights (You et al. 2020): r = m / (sqrt(v) + eps) + wd w, both corrected for
-    their start; w -= lr (||w|| / ||r||) r. With `normalise` (NVLAMB) all gradients are divided by their global norm.
-    `ratios`: ||w|| / ||r|| of the last update.
+    """Adam's step scaled to the norm of the weights (You et al. 2020).
+
+    r = m / (sqrt(v) + eps) + wd w with bias-corrected m and v, and w -= lr (||w|| / ||r||) r.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: decay rates of m and v.
+        eps: added to sqrt(v).
+        weight_decay: wd.
+        normalise: divide all gradients by their global norm (NVLAMB).
+
+    Attributes:
+        ratios: ||w|| / ||r|| of the last update, by parameter.
+        global_norm: returns the norm of the gradients of the whole model; None where this rank holds all of them.
     """
 
     global_norm: GlobalNorm | None = None
@@ -206,13 +246,28 @@ class LAMB(NormScaledOptimizer):
 
 
 def nvlamb(params: Iterable[Any], lr: float, **settings: Any) -> LAMB:
-    """NVLAMB: LAMB on gradients divided by their global norm."""
+    """Make NVLAMB: LAMB on gradients divided by their global norm.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        settings: further settings of LAMB.
+    """
     return LAMB(params, lr, normalise=True, **settings)
 
 
 class NovoGrad(NormScaledOptimizer):
-    """A second moment for a whole tensor (Ginsburg et al. 2019): v = ||g||^2 at first, then b2 v + (1 - b2) ||g||^2;
-    m = b1 m + g / (sqrt(v) + eps) + wd w, w -= lr m. `adapt` False leaves g as it is.
+    """Keeps one second moment per tensor (Ginsburg et al. 2019).
+
+    v = ||g||^2 at first, then b2 v + (1 - b2) ||g||^2; m = b1 m + g / (sqrt(v) + eps) + wd w; w -= lr m. In groups with
+    `adapt` False, g is not divided.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: b1 and b2.
+        eps: added to sqrt(v).
+        weight_decay: wd.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""Learning-rate rules: which rate the optimizer uses at each step, given the global batch; warm-up is here. Loads no
-torch.
+"""Learning-rate rules: the rate of each step from the global batch size, with warm-up. Does not import torch.
 
-The rate of a step is a closed form of the step's number, so a resumed run needs no state. The rule multiplies the rate
-of the user's scheduler (`learning_rate_factor`), so a decay written for one batch size stays as written. The factor is
-applied for one update (`scaled_learning_rate`), so schedulers never see it.
+The rate is a closed form of the step's number, so a resumed run needs no state. The rule multiplies the rate of the
+user's scheduler (`learning_rate_factor`), so a decay written for one batch size stays as written. The factor applies
+during one update only (`scaled_learning_rate`), so schedulers never see it.
 """
 
 import math
@@ -23,21 +22,32 @@ Warmup = Literal["none", "constant", "gradual"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRRule:
-    """A base rate stated once, at one batch size, and how it moves with the global batch.
+    """A base rate stated for one batch size, and how it scales with the global batch size.
 
-    `base_lr` (None: the optimizer's own rate) was found good at `base_batch_size`, in the unit of the Job's
-    global batch. With k = global_batch_size / base_batch_size the target is k * base_lr ("linear": Goyal et
-    al. 2017, arXiv 1706.02677, section 2.1), sqrt(k) * base_lr ("sqrt": keeps the covariance of an update,
-    Krizhevsky 2014, arXiv 1404.5997, section 5) or base_lr ("none"). The first two need `base_batch_size`.
-    "adascale" (Johnson et al. 2020, arXiv 2007.05105) multiplies base_lr with the gain of each step, which the gradient
-    noise scale gives while training, and advances a scheduler that counts steps by the gain: so many steps of the base
-    batch are done. It takes no warm-up, and is the one rule whose rates are measured: they
-    differ a little between numbers of ranks, for the noise is estimated from the parts that ranks compute.
+    `base_lr` was found good at `base_batch_size`. With k = global_batch_size / base_batch_size, `scale` sets the
+    target:
 
-    Warm-up lasts `warmup_steps` steps or `warmup_epochs` epochs (fractions count; exactly one of the two).
-    "constant" holds `warmup_start_lr` and then jumps to the target; "gradual" rises to the target by equal
-    amounts a step (Goyal et al., section 2.2). `warmup_start_lr` defaults to base_lr, or the target where
-    that is smaller, under "linear" and "sqrt"; to 0 under "none", where "constant" needs it stated.
+    - "linear": k * base_lr (Goyal et al. 2017, arXiv 1706.02677, section 2.1).
+    - "sqrt": sqrt(k) * base_lr, which keeps the covariance of an update (Krizhevsky 2014, arXiv 1404.5997, section 5).
+    - "none": base_lr.
+    - "adascale": base_lr times the gain of each step, measured from the gradient noise scale (Johnson et al. 2020,
+      arXiv 2007.05105).
+
+    "adascale" also advances a scheduler that counts steps by the gain, so that it counts steps of the base batch. It
+    takes no warm-up. It is the only rule with measured rates: they differ a little between numbers of ranks, because
+    the noise is estimated from the parts that ranks compute.
+
+    Attributes:
+        base_lr: the base rate; None: the optimizer's own rate.
+        base_batch_size: batch size at which `base_lr` holds, in the unit of the Job's global batch size. Needed unless
+            `scale` is "none".
+        scale: how the target depends on the batch size.
+        warmup: "constant" holds `warmup_start_lr` and then jumps to the target; "gradual" rises to the target by equal
+            amounts per step (Goyal et al., section 2.2).
+        warmup_steps: length of the warm-up in steps. A warm-up needs either this or `warmup_epochs`.
+        warmup_epochs: length of the warm-up in epochs; fractions are allowed.
+        warmup_start_lr: rate at the start of the warm-up. Default: the smaller of base_lr and the target under "linear"
+            and "sqrt"; 0 under "none", where "constant" needs it stated.
     """
 
     base_lr: float | None = None
@@ -62,7 +72,7 @@ class LRRule:
                 "base_lr holds: give it"
             )
         if self.scale == "adascale" and self.warmup != "none":
-            raise PlanError("LRRule.scale = 'adascale' begins with base_lr by itself; leave warmup at 'none'")
+            raise PlanError("LRRule.scale = 'adascale' starts at base_lr without a warm-up; leave warmup at 'none'")
         given = [name for name in ("warmup_steps", "warmup_epochs") if getattr(self, name) is not None]
         if self.warmup == "none":
             given += ["warmup_start_lr"] if self.warmup_start_lr is not None else []
@@ -89,12 +99,18 @@ def learning_rate(
     steps_per_epoch: int | None,
     gain: float = 1.0,
 ) -> float:
-    """The rate of step `step` (0: before the first update), without the user's scheduler.
+    """Return the rate of one step, without the user's scheduler.
 
-    `optimizer_lr`: the optimizer's own rate, used where the rule states no base_lr. `global_batch_size`: as
-    the Job states it (an epoch's short last batch does not change it). `steps_per_epoch`: None where unknown. `gain`:
-    AdaScale's, of this step.
-    Raises PlanError where a warm-up in epochs meets an epoch of unknown length.
+    Args:
+        rule: the rule.
+        optimizer_lr: the optimizer's own rate, used where the rule has no base_lr.
+        step: number of the step; 0 is the first update.
+        global_batch_size: the Job's global batch size. An epoch's short last batch does not change it.
+        steps_per_epoch: steps in an epoch; None where unknown.
+        gain: AdaScale's gain of this step.
+
+    Raises:
+        PlanError: if the warm-up is in epochs and the length of an epoch is unknown.
     """
     base = optimizer_lr if rule.base_lr is None else rule.base_lr
     target = base * (gain if rule.scale == "adascale" else _scale(rule, global_batch_size))
@@ -105,7 +121,7 @@ def learning_rate(
     if rule.warmup == "constant":
         return start
     rate = start + (target - start) * (step / steps)
-    return min(max(rate, min(start, target)), max(start, target))  # rounding may not pass either end
+    return min(max(rate, min(start, target)), max(start, target))  # rounding must not pass either end
 
 
 def learning_rate_factor(
@@ -117,13 +133,22 @@ def learning_rate_factor(
     steps_per_epoch: int | None,
     gain: float = 1.0,
 ) -> float:
-    """What the scheduled rate of every parameter group is multiplied with in step `step`.
+    """Return the factor for the scheduled rate of every parameter group in one step.
 
-    `optimizer_lr`: the rate at which the optimizer was made, before any scheduler; the same throughout a run.
+    Args:
+        rule: the rule.
+        optimizer_lr: the rate with which the optimizer was made, before any scheduler; the same throughout a run.
+        step: number of the step; 0 is the first update.
+        global_batch_size: the Job's global batch size.
+        steps_per_epoch: steps in an epoch; None where unknown.
+        gain: AdaScale's gain of this step.
+
+    Raises:
+        PlanError: if `optimizer_lr` is not above 0, or as for `learning_rate`.
     """
     if not optimizer_lr > 0:
         raise PlanError(
-            f"the optimizer's learning rate is {optimizer_lr}, and a learning-rate rule multiplies it; "
+            f"the optimizer's learning rate is {optimizer_lr}, which a learning-rate rule cannot scale; "
             "make the optimizer with a rate above 0"
         )
     rate = learning_rate(
@@ -133,14 +158,14 @@ def learning_rate_factor(
 
 
 def warmup_length(rule: LRRule, steps_per_epoch: int | None) -> int:
-    """How many steps the warm-up lasts: the first step that uses the target rate."""
+    """Return the length of the warm-up in steps, which is the first step that uses the target rate."""
     if rule.warmup_steps is not None:
         return rule.warmup_steps
     if rule.warmup_epochs is None:
         return 0
     if steps_per_epoch is None:
         raise PlanError(
-            f"LRRule.warmup_epochs = {rule.warmup_epochs}, but the length of an epoch is not known (the data "
+            f"LRRule.warmup_epochs = {rule.warmup_epochs}, but the length of an epoch is unknown (the data "
             "set has no len()); give warmup_steps instead"
         )
     return max(1, round(rule.warmup_epochs * steps_per_epoch))
@@ -180,9 +205,9 @@ def _count(name: str, value: object) -> None:
 
 
 def initial_learning_rate(optimizer: "Optimizer") -> float:
-    """The rate of the first parameter group as the optimizer was made: `factor`'s `optimizer_lr`.
+    """Return the rate with which the first parameter group was made: the `optimizer_lr` of `learning_rate_factor`.
 
-    Schedulers keep it as "initial_lr" when they change "lr". Ask before a checkpoint is loaded.
+    Schedulers store it as "initial_lr" when they change "lr". Call this before a checkpoint is loaded.
     """
     group = optimizer.param_groups[0]
     rate = group.get("initial_lr", group.get("lr"))
@@ -196,10 +221,10 @@ def initial_learning_rate(optimizer: "Optimizer") -> float:
 
 @contextmanager
 def scaled_learning_rate(optimizer: "Optimizer", factor: float) -> Iterator[None]:
-    """Inside, every parameter group's rate is multiplied by `factor`; afterwards it is exactly what it was.
+    """Multiply every parameter group's rate by `factor` inside this context, and restore it exactly afterwards.
 
-    Wrap `optimizer.step()` in it; step schedulers outside. A rate kept as a tensor (capturable optimizers) is
-    changed in place, since captured graphs hold on to it, and once only if groups share it.
+    Wrap `optimizer.step()` in it, and step schedulers outside. A rate stored as a tensor (capturable optimizers) is
+    changed in place, because captured graphs refer to it, and only once if groups share it.
     """
     from torch import Tensor
 

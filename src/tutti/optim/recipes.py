@@ -1,4 +1,4 @@
-"""Named recipes: an optimizer, a rule for its rate and its decay that belong together, for any batch size.
+"""Named recipes: an optimizer, a learning-rate rule and a decay that belong together, for any batch size.
 
 recipe = recipe_named("remote-sensing")
 job = tutti.Job(global_batch_size=8192, lr_rule=recipe.lr_rule)
@@ -19,11 +19,19 @@ from tutti.optim.learning_rate import LRRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LarsRecipe:
-    """LARS with Nesterov's momentum; biases and normalisations are neither adapted nor decayed.
+    """LARS with Nesterov momentum. Biases and normalisations are neither adapted nor decayed.
 
-    The rate is `base_lr` at a batch of `base_batch_size` and in proportion to the batch (k ranks of n samples: k n),
-    reached from `base_lr` by equal amounts a step over `warmup_epochs`; it is multiplied with `decay` after each of
-    `decay_epochs`. `trust`: LARS' coefficient.
+    The rate is proportional to the global batch size. During the warm-up it rises from `base_lr`.
+
+    Attributes:
+        base_lr: rate at a batch of `base_batch_size`.
+        base_batch_size: batch size for which `base_lr` holds.
+        warmup_epochs: epochs in which the rate rises by equal amounts per step.
+        decay_epochs: epochs after which the rate is multiplied with `decay`.
+        decay: factor of each decay.
+        momentum: momentum of LARS.
+        weight_decay: weight decay of the adapted parameters.
+        trust: trust coefficient of LARS.
     """
 
     base_lr: float = 0.1
@@ -37,7 +45,7 @@ class LarsRecipe:
 
     @property
     def lr_rule(self) -> LRRule:
-        """For the Job: linear in the batch, with a gradual warm-up (Goyal et al. 2017, section 2.2)."""
+        """The rule for the Job: linear in the batch size, with a gradual warm-up (Goyal et al. 2017, section 2.2)."""
         return LRRule(
             base_lr=self.base_lr,
             base_batch_size=self.base_batch_size,
@@ -47,7 +55,7 @@ class LarsRecipe:
         )
 
     def optimizer(self, model: nn.Module) -> LARS:
-        """For a model that nothing has taken apart yet."""
+        """Make the optimizer. Call this before the model's parameters are divided or flattened."""
         return LARS(
             parameter_groups(model, self.weight_decay),
             self.base_lr,
@@ -57,18 +65,28 @@ class LarsRecipe:
         )
 
     def scheduler(self, optimizer: Optimizer) -> MultiStepLR:
-        """The decays, to be advanced once an epoch (`scheduler_clock="epoch"`); the rule multiplies what it gives."""
+        """Make the scheduler of the decays, to be advanced once per epoch (`scheduler_clock="epoch"`).
+
+        The Job's rule multiplies the rates that it sets.
+        """
         return MultiStepLR(optimizer, list(self.decay_epochs), gamma=self.decay)
 
 
 RECIPES: dict[str, LarsRecipe] = {"remote-sensing": LarsRecipe()}
-"""remote-sensing: LARS and Nesterov, 0.1 k n / 256, 5 epochs of warm-up, a tenth after 30, 60 and 80 epochs: rates of
-Goyal et al. 2017 (arXiv 1706.02677) for 90 epochs of ImageNet, with LARS, as used for classifying satellite pictures.
-Momentum, weight decay and LARS' coefficient are those of You et al. 2017 (arXiv 1708.03888)."""
+"""Recipes by name.
+
+remote-sensing: LARS with Nesterov momentum, for classifying satellite images. The rate is 0.1 per 256 samples, with 5
+epochs of warm-up and a tenth after 30, 60 and 80 epochs, as Goyal et al. 2017 (arXiv 1706.02677) use for 90 epochs of
+ImageNet. Momentum, weight decay and trust coefficient are those of You et al. 2017 (arXiv 1708.03888).
+"""
 
 
 def recipe_named(name: str) -> LarsRecipe:
-    """The recipe of that name. Raises PlanError with the names there are."""
+    """Return the recipe of this name.
+
+    Raises:
+        PlanError: if there is none; the message lists the names.
+    """
     if name not in RECIPES:
-        raise PlanError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
+        raise PlanError(f"there is no recipe {name!r}; use one of {', '.join(RECIPES)}")
     return RECIPES[name]

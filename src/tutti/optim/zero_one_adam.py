@@ -1,12 +1,13 @@
-"""0/1 Adam (Lu et al. 2022, arXiv 2202.06009): the second moment v learns ever more rarely, then ranks step alone.
+"""0/1 Adam (Lu et al. 2022, arXiv 2202.06009): v learns in fewer and fewer updates, then ranks step independently.
 
-The user's own Adam or AdamW goes on. It makes the updates itself while v learns in every update; after that a hook
-before its step makes the update in its place, from the same state. Until `freeze_step`, v learns from exact sums of
-gradients, and only momentum learns in between. Then v is frozen. Every rank steps with its own momentum and adds up its
-displacement, until all move by the mean of their displacements. Two things differ from the paper. Adam's corrections of
-the start stay, so that it is Adam while v learns in every update. Gradients and displacements are sent divided by d =
-sqrt(v) + eps, with the floors of `frozen_second_moment.py`: the published form goes to NaN where v = 0, and far where v
-is small.
+The user's own Adam or AdamW stays in place. It makes the updates as long as the second moment v learns in every one.
+After that a hook before its step makes the update instead, from the same state. Until `freeze_step`, v learns from
+exact sums of gradients, and in the updates between only momentum learns. Then v is frozen. Every rank steps with its
+own momentum and accumulates its displacement, until all ranks move by the mean of their displacements.
+
+Two things differ from the paper. Adam's bias corrections stay, so it is Adam while v learns in every update. Gradients
+and displacements are divided by d = sqrt(v) + eps before they are sent, with the lower bounds of
+`frozen_second_moment.py`. The published form turns into NaN where v = 0, and diverges where v is small.
 """
 
 from typing import Any
@@ -27,15 +28,25 @@ from tutti.optim.frozen_second_moment import (
 )
 
 LEARNED_UPDATES = "refreshed"
-"""Key in an optimizer's state of a parameter: number of updates in which its v has learned."""
+"""Key in a parameter's optimizer state: number of updates in which its second moment has learned."""
 
 
 class ZeroOneAdam:
-    """An Adam optimizer under 0/1 Adam.
+    """Makes the updates of an Adam optimizer by the rules of 0/1 Adam.
 
-    Once ranks step alone, the state of a parameter has `base`, where ranks last agreed; `displacement`, the
-    displacement from there; `rates`, the sum of rates on it; and `shrink`, what decay has left of the base.
-    `observed_norms`: see FrozenSecondMoment.
+    Once ranks step independently, a parameter's state has `base`, its value where ranks last agreed; `displacement`,
+    how far it has moved from there; `rates`, the sum of the learning rates since; and `shrink`, the factor that weight
+    decay has applied to the base.
+
+    Args:
+        optimizer: torch's Adam or AdamW; hooks are added to its step.
+        freeze_step: number of updates after which v is frozen and ranks step independently.
+        kappa: v learns in the first kappa updates, then kappa times in every second update, then in every fourth, and
+            so on.
+        floor: lower bound of sqrt(v), relative to its root mean square over the tensor.
+
+    Attributes:
+        observed_norms: see FrozenSecondMoment.
     """
 
     def __init__(self, optimizer: Optimizer, freeze_step: int, kappa: int, *, floor: float = 0.1) -> None:
@@ -48,7 +59,7 @@ class ZeroOneAdam:
 
     @property
     def count(self) -> int:
-        """Updates so far, of the parameter that had most."""
+        """Number of updates so far, of the parameter that had the most."""
         return update_count(self.optimizer)
 
     @property
@@ -58,32 +69,33 @@ class ZeroOneAdam:
 
     @property
     def frozen(self) -> bool:
-        """Whether v is frozen, and ranks step alone."""
+        """Whether v is frozen, so that ranks step independently."""
         return self.count >= self.freeze_step
 
     @property
     def wants_statistics(self) -> bool:
-        """Whether the next sum needs `observed_norms`."""
+        """Whether the next reduction should collect `observed_norms`."""
         return self.exact
 
     def knows(self, parameter: nn.Parameter) -> bool:
-        """Whether v of a parameter has learned anything."""
+        """Return whether the second moment of a parameter has learned anything."""
         return "exp_avg_sq" in self.optimizer.state.get(parameter, {})
 
     def gather(self) -> None:
-        """Nothing of its state is divided among ranks."""
+        """Do nothing: none of its state is divided among ranks."""
 
     @torch.no_grad()
     def rebase(self) -> None:
-        """Ranks agree here."""
+        """Take the present values as those on which all ranks agree, and set the displacements to zero."""
         for parameter, _, state in self.learned():
             state["base"], state["displacement"] = parameter.detach().clone(), torch.zeros_like(parameter)
             state["rates"], state["shrink"] = 0.0, 1.0
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Every parameter's `displacement` is the mean of ranks' displacements: go there, with the momentum it stands
-        for.
+        """Move to the agreed values, with the momentum that the mean displacement stands for.
+
+        Every parameter's `displacement` must be the mean over ranks when this is called.
         """
         for parameter, group, state in self.learned():
             state["base"].mul_(state["shrink"]).sub_(state["displacement"])
@@ -94,18 +106,23 @@ class ZeroOneAdam:
             state["rates"], state["shrink"] = 0.0, 1.0
 
     def divisor(self, parameter: nn.Parameter) -> Tensor:
-        """What the gradient of a parameter whose v has learned is divided by to be sent compressed."""
+        """Return what a parameter's gradient is divided by to be sent compressed.
+
+        The parameter's second moment must have learned.
+        """
         group = next(group for candidate, group in parameters_with_groups(self.optimizer) if candidate is parameter)
         return self._root(group, self.optimizer.state[parameter])
 
     def learned(self) -> ParameterStates:
-        """Parameters whose v has learned something, each with its group and its state: the same on all ranks."""
+        """Return the parameters whose second moment has learned, with group and state; the same on all ranks."""
         states = self.optimizer.state
         return [(p, group, states[p]) for p, group in parameters_with_groups(self.optimizer) if self.knows(p)]
 
     @torch.no_grad()
     def _before(self, *arguments: Any) -> None:
-        """Once v does not learn in every update, make the update; the optimizer's own step then finds no gradient."""
+        """Once v does not learn in every update, make the update and hide the gradients from the optimizer's own
+        step.
+        """
         if self.count < min(self.kappa, self.freeze_step):
             return
         learning, diverged = self.exact, self.frozen
@@ -144,13 +161,14 @@ class ZeroOneAdam:
             state["rates"], state["shrink"] = state["rates"] + rate, state["shrink"] * decay_factor
 
     def _root(self, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
-        """sqrt(v) + eps, v without the bias of its start, with its floor."""
+        """Return sqrt(v) + eps, bias-corrected, with its lower bound."""
         refreshed = state.get(LEARNED_UPDATES, float(state["step"]))
         root = (state["exp_avg_sq"] / (1 - group["betas"][1] ** int(refreshed))).sqrt()
         least = self.floor * cancellation_excess(state) * root.square().mean().sqrt() if root.numel() else 0.0
         return root.clamp(min=least).add_(float(group["eps"]))  # type: ignore[no-any-return]
 
     def _after(self, *arguments: Any) -> None:
+        """Restore hidden gradients and store the step's squared norms."""
         for parameter_set_aside, gradient in self._set_aside:
             parameter_set_aside.grad = gradient
         self._set_aside = []
@@ -159,7 +177,7 @@ class ZeroOneAdam:
 
 
 def zero_one_adam_of(optimizer: Optimizer) -> ZeroOneAdam:
-    """The `ZeroOneAdam` that an optimizer has."""
+    """Return the `ZeroOneAdam` that drives an optimizer."""
     hooks = optimizer._optimizer_step_pre_hooks.values()
     owners = (getattr(hook, "__self__", None) for hook in hooks)
     return next(owner for owner in owners if isinstance(owner, ZeroOneAdam))

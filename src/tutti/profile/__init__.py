@@ -1,6 +1,6 @@
 """Profiles of models and machines: `nn.Module` -> ModelSpec on the meta device, hosts -> ClusterSpec by measuring.
 
-The names below are loaded when they are first used: the catalog and the named architectures need no torch.
+The names below are loaded on first use, because the catalog and the named architectures need no torch.
 """
 
 from typing import TYPE_CHECKING, Any

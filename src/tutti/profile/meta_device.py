@@ -47,12 +47,12 @@ _MOVES = frozenset((Tensor.to, Tensor.cpu, Tensor.cuda))
 
 
 def to_meta(tensor: Tensor) -> Tensor:
-    """A meta tensor of the same shape, strides and dtype; requires no gradient."""
+    """Return a meta tensor of the same shape, strides and dtype; it requires no gradient."""
     return torch.empty_like(tensor.detach(), device="meta")
 
 
 def flat_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments, also those in lists and tuples."""
+    """Yield the tensors among an operator's arguments, also those in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -61,19 +61,19 @@ def flat_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def mixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether meta and real tensors meet in one call."""
+    """Return whether meta and real tensors meet in one call."""
     metas = {tensor.is_meta for tensor in flat_tensors((*args, *kwargs.values()))}
     return len(metas) == 2
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """While open, parameters of modules are made on the meta device, without memory.
+    """While open, create parameters of modules on the meta device, without memory.
 
-    Large tensors (more than SMALL_NUMEL elements) that a module's constructor makes are on meta too. Small ones that
-    are not parameters keep their values, and so do all tensors made elsewhere, such as the script's data. Initialisers
-    do nothing to meta tensors; an operation on meta and real tensors gives a meta tensor; a meta tensor stays on meta
-    when it is moved.
+    Large tensors (more than SMALL_NUMEL elements) that a module's constructor creates are on meta too. Small tensors
+    that are not parameters keep their values, and so do all tensors created elsewhere, such as the script's data.
+    Initialisers do nothing to meta tensors. An operation on meta and real tensors returns a meta tensor. A meta tensor
+    stays on meta when it is moved.
     """
     handle = register_module_parameter_registration_hook(_empty_parameter)
     try:
@@ -84,10 +84,10 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def meta_copy(model: M) -> M:
-    """A deep copy of `model` whose parameters are on meta; nothing of their size is allocated.
+    """Return a deep copy of `model` whose parameters are on meta; nothing of their size is allocated.
 
     Tied parameters stay tied. Buffers and plain tensor attributes keep their values if they are small, and go to meta
-    otherwise. Raises whatever copying a module's own attributes raises.
+    otherwise. Exceptions from copying a module's own attributes are passed on.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -99,7 +99,7 @@ def meta_copy(model: M) -> M:
 
 
 def _empty_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Registration hook: moves a parameter's contents to meta but keeps its identity, so that ties stay."""
+    """Registration hook: move a parameter's contents to meta but keep its identity, so that ties stay."""
     if type(parameter) is not nn.Parameter or parameter.is_meta:
         return
     twin = nn.Parameter(to_meta(parameter), requires_grad=parameter.requires_grad)
@@ -110,7 +110,7 @@ def _empty_parameter(module: nn.Module, name: str, parameter: nn.Parameter | Non
 
 
 def _in_constructor() -> bool:
-    """Whether a frame below is a module's constructor, initialiser, or `apply`."""
+    """Return whether a calling frame is a module's constructor, initialiser, or `apply`."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -138,7 +138,7 @@ class _BuildMode(TorchFunctionMode):
             return _call(func, args, kwargs)
         new_args, new_kwargs = tree_map_only(Tensor, _unreal, (args, kwargs))
         result = _call(func, new_args, new_kwargs)
-        # An in-place operation must give back the tensor it was called on, though its values are unknown now.
+        # An in-place operation must return the tensor it was called on, though its values are now unknown.
         return args[0] if args and isinstance(args[0], Tensor) and result is new_args[0] else result
 
 
@@ -147,22 +147,26 @@ def _unreal(tensor: Tensor) -> Tensor:
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of tensors. One that needs the values of a meta tensor is refused, naming the script's line."""
+    """Call a function of tensors.
+
+    Raises:
+        ScriptError: it needs the values of a meta tensor; the message names the script's line.
+    """
     try:
         return func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         if not any(tensor.is_meta for tensor in flat_tensors((*args, *kwargs.values()))) or "meta" not in str(error):
             raise
-        frame = sys._getframe(2)  # of whoever called the function
+        frame = sys._getframe(2)  # the caller of the function
         raise ScriptError(
             f"{frame.f_code.co_filename}, line {frame.f_lineno} reads values of parameters "
-            f"({getattr(func, '__name__', func)}), which have none while a model is only described; "
-            "do it after job.prepare"
+            f"({getattr(func, '__name__', func)}), which have no values while a model is only described; "
+            "read them after job.prepare"
         ) from error
 
 
 def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a factory function; on meta if its result is large."""
+    """Call a factory function, on meta if its result is large."""
     on_meta = {key: value for key, value in kwargs.items() if key not in ("generator", "pin_memory")}
     outline = func(*args, **{**on_meta, "device": "meta"})
     if outline.numel() > SMALL_NUMEL:
@@ -171,7 +175,7 @@ def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _stays(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a move is left out: of a meta tensor, or to a CUDA device that this machine lacks."""
+    """Return whether a move is skipped: of a meta tensor, or to a CUDA device that this machine lacks."""
     if args[0].is_meta:
         return True
     if torch.cuda.is_available():
@@ -181,7 +185,7 @@ def _stays(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _cast(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`tensor.to(*args, **kwargs)` without its change of device."""
+    """Return `tensor.to(*args, **kwargs)` without its change of device."""
     others = (*args, *kwargs.values())
     dtypes = [other.dtype if isinstance(other, Tensor) else other for other in others]
     dtype = next((value for value in dtypes if isinstance(value, torch.dtype)), tensor.dtype)
@@ -189,7 +193,7 @@ def _cast(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _CopyMode(TorchFunctionMode):
-    """Copies tensors that are not parameters: small ones with their values, others as meta."""
+    """Copies tensors that are not parameters: small ones with their values, others to meta."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

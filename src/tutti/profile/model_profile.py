@@ -1,8 +1,8 @@
 """`nn.Module` -> ModelSpec: parameters, FLOPs, activations and optimizer state of every module, for one sample.
 
 One training step is traced on the meta device at two batch sizes. What grows between them is the cost per sample; the
-rest (weights read once a pass, tables, constants) is the cost per pass. Nothing is computed, and nothing of the model's
-size is allocated.
+rest (weights read once per pass, tables, constants) is the cost per pass. Nothing is computed, and nothing of the
+model's size is allocated.
 """
 
 import inspect
@@ -40,28 +40,28 @@ def describe_model(
     tokens_per_sample: int = 0,
     dataset_samples: int | None = None,
 ) -> ModelSpec:
-    """Find what `loss(model(*args, **kwargs), target)`, its backward and the optimizer's step cost, without running
-    them.
+    """Return the costs of a model's forward, its loss, their backward and the optimizer's step, without running them.
 
     Args:
         model: left unchanged.
-        args, kwargs, target: one collated batch.
+        args, kwargs, target: one collated batch, for `loss(model(*args, **kwargs), target)`.
         loss: called with the output and the target; returns a tensor or a tutti.Weighted.
         optimizer: one or several, for the bytes of their state.
         samples: samples in the batch; 4 is a good number. Costs per sample come from comparing the whole batch with its
-            first half; with 1 they are simply divided.
-        name: of the model; its class by default.
+            first half; with 1 sample they are simply divided.
+        name: name of the model; its class name by default.
         tokens_per_sample: 0 for a model without tokens.
         dataset_samples: size of the training set.
 
-    Returns: The costs. Where the model cannot be traced they are of parameters only, and `untraced` and a note say
-        which module, or that the loss function, failed and why.
+    Returns:
+        The costs. If the model cannot be traced they cover only parameters. `untraced` and a note then name the module
+        that failed, or the loss function, and the reason.
     """
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     notes: dict[str, None] = {}
     batch = Batch(args=tuple(args), kwargs=dict(kwargs), target=target, samples=samples)
     lazy = [path for path, parameter in model.named_parameters() if is_lazy(parameter)]
-    untraced = f"{', '.join(lazy)}: without shape until the model is called once" if lazy else ""
+    untraced = f"{', '.join(lazy)}: no shape is known until the model is called once" if lazy else ""
     traced = _NOTHING
     if not lazy:
         try:
@@ -82,7 +82,7 @@ def describe_model(
         modules=modules,
         inputs=batch.inputs(model),
         dtype=_dtype(model),
-        optimizer=", ".join(type(each).__name__ for each in optimizers),
+        optimizer=", ".join(type(torch_optimizer).__name__ for torch_optimizer in optimizers),
         tokens_per_sample=tokens_per_sample,
         dataset_samples=dataset_samples,
         evidence="predicted",
@@ -93,7 +93,7 @@ def describe_model(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traced:
-    """Costs per sample by module; empty where the model could not be traced."""
+    """Costs per sample by module; empty if the model could not be traced."""
 
     ops: dict[str, list[OpCost]]
     activations: dict[str, float]
@@ -109,7 +109,11 @@ _NOTHING = _Traced(ops={}, activations={}, outputs={}, passes_on={}, kept_after=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A collated batch of `samples` samples: `model(*args, **kwargs)`, then the loss of its output and `target`."""
+    """A collated batch for `loss(model(*args, **kwargs), target)`.
+
+    Attributes:
+        samples: number of samples in the batch.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -124,14 +128,14 @@ class Batch:
             floating = tensor.is_floating_point() or tensor.is_complex()
             if floating or tensor.numel() > SMALL_NUMEL:
                 return to_meta(tensor).requires_grad_(tensor.requires_grad)
-            return tensor.detach().cpu().clone()  # storage of its own: half a batch must not hold the whole one's
+            return tensor.detach().cpu().clone()  # a new storage: half a batch must not hold the whole batch's
 
         args, kwargs, target = tree_map_only(Tensor, move, (self.args, self.kwargs, self.target))
         return Batch(args=args, kwargs=kwargs, target=target, samples=self.samples)
 
     @property
     def half(self) -> "Batch | None":
-        """The first half of the samples; None for one sample, or where no dim counts samples."""
+        """The first half of the samples; None for one sample, or if no dim counts samples."""
         count = self.samples // 2
 
         def cut(tensor: Tensor) -> Tensor:
@@ -147,7 +151,7 @@ class Batch:
         return Batch(args=args, kwargs=kwargs, target=target, samples=count)
 
     def inputs(self, model: nn.Module) -> tuple[TensorShape, ...]:
-        """Tensors of the forward call by the names of its parameters, without their batch dim."""
+        """Return the tensors of the forward call, named like the parameters of `forward`, without their batch dim."""
         try:
             named = dict(inspect.signature(model.forward).bind_partial(*self.args, **self.kwargs).arguments)
         except (TypeError, ValueError):
@@ -161,7 +165,7 @@ class Batch:
 
 
 def _trace(model: nn.Module, batch: Batch, loss: Loss, notes: dict[str, None]) -> _Traced:
-    """Trace the batch and its half; notes say what was assumed. Raises what the batch's code raises."""
+    """Trace the batch and its half, and add the assumptions made to `notes`. Raises what the batch's code raises."""
     whole = _step(model, batch, loss)
     half_batch = batch.half
     half: CostLedger | None = None
@@ -171,7 +175,7 @@ def _trace(model: nn.Module, batch: Batch, loss: Loss, notes: dict[str, None]) -
         except Exception as error:
             notes[f"half a batch could not be traced ({first_line(error)})"] = None
     if half is None:
-        notes["costs of a sample are those of a batch divided by its samples: costs of a pass are in them"] = None
+        notes["costs per sample are the batch's divided by its samples, so they include costs per pass"] = None
     notes.update(whole.notes)
     return _per_sample(whole, batch.samples, half, half_batch.samples if half_batch else 0)
 
@@ -188,7 +192,10 @@ def _step(model: nn.Module, batch: Batch, loss: Loss) -> CostLedger:
 
 
 def _loss_of(loss: Loss, output: Any, target: Any) -> Tensor:
-    """The loss to start backward from. A frame of this function in a traceback says that the model itself succeeded."""
+    """Return the loss to start backward from.
+
+    A frame of this function in a traceback shows that the model itself succeeded.
+    """
     value = loss(output, target)
     value = getattr(value, "total", value)  # of a Weighted loss
     if not isinstance(value, Tensor):
@@ -197,7 +204,7 @@ def _loss_of(loss: Loss, output: Any, target: Any) -> Tensor:
 
 
 def _per_sample(whole: CostLedger, samples: int, half: CostLedger | None, half_samples: int) -> _Traced:
-    """The slope between two batches, or the mean of one."""
+    """Return costs per sample: the slope between two batches, or the mean of one."""
 
     def slope(big: float, small: float) -> float:
         return big / samples if half is None else max(0.0, (big - small) / (samples - half_samples))
@@ -238,53 +245,55 @@ def _per_sample(whole: CostLedger, samples: int, half: CostLedger | None, half_s
 def _forwarded_values(
     whole: CostLedger, samples: int, half: CostLedger | None, slope: Callable[[float, float], float]
 ) -> dict[str, tuple[ForwardedValues, ...]]:
-    """The values that each module forwards to later ones: bytes per sample, and the rest of the batch."""
-    found: dict[str, list[ForwardedValues]] = defaultdict(list)
+    """Return the values that each module forwards to later ones: bytes per sample, and the rest of the batch."""
+    values: dict[str, list[ForwardedValues]] = defaultdict(list)
     for direction, nbytes in whole.passed.items():
-        each = slope(nbytes, half.passed.get(direction, 0.0) if half else 0.0)
-        rest = max(0.0, nbytes - samples * each)
-        if each or rest:
+        per_sample = slope(nbytes, half.passed.get(direction, 0.0) if half else 0.0)
+        rest = max(0.0, nbytes - samples * per_sample)
+        if per_sample or rest:
             made, to, trained, kept = direction
-            found[made].append(ForwardedValues(nbytes=each, fixed_nbytes=rest, to=to, trained=trained, kept=kept))
-    return {module: tuple(some) for module, some in found.items()}
+            values[made].append(
+                ForwardedValues(nbytes=per_sample, fixed_nbytes=rest, to=to, trained=trained, kept=kept)
+            )
+    return {module: tuple(module_values) for module, module_values in values.items()}
 
 
 def _kept_after(
     whole: CostLedger, half: CostLedger | None, slope: Callable[[float, float], float]
 ) -> dict[str, tuple[tuple[str, float], ...]]:
-    found: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    kept: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for (module, after), nbytes in whole.kept_after.items():
-        each = slope(nbytes, half.kept_after.get((module, after), 0.0) if half else 0.0)
-        if each:
-            found[module].append((after, each))
-    return {module: tuple(some) for module, some in found.items()}
+        per_sample = slope(nbytes, half.kept_after.get((module, after), 0.0) if half else 0.0)
+        if per_sample:
+            kept[module].append((after, per_sample))
+    return {module: tuple(entries) for module, entries in kept.items()}
 
 
 def _modules(model: nn.Module, traced: _Traced, states: dict[int, int]) -> tuple[ModuleSpec, ...]:
-    """Every module once, in order of first execution. A parameter is counted where it first appears."""
+    """Return every module once, in order of first execution. A parameter is counted where it first appears."""
     named = dict(model.named_modules())
     order = _execution_order(list(named), traced.order)
     owners: dict[int, str] = {}
     result = []
     for name in order:
         module = named[name]
-        mine, tied_to = [], None
+        counted, tied_to = [], None
         for parameter in module._parameters.values():
             if parameter is None or is_lazy(parameter):
                 continue
             owner = owners.setdefault(id(parameter), name)
             if owner == name:
-                mine.append(parameter)
+                counted.append(parameter)
             else:
                 tied_to = owner
-        trainable = [parameter for parameter in mine if parameter.requires_grad]
+        trainable = [parameter for parameter in counted if parameter.requires_grad]
         result.append(
             ModuleSpec(
                 name=name,
                 kind=type(module).__name__,
-                parameters=sum(parameter.numel() for parameter in mine),
+                parameters=sum(parameter.numel() for parameter in counted),
                 trainable_parameters=sum(parameter.numel() for parameter in trainable),
-                parameter_nbytes=_nbytes(mine),
+                parameter_nbytes=_nbytes(counted),
                 gradient_nbytes=_nbytes(trainable),
                 optimizer_nbytes=sum(states.get(id(parameter), 0) for parameter in trainable),
                 buffer_nbytes=_nbytes([buffer for buffer in module._buffers.values() if buffer is not None]),
@@ -301,7 +310,10 @@ def _modules(model: nn.Module, traced: _Traced, states: dict[int, int]) -> tuple
 
 
 def _execution_order(names: list[str], order: dict[str, int]) -> list[str]:
-    """Names by first execution; containers that are not called by that of their first descendant; the others last."""
+    """Sort names by first execution.
+
+    Containers that are not called take the time of their first descendant; modules that never run come last.
+    """
     first = dict(order)
     for name, time in order.items():
         parts = name.split(".")
@@ -318,10 +330,8 @@ def _normalises_over_batch(module: nn.Module) -> bool:
 
 
 def _module_at(traceback: TracebackType | None, model: nn.Module, loss: Loss) -> str:
-    """The innermost module in a traceback, or the loss function, as text. Copies are recognised by their class and
-    path.
-    """
-    found = f"the model ({type(model).__name__})"
+    """Name the innermost module in a traceback, or the loss function. Copies are recognised by their class and path."""
+    description = f"the model ({type(model).__name__})"
     names: dict[int, str] = {}
     while traceback is not None:
         if traceback.tb_frame.f_code is _loss_of.__code__:
@@ -332,13 +342,13 @@ def _module_at(traceback: TracebackType | None, model: nn.Module, loss: Loss) ->
             names = {id(module): name for name, module in twin.named_modules()}
         module = values.get("self")
         if isinstance(module, nn.Module) and names.get(id(module)):
-            found = f"module {names[id(module)]} ({type(module).__name__})"
+            description = f"module {names[id(module)]} ({type(module).__name__})"
         traceback = traceback.tb_next
-    return found
+    return description
 
 
 def _dtype(model: nn.Module) -> str:
-    """The dtype of most parameter bytes."""
+    """Return the dtype of most parameter bytes."""
     nbytes: Counter[torch.dtype] = Counter()
     for parameter in (parameter for parameter in model.parameters() if not is_lazy(parameter)):
         nbytes[parameter.dtype] += parameter.numel() * parameter.element_size()
@@ -350,7 +360,7 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
 
 
 def batch_dim(tensor: Tensor, samples: int) -> int | None:
-    """The dim that counts samples: the first of that size."""
+    """Return the dim that counts samples: the first of that size; None if there is none."""
     return next((dim for dim, size in enumerate(tensor.shape) if size == samples), None)
 
 
@@ -359,7 +369,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Tensors inside nested lists and dicts, with dotted paths."""
+    """Yield tensors inside nested lists and dicts, with dotted paths."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, dict):
@@ -374,11 +384,15 @@ _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37)
 
 
 def optimizer_state(optimizers: Sequence[Optimizer], note: Callable[[str], None]) -> dict[int, int]:
-    """State bytes of each parameter that an optimizer holds, by the parameter's id.
+    """Return the bytes of optimizer state of each parameter, by the parameter's id.
 
-    The state is that after one step with the options of the parameter's group; counters (tensors without dims) are left
-    out. An optimizer that reads values of its tensors is stepped on small real tensors with as many dims, of prime
-    sizes, and the dims of its state are scaled. One that cannot be stepped counts as 0, with a note.
+    The state is that after one step with the options of the parameter's group, without counters (tensors without dims).
+    An optimizer that reads values of its tensors is stepped on small real tensors with as many dims, of prime sizes,
+    and the dims of its state are scaled. One that cannot be stepped counts as 0, with a note.
+
+    Args:
+        optimizers: the optimizers; left unchanged.
+        note: receives sentences about assumptions.
     """
     result: dict[int, int] = {}
     for optimizer in optimizers:
@@ -397,7 +411,7 @@ def _state_nbytes(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
     try:
         state = _after_a_step(optimizer, group, to_meta(parameter))
         return sum(tensor.numel() * tensor.element_size() for tensor in state)
-    except Exception:  # its step is any code: whatever it raises on meta, real tensors are the next try
+    except Exception:  # a step may raise anything on meta; next, try small real tensors
         small = torch.zeros([1 if size == 1 else p for p, size in primes.items()], dtype=parameter.dtype)
     try:
         state = _after_a_step(optimizer, group, small)
@@ -409,7 +423,7 @@ def _state_nbytes(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
 
 
 def _grown(size: int, primes: dict[int, int]) -> int:
-    """The size of a dim of the state for the real parameter, from its size for one with prime dims."""
+    """Scale a dim of the state to the real parameter, from its size for a parameter with prime dims."""
     for prime, real in primes.items():
         if size % prime == 0:
             size = size // prime * real
@@ -417,7 +431,7 @@ def _grown(size: int, primes: dict[int, int]) -> int:
 
 
 def _after_a_step(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> list[Tensor]:
-    """The state, without counters, after a twin of `optimizer` with a parameter like `like` has stepped."""
+    """Return the state, without counters, after a copy of `optimizer` has stepped a parameter like `like`."""
     parameter = nn.Parameter(like)
     parameter.grad = torch.zeros_like(like)
     twin = object.__new__(type(optimizer))

@@ -2,7 +2,7 @@
 
 FLOPs: 2 per multiply-add of matrix products and convolutions (PyTorch's own formulas where it has one); 1 per element
 of elementwise operators, reductions, normalisations and pooling; none for copies, gathers and views. Bytes: each tensor
-argument read once and each result written once; views and allocations cost nothing.
+argument is read once and each result is written once; views and allocations cost nothing.
 """
 
 import math
@@ -62,7 +62,7 @@ _BY_ELEMENT: frozenset[OpKind] = frozenset({"elementwise", *get_args(VectorKind)
 
 
 def cost_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost | None:
-    """The cost of `out = func(*args, **kwargs)`; None where nothing is computed or moved."""
+    """Return the cost of `out = func(*args, **kwargs)`; None if nothing is computed or moved."""
     name = func._schema.name.partition("::")[2]
     if name in _FREE or func.is_view:
         return None
@@ -73,7 +73,7 @@ def cost_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
     kind = _kind(func, name, args, kwargs)
     nbytes = _nbytes(inputs) + _nbytes(outputs)
     if kind == "embedding" and "backward" not in name:
-        # A look-up reads the rows it takes, not the table: as many bytes as it writes.
+        # A look-up reads only the selected rows, so as many bytes as it writes.
         nbytes = 2 * _nbytes(outputs) + _nbytes(inputs[1:])
     elif name in ("gather", "index_select", "index", "_unsafe_index", "take"):
         nbytes = 2 * _nbytes(outputs) + _nbytes(inputs[1:])
@@ -106,8 +106,13 @@ def _kind(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _slow_on_vectors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VectorKind | None:
-    """The kind of an operator that takes a CPU longer per element than a sum does; `name` has no in-place mark."""
-    if "batch_norm" in name:  # of samples by channels alone, a channel's values lie side by side as a row's do
+    """Return the kind of an operator that takes a CPU longer per element than a sum does; None for others.
+
+    Args:
+        name: without the underscore of in-place operators.
+        args, kwargs: arguments of the call.
+    """
+    if "batch_norm" in name:  # of (samples, channels) alone, it runs like a norm of rows
         return "batch_norm" if args[0].dim() > 2 else "norm"
     if name.endswith(("_norm", "_norm_backward")) or "rms_norm" in name:
         return None if name in _ELEMENTWISE else "norm"
@@ -121,7 +126,7 @@ def _slow_on_vectors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _flops(func: OpOverload, kind: OpKind, call: tuple[tuple[Any, ...], dict[str, Any], Any], numel: int) -> float:
-    """FLOPs of a call (args, kwargs, out) whose largest tensor has `numel` elements."""
+    """Return the FLOPs of a call (args, kwargs, out) whose largest tensor has `numel` elements."""
     args, kwargs, out = call
     if kind == "conv":
         return _convolution_flops(out, *args, **kwargs)
@@ -133,10 +138,10 @@ def _flops(func: OpOverload, kind: OpKind, call: tuple[tuple[Any, ...], dict[str
 
 
 def _convolution_flops(out: Any, first: Tensor, second: Tensor, *args: Any, **kwargs: Any) -> float:
-    """2 x weight elements x batch x pixels, where pixels are those of the output (transposed: of the input).
+    """Return 2 x weight elements x batch x pixels, where pixels are those of the output (transposed: of the input).
 
-    In backward, each gradient that is asked for (of the input, of the weight) costs as much as the forward. `args`
-    differ: forward (input, weight, bias, ...), backward (grad_output, input, weight, bias_sizes, ...).
+    In backward, each requested gradient (of the input, of the weight) costs as much as the forward. The arguments
+    differ: forward takes (input, weight, bias, ...), backward (grad_output, input, weight, bias_sizes, ...).
     """
     if isinstance(out, Tensor):
         given = list(args)
@@ -150,7 +155,7 @@ def _convolution_flops(out: Any, first: Tensor, second: Tensor, *args: Any, **kw
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> float:
-    """Bytes of tensors; of an expanded tensor, only what it really holds."""
+    """Return the bytes of tensors; for an expanded tensor, only what its storage holds."""
     return float(sum(min(t.numel() * t.element_size(), _storage_nbytes(t)) for t in tensors))
 
 
@@ -166,20 +171,23 @@ _FACTORIES = names(
     "scalar_tensor tril_indices triu_indices"
 )
 _INDEXING = names("index index_put index_put_ _unsafe_index _unsafe_index_put _index_put_impl_")
-_SIZED = names("_pack_padded_sequence _pack_padded_sequence_backward _pad_packed_sequence")  # take lengths on the CPU
+_SIZED = names("_pack_padded_sequence _pack_padded_sequence_backward _pad_packed_sequence")  # need lengths on the CPU
 _VALUES = names("_local_scalar_dense equal is_nonzero")
 _REAL_LIMIT = 2**24
-"""Largest number of elements on which an operator without a shape rule is really computed."""
+"""Largest number of elements on which an operator without a shape rule is actually computed."""
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 class ShapePropagation:
-    """Runs operators for their shapes, keeping the values that code may branch on.
+    """Runs operators for their shapes, and keeps the values that code may branch on.
 
     In a traced step, parameters and floating-point inputs are on meta, while small integers and masks are real. Where
-    both meet, the result is on meta. A small meta tensor made from known values alone (a mask, positions) has a real
-    *shadow*, so that `mask.any()` and `x[mask]` work. What depends on unknown values is bounded from above, with a
-    note. `note` receives sentences about assumptions.
+    both meet, the result is on meta. A small meta tensor computed only from known values (a mask, positions) has a real
+    *shadow*, so that `mask.any()` and `x[mask]` work. Results that depend on unknown values are bounded from above,
+    with a note.
+
+    Args:
+        note: receives sentences about assumptions.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -187,7 +195,7 @@ class ShapePropagation:
         self.shadows: Any = WeakTensorKeyDictionary()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`func(*args, **kwargs)` for its shapes."""
+        """Return `func(*args, **kwargs)`, as shapes."""
         name = func._schema.name.partition("::")[2] if isinstance(func, OpOverload) else ""
         if name in _FACTORIES or name.endswith("_like") or name.startswith("new_"):
             return self._make(func, args, kwargs)
@@ -231,7 +239,7 @@ class ShapePropagation:
         return out
 
     def _make(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A new tensor. Small integers and masks for a real device are real; everything else is on meta."""
+        """Create a new tensor. Small integers and masks for a real device are real; everything else is on meta."""
         sources = list(flat_tensors(args[:1]))
         options = {key: value for key, value in kwargs.items() if key not in ("generator", "pin_memory")}
         outline = func(*tree_map_only(Tensor, _meta, args), **{**options, "device": _META})
@@ -256,15 +264,13 @@ class ShapePropagation:
         except NotImplementedError:
             if name in _VALUES or sum(t.numel() for t in flat_tensors((*on_meta, *options.values()))) > _REAL_LIMIT:
                 raise
-            self.note(f"operator {name} has no shape rule: its result's shape was found on zeros")
+            self.note(f"operator {name} has no shape rule: the shape of its result was found by running it on zeros")
             out = _on_zeros(func, on_meta, options)
         changed_real = name.endswith("_") and isinstance(args[0], Tensor) and not args[0].is_meta
         return args[0] if changed_real else out
 
     def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Indices in which masks are replaced by the positions they select; by all positions where a mask's values are
-        unknown.
-        """
+        """Replace masks among indices by the positions they select; all positions if a mask's values are unknown."""
         result: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -277,7 +283,7 @@ class ShapePropagation:
         return result
 
     def _assume_all(self, name: str, args: tuple[Any, ...]) -> Tensor:
-        """The result of nonzero or masked_select if every element were selected; the count of a known mask is used."""
+        """Return the result of nonzero or masked_select as if all elements were selected; known masks are counted."""
         source: Tensor = args[0]
         if name == "nonzero":
             self._say_bounded()
@@ -298,7 +304,7 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 def _moved(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """An operator's options with another device, where they name one."""
+    """Return an operator's options with another device, if they name one."""
     return {**kwargs, "device": device} if kwargs.get("device") is not None else kwargs
 
 
@@ -312,7 +318,7 @@ def _broadcast(*tensors: Tensor) -> torch.Size:
 
 
 def _spreads(func: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether small tensors broadcast to a large one: (1, 4096) compared with (4096, 1)."""
+    """Return whether small tensors broadcast to a large one, such as (1, 4096) compared with (4096, 1)."""
     if Tag.pointwise not in getattr(func, "tags", ()):
         return False
     try:
@@ -322,22 +328,32 @@ def _spreads(func: Any, tensors: Sequence[Tensor]) -> bool:
 
 
 def _on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The shapes of an operator's results, from running it on zeros."""
+    """Run an operator on zeros, and return its results on meta."""
     args, kwargs = tree_map_only(Tensor, lambda t: torch.zeros_like(t, device="cpu"), (args, kwargs))
     return tree_map_only(Tensor, to_meta, func(*args, **kwargs))
 
 
 Enter = Callable[[Cost, bool, int], None]
-"""Receives a cost, whether it is of the backward, and the number of kernel launches."""
+"""Receives a cost, whether it arises in backward, and the number of kernel launches."""
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, enter: Enter) -> Tensor:
-    """Scaled dot product attention as a fused kernel computes it (Dao et al. 2022, FlashAttention), on meta tensors.
+    """Compute scaled dot product attention as one fused kernel does (Dao et al. 2022, FlashAttention), on meta tensors.
 
-    Shapes: query (batch, heads, s, d), key (batch, key_heads, t, d), value (batch, key_heads, t, dv); the result is
-    (batch, heads, s, dv). Forward: Q K^T and P V, 2 s t (d + dv) FLOPs per head, at full cost also when causal.
-    Backward: five such products for the forward's two, because scores are recomputed. Saved: query, key, value, the
-    mask, the result, and one float32 number per row of scores.
+    Forward: Q K^T and P V, 2 s t (d + dv) FLOPs per head, at full cost also when causal. Backward: five such products
+        for
+    the forward's two, because scores are recomputed. Saved: query, key, value, the mask, the result, and one float32
+    number per row of scores.
+
+    Args:
+        query: (batch, heads, s, d).
+        key: (batch, key_heads, t, d).
+        value: (batch, key_heads, t, dv).
+        mask: of the scores, or None.
+        enter: receives the costs.
+
+    Returns:
+        (batch, heads, s, dv).
     """
     return _Attention.apply(query, key, value, mask, enter)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -367,10 +383,17 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """One call of torch.lstm, gru, rnn_tanh or rnn_relu: `input` is (batch, seq, in), (seq, batch, in) or packed."""
+    """One call of torch.lstm, gru, rnn_tanh or rnn_relu.
+
+    Attributes:
+        input: (batch, seq, in), (seq, batch, in) or packed.
+        states: (layers x directions, batch, hidden) each.
+        parameters: weights and biases of all layers and directions.
+        steps: length of the longest sequence.
+    """
 
     input: Tensor
-    states: tuple[Tensor, ...]  # (layers x directions, batch, hidden) each
+    states: tuple[Tensor, ...]
     parameters: tuple[Tensor, ...]
     layers: int
     directions: int
@@ -393,7 +416,7 @@ class Recurrence:
 
 def recurrence_of(args: Sequence[Any]) -> Recurrence:
     """Read the arguments of torch.lstm, gru, rnn_tanh or rnn_relu, for padded or packed sequences."""
-    packed = isinstance(args[3], (list, tuple))  # (data, batch_sizes, state, weights, ...), else without sizes
+    packed = isinstance(args[3], (list, tuple))  # (data, batch_sizes, state, weights, ...); padded has no batch_sizes
     hidden, parameters, _, layers, _, _, bidirectional = args[2:9] if packed else args[1:8]
     return Recurrence(
         input=args[0],
@@ -406,12 +429,18 @@ def recurrence_of(args: Sequence[Any]) -> Recurrence:
 
 
 def recurrent(call: Recurrence, *, enter: Enter) -> tuple[Tensor, ...]:
-    """The recurrent layer as one operator: (output, last state), or (output, last hidden, last cell) for an LSTM.
+    """Run a recurrent layer as one operator.
 
     Forward FLOPs: 2 x the elements of all weight matrices per token, so 2 x 4 (in + hidden) hidden per token of an LSTM
-    layer.
-    Backward: the same for the gradients of weights and once more for those of inputs. Gate arithmetic is not counted.
-    Launches: two per step, layer and direction.
+    layer. Backward: the same for the gradients of weights, and once more for those of inputs. Gate arithmetic is not
+    counted. Launches: two per step, layer and direction.
+
+    Args:
+        call: the call to run.
+        enter: receives the costs.
+
+    Returns:
+        (output, last state), or (output, last hidden, last cell) for an LSTM.
     """
     return _Recurrent.apply(call, enter, call.input, *call.states, *call.parameters)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -446,9 +475,9 @@ class _Recurrent(torch.autograd.Function):
 
 
 def _input_weights(call: Recurrence) -> list[Tensor]:
-    """The first layer's input weights of each direction, through which the input's gradient flows."""
-    each = len(call.matrices) // (call.layers * call.directions)
-    return [call.matrices[each * direction] for direction in range(call.directions)]
+    """Return the first layer's input weights of each direction, through which the input's gradient flows."""
+    per_direction = len(call.matrices) // (call.layers * call.directions)
+    return [call.matrices[per_direction * direction] for direction in range(call.directions)]
 
 
 def _tensor_nbytes(*tensors: Tensor) -> float:

@@ -1,7 +1,7 @@
 """Trace one training step on the meta device, and attribute every operator to the module that caused it.
 
-In forward that is the innermost module being called. In backward it is the module whose forward made the autograd node
-now running: nodes carry a sequence number, and the trace records which module was active from which number on.
+In forward, that is the innermost module being called. In backward, it is the module whose forward created the autograd
+node that is running. Nodes carry a sequence number, and the trace records which module was active from which number on.
 """
 
 import sys
@@ -42,11 +42,11 @@ _BATCH_NORM = frozenset((F.batch_norm, torch.batch_norm))
 
 
 Scope = tuple[str, OpKind | None]
-"""A module's name, and the kind that matrix products in it count as (None: their own)."""
+"""A module's name, and the kind that matrix products in it count as (None: their own kind)."""
 
 
 class ScopeTimeline:
-    """Which scope was active when: a stack of scopes, and the first autograd node of each."""
+    """Records which scope was active when: a stack of scopes, and the first autograd node of each."""
 
     def __init__(self) -> None:
         self.stack: list[Scope] = [(ROOT, None)]
@@ -74,7 +74,7 @@ class ScopeTimeline:
             self.pop()
 
     def of_running_node(self) -> Scope:
-        """The scope that made the autograd node now running."""
+        """Return the scope that created the autograd node that is running."""
         node = torch._C._current_autograd_node()
         return self._scopes[bisect_right(self._first_nodes, node._sequence_nr()) - 1] if node else self.now
 
@@ -84,21 +84,26 @@ class ScopeTimeline:
 
 
 ValueRoute = tuple[str, tuple[str, ...], bool, tuple[str, ...]]
-"""The module that makes values, the modules that use them, whether their gradient comes back, and the modules that save
-them for backward (see `ForwardedValues`).
+"""The module that makes values, the modules that use them, whether they have a gradient, and the modules that save them
+for backward (see `ForwardedValues`).
 """
 
 
 @dataclass(slots=True, kw_only=True)
 class CostLine:
-    """Sums over all operators of one kind in one module."""
+    """Total cost of all operators of one kind in one module.
+
+    Attributes:
+        weight_nbytes: the part of `nbytes_forward` that reads parameters.
+        calls: number of operator calls in forward.
+    """
 
     flops_forward: float = 0.0
     flops_backward: float = 0.0
     nbytes_forward: float = 0.0
     nbytes_backward: float = 0.0
-    weight_nbytes: float = 0.0  # of nbytes_forward, those of parameters
-    calls: int = 0  # of the forward
+    weight_nbytes: float = 0.0
+    calls: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,9 +111,15 @@ class CostLedger:
     """The costs of one step of the whole batch, by module name.
 
     Attributes:
-        order: when each module first did something.
+        lines: costs of operators by module and kind.
+        activations: bytes saved for backward.
+        outputs: bytes of the modules' outputs.
+        kept_after: (module, other): activations of the first module that are saved while the second one runs.
         passed: bytes that later modules use, by their routes.
-        kept_after: (module, other): activations of the first that are saved during the work of the second.
+        order: position of each module in the order of first execution.
+        batch_statistics: modules that normalise over the batch.
+        notes: assumptions, as an ordered set.
+        kept: storages counted so far, held so that no id is used again.
     """
 
     lines: dict[tuple[str, OpKind], CostLine] = field(default_factory=lambda: defaultdict(CostLine))
@@ -118,18 +129,24 @@ class CostLedger:
     passed: dict[ValueRoute, float] = field(default_factory=dict)
     order: dict[str, int] = field(default_factory=dict)
     batch_statistics: set[str] = field(default_factory=set)
-    notes: dict[str, None] = field(default_factory=dict)  # an ordered set
-    kept: dict[int, object] = field(default_factory=dict)  # storages counted so far, held so that no id returns
+    notes: dict[str, None] = field(default_factory=dict)
+    kept: dict[int, object] = field(default_factory=dict)
 
     def note(self, text: str) -> None:
         self.notes[text] = None
 
     def executed(self, module: str) -> None:
-        """Record that a module did something, if it is the first time."""
+        """Record that a module ran, if it is the first time."""
         self.order.setdefault(module, len(self.order))
 
     def keep(self, module: str, tensor: Tensor, after: str | None = None) -> None:
-        """Count a tensor that autograd saves for backward: each storage once, whole. `after` is the module at work."""
+        """Count a tensor that autograd saves for backward: each storage once, with its whole size.
+
+        Args:
+            module: the module that saves it.
+            tensor: the saved tensor.
+            after: the module that is running, if known.
+        """
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors have no storage of their own
@@ -142,7 +159,11 @@ class CostLedger:
 
 
 class StepTracer:
-    """Collects the costs of one step of `model`, which must be on meta (see `meta_copy`)."""
+    """Collects the costs of one step of a model.
+
+    Args:
+        model: a model on the meta device (see `meta_copy`).
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.ledger = CostLedger()
@@ -159,7 +180,11 @@ class StepTracer:
         self.backward = False
 
     def run(self, forward: Callable[[], Tensor]) -> CostLedger:
-        """Trace `forward()`, which returns the loss, and its backward. Raises what the model's code raises."""
+        """Trace a forward pass and its backward pass.
+
+        Args:
+            forward: computes the loss. What it raises is passed on.
+        """
         with self._observed():
             with saved_tensors_hooks(self._keep, lambda tensor: tensor):
                 loss = forward()
@@ -175,7 +200,15 @@ class StepTracer:
         return self.ledger
 
     def enter(self, scope: Scope, cost: Cost, backward: bool, calls: int = 1, weight_nbytes: float = 0.0) -> None:
-        """Add a cost. Matrix products within a scope that has a kind count as that kind."""
+        """Add a cost. Matrix products in a scope that has a kind count as that kind.
+
+        Args:
+            scope: where the cost arises.
+            cost: FLOPs and bytes.
+            backward: whether it arises in backward.
+            calls: number of kernel launches.
+            weight_nbytes: the part of the bytes that reads parameters.
+        """
         kind = scope[1] if scope[1] is not None and cost.kind == "gemm" else cost.kind
         line = self.ledger.lines[scope[0], kind]
         if backward:
@@ -188,7 +221,7 @@ class StepTracer:
             line.calls += calls
 
     def operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Record one operator call."""
+        """Record one operator call, `out = func(*args, **kwargs)`."""
         weights = 0.0
         for tensor in flat_tensors((*args, *kwargs.values())):
             owner = self.owners.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
@@ -201,13 +234,13 @@ class StepTracer:
             self.enter(self.scope(), cost, self.backward, weight_nbytes=min(weights, cost.nbytes))
 
     def scope(self) -> Scope:
-        """The module to which the operator now running belongs."""
-        if not self.backward or len(self.timeline.stack) > 1:  # called in the backward: it is computed again
+        """Return the scope of the operator that is running."""
+        if not self.backward or len(self.timeline.stack) > 1:  # a module called within backward is recomputed
             return self.timeline.now
         return self.timeline.of_running_node()
 
     def enter_later(self) -> Callable[[Cost, bool, int], None]:
-        """A function with which an opaque operator records its costs, now and in backward."""
+        """Return a function with which an opaque operator records its costs, now and in backward."""
         scope = self.scope()
         return lambda cost, backward, calls: self.enter(scope, cost, backward or self.backward, calls)
 
@@ -242,7 +275,7 @@ class StepTracer:
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
-        """Install hooks and modes during the step."""
+        """Install hooks and modes for the duration of the step."""
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._called).remove)
             stack.callback(register_module_forward_hook(self._returned, always_call=True).remove)
@@ -270,9 +303,7 @@ class StepTracer:
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Replaces scaled_dot_product_attention: one fused operator where such kernels exist, or else its matrix
-        products.
-        """
+        """Replace scaled_dot_product_attention by one fused operator where such kernels exist, else by its products."""
         if is_causal:
             self.ledger.note("causal attention is counted at full cost, as if nothing were masked")
         learned_mask = attn_mask is not None and attn_mask.requires_grad
@@ -287,7 +318,7 @@ class StepTracer:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator below autograd, in forward and backward."""
+    """Observes every operator below autograd, in forward and backward."""
 
     def __init__(self, tracer: StepTracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -305,7 +336,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Calls(TorchFunctionMode):
-    """Sees calls above autograd that must be treated as one operator."""
+    """Observes calls above autograd that must be treated as one operator."""
 
     def __init__(self, tracer: StepTracer) -> None:
         super().__init__()
@@ -328,18 +359,18 @@ class _Calls(TorchFunctionMode):
 
 
 def _uses_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """The `training` argument of F.batch_norm (input, mean, var, weight, bias, training) or torch.batch_norm."""
+    """Return the `training` argument of F.batch_norm or torch.batch_norm, the sixth of both."""
     return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
 
 
 def _is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Replaces the check of nn.TransformerEncoder on its mask's values, which changes no cost counted here."""
+    """Replace the check of nn.TransformerEncoder on its mask's values, which changes no cost counted here."""
     return bool(is_causal)
 
 
 @contextmanager
 def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute for a while: `F.multi_head_attention_forward` looks attention up there."""
+    """Set an attribute temporarily; `F.multi_head_attention_forward` finds attention through one."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -349,7 +380,7 @@ def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error, without a full stop."""
+    """Return the first line of an error, without its full stop."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
@@ -366,10 +397,14 @@ _CODERS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 @dataclass(slots=True, eq=False)
 class _Value:
-    """What a tensor holds until something writes to it.
+    """The contents of a tensor until something writes to it.
 
-    `place` is where it was made; None until somebody needs a value that depends on parameters alone, and then that of
-    its `sources` too. `used` are later places.
+    Attributes:
+        trained: whether it has a gradient.
+        place: where it was made. None for a value that depends only on parameters, until its first use; its `sources`
+            then get that place too.
+        sources: values without a place that it was computed from.
+        used: later places that use it.
     """
 
     nbytes: int
@@ -392,17 +427,22 @@ class ValueFlow:
     """Follows one forward of `model`: where values are made, and where they are used.
 
     A place is a module, by its number in the order of first execution. Inside a module that is never divided, an
-    operation is at the current place of the forward. In code around modules it is at the latest place among its inputs;
-    in a repeated block it is not before the block. Values that depend on the batch alone are known everywhere. Values
-    that depend on parameters alone are made where they are first needed, or at the module that owns the parameters.
-    What follows the model (the loss) is at the end.
+    operation is at the current place of the forward. In code around modules it is at the latest place among its inputs,
+    and in a repeated block not before the block. Values that depend only on the batch are known everywhere. Values that
+    depend only on parameters are made where they are first needed, or at the module that owns the parameters. Whatever
+    follows the model (the loss) is at the end.
+
+    Args:
+        model: the model on the meta device.
+        names: the modules and their names.
+        order: position of each module in the order of first execution; grows during the forward.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[nn.Module, str], order: Mapping[str, int]) -> None:
         self.here: int | None = None
         self.over = False
         self._order = order
-        self._known: list[str] = []  # its names
+        self._known: list[str] = []  # names of `order`
         self._closed = {module for module in names if is_closed(module)}
         self._entries = {child for module in names if isinstance(module, _LISTS) for child in module.children()}
         self._entries -= {module for module in self._entries if isinstance(module, _LISTS)}
@@ -415,12 +455,12 @@ class ValueFlow:
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self._values: dict[int, _Value] = {}
         self._made: list[_Value] = []
-        self._alive: list[Tensor] = []  # so that no id returns
+        self._alive: list[Tensor] = []  # keeps ids unique
         self._sharing: dict[int, list[Tensor]] = defaultdict(list)  # by storage
         self._kept: dict[int, dict[int, None]] = defaultdict(dict)  # storage -> places, an ordered set
         self._frames: list[tuple[bool, int | None]] = [(False, None)]  # whether closed, and the block's place
-        self._inside: dict[int, Tensor] = {}  # what the block's own code made of the batch alone
-        self._last = 0  # the place that the forward had come to before the module that is being called
+        self._inside: dict[int, Tensor] = {}  # results of the block's own code that depend only on the batch
+        self._last = 0  # place of the forward before the module that is being called
         self._ended = self._busy = False
 
     def call(self, run: Callable[[], T], args: Iterable[Any], kwargs: Mapping[str, Any]) -> T:
@@ -434,14 +474,14 @@ class ValueFlow:
             versions = [_version(tensor) for tensor in tensors]
             self.here = self._place(tensors, values)
             result = run()
-            written = [one for one, version in zip(tensors, versions, strict=True) if _version(one) != version]
+            written = [leaf for leaf, version in zip(tensors, versions, strict=True) if _version(leaf) != version]
             self._note(tensors, values, written, result)
             return result
         finally:
             self.here, self._busy = None, False
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
-        """`module` is called; it is in the order by now."""
+        """Record that `module` is called; it is already in the order."""
         above, block = self._frames[-1]
         closed = above or module in self._closed
         if block is None and module in self._entries and not closed:
@@ -456,9 +496,14 @@ class ValueFlow:
         self._last = self._now
 
     def end(self, tensors: list[Tensor], *, whole: bool) -> None:
-        """The module called last returned `tensors`; `whole` says that it is the model itself."""
+        """Record that the module called last returned `tensors`.
+
+        Args:
+            tensors: its output.
+            whole: whether it is the model itself.
+        """
         _, block = self._frames.pop()
-        if self._inside and self._frames[-1][1] is None:  # for others it comes from the block
+        if self._inside and self._frames[-1][1] is None:  # modules after the block receive these from the block
             for tensor in tensors:
                 if id(tensor) in self._inside:
                     self._put(tensor, block)
@@ -471,23 +516,27 @@ class ValueFlow:
                         value.use(END)
 
     def keeps(self, storage: int) -> str | None:
-        """The module during whose work autograd saves something now; "" for the end, None where unknown."""
+        """Record that autograd saves something now.
+
+        Returns:
+            The module that is running; "" after the model, None if unknown.
+        """
         if self.here is None or self.over:
             return None
         self._kept[storage].setdefault(self.here)
         return self._names([self.here])[0]
 
     def routes(self) -> dict[ValueRoute, float]:
-        """Bytes of the values made and used so far, by their routes."""
-        found: dict[ValueRoute, float] = defaultdict(float)
+        """Return the bytes of the values made and used so far, by their routes."""
+        nbytes_by_route: dict[ValueRoute, float] = defaultdict(float)
         for value in self._made:
             if not value.used or value.place is None:
                 continue
             made = self._names([value.place])[0]
             kept = list(self._kept.get(value.storage, ()))
             to = self._names(sorted(value.used))
-            found[made, to, value.trained, self._names(kept if len(kept) > 1 else [])] += value.nbytes
-        return {direction: nbytes for direction, nbytes in found.items() if direction[0]}
+            nbytes_by_route[made, to, value.trained, self._names(kept if len(kept) > 1 else [])] += value.nbytes
+        return {direction: nbytes for direction, nbytes in nbytes_by_route.items() if direction[0]}
 
     @property
     def _now(self) -> int:
@@ -500,14 +549,14 @@ class ValueFlow:
         return tuple(self._known[place] if place < END else "" for place in places)
 
     def _value(self, tensor: Tensor) -> _Value | None:
-        """None for values without a place: parameters, buffers, and what depends on the batch alone."""
+        """Return a tensor's value; None for parameters, buffers, and what depends only on the batch."""
         value = self._values.get(id(tensor))
         if value is None and tensor.requires_grad and id(tensor) not in self._own:
-            return self._put(tensor, self._last)  # something unseen made it
+            return self._put(tensor, self._last)  # made by an operation that was not observed
         return value
 
     def _place(self, tensors: list[Tensor], values: list[_Value]) -> int | None:
-        """The place of an operation on these values."""
+        """Return the place of an operation on these values; None if nothing says where it is."""
         closed, block = self._frames[-1]
         if self._ended:
             return END if values or any(id(tensor) in self._parameters for tensor in tensors) else None
@@ -520,10 +569,10 @@ class ValueFlow:
         return max(*known, block or 0) if known else None
 
     def _note(self, tensors: list[Tensor], values: list[_Value], written: list[Tensor], result: Any) -> None:
-        """Record what an operation used, changed and made."""
+        """Record which values an operation used, changed and made."""
         results = list(flat_tensors((result,)))
         if not results and not written:
-            return  # it said something of shapes
+            return  # it only asked for shapes
         if self.here is None and not values and not any(id(tensor) in self._parameters for tensor in tensors):
             if self._frames[-1][1] is not None:
                 self._inside |= {id(tensor): tensor for tensor in results}
@@ -541,7 +590,7 @@ class ValueFlow:
                 self._put(tensor, self.here, sources)
 
     def _rewrite(self, tensor: Tensor, sources: tuple[_Value, ...]) -> None:
-        """A tensor, and whatever shares its memory, has new values."""
+        """Record that a tensor, and whatever shares its memory, has new values."""
         if id(tensor) not in self._values:
             self._put(tensor, self.here, sources)
         for other in list(self._sharing[self._values[id(tensor)].storage]):
@@ -567,20 +616,20 @@ def _version(tensor: Tensor) -> int:
 
 
 def is_closed(module: nn.Module) -> bool:
-    """Whether a module is never divided among stages: a leaf, one of torch's own, a parametrised one, experts."""
-    own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, (*_LISTS, *_CODERS))
+    """Return whether a module is never divided among stages: a leaf, torch's own, a parametrised one, or experts."""
+    from_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(module, (*_LISTS, *_CODERS))
     experts = type(module).__name__ == "MixtureOfExperts"
-    return own or experts or parametrize.is_parametrized(module) or next(module.children(), None) is None
+    return from_torch or experts or parametrize.is_parametrized(module) or next(module.children(), None) is None
 
 
 @contextmanager
 def functions(flow: ValueFlow) -> Iterator[None]:
-    """While open, autograd functions are operations for `flow`."""
+    """While open, calls of autograd functions count as operations for `flow`."""
     plain = Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        own = plain.__get__(None, cls)
-        return flow.call(lambda: own(*args, **kwargs), args, kwargs)
+        bound = plain.__get__(None, cls)
+        return flow.call(lambda: bound(*args, **kwargs), args, kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     try:

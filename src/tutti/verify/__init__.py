@@ -1,1 +1,1 @@
-"""Verification: N ranks against one device, module by module; the first difference named with its likely cause."""
+"""Verification: compare N ranks with one device, module by module; name the first difference and its likely cause."""

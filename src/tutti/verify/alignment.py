@@ -1,4 +1,4 @@
-"""Aligning the tensors of ranks with one device's: which rows of one are which rows of the other.
+"""Align the tensors of ranks with one device's: find which rows of the one are which rows of the other.
 
 A rank may hold a part of a parameter, as its layout says, and modules may return a part of an activation. Elements are
 sampled by their position in the whole tensor, so that samples of the whole and of a part match.
@@ -22,8 +22,12 @@ from tutti.verify.matched_randomness import rows_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTensor:
-    """One rank's tensor for its part of a microbatch. `held` is the part of the whole tensor that it is; None for all
-    of it.
+    """One rank's tensor for its part of a microbatch.
+
+    Attributes:
+        part: the samples that the rank computes.
+        value: the tensor.
+        held: which part of the whole tensor it is; None for all of it.
     """
 
     rank: int
@@ -34,7 +38,13 @@ class RankTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignedPair:
-    """Two tensors of one shape that should be equal. `rank` is None where the second is computed from all ranks'."""
+    """Two tensors of one shape that should be equal.
+
+    Attributes:
+        rank: the rank that computed `got`; None if it is computed from all ranks' tensors.
+        expected: one device's values.
+        got: the ranks' values.
+    """
 
     rank: int | None
     expected: torch.Tensor
@@ -45,12 +55,20 @@ Alignment = list[AlignedPair]
 
 
 def counted(pieces: Sequence[RankTensor]) -> list[RankTensor]:
-    """The tensors whose samples count. A rank without samples of its own computes one of another rank's."""
+    """Return the tensors whose samples count; a rank without samples computes another's sample, with weight 0."""
     return [piece for piece in pieces if piece.part.count]
 
 
 def sample_alignments(whole: torch.Tensor, pieces: Sequence[RankTensor]) -> Iterator[Alignment]:
-    """Ways in which the tensors may be rows of `whole`, the likeliest first; none if it holds no rows of samples."""
+    """Yield the ways in which the ranks' tensors may be rows of one device's, the likeliest first.
+
+    Args:
+        whole: one device's tensor.
+        pieces: the ranks' tensors, in order of their samples.
+
+    Yields:
+        Alignments; none if the tensor has no rows of samples.
+    """
     if not pieces or any(piece.value.dim() != whole.dim() for piece in pieces):
         return
     if len(pieces) == 1 and pieces[0].value.shape == whole.shape:
@@ -65,8 +83,15 @@ def sample_alignments(whole: torch.Tensor, pieces: Sequence[RankTensor]) -> Iter
 def part_alignments(
     whole: torch.Tensor, pieces: Sequence[RankTensor], order: SequenceOrder | None
 ) -> Iterator[Alignment]:
-    """How tensors that are known parts of samples, or parts of sequences (dim 1), lie in `whole`; none if that is
-    unknown.
+    """Yield alignments of tensors that are known parts of samples, or parts of sequences (dim 1).
+
+    Args:
+        whole: one device's tensor.
+        pieces: the ranks' tensors, in order of their samples.
+        order: how sequences lie over ranks; None if they are not divided.
+
+    Yields:
+        Alignments; none if the parts are not known.
     """
     held = pieces[0].held
     if held is not None:
@@ -82,7 +107,13 @@ def part_alignments(
 def guessed_alignments(
     whole: torch.Tensor, pieces: Sequence[RankTensor], order: SequenceOrder | None
 ) -> Iterator[Alignment]:
-    """Ways in which tensors may agree with `whole` where sequences are cut, but not along its dim 1."""
+    """Yield the ways in which tensors may agree with `whole` where sequences are divided, but not along its dim 1.
+
+    Args:
+        whole: one device's tensor.
+        pieces: the ranks' tensors, in order of their samples.
+        order: how sequences lie over ranks; None if they are not divided.
+    """
     if order is None or pieces[0].held is not None:
         return
     yield from _rows_of_samples(whole, pieces)
@@ -95,9 +126,9 @@ def guessed_alignments(
 
 
 def _is_cut(whole: torch.Tensor, pieces: Sequence[RankTensor], order: SequenceOrder, dim: int) -> bool:
-    mine = pieces[0].value
-    fits = mine.dim() == whole.dim() > dim and whole.shape[dim] % order.unit == 0
-    return fits and whole.shape[dim] == mine.shape[dim] * order.degree
+    first = pieces[0].value
+    fits = first.dim() == whole.dim() > dim and whole.shape[dim] % order.unit == 0
+    return fits and whole.shape[dim] == first.shape[dim] * order.degree
 
 
 def _rows_of_samples(whole: torch.Tensor, pieces: Sequence[RankTensor]) -> Iterator[Alignment]:
@@ -109,7 +140,10 @@ def _rows_of_samples(whole: torch.Tensor, pieces: Sequence[RankTensor]) -> Itera
 
 
 def batch_alignments(whole: torch.Tensor, pieces: Sequence[RankTensor]) -> Iterator[Alignment]:
-    """Ways in which values without rows of samples may agree: each rank's alone, their mean over samples, their sum."""
+    """Yield the ways in which values without rows of samples may agree.
+
+    Either each rank's value equals one device's, or their mean over samples does, or their sum.
+    """
     if not pieces or any(piece.value.shape != whole.shape for piece in pieces):
         return
     yield [AlignedPair(rank=piece.rank, expected=whole, got=piece.value) for piece in pieces]
@@ -121,7 +155,7 @@ def batch_alignments(whole: torch.Tensor, pieces: Sequence[RankTensor]) -> Itera
 
 
 def _joined(whole: torch.Tensor, pieces: Sequence[RankTensor], dim: int) -> Iterator[Alignment]:
-    """The tensors one after the other along `dim`: samples, or tokens of samples with any number each."""
+    """Align the tensors one after the other along `dim`: samples, or tokens of samples with any number each."""
     sizes = [piece.value.shape[dim] for piece in pieces]
     others = [(*piece.value.shape[:dim], *piece.value.shape[dim + 1 :]) for piece in pieces]
     if sum(sizes) != whole.shape[dim] or any(
@@ -133,7 +167,7 @@ def _joined(whole: torch.Tensor, pieces: Sequence[RankTensor], dim: int) -> Iter
 
 
 def _cut(whole: torch.Tensor, pieces: Sequence[RankTensor]) -> Iterator[Alignment]:
-    """The rows of each rank's samples, as far as both are long where ranks pad to their own longest sample."""
+    """Align each rank's samples with their rows of the whole, shortened to the length that the rank pads to."""
     cuts: list[Callable[[torch.Tensor], torch.Tensor] | None] = [
         rows_of(tuple(whole.shape), tuple(piece.value.shape), piece.part) for piece in pieces
     ]
@@ -147,14 +181,14 @@ def _cut(whole: torch.Tensor, pieces: Sequence[RankTensor]) -> Iterator[Alignmen
 
 
 def _samples_last(whole: torch.Tensor, pieces: Sequence[RankTensor]) -> Iterator[Alignment]:
-    """Rows flattened as (sequence, samples), with the samples inside."""
+    """Align rows flattened from (sequence, samples), with the samples inside."""
     size = pieces[0].part.slice_size
     if whole.dim() == 0 or whole.shape[0] % size or whole.shape[0] == size:
         return
-    each = whole.shape[0] // size
-    if any(piece.value.shape != (each * piece.part.count, *whole.shape[1:]) for piece in pieces):
+    length = whole.shape[0] // size
+    if any(piece.value.shape != (length * piece.part.count, *whole.shape[1:]) for piece in pieces):
         return
-    rows = whole.reshape(each, size, *whole.shape[1:])
+    rows = whole.reshape(length, size, *whole.shape[1:])
     parts = torch.split(rows, [piece.part.count for piece in pieces], dim=1)
     yield [
         AlignedPair(rank=piece.rank, expected=part, got=piece.value.reshape(part.shape))
@@ -163,26 +197,27 @@ def _samples_last(whole: torch.Tensor, pieces: Sequence[RankTensor]) -> Iterator
 
 
 MAX_ELEMENTS = 2**20
-"""Of a larger parameter, gradient or buffer, at most this many evenly spread elements are compared."""
+"""At most this many evenly spread elements of a parameter, gradient or buffer are compared."""
 MAX_COLUMNS = 1024
-"""Of a wider module output, at most this many evenly spread entries of the last dim are compared."""
+"""At most this many evenly spread entries of the last dim of a module output are compared."""
 
 MeshPosition = tuple[tuple[AxisName, int], ...]
-"""A rank's position along the axes whose ranks compute the same samples. Ranks of one position share every microbatch.
+"""A rank's position along the axes whose ranks compute the same samples. Ranks at one position divide the samples of
+every microbatch among them.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShard:
-    """What a rank holds of the model.
+    """What one rank holds of the model.
 
     Attributes:
         place: its position along the axes whose ranks compute the same samples.
-        data_index: its index among the ranks of one position.
-        tensors, states: parameters and buffers, and optimizer state, that it holds in part.
-        names, state_names: parameters and buffers, and parameters with optimizer state, that it holds at all.
-        counts: names whose part counts on this rank.
-        order: how sequences lie over ranks, if they are cut.
+        data_index: its index among the ranks at that position.
+        tensors, states: shards of the parameters and buffers, and of the optimizer state, that it holds in part.
+        names, state_names: parameters and buffers, and parameters with optimizer state, that it holds in part or whole.
+        counts: names whose part on this rank counts in norms, because no other rank counts the same part.
+        order: how sequences lie over ranks; None if they are not divided.
     """
 
     place: MeshPosition = ()
@@ -196,26 +231,26 @@ class RankShard:
 
     @classmethod
     def of(cls, training: TrainingState) -> "RankShard":
-        """What this rank of a prepared run holds, by the names that one device knows."""
+        """Return what this rank of a prepared run holds, under the names of one device's model."""
         layout, mesh = training.parallel.layout, training.parallel.mesh
-        own = {name: layout.first_name(name) for name, _ in named_tensors(training) if name in layout.names}
+        first_names = {name: layout.first_name(name) for name, _ in named_tensors(training) if name in layout.names}
         states = {
             name
-            for some in layout.state_names(training.parallel.model, training.parallel.optimizers).values()
-            for name in some.values()
+            for parameter_names in layout.state_names(training.parallel.model, training.parallel.optimizers).values()
+            for name in parameter_names.values()
         }
         return cls(
             place=tuple((axis, mesh.index(axis)) for axis in mesh.degrees if axis not in DATA_AXES),
             data_index=mesh.data_index,
-            tensors={first: layout.shard_of(name) for name, first in own.items() if layout.shard_of(name).cuts},
+            tensors={first: layout.shard_of(name) for name, first in first_names.items() if layout.shard_of(name).cuts},
             states={
                 layout.first_name(name): layout.state_shard_of(name)
                 for name in states
                 if layout.state_shard_of(name).cuts
             },
-            names=frozenset(own.values()),
+            names=frozenset(first_names.values()),
             state_names=frozenset(layout.first_name(name) for name in states),
-            counts=frozenset(first for name, first in own.items() if layout.counts(name)),
+            counts=frozenset(first for name, first in first_names.items() if layout.counts(name)),
             order=SequenceOrder(
                 kind=training.parallel.plan.context, degree=mesh.degree("context"), index=mesh.index("context")
             )
@@ -225,13 +260,18 @@ class RankShard:
 
 
 def named_tensors(training: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, this rank's part) of every parameter and buffer; tied ones once."""
+    """Yield (name, this rank's part) of every parameter and buffer; tied ones once."""
     for name, tensor in (*training.parallel.model.named_parameters(), *training.parallel.model.named_buffers()):
         yield name, to_local(tensor)
 
 
 def sample_elements(tensor: torch.Tensor, held: TensorShard | None = None) -> torch.Tensor:
-    """A copy on the CPU; evenly spread elements of a large tensor. `held` is the part of the whole that `tensor` is."""
+    """Return a copy of a tensor on the CPU; of a large tensor, only evenly spread elements.
+
+    Args:
+        tensor: this rank's tensor.
+        held: which part of the whole tensor it is; None for all of it.
+    """
     value = tensor.detach()
     if value.layout != torch.strided:
         value = value.to_dense()
@@ -245,7 +285,16 @@ def sample_elements(tensor: torch.Tensor, held: TensorShard | None = None) -> to
 
 
 def sampled_part(whole: torch.Tensor, held: TensorShard, got: torch.Tensor) -> torch.Tensor:
-    """The part of a sampled whole tensor that matches a rank's sample `got`; the whole where nothing else is known."""
+    """Return the part of one device's sampled tensor that matches a rank's sample.
+
+    Args:
+        whole: one device's tensor, sampled by `sample_elements`.
+        held: which part of the whole tensor the rank holds.
+        got: the rank's sample.
+
+    Returns:
+        The part; `whole` itself if the shapes say nothing else.
+    """
     stride = _stride(math.prod(held.shape))
     if got.shape == whole.shape or (stride == 1 and tuple(whole.shape) != held.shape):
         return whole
@@ -256,7 +305,7 @@ def sampled_part(whole: torch.Tensor, held: TensorShard, got: torch.Tensor) -> t
 
 
 def covers_whole(shape: tuple[int, ...], parts: Sequence[TensorShard | None]) -> bool:
-    """Whether parts of a tensor of `shape` (None: all of it) cover the whole."""
+    """Return whether parts of a tensor of `shape` cover the whole; a part of None is all of it."""
     if any(held is None or not held.cuts for held in parts):
         return True
     there = torch.zeros(shape, dtype=torch.bool)
@@ -271,12 +320,19 @@ def _stride(elements: int) -> int:
 
 
 def _positions(held: TensorShard) -> torch.Tensor:
-    """The flat position in the whole tensor of every element of a part."""
+    """Return the flat position in the whole tensor of every element of a part."""
     return held.take(torch.arange(math.prod(held.shape)).reshape(held.shape)).reshape(-1)
 
 
 def sample_columns(tensor: torch.Tensor, held: TensorShard | None = None) -> torch.Tensor:
-    """A copy on the CPU; of a wide tensor, evenly spread entries of the last dim, so that rows stay whole samples."""
+    """Return a copy of a tensor on the CPU; of a wide tensor, only evenly spread entries of the last dim.
+
+    Rows stay whole samples.
+
+    Args:
+        tensor: this rank's tensor.
+        held: which part of the whole tensor it is; None for all of it.
+    """
     value = tensor.detach()
     stride = _column_stride(held.shape if held is not None else tuple(value.shape))
     if stride > 1:
@@ -285,9 +341,9 @@ def sample_columns(tensor: torch.Tensor, held: TensorShard | None = None) -> tor
 
 
 def sampled_columns(whole: torch.Tensor, held: TensorShard) -> torch.Tensor | None:
-    """The part `held` of a whole tensor sampled by `sample_columns`; None where sizes do not fit.
+    """Return the part `held` of a whole tensor that `sample_columns` sampled; None if the sizes do not fit.
 
-    Dims that are not cut may have other sizes than those of `held` (more samples).
+    Dims that are not divided may be larger than those of `held` (more samples).
     """
     stride = _column_stride(held.shape)
     if whole.dim() != len(held.shape):
@@ -307,13 +363,13 @@ def _column_stride(shape: tuple[int, ...]) -> int:
 
 
 def _columns(held: TensorShard) -> torch.Tensor:
-    """The position in the whole's last dim of every column of a part."""
+    """Return the position in the whole tensor's last dim of every column of a part."""
     cut = next((cut for cut in held.cuts if cut.dim == len(held.shape) - 1), None)
     return torch.cat([torch.arange(a, b) for a, b in (cut.ranges if cut else ((0, held.shape[-1]),))])
 
 
 def local_activation(value: torch.Tensor) -> tuple[torch.Tensor, TensorShard | None]:
-    """An activation as a plain local tensor, and the part of the whole that it is; None for a whole one."""
+    """Return an activation as a plain local tensor, and the part of the whole that it is; None for a whole one."""
     held = TensorShard(shape=tuple(value.shape))
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(value, split.Parted):

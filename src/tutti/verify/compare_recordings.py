@@ -1,7 +1,7 @@
 """Compare two recordings in the order of a step, and find the first tensor that differs, with its module.
 
-What comes first causes what comes after, so the order is the diagnosis: data, forward module by module, loss, gradients
-from the last module back, settings, updated parameters, buffers, optimizer state.
+Earlier differences cause later ones, so the first one found is the one to diagnose. The order is: data, forward module
+by module, loss, gradients from the last module back, settings, updated parameters, buffers, optimizer state.
 """
 
 import math
@@ -30,12 +30,17 @@ from tutti.verify.recording import MicrobatchRecord, ModuleCall, RankRecord, Ste
 from tutti.verify.tolerance import ToleranceChecker, difference, number_difference, rms
 
 EXACT = 1e-9
-"""Largest relative difference of settings, which are computed alike everywhere in Python."""
+"""Largest relative difference between settings that count as equal: plain Python computes them alike everywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstDifference:
-    """The first difference. `alignment` is that of the tensor, where samples have rows in it."""
+    """The first difference between two recordings.
+
+    Attributes:
+        first: the tensor and its difference.
+        alignment: pairs of the tensor's rows on one device and on the ranks; None if it has no rows of samples.
+    """
 
     first: TensorDifference
     alignment: Alignment | None = None
@@ -43,7 +48,12 @@ class FirstDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecordings:
-    """One step on one device and on every rank in order, with the heads of both recordings."""
+    """One step on one device and on every rank in order.
+
+    Attributes:
+        head, heads: records of one device and of the ranks for the whole run.
+        one, ranks: their records of this step.
+    """
 
     head: RankRecord
     heads: tuple[RankRecord, ...]
@@ -64,35 +74,45 @@ class StepRecordings:
         entry: str = "",
         where: torch.Tensor | None = None,
     ) -> dict[int | None, float]:
-        """The difference of each rank's part of a tensor from one device's.
+        """Return the difference of each rank's part of a tensor from one device's.
 
         Args:
             name: the parameter or buffer.
             expected: one device's tensor.
             values: each rank's tensors by name.
-            scale: what differences are relative to.
-            entry: name of the optimizer state that is meant, if it is one.
-            where: elements that are compared; all by default.
+            scale: the size that differences are relative to.
+            entry: name of the optimizer state to compare; "" to compare the parameter or buffer itself.
+            where: mask of the elements to compare; all by default.
 
         Returns:
-            Differences by rank, without ranks that hold nothing of it. If none holds any, an infinite one.
+            Differences by rank, for the ranks that hold a part. If no rank holds one, an infinite difference under
+            None.
         """
-        found: dict[int | None, float] = {}
-        for rank, mine in enumerate(values):
+        differences: dict[int | None, float] = {}
+        for rank, tensors in enumerate(values):
             holding = self.heads[rank].holding
             if name in (holding.state_names if entry else holding.names):
-                got = mine.get(entry or name)
+                got = tensors.get(entry or name)
                 held = (holding.states if entry else holding.tensors).get(name)
-                found[rank] = _gap(_part(expected, held, got), got, scale, _part(where, held, got))
-        return found or {None: math.inf}
+                differences[rank] = _gap(_part(expected, held, got), got, scale, _part(where, held, got))
+        return differences or {None: math.inf}
 
     def owner(self, name: str) -> str:
-        """The module that holds a parameter or buffer; the model's class name for the model itself."""
+        """Return the module that holds a parameter or buffer; the model's class name for the model itself."""
         return self.head.owners.get(name, "") or self.head.model
 
 
 def compare_start(head: RankRecord, heads: Sequence[RankRecord], checker: ToleranceChecker) -> FirstDifference | None:
-    """Compare seeds, batch sizes, and the model as each rank built it."""
+    """Compare seeds, batch sizes, and the model as each rank built it.
+
+    Args:
+        head: the record of one device.
+        heads: the records of the ranks.
+        checker: judges the differences.
+
+    Returns:
+        The first difference, or None.
+    """
     seeds = {rank.rank: 0.0 if rank.seed == head.seed else math.inf for rank in heads}
     sizes = {rank.rank: number_difference(head.global_batch_size, rank.global_batch_size) for rank in heads}
     first = checker.judge(seeds, stage="seed", step=-1, tensor="Job(seed=...)")
@@ -107,27 +127,27 @@ def compare_start(head: RankRecord, heads: Sequence[RankRecord], checker: Tolera
 
 
 def _uncovered(head: RankRecord, heads: Sequence[RankRecord], checker: ToleranceChecker) -> FirstDifference | None:
-    """A tensor of which no rank holds some part."""
+    """Return a difference for the first tensor that the parts on all ranks do not cover; None if all are covered."""
     for name, shape in head.shapes.items():
         parts = [rank.holding.tensors.get(name) for rank in heads if name in rank.holding.names]
         if not parts or not covers_whole(shape, parts):
             module = head.owners.get(name, "") or head.model
-            none: dict[int | None, float] = {None: math.inf}
-            first = checker.judge(none, stage="parameter", step=-1, module=module, tensor=_last_name(name))
+            missing: dict[int | None, float] = {None: math.inf}
+            first = checker.judge(missing, stage="parameter", step=-1, module=module, tensor=_last_name(name))
             return FirstDifference(first=first) if first else None
     return None
 
 
 def compare_step(sides: StepRecordings, checker: ToleranceChecker) -> FirstDifference | None:
-    """Compare one step of all ranks with one device's; None if everything agrees."""
+    """Compare one step of all ranks with one device's; return None if everything agrees."""
     checks: tuple[Callable[[StepRecordings, ToleranceChecker], Iterator[FirstDifference]], ...] = (
         _between, _order, _inputs, _forward, _loss, _gradients, _settings, _used, _after,
     )  # fmt: skip
-    return next((found for check in checks for found in check(sides, checker)), None)
+    return next((difference for check in checks for difference in check(sides, checker)), None)
 
 
 def _between(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
-    """What the script itself did to the state after the last update."""
+    """Compare what the script itself did to the state after the last update."""
     for kind in ("parameters", "buffers", "optimizer"):
         expected: Values = getattr(sides.one.between, kind)
         got: list[Values] = [getattr(step.between, kind) for step in sides.ranks]
@@ -196,7 +216,7 @@ def _gradients(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[Fir
 
 
 def _backward_order(sides: StepRecordings) -> list[str]:
-    """Parameters with gradients, those of the module that ran last first."""
+    """Return the parameters with gradients, those of the module that ran last first."""
     last = {call.module: number for part in sides.one.parts[:1] for number, call in enumerate(part.calls)}
 
     def when(name: str) -> int:
@@ -230,7 +250,7 @@ def _exact(
 
 
 def _used(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
-    """Norms of gradients after averaging and clipping. A script may have changed them in between."""
+    """Compare norms of gradients after averaging and clipping; a script may have changed gradients in between."""
     floor = checker.floor * max(sides.one.used_norms.values(), default=0.0)
     for name, expected in sides.one.used_norms.items():
         scale = max(expected, floor, 1e-300)
@@ -239,16 +259,16 @@ def _used(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDif
 
 
 def _norms(sides: StepRecordings, name: str) -> dict[int | None, float]:
-    """The norm of a gradient on every rank that holds all of it, or of all ranks' parts together."""
-    held = [rank for rank, holding in enumerate(sides.holdings) if name in holding.names]
-    norms: dict[int | None, float] = {r: sides.ranks[r].used_norms.get(name, math.inf) for r in held}
-    if not any(name in sides.holdings[rank].tensors for rank in held):
+    """Return a gradient's norm by rank, or under None the norm of all parts together if ranks hold parts of it."""
+    holders = [rank for rank, holding in enumerate(sides.holdings) if name in holding.names]
+    norms: dict[int | None, float] = {r: sides.ranks[r].used_norms.get(name, math.inf) for r in holders}
+    if not any(name in sides.holdings[rank].tensors for rank in holders):
         return norms
-    return {None: math.sqrt(sum(norms[rank] ** 2 for rank in held if name in sides.holdings[rank].counts))}
+    return {None: math.sqrt(sum(norms[rank] ** 2 for rank in holders if name in sides.holdings[rank].counts))}
 
 
 def _after(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
-    """The state after the update."""
+    """Compare the state after the update."""
     kinds: tuple[tuple[Stage, str], ...] = (
         ("parameter", "parameters"), ("buffer", "buffers"), ("optimizer state", "optimizer"),
     )  # fmt: skip
@@ -267,7 +287,7 @@ def _after(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDi
 
 
 def _typical(values: Values, *, by_entry: bool) -> dict[str, float]:
-    """Root mean square of all tensors under "", or of each entry of the optimizer state under its name."""
+    """Return the root mean square of all tensors under "", or of each entry of the optimizer state under its name."""
     groups: dict[str, list[torch.Tensor]] = {}
     for name, tensor in values.items():
         groups.setdefault(_last_name(name) if by_entry else "", []).append(tensor)
@@ -275,14 +295,15 @@ def _typical(values: Values, *, by_entry: bool) -> dict[str, float]:
 
 
 def _meaningful(gradient: torch.Tensor | None, noise: float) -> torch.Tensor | None:
-    """Where a parameter's gradient exceeds rounding. Elsewhere, Adam and similar optimizers step by the sign of
-    rounding.
+    """Return a mask of the elements whose gradient exceeds rounding.
+
+    Elsewhere, Adam and similar optimizers step by the sign of a rounding error.
     """
     return None if gradient is None else gradient.double().abs() > noise
 
 
 def _part(whole: torch.Tensor | None, held: TensorShard | None, got: torch.Tensor | None) -> torch.Tensor | None:
-    """The part of one device's tensor that a rank holds as `got`."""
+    """Return the part of one device's tensor that a rank holds as `got`."""
     if whole is None or held is None or got is None:
         return whole
     return sampled_part(whole, held, got)
@@ -313,17 +334,22 @@ def _judged(
 
 
 def _last_name(name: str) -> str:
-    """The last part of a dotted name."""
+    """Return the last part of a dotted name."""
     return name.rpartition(".")[2]
 
 
 UNSHARDED = RankShard()
-"""For a rank whose samples no other rank computes."""
+"""The shard of a rank whose samples no other rank computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGap:
-    """The difference of one tensor by rank, in the alignment in which it is smallest."""
+    """The difference of one tensor by rank, in the alignment in which it is smallest.
+
+    Attributes:
+        gaps: relative difference by rank; the key None stands for all ranks together.
+        alignment: the pairs that were compared.
+    """
 
     gaps: dict[int | None, float]
     alignment: Alignment
@@ -335,7 +361,12 @@ class TensorGap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardTensor:
-    """A tensor of the forward pass. `module` is the one to blame if it differs; "" is the model itself."""
+    """A tensor of the forward pass.
+
+    Attributes:
+        module: the module to blame if the tensor differs; "" is the model itself.
+        tensor: name of the tensor.
+    """
 
     module: str
     tensor: str
@@ -343,11 +374,12 @@ class ForwardTensor:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchRecords:
-    """One microbatch on the ranks of one mesh position, in order of samples.
+    """One microbatch on the ranks of one mesh position, in order of their samples.
 
     Attributes:
-        ranks, parts: their numbers and records.
-        calls: module calls by key, which match one device's call.
+        ranks, parts: the ranks' numbers and their records.
+        calls: each rank's module calls by key; the key matches one device's call.
+        holding: what the first rank holds of the model.
     """
 
     ranks: tuple[int, ...]
@@ -357,7 +389,12 @@ class MicrobatchRecords:
 
     @classmethod
     def of(cls, parts: Sequence[MicrobatchRecord], holdings: Sequence[RankShard]) -> "list[MicrobatchRecords]":
-        """Group the records of one microbatch by mesh position."""
+        """Group the records of one microbatch by mesh position.
+
+        Args:
+            parts: the microbatch on every rank, in order of rank.
+            holdings: what each rank holds of the model.
+        """
         places: dict[MeshPosition, list[int]] = {}
         for rank, holding in enumerate(holdings):
             places.setdefault(holding.place, []).append(rank)
@@ -373,8 +410,17 @@ class MicrobatchRecords:
         ]
 
     def tensors(self, call: ModuleCall, attribute: str, position: int) -> list[RankTensor] | None:
-        """A tensor of a call on every rank whose samples count; None if one of them did not make this call."""
-        found = []
+        """Return one tensor of a call on every rank whose samples count.
+
+        Args:
+            call: one device's call.
+            attribute: "inputs" or "outputs".
+            position: index of the tensor among them.
+
+        Returns:
+            The tensors in order of rank; None if a rank did not make this call.
+        """
+        tensors = []
         for rank, part, calls in zip(self.ranks, self.parts, self.calls, strict=True):
             if part.part.count == 0:
                 continue
@@ -382,14 +428,23 @@ class MicrobatchRecords:
             if position >= len(values):
                 return None
             held = calls[call.key].parts.get((attribute, position))
-            found.append(RankTensor(rank=rank, part=part.part, value=values[position], held=held))
-        return found
+            tensors.append(RankTensor(rank=rank, part=part.part, value=values[position], held=held))
+        return tensors
 
 
 def compare_forward(
     one: MicrobatchRecord, places: Sequence[MicrobatchRecords], checker: ToleranceChecker
 ) -> Iterator[tuple[ForwardTensor, TensorGap | None]]:
-    """(tensor, gap) of every recorded output in order of execution; the gap is None where it could not be compared."""
+    """Compare every recorded output, in order of execution.
+
+    Args:
+        one: the microbatch on one device.
+        places: the microbatch on the ranks, by mesh position.
+        checker: holds the tolerance.
+
+    Yields:
+        (tensor, gap) for each output; the gap is None where the output could not be compared.
+    """
     for call in one.calls:
         for position, expected in enumerate(call.outputs):
             place = ForwardTensor(
@@ -398,8 +453,8 @@ def compare_forward(
             scale = max(rms([expected]), checker.floor * rms(call.inputs))
             gaps: list[tuple[MicrobatchRecords, TensorGap]] = []
             for pieces in places:
-                found = pieces.tensors(call, "outputs", position)
-                gap = smallest_gap(expected, found, scale, checker, pieces.holding) if found else None
+                tensors = pieces.tensors(call, "outputs", position)
+                gap = smallest_gap(expected, tensors, scale, checker, pieces.holding) if tensors else None
                 gaps += [(pieces, gap)] if gap is not None else []
             far = next((pieces for pieces, gap in gaps if gap.largest > checker.tolerance), None)
             blamed = _blamed(call, far, checker) if far is not None else None
@@ -407,7 +462,7 @@ def compare_forward(
 
 
 def _merged(gaps: Sequence[TensorGap]) -> TensorGap | None:
-    """The gaps of all positions as one, in the alignment of the largest; None for none."""
+    """Merge the gaps of all mesh positions, with the alignment of the largest gap; None for no gaps."""
     if not gaps:
         return None
     worst = max(gaps, key=lambda gap: gap.largest)
@@ -420,11 +475,11 @@ def _merged(gaps: Sequence[TensorGap]) -> TensorGap | None:
 def _blamed(
     call: ModuleCall, pieces: MicrobatchRecords, checker: ToleranceChecker
 ) -> tuple[ForwardTensor, TensorGap] | None:
-    """If the inputs of a call differ already, the module around it is to blame: it computed them itself."""
+    """Blame the surrounding module if the inputs of a call already differ, because it computed them itself."""
     parent = call.module.rpartition(".")[0]
     for position, expected in enumerate(call.inputs):
-        found = pieces.tensors(call, "inputs", position)
-        gap = smallest_gap(expected, found, rms([expected]), checker, pieces.holding) if found else None
+        tensors = pieces.tensors(call, "inputs", position)
+        gap = smallest_gap(expected, tensors, rms([expected]), checker, pieces.holding) if tensors else None
         if gap is not None and gap.largest > checker.tolerance:
             return ForwardTensor(module=parent, tensor=f"input of {call.module}" if call.module else "input"), gap
     return None
@@ -437,10 +492,20 @@ def smallest_gap(
     checker: ToleranceChecker,
     holding: RankShard = UNSHARDED,
 ) -> TensorGap | None:
-    """The gap in the first alignment within the tolerance, or else in the best one; None where nothing can be said.
+    """Return the gap in the first alignment within the tolerance, or else in the best one.
 
-    Values without rows of samples (a mean inside the model) may rightly differ, and so may values of which each rank
-    has a part. For these the result is None unless they agree.
+    Values without rows of samples (a mean inside the model) may rightly differ between ranks, and so may values of
+    which each rank has a part. For these the result is None unless they agree.
+
+    Args:
+        expected: one device's tensor.
+        pieces: the ranks' tensors.
+        scale: the size that differences are relative to.
+        checker: holds the tolerance.
+        holding: what these ranks hold of the model.
+
+    Returns:
+        The gap, or None if the tensors cannot be compared.
     """
     real = counted(pieces)
     if not real:
@@ -471,7 +536,17 @@ def _measured(alignment: Alignment, scale: float) -> TensorGap:
 def compare_inputs(
     one: StepRecord, ranks: Sequence[StepRecord], holdings: Sequence[RankShard], checker: ToleranceChecker
 ) -> Iterator[tuple[str, TensorGap | None]]:
-    """(name, gap) of every tensor of the batch, microbatch by microbatch."""
+    """Compare every tensor of the batch, microbatch by microbatch.
+
+    Args:
+        one: the step on one device.
+        ranks: the step on every rank.
+        holdings: what each rank holds of the model.
+        checker: holds the tolerance.
+
+    Yields:
+        (name, gap) for each tensor and microbatch; the gap is None where the tensor could not be compared.
+    """
     for name, expected in one.inputs.items():
         for index, part in enumerate(one.parts):
             whole = _rows(expected, one, index)
@@ -479,15 +554,15 @@ def compare_inputs(
                 yield name, None
                 continue
             for pieces in MicrobatchRecords.of([step.parts[index] for step in ranks], holdings):
-                found = [
+                tensors = [
                     RankTensor(rank=rank, part=part.part, value=_rows(ranks[rank].inputs[name], ranks[rank], index))
                     for rank, part in zip(pieces.ranks, pieces.parts, strict=True)
                 ]
-                yield name, smallest_gap(whole, found, rms([whole]), checker, pieces.holding)
+                yield name, smallest_gap(whole, tensors, rms([whole]), checker, pieces.holding)
 
 
 def _rows(value: torch.Tensor, step: StepRecord, index: int) -> torch.Tensor:
-    """The rows of one microbatch in a batch tensor; all of it where there is one microbatch, or no row per sample."""
+    """Return one microbatch's rows of a batch tensor; the whole tensor if it has no row per sample."""
     sizes = [part.part.loaded for part in step.parts]
     if value.dim() == 0 or value.shape[0] != sum(sizes):
         return value

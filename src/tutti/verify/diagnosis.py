@@ -1,7 +1,8 @@
-"""From the first difference and what was recorded around it to the likely cause: one small rule per cause.
+"""Find the likely cause of the first difference, from what was recorded around it: one small rule per cause.
 
 Rules are tried in order. Each looks for evidence that only its cause leaves: losses that add up, moments that are equal
-on every rank, a learning rate in the ratio of the ranks. A difference that no rule explains is described by its stage.
+on every rank, a learning rate in the ratio of the numbers of ranks. A difference that no rule explains gets a general
+cause that depends only on its stage.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +18,14 @@ from tutti.verify.tolerance import number_difference, rms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferenceCase:
-    """The evidence that rules look at.
+    """The evidence that the rules examine.
 
     Attributes:
         found: the first difference.
-        sides: recordings of the step of the difference; None before the first step.
-        world_size: ranks that were compared with one device.
-        later: the first differences of later steps.
-        repeated: whether both sides are runs of one device.
+        sides: recordings of the step of the difference; None if it was found before the first step.
+        world_size: number of ranks that were compared with one device.
+        later: the first difference of each later step.
+        repeated: whether both recordings are runs of one device.
     """
 
     found: FirstDifference
@@ -39,12 +40,12 @@ class DifferenceCase:
 
     @property
     def where(self) -> str:
-        """The module, as text."""
+        """The module that differs, as text."""
         return f"module {self.found.first.module!r}" if self.found.first.module else "the script"
 
     @property
     def parts(self) -> Iterator[MicrobatchRecord]:
-        """All microbatches of the step, of all ranks and of one device."""
+        """All microbatches of the step, on one device and on every rank."""
         if self.sides is not None:
             for step in (self.sides.one, *self.sides.ranks):
                 yield from step.parts
@@ -54,7 +55,7 @@ Rule = Callable[[DifferenceCase], Cause | None]
 
 
 def diagnose(case: DifferenceCase) -> Cause:
-    """The likely cause: that of the first rule that finds its evidence, or else what the stage alone suggests."""
+    """Return the likely cause: that of the first rule that finds its evidence, or else a general one for the stage."""
     causes = (rule(case) for rule in RULES)
     return next((cause for cause in causes if cause is not None), _unexplained(case))
 
@@ -64,23 +65,23 @@ def _unexplained(case: DifferenceCase) -> Cause:
     return Cause(kind=kind, sentence=sentence.format(where=case.where), remedy=remedy)
 
 
-_SAME = "make forward, loss and update depend on the samples, the parameters and torch's random numbers alone"
+_SAME = "make forward, loss and update depend only on the samples, the parameters and torch's random numbers"
 
 
 _BY_STAGE: dict[str, tuple[str, str, str]] = {
-    "forward": ("forward_differs", "{where} computes something else on ranks than on one device", _SAME),
+    "forward": ("forward_differs", "{where} computes different values on ranks than on one device", _SAME),
     "loss": ("loss_differs", "the loss differs though the model's outputs agree", _SAME),
     "gradient": (
         "gradient_changed_locally",
-        "a rank's gradient of {where} depends on which samples it has, beyond their outputs and losses: a backward of "
-        "the script's own, or hooks, change gradients before they are averaged",
+        "a rank's gradient of {where} depends on its share of the samples although outputs and losses agree: a custom "
+        "backward or hooks change gradients before they are averaged",
         "leave gradients to autograd, and clip with Job(clip_norm=...)",
     ),
     "gradient used": (
         "gradient_changed_after_averaging",
         "the script changes gradients between forward_backward and update, in a way that depends on the rank or on "
-        "their number: {where} first",
-        "do not scale or average gradients: tutti has averaged them over the global batch already",
+        "the number of ranks, first in {where}",
+        "do not scale or average gradients: tutti has already averaged them over the global batch",
     ),
     "hyper-parameter": (
         "settings_depend_on_ranks",
@@ -89,138 +90,138 @@ _BY_STAGE: dict[str, tuple[str, str, str]] = {
     ),
     "parameter": (
         "update_differs",
-        "gradients and settings agree, but the updated {where} does not: the optimizer itself depends on the rank, or "
-        "is not deterministic",
-        "let the optimizer's step depend on gradients and settings alone",
+        "gradients and settings agree, but {where} differs after the update: the optimizer itself depends on the "
+        "rank, or is not deterministic",
+        "make the optimizer's step depend only on gradients and settings",
     ),
     "optimizer state": (
         "optimizer_state_differs",
-        "the optimizer keeps other state for {where} on ranks than on one device",
-        "let the optimizer's state depend on gradients and settings alone",
+        "the optimizer's state for {where} differs between ranks and one device",
+        "make the optimizer's state depend only on gradients and settings",
     ),
     "between steps": (
         "changed_between_steps",
-        "between two steps the script changes {where} in a way that depends on the rank or on their number",
-        "do what changes parameters alike on every rank, from the same numbers",
+        "between two steps the script changes {where} in a way that depends on the rank or on the number of ranks",
+        "make such changes equally on every rank, from the same numbers",
     ),
 }
 
 
 def foreign_random(case: DifferenceCase) -> Cause | None:
-    """Forward or loss drew random numbers from generators other than torch's default."""
+    """Find random numbers that forward or loss drew from generators other than torch's default."""
     sources = dict.fromkeys(source for part in case.parts for source in part.foreign)
     if case.stage not in ("forward", "loss", "gradient") or not sources:
         return None
     return Cause(
         kind="random_outside_torch",
         sentence=f"forward draws random numbers from {' and '.join(sources)}, which tutti does not seed per "
-        f"sample: ranks draw equal or unrelated numbers; they first show in {case.where}",
+        f"sample: ranks draw equal or unrelated numbers; the first effect is in {case.where}",
         remedy="draw them with torch's own functions and without a generator argument (torch.rand_like, torch.randn)",
     )
 
 
 def not_repeatable(case: DifferenceCase) -> Cause | None:
-    """One device gives two results in two runs."""
+    """Find results that differ between two runs on one device."""
     if not case.repeated:
         return None
     if case.stage in ("seed", "initial state"):
         return Cause(
             kind="different_seed",
-            sentence=f"{case.where} starts from other values every time the script is run, on one device too: they "
-            "are drawn from a generator nobody seeded, or seeded by the clock or the process id",
+            sentence=f"{case.where} starts from different values in every run of the script, even on one device: they "
+            "are drawn from a generator that is not seeded, or is seeded from the clock or the process id",
             remedy="build the model after the Job, which seeds torch, and draw its initial values with torch",
         )
     if case.stage in ("batch size", "data order", "input"):
         return Cause(
             kind="unseeded_data",
             sentence="the samples differ when the script is run again on one device: the data set, sampler or "
-            "collate_fn draws from a generator nobody seeded, or depends on the clock or the process",
+            "collate_fn draws from a generator that is not seeded, or depends on the clock or the process",
             remedy="draw with random, numpy.random or torch's functions inside __getitem__: tutti seeds those for "
             "each sample; do not make generators without a seed",
         )
     return Cause(
         kind="non_deterministic_op",
-        sentence=f"non-deterministic op in {case.where}: one device run twice gives two results (random numbers "
-        "from a generator nobody seeded, the clock, or a kernel that adds in any order)",
+        sentence=f"non-deterministic op in {case.where}: two runs on one device give different results (random "
+        "numbers from a generator that is not seeded, the clock, or a kernel that adds in no fixed order)",
         remedy="draw random numbers with torch's functions and no generator of your own; find such kernels with "
         "torch.use_deterministic_algorithms(True)",
     )
 
 
 def different_seed(case: DifferenceCase) -> Cause | None:
-    """Ranks built different models."""
+    """Find ranks that built different models."""
     ranks = format_ranks(case.found.first.ranks)
     if case.stage == "seed":
         return Cause(
             kind="different_seed",
-            sentence=f"the Job's seed depends on the rank: {ranks} has another one than one device, and with it "
-            "another order of samples and other initial values",
+            sentence=f"the Job's seed depends on the rank: on {ranks} it differs from one device's, and so do the "
+            "order of samples and the initial values",
             remedy="give every rank the same Job(seed=...); dropout and augmentation are independent on ranks anyway",
         )
     if case.stage != "initial state":
         return None
     return Cause(
         kind="different_seed",
-        sentence=f"different seed: {ranks} built {case.where} with other initial values than one device",
-        remedy="do not seed by rank before the model is built; build it after the Job, which seeds torch alike "
-        "everywhere",
+        sentence=f"different seed: on {ranks} the initial values of {case.where} differ from one device's",
+        remedy="do not seed by rank before the model is built; build it after the Job, which seeds torch equally on "
+        "every rank",
     )
 
 
 def batch_size(case: DifferenceCase) -> Cause | None:
-    """The global batch depends on the number of ranks."""
+    """Find a global batch size that depends on the number of ranks."""
     if case.stage != "batch size":
         return None
     return Cause(
         kind="batch_depends_on_ranks",
-        sentence=f"global_batch_size depends on the number of ranks: it is another one on {case.world_size} ranks "
-        "than on one device, so the run means something else",
+        sentence=f"global_batch_size depends on the number of ranks: on {case.world_size} ranks it differs from one "
+        "device's, so the two runs train differently",
         remedy="give the size of the whole batch, not a rank's share times the number of ranks; tutti divides it",
     )
 
 
 def data_order(case: DifferenceCase) -> Cause | None:
-    """Ranks disagree on which samples the batch holds."""
+    """Find ranks that disagree on which samples the global batch holds."""
     if case.stage != "data order":
         return None
     return Cause(
         kind="data_order",
-        sentence=f"data order: on {format_ranks(case.found.first.ranks)} the global batch holds other samples, or in "
-        "another order, than on one device",
-        remedy="pass the whole data set and no sampler that shares it among ranks or knows the rank; tutti shares "
-        "the data",
+        sentence=f"data order: on {format_ranks(case.found.first.ranks)} the samples of the global batch, or their "
+        "order, differ from one device's",
+        remedy="pass the whole data set, and no sampler that divides it among ranks or depends on the rank; tutti "
+        "divides the data",
     )
 
 
 def sample_values(case: DifferenceCase) -> Cause | None:
-    """The same index gives other values."""
+    """Find samples whose values differ between ranks and one device although their indices agree."""
     if case.stage != "input":
         return None
     return Cause(
         kind="samples_depend_on_rank",
-        sentence=f"the same samples have other values on {format_ranks(case.found.first.ranks)} than on one device "
-        f"({case.found.first.tensor}): the data set or collate_fn depends on the rank, on the process, or on which "
-        "samples come together",
-        remedy="make a sample depend on its index and on the seeds tutti sets for it alone; do what concerns a "
-        "whole batch in the model",
+        sentence=f"the same samples have different values on {format_ranks(case.found.first.ranks)} than on one "
+        f"device ({case.found.first.tensor}): the data set or collate_fn depends on the rank, on the process, or on "
+        "the other samples of the batch",
+        remedy="make a sample depend only on its index and on the seeds that tutti sets for it; move work on whole "
+        "batches into the model",
     )
 
 
 def unaligned_random(case: DifferenceCase) -> Cause | None:
-    """A random operator that verification cannot give equal draws."""
+    """Find random operators whose draws verification cannot match between ranks and one device."""
     names = dict.fromkeys(name for part in case.parts for name in part.unaligned)
     if case.stage not in ("forward", "loss", "gradient") or not names:
         return None
     return Cause(
         kind="random_not_comparable",
         sentence=f"{', '.join(names)} draws random numbers that cannot be made to agree between one device and "
-        f"ranks; what follows, from {case.where}, cannot be compared",
+        f"ranks; values from {case.where} on cannot be compared",
         remedy="verify with that operator's randomness turned off, or draw its random numbers with torch.rand",
     )
 
 
 def padding(case: DifferenceCase) -> Cause | None:
-    """Ranks pad to their own longest sample, and the padding changes the result."""
+    """Find padding that changes the result, where each rank pads to its own longest sample."""
     if case.stage not in ("forward", "loss", "gradient") or case.sides is None:
         return None
     shorter = ranks_with_less_padding(case.sides)
@@ -229,52 +230,56 @@ def padding(case: DifferenceCase) -> Cause | None:
         return None
     return Cause(
         kind="padding",
-        sentence=f"{format_ranks(shorter)} pads its samples less than one device does (to the longest of fewer), and "
-        f"{case.where} gives real tokens other values when there is more padding",
+        sentence=f"samples are padded less on {format_ranks(shorter)} than on one device (to the longest of fewer "
+        f"samples), and {case.where} computes different values for real tokens when there is more padding",
         remedy="mask padding wherever tokens are mixed or averaged (attention masks, packed sequences, masked "
         "means), or pad every sample to one length",
     )
 
 
 def control_flow(case: DifferenceCase) -> Cause | None:
-    """Some ranks compute something else."""
+    """Find ranks whose forward runs other code or uses other values than one device's."""
     if case.stage != "forward" or case.sides is None:
         return None
     pairs = case.found.alignment or []
     agreeing = [pair.rank for pair in pairs if pair.rank not in case.found.first.ranks]
     keys = [{call.key for call in part.calls} for part in case.parts if part.part.count]
     same_calls = all(key == keys[0] for key in keys)
-    always = all(one.first.ranks == case.found.first.ranks for one in case.later if one.first.stage == "forward")
+    always = all(
+        difference.first.ranks == case.found.first.ranks
+        for difference in case.later
+        if difference.first.stage == "forward"
+    )
     if same_calls and not (agreeing and always):
         return None
     ranks = format_ranks(case.found.first.ranks)
     return Cause(
         kind="rank_dependent_forward",
-        sentence=f"forward does something else on {ranks} than on the others and on one device, first in "
-        f"{case.where}: its control flow or values depend on the rank",
-        remedy="take the rank, the environment and the world size out of the model's forward",
+        sentence=f"forward computes something different on {ranks} than on the other ranks and on one device, first "
+        f"in {case.where}: its control flow or values depend on the rank",
+        remedy="make the model's forward independent of the rank, the environment and the world size",
     )
 
 
 def local_statistics(case: DifferenceCase) -> Cause | None:
-    """The rows of every rank have the same mean or mean square: each rank normalised its own rows."""
+    """Find ranks that normalised their own rows: the mean or mean square of the rows is then equal on every rank."""
     if case.stage != "forward" or not case.found.alignment or not moments_agree(case):
         return None
     return Cause(
         kind="local_batch_statistics",
         sentence=f"local BatchNorm statistics: {case.where} normalises over the samples of each rank's share, not "
         "over the whole batch",
-        remedy="use torch.nn.BatchNorm*, whose statistics tutti takes over all ranks, or a normalisation of each "
-        "sample alone (LayerNorm, GroupNorm)",
+        remedy="use torch.nn.BatchNorm*, whose statistics tutti computes over all ranks, or normalise each sample on "
+        "its own (LayerNorm, GroupNorm)",
     )
 
 
 def buffer_in_forward(case: DifferenceCase) -> Cause | None:
-    """A module uses a buffer that it updates from the local batch."""
+    """Find a module whose output uses a buffer that each rank updates from its local batch."""
     if case.stage != "forward" or case.sides is None:
         return None
-    own = [name for name in case.sides.one.after.buffers if case.sides.owner(name) == case.found.first.module]
-    for name in own:
+    names = [name for name in case.sides.one.after.buffers if case.sides.owner(name) == case.found.first.module]
+    for name in names:
         expected = case.sides.one.after.buffers[name]
         others = [step.after.buffers.get(name) for step in case.sides.ranks]
         if any(other is None or not nearly_equal(expected, other) for other in others):
@@ -283,40 +288,40 @@ def buffer_in_forward(case: DifferenceCase) -> Cause | None:
 
 
 def buffer(case: DifferenceCase) -> Cause | None:
-    """A buffer that every rank updates from its own samples."""
+    """Find a buffer that each rank updates from its own samples."""
     return _buffer_cause(case, case.found.first.tensor) if case.stage == "buffer" else None
 
 
 def coupled_forward(case: DifferenceCase) -> Cause | None:
-    """The output of a sample depends on the samples beside it."""
+    """Blame an output that depends on the other samples of the batch, where no earlier rule explains the difference."""
     if case.stage != "forward" or case.found.alignment is None:
         return None
     return Cause(
         kind="coupled_samples",
         sentence=f"in {case.where} the output for a sample depends on the other samples of the rank's share "
         "(statistics, attention or ranking over the batch)",
-        remedy="compute a sample's output from that sample alone, or gather what is needed from all ranks",
+        remedy="compute a sample's output only from that sample, or gather what is needed from all ranks",
     )
 
 
 def sum_loss(case: DifferenceCase) -> Cause | None:
-    """The loss adds up over ranks."""
+    """Find a loss that is a sum: the ranks' losses add up to one device's."""
     if case.stage != "loss" or not mean_losses(case):
         return None
-    added = all(number_difference(one, sum(ranks)) < CLOSE for one, ranks in mean_losses(case))
+    added = all(number_difference(expected, sum(ranks)) < CLOSE for expected, ranks in mean_losses(case))
     several = any(len(ranks) > 1 for _, ranks in mean_losses(case))
     if not (added and several):
         return None
     return Cause(
         kind="loss_is_a_sum",
         sentence="the loss is a sum over samples: the ranks' losses add up to one device's, where a mean was "
-        "expected, so its size and the step depend on how the batch is cut",
-        remedy="return the mean over samples (reduction='mean'), or tutti.Weighted(total=sum, count=number it is over)",
+        "expected, so the loss and the step depend on how the batch is divided",
+        remedy="return the mean over samples (reduction='mean'), or tutti.Weighted(total=sum, count=number of terms)",
     )
 
 
 def weighted_loss(case: DifferenceCase) -> Cause | None:
-    """A Weighted whose parts do not add up."""
+    """Find a `Weighted` loss whose total or count is not the sum over the parts of the batch."""
     weighted = case.sides is not None and any(
         part.loss is not None and part.loss.count is not None for part in case.sides.one.parts
     )
@@ -330,12 +335,15 @@ def weighted_loss(case: DifferenceCase) -> Cause | None:
 
 
 def mean_of_means(case: DifferenceCase) -> Cause | None:
-    """One device's loss lies among the ranks' losses, but is not their mean by samples."""
+    """Find a loss that is a mean over something other than samples.
+
+    One device's loss then lies among the ranks' losses, but is not their mean by samples.
+    """
     if case.stage != "loss":
         return None
-    pairs = [(one, ranks) for one, ranks in mean_losses(case) if len(ranks) > 1]
-    slack = [CLOSE * abs(one) for one, _ in pairs]
-    inside = [min(r) - s <= one <= max(r) + s for (one, r), s in zip(pairs, slack, strict=True)]
+    pairs = [(expected, ranks) for expected, ranks in mean_losses(case) if len(ranks) > 1]
+    slack = [CLOSE * abs(expected) for expected, _ in pairs]
+    inside = [min(r) - s <= expected <= max(r) + s for (expected, r), s in zip(pairs, slack, strict=True)]
     if not pairs or not all(inside):
         return None
     return Cause(
@@ -347,59 +355,57 @@ def mean_of_means(case: DifferenceCase) -> Cause | None:
 
 
 def coupled_loss(case: DifferenceCase) -> Cause | None:
-    """The loss of the whole batch is not a mean of the losses of its parts."""
+    """Blame a loss that couples samples, where no earlier rule explains the difference."""
     if case.stage != "loss":
         return None
     return Cause(
         kind="coupled_samples",
-        sentence="the loss couples samples: over the whole batch it is no mean of what the ranks' shares give "
-        "(contrastive pairs, a term squared after averaging, a ranking within the batch)",
-        remedy="compare with samples of all ranks (gather the features), or choose a loss that is a mean over "
-        "samples; num_microbatches=1 alone does not help",
+        sentence="the loss couples samples: over the whole batch it is not the mean of the losses of the ranks' "
+        "shares (contrastive pairs, a term squared after averaging, a ranking within the batch)",
+        remedy="compare each sample with those of all ranks (gather the features), or choose a loss that is a mean "
+        "over samples; num_microbatches=1 alone does not help",
     )
 
 
 def local_clipping(case: DifferenceCase) -> Cause | None:
-    """Gradients were changed on each rank before they were averaged."""
+    """Find gradients that each rank changed before they were averaged."""
     if case.stage != "gradient" or case.sides is None:
         return None
     operators = dict.fromkeys(name for part in case.parts for name in part.backward_ops)
     hooked = case.sides.head.hooked
     if not operators and not hooked:
         return None
-    what = (
-        f"hooks on {', '.join(hooked[:3])}" if hooked else f"operators of clipping in backward ({', '.join(operators)})"
-    )
+    what = f"hooks on {', '.join(hooked[:3])}" if hooked else f"clipping operators in backward ({', '.join(operators)})"
     return Cause(
         kind="local_clipping",
         sentence=f"local clipping: gradients are changed on each rank before they are averaged ({what}); outputs "
-        f"and loss agree, the gradient of {case.where} does not",
+        f"and loss agree, but the gradient of {case.where} does not",
         remedy="let the Job clip the averaged gradient: Job(clip_norm=...), and remove the hooks",
     )
 
 
 def learning_rate(case: DifferenceCase) -> Cause | None:
-    """The learning rate depends on the number of ranks."""
+    """Find a learning rate that depends on the number of ranks."""
     if case.stage != "learning rate" or case.sides is None:
         return None
-    one, other = case.sides.one, case.sides.ranks[(case.found.first.ranks or (0,))[0]]
-    for name, rate in one.hyper_parameters.items():
+    reference, other = case.sides.one, case.sides.ranks[(case.found.first.ranks or (0,))[0]]
+    for name, rate in reference.hyper_parameters.items():
         theirs = other.hyper_parameters.get(name, 0.0)
         if not name.endswith(".lr") or not rate or rate == theirs:
             continue
-        if one.step == 0:
+        if reference.step == 0:
             return Cause(
                 kind="learning_rate_depends_on_ranks",
                 sentence=f"the learning rate is {theirs:g} on {case.world_size} ranks and {rate:g} on one device, "
-                f"{theirs / rate:g} times: it depends on the number of ranks, while the global batch does not",
+                f"{theirs / rate:g} times as large: it depends on the number of ranks, but the global batch does not",
                 remedy="give the learning rate of the global batch; state how it scales with the batch in "
                 "Job(lr_rule=...)",
             )
         return Cause(
             kind="scheduler_depends_on_ranks",
-            sentence=f"the learning rate of step {one.step + 1} is {theirs:g} on {case.world_size} ranks and "
-            f"{rate:g} on one device: the scheduler advances another number of times a step",
-            remedy="pass the scheduler to job.prepare(scheduler=...), which advances it once a step, and do not "
+            sentence=f"the learning rate of step {reference.step + 1} is {theirs:g} on {case.world_size} ranks and "
+            f"{rate:g} on one device: the scheduler advances a different number of times per step",
+            remedy="pass the scheduler to job.prepare(scheduler=...), which advances it once per step, and do not "
             "step it yourself",
         )
     return None
@@ -432,32 +438,35 @@ def _buffer_cause(case: DifferenceCase, name: str) -> Cause:
     return Cause(
         kind="unsynchronised_buffer",
         sentence=f"unsynchronised buffer: {name.rpartition('.')[2]!r} of {case.where} is updated from each rank's "
-        "own samples, so that ranks drift apart",
+        "own samples, so the ranks diverge",
         remedy="update it from statistics of all samples (torch.distributed.all_reduce of the sum and the count "
         "when it is initialised), or use torch.nn.BatchNorm*, which tutti synchronises",
     )
 
 
 CLOSE = 1e-4
-"""Relative difference below which a rule takes two numbers as equal. Rules tell apart numbers that differ by percents.
-"""
+"""Two numbers count as equal below this relative difference. Rules distinguish numbers that differ by percents."""
 
 
 def mean_losses(case: DifferenceCase) -> list[tuple[float, list[float]]]:
-    """(one device's loss, losses of ranks with samples) of every recorded microbatch whose loss is a plain mean."""
+    """Return the recorded losses of every microbatch whose loss is a plain mean.
+
+    Returns:
+        Pairs of one device's loss and the losses of the ranks that have samples.
+    """
     if case.sides is None:
         return []
-    found = []
+    losses = []
     heads = case.sides.heads
     for step, parts in enumerate(case.sides.head.losses):
-        for index, (_, one) in enumerate(parts):
+        for index, (_, expected) in enumerate(parts):
             others = [
                 head.losses[step][index] for head in heads if step < len(head.losses) and index < len(head.losses[step])
             ]
             real = [loss for part, loss in others if part.count]
-            if _is_mean(one) and all(_is_mean(loss) for loss in real):
-                found.append((one.total, [loss.total for loss in real if loss]))  # type: ignore[union-attr]
-    return found
+            if _is_mean(expected) and all(_is_mean(loss) for loss in real):
+                losses.append((expected.total, [loss.total for loss in real if loss]))  # type: ignore[union-attr]
+    return losses
 
 
 def _is_mean(loss: LossRecord | None) -> bool:
@@ -465,7 +474,7 @@ def _is_mean(loss: LossRecord | None) -> bool:
 
 
 def moments_agree(case: DifferenceCase) -> bool:
-    """Whether the mean or the mean square over a rank's rows is equal on all ranks although the rows differ."""
+    """Return whether the mean or mean square over a rank's rows is equal on all ranks although the rows differ."""
     pairs = case.found.alignment or []
     tensors = [pair.got.double() for pair in pairs if pair.got.dim() and pair.got.numel() > pair.got.shape[-1]]
     if len(tensors) < len(pairs) or any(tensor.isnan().any() for tensor in tensors):
@@ -480,7 +489,7 @@ def moments_agree(case: DifferenceCase) -> bool:
 
 
 def _moment(tensor: torch.Tensor, channel: int | None, power: int) -> torch.Tensor:
-    """The mean of a power over all dims except the channel dim."""
+    """Return the mean of a power of the values, over all dims except the channel dim."""
     if channel is None or tensor.dim() < 2:
         return (tensor**power).mean()
     kept = channel % tensor.dim()
@@ -492,24 +501,24 @@ def _near(one: torch.Tensor, other: torch.Tensor, scale: float) -> bool:
 
 
 def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors agree up to rounding."""
+    """Return whether two tensors agree up to rounding."""
     return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-6, atol=1e-12)
 
 
 def ranks_with_less_padding(sides: StepRecordings) -> tuple[int, ...]:
-    """Ranks whose batch has a tensor with fewer entries per sample than one device's."""
-    found = []
+    """Return the ranks whose batch has a tensor with fewer entries per sample than one device's."""
+    shorter = []
     for rank, step in enumerate(sides.ranks):
         for name, expected in sides.one.inputs.items():
-            mine = step.inputs.get(name)
-            if mine is not None and mine.dim() == expected.dim() and mine.shape[1:] != expected.shape[1:]:
-                found.append(rank)
+            tensor = step.inputs.get(name)
+            if tensor is not None and tensor.dim() == expected.dim() and tensor.shape[1:] != expected.shape[1:]:
+                shorter.append(rank)
                 break
-    return tuple(found)
+    return tuple(shorter)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 1", "ranks 0, 2", or "the ranks"."""
+    """Format ranks as "rank 1", "ranks 0, 2", or "the ranks" for none."""
     if not ranks:
         return "the ranks"
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,7 +1,7 @@
 """Matched random draws: each rank gets its samples' rows of what one device draws for the whole microbatch.
 
-Every random operator takes one number from torch's default generator, which has the same state on all ranks, as the
-seed of draws in the shape that one device needs. Recompute restores that generator, so it finds the same masks again.
+Every random operator takes one number from torch's default generator, which has the same state on all ranks. That
+number seeds draws in the shape that one device needs. Recompute restores the generator, so it repeats the same masks.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ _IN_PLACE = {
 }  # fmt: skip
 _LIKE = {"rand_like", "randn_like", "randint_like"}
 _SIZES = {"rand": 0, "randn": 0, "randint": 1}
-"""Operators that take a size, and its position (one later with a lower bound)."""
+"""Operators that take a size, and the position of that argument (one later with a lower bound)."""
 _CLIPPING = ("clamp", "_foreach_norm", "_foreach_clamp", "linalg_vector_norm")
 _PRECISION = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
@@ -26,7 +26,7 @@ Draw = Callable[[tuple[int, ...]], torch.Tensor]
 
 
 def in_backward() -> bool:
-    """Whether autograd is running backward on this thread. Forward operators there belong to a recompute."""
+    """Return whether autograd is running backward on this thread. Forward operators there belong to a recompute."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -35,17 +35,18 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         part: this rank's part of the microbatch.
-        guide: shapes of one device's draws by seed; None on the one device.
+        guide: shapes of one device's draws by seed; None on the one device itself.
 
     Attributes:
-        draws: shapes drawn here.
-        unaligned, own_generator: operators left as they are.
+        draws: shapes of the draws made here, by seed.
+        unaligned: operators whose draws could not be aligned.
+        own_generator: operators that drew from a generator of the script.
         lowest: the least precise dtype of the computation.
         backward_ops: operators of gradient clipping that ran within backward.
     """
 
     draws_whole = True
-    """Layers that are divided draw for the whole activation (parallel/tensor)."""
+    """Divided layers draw for the whole activation while this is set (parallel/tensor)."""
 
     def __init__(self, part: MicrobatchShare, guide: Mapping[int, tuple[int, ...]] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -61,7 +62,7 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():  # parts of tensors are plain local ones here
+        with torch._C.DisableTorchFunctionSubclass():  # so that parts of tensors act as plain local tensors
             return self._dispatched(func, args, kwargs)
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,7 +93,7 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _drawn(self, func: Any, name: str, seed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operator's result with aligned draws, or None where it cannot be aligned."""
+        """Return the operator's result with aligned draws, or None if it cannot be aligned."""
         first = args[0] if args else None
         if name in _SIZES or (name == "normal" and func._overloadname == "float_float"):
             at = _SIZES.get(name, 2) + ("low" in func._overloadname)
@@ -101,7 +102,7 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._normal(seed, args)
         if not isinstance(first, torch.Tensor):
             return None
-        tensor_arguments = sum(isinstance(one, torch.Tensor) for one in pytree.tree_leaves((args, kwargs)))
+        tensor_arguments = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
         if name in _LIKE or (name in _IN_PLACE and tensor_arguments == 1):
             rows = self._rows(seed, tuple(first.shape), lambda full: func(first.new_empty(full), *args[1:], **kwargs))
             return rows if rows is None or name in _LIKE else first.copy_(rows)
@@ -111,26 +112,26 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _by_value(name, first, args[1:], uniform)
 
     def _uniform(self, seed: int, like: torch.Tensor) -> torch.Tensor | None:
-        """This rank's rows of uniform numbers in [0, 1), in the shape of a tensor."""
+        """Return this rank's rows of uniform numbers in [0, 1), in the shape of a tensor."""
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
         return self._rows(seed, tuple(like.shape), lambda full: torch.rand(full, device=like.device, dtype=dtype))
 
     def _normal(self, seed: int, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """Normal numbers with given means and deviations, at least one of which is a tensor."""
+        """Return normal numbers with given means and deviations, at least one of which is a tensor."""
         mean, deviation = args[0], args[1] if len(args) > 1 else 1.0
         like = mean * 1.0 + deviation * 0.0
         rows = self._rows(seed, tuple(like.shape), lambda full: torch.randn(full, device=like.device, dtype=like.dtype))
         return None if rows is None else mean + deviation * rows
 
     def _rows(self, seed: int, shape: tuple[int, ...], draw: Draw) -> torch.Tensor | None:
-        """This rank's rows of what one device draws under `seed`."""
+        """Return this rank's rows of what one device draws under `seed`."""
         self.draws[seed] = shape
         full = shape if self.guide is None else self.guide.get(seed, shape)
         place = rows_of(full, shape, self.part)
         return None if place is None else place(draw(full))
 
     def _as_one_device(self, seed: int, result: Any) -> bool:
-        """Whether an operator's result has the shape it has on one device, so that equal seeds suffice."""
+        """Return whether an operator's result has the shape that it has on one device, so that equal seeds suffice."""
         first = next((leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)), None)
         shape = self.draws[seed] = () if first is None else tuple(first.shape)
         return self.guide is None or self.guide.get(seed, shape) == shape
@@ -146,13 +147,18 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def lowest_of(dtypes: list[torch.dtype]) -> torch.dtype:
-    """The least precise of floating dtypes."""
+    """Return the least precise of floating-point dtypes."""
     return max(dtypes, key=lambda dtype: _PRECISION.get(dtype, 0), default=torch.float64)
 
 
 def _by_value(name: str, first: torch.Tensor, rest: tuple[Any, ...], uniform: torch.Tensor) -> Any:
-    """The result of an operator whose draws depend on its operand, from uniform numbers in the operand's shape; None
-    for an unknown operator.
+    """Return the result of an operator whose draws depend on its operand; None for an unknown operator.
+
+    Args:
+        name: the operator.
+        first: its operand.
+        rest: its other arguments.
+        uniform: uniform numbers in the operand's shape.
     """
     if name == "native_dropout":
         keep = 1.0 - rest[0] if rest[1] is not False else 1.0
@@ -172,28 +178,36 @@ def _by_value(name: str, first: torch.Tensor, rest: tuple[Any, ...], uniform: to
 def rows_of(
     full: tuple[int, ...], shape: tuple[int, ...], part: MicrobatchShare
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """How to cut a part's rows of `shape` from a tensor of the whole microbatch's shape `full`; None if it is unclear.
+    """Return a function that cuts a part's rows from a tensor of the whole microbatch.
 
-    The dim of samples is where the two differ in the ratio of their samples, flattened with others or not. A tensor
-    without such a dim has no samples and is taken whole. Where other dims are smaller too, because each rank pads to
-    its own longest sample, the leading entries are taken.
+    Samples lie along the dim where the two shapes differ in the ratio of their samples, alone or flattened with other
+    dims. A tensor without such a dim has no samples and is taken whole. Where other dims are smaller too, because each
+    rank pads to its own longest sample, the leading entries are taken.
+
+    Args:
+        full: shape of the tensor for the whole microbatch.
+        shape: shape of the part's rows.
+        part: the samples of the part.
+
+    Returns:
+        The function, or None if the shapes do not say where the samples are.
     """
-    whole, mine, offset = part.slice_size, part.loaded, part.start - part.slice_start
+    whole, part_size, offset = part.slice_size, part.loaded, part.start - part.slice_start
     if full == shape:
         return lambda tensor: tensor
     if len(full) != len(shape):
         return None
     differing = [dim for dim in range(len(full)) if full[dim] != shape[dim]]
-    if len(differing) == 1 and full[differing[0]] * mine == shape[differing[0]] * whole:
+    if len(differing) == 1 and full[differing[0]] * part_size == shape[differing[0]] * whole:
         dim = differing[0]
-        each = full[dim] // whole
-        return lambda tensor: tensor.narrow(dim, offset * each, mine * each)
+        length = full[dim] // whole
+        return lambda tensor: tensor.narrow(dim, offset * length, part_size * length)
     for dim in differing:
         others_fit = all(shape[d] <= full[d] for d in range(len(full)) if d != dim)
         if (
             full[dim] % whole == 0
-            and shape[dim] % mine == 0
-            and shape[dim] // mine <= full[dim] // whole
+            and shape[dim] % part_size == 0
+            and shape[dim] // part_size <= full[dim] // whole
             and others_fit
         ):
             return _ragged(full, shape, dim, part)
@@ -203,18 +217,18 @@ def rows_of(
 def _ragged(
     full: tuple[int, ...], shape: tuple[int, ...], dim: int, part: MicrobatchShare
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    whole, mine, offset = part.slice_size, part.loaded, part.start - part.slice_start
+    whole, part_size, offset = part.slice_size, part.loaded, part.start - part.slice_start
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.reshape(*full[:dim], whole, full[dim] // whole, *full[dim + 1 :]).narrow(dim, offset, mine)
-        target = (*shape[:dim], mine, shape[dim] // mine, *shape[dim + 1 :])
+        tensor = tensor.reshape(*full[:dim], whole, full[dim] // whole, *full[dim + 1 :]).narrow(dim, offset, part_size)
+        target = (*shape[:dim], part_size, shape[dim] // part_size, *shape[dim + 1 :])
         return tensor[tuple(slice(0, size) for size in target)].reshape(shape)
 
     return cut
 
 
 def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator with optional dropout was asked not to drop (attention kernels with dropout_p = 0)."""
+    """Return whether an operator with optional dropout was told not to drop (attention kernels with dropout_p = 0)."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
             value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)

@@ -1,7 +1,7 @@
-"""The observer that records a run being verified: everything that is compared, and hints at causes.
+"""The observer that records a run during verification: everything that is compared, and hints at causes.
 
-One device also saves the state that every step starts from and the shapes of random draws. Ranks start each step from
-that state and draw the same values. So each step is a comparison of its own, and differences do not accumulate.
+One device also saves the state that every step starts from, and the shapes of its random draws. Ranks start each step
+from that state and draw the same values. Each step is therefore compared on its own, and differences do not accumulate.
 """
 
 import random
@@ -53,14 +53,20 @@ from tutti.verify.recording import (
 )
 
 BUDGET_NBYTES = 2**30
-"""Memory for module outputs of one step. Modules that finish after it is used up are not compared."""
+"""Memory for the module outputs of one step. Modules that finish after it is used up are not compared."""
 
 
 def recorder() -> "RunRecorder":
-    """The recorder that the environment asks for (TUTTI_OBSERVER=tutti.verify.recorder:recorder)."""
+    """Return the recorder that the environment asks for (TUTTI_OBSERVER=tutti.verify.recorder:recorder).
+
+    Raises:
+        LaunchError: TUTTI_RECORD names no folder.
+    """
     recording = read_launch_options().recording
     if recording is None:
-        raise LaunchError("TUTTI_OBSERVER asks for a recording, but TUTTI_RECORD names no folder; unset both")
+        raise LaunchError(
+            "TUTTI_OBSERVER asks for a recording, but TUTTI_RECORD names no folder; set it to a folder, or unset both"
+        )
     return RunRecorder(recording)
 
 
@@ -70,19 +76,20 @@ class DoublePrecisionInputs:
     recording: Recording
 
     def sampled(self, batch: Any) -> Any:
-        """The batch, in float64 where the recording asks for it."""
+        """Return the batch, in float64 if the recording asks for it."""
         return pytree.tree_map(_double, batch) if self.recording.double else batch
 
 
 TensorCopy = tuple[torch.Tensor, TensorShard | None]
-"""A copy, and the part of the whole tensor that it is."""
+"""A copy, and the part of the whole tensor that it is; None for all of it."""
 
 
 class CallLog:
-    """Records calls of a model's modules while it is open. Recomputed forwards within backward are left out.
+    """Records calls of a model's modules while it is open, except forwards that are recomputed within backward.
 
     Attributes:
-        calls: what was recorded.
+        open: whether calls are being recorded.
+        calls: the recorded calls.
         left_out: number of calls that were not recorded.
     """
 
@@ -104,7 +111,7 @@ class CallLog:
         """Start a new log.
 
         Args:
-            wanted: the calls to record; None for all until `budget_nbytes` are used up.
+            wanted: (module, number) of the calls to record; None to record all until `budget_nbytes` are used up.
             budget_nbytes: memory for copies.
         """
         self.open, self.calls, self.left_out = True, [], 0
@@ -120,7 +127,7 @@ class CallLog:
             self._entered.append(self._copied((args, kwargs)))
 
     def leave(self, name: str, module: nn.Module, output: Any) -> None:
-        """Record that a module has finished."""
+        """Record that the module called `name` has finished with `output`."""
         if not self.open or in_backward():
             return
         inputs = self._entered.pop()
@@ -130,8 +137,8 @@ class CallLog:
             self.left_out += 1
             return
         outputs = self._copied(output)
-        parts = {(kind, i): held for kind, some in (("inputs", inputs), ("outputs", outputs))
-                 for i, (_, held) in enumerate(some) if held is not None}  # fmt: skip
+        parts = {(kind, i): held for kind, copies in (("inputs", inputs), ("outputs", outputs))
+                 for i, (_, held) in enumerate(copies) if held is not None}  # fmt: skip
         self.calls.append(
             ModuleCall(
                 module=name,
@@ -145,11 +152,15 @@ class CallLog:
 
     def _copied(self, values: Any) -> tuple[TensorCopy, ...]:
         leaves = pytree.tree_leaves(values, is_leaf=lambda value: isinstance(value, PackedSequence))
-        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | PackedSequence)]
-        return tuple(self._copy(leaf) for leaf in found[:MAX_TENSORS])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | PackedSequence)]
+        return tuple(self._copy(leaf) for leaf in tensors[:MAX_TENSORS])
 
     def _copy(self, value: torch.Tensor | PackedSequence) -> TensorCopy:
-        """A copy. A tensor that has not changed since is copied once, and kept alive so that its id stays its own."""
+        """Return a copy of a value.
+
+        A tensor that has not changed since its last copy is not copied again. It is kept alive, so that its id stays
+        unique.
+        """
         if isinstance(value, PackedSequence):
             return sample_columns(pad_packed_sequence(value, batch_first=True)[0]), None
         plain, held = local_activation(value)
@@ -164,7 +175,7 @@ class CallLog:
 
 
 class RunRecorder(DoublePrecisionInputs):
-    """Records a run; see `tutti.trainer.observer.Observer` for when each method is called."""
+    """Records a run; `tutti.trainer.observer.Observer` says when each method is called."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
@@ -197,19 +208,19 @@ class RunRecorder(DoublePrecisionInputs):
         return self._log
 
     def built(self, model: nn.Module, world: World) -> None:
-        """Record the rank's own initial values; then, if asked, compute in float64 from here on."""
+        """Record this rank's initial values; then switch to float64 if the recording asks for it."""
         named = [*model.named_parameters(), *model.named_buffers()]
         self.initial = {name: sample_elements(tensor) for name, tensor in named}
         large = [name for name, tensor in named if tensor.numel() > MAX_ELEMENTS]
         if large:
-            self._note(f"of {len(large)} tensors larger than {MAX_ELEMENTS} elements ({large[0]}, ...), evenly "
-                       f"spread elements were compared")  # fmt: skip
+            self._note(f"only evenly spread elements were compared of {len(large)} tensors with more than "
+                       f"{MAX_ELEMENTS} elements ({large[0]}, ...)")  # fmt: skip
         if self.recording.double:
             model.double()
             torch.set_default_dtype(torch.float64)
 
     def prepared(self, training: TrainingState) -> None:
-        """Watch the modules and the loss."""
+        """Register hooks on the modules, and apply the recording's precision and dropout settings."""
         self._training, self._log = training, CallLog(training.parallel.model)
         for module in training.parallel.model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout > 0:
@@ -220,7 +231,11 @@ class RunRecorder(DoublePrecisionInputs):
             disable_dropout(training.parallel.model)
 
     def loaded(self, step: int, batch: Any) -> Any:
-        """Record the batch and what the script changed since the last update; then start from one device's state."""
+        """Record the batch and what the script changed since the last update; then start from one device's state.
+
+        Returns:
+            The batch to compute with.
+        """
         batch = self.sampled(batch)
         flat, _ = pytree.tree_flatten_with_path(batch)
         self._inputs = {
@@ -270,7 +285,7 @@ class RunRecorder(DoublePrecisionInputs):
         self.log.end()
 
     def gradients(self, step: int) -> None:
-        """Record the averaged gradients and the settings of the optimizer."""
+        """Record the averaged gradients and the settings of the optimizers."""
         self._still.close()
         self._without_calls()
         layout = self.training.parallel.layout
@@ -289,7 +304,7 @@ class RunRecorder(DoublePrecisionInputs):
         }
 
     def updated(self, step: int, loss: float, learning_rate: float) -> None:
-        """Close the step, and end the run when enough steps are recorded."""
+        """Write the record of the step, and end the run when enough steps are recorded."""
         layout = self.training.parallel.layout
         used = {
             layout.first_name(name): float(torch.linalg.vector_norm(_dense(to_local(parameter.grad)).double()))
@@ -321,18 +336,18 @@ class RunRecorder(DoublePrecisionInputs):
             raise StopRun
 
     def _without_calls(self) -> None:
-        """Add microbatches that could not be watched: a pipeline interleaves those of its stages."""
+        """Add records of microbatches that could not be observed because a pipeline interleaves them."""
         share = self.training.loader.share
         if not self._parts and share is not None:
             self._parts = [MicrobatchRecord(part=part, calls=(), loss=None) for part in share.parts]
-            self._note("module outputs were not compared, for a pipeline runs the microbatches of its stages in turns")
+            self._note("module outputs were not compared, because a pipeline interleaves its stages' microbatches")
 
     def _record(self) -> RankRecord:
         training = self.training
         owners = {
-            f"{name}.{own}" if name else own: name
+            f"{name}.{tensor_name}" if name else tensor_name: name
             for name, module in training.parallel.model.named_modules()
-            for own, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            for tensor_name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         }
         dtypes = [p.dtype for p in training.parallel.model.parameters() if p.is_floating_point()]
         return RankRecord(
@@ -356,13 +371,19 @@ class RunRecorder(DoublePrecisionInputs):
         )
 
     def _no_packed_dropout(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Switch off dropout over packed sequences, whose rows have another order on every rank."""
-        if isinstance(module, nn.RNNBase) and any(isinstance(one, PackedSequence) for one in args) and module.dropout:
+        """Turn off dropout over packed sequences, whose rows have a different order on every rank."""
+        if (
+            isinstance(module, nn.RNNBase)
+            and any(isinstance(argument, PackedSequence) for argument in args)
+            and module.dropout
+        ):
             module.dropout = 0.0
-            self._note(f"dropout between the layers of a {type(module).__name__} was off, for its sequences are packed")
+            self._note(
+                f"dropout between the layers of a {type(module).__name__} was off, because its sequences are packed"
+            )
 
     def loss(self, value: Any) -> None:
-        """Record this part's loss as the script gave it."""
+        """Record the loss of this part of the microbatch as the script returned it."""
         if isinstance(value, Weighted):
             self._loss = LossRecord(total=_number(value.total), count=_number(value.count))
         elif isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -371,11 +392,11 @@ class RunRecorder(DoublePrecisionInputs):
     def _note_limits(self) -> None:
         if self.log.left_out and self.reference is None:
             self._note(
-                f"outputs of {self.log.left_out} module calls were not compared: they exceed the memory for that"
+                f"outputs of {self.log.left_out} module calls were not compared, because they exceed the memory limit"
             )
         wide = any(value.dim() > 1 and value.shape[-1] > MAX_COLUMNS for c in self.log.calls for value in c.outputs)
         if wide:
-            self._note(f"of module outputs wider than {MAX_COLUMNS}, evenly spread columns were compared")
+            self._note(f"only evenly spread columns were compared of module outputs wider than {MAX_COLUMNS}")
 
     def _note(self, words: str) -> None:
         self._notes[words] = None
@@ -386,13 +407,13 @@ def _double(leaf: Any) -> Any:
 
 
 def _numbers(group: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The settings of a parameter group that are numbers; those in tuples (betas) one by one."""
+    """Yield the settings of a parameter group that are numbers; the entries of tuples (betas) one by one."""
     for key, value in group.items():
         if key == "params":
             continue
-        for position, one in enumerate(value if isinstance(value, tuple) else [value]):
-            if isinstance(one, int | float) or (isinstance(one, torch.Tensor) and one.numel() == 1):
-                yield f"{key}[{position}]" if isinstance(value, tuple) else key, float(one)
+        for position, number in enumerate(value if isinstance(value, tuple) else [value]):
+            if isinstance(number, int | float) or (isinstance(number, torch.Tensor) and number.numel() == 1):
+                yield f"{key}[{position}]" if isinstance(value, tuple) else key, float(number)
 
 
 def _number(value: torch.Tensor | float) -> float:
@@ -404,20 +425,20 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether the script has put hooks on a parameter's gradient."""
+    """Return whether the script has registered hooks on a parameter's gradient."""
     after = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
     hooks = [*(parameter._backward_hooks or {}).values(), *after]
     return any(not str(getattr(hook, "__module__", "")).startswith("tutti.") for hook in hooks)
 
 
 def _foreign_generators() -> dict[str, object]:
-    """States of the generators other than torch's that a forward may draw from."""
+    """Return the states of the generators, other than torch's, that a forward may draw from."""
     _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return {"numpy.random": (keys.tobytes(), position), "random": random.getstate()}
 
 
 MAX_TENSORS = 4
-"""Tensors recorded of one module's output, and of its input."""
+"""Number of tensors recorded of each module's output, and of its input."""
 
 
 class _ModuleHook:
@@ -432,11 +453,11 @@ class _ModuleHook:
 
 
 def recorded_state(training: TrainingState) -> ModelState:
-    """Parameters, buffers and optimizer state as they are now; large ones are sampled."""
+    """Return the current parameters, buffers and optimizer state; large tensors are sampled."""
     layout, optimizer = training.parallel.layout, dict[str, torch.Tensor]()
     names: dict[int, dict[Any, str]] = {**layout.state_names(training.parallel.model, training.parallel.optimizers)}
-    for index, one in enumerate(training.parallel.optimizers):
-        for parameter, entries in one.state.items():
+    for index, current in enumerate(training.parallel.optimizers):
+        for parameter, entries in current.state.items():
             name = names[index].get(parameter)
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
@@ -463,7 +484,7 @@ def _sampled(training: TrainingState, kind: str) -> Values:
 
 
 def changes(one: ModelState, other: ModelState) -> ModelState:
-    """What `other` adds to `one`, tensor by tensor. Tensors that are equal in both are left out."""
+    """Return `other` - `one`, tensor by tensor, without the tensors that are equal in both."""
     return ModelState(
         parameters=_changed(one.parameters, other.parameters),
         buffers=_changed(one.buffers, other.buffers),
@@ -480,21 +501,32 @@ def _changed(one: Values, other: Values) -> Values:
 
 
 def whole_state(training: TrainingState) -> dict[str, Any]:
-    """Everything that `restore` needs, on one device: parameters and buffers, and each optimizer's entries, by name."""
+    """Return what `restore` needs, on one device: parameters and buffers, and each optimizer's state, by name."""
     layout = training.parallel.layout
     names = layout.state_names(training.parallel.model, training.parallel.optimizers)
     return {
         "model": {layout.first_name(name): tensor.detach().cpu() for name, tensor in named_tensors(training)},
         "optimizers": [
-            {layout.first_name(name): dict(one.state[p]) for p, name in names[index].items() if p in one.state}
-            for index, one in enumerate(training.parallel.optimizers)
+            {
+                layout.first_name(name): dict(optimizer.state[p])
+                for p, name in names[index].items()
+                if p in optimizer.state
+            }
+            for index, optimizer in enumerate(training.parallel.optimizers)
         ],
     }
 
 
 @torch.no_grad()
 def restore(training: TrainingState, saved: dict[str, Any]) -> None:
-    """Copy this rank's part of one device's state in place. Settings of the optimizers stay this rank's own."""
+    """Copy this rank's part of one device's state into its tensors in place.
+
+    The settings of the optimizers stay as the script set them on this rank.
+
+    Args:
+        training: the run to copy into.
+        saved: what `whole_state` returned on one device.
+    """
     layout = training.parallel.layout
     for name, tensor in named_tensors(training):
         whole = saved["model"].get(layout.first_name(name))
@@ -505,35 +537,38 @@ def restore(training: TrainingState, saved: dict[str, Any]) -> None:
     for follow in layout.states.after_load:
         follow()
     names = layout.state_names(training.parallel.model, training.parallel.optimizers)
-    for index, (one, states) in enumerate(zip(training.parallel.optimizers, saved["optimizers"], strict=True)):
+    for index, (optimizer, states) in enumerate(zip(training.parallel.optimizers, saved["optimizers"], strict=True)):
         for parameter, name in names[index].items():
             entries = states.get(layout.first_name(name))
             if entries is None:
-                one.state.pop(parameter, None)
+                optimizer.state.pop(parameter, None)
             else:
-                one.state[parameter] = {
-                    key: _on(one.state[parameter].get(key), _part(value, layout.state_shard_of(name)), parameter)
+                optimizer.state[parameter] = {
+                    key: _on(optimizer.state[parameter].get(key), _part(value, layout.state_shard_of(name)), parameter)
                     for key, value in entries.items()
                 }
 
 
 def _part(value: Any, held: TensorShard) -> Any:
-    """A saved entry, or this rank's part of it where it has the parameter's shape."""
+    """Return a saved entry, or this rank's part of it if it has the parameter's shape."""
     whole = isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == held.shape
     return held.take(value) if whole else value
 
 
 def make_double(training: TrainingState) -> None:
-    """Convert optimizer state that a script brought along to float64, like its parameters."""
-    for one in training.parallel.optimizers:
-        for parameter, entries in one.state.items():
+    """Convert optimizer state that the script loaded to float64, like its parameters."""
+    for optimizer in training.parallel.optimizers:
+        for parameter, entries in optimizer.state.items():
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
                     entries[key] = value.double()
 
 
 def _on(present: Any, value: Any, parameter: torch.Tensor) -> Any:
-    """A saved entry where the optimizer keeps it: like the present one, else beside its parameter unless 0-d."""
+    """Return a copy of a saved entry on the device where the optimizer keeps it.
+
+    That is the device of the present entry, or else the parameter's, and the CPU for entries without dims.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(present, torch.Tensor):
@@ -542,7 +577,7 @@ def _on(present: Any, value: Any, parameter: torch.Tensor) -> Any:
 
 
 _POSITIONS = {F.scaled_dot_product_attention: ("dropout_p", 4), F.multi_head_attention_forward: ("dropout_p", 10)}
-"""Functions with dropout among other things: name and position of the argument."""
+"""Functions that apply dropout among other things: name and position of its argument."""
 
 
 _DROPOUT = frozenset(

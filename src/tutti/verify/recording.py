@@ -1,4 +1,4 @@
-"""What a verified run leaves on disk, rank by rank and step by step, and how it is read back."""
+"""The files that a recorded run leaves on disk, by rank and step, and how they are read back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,9 +17,12 @@ Values = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCall:
-    """One call of one module in forward. `number` counts the calls of this module within the microbatch.
+    """One call of one module in forward.
 
-    `parts` says, by kind ("inputs" or "outputs") and position, which tensors are parts of whole ones.
+    Attributes:
+        number: counts the calls of this module within the microbatch.
+        kind: class name of the module.
+        parts: the tensors that are parts of whole ones, by kind ("inputs" or "outputs") and position.
     """
 
     module: str
@@ -36,7 +39,12 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRecord:
-    """A microbatch's loss as the user's function returned it: a mean with count None, or the parts of a Weighted."""
+    """A microbatch's loss as the script's function returned it.
+
+    Attributes:
+        total: the mean, or the total of a `Weighted`.
+        count: the count of a `Weighted`; None for a mean.
+    """
 
     total: float
     count: float | None
@@ -47,7 +55,10 @@ class MicrobatchRecord:
     """One microbatch on one rank.
 
     Attributes:
-        foreign: sources of random numbers other than torch's own that forward drew from.
+        part: the samples that the rank computes.
+        calls: module calls in order of their end.
+        loss: None if the script's loss is not one number.
+        foreign: sources of random numbers, other than torch's own, that forward drew from.
         unaligned: random operators whose draws could not be made equal.
         backward_ops: operators of gradient clipping that ran within backward.
     """
@@ -62,7 +73,10 @@ class MicrobatchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelState:
-    """Parameters, buffers and optimizer state ("0.<parameter>.<entry>" of optimizer 0); large tensors are sampled."""
+    """Parameters, buffers and optimizer state; large tensors are sampled.
+
+    Entries of the optimizer state are named "0.<parameter>.<entry>" for optimizer 0.
+    """
 
     parameters: Values = field(default_factory=dict)
     buffers: Values = field(default_factory=dict)
@@ -75,9 +89,11 @@ class StepRecord:
 
     Attributes:
         indices: samples of the whole global batch.
-        gradients: averaged; None where there is none.
-        hyper_parameters: "0.1.lr" is the rate of group 1 of optimizer 0.
-        used_norms: norms of the gradients as the optimizer found them.
+        inputs: tensors of the batch by name.
+        gradients: averaged over the global batch; None for a parameter without one.
+        hyper_parameters: settings of the optimizers; "0.1.lr" is the rate of group 1 of optimizer 0.
+        learning_rate: rate of the update.
+        used_norms: norms of the gradients that the optimizer used.
         between: what the script changed after the last update.
         after: the state after this update.
     """
@@ -98,17 +114,18 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank recorded, except its steps, which have files of their own.
+    """What one rank recorded of the whole run; steps have files of their own.
 
     Attributes:
         owners: module of each parameter and buffer.
-        initial: its model before ranks were made equal.
-        dtype: lowest floating precision of the computation.
-        hooked: parameters whose gradients have hooks of the script.
-        losses: of every microbatch of every step.
-        shapes: of whole parameters and buffers.
+        initial: parameters and buffers before ranks were made equal.
+        dtype: the least precise floating-point dtype of the computation.
+        hooked: parameters on whose gradients the script has hooks.
+        notes: what was not compared, and why.
+        losses: loss of every microbatch of every step.
+        shapes: shapes of the whole parameters and buffers.
         drew: whether forward drew random numbers.
-        holding: which part of the model it holds.
+        holding: which part of the model the rank holds.
     """
 
     rank: int
@@ -116,7 +133,7 @@ class RankRecord:
     seed: int
     global_batch_size: int
     model: str
-    owners: dict[str, str]  # parameter or buffer -> module
+    owners: dict[str, str]
     initial: Values
     dtype: str
     hooked: tuple[str, ...]
@@ -133,7 +150,12 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceGuide:
-    """What ranks need to know of one device's step: shapes of its random draws by seed, and the calls it recorded."""
+    """What ranks need to know of one device's microbatch.
+
+    Attributes:
+        draws: shapes of its random draws by seed.
+        calls: (module, number) of the calls that it recorded.
+    """
 
     draws: Mapping[int, tuple[int, ...]]
     calls: frozenset[tuple[str, int]]
@@ -172,7 +194,7 @@ def read_record(path: Path) -> Any:
 
 
 def read_ranks(path: Path, world_size: int) -> tuple[RankRecord, ...]:
-    """The records of all ranks, in order; empty if a rank recorded no step."""
+    """Return the records of all ranks, in order; empty if a rank recorded no step."""
     folder = RecordingFolder(path)
     if not all(folder.rank(rank).exists() for rank in range(world_size)):
         return ()
@@ -180,5 +202,5 @@ def read_ranks(path: Path, world_size: int) -> tuple[RankRecord, ...]:
 
 
 def read_steps(path: Path, world_size: int, step: int) -> tuple[StepRecord, ...]:
-    """One step of all ranks, in order."""
+    """Return the records of one step of all ranks, in order."""
     return tuple(read_record(RecordingFolder(path).step(rank, step)) for rank in range(world_size))

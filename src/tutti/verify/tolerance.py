@@ -1,4 +1,4 @@
-"""How much tensors differ, and how much they may."""
+"""Measure how much tensors differ, and judge it by a tolerance."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -9,19 +9,22 @@ from tutti.config.verdict import Stage, TensorDifference
 from tutti.verify.alignment import Alignment
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
-"""Largest difference of an element over the tensor's root mean square that counts as rounding, by the least precise
-dtype of the computation. Rounding is about 1e-16, 1e-7, 1e-3 and 8e-3 per operation, times what long sums and
-cancellation add. Bugs of distribution differ by 1e-3 to 1, which float64 tells apart from rounding without doubt.
+"""Largest difference that counts as rounding, by the least precise dtype of the computation.
+
+Differences are those of an element over the tensor's root mean square. Rounding is about 1e-16, 1e-7, 1e-3 and 8e-3 per
+operation, times what long sums and cancellation add. Bugs of distribution differ by 1e-3 to 1, which float64 clearly
+distinguishes from rounding.
 """
 
 FLOOR = {"float64": 1e-2, "float32": 1e-2, "float16": 0.3, "bfloat16": 0.3}
-"""A tensor is compared against at least this fraction of the root mean square of its kind. Gradients that are zero up
-to rounding (a bias before a normalisation) would otherwise differ by any amount.
+"""A tensor is compared against at least this fraction of the root mean square of its kind.
+
+Gradients that are zero up to rounding (a bias before a normalisation) would otherwise differ by any amount.
 """
 
 
 def rms(tensors: Iterable[torch.Tensor]) -> float:
-    """Root mean square over all finite elements of some tensors; 0 for none."""
+    """Return the root mean square over all finite elements of the tensors; 0 for none."""
     total, count = 0.0, 0
     for tensor in tensors:
         values = _comparable(tensor)
@@ -32,12 +35,18 @@ def rms(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def difference(expected: torch.Tensor, got: torch.Tensor, scale: float) -> float:
-    """Largest |expected - got| / scale over all elements; infinite where shapes or non-finite values differ."""
+    """Return the largest |expected - got| / scale over all elements; infinite if shapes or non-finite values differ.
+
+    Args:
+        expected: one device's values.
+        got: the ranks' values.
+        scale: the size that differences are relative to.
+    """
     if expected.shape != got.shape:
         return math.inf
-    one, two = _comparable(expected), _comparable(got)
-    same = (one == two) | (torch.isnan(one) & torch.isnan(two))
-    gap = torch.where(same, 0.0, (one - two).abs())
+    expected_values, got_values = _comparable(expected), _comparable(got)
+    same = (expected_values == got_values) | (torch.isnan(expected_values) & torch.isnan(got_values))
+    gap = torch.where(same, 0.0, (expected_values - got_values).abs())
     largest = float(gap.max()) if gap.numel() else 0.0
     if math.isnan(largest):
         return math.inf
@@ -45,12 +54,12 @@ def difference(expected: torch.Tensor, got: torch.Tensor, scale: float) -> float
 
 
 def alignment_difference(alignment: Alignment, scale: float) -> float:
-    """The largest difference among an alignment's pairs."""
+    """Return the largest difference among an alignment's pairs, relative to `scale`."""
     return max((difference(pair.expected, pair.got, scale) for pair in alignment), default=0.0)
 
 
 def number_difference(expected: float, got: float) -> float:
-    """Relative difference of two numbers."""
+    """Return the relative difference of two numbers."""
     if expected == got or (math.isnan(expected) and math.isnan(got)):
         return 0.0
     gap = abs(expected - got) / max(abs(expected), 1e-30)
@@ -95,7 +104,7 @@ class ToleranceChecker:
         """Judge one tensor.
 
         Args:
-            gaps: relative difference by rank; None as the rank of all together.
+            gaps: relative difference by rank; the key None stands for all ranks together.
             stage: the stage of the step.
             step: counted from 0; -1 before the first.
             module: dotted name.
@@ -106,18 +115,18 @@ class ToleranceChecker:
         """
         self.compared += 1
         gap = max(gaps.values(), default=0.0)
-        found = TensorDifference(
+        tensor_difference = TensorDifference(
             stage=stage,
             step=step + 1,
             module=module,
             tensor=tensor,
             relative_difference=gap if math.isfinite(gap) else None,
-            ranks=tuple(rank for rank, one in gaps.items() if rank is not None and one > self.tolerance),
+            ranks=tuple(rank for rank, rank_gap in gaps.items() if rank is not None and rank_gap > self.tolerance),
         )
         if gap > self.tolerance:
-            return found
+            return tensor_difference
         if self.largest is None or gap > (self.largest.relative_difference or 0.0):
-            self.largest = found
+            self.largest = tensor_difference
         return None
 
     def skip(self, what: str) -> None:

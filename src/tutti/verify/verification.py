@@ -1,4 +1,4 @@
-"""The course of a verification: one device, then N ranks, then, if they differ, one device again."""
+"""Run a verification: on one device, then on N ranks, then, if they differ, on one device again."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,12 @@ from tutti.verify.recording import RankRecord, StepRecord, read_ranks, read_step
 from tutti.verify.tolerance import FLOOR, TOLERANCE, ToleranceChecker
 
 Arithmetic = Literal["auto", "double", "script"]
-"""double: float64 throughout; script: the script's own dtypes; auto: double where the script can, else its own."""
+"""Precision of the computation.
+
+- double: float64 throughout.
+- script: the script's own dtypes.
+- auto: double if the script runs in it, else script.
+"""
 
 
 _NEVER = 1_000_000
@@ -31,9 +36,11 @@ class VerificationTrial:
     """One recorded run of the script.
 
     Attributes:
-        folder: new, for the recording and the run.
-        still: without dropout.
-        reference: the recording of one device to follow.
+        folder: new folder for the recording and the run.
+        steps: number of steps to record.
+        double: compute in float64.
+        still: turn dropout off.
+        reference: the recording of one device whose states and random draws this run follows.
         compress: codec of gradient reductions.
     """
 
@@ -48,7 +55,7 @@ class VerificationTrial:
     @property
     def environment(self) -> dict[str, str]:
         """The environment variables of the ranks (see tutti.environment)."""
-        found = {
+        variables = {
             "TUTTI_OBSERVER": "tutti.verify.recorder:recorder",
             "TUTTI_RECORD": str(self.folder),
             "TUTTI_RECORD_STEPS": str(self.steps),
@@ -56,20 +63,24 @@ class VerificationTrial:
             "TUTTI_RECORD_STILL": "1" if self.still else "0",
         }
         if self.compress is not None:
-            found["TUTTI_COMPRESS"] = self.compress
-        return found if self.reference is None else {**found, "TUTTI_RECORD_REFERENCE": str(self.reference)}
+            variables["TUTTI_COMPRESS"] = self.compress
+        return variables if self.reference is None else {**variables, "TUTTI_RECORD_REFERENCE": str(self.reference)}
 
 
 Runner = Callable[[VerificationTrial], str | None]
-"""Runs the script once. Returns None, or a sentence with the traceback that says how it failed."""
+"""Runs the script once. Returns None, or a sentence and a traceback that say how it failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationRequest:
-    """What is to be verified.
+    """What to verify.
 
     Attributes:
-        tolerance: None for the one that fits the dtype of the computation.
+        script: path of the script.
+        world_size: number of ranks to compare with one device.
+        steps: number of steps to compare.
+        arithmetic: precision of the computation.
+        tolerance: largest accepted relative difference; None for the one that fits the dtype of the computation.
         compress: codec of gradient reductions, which one device does not have.
     """
 
@@ -82,10 +93,10 @@ class VerificationRequest:
 
 
 def verify(question: VerificationRequest, run: Runner, folder: Path) -> Verdict:
-    """Run and compare.
+    """Run a script on one device and on ranks, and compare the two.
 
     Args:
-        question: what is to be verified.
+        question: what to verify.
         run: runs the script once.
         folder: for the recordings; the caller removes it.
 
@@ -106,7 +117,7 @@ def verify(question: VerificationRequest, run: Runner, folder: Path) -> Verdict:
         if failure is not None:
             return _failed(question, failure, one.double)
         comparison = compare_trials(one, many, question.tolerance)
-        notes = (*notes, "dropout was off: ranks that share samples draw other masks than one device does")
+        notes = (*notes, "dropout was off, because ranks that share samples draw different masks than one device")
     if comparison.found is None:
         return _with_compression(question, run, (one, many), _passed(question, comparison, notes))
     again = replace(one, folder=folder / "again", reference=one.folder)
@@ -119,20 +130,20 @@ def verify(question: VerificationRequest, run: Runner, folder: Path) -> Verdict:
 def _with_compression(
     question: VerificationRequest, run: Runner, trials: tuple[VerificationTrial, VerificationTrial], passed: Verdict
 ) -> Verdict:
-    """The verdict on the plan with exact reductions, and what can be said of it with compressed ones."""
-    one, many = trials
+    """Extend the verdict on exact reductions by what a run with compressed reductions shows."""
+    reference, many = trials
     if question.compress is None or question.world_size == 1 or _loses_nothing(question.compress):
         return passed
-    beside = _frozen_reference(question.compress, one)
+    beside = _frozen_reference(question.compress, reference)
     trial = replace(many, folder=many.folder.with_suffix(".compressed"), compress=question.compress)
     if beside is not None:
         trial = replace(trial, compress=beside.compress, reference=beside.folder)
     failure = (None if beside is None else run(beside)) or run(trial)
     if failure is not None:
-        return _failed(question, failure, one.double)
+        return _failed(question, failure, reference.double)
     if beside is not None:
-        one = beside
-    note, alike = compressed_note(question.compress, one.folder, trial.folder, question.world_size)
+        reference = beside
+    note, alike = compressed_note(question.compress, reference.folder, trial.folder, question.world_size)
     sentence = passed.sentence.replace("one device computes,", "one device computes with exact reductions,", 1)
     if not alike:
         sentence = f"FAIL: with compressed reductions ({question.compress}), ranks differ from each other"
@@ -140,16 +151,19 @@ def _with_compression(
 
 
 def _loses_nothing(compress: str | None) -> bool:
-    """Whether the codec is lossless, so that its reductions are compared like any others."""
+    """Return whether the codec is lossless, so that its reductions are compared like exact ones."""
     return compress is not None and parse_compression(compress).method == FACTORS
 
 
 def _frozen_reference(compress: str, one: VerificationTrial) -> VerificationTrial | None:
-    """A run of one device whose second moment is frozen after the first update: momentum compression's reference."""
+    """Return the reference for momentum compression: one device whose second moment is frozen after the first update.
+
+    None if the codec does not freeze the second moment.
+    """
     how = parse_compression(compress)
     if how.freeze_step is None:
         return None
-    if how.method == ZERO_ONE:  # sums go on, and the second moment learns in the first step and then rarely
+    if how.method == ZERO_ONE:  # reductions continue; the second moment is updated in the first step and then rarely
         words = format_compression(replace(how, freeze_step=_NEVER, kappa=1))
     else:
         words = format_compression(replace(how, freeze_step=1))
@@ -157,7 +171,11 @@ def _frozen_reference(compress: str, one: VerificationTrial) -> VerificationTria
 
 
 def _one_device(question: VerificationRequest, run: Runner, folder: Path) -> tuple[VerificationTrial, tuple[str, ...]]:
-    """The reference: in float64 where asked for and possible."""
+    """Run the reference on one device, in float64 if that is asked for and the script runs in it.
+
+    Returns:
+        The trial, and notes for the verdict.
+    """
     double = question.arithmetic != "script"
     trial = VerificationTrial(world_size=1, folder=folder / "one", steps=question.steps, double=double)
     failure = run(trial)
@@ -171,15 +189,24 @@ def _one_device(question: VerificationRequest, run: Runner, folder: Path) -> tup
         raise ScriptError(f"{question.script} fails on one device, so there is nothing to compare with: {failure}")
     if not read_ranks(trial.folder, 1):
         raise ScriptError(
-            f"{question.script} ended without a step of a tutti.Job; make one, and train with job.step(batch)"
+            f"{question.script} ended without a step of a tutti.Job; create a Job, and train with job.step(batch)"
         )
     return trial, notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialComparison:
-    """The outcome of comparing two trials. `sides` are the recordings of the step of the difference, if it is in a
-    step.
+    """The outcome of comparing two trials.
+
+    Attributes:
+        found: the first difference; None if there is none.
+        sides: recordings of the step in which it was found; None if it is not in a step.
+        checker: holds the tolerance and the number of comparisons.
+        dtype: the least precise dtype of the computation.
+        steps: number of steps compared.
+        heads: the records of one device and of the ranks.
+        later: the first difference of each later step.
+        repeated: whether both trials ran on one device.
     """
 
     found: FirstDifference | None
@@ -193,42 +220,51 @@ class TrialComparison:
 
     @property
     def draws_of_its_own(self) -> bool:
-        """Whether random numbers were drawn of which ranks that share samples may draw others than one device."""
+        """Whether forward drew random numbers that may differ between one device and ranks that share samples."""
         return self.heads[0].drew and any(head.holding.place for head in self.heads)
 
 
 def on_one_device(plan: Plan) -> Plan:
-    """What one device runs beside `plan`: the same batches and precision, without any parallelism."""
+    """Return the plan of the reference run: the batches and precision of `plan`, without any parallelism."""
     return Plan(batch=plan.batch, precision=plan.precision)
 
 
 def compare_trials(one: VerificationTrial, many: VerificationTrial, tolerance: float | None) -> TrialComparison:
-    """Compare two recorded trials, up to the first difference."""
+    """Compare two recorded trials up to the first difference, and the later steps for further evidence.
+
+    Args:
+        one: the trial on one device.
+        many: the trial to compare with it.
+        tolerance: largest accepted relative difference; None for the one that fits the dtype.
+
+    Raises:
+        ScriptError: the second trial recorded no step.
+    """
     head = read_ranks(one.folder, 1)[0]
     heads = read_ranks(many.folder, many.world_size)
     if not heads:
         raise ScriptError(
-            f"on {many.world_size} ranks the script ended without a step; take as many steps as on one device"
+            f"on {many.world_size} ranks the script ended without a step; make as many steps as on one device"
         )
     dtype = max((record.dtype for record in (head, *heads)), key=list(TOLERANCE).index)
     checker = ToleranceChecker(TOLERANCE[dtype] if tolerance is None else tolerance, FLOOR[dtype])
     steps = min(record.steps for record in (head, *heads))
-    found, sides = compare_start(head, heads, checker), None
+    difference, sides = compare_start(head, heads, checker), None
     later: list[FirstDifference] = []
-    for step in range(steps if found is None else 0):
+    for step in range(steps if difference is None else 0):
         here = StepRecordings(
             head=head,
             heads=heads,
             one=read_steps(one.folder, 1, step)[0],
             ranks=read_steps(many.folder, many.world_size, step),
         )
-        if found is None:
-            sides, found = here, compare_step(here, checker)
+        if difference is None:
+            sides, difference = here, compare_step(here, checker)
         else:
             also = compare_step(here, ToleranceChecker(checker.tolerance, checker.floor))
             later += [also] if also else []
     return TrialComparison(
-        found=found,
+        found=difference,
         sides=sides,
         checker=checker,
         dtype=dtype,
@@ -260,7 +296,7 @@ def _refused(question: VerificationRequest, comparison: TrialComparison, notes: 
         repeated=comparison.repeated,
     )
     cause = diagnose(case)
-    what = "one device does not repeat itself" if comparison.repeated else f"{_ranks(question)} differ from one device"
+    what = "two runs on one device differ" if comparison.repeated else f"{_ranks(question)} differ from one device"
     sentence = f"FAIL: {what}, first in {_at(first)}{_size(first)}. Likely cause: {cause.sentence}"
     return _verdict(question, comparison, sentence, notes, passed=False, cause=cause)
 
@@ -295,14 +331,14 @@ def _notes(question: VerificationRequest, comparison: TrialComparison) -> list[s
     skipped = list(comparison.checker.skipped)
     if skipped:
         shown = ", ".join(skipped[:4]) + (f" and {len(skipped) - 4} more" if len(skipped) > 4 else "")
-        notes.append(f"not compared, because they hold no row for each sample or not every rank has them: {shown}")
+        notes.append(f"not compared, because they have no row per sample or not every rank has them: {shown}")
     if comparison.steps < question.steps:
         notes.append(f"the script ended after {comparison.steps} of {question.steps} steps")
     return notes
 
 
 def _failed(question: VerificationRequest, failure: str, double: bool) -> Verdict:
-    """The verdict where the script runs on one device and not on N ranks."""
+    """Return the verdict for a script that runs on one device but not on N ranks."""
     return Verdict(
         passed=False,
         sentence=f"FAIL: {question.script} runs on one device, but not on {_ranks(question)}: {failure}",
@@ -320,7 +356,7 @@ def _failed(question: VerificationRequest, failure: str, double: bool) -> Verdic
 
 
 def _at(one: TensorDifference) -> str:
-    """A difference as text: what, of which module, when, on which ranks."""
+    """Describe the place of a difference: tensor, module, stage, step and ranks."""
     module = f" of module {one.module!r}" if one.module else ""
     when = f"step {one.step}" if one.step else "before the first step"
     ranks = f", rank{'s' if len(one.ranks) > 1 else ''} {', '.join(map(str, one.ranks))}" if one.ranks else ""
@@ -340,7 +376,13 @@ def _steps(comparison: TrialComparison) -> str:
 
 
 def compressed_note(words: str, one: Path, compressed: Path, world_size: int) -> tuple[str, bool]:
-    """Describe recordings on one device and on ranks with compressed reductions.
+    """Describe how gradients with compressed reductions differ from one device's.
+
+    Args:
+        words: the codec's option text.
+        one: folder of the recording on one device.
+        compressed: folder of the recording on ranks.
+        world_size: number of ranks.
 
     Returns:
         The description, and whether the ranks agree with each other.
@@ -352,7 +394,7 @@ def compressed_note(words: str, one: Path, compressed: Path, world_size: int) ->
     momentum = parse_compression(words).freeze_step is not None
     if momentum and steps == 1:
         return (
-            f"{words} compresses momentum from the second step on, so one step shows nothing; verify more steps",
+            f"{words} compresses momentum from the second step on, so one step cannot show it; verify more steps",
             True,
         )
     distances, alike = [], True
@@ -365,9 +407,9 @@ def compressed_note(words: str, one: Path, compressed: Path, world_size: int) ->
     if momentum:
         return _momentum_note(words, shown, len(distances), alike), alike
     return (
-        f"this plan compresses gradient reductions ({words}), which one device does not: the plan was verified with "
-        f"exact reductions. Compressed, over {_count(steps)}, gradients differ from one device's by {shown} of their "
-        f"norm; {_agreement(alike)}. Not proved: that training reaches the same quality"
+        f"this plan compresses gradient reductions ({words}), which one device does not have: the plan was verified "
+        f"with exact reductions. With compression, over {_count(steps)}, gradients differ from one device's by {shown} "
+        f"of their norm; {_agreement(alike)}. Not proved: that training reaches the same quality"
     ), alike
 
 
@@ -378,7 +420,7 @@ def _momentum_note(words: str, shown: str, steps: int, alike: bool) -> str:
             "verified with exact reductions. For this comparison the second moment was updated in the first step and "
             f"then ever more rarely, on one device too; over the {_count(steps)} after it, gradients differ from one "
             f"device's by {shown} of their norm; {_agreement(alike)}. Not compared: updates that ranks make on their "
-            "own once it is frozen, and how they agree then. Not proved: that training reaches the same quality"
+            "own once it is frozen, and how ranks synchronise then. Not proved: that training reaches the same quality"
         )
     return (
         f"once the optimizer's second moment is frozen, this plan reduces momentum ({words}): it was verified with "
@@ -398,7 +440,7 @@ def _count(steps: int) -> str:
 
 
 def _distance(one: StepRecord, heads: Sequence[RankRecord], ranks: Sequence[StepRecord]) -> float:
-    """||g - g of one device|| / ||g of one device|| over all gradients; the largest of any rank."""
+    """Return the relative distance of all gradients from one device's (L2 norm), the largest of any rank."""
     largest = 0.0
     for head, step in zip(heads, ranks, strict=True):
         difference = norm = 0.0
@@ -414,7 +456,7 @@ def _distance(one: StepRecord, heads: Sequence[RankRecord], ranks: Sequence[Step
 
 
 def _alike(heads: Sequence[RankRecord], ranks: Sequence[StepRecord]) -> bool:
-    """Whether ranks that hold the same part of a parameter have the same gradient of it."""
+    """Return whether ranks that hold the same part of a parameter have equal gradients of it."""
     seen: dict[Any, torch.Tensor] = {}
     for head, step in zip(heads, ranks, strict=True):
         for name, got, held in _gradients(head, step):

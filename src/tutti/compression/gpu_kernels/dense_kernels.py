@@ -1,4 +1,4 @@
-"""Triton kernels of sign-and-level codes of 2, 4 or 8 bits with a scale a block."""
+"""Triton kernels of codes for every value: signs and levels of 2, 4 or 8 bits, bytes in a range, and signs alone."""
 
 import triton.language as tl
 from torch import Tensor
@@ -24,7 +24,7 @@ from tutti.compression.gpu_kernels.primitives import (
 
 @inline
 def norm_of(x, l2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(rows,) float32: the largest magnitude of each row or its 2-norm, NaN where it is not finite."""
+    """Return the largest magnitude of each row or its 2-norm, (rows,) float32, NaN where it is not finite."""
     largest = value_of(tl.max(magnitudes(x), axis=1))
     norm = tl.sqrt(tl.sum(x * x, axis=1).to(tl.float64)) if l2 else largest
     norm = norm.to(tl.float32)
@@ -54,7 +54,7 @@ def _encode_levels_kernel(  # type: ignore[no-untyped-def]
 ):
     """x = values + old; code = sign and floor(|x| levels / scale + u); new = x - its decoded value.
 
-    `given`: the scales are there already. `noise`: u is drawn from the stream (low, high), else 1/2.
+    `given`: the scales are given, not computed. `noise`: u is drawn from the stream (low, high), otherwise 1/2.
     """
     row, at, inside = block_positions(n, block, rows, width)
     x = tl.load(values + at, mask=inside, other=0.0)
@@ -113,9 +113,9 @@ def encode_levels(
     noise: bool,
     key: StreamKey,
 ) -> None:
-    """As kernels.levels.encode; `old` and `new` of size 0: no error feedback."""
+    """As cpu_kernels.encode_levels; `old` and `new` of size 0: no error feedback."""
     views, sizes = (values, old, new, scales, packed), (values.numel(), scales.numel(), packed.numel())
-    signed = [word - 2**32 if word >= 2**31 else word for word in key]  # so that a kernel's words have 32 bits
+    signed = [word - 2**32 if word >= 2**31 else word for word in key]  # so that the kernel gets words of 32 bits
     constants = {"bits": bits, "given": given, "l2": l2, "noise": noise, "feedback": old.numel() > 0}
     over_blocks(_encode_levels_kernel, scales.numel(), block, values, *views, *sizes, *signed, **constants)
 
@@ -127,14 +127,14 @@ def decode_add_levels(scales: Tensor, packed: Tensor, into: Tensor, block: int, 
 
 @inline
 def in_order(keys):  # type: ignore[no-untyped-def]
-    """Bits of values, as whole numbers that compare as the values do, and back again: -0 is below 0."""
+    """Map bits of values to integers that compare as the values do, and back again; -0 is below 0."""
     last: tl.constexpr = 31 if keys.dtype == tl.int32 else 63
     return keys ^ ((keys >> last) & (2**last - 1))
 
 
 @inline
 def range_of(x, inside):  # type: ignore[no-untyped-def]
-    """(rows,) float32 each: the smallest and the largest of each row, NaN where one or a value is not finite."""
+    """Return the smallest and the largest value of each row, (rows,) float32 each, NaN where a value is not finite."""
     largest = value_of(tl.max(magnitudes(x), axis=1))
     keys = in_order(bits_of(x))
     end: tl.constexpr = 2**31 if keys.dtype == tl.int32 else 2**63
@@ -146,7 +146,7 @@ def range_of(x, inside):  # type: ignore[no-untyped-def]
 
 @inline
 def step_of(low, high):  # type: ignore[no-untyped-def]
-    """(high - low) / 255, 0 where that is too small; NaN stays."""
+    """Return (high - low) / 255; 0 where that is too small, and NaN for NaN."""
     whole = tl.full(low.shape, 255, low.dtype)
     step = quotient(high, whole) - quotient(low, whole)
     return tl.where(step <= SMALLEST_SCALE, 0.0, step)
@@ -166,7 +166,7 @@ def _encode_min_max_kernel(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     feedback: tl.constexpr,
 ):
-    """x = values + old; code = floor((x - low) / step + 1/2), step = (high - low) / 255; new = x - what is decoded."""
+    """x = values + old; code = floor((x - low) / step + 1/2), step = (high - low) / 255; new = x - decoded value."""
     row, at, inside = block_positions(n, block, rows, width)
     x = tl.load(values + at, mask=inside, other=0.0)
     if feedback:
@@ -200,7 +200,7 @@ def _decode_min_max_kernel(scales, codes, into, n, block: tl.constexpr, tile: tl
 
 
 def encode_min_max(values: Tensor, old: Tensor, new: Tensor, scales: Tensor, codes: Tensor, block: int) -> None:
-    """As kernels.ranges.encode; `old` and `new` of size 0: no error feedback."""
+    """As cpu_kernels.encode_min_max; `old` and `new` of size 0: no error feedback."""
     views, rows = (values, old, new, scales, codes), scales.shape[0]
     over_blocks(_encode_min_max_kernel, rows, block, values, *views, values.numel(), rows, feedback=old.numel() > 0)
 
@@ -225,7 +225,7 @@ def _encode_signs_kernel(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     feedback: tl.constexpr,
 ):
-    """x = values + old; scales = mean |x| a block; bits = signs; new = x - its decoded value."""
+    """x = values + old; scales = mean |x| of each block; bits = signs; new = x - its decoded value."""
     row, at, inside = block_positions(n, block, rows, width)
     x = tl.load(values + at, mask=inside, other=0.0)
     if feedback:
@@ -252,7 +252,7 @@ def _decode_signs_kernel(scales, bits, into, n, block: tl.constexpr, tile: tl.co
 
 
 def encode_signs(values: Tensor, old: Tensor, new: Tensor, scales: Tensor, bits: Tensor, block: int) -> None:
-    """As kernels.signs.encode; `old` and `new` of size 0: no error feedback."""
+    """As cpu_kernels.encode_signs; `old` and `new` of size 0: no error feedback."""
     views, sizes = (values, old, new, scales, bits), (values.numel(), scales.numel(), bits.numel())
     over_blocks(_encode_signs_kernel, scales.numel(), block, values, *views, *sizes, feedback=old.numel() > 0)
 

@@ -1,4 +1,4 @@
-"""What kernels are made of: places, magnitudes as whole numbers, quotients, random numbers, bits in bytes."""
+"""Building blocks of kernels: positions, magnitudes as integers, quotients, random numbers, and packing of bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,14 @@ from tutti.compression import blocks
 
 
 def kernel(*, anywhere: tuple[str, ...] = (), any_value: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """A kernel. Triton compiles it anew where an argument is a multiple of 16 bytes, or 1, and where it is not, but not
-    for those named: `anywhere`, views into messages, which lie at any multiple of 4; `any_value`, numbers.
+    """Compile a function as a Triton kernel.
+
+    Triton compiles another version for arguments that are a multiple of 16 bytes, or equal to 1. The named parameters
+    are excluded from this.
+
+    Args:
+        anywhere: parameters that are views into messages, aligned to 4 bytes only.
+        any_value: parameters that are arbitrary numbers.
     """
 
     def made(function: Callable[..., Any]) -> Any:
@@ -21,19 +27,22 @@ def kernel(*, anywhere: tuple[str, ...] = (), any_value: tuple[str, ...] = ()) -
 
 
 def inline(function: Callable[..., Any]) -> Any:
-    """A function that is compiled into the kernels that call it."""
+    """Compile a function into the kernels that call it."""
     return triton.jit(function)
 
 
 SMALLEST_SCALE = tl.constexpr(blocks.SMALLEST_SCALE)
 INFINITY = tl.constexpr(float("inf"))
 UNIT = tl.constexpr(2.0**-24)
-# NaN is none of them: at every launch Triton looks whether a constant is still equal to what it was.
+# NaN cannot be such a constant: at every launch Triton checks that constants are equal to what they were.
 
 
 @inline
 def block_positions(n, block: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(rows,) this program's blocks; (rows, width) the places of their values, and which of those there are."""
+    """Return the places of this program's blocks.
+
+    Returns (rows,) the numbers of the blocks, (rows, width) the places of their values, and which of these exist.
+    """
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, width)
     at = row[:, None] * block + column[None, :]
@@ -42,38 +51,41 @@ def block_positions(n, block: tl.constexpr, rows: tl.constexpr, width: tl.conste
 
 @inline
 def flat_positions(count, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(tile,) this program's places of a flat tensor, and which of those there are."""
+    """Return this program's (tile,) places of a flat tensor, and which of these exist."""
     at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     return at, at < count
 
 
 @inline
 def bits_of(x):  # type: ignore[no-untyped-def]
-    """Floating-point numbers' bits as whole numbers with a sign."""
+    """Return the bits of floating-point numbers as signed integers."""
     return x.to(tl.int32 if x.dtype == tl.float32 else tl.int64, bitcast=True)
 
 
 @inline
 def magnitudes(x):  # type: ignore[no-untyped-def]
-    """Magnitudes as whole numbers: they compare as values do, NaN is above infinity, and a maximum has no order."""
+    """Return magnitudes as integers, which compare as the values do, with NaN above infinity.
+
+    A maximum over them does not depend on the order.
+    """
     return bits_of(x) & (0x7FFFFFFF if x.dtype == tl.float32 else 0x7FFFFFFFFFFFFFFF)
 
 
 @inline
 def value_of(keys):  # type: ignore[no-untyped-def]
-    """The floating-point numbers that whole numbers are the bits of."""
+    """Return the floating-point numbers with these bits."""
     return keys.to(tl.float32 if keys.dtype == tl.int32 else tl.float64, bitcast=True)
 
 
 @inline
 def quotient(x, y):  # type: ignore[no-untyped-def]
-    """x / y, rounded to nearest; `/` of float32 is not."""
+    """Return x / y rounded to nearest, which `/` of float32 does not guarantee."""
     return tl.div_rn(x, y) if y.dtype == tl.float32 else x / y
 
 
 @inline
 def steps(scale, levels: tl.constexpr, like):  # type: ignore[no-untyped-def]
-    """(what a level is worth, levels of one) for scales, in the dtype of `like`; 0 where a scale is 0 or NaN."""
+    """Return (value of a level, levels per unit) for scales, in the dtype of `like`; 0 where a scale is 0 or NaN."""
     real = scale.to(like.dtype)
     most = tl.full(real.shape, levels, real.dtype)
     usable = scale > 0
@@ -82,7 +94,7 @@ def steps(scale, levels: tl.constexpr, like):  # type: ignore[no-untyped-def]
 
 @inline
 def uniform_at(place, low, high):  # type: ignore[no-untyped-def]
-    """Numbers of a stream at these places, float32, as compress.draw.uniform has them."""
+    """Return the numbers of a stream at these places, float32, as codec_state.random_uniform defines them."""
     word = place.to(tl.uint32) * 0x9E3779B9 + low.to(tl.uint32)
     word ^= word >> 16
     word *= 0x7FEB352D
@@ -95,7 +107,7 @@ def uniform_at(place, low, high):  # type: ignore[no-untyped-def]
 
 @inline
 def packed(codes, bits: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(rows, width) codes of `bits`, int32 -> (rows, bits width / 8) bytes, the first value in the lowest bits."""
+    """Pack (rows, width) int32 codes of `bits` into (rows, bits width / 8) bytes, first value in the lowest bits."""
     if bits == 8:
         packed_bytes = codes
     else:
@@ -109,7 +121,7 @@ def packed(codes, bits: tl.constexpr, rows: tl.constexpr, width: tl.constexpr): 
 def store_codes(  # type: ignore[no-untyped-def]
     codes, to, nbytes, row, bits: tl.constexpr, block: tl.constexpr, rows: tl.constexpr, width: tl.constexpr
 ):
-    """Write the codes of whole blocks, (rows, width), behind each other; `nbytes`: of the codes of all values."""
+    """Write the (rows, width) codes of whole blocks one after another; `nbytes` is the size of all codes."""
     byte = tl.arange(0, width * bits // 8)
     at = row[:, None] * (block * bits // 8) + byte[None, :]
     inside = (byte < block * bits // 8)[None, :] & (at < nbytes)

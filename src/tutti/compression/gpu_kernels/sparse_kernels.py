@@ -26,7 +26,7 @@ from tutti.compression.largest_values import SAMPLE, Momentum, largest, most_abo
 def sum_of(  # type: ignore[no-untyped-def]
     values, old, old_u, new_u, at, inside, momentum: tl.constexpr, corrected: tl.constexpr, keep: tl.constexpr
 ):
-    """old + values, or old + u with u = momentum old_u + values; `keep`: u goes to new_u."""
+    """Return old + values, or old + u with u = momentum old_u + values; with `keep`, u is stored in new_u."""
     x = tl.load(values + at, mask=inside, other=0.0)
     if corrected:
         x = tl.load(old_u + at, mask=inside, other=0.0) * momentum + x
@@ -48,7 +48,7 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
     everything: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """The magnitudes that the pass will see at some places, or at all."""
+    """Write the magnitudes of the sums at sampled places, or at all."""
     number, inside = flat_positions(count, tile)
     at = number
     if not everything:
@@ -73,7 +73,10 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
     corrected: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """new = old + values (or + u); the places above the threshold in no order, and how many are above it and equal."""
+    """new = old + values (or + u); write the places above the threshold, and count those above and equal to it.
+
+    The places are in no order.
+    """
     at, inside = flat_positions(n, tile)
     x = sum_of(values, old, old_u, new_u, at, inside, momentum, corrected, True)
     tl.store(new + at, x, mask=inside)
@@ -90,7 +93,7 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
 def _take_kernel(  # type: ignore[no-untyped-def]
     where, residual, momentum, indices, picked, count, corrected: tl.constexpr, tile: tl.constexpr
 ):
-    """Write the values of `residual` at the places `where` out, and leave there what rounding took away."""
+    """Move the values of `residual` at the places `where` into the message; the rounding error stays."""
     number, inside = flat_positions(count, tile)
     place = tl.load(where + number, mask=inside)
     x = tl.load(residual + place, mask=inside)
@@ -104,7 +107,7 @@ def _take_kernel(  # type: ignore[no-untyped-def]
 
 @kernel(anywhere=("indices", "found"))
 def _decode_pairs_kernel(indices, picked, into, count, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    """into[index] += value; an index that comes twice adds twice."""
+    """into[index] += value; an index that occurs twice is added twice."""
     number, inside = flat_positions(count, tile)
     place = tl.load(indices + number, mask=inside)
     value = tl.load(picked + number, mask=inside).to(into.dtype.element_ty)
@@ -112,7 +115,7 @@ def _decode_pairs_kernel(indices, picked, into, count, tile: tl.constexpr):  # t
 
 
 def sample_magnitudes(values: Tensor, old: Tensor, momentum: float, old_u: Tensor, keys: Tensor) -> None:
-    """As many magnitudes as `keys` takes, as whole numbers, of what `collect_above` makes of the values."""
+    """Fill `keys` with magnitudes, as integers, of sampled sums that `collect_above` will form."""
     n, count = values.numel(), keys.numel()
     constants: dict[str, Any] = {"momentum": momentum, "corrected": old_u.numel() > 0, "everything": n == count}
     over_values(_sample_kernel, count, values, values, old, old_u, keys, n, count, **constants)
@@ -129,9 +132,9 @@ def collect_above(
     above: Tensor,
     counts: Tensor,
 ) -> None:
-    """As kernels.top.collect, but for places equal to the threshold, which are only counted.
+    """As cpu_kernels.collect_above, except that places equal to the threshold are only counted.
 
-    `above`: int32 places in no order, as many as have room. `counts`: (above, equal), int32, zeros before.
+    `above`: int32 places in no order, as many as fit. `counts`: (above, equal), int32, zeros before the call.
     """
     views = (values, old, new, old_u, new_u)
     constants: dict[str, Any] = {"momentum": momentum, "corrected": old_u.numel() > 0}
@@ -140,20 +143,20 @@ def collect_above(
 
 
 def take_values(places: Tensor, residual: Tensor, momentum: Tensor, indices: Tensor, picked: Tensor) -> None:
-    """As kernels.top.take: what is at `places` into the message; the momentum, where it has a size, becomes 0 there."""
+    """As cpu_kernels.take_values: move the values at `places` into the message; a given `momentum` becomes 0 there."""
     count = places.numel()
     views = (places, residual, momentum, indices, picked)
     over_values(_take_kernel, count, residual, *views, count, tile=SCATTERED, corrected=momentum.numel() > 0)
 
 
 def decode_add_pairs(indices: Tensor, picked: Tensor, into: Tensor) -> None:
-    """into[index] += value: added atomically, which on NVIDIA's takes subnormal numbers for 0, as torch's does."""
+    """into[index] += value, atomically. NVIDIA GPUs treat subnormal numbers as 0 here, as in torch's index_add_."""
     over_values(_decode_pairs_kernel, indices.numel(), into, indices, picked, into, indices.numel(), tile=SCATTERED)
 
 
 @inline
 def bound_of(keys, keep: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(rows,) the `keep`-th largest key of each row, bit by bit from the highest; 0 where a row has fewer."""
+    """Return the `keep`-th largest key of each row, (rows,), bit by bit from the highest; 0 where keys are too few."""
     unit_bit = tl.full([keys.shape[0]], 1, keys.dtype)
     bound = unit_bit - unit_bit
     highest: tl.constexpr = 30 if keys.dtype == tl.int32 else 62
@@ -179,7 +182,10 @@ def _choose_buckets_kernel(  # type: ignore[no-untyped-def]
     keep: tl.constexpr,
     slots: tl.constexpr,
 ):
-    """new = values + old; the places of each bucket's `keep` largest, rising, of equal ones the first; its scale."""
+    """new = values + old; write each bucket's scale and the places of its `keep` largest values, in rising order.
+
+    Of equal values the first are chosen.
+    """
     row, at, inside = block_positions(n, block, rows, width)
     x = tl.load(values + at, mask=inside, other=0.0) + tl.load(old + at, mask=inside, other=0.0)
     tl.store(new + at, x, mask=inside)
@@ -194,7 +200,7 @@ def _choose_buckets_kernel(  # type: ignore[no-untyped-def]
     slot = tl.cumsum(chosen.to(tl.int32), axis=1) - 1
     column = tl.arange(0, width)[None, :] + tl.zeros_like(slot)
     tl.store(indices + row[:, None] * keep + slot, column.to(tl.int16), mask=chosen & inside)
-    behind = tl.arange(0, slots)[None, :]  # of a last bucket that is shorter than `keep`
+    behind = tl.arange(0, slots)[None, :]  # slots that a short last bucket leaves empty
     rest = (behind >= (n - row * block)[:, None]) & (behind < keep) & (row < blocks)[:, None]
     tl.store(indices + row[:, None] * keep + behind, tl.zeros([rows, slots], tl.int16), mask=rest)
 
@@ -212,7 +218,7 @@ def _write_buckets_kernel(  # type: ignore[no-untyped-def]
     keep: tl.constexpr,
     pairs: tl.constexpr,
 ):
-    """Of what was chosen, sign and level of the largest, two in a byte; new -= what is sent."""
+    """Write sign and level of the chosen values, two in a byte; new -= what is sent."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     byte = tl.arange(0, pairs)
     slot = 2 * byte[None, :, None] + tl.arange(0, 2)[None, None, :]
@@ -256,7 +262,7 @@ def _decode_buckets_kernel(  # type: ignore[no-untyped-def]
 def encode_buckets(
     values: Tensor, old: Tensor, new: Tensor, scales: Tensor, indices: Tensor, packed: Tensor, block: int, keep: int
 ) -> None:
-    """As kernels.top.encode_buckets: a pass that chooses, and one over what was chosen."""
+    """As cpu_kernels.encode_buckets, in two passes: one chooses values, and one encodes them."""
     n, blocks = values.numel(), scales.numel()
     pairs = 1 << ((keep + 1) // 2 - 1).bit_length()
     constants = {"keep": keep, "slots": 2 * pairs}
@@ -275,8 +281,12 @@ def decode_add_buckets(scales: Tensor, indices: Tensor, packed: Tensor, into: Te
 
 
 def largest_sums(values: Tensor, old: Tensor, new: Tensor, momentum: Momentum, count: int) -> Tensor | None:
-    """new = old + values, or old + u and u with it; its `count` largest places, rising; None where the sample told too
-    little. It waits for the device once, to learn how many there are.
+    """Form new = old + values, or old + u and u with it, and find the places of the `count` largest.
+
+    It waits for the device once per threshold that it tries, to learn how many places were found.
+
+    Returns:
+        The places in rising order; None where the sample was misleading.
     """
     n, whole = values.numel(), torch.int32 if values.dtype is torch.float32 else torch.int64
     keys = torch.empty(min(n, SAMPLE), dtype=whole, device=values.device)
@@ -298,7 +308,7 @@ def largest_sums(values: Tensor, old: Tensor, new: Tensor, momentum: Momentum, c
 
 
 def _chosen(above: Tensor, residual: Tensor, threshold: Tensor, count: int) -> Tensor:
-    """Of the places above a threshold, rising, and those equal to it, the `count` largest, rising."""
+    """Return the places of the `count` largest, in rising order, from those above a threshold and those equal to it."""
     if above.numel() >= count:
         return above[largest(residual[above], count)]
     equal = (residual.view(threshold.dtype) & torch.iinfo(threshold.dtype).max == threshold).nonzero()[:, 0]

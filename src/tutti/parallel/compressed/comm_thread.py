@@ -1,8 +1,9 @@
-"""A thread that carries compressed sums through their rounds while backward goes on.
+"""A thread that advances compressed reductions through their rounds while backward continues.
 
-Backward may not wait in its hooks: another rank may have left out a parameter, and sends its bucket only when its own
-backward is over. So this thread drives the rounds. When it issues a collective depends only on the order in which sums
-were started within their group, which is the same on all ranks. No other thread uses these groups.
+Backward must not wait in its hooks: another rank may have skipped a parameter, and then starts that bucket only when
+its own backward is over. So this thread drives the rounds. The order in which it issues collectives depends only on the
+order in which reductions were started within their group, which is the same on all ranks. No other thread uses these
+groups.
 """
 
 import queue
@@ -14,7 +15,7 @@ from tutti.compression.reducer import Rounds, RoundScheduler
 
 
 class RoundsWork:
-    """One sum in flight, as a work to wait for."""
+    """Handle of one reduction in flight."""
 
     __slots__ = ("_comm_thread", "_over", "error")
 
@@ -23,7 +24,10 @@ class RoundsWork:
         self.error: BaseException | None = None
 
     def wait(self) -> None:
-        """Wait until it is over; raises what made it fail. All sums of this step must have been started."""
+        """Wait until the reduction is complete; raise the error that stopped it.
+
+        All reductions of this step must have been started.
+        """
         if not self._over.is_set():
             self._comm_thread.finish()
             self._over.wait()
@@ -31,17 +35,20 @@ class RoundsWork:
             raise self.error
 
     def is_completed(self) -> bool:
-        """Whether it is over, without waiting."""
+        """Return whether the reduction is complete, without waiting."""
         return self._over.is_set()
 
     def over(self, error: BaseException | None = None) -> None:
-        """Called by the communication thread."""
+        """Mark the reduction as complete or failed. Called by the communication thread."""
         self.error = error
         self._over.set()
 
 
 class ReductionThread:
-    """Sums of one rank over any number of groups. If one fails, all sums in flight fail with it."""
+    """Runs the reductions of one rank over any number of groups.
+
+    If one reduction fails, all reductions in flight fail with it.
+    """
 
     def __init__(self) -> None:
         self._todo: queue.SimpleQueue[tuple[int, Rounds, RoundsWork] | None] = queue.SimpleQueue()
@@ -51,7 +58,12 @@ class ReductionThread:
         self._thread: threading.Thread | None = None
 
     def start(self, group: int, rounds: Rounds) -> RoundsWork:
-        """Start a sum over the group of this number."""
+        """Start a reduction over the group with this number.
+
+        Args:
+            group: number of the group; reductions of one group run in the order in which they were started.
+            rounds: the reduction.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tutti-comm-thread", daemon=True)
             self._thread.start()
@@ -60,7 +72,7 @@ class ReductionThread:
         return rounds_work
 
     def finish(self) -> None:
-        """No further sum is started in this step: complete those in flight."""
+        """Complete the reductions in flight. No further reduction may be started in this step."""
         self._todo.put(None)
 
     def _work(self) -> None:
@@ -71,7 +83,7 @@ class ReductionThread:
                     self._open.append(task[2])
                 try:
                     self._do(task)
-                except BaseException as error:  # whatever it is, whoever waits must hear of it
+                except BaseException as error:  # pass any error on to the threads that wait
                     self._failure = error
                     while self._open:
                         self._open.pop().over(error)
@@ -87,6 +99,7 @@ class ReductionThread:
             self._orders.setdefault(group, RoundScheduler()).start(self._told(rounds, rounds_work))
 
     def _told(self, rounds: Rounds, rounds_work: RoundsWork) -> Rounds:
+        """Run the reduction's rounds, then mark its handle as complete."""
         yield from rounds
         self._open.remove(rounds_work)
         rounds_work.over()

@@ -1,13 +1,14 @@
-"""A rank's compressor: one reducer for each bucket, and residuals that follow the parameters.
+"""A rank's compressor: one reducer per bucket, and residuals that follow the parameters.
 
-Sums are compressed over ranks that saw other samples, or other parts of them. Residuals are in the units of those sums:
-totals of losses over the samples of the global batch, before they become a mean over tokens, times the loss scale of
-float16. When the loss scale changes, residuals change with it.
+Gradients are compressed only over ranks that saw different samples, or different parts of the same samples. Residuals
+have the unit of the reduced gradients: gradients of the loss summed over the global batch, before the mean over tokens
+is taken, times the loss scale of float16. When the loss scale changes, the residuals are rescaled with it.
 
-Between hosts, sums are exact inside each host, through the memory that its ranks share. Each rank then encodes a part
-of the host's sum for the same part on the other hosts, and reads the other parts from memory. So H codes are added
-instead of p, the loss is that of H codes, and a host sends what one rank of H sends. The residual of each part is kept
-by the rank that writes it.
+Where gradients are compressed between hosts, they are summed exactly inside each host, through the memory that its
+ranks share. Each rank then encodes one slice of the host's sum, exchanges it with the ranks of the other hosts that own
+the same slice, and reads the remaining slices from memory. With H hosts and p ranks, H messages are added instead of p,
+the error is that of H messages, and a host sends as much as one rank of a group of H would. The residual of each slice
+is kept by the rank that encodes it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,25 +64,29 @@ from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.parallel.sharding.sharded_unit import Pack
 
 COMPRESSED_AXES: frozenset[AxisName] = frozenset((*DATA_AXES, "context", "space"))
-"""Axes over which sums are compressed: their ranks saw other samples, or parts of them. Other sums are exact."""
+"""Axes over which gradients are compressed: their ranks saw different samples, or parts of them. Reductions over other
+axes are exact.
+"""
 
 
 Axes = tuple[AxisName, ...]
 
 
 Make = Callable[[int, int], GradientReducer]
-"""(values, part) -> the reducer of a part between hosts."""
+"""(values, part) -> the reducer that reduces slice `part`, of that many values, between hosts."""
 
 
 class BetweenHostsReducer(GradientReducer):
-    """Exact sums inside each host, compressed sums between hosts.
+    """Sums gradients exactly inside each host and compressed between hosts.
 
     Args:
-        tiers: communicators inside and between hosts. buffer_number: number of the shared buffer that a tensor lies in.
-        numel: size of the bucket. parts: into how many parts a bucket is cut, at most `tiers.parts`. turns: rounds of
-        the reducer between hosts. A rank without a part takes as many, because reducers in flight take turns
-            alike on all ranks.
-        make: makes the reducer of this rank's part over `tiers.across`.
+        hierarchy: communicators inside and between hosts.
+        buffer_number: returns the number of the shared buffer in which a tensor lies.
+        numel: size of the bucket in values.
+        parts: number of slices into which the bucket is cut, at most `hierarchy.parts`.
+        turns: rounds of the reducer between hosts. A rank without a slice takes the same number of rounds, because all
+            ranks interleave their reducers in the same order.
+        make: makes the reducer of this rank's slice between hosts.
     """
 
     def __init__(
@@ -100,16 +105,18 @@ class BetweenHostsReducer(GradientReducer):
             parts,
             turns,
         )
-        own = (
+        local_slice = (
             inter_host_slice(torch.arange(numel), parts, hierarchy.local_group.rank)
             if hierarchy.local_group.rank < parts
             else torch.arange(0)
         )
-        self._begin = int(own[0]) if own.numel() else 0
-        self.inner = make(own.numel(), hierarchy.local_group.rank) if hierarchy.local_group.rank < parts else None
-        nothing = CodecState.zeros((), 0, dtype=torch.float32)
+        self._begin = int(local_slice[0]) if local_slice.numel() else 0
+        self.inner = (
+            make(local_slice.numel(), hierarchy.local_group.rank) if hierarchy.local_group.rank < parts else None
+        )
+        empty = CodecState.zeros((), 0, dtype=torch.float32)
         if self.inner is None:
-            super().__init__(CountedCollectives(lone=True), {"worker": nothing})
+            super().__init__(CountedCollectives(lone=True), {"worker": empty})
         else:
             super().__init__(self.inner.collectives, self.inner.states, self.inner.shared)
 
@@ -122,18 +129,26 @@ class BetweenHostsReducer(GradientReducer):
         return None if self.inner is None else self.inner.density
 
     def sent_nbytes(self, compression: Compression | None, shapes: Sequence[Sequence[int]], itemsize: int) -> int:
-        """Bytes this rank sends to other hosts in a step, for a bucket of tensors of `shapes`."""
+        """Return the bytes that this rank sends to other hosts in a step.
+
+        Args:
+            compression: how the messages are compressed; None for an exact reduction.
+            shapes: shapes of the bucket's tensors.
+            itemsize: bytes per value of an exact reduction.
+        """
         if self.inner is None:
             return 0
-        mine = shapes if self._parts == 1 else [(self.inner.numel,)]
-        return all_reduce_sent_nbytes(compression, mine, self._hierarchy.hosts, itemsize)
+        slice_shapes = shapes if self._parts == 1 else [(self.inner.numel,)]
+        return all_reduce_sent_nbytes(compression, slice_shapes, self._hierarchy.hosts, itemsize)
 
     @property
     def spans(self) -> dict[str, list[Span]]:
         if self.inner is None:
             return {"worker": []}
         shift = self._begin
-        return {who: [(a + shift, b + shift) for a, b in some] for who, some in self.inner.spans.items()}
+        return {
+            name: [(a + shift, b + shift) for a, b in state_spans] for name, state_spans in self.inner.spans.items()
+        }
 
     @property
     def shared_spans(self) -> dict[str, list[SharedSpan]]:
@@ -162,7 +177,7 @@ class BetweenHostsReducer(GradientReducer):
             self.inner.load(tensors)
 
     def _in_turn(self, flat: Tensor, between: Callable[[Tensor], Rounds]) -> Rounds:
-        """Reduce inside the host, between hosts, and inside again."""
+        """Reduce inside the host, then this rank's slice between hosts, and gather the slices inside the host."""
         if not flat.numel():
             return
         local_group, buffer = self._hierarchy.local_group, self._buffer_number(flat)
@@ -174,7 +189,7 @@ class BetweenHostsReducer(GradientReducer):
 
 
 def _idle(turns: int) -> Callable[[Tensor], Rounds]:
-    """A reducer's rounds that do nothing."""
+    """Return a reducer's `rounds` that does nothing for this number of rounds."""
 
     def rounds(_: Tensor) -> Rounds:
         for _turn in range(turns):
@@ -184,7 +199,7 @@ def _idle(turns: int) -> Callable[[Tensor], Rounds]:
 
 
 class CompressedBucketReducer(BucketReducer):
-    """Reduces the buckets of one group by the compressor's reducers; flags of gradients are sent as they are."""
+    """Reduces the buckets of one group with the compressor's reducers. The buckets' flags are reduced exactly."""
 
     def __init__(self, compressor: "Compressor", number: int, group: Any, hierarchy: HostHierarchy | None) -> None:
         self._compressor, self.number, self.group, self.hierarchy = compressor, number, group, hierarchy
@@ -193,7 +208,7 @@ class CompressedBucketReducer(BucketReducer):
             self.transport = "shared memory inside hosts, process group between them"
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory that the other ranks of this host can reach, where they reduce in it."""
+        """Allocate a bucket. Where ranks reduce inside their host, the memory is shared with them."""
         if self.hierarchy is None:
             return super().allocate(numel, dtype, device)
         number, segment = self.hierarchy.local_group.new_segment(numel * dtype.itemsize)
@@ -202,31 +217,35 @@ class CompressedBucketReducer(BucketReducer):
         return flat
 
     def buffer_number(self, flat: torch.Tensor) -> int:
-        """Number of the shared buffer that begins with this tensor."""
+        """Return the number of the shared buffer that begins with this tensor."""
         return self._buffer_numbers[flat.data_ptr()]
 
     def start(self, bucket: Bucket) -> CommHandle:
         rounds = self._compressor.rounds(bucket)
         works = [dist.all_reduce(bucket.flags, group=bucket.group.handle, async_op=True)]
-        look, sent = self._compressor.look(bucket), bucket.sent_nbytes
-        if look is not None:
-            works.append(dist.all_reduce(look, group=bucket.group.handle, async_op=True))
-            sent += ring_all_reduce_nbytes(look, bucket.group.size)
+        statistics, sent = self._compressor.look(bucket), bucket.sent_nbytes
+        if statistics is not None:
+            works.append(dist.all_reduce(statistics, group=bucket.group.handle, async_op=True))
+            sent += ring_all_reduce_nbytes(statistics, bucket.group.size)
         works.append(self._compressor.comm_thread.start(self.number, rounds))
         return bucket.group.channel.start(works, sent)
 
 
 class Compressor:
-    """The compressed reductions of a rank.
+    """All compressed gradient reductions of one rank.
 
     Args:
-        compression: the plan's. mesh: the run's. groups: by the mesh's axes, a process group that nothing else uses,
-        and its tiers where sums inside a host are exact. positions: of each parameter among the model's, which seeds
-        its bucket's random numbers. seed: of the codec's random numbers. momentum_compression: what is summed in place
-        of gradients.
+        compression: the plan's compression.
+        mesh: the run's mesh.
+        groups: by axes of the mesh, a process group that nothing else uses, and its hierarchy of hosts where gradients
+            are summed exactly inside a host.
+        positions: position of each parameter among the model's parameters; it seeds its bucket's random numbers.
+        seed: seed of the codec's random numbers.
+        momentum_compression: sends momentum in place of gradients; None sends gradients.
 
     Attributes:
-        exchanges: the reducers of the present buckets.
+        exchanges: the reducer of each present bucket.
+        parts: the compressed reduce-scatters of sharded parameters.
     """
 
     def __init__(
@@ -246,38 +265,40 @@ class Compressor:
         self._positions = positions
         self._counted: dict[Bucket, int] = {}
         self._sums = {
-            axes: CompressedBucketReducer(self, number, *one) for number, (axes, one) in enumerate(groups.items())
+            axes: CompressedBucketReducer(self, number, *pair) for number, (axes, pair) in enumerate(groups.items())
         }
 
     def bucket_reducer(self, axes: Iterable[AxisName]) -> BucketReducer | None:
-        """The reducer of gradients over `axes`; None: exact sums, as without compression."""
+        """Return the reducer of gradients over `axes`; None where they are reduced exactly, as without compression."""
         return self._sums.get(tuple(axis for axis in self._axes if axis in axes))
 
     def rebuild(self, buckets: Iterable[Bucket]) -> None:
-        """Use these buckets from now on. Residuals of their parameters are kept, those of others dropped."""
+        """Replace the buckets: residuals of parameters that are still present are kept, all others are dropped."""
         before = {tuple(bucket.parameters): exchange for bucket, exchange in self.exchanges.items()}
-        mine = [bucket for bucket in buckets if isinstance(bucket.group.bucket_reducer, CompressedBucketReducer)]
-        new = [bucket for bucket in mine if tuple(bucket.parameters) not in before]
+        compressed = [bucket for bucket in buckets if isinstance(bucket.group.bucket_reducer, CompressedBucketReducer)]
+        new = [bucket for bucket in compressed if tuple(bucket.parameters) not in before]
         kept: dict[nn.Parameter, tuple[TensorStates, int]] = {}
         for bucket, exchange in self.exchanges.items() if new else ():
             count = max(state.count for state in exchange.states.values())
-            found = states_by_tensor(exchange, sizes_of(bucket))
-            if isinstance(exchange, BetweenHostsReducer):  # another rank may write it from now on
-                self._spread(found, bucket, exchange)
-            kept.update({p: (one, count) for p, one in zip(bucket.parameters, found, strict=True)})
+            states = states_by_tensor(exchange, sizes_of(bucket))
+            if isinstance(exchange, BetweenHostsReducer):  # another rank may own the slice from now on
+                self._spread(states, bucket, exchange)
+            kept.update({p: (entry, count) for p, entry in zip(bucket.parameters, states, strict=True)})
         self.exchanges, self._counted = {}, {}
-        for bucket in mine:
+        for bucket in compressed:
             shapes = [memory_shape(p) for p in bucket.parameters]
             self.exchanges[bucket] = before.get(tuple(bucket.parameters)) or self._exchange(bucket, shapes)
         for bucket in new:
-            known = [kept.get(p, ({}, 0)) for p in bucket.parameters]
-            count = max(count for _, count in known)
-            load_states_by_tensor(self.exchanges[bucket], sizes_of(bucket), [one for one, _ in known], count)
-        for bucket in mine:
+            states_before = [kept.get(p, ({}, 0)) for p in bucket.parameters]
+            count = max(count for _, count in states_before)
+            load_states_by_tensor(
+                self.exchanges[bucket], sizes_of(bucket), [entry for entry, _ in states_before], count
+            )
+        for bucket in compressed:
             bucket.sent_nbytes = self._sent_nbytes(bucket)
 
     def rounds(self, bucket: Bucket) -> Rounds:
-        """The rounds of the bucket's next sum. Sets the bucket's number of sent bytes."""
+        """Return the rounds of the bucket's next reduction, and set `bucket.sent_nbytes`."""
         exchange, values = self.exchanges[bucket], values_of(bucket)
         bucket.sent_nbytes = self._sent_nbytes(bucket)
         self._counted[bucket] = exchange.collectives.sent_nbytes
@@ -289,7 +310,7 @@ class Compressor:
         return self.momentum_compression.rounds(bucket, exchange)
 
     def look(self, bucket: Bucket) -> torch.Tensor | None:
-        """Statistics to be summed exactly beside a bucket's exact sum, if the momentum rule wants them."""
+        """Return statistics to all-reduce exactly beside the bucket; None where the momentum rule asks for none."""
         return (
             None
             if self.momentum_compression is None or self.momentum_compression.compresses_next
@@ -297,14 +318,15 @@ class Compressor:
         )
 
     def finish_step(self, finite: bool) -> None:
-        """End a step after all its sums.
+        """End a step after all its reductions.
 
         Args:
-            finite: whether loss and sums are finite, the same on all ranks; if not, nothing counts as sent.
+            finite: whether the loss and all reduced gradients are finite, the same on all ranks. Otherwise nothing
+                counts as sent and residuals stay as they were before the step.
         """
         coded = self.momentum_compression is None or self.momentum_compression.compresses_next
         for bucket, exchange in self.exchanges.items():
-            if self.compression.settings.get("sparse"):  # how many, the values say
+            if self.compression.settings.get("sparse"):  # the number of bytes depends on the values
                 flags = flags_sent_nbytes(len(bucket.parameters), bucket.group.size, bucket.flat.element_size())
                 sent = flags + exchange.collectives.sent_nbytes - self._counted[bucket]
                 bucket.group.channel.correct_nbytes(sent - bucket.sent_nbytes)
@@ -314,26 +336,29 @@ class Compressor:
                 for start, size, used in zip(starts_of(bucket), sizes_of(bucket), self._used(bucket), strict=True):
                     if not used:
                         exchange.revert(start, start + size)
-            exchange.finish_step(finite and coded)  # an exact sum leaves what is kept as it was
+            exchange.finish_step(finite and coded)  # an exact reduction leaves the residuals as they were
         if self.momentum_compression is not None:
             self.momentum_compression.gradient_statistics.finish(finite=finite)
         for part in self.parts:
             part.finish_step(finite)
 
     def rescale(self, factor: float) -> None:
-        """The loss scale is `factor` times what it was. Scales are powers of two, so this rounds nothing."""
+        """Multiply the residuals by `factor`, by which the loss scale changes.
+
+        The factor is a power of two, so nothing is rounded.
+        """
         for exchange in self.exchanges.values():
             exchange.rescale(factor)
         for part in self.parts:
             part.rescale(factor)
 
     def _used(self, bucket: Bucket) -> list[bool]:
-        """By parameter: whether the sum is used; a parameter that no rank has used keeps no gradient."""
+        """Return for each parameter whether its sum is used. A parameter without a gradient on any rank gets none."""
         sends = [self.momentum_compression is None or self.momentum_compression.sends(p) for p in bucket.parameters]
         return [flag > 0 and sent for flag, sent in zip(bucket.flags.tolist(), sends, strict=True)]
 
     def _sent_nbytes(self, bucket: Bucket) -> int:
-        """Bytes of the next sum, by the formula."""
+        """Return the bytes of the bucket's next reduction, from the codec's size formula."""
         exchange = self.exchanges[bucket]
         if self.momentum_compression is None:
             compression = self.compression.at(max(state.count for state in exchange.states.values()))
@@ -357,8 +382,8 @@ class Compressor:
             return make(shapes, group=bucket_reducer.group, seed=seed)
 
         def of_part(numel: int, part: int) -> GradientReducer:
-            mine = shapes if parts == 1 else [(numel,)]
-            return make(mine, group=hierarchy.inter_host_group, seed=rank_seed(seed, part))
+            slice_shapes = shapes if parts == 1 else [(numel,)]
+            return make(slice_shapes, group=hierarchy.inter_host_group, seed=rank_seed(seed, part))
 
         parts = 1 if self.compression.entry.whole_tensors else hierarchy.parts
         numel = sum(sizes_of(bucket))
@@ -372,18 +397,18 @@ class Compressor:
         )
 
     def _spread(self, found: list[TensorStates], bucket: Bucket, exchange: BetweenHostsReducer) -> None:
-        """Give each rank of a group an equal share of what all ranks keep of each tensor. Collective."""
+        """Give each rank an equal share of the residuals that the whole group keeps of each tensor. Collective."""
         assert isinstance(bucket.group.bucket_reducer, CompressedBucketReducer)
-        for one, p in zip(found, bucket.parameters, strict=True) if self.compression.keeps else ():
+        for states, p in zip(found, bucket.parameters, strict=True) if self.compression.keeps else ():
             for name in (
                 make_codec(self.compression.code).state_names
                 if self.compression.code.entry.make_codec
                 else ("residual",)
             ):
                 dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
-                total = one.get(name, torch.zeros(p.numel(), dtype=dtype, device=p.device))
+                total = states.get(name, torch.zeros(p.numel(), dtype=dtype, device=p.device))
                 dist.all_reduce(total, group=bucket.group.bucket_reducer.group)
-                one[name] = total / exchange.contributors
+                states[name] = total / exchange.contributors
 
 
 def make_compressor(
@@ -396,10 +421,23 @@ def make_compressor(
     clip_norm: float | None,
     shards: Shards,
 ) -> Compressor | None:
-    """The plan's compressor; None if it has none or there is nothing to sum. Collective.
+    """Make the plan's compressor. Collective.
+
+    Args:
+        plan: the plan; its `sync` names the compression.
+        layout: the placement of every parameter.
+        world: all ranks of the run.
+        model: the model whose gradients are reduced.
+        optimizers: the optimizers that get the reduced gradients.
+        seed: seed of the codec's random numbers.
+        clip_norm: largest norm of the gradient; None where it is not clipped.
+        shards: the sharded parameters, whose packs the compressor then reduces too.
+
+    Returns:
+        The compressor; None where the plan compresses nothing or there is one rank.
 
     Raises:
-        PlanError: on all ranks alike, for gradients and optimizers that the codec does not go with.
+        PlanError: on all ranks alike, if the codec does not support the model, an optimizer or clipping.
     """
     compression, mesh = plan.sync.gradient_code, layout.mesh
     if compression is None or compression.entry.exact:
@@ -415,23 +453,25 @@ def make_compressor(
     groups = {}
     for axes in sorted(set().union(*everyone)):
         group = mesh.new_group(*axes)
-        found = None if compression.between == "ranks" else make_local_group_or_hierarchy(group)
+        hierarchy = None if compression.between == "ranks" else make_local_group_or_hierarchy(group)
         if not (
-            isinstance(found, LocalGroup) and compression.between == "hosts"
-        ):  # on one host nothing is between hosts
-            groups[axes] = group, found if isinstance(found, HostHierarchy) else None
+            isinstance(hierarchy, LocalGroup) and compression.between == "hosts"
+        ):  # on a single host, "hosts" leaves nothing to compress
+            groups[axes] = group, hierarchy if isinstance(hierarchy, HostHierarchy) else None
     positions = {p: order[name] for name, p in model.named_parameters()}
     compressor = Compressor(compression, mesh, groups, positions, seed, momentum_compression)
     compressor.parts = _parts(compression, layout, shards.packs(), compressor.comm_thread, len(groups), seed)
-    shards.sum_by({one.pack: one for one in compressor.parts})
+    shards.sum_by({reduction.pack: reduction for reduction in compressor.parts})
     return compressor
 
 
 def _parts(
     compression: Compression, layout: Layout, packs: Sequence[Pack], comm_thread: ReductionThread, first: int, seed: int
 ) -> list[ShardedReduction]:
-    """The reduce-scatters of packs of parameters; group numbers of the communication thread go on from `first`.
-    Collective."""
+    """Make the reduce-scatters of all packs of parameters. Collective.
+
+    Their groups are numbered from `first` in the communication thread.
+    """
     mesh, routes = layout.mesh, {}
     for number, others in enumerate(sorted({pack.others for pack in packs}), first):
         routes[others] = ReductionGroups(
@@ -454,28 +494,27 @@ def _check(
     words = f"sync.compress = {format_compression(compression)!r}"
     if clip_norm is not None and compression.entry.own_momentum:
         raise PlanError(
-            f"{words} with clip_norm = {clip_norm}: what comes out is a few values of a velocity that has gathered for "
-            "steps, and no gradient; a rank's gradient would have to be clipped before it is gathered, and its norm is "
-            "not known when the first bucket leaves; leave clip_norm out, or use top-k, or a loop of your own with "
-            "tutti.compression.dgc.clip_locally"
+            f"{words} with clip_norm = {clip_norm}: it sends a few values of a velocity accumulated over many steps, "
+            "and a rank would have to clip its gradient before accumulating it, when the norm is not known yet; leave "
+            "clip_norm out, or use top-k, or call tutti.compression.dgc.clip_locally in a loop of your own"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise PlanError(
-                f"{words}: the gradient of {name or 'the model'} is sparse, a few rows that are sent as they are; make "
-                "the embedding with sparse=False, or leave compress out"
+                f"{words}: the gradient of {name or 'the model'} is sparse, and sparse gradients cannot be compressed; "
+                "make the embedding with sparse=False, or leave compress out"
             )
     for optimizer in optimizers if compression.entry.own_momentum else ():
         for group in optimizer.param_groups:
             if group.get("momentum") or "betas" in group:
                 raise PlanError(
-                    f"{words} has the momentum in itself, and {type(optimizer).__name__} has one of its own; use SGD "
-                    "with momentum=0, or top-k"
+                    f"{words} applies momentum itself, and {type(optimizer).__name__} would apply it a second time; "
+                    "use SGD with momentum=0, or top-k"
                 )
 
 
 def compressed_words(plan: Plan, axes: Iterable[AxisName]) -> str:
-    """How sums over `axes`, which have several ranks each, are written; empty where they are exact."""
+    """Describe how reductions over `axes`, each of several ranks, are compressed; empty where they are exact."""
     compression = plan.sync.gradient_code
     return (
         f" as {format_compression(compression)}" if compression is not None and COMPRESSED_AXES.issuperset(axes) else ""
@@ -483,15 +522,17 @@ def compressed_words(plan: Plan, axes: Iterable[AxisName]) -> str:
 
 
 def values_of(bucket: Bucket) -> torch.Tensor:
-    """The gradients of a bucket, flat, without the flags."""
+    """Return the bucket's gradients, flat, without its flags."""
     return bucket.flat[: bucket.flat.numel() - len(bucket.parameters)]
 
 
 def sizes_of(bucket: Bucket) -> list[int]:
+    """Return the number of values of each gradient in the bucket."""
     return [p.numel() for p in bucket.parameters]
 
 
 def starts_of(bucket: Bucket) -> list[int]:
+    """Return the start of each gradient in the flat bucket."""
     starts, at = [], 0
     for size in sizes_of(bucket):
         starts.append(at)
@@ -500,7 +541,7 @@ def starts_of(bucket: Bucket) -> list[int]:
 
 
 def memory_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape in the order in which the elements lie in memory, so that a transposed matrix has its stored rows."""
+    """Return the parameter's shape with dims in memory order, so that a transposed matrix has its stored rows."""
     if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return tuple(parameter.shape)
     strides = parameter.stride()

@@ -1,7 +1,7 @@
-"""Sufficient factors in place of weight gradients: which linear layers use them, and the buckets that sum them.
+"""Sufficient factors in place of weight gradients: which linear layers use them, and the buckets that reduce them.
 
-Nothing is lost. In every step all ranks decide alike, from the number of rows and by bytes, whether a weight is summed
-by factors or exactly. A weight that was summed exactly in the first step joins ordinary buckets from then on.
+Nothing is lost. In every step all ranks decide alike, from the number of rows, whether factors or the exact gradient of
+a weight take fewer bytes. A weight that was reduced exactly in the first step joins the ordinary buckets from then on.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,13 +27,15 @@ from tutti.parallel.mesh import Mesh
 Axes = tuple[AxisName, ...]
 
 FACTORED_AXES: frozenset[AxisName] = frozenset((*DATA_AXES, "context"))
-"""Axes over which weight gradients may be summed by factors: their ranks saw other samples, or other tokens."""
+"""Axes over which weight gradients may be reduced as factors: their ranks saw different samples, or different
+tokens.
+"""
 
 _HALVES: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class FactorBucket(Bucket):
-    """One weight whose gradient is made of factors, and the gradient that it has besides."""
+    """One weight whose gradient consists of factors, and possibly an ordinary gradient beside them."""
 
     def __init__(self, parameters: list[nn.Parameter], group: ReductionGroup, factors: Factors) -> None:
         super().__init__(parameters, group)
@@ -42,7 +44,7 @@ class FactorBucket(Bucket):
     def open(self) -> None:
         super().open()
         self.dense = False
-        self.factors.take(0, self.flat)  # of a backward that did not end
+        self.factors.take(0, self.flat)  # drop factors of a backward that did not finish
 
     def take(self, index: int) -> None:
         self.dense = self.dense or self.parameters[0].grad is not None
@@ -50,12 +52,15 @@ class FactorBucket(Bucket):
             super().take(index)
 
     def complete(self) -> None:
-        """Backward may have left the weight out; then it has no factors either."""
+        """Fill the bucket if the weight has a gradient.
+
+        Backward may have left the weight out; then it has no factors either.
+        """
         if not self.filled[0] and self.parameters[0].grad is not None:
             self.fill(0)
 
     def wait(self) -> None:
-        """Set the gradient if any rank had one."""
+        """Wait for the sum; set the weight's gradient if any rank had one."""
         assert self.work is not None
         self.work.wait()
         self.group.channel.correct_nbytes(self.sent_nbytes)
@@ -91,26 +96,26 @@ class FactorBucketReducer(BucketReducer):
 
     def _rounds(self, bucket: FactorBucket) -> Rounds:
         parameter, view = bucket.parameters[0], bucket.views[0]
-        sum_of = self._factored.sums.setdefault(parameter, FactorReducer(self.group, self._factored.half))
-        before = sum_of.collectives.sent_nbytes
-        yield from sum_of.rounds(bucket.factors, view, view.clone() if bucket.dense else None)
-        bucket.flags[0] = sum_of.used
-        bucket.sent_nbytes = sum_of.collectives.sent_nbytes - before
+        reducer = self._factored.sums.setdefault(parameter, FactorReducer(self.group, self._factored.half))
+        nbytes_before = reducer.collectives.sent_nbytes
+        yield from reducer.rounds(bucket.factors, view, view.clone() if bucket.dense else None)
+        bucket.flags[0] = reducer.used
+        bucket.sent_nbytes = reducer.collectives.sent_nbytes - nbytes_before
 
 
 class FactoredLayers:
-    """The weights that may be summed by factors.
+    """The weights whose gradients may be reduced as factors.
 
     Args:
-        mesh: the run's.
+        mesh: the run's mesh.
         modules: the layers.
-        groups: by the mesh's axes, in their order, a process group that nothing else uses.
-        half: dtype of mixed precision.
+        groups: by axes in the mesh's order, a process group that nothing else uses.
+        half: dtype of mixed precision, None without it.
 
     Attributes:
         weights: weights that still use factors.
-        left: weights that did before.
-        sums: how each weight was summed last.
+        left: weights that used factors before.
+        sums: the reducer of each weight, which knows how the weight was reduced last.
     """
 
     def __init__(
@@ -129,14 +134,14 @@ class FactoredLayers:
         self._reducers = {axes: FactorBucketReducer(self, number, group) for number, (axes, group) in numbered}
 
     def group(self, parameter: nn.Parameter, axes: Axes, like: ReductionGroup) -> ReductionGroup:
-        """The group in which a parameter is summed over `axes`: `like`, or one that sums by factors."""
+        """Return the group that reduces a parameter over `axes`: `like`, or a group that reduces factors."""
         if self._mesh is None or parameter not in self.weights:
             return like
         return replace(like, bucket_reducer=self._reducers[_ordered(self._mesh, axes)])
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Inside, backward's gradients are those of the step."""
+        """Collect factors inside this context: its backward passes compute the gradients of the step."""
         for factors in self.weights.values():
             factors.collecting = True
         try:
@@ -146,15 +151,15 @@ class FactoredLayers:
                 factors.collecting = False
 
     def exactly(self) -> list[nn.Parameter]:
-        """Weights whose factors took more bytes than their gradients, now or before."""
-        return [*self.left, *(p for p, one in self.sums.items() if one.dense and p in self.weights)]
+        """Return the weights whose factors took more bytes than their gradients, now or before."""
+        return [*self.left, *(p for p, reducer in self.sums.items() if reducer.dense and p in self.weights)]
 
     def choose(self) -> None:
-        """Leave the weights that were summed exactly to other buckets, alike on all ranks of a group."""
+        """Move the weights that were reduced exactly to ordinary buckets, the same on all ranks of a group."""
         self.leave(self.exactly())
 
     def leave(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These weights do not use factors any more; buckets must be rebuilt."""
+        """Stop using factors for these weights. Buckets must be rebuilt afterwards."""
         self.left += [parameter for parameter in parameters if self.weights.pop(parameter, None) is not None]
         for module in self._modules:
             if module.weight not in self.weights:
@@ -164,8 +169,15 @@ class FactoredLayers:
 
 
 def make_factored(plan: Plan, layout: Layout, model: nn.Module) -> FactoredLayers:
-    """Make the model's linear layers collect factors, if the plan says so and one row a sample takes fewer bytes.
-    Collective."""
+    """Make the model's linear layers collect factors, where the plan says so and fewer bytes are sent. Collective.
+
+    A layer is chosen if factors pay at one row per sample, or at one row if the batch counts tokens.
+
+    Args:
+        plan: the plan; its `sync.compress` must be the method of factors.
+        layout: the placement of every parameter.
+        model: the model; its chosen layers become `FactoredLinear`.
+    """
     mesh = layout.mesh
     if plan.sync.compress is None or plan.sync.compress.method != FACTORS or mesh.world_size == 1:
         return FactoredLayers()
@@ -175,7 +187,7 @@ def make_factored(plan: Plan, layout: Layout, model: nn.Module) -> FactoredLayer
     modules: list[FactoredLinear] = []
     for name, module in model.named_modules():
         if type(module) is not nn.Linear or "forward" in vars(module) or "weight" not in module._parameters:
-            continue  # weight_norm and its like make the weight anew in every forward
+            continue  # weight_norm and similar wrappers compute the weight anew in every forward
         weight, axes = cast(nn.Parameter, module.weight), layout.shard_of(f"{name}.weight" if name else "weight").sums
         axes = tuple(axis for axis in axes if mesh.degree(axis) > 1)
         width = weight.element_size() if half is None else half.itemsize

@@ -1,6 +1,6 @@
-"""Momenta in place of gradients: what a bucket sums once the optimizer's second moment is frozen (1-bit Adam family).
+"""Momentum in place of gradients: what a bucket sends once the optimizer's second moment is frozen (1-bit Adam family).
 
-Until then gradients are summed exactly. All ranks see the switch in the optimizer's state, after the same update.
+Until then gradients are reduced exactly. All ranks see the switch in the optimizer's state, after the same update.
 """
 
 import math
@@ -26,13 +26,13 @@ from tutti.parallel.sharding.sharded_gradients import Shards
 
 
 class GradientStatistics:
-    """Squared norms of ranks' parts of an exact sum and of the sum, for a rule that asks for them (`wants_statistics`).
+    """Squared norms of each rank's gradients and of their sum, for a rule that asks for them (`wants_statistics`).
 
-    They are summed beside the bucket's flags, so all ranks of a bucket take them alike.
+    They are all-reduced beside the bucket's flags, so all ranks of a bucket get the same values.
 
     Args:
-        rule: of the optimizer.
-        model_to_optimizer: by model parameter, the optimizer's parameter in its place on this rank.
+        rule: the rule that drives the optimizer.
+        model_to_optimizer: by parameter of the model, the parameter that the optimizer holds for it on this rank.
     """
 
     def __init__(
@@ -42,8 +42,11 @@ class GradientStatistics:
         self._parts: dict[Bucket, Tensor] = {}
 
     def begin(self, bucket: Bucket) -> Tensor | None:
-        """Before an exact sum: (parameters,) float64 squared norms of this rank's parts, to be summed over the bucket's
-        ranks."""
+        """Before an exact reduction: return the squared norms of this rank's gradients, to be all-reduced.
+
+        Returns:
+            (parameters,) float64, one value per parameter of the bucket; None if the rule wants no statistics.
+        """
         if not self._rule.wants_statistics:
             return None
         self._parts[bucket] = squared_norms(bucket.views)
@@ -51,21 +54,25 @@ class GradientStatistics:
 
     @torch.no_grad()
     def finish(self, *, finite: bool) -> None:
-        """After all sums of a step. `finite`: whether the update may be made."""
+        """After all reductions of a step: hand the squared norms to the rule.
+
+        Args:
+            finite: whether the update may be made; if not, the statistics are dropped.
+        """
         for bucket, parts in self._parts.items() if finite else ():
-            both = torch.stack([parts, squared_norms(bucket.views)], dim=1).tolist()
-            for parameter, (ours, total) in zip(bucket.parameters, both, strict=True):
+            norms = torch.stack([parts, squared_norms(bucket.views)], dim=1).tolist()
+            for parameter, (parts_norm, total) in zip(bucket.parameters, norms, strict=True):
                 if parameter in self.model_to_optimizer:
-                    self._rule.observed_norms[self.model_to_optimizer[parameter]] = ours, total
+                    self._rule.observed_norms[self.model_to_optimizer[parameter]] = parts_norm, total
         self._parts = {}
 
 
 class MomentumCompression:
-    """What the buckets of one optimizer send.
+    """Decides what the buckets of one optimizer send: exact gradients, then compressed momentum.
 
     Args:
-        rule: of the optimizer.
-        names: of the parameters, for error messages.
+        rule: the rule that drives the optimizer.
+        names: names of the parameters, for error messages.
         model_to_optimizer: see GradientStatistics.
     """
 
@@ -79,17 +86,19 @@ class MomentumCompression:
 
     @property
     def compresses_next(self) -> bool:
-        """Whether the next sums are of momentum, the same on all ranks; otherwise they are exact sums of gradients."""
+        """Whether the next reductions are of momentum, the same on all ranks; otherwise they are exact, of
+        gradients.
+        """
         return self.rule.frozen
 
     def mark(self, bucket: Bucket) -> None:
-        """Mark gradients that come too late, whose second moment is 0, in the flags, which all ranks get."""
+        """Mark gradients whose second moment was frozen at 0 with an infinite flag, which all ranks receive."""
         for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
             if self.rule.moment(parameter) is None and bool(view.any()):
                 bucket.flags[index] = math.inf
 
     def rounds(self, bucket: Bucket, exchange: GradientReducer) -> Rounds:
-        """Leave in the bucket the gradients that the sums of momentum stand for."""
+        """Reduce the bucket's momentum, and leave in the bucket the gradients that the sums stand for."""
         ranks, values = bucket.group.size, bucket.flat[: exchange.numel]
         moments = [self.rule.moment(parameter) for parameter in bucket.parameters]
         for view, moment in zip(bucket.views, moments, strict=True):
@@ -105,30 +114,38 @@ class MomentumCompression:
                 moment.to_gradient(view)
 
     def check(self, bucket: Bucket) -> None:
-        """After the sums: raise TrainingError, on all ranks that summed the bucket, for gradients that came too
-        late."""
+        """After the reductions: refuse gradients that first appear once the second moment is frozen.
+
+        Raises:
+            TrainingError: on all ranks that reduced the bucket.
+        """
         for parameter, flag in zip(bucket.parameters, bucket.flags.tolist(), strict=True):
             if math.isinf(flag):
                 raise TrainingError(
                     f"{self._names.get(parameter, 'a parameter')} has its first gradient after freeze_step = "
-                    f"{self.rule.freeze_step}, when second moments stand still: its own has learned nothing; make "
+                    f"{self.rule.freeze_step}, when its second moment is already frozen without having learned; make "
                     "freeze_step larger than the first step that uses it, or compress gradients (one-bit)"
                 )
 
     def loaded(self) -> None:
-        """The optimizer's state is a checkpoint's. Collective."""
+        """Adopt the optimizer state that a checkpoint has restored. Collective."""
         if self.rule.on_frozen is not None:
             self.rule.on_frozen()
 
     def sends(self, parameter: nn.Parameter) -> bool:
-        """Whether anything is sent of a parameter."""
+        """Return whether anything is sent for a parameter."""
         return self.rule.moment(parameter) is not None
 
 
 class ZeroOneCompression:
-    """The same for 0/1 Adam while ranks sum: gradients, compressed where the second moment does not learn.
+    """Decides what 0/1 Adam sends as long as ranks reduce gradients.
 
-    Compressed gradients are divided by the second moment's square root, so that all parameters have one magnitude.
+    Gradients are exact in updates in which the second moment learns, and compressed in the others. Compressed gradients
+    are divided by the root of the second moment, so that all parameters have similar magnitudes.
+
+    Args:
+        rule: the rule that drives the optimizer.
+        names: names of the parameters, for error messages.
     """
 
     def __init__(self, rule: ZeroOneAdam, names: dict[nn.Parameter, str]) -> None:
@@ -136,17 +153,17 @@ class ZeroOneCompression:
 
     @property
     def compresses_next(self) -> bool:
-        """Whether the next sums are compressed."""
+        """Whether the next reductions are compressed."""
         return not self.rule.exact
 
     def mark(self, bucket: Bucket) -> None:
-        """See MomentumCompression.mark."""
+        """Mark gradients whose second moment has learned nothing; see MomentumCompression.mark."""
         for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
             if not self.rule.knows(parameter) and bool(view.any()):
                 bucket.flags[index] = math.inf
 
     def rounds(self, bucket: Bucket, exchange: GradientReducer) -> Rounds:
-        """Leave the sum of gradients in the bucket."""
+        """Leave the summed gradients in the bucket."""
         known = [(p, view) for p, view in zip(bucket.parameters, bucket.views, strict=True) if self.rule.knows(p)]
         divisors = [self.rule.divisor(parameter) for parameter, _ in known]
         for (_, view), divisor in zip(known, divisors, strict=True):
@@ -156,25 +173,25 @@ class ZeroOneCompression:
             view.mul_(divisor)
 
     def check(self, bucket: Bucket) -> None:
-        """See MomentumCompression.check."""
+        """Refuse gradients whose second moment has learned nothing; see MomentumCompression.check."""
         late = _late(bucket)
         if late is not None:
             raise TrainingError(
                 f"{self._names.get(late, 'a parameter')} has its first gradient in an update in which second moments "
-                f"do not learn (kappa = {self.rule.kappa}): its own has learned nothing; make kappa larger than the "
+                f"do not learn (kappa = {self.rule.kappa}), so its own has learned nothing; make kappa larger than the "
                 "first step that uses it, or compress gradients (one-bit)"
             )
 
     def loaded(self) -> None:
-        """Nothing depends on a loaded state."""
+        """Do nothing: nothing here depends on a restored state."""
 
     def sends(self, parameter: nn.Parameter) -> bool:
-        """Whether anything is sent of a parameter."""
+        """Return whether anything is sent for a parameter."""
         return self.rule.knows(parameter)
 
 
 def _late(bucket: Bucket) -> nn.Parameter | None:
-    """A parameter that some rank has marked."""
+    """Return a parameter that some rank has marked, or None."""
     marked = zip(bucket.parameters, bucket.flags.tolist(), strict=True)
     return next((parameter for parameter, flag in marked if math.isinf(flag)), None)
 
@@ -188,25 +205,38 @@ def make_momentum_compression(
     clip_norm: float | None,
     shards: Shards,
 ) -> MomentumCompression | ZeroOneCompression | None:
-    """The momentum compression of `compression`; None if it sums gradients. Collective.
+    """Make the momentum compression that `compression` asks for. Collective.
 
     From here on the optimizer's second moment is frozen after `freeze_step` updates, on one rank too.
 
+    Args:
+        compression: the plan's compression.
+        layout: the placement of every parameter.
+        world: all ranks of the run.
+        model: the model.
+        optimizers: the run's optimizers; momentum compression needs exactly one.
+        clip_norm: largest norm of the gradient; None where it is not clipped.
+        shards: the sharded parameters.
+
+    Returns:
+        The momentum compression; None if `compression` sends gradients.
+
     Raises:
-        PlanError: on all ranks alike, for what momentum compression does not go with.
+        PlanError: on all ranks alike, if momentum compression does not support the optimizer, the mesh or clipping.
     """
     if not compression.sends_momentum:
         return None
-    words = f"sync.compress = {format_compression(compression)!r}"
+    method = f"sync.compress = {format_compression(compression)!r}"
     if len(optimizers) != 1:
         raise PlanError(
-            f"{words} sums one optimizer's momentum, and there are {len(optimizers)}; compress gradients: one-bit"
+            f"{method} sends the momentum of one optimizer, but there are {len(optimizers)}; use one optimizer, or "
+            "compress gradients: one-bit"
         )
     if clip_norm is not None and compression.method in ("one-bit-adam", "one-bit-lamb"):
         raise PlanError(
-            f"{words} with clip_norm = {clip_norm}: the gradient that a one-bit sum of momentum stands for is mostly "
-            "what the code has lost, of 2 to 11 times the true norm, so that nearly every update would be scaled down; "
-            "leave clip_norm out, or use byte-adam or zero-one-adam, or compress gradients: one-bit"
+            f"{method} with clip_norm = {clip_norm}: the gradient recovered from one-bit momentum is mostly coding "
+            "error, of 2 to 11 times the true norm, so clipping would scale down nearly every update; leave clip_norm "
+            "out, or use byte-adam or zero-one-adam, or compress gradients: one-bit"
         )
     optimizer, lamb = optimizers[0], compression.method == "one-bit-lamb"
     if compression.method == ZERO_ONE:
@@ -216,19 +246,19 @@ def make_momentum_compression(
     if layout.mesh.degree("shard") > 1:
         rule.on_frozen = partial(_copy, rule, shards)
         rule.agreed = partial(_largest, layout)
-    strange = world.gather(_without_momentum(model, optimizer, shards))
-    if any(strange):
-        name = next(name for name in strange if name)
+    missing = world.gather(_without_momentum(model, optimizer, shards))
+    if any(missing):
+        name = next(name for name in missing if name)
         raise PlanError(
-            f"{words}: {name} has no momentum, for the optimizer does not hold it; give it to the optimizer"
+            f"{method}: {name} has no momentum because the optimizer does not hold it; give it to the optimizer"
         )
     owned, names = layout.state_names(model, optimizers)[0], {p: name for name, p in model.named_parameters()}
     norms = whole_norms(owned, layout, world)
     if norms is not None and norms.parted:
         if lamb:
             raise PlanError(
-                f"{words}: ranks hold parts of tensors, and LAMB's ratios are of whole ones; use a mesh that divides "
-                "none, or one-bit-adam"
+                f"{method}: ranks hold parts of tensors, but LAMB's ratios need whole tensors; use a mesh that divides "
+                "no tensor, or one-bit-adam"
             )
         rule.over_parts = norms.over_parts
         rule.agreed = partial(_largest, layout)
@@ -237,34 +267,33 @@ def make_momentum_compression(
 
 
 def _copy(rule: FrozenSecondMoment, shards: Shards) -> None:
-    """Copy moments of parameters whose state is divided, so that each rank can send a share of all of them.
-    Collective."""
-    rule.whole_moments = {}  # of an own part: what the optimizer has
+    """Copy the moments of sharded parameters to all ranks, so that each can send its share of all. Collective."""
+    rule.whole_moments = {}  # so that `rule.moment` returns this rank's parts, which the optimizer holds
     with shards.whole_gradients(rule.optimizer):
         groups = {p: group for group in rule.optimizer.param_groups for p in group["params"]}
 
-    def part(own: nn.Parameter, *, divisor: bool) -> torch.Tensor | None:
-        moment = rule.moment(own)
+    def part(parameter: nn.Parameter, *, divisor: bool) -> torch.Tensor | None:
+        moment = rule.moment(parameter)
         return None if moment is None else moment.divisor if divisor else moment.m
 
     m, divisors = (shards.wholes(rule.optimizer, partial(part, divisor=which)) for which in (False, True))
     rule.whole_moments = {
         p: (FrozenMoment(m[p], float(groups[p]["betas"][0]), divisor), groups[p])
         for p, divisor in divisors.items()
-        if bool(divisor.any())  # where v has learned, it is nowhere 0
+        if bool(divisor.any())  # a second moment that has learned has no zero divisor
     }
 
 
 def _without_momentum(model: nn.Module, optimizer: Optimizer, shards: Shards) -> str | None:
-    """Name of a parameter that the optimizer does not hold."""
+    """Return the name of a trainable parameter that the optimizer does not hold, or None."""
     with shards.whole_gradients(optimizer):
         known = {p for group in optimizer.param_groups for p in group["params"]}
     return next((name for name, p in model.named_parameters() if p.requires_grad and p not in known), None)
 
 
 def _largest(layout: Layout, count: int) -> int:
-    """The largest of all ranks' counts. Collective."""
-    found = torch.tensor(count, dtype=torch.int64)
-    with layout.channel("scalars").waiting(ring_all_reduce_nbytes(found, layout.mesh.world_size)):
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    return int(found)
+    """Return the largest count over all ranks. Collective."""
+    largest = torch.tensor(count, dtype=torch.int64)
+    with layout.channel("scalars").waiting(ring_all_reduce_nbytes(largest, layout.mesh.world_size)):
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)

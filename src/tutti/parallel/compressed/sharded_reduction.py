@@ -1,7 +1,7 @@
 """Compressed reduce-scatters of gradients (sharding levels 2 and 3): one for every pack of parameters.
 
-Messages of the parts go to their owners over `shard`; all-reduces of the part over the other axes follow, as for
-buckets. powersgd sums whole matrices, which all ranks get anyway; each takes its part of them.
+Encoded parts go to their owners over the axis `shard`. The owners then all-reduce their part over the other axes, as
+buckets are. PowerSGD reduces whole matrices, which all ranks receive anyway; each rank takes its part of the result.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ from tutti.parallel.sharding.sharded_unit import Pack, Piece, Sharded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionGroups:
-    """Ranks that sum the gradients of some packs: process groups that nothing else uses.
+    """The groups of ranks that reduce the gradients of some packs. Nothing else uses these process groups.
 
     Args:
-        number: of the group for the communication thread.
-        shard: ranks that have parts.
-        others: ranks over which parts are summed besides; None if there are none.
-        everyone: both together.
-        exactly: whether the sum over `others` is exact.
-        lane: accounting of the traffic.
+        number: number of the group in the communication thread.
+        shard: group of the ranks along `shard`, each of which owns a part.
+        others: group of the ranks over which parts are reduced as well; None if there are none.
+        everyone: group of all ranks of both.
+        exactly: whether the reduction over `others` is exact.
+        channel: accounting of the traffic.
     """
 
     number: int
@@ -44,8 +44,14 @@ class ReductionGroups:
 
 @dataclass(frozen=True, slots=True)
 class FlatTensorRow:
-    """A tensor of a flat gradient: its parameter's name, its shape and strides there, and which part of the whole it
-    is."""
+    """One tensor in a flat gradient.
+
+    Attributes:
+        name: name of its parameter.
+        shape: its shape in the flat gradient.
+        strides: its strides there.
+        held: the part of the whole parameter that it is.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -55,9 +61,13 @@ class FlatTensorRow:
 
 @dataclass(frozen=True, slots=True)
 class ReducerContents:
-    """The state of a reducer, with the tensors that lie in its flat gradient one after another.
+    """The state of one reducer, as a checkpoint stores it.
 
-    `contributors`: ranks that have equal shares of what a checkpoint's ranks kept; 0: it begins with nothing.
+    Attributes:
+        exchange: the reducer.
+        rows: the tensors of its flat gradient, one after another.
+        contributors: number of ranks that get equal shares of the residuals in a checkpoint; 0 where the reducer starts
+            without residuals.
     """
 
     exchange: GradientReducer
@@ -66,7 +76,15 @@ class ReducerContents:
 
 
 class ShardedReduction:
-    """The reductions of one pack: `there` over `shard`, `across` over the other axes."""
+    """The reductions of one pack: `there` over the axis `shard`, then `across` over the other axes.
+
+    Args:
+        pack: the parameters, reduced together.
+        compression: the plan's compression.
+        route: the groups of ranks.
+        comm_thread: runs the rounds.
+        seed: seed of the codec's random numbers.
+    """
 
     def __init__(
         self, pack: Pack, compression: Compression, route: ReductionGroups, comm_thread: ReductionThread, seed: int
@@ -74,7 +92,7 @@ class ShardedReduction:
         self.pack, self._compression, self._route, self._comm_thread = pack, compression, route, comm_thread
         self._ranks = dist.get_world_size(route.everyone)
         self._lengths = [sum(piece.numel for piece in pieces) for pieces in pack.pieces.ranks]
-        self._shapes = [tuple(one.absent.shape) for one in pack.parameters]
+        self._shapes = [tuple(parameter.absent.shape) for parameter in pack.parameters]
         self._made = {"dtype": pack.flat.dtype, "device": pack.device}
         scatter = make_scatter_reducer(compression.code, self._lengths, group=route.shard, seed=seed, **self._made)
         self.there: GradientReducer = scatter or make_reducer(
@@ -82,8 +100,8 @@ class ShardedReduction:
         )
         self.across: GradientReducer | None = None
         if route.others is not None and not route.exactly and self._lengths[pack.rank]:
-            mine = [piece.shape for piece in pack.mine if piece.numel]
-            self.across = make_reducer(compression.code, mine, group=route.others, seed=~seed, **self._made)
+            piece_shapes = [piece.shape for piece in pack.mine if piece.numel]
+            self.across = make_reducer(compression.code, piece_shapes, group=route.others, seed=~seed, **self._made)
         width = pack.pieces.size + len(pack.parameters) + 1
         self._received = torch.zeros(width, **self._made)
         self._sent: tuple[int, int] | None = None
@@ -92,7 +110,8 @@ class ShardedReduction:
         """Start to reduce the pack's gradients.
 
         Returns:
-            (what arrives: this rank's segment and a flag for each parameter; which gradients this rank has; the work).
+            The buffer that receives this rank's segment and a flag for each parameter; for each parameter, whether this
+            rank has a gradient; and the handle to wait for.
         """
         pack, received = self.pack, self._received
         numel = sum(self._lengths)
@@ -104,13 +123,13 @@ class ShardedReduction:
         rounds_work = self._comm_thread.start(
             self._route.number, self._rounds(flat, received[: self._lengths[pack.rank]])
         )
-        said = self.sent_nbytes
-        self._sent = said, self._counted
-        return received, there, self._route.channel.start([work, rounds_work], said)
+        sent = self.sent_nbytes
+        self._sent = sent, self._counted
+        return received, there, self._route.channel.start([work, rounds_work], sent)
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes of the next reduction, by the formula."""
+        """Bytes of the next reduction, from the codec's size formula."""
         itemsize, shard = self.pack.flat.element_size(), len(self._lengths)
         compression = self._compression.at(self.there.states["worker"].count)
         assert compression is not None
@@ -120,20 +139,23 @@ class ShardedReduction:
         else:
             sent += all_reduce_sent_nbytes(compression, self._shapes, shard, itemsize)
         if self._route.others is not None:
-            mine = [piece.shape for piece in self.pack.mine if piece.numel]
+            piece_shapes = [piece.shape for piece in self.pack.mine if piece.numel]
             across = compression if self.across is not None else None
-            sent += all_reduce_sent_nbytes(across, mine, self._ranks // shard, itemsize)
+            sent += all_reduce_sent_nbytes(across, piece_shapes, self._ranks // shard, itemsize)
         return sent
 
     def finish_step(self, finite: bool) -> None:
-        """After the sums of a step, if this one was made. `finite`: whether the update may be made, alike on all
-        ranks."""
+        """End a step after its reductions; do nothing if this pack was not reduced.
+
+        Args:
+            finite: whether the update may be made, the same on all ranks.
+        """
         if self._sent is None:
             return
-        said, counted = self._sent
-        if self._compression.settings.get("sparse") and self.across is not None:  # how many, the values say
+        sent, counted = self._sent
+        if self._compression.settings.get("sparse") and self.across is not None:  # bytes depend on the values
             flags = flags_sent_nbytes(len(self._shapes) + 1, self._ranks, self.pack.flat.element_size())
-            self._route.channel.correct_nbytes(flags + self._counted - counted - said)
+            self._route.channel.correct_nbytes(flags + self._counted - counted - sent)
         *used, spoilt = self._received[self.pack.pieces.size :].tolist()
         counts = finite and not spoilt
         for index, flag in enumerate(used if counts else ()):
@@ -144,20 +166,23 @@ class ShardedReduction:
         self._sent = None
 
     def rescale(self, factor: float) -> None:
-        """Gradients are `factor` times as large from now on."""
+        """Multiply the residuals by `factor`, because gradients are that many times as large from now on."""
         for exchange in self._exchanges():
             exchange.rescale(factor)
 
     def keeping(self) -> Iterator[ReducerContents]:
-        """The state that this rank keeps."""
+        """Yield the reducers whose state this rank keeps."""
         if isinstance(self.there, ReduceScatterReducer):
             rows = [self._row(rank, index) for rank, index in self._order() if self._piece(rank, index).numel]
         else:
-            rows = [_row(one, one.held, shape) for one, shape in zip(self.pack.parameters, self._shapes, strict=True)]
+            rows = [
+                _row(parameter, parameter.held, shape)
+                for parameter, shape in zip(self.pack.parameters, self._shapes, strict=True)
+            ]
         yield ReducerContents(self.there, rows, self._ranks)
         if self.across is not None:
-            mine = [self._row(self.pack.rank, index) for index, piece in enumerate(self.pack.mine) if piece.numel]
-            yield ReducerContents(self.across, mine, 0)
+            local_rows = [self._row(self.pack.rank, index) for index, piece in enumerate(self.pack.mine) if piece.numel]
+            yield ReducerContents(self.across, local_rows, 0)
 
     @property
     def _counted(self) -> int:
@@ -167,16 +192,18 @@ class ShardedReduction:
         return [self.there] if self.across is None else [self.there, self.across]
 
     def _take(self, flat: torch.Tensor) -> list[bool]:
-        """Copy the whole gradients into `flat` as the reducer wants them, and free them; returns which gradients there
-        are."""
-        gradients = [one.whole.grad for one in self.pack.parameters]
+        """Move the whole gradients into `flat` in the reducer's order, and free them.
+
+        Returns which parameters have a gradient.
+        """
+        gradients = [parameter.whole.grad for parameter in self.pack.parameters]
         if isinstance(self.there, ReduceScatterReducer):
             self.pack.pieces.collect([flat[begin:end] for begin, end in self.there.parts], gradients)
         else:
             for gradient, view in zip(gradients, self._views(flat), strict=True):
                 view.zero_() if gradient is None else view.copy_(gradient)
-        for one in self.pack.parameters:
-            one.whole.grad = None
+        for parameter in self.pack.parameters:
+            parameter.whole.grad = None
         return [gradient is not None for gradient in gradients]
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -200,7 +227,7 @@ class ShardedReduction:
             yield [CountedCollectives(self._route.others).all_reduce(part)]
 
     def _undo(self, index: int) -> None:
-        """No rank has used the parameter, so nothing of it was sent."""
+        """Restore the residuals of a parameter that no rank has used, so that nothing of it counts as sent."""
         if isinstance(self.there, ReduceScatterReducer):
             for rank, (begin, _) in enumerate(self.there.parts):
                 piece = self._piece(rank, index)
@@ -213,16 +240,16 @@ class ShardedReduction:
             self.across.revert(piece.offset, piece.offset + piece.numel)
 
     def _order(self) -> Iterator[tuple[int, int]]:
-        """(rank, parameter) of the pieces as they lie in the flat gradient."""
+        """Yield (rank, parameter) of the pieces in the order of the flat gradient."""
         return ((rank, index) for rank in range(len(self._lengths)) for index in range(len(self._shapes)))
 
     def _piece(self, rank: int, index: int) -> Piece:
         return self.pack.pieces.ranks[rank][index]
 
     def _row(self, rank: int, index: int) -> FlatTensorRow:
-        piece, one = self._piece(rank, index), self.pack.parameters[index]
-        assert one.held is not None
-        return _row(one, one.held.cut(piece.dim, (piece.start, piece.stop)), piece.shape)
+        piece, parameter = self._piece(rank, index), self.pack.parameters[index]
+        assert parameter.held is not None
+        return _row(parameter, parameter.held.cut(piece.dim, (piece.start, piece.stop)), piece.shape)
 
 
 def _row(one: Sharded, held: TensorShard | None, shape: tuple[int, ...]) -> FlatTensorRow:

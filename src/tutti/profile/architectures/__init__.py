@@ -36,14 +36,14 @@ ARCHITECTURES: dict[str, type[Architecture]] = {
 
 
 def architecture(name: str, options: Mapping[str, Any]) -> ModelSpec:
-    """The ModelSpec of an architecture or preset.
+    """Return the ModelSpec of an architecture or preset.
 
     Args:
-        name: of an architecture or preset.
+        name: name of an architecture or preset.
         options: sizes by field, as values or as text.
 
     Raises:
-        SpecError: unknown names and fields, with the nearest ones, and sizes that do not fit together.
+        SpecError: a name or field is unknown (the message has the nearest ones), or sizes do not fit together.
     """
     key = name.lower()
     preset = presets().get(key)
@@ -68,13 +68,13 @@ class Preset:
 
 @cache
 def presets() -> dict[str, Preset]:
-    """All presets by name."""
+    """Return all presets by name."""
     text = resources.files(__package__).joinpath("presets.json").read_text(encoding="utf-8")
     return {name: Preset(**given) for name, given in json.loads(text).items()}
 
 
 def names() -> tuple[str, ...]:
-    """All valid names: architectures, then presets."""
+    """Return all valid names: architectures, then presets."""
     return (*ARCHITECTURES, *presets())
 
 
@@ -87,18 +87,18 @@ SAME = (
     ("vocab", "vocab_size"),
     ("image", "image_size", "img_size", "size"),
 )
-"""Synonyms of a size, of which an architecture knows one."""
+"""Synonyms of a size; each architecture knows one of them."""
 
 
 def _typed(kind: type[Architecture], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values to the types of the fields. Raises SpecError for an unknown field or an impossible value."""
+    """Convert values to the types of the fields; raise SpecError for an unknown field or an impossible value."""
     hints = get_type_hints(kind)
-    known = [each.name for each in fields(kind)]
+    known = [known_name.name for known_name in fields(kind)]
     result = {}
     for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
-            same = [each for words in SAME if name in words for each in known if each in words]
+            same = [known_name for words in SAME if name in words for known_name in known if known_name in words]
             has = f"the nearest are {', '.join(near)}" if near else f"it has {', '.join(known)}"
             has = f"did you mean {same[0]!r}?" if same else has
             raise SpecError(f"{kind.__name__} has no size {name!r}; {has}")
@@ -115,7 +115,7 @@ def _value(name: str, hint: Any, value: Any) -> Any:
         return tuple(_number(name, part) for part in parts)
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
-            raise SpecError(f"{name} = {value!r}; it is one of {', '.join(map(str, get_args(hint)))}")
+            raise SpecError(f"{name} = {value!r}; give one of {', '.join(map(str, get_args(hint)))}")
         return value
     if hint is bool:
         words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

@@ -1,7 +1,7 @@
-"""Building blocks of named architectures: each gives the ModuleSpec that tracing such a module gives.
+"""Building blocks of named architectures: each returns the ModuleSpec that tracing such a module returns.
 
 FLOPs: 2 per multiply-add; 1 per element of norms and elementwise work. Bytes: arguments and results of each operator
-once. Sizes are of one sample; `tokens` is the number of vectors of a sample.
+once. Sizes are those of one sample; `tokens` is the number of vectors of a sample.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tutti.config.model import ModuleSpec, OpCost, OpKind, SplitKind
 
 Optimizer = Literal["AdamW", "Adam", "SGD"]
-"""SGD is with momentum."""
+"""The optimizer, which determines the bytes of its state. SGD has momentum."""
 
 WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _STATES: dict[str, int] = {"AdamW": 2, "Adam": 2, "SGD": 1}
@@ -21,8 +21,11 @@ _STATE_NBYTES = 4  # states and master weights of 2-byte parameters are float32
 class Numbers:
     """Bytes of parameters and values.
 
-    2-byte parameters have a float32 master copy beside the optimizer state (Micikevicius et al. 2018). `wide_gradients`
-    keeps their gradients in float32.
+    2-byte parameters have a float32 master copy beside the optimizer state (Micikevicius et al. 2018).
+
+    Attributes:
+        dtype: dtype of parameters and values.
+        wide_gradients: keep the gradients of 2-byte parameters in float32.
     """
 
     dtype: str = "float32"
@@ -35,16 +38,16 @@ class Numbers:
         return WIDTH[self.dtype]
 
     def held(self, parameters: int) -> dict[str, Any]:
-        """The fields of a ModuleSpec with this many trainable parameters."""
+        """Return the fields of a ModuleSpec with this many trainable parameters."""
         states = _STATES[self.optimizer]
         narrow = self.width < _STATE_NBYTES
-        each = _STATE_NBYTES * (states + 1) if narrow else self.width * states
+        state_nbytes = _STATE_NBYTES * (states + 1) if narrow else self.width * states
         return {
             "parameters": parameters,
             "trainable_parameters": parameters,
             "parameter_nbytes": parameters * self.width,
             "gradient_nbytes": parameters * (_STATE_NBYTES if narrow and self.wide_gradients else self.width),
-            "optimizer_nbytes": parameters * each,
+            "optimizer_nbytes": parameters * state_nbytes,
         }
 
 
@@ -58,7 +61,16 @@ def work(
     weight_nbytes: float = 0.0,
     calls: int = 1,
 ) -> OpCost:
-    """One line of costs. Backward takes `back` times the forward's FLOPs, and that many times its bytes by default."""
+    """Return one line of costs.
+
+    Args:
+        kind: kind of the operators.
+        flops, nbytes: FLOPs and bytes of forward.
+        back: FLOPs of backward relative to forward's.
+        back_nbytes: bytes of backward; `back` times forward's by default.
+        weight_nbytes: bytes of weights that are read once per pass.
+        calls: kernel launches of forward.
+    """
     return OpCost(
         kind=kind,
         flops_forward=flops,
@@ -84,11 +96,19 @@ def linear(
     copied: bool = True,
     tied_to: str | None = None,
 ) -> ModuleSpec:
-    """`nn.Linear` on `tokens` vectors.
+    """Return the costs of `nn.Linear` on `tokens` vectors.
 
     Args:
-        keeps: whether its input is not saved by an earlier module already.
-        copied: split by columns, whether it is the one whose input gradient is summed.
+        name: name of the module.
+        numbers: bytes of parameters and values.
+        tokens: number of vectors.
+        inputs, outputs: widths.
+        bias: whether it has a bias.
+        keeps: whether it saves its input; False if an earlier module already saves it.
+        split: how the split axis divides it.
+        limit: into how many parts at most; its width by default.
+        copied: whether the input gradient of a layer that is split by columns is reduced here; False if an earlier
+            layer with the same input accounts for that.
         tied_to: the module that owns its weight.
     """
     size = inputs * outputs
@@ -127,9 +147,17 @@ def norm(
     fused: bool = True,
     sequence: bool = True,
 ) -> ModuleSpec:
-    """LayerNorm, or RMSNorm (`rms`; not `fused`: written as six operators, as in transformers).
+    """Return the costs of LayerNorm, or of RMSNorm.
 
-    `sequence`: on the split axis, each rank computes its part of the tokens.
+    Args:
+        name: name of the module.
+        numbers: bytes of parameters and values.
+        tokens: number of vectors.
+        width: width of each vector.
+        rms: RMSNorm instead of LayerNorm.
+        bias: whether a LayerNorm has a bias.
+        fused: whether RMSNorm is one kernel; otherwise six operators, as in transformers.
+        sequence: whether each rank of the split axis computes its part of the tokens.
     """
     values = tokens * width
     rows = 2 * tokens * 4  # mean and deviation, float32
@@ -165,7 +193,7 @@ OPERATORS: dict[str, OpKind] = {
     "Dropout": "random",
     "BinaryCrossEntropy": "function",
 }
-"""Operator kind of an activation or a pooling; anything else is arithmetic."""
+"""Operator kind of an activation or a pooling; the kind of all others is "elementwise"."""
 
 
 def elementwise(
@@ -180,8 +208,18 @@ def elementwise(
     split: SplitKind = "",
     limit: int = 0,
 ) -> ModuleSpec:
-    """An activation, a sum or a pooling that gives `values` elements: `reads` are read for each written, `keeps` are
-    saved.
+    """Return the costs of an activation, a sum or a pooling.
+
+    Args:
+        name: name of the module.
+        kind: class of the module.
+        numbers: bytes of parameters and values.
+        values: elements of the output.
+        reads: elements read per element of the output.
+        keeps: elements saved per element of the output.
+        calls: kernel launches of forward.
+        split: how the split axis divides it.
+        limit: into how many parts at most.
     """
     nbytes = values * numbers.width
     operator = OPERATORS.get(kind, "elementwise")
@@ -211,7 +249,18 @@ def embedding(
     indices: bool = True,
     table: bool = False,
 ) -> ModuleSpec:
-    """A table of `rows` vectors of `width`, `tokens` of which are looked up. Its gradient is dense."""
+    """Return the costs of looking up `tokens` vectors in a table. The table's gradient is dense.
+
+    Args:
+        name: name of the module.
+        numbers: bytes of parameters and values.
+        tokens: number of vectors that are looked up.
+        rows: rows of the table.
+        width: width of each vector.
+        split: how the split axis divides it.
+        indices: whether the indices are saved.
+        table: whether the table axis divides it.
+    """
     moved = tokens * width * numbers.width
     return ModuleSpec(
         name=name,
@@ -227,7 +276,7 @@ def embedding(
 
 
 def cross_entropy(name: str, numbers: Numbers, tokens: float, classes: int, *, split: SplitKind = "") -> ModuleSpec:
-    """The loss over logits: log-softmax, which is saved, and the mean of the targets' entries."""
+    """Return the costs of the loss over logits: log-softmax, which is saved, and the mean of the targets' entries."""
     values = tokens * classes
     return ModuleSpec(
         name=name,
@@ -244,17 +293,17 @@ def cross_entropy(name: str, numbers: Numbers, tokens: float, classes: int, *, s
 
 
 def at(module: ModuleSpec, block: int) -> ModuleSpec:
-    """The module as part of the repeated block of that number."""
+    """Return the module as part of the repeated block with this number."""
     return replace(module, block=block)
 
 
 def changed(module: ModuleSpec, **fields: Any) -> ModuleSpec:
-    """The module with other values in some fields."""
+    """Return the module with other values in some fields."""
     return replace(module, **fields)
 
 
 def with_containers(modules: list[ModuleSpec]) -> tuple[ModuleSpec, ...]:
-    """The modules with their containers, each before the first module it holds: names form a tree."""
+    """Return the modules with their containers, each before the first module it holds: names form a tree."""
     seen = {module.name for module in modules}
     result: list[ModuleSpec] = []
     for module in modules:
@@ -263,7 +312,7 @@ def with_containers(modules: list[ModuleSpec]) -> tuple[ModuleSpec, ...]:
             name = ".".join(parents[:depth])
             if name not in seen:
                 seen.add(name)
-                # What holds blocks is outside of them; what is inside one belongs to it.
+                # A container of blocks is outside of them; a container inside a block belongs to it.
                 block = module.block if depth > 1 else -1
                 result.append(ModuleSpec(name=name, kind="Container", block=block))
         result.append(module)
@@ -271,16 +320,25 @@ def with_containers(modules: list[ModuleSpec]) -> tuple[ModuleSpec, ...]:
 
 
 AttentionKind = Literal["fused", "plain"]
-"""fused: FlashAttention (Dao et al. 2022), where scores never reach memory; plain: they are written, normalised, read.
+"""How attention is computed.
+
+- fused: FlashAttention (Dao et al. 2022), where scores never reach memory.
+- plain: scores are written, normalised and read.
 """
 
 MaskedWork = Literal["counted", "skipped"]
-"""Whether the half of the scores that causal attention masks counts as work, or is skipped as in fused kernels."""
+"""How causal attention counts the half of the scores that it masks: as work, or skipped as in fused kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """Shapes of attention: `query` and `key` tokens of a sample; `dim` of queries and keys, `value_dim` of values."""
+    """Shapes of attention.
+
+    Attributes:
+        dim: width of each head's queries and keys.
+        value_dim: width of each head's values.
+        query, key: query and key tokens of a sample.
+    """
 
     heads: int
     kv_heads: int
@@ -300,11 +358,22 @@ def attention(
     masked: MaskedWork = "counted",
     dropout: bool = False,
 ) -> ModuleSpec:
-    """softmax(Q K^T) V over all heads, without parameters: 2 s t (d + dv) FLOPs per head in forward.
+    """Return the costs of softmax(Q K^T) V over all heads, without parameters: 2 s t (d + dv) FLOPs per head in
+    forward.
 
-    fused: backward takes 2.5 times as much, because scores are recomputed; saved are query, key, value, result and one
-    float32 number per row. plain: twice as much; saved are query, key, value and the scores after softmax, with
-    `dropout` also its mask and result (Korthikanti et al. 2022, eq. 2).
+    Fused: backward takes 2.5 times as much, because scores are recomputed. Query, key, value, result and one float32
+        number
+    per row are saved. Plain: backward takes twice as much. Query, key, value and the scores after softmax are saved;
+    with dropout, also its mask and result (Korthikanti et al. 2022, eq. 2).
+
+    Args:
+        name: name of the module.
+        numbers: bytes of values.
+        shape: heads, widths and tokens.
+        kind: fused or plain.
+        causal: whether each token attends only to earlier ones.
+        masked: whether masked scores count as work.
+        dropout: whether the scores have dropout.
     """
     part = 0.5 if causal and masked == "skipped" and kind == "fused" else 1.0
     flops = 2.0 * part * shape.heads * shape.query * shape.key * (shape.dim + shape.value_dim)

@@ -1,4 +1,4 @@
-"""Named language models: gpt, llama, moe, bert, t5. Fields are the sizes; `build()` gives the ModelSpec."""
+"""Named language models: gpt, llama, moe, bert, t5, lstm. Fields are the sizes; `build()` returns the ModelSpec."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -27,8 +27,13 @@ _MASKED_NOTE = "causal attention is counted at full cost, as if nothing were mas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """What all architectures take. `dtype`: of parameters and values; `wide_gradients`: float32 gradients of 2-byte
-    parameters."""
+    """Fields of all architectures.
+
+    Attributes:
+        dtype: dtype of parameters and values.
+        optimizer: determines the bytes of optimizer state.
+        wide_gradients: keep the gradients of 2-byte parameters in float32.
+    """
 
     dtype: Dtype = "float32"
     optimizer: Optimizer = "AdamW"
@@ -58,17 +63,32 @@ class Common:
 
 
 def width_of_heads(hidden: int, heads: int, otherwise: str = "") -> int:
-    """hidden / heads. Raises SpecError where that is no whole number; `otherwise`: what may be done instead."""
+    """Return hidden / heads; raise SpecError if that is no whole number.
+
+    Args:
+        hidden: width of a token.
+        heads: number of heads.
+        otherwise: what else the message suggests.
+    """
     if hidden % heads:
-        raise SpecError(f"hidden = {hidden} does not divide by heads = {heads}; change one{otherwise}")
+        raise SpecError(f"hidden = {hidden} is not divisible by heads = {heads}; change one of them{otherwise}")
     return hidden // heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language(Common):
-    """What transformers over tokens take. `kv_heads`: 0 for as many as heads; `head_dim`: 0 for hidden / heads;
-    `ffn`: 0 for the family's usual multiple; `attention`: fused or plain; `masked`: whether the masked half of causal
-    scores is counted as work; `dropout`: masks are kept; `sequence`: split ranks share norms and sums by tokens.
+    """Fields of transformers over tokens.
+
+    Attributes:
+        kv_heads: key-value heads; 0 for as many as heads.
+        head_dim: width of a head; 0 for hidden / heads.
+        ffn: width of the MLP; 0 for the family's usual multiple.
+        seq_len: tokens of a sample.
+        vocab: rows of the vocabulary.
+        attention: fused or plain.
+        masked: whether the masked half of causal scores counts as work.
+        dropout: whether dropout masks are saved.
+        sequence: whether ranks of the split axis divide norms and residual sums by tokens.
     """
 
     layers: int = 12
@@ -91,10 +111,14 @@ class Language(Common):
         if not self.head_dim:
             width_of_heads(self.hidden, self.heads, ", or give head_dim")
         if self.heads % (self.kv_heads or self.heads):
-            raise SpecError(f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}; change one")
+            raise SpecError(f"heads = {self.heads} is not divisible by kv_heads = {self.kv_heads}; change one of them")
 
     def sizes(self, ffn: int) -> TransformerBlock:
-        """A block of these sizes; `ffn` where none was given."""
+        """Return a block of these sizes.
+
+        Args:
+            ffn: width of the MLP if the fields give none.
+        """
         return TransformerBlock(
             tokens=self.seq_len,
             hidden=self.hidden,
@@ -119,10 +143,15 @@ class Language(Common):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPT(Language):
-    """GPT-2 and -3 (Radford et al. 2019): LayerNorm before, GELU, biases, learned positions, tied embeddings."""
+    """GPT-2 and -3 (Radford et al. 2019): LayerNorm before, GELU, biases, learned positions, tied embeddings.
+
+    Attributes:
+        tied: whether the output layer shares the weight of the embedding.
+        positions: rows of the table of positions; -1: seq_len, 0: none.
+    """
 
     tied: bool = True
-    positions: int = -1  # rows of the table of positions; -1: seq_len, 0: none
+    positions: int = -1
     bias: bool = True
 
     def build(self) -> ModelSpec:
@@ -141,11 +170,16 @@ class GPT(Language):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama(Language):
-    """Llama 2 and 3 (Touvron et al. 2023): RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases."""
+    """Llama 2 and 3 (Touvron et al. 2023): RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
+
+    Attributes:
+        tied: whether the output layer shares the weight of the embedding.
+        fused: norms and SwiGLU are one kernel each, as when compiled or hand-written; otherwise as in transformers.
+    """
 
     vocab: int = 32000
     tied: bool = False
-    fused: bool = False  # norms and SwiGLU as one kernel each, as compiled or hand-written; else as transformers has it
+    fused: bool = False
     attention_bias: bool = False
 
     def shape(self) -> TransformerBlock:
@@ -170,10 +204,15 @@ class Llama(Language):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoE(Llama):
-    """Llama's block with a mixture of experts in place of the MLP: Mixtral, Qwen, DeepSeek (`latent_rank` above 0).
+    """Llama's block with a mixture of experts instead of the MLP: Mixtral, Qwen, DeepSeek (`latent_rank` above 0).
 
-    `experts`, `top_k`, `expert_ffn` (0: ffn); `shared`: experts that see every token; `dense_layers`: first blocks with
-    an MLP of `ffn`; `query_rank`, `latent_rank`, `rotary_dim`: of multi-head latent attention.
+    Attributes:
+        experts: number of experts.
+        top_k: experts that each token uses.
+        expert_ffn: width of an expert; 0 for `ffn`.
+        shared: experts that process every token.
+        dense_layers: number of first blocks that have an MLP of width `ffn` instead.
+        query_rank, latent_rank, rotary_dim: sizes of multi-head latent attention.
     """
 
     experts: int = 8
@@ -200,7 +239,9 @@ class MoE(Llama):
 class Bert(Language):
     """BERT (Devlin et al. 2018): norm after, two segments, a masked-language head with a tied output layer.
 
-    `predictions`: tokens of a sample that the head sees (0: all, as transformers computes it).
+    Attributes:
+        positions: rows of the table of positions.
+        predictions: tokens of a sample that the head processes; 0 for all, as transformers computes it.
     """
 
     seq_len: int = 512
@@ -241,7 +282,11 @@ class Bert(Language):
 class T5(Language):
     """T5 (Raffel et al. 2019): encoder and decoder of `layers` each, RMSNorm, ReLU, no biases, relative positions.
 
-    `target_len`: tokens of the target (0: as many as of the source). `gated`: T5 1.1's GELU gate.
+    Attributes:
+        target_len: tokens of the target; 0 for as many as in the source.
+        gated: use T5 1.1's GELU gate.
+        tied: whether the output layer shares the weight of the embedding.
+        buckets: rows of the table of relative positions.
     """
 
     seq_len: int = 512
@@ -283,7 +328,9 @@ class T5(Language):
 class LSTM(Common):
     """An LSTM over tokens (Sutskever et al. 2014): embedding, `layers` of `hidden` units, output layer.
 
-    `decoder`: layers of a decoder that reads the target and attends to the encoder (0: a language model).
+    Attributes:
+        decoder: layers of a decoder that reads the target and attends to the encoder; 0 for a language model.
+        width: width of the embedding; 0 for `hidden`.
     """
 
     layers: int = 2
@@ -324,7 +371,19 @@ class LSTM(Common):
 def lstm(
     name: str, numbers: Numbers, steps: int, inputs: int, hidden: int, layers: int, bidirectional: bool = False
 ) -> ModuleSpec:
-    """`nn.LSTM`: 2 x 4 (in + hidden) hidden FLOPs a token and layer; gates, cell and hidden state are kept."""
+    """Return the costs of `nn.LSTM`: 2 x 4 (in + hidden) hidden FLOPs per token and layer.
+
+    Gates, cell and hidden state are saved.
+
+    Args:
+        name: name of the module.
+        numbers: bytes of parameters and values.
+        steps: tokens of a sample.
+        inputs: width of the input.
+        hidden: units of a layer.
+        layers: number of layers.
+        bidirectional: whether each layer runs in both directions.
+    """
     directions = 2 if bidirectional else 1
     sizes = [4 * hidden * ((inputs if layer == 0 else directions * hidden) + hidden) for layer in range(layers)]
     size = directions * sum(sizes)

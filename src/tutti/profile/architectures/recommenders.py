@@ -12,8 +12,12 @@ from tutti.profile.architectures.language import Common
 class DLRM(Common):
     """Deep learning recommendation model (Naumov et al. 2019): tables, a bottom MLP, pairwise products, a top MLP.
 
-    `tables`: how many, of `rows` rows each (or `sizes`, one by one); `width`: of an embedding; `dense`: numbers of a
-    sample; `bottom`, `top`: widths of the MLPs' layers, the top's last one being the answer.
+    Attributes:
+        tables: number of tables, of `rows` rows each.
+        sizes: rows of each table, if they differ.
+        width: width of an embedding.
+        dense: dense numbers of a sample.
+        bottom, top: widths of the MLPs' layers; the last one of `top` is the output.
     """
 
     tables: int = 26
@@ -62,7 +66,7 @@ class DLRM(Common):
         return self.spec("dlrm", modules, inputs)
 
     def _mlp(self, name: str, inputs: int, widths: tuple[int, ...], *, last: bool) -> list[ModuleSpec]:
-        """Linear layers with ReLU between; `last`: also after the last."""
+        """Return linear layers with ReLU between them, and after the last one if `last`."""
         modules: list[ModuleSpec] = []
         for index, outputs in enumerate(widths):
             modules.append(linear(f"{name}.{index}", self.numbers, 1, inputs, outputs, keeps=index == 0))

@@ -21,14 +21,27 @@ from tutti.profile.architectures.building_blocks import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerBlock:
-    """One transformer block on `tokens` vectors of `hidden`.
+    """One transformer block on `tokens` vectors of width `hidden`.
 
-    `gated`: three products in the MLP (SwiGLU), else two; `relu`: with ReLU, whose result alone is kept.
-    `fused_norms`: RMSNorm as one kernel. `dropout`: masks of both residual sums are kept. `joint`: query, key and
-    value come from one product. `cross`: tokens of an encoder that a second attention looks at. `experts`: the MLP is
-    a mixture of so many, `top_k` for a token, of width `expert_ffn`, beside `shared` that see every token. `latent`:
-    DeepSeek's attention, ranks of (query, key-value). `sequence`: split ranks share norms and sums by tokens
-    (Korthikanti et al. 2022), else each does them whole.
+    Attributes:
+        rms: RMSNorm instead of LayerNorm.
+        gated: three products in the MLP (SwiGLU) instead of two.
+        relu: the MLP has ReLU, whose result alone is saved.
+        joint: one product computes query, key and value.
+        rotary: rotary positions.
+        dropout: masks of both residual sums are saved.
+        post_norm: norms come after attention and MLP instead of before.
+        kind, masked: how attention is computed and counted.
+        fused_norms: RMSNorm and SwiGLU are one kernel each.
+        cross: encoder tokens that a second attention attends to; 0 for none.
+        experts: number of experts of a mixture that replaces the MLP; 0 for an MLP.
+        top_k: experts that each token uses.
+        expert_ffn: width of an expert; 0 for `ffn`.
+        shared: experts that process every token.
+        latent: ranks of query and key-value in DeepSeek's attention.
+        rotary_dim: width of its rotary part.
+        sequence: whether ranks of the split axis divide norms and residual sums by tokens (Korthikanti et al. 2022), or
+            each computes them for all tokens.
     """
 
     tokens: int
@@ -74,7 +87,14 @@ class TransformerBlock:
 
 
 def block(name: str, number: int, shape: TransformerBlock, numbers: Numbers) -> list[ModuleSpec]:
-    """The modules of a block in order of execution, all in repeated block `number`."""
+    """Return the modules of a block in order of execution.
+
+    Args:
+        name: name of the block.
+        number: number of the repeated block.
+        shape: sizes of the block.
+        numbers: bytes of parameters and values.
+    """
     width, values = numbers.width, shape.tokens * shape.hidden
     sums = 3 if shape.cross else 2
     dropped = 2 * shape.tokens * shape.hidden if shape.dropout else 0  # one byte an element of each mask
@@ -141,7 +161,7 @@ def _merge(name: str, shape: TransformerBlock, numbers: Numbers, inputs: int) ->
 
 
 def _cross(name: str, shape: TransformerBlock, numbers: Numbers) -> list[ModuleSpec]:
-    """Attention of the decoder's tokens to the encoder's."""
+    """Return the attention of the decoder's tokens to the encoder's."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     parts = (("query", shape.tokens, queries), ("key", shape.cross, keys), ("value", shape.cross, keys))
     modules = [
@@ -158,7 +178,7 @@ def _cross(name: str, shape: TransformerBlock, numbers: Numbers) -> list[ModuleS
 
 
 def _latent(name: str, shape: TransformerBlock, numbers: Numbers) -> list[ModuleSpec]:
-    """Multi-head latent attention (DeepSeek-AI 2024): low-rank products, one rotary key shared by all heads."""
+    """Return multi-head latent attention (DeepSeek-AI 2024): low-rank products, one rotary key shared by all heads."""
     tokens, hidden, (query_rank, rank) = shape.tokens, shape.hidden, shape.latent
     dim = shape.head_dim + shape.rotary_dim
     source, modules = (hidden, []) if not query_rank else (
@@ -190,7 +210,7 @@ def _mlp(name: str, shape: TransformerBlock, numbers: Numbers, ffn: int) -> list
     if shape.gated:
         gate = linear(f"{name}.gate", numbers, tokens, hidden, ffn, bias=shape.bias, keeps=False, split="column",
                       copied=False)  # fmt: skip
-        # Kept: the gate before and after SiLU, and what it multiplies; fused, the first and the last.
+        # Saved: the gate before and after SiLU, and what it multiplies; if fused, only the first and the last.
         modules += [
             gate,
             elementwise(f"{name}.act", "SiLU", numbers, values, reads=1.5 if shape.fused_norms else 2.5,
@@ -206,7 +226,7 @@ def _mlp(name: str, shape: TransformerBlock, numbers: Numbers, ffn: int) -> list
 
 
 def _mixture(name: str, shape: TransformerBlock, numbers: Numbers) -> list[ModuleSpec]:
-    """A mixture of experts: the router, the chosen experts' products, and experts that see every token."""
+    """Return a mixture of experts: the router, the shared experts that process every token, and the chosen experts."""
     tokens, hidden, ffn = shape.tokens, shape.hidden, shape.expert_ffn or shape.ffn
     products, routed = 3 if shape.gated else 2, tokens * shape.top_k
     size = products * hidden * ffn
@@ -225,7 +245,7 @@ def _mixture(name: str, shape: TransformerBlock, numbers: Numbers) -> list[Modul
         ops=(
             work("gemm", flops, float(moved), weight_nbytes=float(shape.experts * size * width), calls=products),
             work("elementwise", float(routed * ffn), 3.0 * routed * ffn * width, calls=2),
-            # Tokens are put in order of their experts and back.
+            # Tokens are sorted by expert and restored to their order.
             work("other", 0.0, 4.0 * routed * hidden * width, back=1.0, calls=4),
         ),
         expert=True,
@@ -244,7 +264,19 @@ def vocabulary_parts(
     tied: bool,
     positions: int = 0,
 ) -> tuple[list[ModuleSpec], list[ModuleSpec]]:
-    """(before the blocks: embeddings; after them: the output product and the loss) of a language model."""
+    """Return the first and the last modules of a language model.
+
+    Args:
+        numbers: bytes of parameters and values.
+        tokens: tokens of a sample.
+        hidden: width of a token.
+        vocab: rows of the vocabulary.
+        tied: whether the output layer shares the weight of the embedding.
+        positions: rows of the table of positions; 0 for none.
+
+    Returns:
+        (embeddings, output product and loss).
+    """
     first = [embedding("tokens", numbers, tokens, vocab, hidden, split="vocabulary")]
     if positions:
         first.append(replace(embedding("positions", numbers, 0, positions, hidden, indices=False), sequence=True))

@@ -29,7 +29,11 @@ _BLOCKS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureMap:
-    """Shape of a feature map: `channels` on a grid of `size` cells per dim."""
+    """Shape of a feature map.
+
+    Attributes:
+        size: cells along each spatial dim.
+    """
 
     channels: int
     size: tuple[int, ...]
@@ -43,7 +47,7 @@ class FeatureMap:
         return self.channels * self.cells
 
     def halved(self, channels: int, stride: int) -> "FeatureMap":
-        """The shape after a convolution that keeps the grid except for its stride."""
+        """Return the shape after a convolution that keeps the grid except for its stride."""
         return FeatureMap(channels=channels, size=tuple(-(-side // stride) for side in self.size))
 
 
@@ -59,15 +63,26 @@ def conv(
     first: bool = False,
     transposed: bool = False,
 ) -> ModuleSpec:
-    """A convolution: 2 x weights x cells of the output (transposed: of the input) FLOPs, and twice that in backward,
-    once where it is the `first`. `keeps`: its input is not saved already.
+    """Return the costs of a convolution: 2 x weights x cells of the output (transposed: of the input) FLOPs in forward.
+
+    Backward takes twice as much, and as much as forward if the input needs no gradient.
+
+    Args:
+        name: name of the module.
+        numbers: bytes of parameters and values.
+        before, after: shapes of input and output.
+        kernel: cells of the kernel along each dim.
+        bias: whether it has a bias.
+        keeps: whether it saves its input; False if an earlier module already saves it.
+        first: whether its input is the sample, which needs no gradient.
+        transposed: whether it is a transposed convolution.
     """
     weights = before.channels * after.channels * kernel ** len(before.size)
     cells = before.cells if transposed else after.cells
-    # Adding the bias is part of the kernel; its gradient is a sum over cells.
+    # Adding the bias is part of the kernel, and its gradient is a sum over cells.
     moved = (before.values + after.values) * numbers.width
     back = moved if first else moved + before.values * numbers.width
-    # A cut through the first dim: kernel // 2 rows of cells of each side cross it.
+    # kernel // 2 rows of cells from each side cross a cut through the first dim.
     rows = before.values // before.size[0] * numbers.width
     return ModuleSpec(
         name=name,
@@ -85,7 +100,14 @@ def conv(
 
 
 def batch_norm(name: str, numbers: Numbers, space: FeatureMap, *, instance: bool = False) -> ModuleSpec:
-    """BatchNorm in training, with running statistics; `instance`: over each sample, without them."""
+    """Return the costs of BatchNorm in training, with running statistics.
+
+    Args:
+        name: name of the module.
+        numbers: bytes of parameters and values.
+        space: shape of the input.
+        instance: InstanceNorm, over each sample and without running statistics.
+    """
     nbytes = space.values * numbers.width
     return ModuleSpec(
         name=name,
@@ -101,7 +123,7 @@ def batch_norm(name: str, numbers: Numbers, space: FeatureMap, *, instance: bool
 
 
 def relu(name: str, numbers: Numbers, space: FeatureMap, *, leaky: bool = False) -> ModuleSpec:
-    """An activation that saves its result, which is the next module's input."""
+    """Return the costs of an activation that saves its result, which is the next module's input."""
     part = elementwise(name, "LeakyReLU" if leaky else "ReLU", numbers, space.values)
     return changed(part, spatial=True)
 
@@ -112,7 +134,11 @@ def _pixels(numbers: Numbers, space: FeatureMap) -> TensorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classifier(Common):
-    """Fields of classifiers of square pictures: `image` pixels per side, `channels`, `classes`."""
+    """Fields of classifiers of square images.
+
+    Attributes:
+        image: pixels per side.
+    """
 
     image: int = 224
     channels: int = 3
@@ -123,7 +149,7 @@ class Classifier(Common):
         return FeatureMap(channels=self.channels, size=(self.image, self.image))
 
     def ends(self, features: int) -> list[ModuleSpec]:
-        """The layer that computes class scores from `features`, and the loss."""
+        """Return the layer that computes class scores from `features`, and the loss."""
         return [
             linear("classify", self.numbers, 1, features, self.classes),
             cross_entropy("loss", self.numbers, 1, self.classes),
@@ -132,7 +158,13 @@ class Classifier(Common):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResNet(Classifier):
-    """ResNet v1.5 (He et al. 2015; stride in the 3 x 3). `depth`: 18, 34, 50, 101 or 152."""
+    """ResNet v1.5 (He et al. 2015; stride in the 3 x 3).
+
+    Attributes:
+        depth: 18, 34, 50, 101 or 152.
+        width: channels of the first group.
+        blocks: blocks of each group; those of `depth` by default.
+    """
 
     depth: int = 50
     width: int = 64
@@ -141,7 +173,7 @@ class ResNet(Classifier):
 
     def build(self) -> ModelSpec:
         if not self.blocks and self.depth not in _BLOCKS:
-            raise SpecError(f"depth = {self.depth}; a ResNet has {', '.join(map(str, _BLOCKS))} layers, or give blocks")
+            raise SpecError(f"depth = {self.depth}; give one of {', '.join(map(str, _BLOCKS))}, or give blocks")
         numbers, pixels = self.numbers, self.pixels
         space = pixels.halved(self.width, 2)
         after = space.halved(self.width, 2)
@@ -191,7 +223,7 @@ class ResNet(Classifier):
             modules.append(conv(f"{name}.shortcut.conv", numbers, before, after, 1, keeps=False))
             modules.append(batch_norm(f"{name}.shortcut.norm", numbers, after))
         total = elementwise(f"{name}.sum", "Sum", numbers, after.values, reads=2.0, keeps=0.0)
-        back = 2 * before.values * numbers.width  # the gradients of both ways are added
+        back = 2 * before.values * numbers.width  # the gradients of both branches are added
         sums = replace(total.ops[0], nbytes_backward=float(back), flops_backward=0.0)
         modules.append(changed(total, ops=(sums,), spatial=True))
         modules.append(relu(f"{name}.act", numbers, after))
@@ -238,8 +270,12 @@ class ViT(Classifier):
 class UNet(Common):
     """U-Net (Ronneberger et al. 2015; 3-D: Çiçek et al. 2016): two convolutions a level, down and up with skips.
 
-    `widths`: channels of each level; `dims`: 2 or 3; `image`: side of the input, or its sides; `strided`: down by a
-    convolution of stride 2 instead of pooling (nnU-Net); `instance`: InstanceNorm instead of BatchNorm.
+    Attributes:
+        dims: 2 or 3.
+        widths: channels of each level.
+        image: side of the input, or its sides.
+        strided: down by a convolution of stride 2 instead of pooling (nnU-Net).
+        instance: InstanceNorm instead of BatchNorm.
     """
 
     dims: int = 3
@@ -255,8 +291,8 @@ class UNet(Common):
         size = self.image * self.dims if len(self.image) == 1 else self.image
         if len(size) != self.dims or any(side % 2 ** (len(self.widths) - 1) for side in size):
             raise SpecError(
-                f"image = {list(self.image)} does not halve {len(self.widths) - 1} times in {self.dims} dims; "
-                "give sides that do, or fewer widths"
+                f"image = {list(self.image)} cannot be halved {len(self.widths) - 1} times in {self.dims} dims; "
+                "give sides that can, or fewer widths"
             )
         numbers = self.numbers
         pixels = space = FeatureMap(channels=self.channels, size=size)
@@ -293,7 +329,7 @@ class UNet(Common):
     def _pair(
         self, name: str, before: FeatureMap, width: int, stride: int, *, first: bool
     ) -> tuple[list[ModuleSpec], FeatureMap]:
-        """Twice convolution, norm, activation; the input is saved by the module that made it."""
+        """Return convolution, norm and activation, twice; the module that made the input saves it."""
         modules: list[ModuleSpec] = []
         for index in (1, 2):
             after = before.halved(width, stride if index == 1 else 1)

@@ -1,7 +1,7 @@
 """Known devices and links from their data sheets, and clusters composed of them.
 
-Each JSON file beside this one holds parts under their names. To add a device, add an entry with its source; peaks are
-dense rates, never those with sparsity.
+Each JSON file beside this one holds parts by name. To add a device, add an entry with its source; peaks are dense
+rates, never those with sparsity.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from tutti.errors import SpecError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogParts:
-    """Devices and links by their names."""
+    """Devices and links by name."""
 
     devices: dict[str, DeviceSpec] = field(default_factory=dict)
     links: dict[str, LinkSpec] = field(default_factory=dict)
@@ -25,7 +25,11 @@ class CatalogParts:
 
 @cache
 def parts() -> CatalogParts:
-    """All parts that ship with tutti. Raises SpecError where two files use one name."""
+    """Return all parts that ship with tutti.
+
+    Raises:
+        SpecError: two files use one name.
+    """
     devices: dict[str, DeviceSpec] = {}
     links: dict[str, LinkSpec] = {}
     for file in sorted(resources.files(__package__).iterdir(), key=lambda file: file.name):
@@ -40,12 +44,20 @@ def parts() -> CatalogParts:
 
 
 def device(name: str) -> DeviceSpec:
-    """The device of that name, in upper or lower case. Raises SpecError with the nearest names."""
+    """Return the device of that name, in upper or lower case.
+
+    Raises:
+        SpecError: there is none; the message has the nearest names.
+    """
     return parts().devices[_find(name, parts().devices, "device")]
 
 
 def link(name: str, tier: LinkTier) -> LinkSpec:
-    """The link of that name. Raises SpecError with the nearest names of that tier."""
+    """Return the link of that name.
+
+    Raises:
+        SpecError: there is none; the message has the nearest names of that tier.
+    """
     of_tier = {key: value for key, value in parts().links.items() if value.tier == tier}
     return of_tier[_find(name, of_tier, f"{tier} link")]
 
@@ -64,12 +76,17 @@ def cluster_from_parts(
     """Compose a cluster of equal nodes.
 
     Args:
+        name: name of the cluster.
+        device_name: name of the device in the catalog.
+        devices_per_node: devices in each node.
+        nodes: number of nodes.
         node_link: joins the devices of a node.
-        network: joins the nodes, with `network_ports` ports on each.
+        network: joins the nodes.
+        network_ports: number of ports of the network on each node.
         node_memory_nbytes: memory of the host; by default as much as its devices have together.
 
     Raises:
-        SpecError: unknown names, and missing links.
+        SpecError: a name is unknown, or a link is missing.
     """
     part = device(device_name)
     if min(devices_per_node, nodes, network_ports) < 1:
@@ -106,7 +123,7 @@ def _joined(name: str | None, tier: LinkTier, what: str) -> LinkSpec:
 
 
 def with_ports(part: LinkSpec, ports: int) -> LinkSpec:
-    """The connection of a node with several ports: their bandwidths add up."""
+    """Return the connection of a node with several ports, whose bandwidths add up."""
     if ports == 1:
         return part
     bandwidth = ports * part.bandwidth_bytes_per_s
@@ -114,7 +131,7 @@ def with_ports(part: LinkSpec, ports: int) -> LinkSpec:
 
 
 def _find(name: str, known: Mapping[str, object], what: str) -> str:
-    """The key that equals `name` in upper or lower case. Raises SpecError."""
+    """Return the key that equals `name` in upper or lower case; raise SpecError if there is none."""
     for key in known:
         if key.lower() == name.lower():
             return key

@@ -1,4 +1,4 @@
-"""Measure machines: this host, or all hosts of a process group -> ClusterSpec."""
+"""Measure machines, this host or all hosts of a process group, and return a ClusterSpec."""
 
 import socket
 from collections.abc import Callable
@@ -23,10 +23,10 @@ def measure(
     """Measure this host with processes of its own. The calling process touches no device.
 
     Args:
-        quick: at most 10 s on 2 cores instead of 90.
+        quick: measure fewer sizes and repeats (`QUICK` instead of `FULL`).
         ranks: number of processes; None for one per GPU, or else one per core, from 2 to 4.
-        progress: is told what is being measured.
-        folder: on the disk whose reading is measured; the working directory by default.
+        progress: receives what is being measured.
+        folder: on the disk whose read speed is measured; the working directory by default.
         timeout_s: longest time for the whole probe.
 
     Raises:
@@ -42,7 +42,7 @@ def measure(
 
 
 def cached_cluster_path() -> Path:
-    """Where `tutti probe` writes this host's ClusterSpec, and others look for it."""
+    """Return the file where `tutti probe` writes this host's ClusterSpec, and where others look for it."""
     return cache_folder() / "tutti" / f"cluster-{socket.gethostname()}.json"
 
 

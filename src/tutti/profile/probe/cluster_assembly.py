@@ -1,9 +1,9 @@
 """Assemble the findings of all ranks into a ClusterSpec. Pure: the same findings give the same spec.
 
-Steps wait for the slowest host, and matrix products, of which there are many samples, say which that is. Other
-measurements have fewer samples and scatter more than hosts do: of these the median counts. A host far behind the others
-has another kind of device, whatever its name: virtual machines often report one name, and others are throttled or
-shared.
+Synchronous steps wait for the slowest host, and matrix products, of which there are many samples, show which host that
+is. Other measurements have fewer samples and scatter more than hosts differ, so their median counts. A host far behind
+the others has another kind of device, whatever its name: virtual machines often report the same name, and others are
+throttled or shared.
 """
 
 import statistics
@@ -34,10 +34,10 @@ BUSY = 0.25
 """Load per core at the start above which a note warns of other work."""
 
 ALIKE = 0.05
-"""Hosts count as equal when their memories differ by less than this."""
+"""Hosts count as equal when their memories differ by less than this fraction."""
 
 DISAGREE = 1.5
-"""A link's times disagree where their median exceeds their lower quartile by this factor."""
+"""A link's times disagree if their median exceeds their lower quartile by this factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,9 @@ class RankFacts:
     """One rank's host and device.
 
     Attributes:
-        device: its name, equal for equal devices.
+        device: name of the device, equal for equal devices.
         visible: number of such devices that the rank sees on its host.
+        versions: versions of the software that rates depend on.
         emulated: dtypes that the device multiplies far slower than float32.
     """
 
@@ -60,12 +61,13 @@ class RankFacts:
 
 
 def turns(facts: list[RankFacts], ranks: list[int]) -> float:
-    """How many of these ranks' hosts, one rank each, share a core of their machine; 1 where each has its own. Hosts of
-    a lab may be more than its cores.
+    """Return how many of these ranks' hosts share a core of their machine, one rank per host; 1 where each has its own.
+
+    Hosts of a lab may have more cores together than their machine has.
     """
     cores: dict[str, int] = {}
-    for one in (facts[rank].host for rank in ranks if facts[rank].kind == "cpu" and facts[rank].host.machine):
-        cores[one.machine] = cores.get(one.machine, 0) + one.cores
+    for host in (facts[rank].host for rank in ranks if facts[rank].kind == "cpu" and facts[rank].host.machine):
+        cores[host.machine] = cores.get(host.machine, 0) + host.cores
     machines = {fact.host.machine: fact.host.machine_cores for fact in facts}
     return max([1.0, *(taken / machines[machine] for machine, taken in cores.items() if machines[machine])])
 
@@ -85,7 +87,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """What one rank measured on its device while all others of its host waited."""
+    """Rates that one rank measured on its device while all other ranks of its host waited."""
 
     gemm: tuple[GemmRate, ...]
     memory: tuple[MemoryRate, ...]
@@ -101,7 +103,7 @@ class DeviceRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRates:
-    """What one rank measured while all ranks of its host measured the same."""
+    """Rates that one rank measured while all ranks of its host measured the same."""
 
     gemm: tuple[GemmRate, ...] = ()
     memory: tuple[MemoryRate, ...] = ()
@@ -113,10 +115,11 @@ class Findings:
     """All findings; lists are in order of rank.
 
     Attributes:
-        exclusive: rates by device name, measured by one rank while the others waited.
-        node_links, network_links: of a rank that took part in such a measurement, else empty.
-        disk_read_bytes_per_s: of the first rank of each host, else None.
-        load_at_end: of each rank's host.
+        exclusive: rates by device name, measured by one rank of each host while the others waited.
+        shared: rates measured while all ranks of a host computed.
+        node_links, network_links: the links that a rank measured; empty for ranks that took no part.
+        disk_read_bytes_per_s: measured by the first rank of each host; None for the others.
+        load_at_end: load of each rank's host.
     """
 
     facts: list[RankFacts]
@@ -129,7 +132,12 @@ class Findings:
 
 
 def assemble(findings: Findings, *, measured_utc: str | None = None) -> ClusterSpec:
-    """The cluster that the ranks ran on. Equal hosts become one node with a count."""
+    """Return the cluster that the ranks ran on. Equal hosts become one node with a count.
+
+    Args:
+        findings: what the ranks measured.
+        measured_utc: time of the measurement; now by default.
+    """
     names = list(by_host(findings.facts))
     return ClusterSpec(
         name=names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more",
@@ -182,9 +190,9 @@ def _median_gemm(rates: list[GemmRate]) -> GemmRate:
 
 
 def _slowest(of_ranks: Iterable[tuple[LinkSpec, ...]]) -> tuple[LinkSpec, ...]:
-    """The links of the host whose largest all-reduce takes longest: ranks in step wait for it."""
-    found = [links for links in of_ranks if links]
-    return max(found, key=lambda links: links[0].points[-1].time_s, default=())
+    """Return the links of the host whose largest all-reduce takes longest: synchronous ranks wait for it."""
+    measured = [links for links in of_ranks if links]
+    return max(measured, key=lambda links: links[0].points[-1].time_s, default=())
 
 
 def _nodes(findings: Findings) -> tuple[NodeSpec, ...]:
@@ -220,7 +228,7 @@ def _alike(a: _Place, b: _Place) -> bool:
 
 
 def _places(findings: Findings) -> list[_Place]:
-    """One entry for each kind of device on each host. A CPU is one device, whatever the number of its ranks."""
+    """Return one entry for each kind of device on each host. A CPU is one device, whatever the number of its ranks."""
     places = []
     for name, ranks in by_host(findings.facts).items():
         read = next((value for rank in ranks if (value := findings.disk_read_bytes_per_s[rank])), None)
@@ -254,7 +262,7 @@ def _conditions(findings: Findings, measured_utc: str) -> Conditions:
 
 
 def _notes(exclusive: dict[str, DeviceRates]) -> list[str]:
-    """Notes of the devices' measurements, with the device's name where there are several."""
+    """Return the notes on the devices' measurements, with the device's name if there are several devices."""
     return [
         f"{name}: {note}" if len(exclusive) > 1 else note for name, rates in exclusive.items() for note in rates.notes
     ]
@@ -270,29 +278,34 @@ def _warnings(findings: Findings) -> list[str]:
                 "other work took part of the machine, so its rates may be too low"
             )
         if fact.versions != findings.facts[0].versions:
-            warnings.append(f"host {name} has other versions than {findings.facts[0].host.name}: {fact.versions}")
+            warnings.append(
+                f"host {name} has different versions from {findings.facts[0].host.name}: {fact.versions}; install the "
+                "same ones"
+            )
         if all(findings.disk_read_bytes_per_s[rank] is None for rank in ranks):
-            warnings.append(f"the disk of host {name} was not read: no space, not writable, or no way past its cache")
+            warnings.append(
+                f"the disk of host {name} was not read: no space, not writable, or its cache cannot be bypassed"
+            )
     for link in (*_slowest(findings.node_links)[:1], *_slowest(findings.network_links)[:1]):
         warnings += _disagreement(link)
     return warnings
 
 
 def _disagreement(link: LinkSpec) -> list[str]:
-    """A warning where the times of a link differ so much that something else must have lengthened them."""
+    """Warn if the times of a link differ so much that other work must have lengthened them."""
     worst = max(link.points, key=lambda point: point.median_s / point.time_s)
     if worst.median_s <= DISAGREE * worst.time_s:
         return []
     between = "ranks of a host" if link.tier == "node" else "hosts"
     return [
-        f"times of all-reduces between {between} disagreed: of {worst.nbytes} bytes a quarter took up to "
+        f"times of all-reduces between {between} disagreed: for {worst.nbytes} bytes a quarter took at most "
         f"{1e3 * worst.time_s:.3g} ms and half more than {1e3 * worst.median_s:.3g} ms; other work disturbed them, so "
-        "this link may be faster than it says: measure again when the machine is quiet"
+        "this link may be faster than measured: measure again when the machine is quiet"
     ]
 
 
 def by_host(facts: list[RankFacts]) -> dict[str, list[int]]:
-    """Ranks of each host, in order of each host's first rank."""
+    """Return the ranks of each host, in order of each host's first rank."""
     hosts: dict[str, list[int]] = {}
     for rank, fact in enumerate(facts):
         hosts.setdefault(fact.host.name, []).append(rank)
@@ -300,7 +313,7 @@ def by_host(facts: list[RankFacts]) -> dict[str, list[int]]:
 
 
 def first_of_each_device(facts: list[RankFacts]) -> dict[str, int]:
-    """Device name -> the first rank on such a device."""
+    """Return the first rank on each device, by device name."""
     first: dict[str, int] = {}
     for rank, fact in enumerate(facts):
         first.setdefault(fact.device, rank)
@@ -308,12 +321,23 @@ def first_of_each_device(facts: list[RankFacts]) -> dict[str, int]:
 
 
 def slower(name: str, place: int) -> str:
-    """Names for devices that report one name, in order of their speed."""
+    """Return a name for each of several devices that report one name, in order of their speed.
+
+    Args:
+        name: the reported name.
+        place: 0 for the fastest device, 1 for the next, and so on.
+    """
     return name if place == 0 else f"{name}, slower" if place == 1 else f"{name}, slower ({place})"
 
 
 def renamed(facts: list[RankFacts], name: str, groups: Sequence[Collection[str]]) -> list[RankFacts]:
-    """The facts, in which devices called `name` get names by their host's group, the fastest group first."""
+    """Return the facts with a separate device name for each group of hosts.
+
+    Args:
+        facts: facts of all ranks.
+        name: the device name that the groups share.
+        groups: hosts by group, the fastest group first.
+    """
     places = {host: place for place, hosts in enumerate(groups) for host in hosts}
     return [
         replace(fact, device=slower(name, places.get(fact.host.name, 0))) if fact.device == name else fact
@@ -322,35 +346,38 @@ def renamed(facts: list[RankFacts], name: str, groups: Sequence[Collection[str]]
 
 
 def at_once(facts: list[RankFacts], rank: int) -> list[int]:
-    """The ranks that measure a device at the same time as `rank`: on each other host the first rank, where it has such
-    a device or computes on the same machine. Hosts of a lab share caches and memory, and in a run all hosts compute at
-    once and wait for the slowest.
+    """Return the ranks that measure a device at the same time as `rank`, including `rank`.
+
+    These are the first ranks of the other hosts that have such a device or compute on the same machine. Hosts of a lab
+    share caches and memory, and in a run all hosts compute at once and wait for the slowest.
     """
-    own = facts[rank]
+    fact = facts[rank]
     alike = [
         ranks[0]
         for name, ranks in by_host(facts).items()
-        if name != own.host.name and (facts[ranks[0]].device == own.device or _one_machine(facts[ranks[0]], own))
+        if name != fact.host.name and (facts[ranks[0]].device == fact.device or _one_machine(facts[ranks[0]], fact))
     ]
     return sorted([rank, *alike])
 
 
 def _one_machine(one: RankFacts, other: RankFacts) -> bool:
-    """Whether two ranks compute on cores of one machine, as hosts of a lab do."""
+    """Return whether two ranks compute on cores of one machine, as hosts of a lab do."""
     return one.kind == other.kind == "cpu" and bool(one.host.machine) and one.host.machine == other.host.machine
 
 
 def crowded(facts: list[RankFacts], ranks: list[int]) -> bool:
-    """Whether ranks that measure at once, one per host, have fewer cores of their machine than they think."""
+    """Return whether ranks that measure at once, one per host, have fewer cores of their machine than their hosts
+    claim.
+    """
     return turns(facts, ranks) > 1
 
 
 BEHIND = 0.85
-"""A host whose products run at less than this fraction of the hosts' median speed is named."""
+"""A note names a host whose products run at less than this fraction of the hosts' median speed."""
 
 FAR_SLOWER = 0.7
-"""A host all of whose float32 products run at less than this fraction of the fastest host's speed has another kind of
-device. Other dtypes may be emulated, equally slowly on both.
+"""A host has another kind of device if all its float32 products run below this fraction of the fastest host's speed.
+Other dtypes may be emulated, equally slowly on both.
 """
 
 T = TypeVar("T")
@@ -358,7 +385,11 @@ R = TypeVar("R", ConvolutionRate, ImageRate)
 
 
 def in_kinds(found: Mapping[str, DeviceRates]) -> list[dict[str, DeviceRates]]:
-    """Group rates by host into groups of hosts of about one speed, the fastest first."""
+    """Group hosts by speed, the fastest group first.
+
+    Args:
+        found: rates by host.
+    """
     if len(found) < 2:
         return [dict(found)]
     plain = {host: replace(rates, gemm=tuple(rate for rate in rates.gemm if rate.dtype == "float32"))
@@ -375,35 +406,48 @@ def in_kinds(found: Mapping[str, DeviceRates]) -> list[dict[str, DeviceRates]]:
 
 
 def slowest(found: Mapping[str, DeviceRates]) -> DeviceRates:
-    """Merge rates by host, the first rank being the one that speaks for all: of products the lowest rates, of all
-    others the median. Rates that some hosts lack (a size was skipped) are left out.
+    """Merge the rates of hosts into rates that stand for all of them.
+
+    The lowest rates of products count, and the median of all others. Rates that some hosts lack (a skipped size) are
+    left out.
+
+    Args:
+        found: rates by host.
     """
     all_found = list(found.values())
     if len(all_found) == 1:
         return all_found[0]
-    efficiency = {kind: statistics.median(one.efficiency.get(kind, value) for one in all_found)
+    efficiency = {kind: statistics.median(rates.efficiency.get(kind, value) for rates in all_found)
                   for kind, value in all_found[0].efficiency.items()}  # fmt: skip
     return DeviceRates(
-        gemm=merged([one.gemm for one in all_found], lambda rate: (rate.dtype, rate.n, rate.threads), _slowest_host),
-        memory=merged([one.memory for one in all_found], lambda rate: rate.threads, median_memory),
-        weights=merged([one.weights for one in all_found], weights_key, median_weights),
-        codes=merged([one.codes for one in all_found], lambda rate: (rate.method, rate.numel), _codes),
-        kernel_overhead_s=statistics.median(one.kernel_overhead_s for one in all_found),
+        gemm=merged(
+            [rates.gemm for rates in all_found], lambda rate: (rate.dtype, rate.n, rate.threads), _slowest_host
+        ),
+        memory=merged([rates.memory for rates in all_found], lambda rate: rate.threads, median_memory),
+        weights=merged([rates.weights for rates in all_found], weights_key, median_weights),
+        codes=merged([rates.codes for rates in all_found], lambda rate: (rate.method, rate.numel), _codes),
+        kernel_overhead_s=statistics.median(rates.kernel_overhead_s for rates in all_found),
         efficiency=efficiency,
-        convolutions=merged([one.convolutions for one in all_found], lambda rate: rate.weight_nbytes, _relative),
-        images=merged([one.images for one in all_found], lambda rate: rate.pixels, _relative),
-        vectors=merged([one.vectors for one in all_found], lambda rate: rate.kind, _vectors),
-        notes=(*dict.fromkeys(note for one in all_found for note in one.notes), *_behind(found)),
+        convolutions=merged([rates.convolutions for rates in all_found], lambda rate: rate.weight_nbytes, _relative),
+        images=merged([rates.images for rates in all_found], lambda rate: rate.pixels, _relative),
+        vectors=merged([rates.vectors for rates in all_found], lambda rate: rate.kind, _vectors),
+        notes=(*dict.fromkeys(note for rates in all_found for note in rates.notes), *_behind(found)),
     )
 
 
 def weights_key(rate: WeightRate) -> Hashable:
-    """What distinguishes weight rates on one device."""
+    """Return what distinguishes weight rates on one device."""
     return rate.kind, rate.dtype, rate.threads
 
 
 def merged(of_ranks: list[tuple[T, ...]], key: Callable[[T], Hashable], of: Callable[[list[T]], T]) -> tuple[T, ...]:
-    """Rates that every rank has, reduced to one each by `of`."""
+    """Merge rates that every rank has.
+
+    Args:
+        of_ranks: the rates of each rank.
+        key: what distinguishes the rates of one rank.
+        of: reduces the ranks' rates of one key to one.
+    """
     tables = [{key(rate): rate for rate in rates} for rates in of_ranks]
     return tuple(of([table[where] for table in tables]) for where in tables[0] if all(where in t for t in tables))
 
@@ -447,13 +491,12 @@ def _codes(rates: list[CompressRate]) -> CompressRate:
 
 
 def _behind(found: Mapping[str, DeviceRates]) -> list[str]:
-    """A note on each host that is slower than most."""
-    if len(found) < 3:  # of two nobody can say which is the usual one
+    """Return a note on each host that is slower than most."""
+    if len(found) < 3:  # with two hosts, either speed could be the usual one
         return []
     return [
-        f"host {host} multiplies at {relative_speed:.0%} of the usual pace of its kind, and ranks in step wait "
-        f"for it: look what "
-        "else it does, or leave it out"
+        f"host {host} multiplies at {relative_speed:.0%} of the usual speed of its kind, and synchronous ranks wait "
+        "for it: check what else it runs, or leave it out"
         for host, sizes in _relative_speeds(found, statistics.median).items()
         if sizes and (relative_speed := statistics.median(sizes)) < BEHIND
     ]
@@ -462,7 +505,13 @@ def _behind(found: Mapping[str, DeviceRates]) -> list[str]:
 def _relative_speeds(
     found: Mapping[str, DeviceRates], usual: Callable[[Iterable[float]], float]
 ) -> dict[str, list[float]]:
-    """By host, the rate of each product that all have timed, relative to the `usual` one of its size and dtype."""
+    """Return each host's rates of the products that all hosts timed, relative to the usual rate of their size and
+    dtype.
+
+    Args:
+        found: rates by host.
+        usual: reduces all hosts' rates of one product to the usual one.
+    """
     tables = {host: {(r.dtype, r.n, r.threads): r.flops_per_s for r in rates.gemm} for host, rates in found.items()}
     shared = set.intersection(*(set(table) for table in tables.values()))
     of_all = {where: usual([table[where] for table in tables.values()]) for where in shared}

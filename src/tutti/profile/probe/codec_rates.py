@@ -1,6 +1,6 @@
-"""How long this device takes to encode gradients, codec by codec, and to decode them.
+"""Measure how long this device takes to encode and decode gradients, codec by codec.
 
-The codecs are those that plans are likely to choose; the cost model takes the nearest for other settings.
+The codecs are those that plans are likely to choose; the cost model uses the nearest one for other settings.
 """
 
 import math
@@ -32,17 +32,21 @@ CODECS: Mapping[str, Codec] = {
     "one-bit": OneBit(),
     "terngrad": TernGrad(),
 }
-"""By the option text of the codec: what makes its messages."""
+"""Codecs by their option text."""
 
 RANKS = (1, 2, 4)
 """Ranks of PowerSGD's matrices that are timed."""
 
 
 def measure(device: torch.device, effort: Effort) -> tuple[CompressRate, ...]:
-    """Rates of every codec at the effort's sizes, on one thread of the CPU, as ranks run them.
+    """Measure every codec at the effort's sizes, on one thread of the CPU, as ranks run them.
 
     Codecs that are not reached within `codes_budget_s` are left out. Compiling their kernels, once per machine, is not
     counted.
+
+    Args:
+        device: the device that holds the gradients.
+        effort: how much to measure.
     """
     if not effort.codes_numel:
         return ()
@@ -64,7 +68,7 @@ def measure(device: torch.device, effort: Effort) -> tuple[CompressRate, ...]:
 
 
 Calls = tuple[Callable[[], object], Callable[[], object]]
-"""What encodes a message, and what decodes and adds it."""
+"""A call that encodes a message, and one that decodes and adds it."""
 
 
 def _subjects(device: torch.device, most: int) -> dict[str, Callable[[int], Calls]]:
@@ -75,17 +79,19 @@ def _subjects(device: torch.device, most: int) -> dict[str, Callable[[int], Call
 
 def _of_codec(codec: Codec, values: torch.Tensor) -> Callable[[int], Calls]:
     def calls(numel: int) -> Calls:
-        some, total = values[:numel], torch.zeros(numel, device=values.device)
+        gradient, total = values[:numel], torch.zeros(numel, device=values.device)
         state = codec.state(numel, dtype=torch.float32, device=values.device)
         message = torch.zeros(codec.nbytes(numel), dtype=torch.uint8, device=values.device)
-        codec.encode(some, state, message)
-        return lambda: codec.encode(some, state, message), lambda: codec.decode_add(message, total)
+        codec.encode(gradient, state, message)
+        return lambda: codec.encode(gradient, state, message), lambda: codec.decode_add(message, total)
 
     return calls
 
 
 def _of_powersgd(rank: int, values: torch.Tensor) -> Callable[[int], Calls]:
-    """All of its arithmetic on one square matrix; nothing is sent, whatever ranks probe together."""
+    """Return calls that do all of its arithmetic on one square matrix. Nothing is sent, even if several ranks probe
+    together.
+    """
 
     def calls(numel: int) -> Calls:
         side = math.isqrt(numel)

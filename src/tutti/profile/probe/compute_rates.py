@@ -1,6 +1,6 @@
 """Rates of this device: square matrix products by size, dtype and threads, and other operators relative to them.
 
-Operators are timed in turns with a square product, so that a change of the machine's speed affects both.
+Operators and a square product are timed alternately, so that a change of the machine's speed affects both.
 """
 
 import itertools
@@ -21,30 +21,30 @@ from tutti.config.model import OpKind, VectorKind
 from tutti.profile.probe.probe_timing import Effort
 
 PRODUCT_OF = 64
-"""Sides of square products are multiples of this, like those whose rates predictions know. On one core of an AMD EPYC,
-a side of 845 took 1.25 to 1.6 times as long per FLOP as 832.
+"""Sides of square products are multiples of this, like the products whose rates predictions use. On one core of an AMD
+EPYC, a side of 845 took 1.25 to 1.6 times as long per FLOP as 832.
 """
 
 KEPT_NBYTES = 2**24
-"""Freed blocks up to this size stay in the heap. Those of any subject's tensors are smaller."""
+"""Freed blocks up to this size stay in the heap. All tensors of the timed operators are smaller."""
 
 LAYERS = 2
-"""Linear layers, which most models consist of, are timed this many times as often as others: two turns gave 0.93 and
-1.12 of products within an hour.
+"""Linear layers, which most models consist of, are timed this many times as often as others: two rounds gave 0.93 and
+1.12 of the rate of products within an hour.
 """
 
 BACKWARD = 2
-"""Products of a backward per product of its forward: a gradient for the input and one for the weight."""
+"""Products in backward per product in forward: one for the input's gradient and one for the weight's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """An operator to be timed.
+    """An operator to time.
 
     Attributes:
-        flops: of its forward.
+        flops: FLOPs of its forward.
         weight_nbytes: bytes of its weights.
-        pixels: of each sample of its output.
+        pixels: pixels of each sample of its output.
     """
 
     forward: Callable[[], torch.Tensor]
@@ -54,17 +54,23 @@ class Subject:
 
 
 def convolutions() -> list[Subject]:
-    """3 x 3 convolutions, from few channels and many pixels to the reverse: (samples, channels, pixels per side).
+    """Return 3 x 3 convolutions, from few channels and many pixels to many channels and few pixels.
 
-    On one core of an AMD EPYC these reached 0.6, 0.7, 0.75 to 0.78 and 0.84 to 0.88 of products, and with oneDNN's code
-    for SSE 4.1 0.5, 0.7, 0.9 and 1.07 to 1.13.
+    On one core of an AMD EPYC these reached 0.6, 0.7, 0.75 to 0.78 and 0.84 to 0.88 of the rate of products. With
+    oneDNN's code for SSE 4.1 they reached 0.5, 0.7, 0.9 and 1.07 to 1.13.
     """
     return [_convolution(2, 16, 64), _convolution(4, 32, 32), _convolution(8, 64, 16), _convolution(4, 256, 16)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """Rates relative to square products by kind, and how those of convolutions depend on weights and on pixels."""
+    """Rates relative to square products.
+
+    Attributes:
+        efficiency: relative rate by kind of operator.
+        convolutions: how the rate of convolutions depends on the bytes of their weights.
+        images: how the rate of convolutions depends on the number of pixels.
+    """
 
     efficiency: dict[OpKind, float] = field(default_factory=dict)
     convolutions: tuple[ConvolutionRate, ...] = ()
@@ -72,9 +78,15 @@ class Kinds:
 
 
 def measure_operator_rates(device: torch.device, effort: Effort, *, threads: int = 1) -> Kinds:
-    """Rate of forward and backward together in float32, relative to square products, by kind.
+    """Measure the float32 rate of forward and backward together, relative to square products, by kind.
 
-    Nothing where the effort has no time for it, and on GPUs, which choose other kernels for every dtype.
+    Args:
+        device: the device to measure.
+        effort: how much to measure.
+        threads: number of threads.
+
+    Returns:
+        Nothing if the effort leaves no time for it, or on GPUs, which choose other kernels for every dtype.
     """
     if device.type != "cpu" or not effort.kinds:
         return Kinds()
@@ -82,8 +94,8 @@ def measure_operator_rates(device: torch.device, effort: Effort, *, threads: int
     with on_threads(threads):
         linear = _took(layers(), device, replace(effort, kinds=LAYERS * effort.kinds))
         attended = _took([attention()], device, effort)
-        convolved = {one.weight_nbytes: _took([one], device, effort) for one in convolutions()}
-        small = {one.pixels: _relative([_took([one], device, effort)]) for one in small_images()}
+        convolved = {subject.weight_nbytes: _took([subject], device, effort) for subject in convolutions()}
+        small = {subject.pixels: _relative([_took([subject], device, effort)]) for subject in small_images()}
     alike = convolutions()[-1]
     larger = _relative([convolved[alike.weight_nbytes]])
     of_all = _relative(convolved.values())
@@ -101,24 +113,26 @@ def measure_operator_rates(device: torch.device, effort: Effort, *, threads: int
 
 
 def layers() -> list[Subject]:
-    """Linear layers: wider, narrower and equal: (rows, in, out). They have so many rows that streaming the weights,
-    which predictions count separately, is a hundredth of the time; with 512 rows it was a twentieth.
+    """Return linear layers, one wider, one narrower and one of equal width: (rows, in, out).
+
+    They have so many rows that streaming the weights, which predictions count separately, takes a hundredth of the
+    time. With 512 rows it took a twentieth.
     """
     return [_layer(2048, 256, 1024), _layer(2048, 1024, 256), _layer(1024, 1024, 1024)]
 
 
 def small_images() -> list[Subject]:
-    """As the last of `convolutions`, with as many FLOPs on images of 4 x 4 and 2 x 2.
+    """Return convolutions like the last of `convolutions`, with as many FLOPs on images of 4 x 4 and 2 x 2.
 
-    Of the 9 multiplications per pixel, 2.75 and 5 fall outside the image and are counted all the same. On one core of
-    an AMD EPYC these reached 1.17 and 1.05 times its rate. Kernels of 1 x 1, which have no padding, are not
-    distinguished: 1.08 and 0.87.
+    Of the 9 multiplications per pixel, 2.75 and 5 fall outside the image but are counted. On one core of an AMD EPYC
+    these reached 1.17 and 1.05 times the rate of that convolution. Kernels of 1 x 1, which have no padding, are not
+    distinguished: they reached 1.08 and 0.87.
     """
     return [_convolution(64, 256, 4), _convolution(256, 256, 2)]
 
 
 def attention() -> Subject:
-    """4 samples, 4 heads of 64, 256 positions: two products of 2 s^2 d FLOPs per head."""
+    """Return attention of 4 samples, 4 heads of 64 and 256 positions: two products of 2 s^2 d FLOPs per head."""
     batch, heads, positions, width = 4, 4, 256, 64
     query, key, value = (torch.randn(batch, heads, positions, width, requires_grad=True) for _ in range(3))
     return Subject(
@@ -145,25 +159,26 @@ def _convolution(samples: int, channels: int, side: int) -> Subject:
 
 
 def _keep_what_is_freed() -> None:
-    """Keep freed blocks, as a training run does. glibc returns blocks to the system that are larger than any freed
-    before, and
-    each page of the next costs a fault: a process's first convolution took nearly twice as long as later ones.
+    """Keep freed blocks in the heap, as a training run does.
+
+    glibc returns blocks to the system that are larger than any freed before, and each page of the next block costs a
+    fault. A process's first convolution took nearly twice as long as later ones.
     """
     torch.empty(KEPT_NBYTES, dtype=torch.uint8)
 
 
 def _relative(took: Iterable[tuple[float, float]]) -> float:
-    """Seconds of products relative to those of operators with as many FLOPs."""
+    """Return the seconds of products relative to those of operators with as many FLOPs."""
     products_s, operators_s = zip(*took, strict=True)
     return float(sum(products_s) / sum(operators_s))
 
 
 def _took(subjects: list[Subject], device: torch.device, effort: Effort) -> tuple[float, float]:
-    """Seconds of square products and of the subjects, forward and backward, in turns: the least disturbed of each."""
+    """Return seconds of square products and of the subjects, timed alternately: the least disturbed of each."""
     products_s, operators_s = 0.0, 0.0
-    for one in subjects:
+    for subject in subjects:
         turns = [
-            ((1 + BACKWARD) * product_s(one.flops, device, effort), _there_and_back_s(one, device, effort))
+            ((1 + BACKWARD) * product_s(subject.flops, device, effort), _there_and_back_s(subject, device, effort))
             for _ in range(effort.kinds)
         ]
         products_s += min(took_s for took_s, _ in turns)
@@ -172,7 +187,7 @@ def _took(subjects: list[Subject], device: torch.device, effort: Effort) -> tupl
 
 
 def product_s(flops: float, device: torch.device, effort: Effort) -> float:
-    """Seconds of this many FLOPs in a square product."""
+    """Return the seconds that a square product takes for this many FLOPs."""
     n = PRODUCT_OF * max(1, round((flops / 2) ** (1 / 3) / PRODUCT_OF))
     left, right, out = (torch.randn(n, n) for _ in range(3))
     took = probe_timing.repeated(lambda: torch.mm(left, right, out=out), device, repeats=effort.repeats, budget_s=0.1)
@@ -189,7 +204,7 @@ def _there_and_back_s(subject: Subject, device: torch.device, effort: Effort) ->
 
 
 YARDSTICK_FLOPS = 2.0 * 768**3
-"""FLOPs of the product that is timed beside: large enough that larger ones run no faster."""
+"""FLOPs of the product that operators are compared with: large enough that larger ones run no faster."""
 
 BUDGET_S = 0.05
 
@@ -198,7 +213,7 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vectors:
-    """Operators of a kind, each on values of one shape."""
+    """Operators of one kind, each on values of one shape."""
 
     kind: VectorKind
     shape: tuple[int, ...]
@@ -210,7 +225,10 @@ class Vectors:
 
 
 def subjects() -> list[Vectors]:
-    """About 0.5 million elements each: what a small model has in a layer, and more than a call costs."""
+    """Return operators of each kind on about 0.5 million elements: as many as a layer of a small model has.
+
+    Their work takes much longer than the call.
+    """
     rows, images = (2048, 256), (16, 32, 32, 32)
     weight, bias = torch.ones(256), torch.zeros(256)
     return [
@@ -224,18 +242,24 @@ def subjects() -> list[Vectors]:
 
 
 def measure_vector_rates(device: torch.device, effort: Effort, *, threads: int = 1) -> tuple[VectorRate, ...]:
-    """Elements in the time of one FLOP of products, forward and backward, by kind.
+    """Measure the elements that operators visit in the time of one FLOP of products, forward and backward, by kind.
 
-    Nothing where the effort has no time for it, and on GPUs, where their memory traffic takes longer.
+    Args:
+        device: the device to measure.
+        effort: how much to measure.
+        threads: number of threads.
+
+    Returns:
+        Nothing if the effort leaves no time for it, or on GPUs, where memory traffic takes longer than these operators.
     """
     if device.type != "cpu" or not effort.kinds:
         return ()
     with on_threads(threads):
-        return tuple(_rate(one, device, effort) for one in subjects())
+        return tuple(_rate(vectors, device, effort) for vectors in subjects())
 
 
 def _rate(one: Vectors, device: torch.device, effort: Effort) -> VectorRate:
-    """The least disturbed turn of each operator and of the product."""
+    """Return the rates of one kind, from the least disturbed timing of each operator and of the product."""
     turns = [
         (product_s(YARDSTICK_FLOPS, device, effort), *_vector_forward_backward_s(one, device, effort))
         for _ in range(effort.kinds)
@@ -246,7 +270,7 @@ def _rate(one: Vectors, device: torch.device, effort: Effort) -> VectorRate:
 
 
 def _vector_forward_backward_s(one: Vectors, device: torch.device, effort: Effort) -> tuple[float, float]:
-    """Seconds of all calls of a kind, and of their backward; the calls again where there is none."""
+    """Return the seconds of all calls of a kind, and of their backward; a call without a backward counts again."""
     values, ahead_s, back_s = torch.randn(one.shape, requires_grad=True), 0.0, 0.0
     for call in one.calls:
         out = call(values)
@@ -269,36 +293,38 @@ def _vector_time_s(call: Callable[[], object], device: torch.device, effort: Eff
 
 
 ROWS = (16, 128)
-"""Two products with the same weights; beyond their FLOPs, which grow with the rows, both go over the weights once."""
+"""Rows of two products with the same weights. Their FLOPs grow with the rows, but both stream the weights once."""
 
 PER_CHANNEL, SIDE, IMAGES = 8, 4, (2, 16)
-"""The same of a 3 x 3 convolution on images of few pixels, with a channel for so many of the products' rows and columns
-of weights: 256 for 2,048. oneDNN's order of its weights is another than that of products, and took two to three times
-as long on one core of an AMD EPYC."""
+"""The same for a 3 x 3 convolution on images of few pixels. It has one channel for every 8 rows and columns of the
+products' weights: 256 for 2,048. oneDNN orders a convolution's weights differently, which took two to three times as
+long on one core of an AMD EPYC.
+"""
 
 ROUNDS = 3
-"""The two are timed one right after the other, this many times, and the median rate counts: a change of the machine's
-speed between the two gives a rate of neither.
+"""The two are timed one right after the other, this many times, and the median rate counts. A round in which the
+machine's speed changes between the two gives a wrong rate.
 """
 
 MOST = 32
 """Largest number of weights that are used in turn."""
 
 KINDS: dict[str, tuple[WeightKind, ...]] = {"float64": ("gemm",), "float32": ("gemm", "conv"), "bfloat16": ("gemm",)}
-"""What is timed in which dtype: those that CPUs multiply natively."""
+"""The operators timed in each dtype: the dtypes that CPUs multiply natively."""
 
 EMULATED, TRIED = 8, 192
-"""A dtype in which a product of this size takes so many times as long as in float32 is emulated. It is so slow at its
-FLOPs that nothing else shows, and takes minutes: bfloat16 on an AMD EPYC without AVX-512, 60 times as long."""
+"""A dtype is emulated if a product of this size takes this many times as long as in float32. Its FLOPs then take
+minutes and hide everything else: bfloat16 took 60 times as long on an AMD EPYC without AVX-512.
+"""
 
 
 def emulated(device: torch.device) -> tuple[str, ...]:
-    """The dtypes of `KINDS` that the device emulates."""
+    """Return the dtypes of `KINDS` that the device emulates."""
     taken = {}
     for name in KINDS:
-        one, other, result = (torch.ones(TRIED, TRIED, device=device, dtype=DTYPES[name]) for _ in range(3))
+        left, right, result = (torch.ones(TRIED, TRIED, device=device, dtype=DTYPES[name]) for _ in range(3))
         with on_threads(1):
-            taken[name] = min(probe_timing.once(lambda: torch.mm(one, other, out=result), device) for _ in range(4))  # noqa: B023
+            taken[name] = min(probe_timing.once(lambda: torch.mm(left, right, out=result), device) for _ in range(4))  # noqa: B023
     return tuple(name for name, seconds in taken.items() if seconds > EMULATED * taken["float32"])
 
 
@@ -311,17 +337,22 @@ def measure_weight_rates(
     concurrent: int = 1,
     meet: probe_timing.Meet | None = None,
 ) -> tuple[WeightRate, ...]:
-    """Rates of streaming weights, for each dtype and number of threads.
+    """Measure the rates of streaming weights, for each dtype and number of threads.
 
-    Weights are used in turn, more than caches hold: in training, all other weights, their gradients and the optimizer
-    state come between two uses of one. With a single weight of 17 MB, beside a cache of 32 MB, float32 gradients and
-    all bfloat16 products seemed about twice as fast.
+    More weights are used in turn than caches hold. In training, all other weights, their gradients and the optimizer
+    state are used between two uses of one weight. With a single weight of 17 MB and a cache of 32 MB, float32 gradients
+    and all bfloat16 products seemed about twice as fast.
 
     Args:
+        device: the device to measure.
+        effort: how much to measure.
+        threads: the numbers of threads to measure with.
+        dtypes: the dtypes to measure.
+        concurrent: number of processes of the host that measure at once.
         meet: waits, before each sample, for ranks that measure at the same time in the same memory.
 
     Returns:
-        Nothing on devices that load weights while they compute, such as GPUs.
+        The rates; nothing on devices that load weights while they compute, such as GPUs.
     """
     if device.type != "cpu" or not effort.weight_size:
         return ()
@@ -348,20 +379,29 @@ def measure_weight_rates(
 
 
 def stream_rate(nbytes: float, few_s: float, many_s: float, amounts: tuple[int, int] = ROWS) -> float:
-    """Bytes of weights per second, from products of `amounts` rows that take `few_s` and `many_s`:
-    t(rows) = rows x + nbytes / rate. Less than a hundredth of the shorter time counts as nothing.
+    """Return the bytes of weights per second, from two products that differ only in their rows.
+
+    A product takes t(rows) = rows x + nbytes / rate. The constant part counts as at least a hundredth of the shorter
+    time.
+
+    Args:
+        nbytes: bytes of the weights.
+        few_s, many_s: seconds of the two products.
+        amounts: rows of the two products.
     """
     few, many = amounts
-    each = max(0.0, (many_s - few_s) / (many - few))
-    return nbytes / max(few_s - few * each, few_s / 100)
+    per_row = max(0.0, (many_s - few_s) / (many - few))
+    return nbytes / max(few_s - few * per_row, few_s / 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
-    """Operators to be timed at two `amounts` of rows or images.
+    """Operators to time at two numbers of rows or images.
 
     Attributes:
-        through: input of each amount.
+        shape: shape of the weights.
+        amounts: the two numbers of rows or images.
+        through: shape of each row or image.
         products: makes the three products from weights, memory for their gradients, input and gradient of the output.
     """
 
@@ -382,7 +422,7 @@ def _subject(kind: WeightKind, n: int) -> _Subject:
 def _medians_of_rounds(
     one: _Subject, device: torch.device, effort: Effort, dtype: torch.dtype, meet: probe_timing.Meet | None
 ) -> list[float]:
-    """Rates of forward, the input gradient and the weight gradient."""
+    """Return the rates of forward, the input gradient and the weight gradient."""
     nbytes = math.prod(one.shape) * dtype.itemsize
     count = min(MOST, max(1, math.ceil(effort.weight_caches * host_facts.cache_nbytes() / nbytes)))
     weights = [torch.randn(one.shape, device=device).to(dtype) for _ in range(count)]
@@ -409,13 +449,14 @@ def _medians_of_rounds(
 def _products(
     weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], input: torch.Tensor, output: torch.Tensor
 ) -> list[Callable[[], object]]:
-    """The three products of a linear layer, with the next weights each time. Memory is allocated before, as in
-    training.
+    """Return the three products of a linear layer, with the next weights each time.
+
+    Memory is allocated before, as in training.
     """
     result = torch.empty_like(output)
-    own, back, into = (itertools.cycle(some) for some in (weights, weights, gradients))
+    forward_weights, back, into = (itertools.cycle(tensors) for tensors in (weights, weights, gradients))
     return [
-        lambda: torch.mm(input, next(own).t(), out=result),
+        lambda: torch.mm(input, next(forward_weights).t(), out=result),
         lambda: torch.mm(output, next(back), out=result),
         lambda: torch.mm(output.t(), input, out=next(into)),
     ]
@@ -424,8 +465,11 @@ def _products(
 def _convolutions(
     weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], input: torch.Tensor, output: torch.Tensor
 ) -> list[Callable[[], object]]:
-    """The three products of a convolution, with the next weights each time. `gradients` have memory of their own."""
-    own, back, into = (itertools.cycle(weights) for _ in range(3))
+    """Return the three products of a convolution, with the next weights each time.
+
+    The memory of `gradients` is not used: convolutions allocate their own.
+    """
+    forward_weights, back, into = (itertools.cycle(weights) for _ in range(3))
 
     def gradient(weight: torch.Tensor, *wanted: bool) -> object:
         ones = [1, 1]
@@ -434,7 +478,7 @@ def _convolutions(
         )
 
     return [
-        lambda: torch.conv2d(input, next(own), padding=1),
+        lambda: torch.conv2d(input, next(forward_weights), padding=1),
         lambda: gradient(next(back), True, False),
         lambda: gradient(next(into), False, True),
     ]
@@ -443,14 +487,15 @@ def _convolutions(
 Say = Callable[[str], None]
 
 GRANTED = 0.8
-"""A process that has a core for less than this fraction of its time shares it: it then measures a part of the machine.
-"""
+"""A process that has a core for less than this fraction of its time measures only a part of the machine."""
 
 DIP = 0.95
-"""Products run at about the same rate whatever their size; a rate below this fraction of the best is measured again."""
+"""A rate below this fraction of the best one is measured again. Products run at about the same rate whatever their
+size.
+"""
 
 SCATTER = 0.5
-"""A rate whose samples scatter by more than this fraction of their median is measured again too: they were disturbed.
+"""A rate whose samples scatter by more than this fraction of their median is measured again, because it was disturbed.
 """
 
 DTYPES = {
@@ -464,25 +509,30 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmRates:
-    """Measured rates, and which sizes were skipped."""
+    """Measured rates, and notes on the sizes that were skipped."""
 
     rates: tuple[GemmRate, ...]
     notes: tuple[str, ...] = ()
 
 
 def gemm_flops_per_s(n: int, seconds: float) -> float:
-    """Rate of an N x N x N matrix product: 2 N^3 / t."""
+    """Return the rate of an N x N x N matrix product: 2 N^3 / t."""
     return 2 * n**3 / seconds
 
 
 def thread_counts(cores: int, kind: str) -> tuple[int, ...]:
-    """1 and `cores` ("ends"), or also the powers of two between them ("powers")."""
+    """Return the numbers of threads to measure.
+
+    Args:
+        cores: number of cores.
+        kind: "ends" for 1 and `cores`; "powers" for the powers of two between them too.
+    """
     between = [2**k for k in range(1, cores.bit_length()) if 2**k < cores] if kind == "powers" else []
     return tuple(dict.fromkeys([1, *between, cores]))
 
 
 def supported(dtype: str, device: torch.device) -> bool:
-    """Whether the device multiplies in `dtype` (on a CPU tf32 and float8 do not exist)."""
+    """Return whether the device multiplies in `dtype`; CPUs have neither tf32 nor float8."""
     if device.type == "cpu":
         return dtype in DTYPES and dtype != "tf32"
     capability = torch.cuda.get_device_capability(device)
@@ -500,7 +550,17 @@ def measure_gemm_rates(
     concurrent: int = 1,
     say: Say = lambda text: None,
 ) -> GemmRates:
-    """Rates of all combinations that fit the budget. The number of threads is restored afterwards."""
+    """Measure all combinations of size, dtype and threads that fit the budget.
+
+    Args:
+        device: the device to measure.
+        effort: how much to measure.
+        threads: the numbers of threads to measure with; the present number is restored afterwards.
+        sizes: sides of the matrices, in ascending order.
+        dtypes: the dtypes to measure; those that the device lacks are skipped.
+        concurrent: number of processes of the host that measure at once.
+        say: receives what is being measured.
+    """
     rates: list[GemmRate] = []
     notes: list[str] = []
     granted = 1.0
@@ -511,9 +571,9 @@ def measure_gemm_rates(
             on = f" on {count} thread{'s' * (count > 1)}" if device.type == "cpu" else ""
             say(f"matrix products in {dtype}{on}")
             with on_threads(count):
-                found, skipped, least = _sizes(device, effort, dtype, count, sizes, concurrent)
-            rates += found
-            granted = min(granted, least if count == 1 else 1.0)  # of several threads some wait for others
+                measured, skipped, least = _sizes(device, effort, dtype, count, sizes, concurrent)
+            rates += measured
+            granted = min(granted, least if count == 1 else 1.0)  # with several threads, some wait for others
             if skipped:
                 notes.append(
                     f"{dtype} products of N = {', '.join(map(str, skipped))}{on} were skipped: predicted to take "
@@ -521,8 +581,8 @@ def measure_gemm_rates(
                 )
     if granted < GRANTED and concurrent == 1:
         notes.append(
-            f"other work took cores while matrix products were timed (for {granted:.0%} of its time this process had "
-            "one), so rates are too low; measure again when the machine is quiet"
+            f"other work took cores while matrix products were timed (this process had a core for {granted:.0%} of its "
+            "time), so rates are too low; measure again when the machine is quiet"
         )
     return GemmRates(rates=tuple(rates), notes=tuple(notes))
 
@@ -530,21 +590,25 @@ def measure_gemm_rates(
 def again(rates: Sequence[GemmRate], device: torch.device, effort: Effort) -> tuple[GemmRate, ...]:
     """Measure rates again that dip or whose samples scatter, and keep the better one.
 
-    Shared machines have slow phases, while a real loss is found again. Call it some time after the first measurement.
+    Shared machines have slow phases, while a real loss shows up again. Call this some time after the first measurement.
     """
-    found: list[GemmRate] = []
+    kept: list[GemmRate] = []
     for rate in rates:
-        alike = [one.flops_per_s for one in rates if (one.dtype, one.threads) == (rate.dtype, rate.threads)]
+        alike = [
+            candidate.flops_per_s
+            for candidate in rates
+            if (candidate.dtype, candidate.threads) == (rate.dtype, rate.threads)
+        ]
         if rate.spread > SCATTER or rate.flops_per_s < DIP * max(alike):
             with on_threads(rate.threads):
                 second, _, _ = _sizes(device, effort, rate.dtype, rate.threads, (rate.n,), rate.concurrent)
-            rate = max(rate, *second, key=lambda one: one.flops_per_s)
-        found.append(rate)
-    return tuple(found)
+            rate = max(rate, *second, key=lambda candidate: candidate.flops_per_s)
+        kept.append(rate)
+    return tuple(kept)
 
 
 def predicted_s(rates: list[GemmRate], n: int) -> float:
-    """Expected time of the next size: 2 N^3 at the last rate, which keeps falling if it fell.
+    """Return the expected seconds of the next size: 2 N^3 at the last rate, which keeps falling if it fell.
 
     Emulated dtypes get slower with every size (float16 on a CPU: 2.5 times per doubling).
     """
@@ -558,7 +622,7 @@ def predicted_s(rates: list[GemmRate], n: int) -> float:
 def _sizes(
     device: torch.device, effort: Effort, dtype: str, threads: int, sizes: tuple[int, ...], concurrent: int
 ) -> tuple[list[GemmRate], list[int], float]:
-    """Rates, the sizes that were skipped, and the smallest fraction of the time for which this process had a core."""
+    """Return the rates, the skipped sizes, and the smallest fraction of the time for which this process had a core."""
     rates: list[GemmRate] = []
     granted = 1.0
     for index, n in enumerate(sizes):
@@ -584,7 +648,7 @@ def _sizes(
 
 @contextmanager
 def _product(device: torch.device, dtype: str, n: int) -> Iterator[Callable[[], object] | None]:
-    """A call that multiplies two N x N matrices in `dtype`; None where the device refuses it."""
+    """Yield a call that multiplies two N x N matrices in `dtype`; None if the device refuses it."""
     if dtype == "float8":
         yield _float8_product(device, n)
         return
@@ -596,21 +660,22 @@ def _product(device: torch.device, dtype: str, n: int) -> Iterator[Callable[[], 
 
 def _float8_product(device: torch.device, n: int) -> Callable[[], object] | None:
     left = torch.randn(n, n, device=device).to(torch.float8_e4m3fn)
-    right = torch.randn(n, n, device=device).to(torch.float8_e4m3fn).t()  # the kernel wants columns together
-    one = torch.ones((), device=device)
+    right = torch.randn(n, n, device=device).to(torch.float8_e4m3fn).t()  # the kernel requires column-major order
+    unit_scale = torch.ones((), device=device)
 
     def call() -> object:
-        return torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return torch._scaled_mm(left, right, scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.bfloat16)
 
     try:
         call()
-    except RuntimeError:  # built without it, or this card's kernels lack it
+    except RuntimeError:  # this build of torch, or its kernels for this GPU, lack float8 products
         return None
     return call
 
 
 @contextmanager
 def on_threads(count: int) -> Iterator[None]:
+    """While open, torch computes on this many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

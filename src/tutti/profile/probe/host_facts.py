@@ -17,13 +17,13 @@ LOOK_S = 0.25
 
 
 def load() -> float:
-    """Number of cores that are busy with other work, observed while this process sleeps.
+    """Return the number of cores that are busy with other work, observed while this process sleeps.
 
     The load average of the last minute would include work that has ended, such as the launch of the ranks.
     """
     busy = psutil.cpu_percent(interval=LOOK_S, percpu=True)
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(busy))
-    return sum(percent for core, percent in enumerate(busy) if core in mine) / 100
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(busy))
+    return sum(percent for core, percent in enumerate(busy) if core in allowed) / 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,11 @@ class HostFacts:
     """A host as one process sees it.
 
     Attributes:
+        cpu: name of the processor.
+        cores: whole cores that the process may use.
+        memory_nbytes: memory that the process may use.
         load: number of its cores that are busy with other work.
-        machine: equal for hosts that are one machine (of a lab, containers); empty where the system does not say.
+        machine: equal for hosts that are one machine (of a lab, containers); empty if the system does not say.
         machine_cores: cores of that machine.
     """
 
@@ -46,7 +49,7 @@ class HostFacts:
 
 
 def facts() -> HostFacts:
-    """This host, now."""
+    """Return the facts of this host, now."""
     return HostFacts(
         name=socket.gethostname(),
         cpu=cpu_model(),
@@ -59,21 +62,21 @@ def facts() -> HostFacts:
 
 
 def cores_granted(root: Path = ROOT) -> int:
-    """Whole cores that this process may use: its affinity, bounded by the quotas of its control groups."""
+    """Return the whole cores that this process may use: its affinity, bounded by the quotas of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return max(1, min(cores, int(quota))) if quota is not None else cores
 
 
 def memory_granted(root: Path = ROOT) -> int:
-    """Bytes of memory that this process may use: the host's, bounded by the limits of its control groups."""
+    """Return the bytes of memory that this process may use: the host's, bounded by the limits of its control groups."""
     total = int(psutil.virtual_memory().total)
     limit = memory_limit(root)
     return min(total, limit) if limit is not None else total
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Cores granted by control groups (the tightest of the group and its ancestors); None without a bound."""
+    """Return the cores that control groups grant (the tightest of the group and its ancestors); None if unbounded."""
     quotas = []
     for folder in _groups(root, ""):
         words = _words(folder / "cpu.max")
@@ -87,7 +90,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
-    """Bytes granted by control groups; None without a bound."""
+    """Return the bytes that control groups grant; None if unbounded."""
     words = [_words(folder / "memory.max") for folder in _groups(root, "")]
     words += [_words(folder / "memory.limit_in_bytes") for folder in _groups(root, "memory")]
     # Version 1 writes "no limit" as the largest multiple of a page in 63 bits.
@@ -96,7 +99,7 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def cpu_model(root: Path = ROOT) -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     try:
         text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -109,7 +112,7 @@ def cpu_model(root: Path = ROOT) -> str:
 
 
 def cache_nbytes(root: Path = ROOT) -> int:
-    """Bytes of the largest cache of core 0; 32 MiB where the system does not say."""
+    """Return the bytes of the largest cache of core 0; 32 MiB if the system does not say."""
     sizes = []
     for file in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         word = "".join(_words(file))
@@ -121,14 +124,14 @@ def cache_nbytes(root: Path = ROOT) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the rates depend on."""
-    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    """Return the versions of the software that the rates depend on."""
+    known = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
     for name in ("tutti", "torch", "numpy"):
         try:
-            found[name] = metadata.version(name)
+            known[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return known
 
 
 def now_utc() -> str:
@@ -136,7 +139,7 @@ def now_utc() -> str:
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """Folders of this process's control group of one controller and of its ancestors; "" is version 2."""
+    """Return the folders of this process's control group and its ancestors, for one controller; "" is version 2."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -148,7 +151,7 @@ def _groups(root: Path, controller: str) -> list[Path]:
             continue
         base = root / "sys/fs/cgroup" / controllers
         group = base / path.lstrip("/")
-        # In a container the path may be the host's, which is not mounted: then the mount itself is the group.
+        # In a container the path may be the host's, which is not mounted. The mount itself is then the group.
         folders += [group, *(parent for parent in group.parents if parent.is_relative_to(base))]
         folders.append(base)
     return list(dict.fromkeys(folders))
@@ -162,13 +165,13 @@ def _words(path: Path) -> list[str]:
 
 
 def cache_folder() -> Path:
-    """The user's cache folder: $XDG_CACHE_HOME, or else ~/.cache."""
+    """Return the user's cache folder: $XDG_CACHE_HOME, or else ~/.cache."""
     stated = os.environ.get("XDG_CACHE_HOME")
     return Path(stated) if stated else Path.home() / ".cache"
 
 
 def pin_loopback() -> None:
-    """Make ranks of one host meet over the loopback interface, whatever the network looks like."""
+    """Make ranks of one host connect over the loopback interface, whatever the network looks like."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is not None:

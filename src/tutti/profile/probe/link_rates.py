@@ -21,7 +21,12 @@ from tutti.profile.probe.probe_timing import Effort
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeGroup:
-    """The ranks that share a tier of links, as one of them sees them. `ranks` are their numbers in the world."""
+    """The ranks that share a tier of links, as one of them sees them.
+
+    Attributes:
+        ranks: their numbers in the world.
+        device: the device of this rank.
+    """
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -33,7 +38,7 @@ class ProbeGroup:
         return self.ranks.index(dist.get_rank())
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Element by element, the largest value of all ranks, which all of them then use."""
+        """Return the largest value of all ranks for each element, so that all ranks use the same values."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return [float(value) for value in tensor.tolist()]
@@ -42,11 +47,11 @@ class ProbeGroup:
 def measure(group: ProbeGroup, tier: LinkTier, effort: Effort, where: str) -> tuple[LinkSpec, ...]:
     """Measure a tier's links: fitted to all-reduces of all ranks first, then to messages between the first two.
 
-    Called by every rank of `group`. Ranks of one host exchange as runs do: through shared memory where they may.
+    Every rank of `group` must call this. Ranks of one host communicate as in runs: through shared memory if they can.
 
     Args:
         group: the ranks.
-        tier: of the links.
+        tier: tier of the links.
         effort: how much to measure.
         where: which hosts, as text.
     """
@@ -58,7 +63,9 @@ def measure(group: ProbeGroup, tier: LinkTier, effort: Effort, where: str) -> tu
 
 
 class ProbedTransfers:
-    """What is timed between the ranks of a group: through shared memory where they have it, or their process group."""
+    """The transfers to time between the ranks of a group: through shared memory if they have it, else their process
+    group.
+    """
 
     def __init__(self, group: ProbeGroup) -> None:
         self.group = group
@@ -68,7 +75,7 @@ class ProbedTransfers:
             self._sending, self._receiving = MessageSender(local_group, other), MessageReceiver(local_group, other)
 
     def all_reduce(self, numel: int) -> Callable[[], object]:
-        """Sum `numel` float32 values over all ranks, in place."""
+        """Return a call that sums `numel` float32 values over all ranks, in place."""
         local_group, group = self.local_group, self.group
         if local_group is not None:
             room, _ = local_group.new_segment(numel * ITEM_NBYTES)
@@ -77,7 +84,9 @@ class ProbedTransfers:
         return lambda: dist.all_reduce(tensor, group=group.group)
 
     def round_trip(self, numel: int) -> Callable[[], object]:
-        """Send `numel` float32 values from the first rank to the second and back; the others do nothing."""
+        """Return a call that sends `numel` float32 values from the first rank to the second and back; other ranks do
+        nothing.
+        """
         tensor = torch.zeros(numel, dtype=torch.float32, device=self.group.device)
         first, second = self.group.ranks[:2]
 
@@ -135,10 +144,10 @@ def _link(transfers: ProbedTransfers, tier: LinkTier, effort: Effort, transfer: 
 def _points(
     group: ProbeGroup, effort: Effort, transfer: Callable[[int], Callable[[], object]]
 ) -> tuple[tuple[LinkPoint, ...], float]:
-    """Times by size on the slowest rank, and seconds of a core that the largest size takes per rank.
+    """Return times by size on the slowest rank, and the core seconds that the largest size takes on each rank.
 
-    Sizes predicted to exceed the budget are left out, never the first two. Every rank takes the same decisions, because
-    they depend on agreed times.
+    Sizes predicted to exceed the budget are left out, but never the first two. Every rank makes the same decisions,
+    because they depend on agreed times.
     """
     points: list[LinkPoint] = []
     core_s = 0.0
@@ -155,10 +164,12 @@ def _points(
 
 
 def _samples(group: ProbeGroup, effort: Effort, call: Callable[[], object]) -> tuple[list[float], float]:
-    """Seconds of the call on the slowest rank, repeated for as long as they disagree, and seconds of a core in each:
-    the busiest rank's, with all its threads.
+    """Return the seconds of the call on the slowest rank, and its core seconds on the busiest rank, with all its
+    threads.
+
+    The call is repeated for as long as its times disagree.
     """
-    call()  # connections are made, memory is touched
+    call()  # warm-up: opens connections, touches memory
     estimate = max(min(group.largest([probe_timing.once(call, group.device) for _ in range(3)])), 1e-7)
     inner = max(1, min(50, int(probe_timing.SAMPLE_S / estimate)))
     sample = estimate * inner
@@ -166,10 +177,10 @@ def _samples(group: ProbeGroup, effort: Effort, call: Callable[[], object]) -> t
     rounds, busy, calls = probe_timing.Rounds(), time.process_time(), 0
     while not rounds.samples or probe_timing.again(rounds.samples, inner * sum(rounds.samples), effort.link_budget_s):
         stolen = StolenTime()
-        some = [probe_timing.once(lambda: _in_a_row(call, inner), group.device) / inner for _ in range(repeats)]
+        seconds = [probe_timing.once(lambda: _in_a_row(call, inner), group.device) / inner for _ in range(repeats)]
         calls += repeats * inner
-        *some, share = group.largest([*some, stolen.share()])
-        rounds.take(some, share)
+        *seconds, share = group.largest([*seconds, stolen.share()])
+        rounds.take(seconds, share)
     return rounds.samples, group.largest([(time.process_time() - busy) / calls])[0]
 
 
@@ -185,8 +196,10 @@ ITEM_NBYTES = 4
 class AlphaBeta:
     """The fit of a link.
 
-    Attributes: residual: root mean square of (fitted - measured) / measured. large_nbytes: the part of a vector beyond
-        this size goes at `large_bandwidth_bytes_per_s`; None where one line fits.
+    Attributes:
+        residual: root mean square of (fitted - measured) / measured.
+        large_nbytes: the part of a vector beyond this size goes at `large_bandwidth_bytes_per_s`; None if one line
+            fits.
     """
 
     latency_s: float
@@ -200,13 +213,18 @@ def fit_link(points: Sequence[LinkPoint], *, transfer: Transfer, ranks: int) -> 
     """Fit latency and bandwidth to two or more points.
 
     An all-reduce of n bytes among p ranks in a ring takes 2 (p - 1) alpha + 2 (p - 1) / p n / bandwidth (Thakur,
-    Rabenseifner and Gropp 2005, section 5.2); one message takes alpha + n / bandwidth. Least squares of the relative
-    error, so that a small message counts as much as a large one. Neither constant is negative; where times do not grow
-    with the size, the bandwidth is that of the fastest point.
+    Rabenseifner and Gropp 2005, section 5.2); one message takes alpha + n / bandwidth. The fit minimises the squared
+    relative error, so that a small message counts as much as a large one. Neither constant is negative. If times do not
+    grow with the size, the bandwidth is that of the fastest point.
+
+    Args:
+        points: times by size.
+        transfer: what was timed.
+        ranks: number of ranks that took part.
     """
     nbytes = np.array([point.nbytes for point in points], dtype=np.float64)
     times = np.array([point.time_s for point in points], dtype=np.float64)
-    assert len(set(nbytes)) > 1, "a line needs two sizes"
+    assert len(set(nbytes)) > 1, "fitting a line needs two sizes"
     start, slope = _line(nbytes, times)
     residual = float(np.sqrt(np.mean(((start + slope * nbytes) / times - 1.0) ** 2)))
     steps = 2 * (ranks - 1) if transfer == "all_reduce" else 1
@@ -216,13 +234,22 @@ def fit_link(points: Sequence[LinkPoint], *, transfer: Transfer, ranks: int) -> 
 
 
 BEND_FROM, BEND_BY = 2**20, 1.15
-"""Where a line may bend, and by how much it must: sums on CPUs slow down where their vectors outgrow caches (16 MiB
-took 30 to 40 % longer than a line through smaller sizes says), and nothing smaller is told from noise."""
+"""Smallest size at which a line may bend, and smallest factor by which it must steepen. Reductions on CPUs slow down
+when their vectors outgrow caches (16 MiB took 30 to 40 % longer than a line through smaller sizes predicts). Smaller
+bends cannot be distinguished from noise.
+"""
 
 
 def fit_bent(points: Sequence[LinkPoint], *, transfer: Transfer, ranks: int) -> AlphaBeta:
-    """As `fit_link`, but with a line that bends upwards at the best of the measured sizes, where one does, and without
-    points on which the largest size is much faster.
+    """Fit like `fit_link`, but let the line bend upwards at the best of the measured sizes.
+
+    If the largest size is far slower than the fit says, the line is drawn through the shortest time and the largest
+    size.
+
+    Args:
+        points: times by size.
+        transfer: what was timed.
+        ranks: number of ranks that took part.
     """
     nbytes = np.array([point.nbytes for point in points], dtype=np.float64)
     times = np.array([point.time_s for point in points], dtype=np.float64)
@@ -248,8 +275,9 @@ def fit_bent(points: Sequence[LinkPoint], *, transfer: Transfer, ranks: int) -> 
 
 
 def _through_ends(x: NDArray[np.float64], t: NDArray[np.float64], steps: int, part: float) -> AlphaBeta:
-    """The line from the shortest time to that of the largest size. A rate-limited connection lets short bursts pass at
-    once, so small vectors alone do not measure its rate.
+    """Return the line from the shortest time to that of the largest size.
+
+    A rate-limited connection lets short bursts pass at once, so small vectors alone do not measure its rate.
     """
     start, largest = float(np.min(t)), float(np.max(x))
     slope = (float(np.max(t[x == largest])) - start) / largest
@@ -258,29 +286,30 @@ def _through_ends(x: NDArray[np.float64], t: NDArray[np.float64], steps: int, pa
 
 
 def _bent(x: NDArray[np.float64], t: NDArray[np.float64], knee: float) -> tuple[float, float, float, float]:
-    """a, b, c that minimise the mean of ((a + b x + c max(0, x - knee)) / t - 1)^2, and the root of that mean."""
+    """Return a, b, c that minimise the mean of ((a + b x + c max(0, x - knee)) / t - 1)^2, and that mean's root."""
     scale = float(np.max(x))
     rows = np.stack([1.0 / t, x / scale / t, np.maximum(0.0, x - knee) / scale / t], axis=1)
     column = np.linalg.norm(rows, axis=0)
-    found, *_ = np.linalg.lstsq(rows / column, np.ones_like(t), rcond=None)
-    residual = float(np.sqrt(np.mean((rows / column @ found - 1.0) ** 2)))
-    start, slope, more = (found / column).tolist()
+    solution, *_ = np.linalg.lstsq(rows / column, np.ones_like(t), rcond=None)
+    residual = float(np.sqrt(np.mean((rows / column @ solution - 1.0) ** 2)))
+    start, slope, more = (solution / column).tolist()
     return start, slope / scale, more / scale, residual
 
 
 def unlengthened(points: Sequence[LinkPoint]) -> tuple[LinkPoint, ...]:
-    """The points without sizes that are slower than a larger one: something else lengthened these. An idle machine may
-    wake up late for each of many small messages, which a busy one does not.
+    """Return the points with the times of sizes that are slower than a larger size lowered to that size's time.
+
+    Other work lengthened these. An idle machine may wake up late for each of many small messages, unlike a busy one.
     """
-    found, least = [], np.inf
-    for point in sorted(points, key=lambda one: -one.nbytes):
+    lowered, least = [], np.inf
+    for point in sorted(points, key=lambda measured_point: -measured_point.nbytes):
         least = min(least, point.time_s)
-        found.append(replace(point, time_s=least))
-    return tuple(found[::-1])
+        lowered.append(replace(point, time_s=least))
+    return tuple(lowered[::-1])
 
 
 def _line(x: NDArray[np.float64], t: NDArray[np.float64]) -> tuple[float, float]:
-    """a, b >= 0 that minimise sum(((a + b x) / t - 1)^2)."""
+    """Return a, b >= 0 that minimise sum(((a + b x) / t - 1)^2)."""
     scale = float(np.max(x))  # columns of one magnitude keep the small intercept's digits
     rows = np.stack([1.0 / t, (x / scale) / t], axis=1)
     column = np.linalg.norm(rows, axis=0)

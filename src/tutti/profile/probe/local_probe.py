@@ -1,4 +1,4 @@
-"""A probe of this host by processes of its own, which are started, listened to, and always ended."""
+"""A probe of this host by processes of its own: they are started, listened to, and always ended."""
 
 import multiprocessing
 import tempfile
@@ -22,9 +22,16 @@ MOST_RANKS_BY_DEFAULT = 4
 def measure_here(
     effort: Effort, ranks: int | None, *, folder: Path, say: Callable[[str], None], timeout_s: float
 ) -> ClusterSpec:
-    """Measure this host with `ranks` processes; None for one per GPU, or else one per core, from 2 to 4.
+    """Measure this host with several processes.
 
     The processes are forked from a server that imported torch once, before any device is touched.
+
+    Args:
+        effort: how much to measure.
+        ranks: number of processes; None for one per GPU, or else one per core, from 2 to 4.
+        folder: on the disk whose read speed is measured.
+        say: receives what is being measured.
+        timeout_s: longest time for the whole probe.
 
     Raises:
         LaunchError: a process fails, or `timeout_s` passes.
@@ -53,7 +60,7 @@ def measure_here(
 
 
 def _answer(context: ForkServerContext, deadline: float) -> int:
-    """The number of GPUs, asked of a process that may touch them."""
+    """Return the number of GPUs, counted by a process that may touch them."""
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_count_gpus, args=(sender,), daemon=True)
     try:
@@ -83,7 +90,7 @@ def _start(processes: list[ForkServerProcess], senders: list[Connection]) -> Non
             "or ask for fewer with --nproc"
         ) from error
     finally:
-        for sender in senders:  # so that a dead rank reads as the end of its pipe
+        for sender in senders:  # so that the pipe of a dead rank ends
             sender.close()
 
 
@@ -111,7 +118,9 @@ def _listen(receivers: list[Connection], say: Callable[[str], None], deadline: f
             except EOFError:
                 rank = open_pipes.pop(receiver)
                 if rank == 0:
-                    raise LaunchError("rank 0 of the probe died without a word; is there memory enough?") from None
+                    raise LaunchError(
+                        "rank 0 of the probe died without an error; check that the host has enough memory"
+                    ) from None
                 continue
             if kind == "say":
                 say(value)

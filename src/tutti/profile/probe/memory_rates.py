@@ -16,7 +16,13 @@ from tutti.profile.probe.probe_timing import Effort
 
 
 def copy_nbytes(effort: Effort, cache_nbytes: int, memory_nbytes: int) -> int:
-    """Size of the copied buffer: several times the caches, but at most a sixteenth of the memory."""
+    """Return the size of the copied buffer: several times the caches, but at most a sixteenth of the memory.
+
+    Args:
+        effort: gives the smallest size.
+        cache_nbytes: size of the caches.
+        memory_nbytes: size of the memory.
+    """
     return max(2**20, min(max(effort.copy_nbytes, 4 * cache_nbytes), memory_nbytes // 16))
 
 
@@ -29,10 +35,16 @@ def measure(
     concurrent: int = 1,
     meet: probe_timing.Meet | None = None,
 ) -> tuple[MemoryRate, ...]:
-    """Bytes read plus bytes written per second, for each number of threads.
+    """Measure the bytes read plus bytes written per second, for each number of threads.
 
-    `meet` waits, before each sample, for ranks that copy at the same time in the same memory: two that did not wait for
-    each other saw 22 GB/s where both really got 15.
+    Args:
+        device: the device to measure.
+        effort: how much to measure.
+        threads: the numbers of threads to measure with.
+        memory_nbytes: memory of the device.
+        concurrent: number of processes of the host that copy at once.
+        meet: waits, before each sample, for ranks that copy at the same time in the same memory. Two ranks that did not
+            wait for each other saw 22 GB/s where both really got 15.
     """
     nbytes = copy_nbytes(effort, host_facts.cache_nbytes(), memory_nbytes // concurrent)
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
@@ -56,7 +68,7 @@ def measure(
 
 
 def kernel_overhead_s(device: torch.device) -> float:
-    """Seconds of adding two vectors of 16 numbers: almost only the call."""
+    """Return the seconds of adding two vectors of 16 numbers, almost all of them for the call itself."""
     small = torch.ones(16, device=device)
     return probe_timing.repeated(lambda: small + small, device, repeats=7, budget_s=0.1).quartile_s
 
@@ -71,7 +83,13 @@ BLOCK = 2**22
 def read_bytes_per_s(folder: Path, nbytes: int) -> float | None:
     """Write a file of `nbytes` random bytes, drop it from the page cache and read it once.
 
-    None where the folder cannot hold it (no space, read-only) or the system cannot drop it from the cache.
+    Args:
+        folder: where to write the file.
+        nbytes: size of the file.
+
+    Returns:
+        Bytes per second. None if the folder cannot hold the file (no space, read-only), or if the system cannot drop it
+        from the cache.
     """
     if not hasattr(os, "posix_fadvise"):
         return None

@@ -1,10 +1,11 @@
 """The clock of the probe: times of repeated calls, synchronised with the device before and after each, and its effort.
 
 A launch on a GPU returns before the work is done. Nothing else in the probe reads a clock around device work, so no
-launch is timed without waiting for its end. Other work on the machine only lengthens a call, so the lower quartile of
-the samples counts; not the smallest, which may be a burst that a rate-limited link let through. Where the median is
-much longer, more samples are taken. Samples during which a hypervisor gave a virtual machine's cores to others are set
-aside.
+launch is timed without waiting for its end.
+
+Other work on the machine only lengthens a call, so the lower quartile of the samples counts. The smallest one does not,
+because it may be a burst that a rate-limited link let through. More samples are taken if the median is much longer.
+Samples during which a hypervisor gave a virtual machine's cores to others are set aside.
 """
 
 import math
@@ -20,8 +21,10 @@ import torch
 from tutti.machine import StolenTime
 
 SAMPLE_S, SLICES_S = 1e-3, 12e-3
-"""Calls shorter than this are timed several in a row, so that the clock and the waiting do not show; and on cores that
-processes take in turns, those shorter than a few turns, for within one there seems to be a whole core."""
+"""Calls shorter than this are timed several in a row, so that the clock and the waiting do not matter. If processes
+take turns on cores, calls shorter than a few turns are too, because within one turn a process seems to have a whole
+core.
+"""
 
 _LEAST_S = ContextVar("_LEAST_S", default=SAMPLE_S)
 
@@ -29,10 +32,12 @@ CHEAP_S, MOST_SAMPLES = 0.05, 50
 """Short calls get more samples than asked for, as many as fit this time: a disturbance then moves the quartile less."""
 
 MOST_STOLEN, MOST_ROUNDS = 0.05, 4
-"""Samples of which a hypervisor took a larger part for other machines are taken again, so many times."""
+"""Samples are taken again if a hypervisor gave more than this fraction of their time to other machines, at most this
+many times.
+"""
 
 STEADY = 1.25
-"""Samples agree whose median is within this factor of their lower quartile."""
+"""Samples agree if their median is within this factor of their lower quartile."""
 
 
 Meet = Callable[[], None]
@@ -48,8 +53,10 @@ class Timing:
 
     Attributes:
         quartile_s: the lower quartile of the samples.
-        spread: (max - min) / median over the repeats.
-        granted: fraction of the time for which the calling thread had a core; 1 on other devices.
+        median_s: the median of the samples.
+        spread: (max - min) / median over the samples.
+        repeats: number of samples.
+        granted: fraction of the time for which the calling thread had a core; 1 on other devices than CPUs.
     """
 
     quartile_s: float
@@ -60,14 +67,19 @@ class Timing:
 
 
 class Rounds:
-    """Samples, taken several at a time. Disturbed ones count only once patience is used up."""
+    """Samples, taken several at a time. Rounds of disturbed samples are discarded, up to `MOST_ROUNDS` times."""
 
     def __init__(self) -> None:
         self.samples: list[float] = []
         self._set_aside = 0
 
     def take(self, samples: list[float], stolen: float) -> None:
-        """Add samples; `stolen` is the fraction of core time that was stolen meanwhile."""
+        """Add samples.
+
+        Args:
+            samples: seconds of each.
+            stolen: fraction of core time that a hypervisor took meanwhile.
+        """
         if stolen > MOST_STOLEN and self._set_aside < MOST_ROUNDS:
             self._set_aside += 1
         else:
@@ -81,7 +93,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def once(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, from an idle device to an idle device."""
+    """Return the seconds of one call, from an idle device to an idle device."""
     synchronize(device)
     start = time.perf_counter()
     call()
@@ -90,12 +102,18 @@ def once(call: Callable[[], object], device: torch.device) -> float:
 
 
 def repeated(call: Callable[[], object], device: torch.device, *, repeats: int, budget_s: float) -> Timing:
-    """Time `repeats` samples after a warm-up.
+    """Time samples of a call after a warm-up.
 
-    There are fewer where they would take longer than `budget_s`, more where they are cheap, and as many again, within
-    twice the budget, for as long as they disagree.
+    There are fewer samples if they would take longer than the budget, and more if they are cheap. As many again are
+    taken, within twice the budget, while they disagree.
+
+    Args:
+        call: what is timed.
+        device: the device to wait for.
+        repeats: number of samples.
+        budget_s: bound on the seconds of a round of samples.
     """
-    once(call, device)  # first touch of memory, choice of an algorithm
+    once(call, device)  # warm-up: touches memory, chooses an algorithm
     first, inner = _in_a_row(call, device)
     sample = max(first * inner, 1e-9)
     count = max(1, min(repeats, int(budget_s / sample)), cheap_samples(sample))
@@ -110,8 +128,14 @@ def repeated(call: Callable[[], object], device: torch.device, *, repeats: int, 
 
 
 def in_step(call: Callable[[], object], device: torch.device, meet: Meet) -> Timing:
-    """Samples that several ranks start together, as many on each. A rank that continued alone would no longer be
-    measured beside the others.
+    """Time samples that several ranks start together, as many on each.
+
+    A rank that continued alone would no longer be measured beside the others.
+
+    Args:
+        call: what is timed.
+        device: the device to wait for.
+        meet: waits for the other ranks before each sample.
     """
     _, inner = _in_a_row(call, device) if _LEAST_S.get() > SAMPLE_S else (once(call, device), 1)
     samples = []
@@ -123,7 +147,7 @@ def in_step(call: Callable[[], object], device: torch.device, meet: Meet) -> Tim
 
 @contextmanager
 def in_turns(turns: bool) -> Iterator[None]:
-    """Where processes share cores by turns, samples inside last several turns."""
+    """While open, if processes take turns on cores, samples last several turns."""
     before = _LEAST_S.set(SLICES_S if turns else SAMPLE_S)
     try:
         yield
@@ -132,18 +156,18 @@ def in_turns(turns: bool) -> Iterator[None]:
 
 
 def _in_a_row(call: Callable[[], object], device: torch.device) -> tuple[float, int]:
-    """Seconds of a call, and the number of calls per sample."""
+    """Return the seconds of a call, and the number of calls per sample."""
     first, least = min(once(call, device) for _ in range(2)), _LEAST_S.get()
     return first, max(1, math.ceil(least / max(first, 1e-9))) if first < least else 1
 
 
 def again(samples: list[float], spent_s: float, budget_s: float) -> bool:
-    """Whether more samples are worth their time: these disagree, and neither time nor patience is used up."""
+    """Return whether more samples are worth their time: these disagree, and neither time nor samples are used up."""
     return not steady(samples) and spent_s < budget_s and len(samples) < MOST_SAMPLES
 
 
 def quartile(samples: list[float]) -> float:
-    """The lower quartile; the smallest of four or fewer."""
+    """Return the lower quartile; the smallest of four samples or fewer."""
     return sorted(samples)[(len(samples) - 1) // 4]
 
 
@@ -152,12 +176,12 @@ def steady(samples: list[float]) -> bool:
 
 
 def cheap_samples(sample_s: float) -> int:
-    """Number of samples of this length that cost next to nothing."""
+    """Return the number of samples of this length that cost next to nothing."""
     return min(MOST_SAMPLES, int(CHEAP_S / sample_s))
 
 
 def summary(samples: list[float], granted: float = 1.0) -> Timing:
-    """The timing of samples in seconds."""
+    """Return the timing of samples in seconds."""
     median = statistics.median(samples)
     return Timing(
         quartile_s=quartile(samples),
@@ -181,27 +205,33 @@ class Effort:
     """How much a probe measures: sizes, repeats and bounds on time.
 
     Attributes:
-        gemm_budget_s: bound on the repeats of one matrix product; a size predicted to take longer is skipped.
-        link_budget_s: the same for one message size.
+        gemm_sizes, cuda_gemm_sizes: sides of square matrix products on CPUs and on GPUs.
         concurrent_sizes: sizes measured again while all ranks of a host compute.
+        threads: "ends": one and all cores; "powers": powers of two between them too.
+        repeats: number of samples of each measurement.
+        gemm_budget_s: bound on the repeats of one matrix product; a size predicted to take longer is skipped.
+        link_nbytes, link_repeats: message sizes, and number of samples of each.
+        link_budget_s: bound on the repeats of one message size.
+        copy_nbytes: smallest size of the copied buffer; larger if the caches are larger.
+        disk_nbytes: size of the file that is read.
         weight_size: side of the square weights that products of few rows stream, larger than a core's caches.
-        weight_caches: how many times the caches' size these weights have together.
-        kinds: number of timings of convolutions and attention; linear layers twice as many.
+        weight_caches: how many times the caches' size all these weights have together.
+        kinds: number of timings of convolutions and attention; linear layers get twice as many.
         codes_numel: sizes of gradients that are encoded.
-        codes_budget_s: bound on all of that, after compilation.
+        codes_budget_s: bound on all timings of codecs, after compilation.
     """
 
     gemm_sizes: tuple[int, ...]
     cuda_gemm_sizes: tuple[int, ...]
     concurrent_sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
-    threads: str  # "ends": one and all cores; "powers": powers of two between them too
+    threads: str
     repeats: int
     gemm_budget_s: float
     link_nbytes: tuple[int, ...]
     link_repeats: int
     link_budget_s: float
-    copy_nbytes: int  # at least; more where the caches are larger
+    copy_nbytes: int
     disk_nbytes: int
     weight_size: int = 0
     weight_caches: float = 0.0
@@ -229,8 +259,8 @@ QUICK = Effort(
     codes_numel=(2**20,),
     codes_budget_s=1.5,
 )
-"""About 33 seconds on 2 cores for 2 ranks of one host (32.6 and 33.1, timed by hand), 15 to 20 for 2 hosts of one core
-each; about 10 more the first time, to compile the compression kernels.
+"""About 33 seconds on 2 cores for 2 ranks of one host (32.6 and 33.1, timed by hand), and 15 to 20 for 2 hosts of one
+core each. The first time takes about 10 more, to compile the compression kernels.
 """
 
 FULL = Effort(
@@ -252,4 +282,4 @@ FULL = Effort(
     codes_numel=(2**14, 2**18, 2**22),
     codes_budget_s=6.0,
 )
-"""At most 90 seconds on 2 cores, and as many more the first time."""
+"""At most 90 seconds on 2 cores, and about 10 more the first time."""

@@ -43,28 +43,28 @@ def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Sa
     """Measure the machines of all ranks of the default process group; every rank returns the same spec.
 
     Args:
-        device: the one this rank computes on.
+        device: the device that this rank computes on.
         effort: how much to measure.
-        folder: on the disk whose reading is measured, on each host.
-        say: is told what is being measured.
+        folder: on the disk whose read speed is measured, on each host.
+        say: receives what is being measured.
     """
     control = dist.new_group(backend="gloo")
     deprioritise_gloo_threads()
     facts = _gather(control, _facts(device))
     hosts = by_host(facts)
-    mine = hosts[facts[dist.get_rank()].host.name]
+    neighbours = hosts[facts[dist.get_rank()].host.name]
     exclusive, facts = _measure_exclusive(control, facts, device, effort, say)
-    say("the same with all ranks computing")
-    natively = _natively(effort, [facts[one] for one in mine])
+    say("rates while all ranks compute")
+    natively = _natively(effort, [facts[rank] for rank in neighbours])
     meet = _rendezvous_of(list(hosts.values()))
-    shared = _gather(control, _shared(facts[dist.get_rank()], len(mine), device, effort, natively, meet))
+    shared = _gather(control, _shared(facts[dist.get_rank()], len(neighbours), device, effort, natively, meet))
     say("links between ranks")
-    share = max(1, facts[dist.get_rank()].host.cores // len(mine))
-    with compute_rates.on_threads(share):  # as ranks train: on all cores each, they would wait for one another
-        node = _gather(control, _node_links(hosts, mine, device, effort))
+    share = max(1, facts[dist.get_rank()].host.cores // len(neighbours))
+    with compute_rates.on_threads(share):  # as in training; if each used all cores, they would wait for each other
+        node = _gather(control, _node_links(hosts, neighbours, device, effort))
         network = _gather(control, _network_links(hosts, device, effort))
     say("the disk")
-    first = dist.get_rank() == mine[0]
+    first = dist.get_rank() == neighbours[0]
     read = _gather(control, memory_rates.read_bytes_per_s(folder, effort.disk_nbytes) if first else None)
     return assemble(
         Findings(
@@ -80,7 +80,7 @@ def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Sa
 
 
 def _gather(group: dist.ProcessGroup, value: T) -> list[T]:
-    """`value` of every rank, in order of rank; waits for all of them without computing."""
+    """Return `value` of every rank, in order of rank; waits for all of them without computing."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
@@ -113,25 +113,25 @@ def _facts(device: torch.device) -> RankFacts:
 def _measure_exclusive(
     control: dist.ProcessGroup, facts: list[RankFacts], device: torch.device, effort: Effort, say: Say
 ) -> tuple[dict[str, DeviceRates], list[RankFacts]]:
-    """Rates of each kind of device, measured by one rank of each host while all others wait.
+    """Measure each kind of device on one rank of each host while all other ranks wait.
 
     Returns:
-        The rates, and the facts, in which devices of one name but another speed have got names of their own.
+        The rates, and the facts, in which devices of one name but different speeds have names of their own.
     """
     rates: dict[str, DeviceRates] = {}
     for name, rank in first_of_each_device(facts).items():
         say(f"{name}, on rank {rank}")
-        mine, together = None, at_once(facts, rank)
-        alike = [one for one in together if facts[one].device == name]
-        # GPUs of several hosts share nothing that one could see only in step with the others.
+        own_rates, together = None, at_once(facts, rank)
+        alike = [other for other in together if facts[other].device == name]
+        # GPUs of several hosts share nothing, so they need not measure in step.
         meet = _rendezvous_of([alike] if facts[rank].kind == "cpu" else [])
         if dist.get_rank() in together:
             with probe_timing.in_turns(crowded(facts, together)):
-                natively = _natively(effort, [facts[one] for one in alike])
-                mine = _device_rates(facts[dist.get_rank()], device, effort, natively, say, meet)
-        found = _gather(control, mine)
-        measured = {facts[one].host.name: one_found for one in alike if (one_found := found[one])}
-        # Hosts that take turns on cores differ by whose turn it was.
+                natively = _natively(effort, [facts[other] for other in alike])
+                own_rates = _device_rates(facts[dist.get_rank()], device, effort, natively, say, meet)
+        all_rates = _gather(control, own_rates)
+        measured = {facts[other].host.name: other_rates for other in alike if (other_rates := all_rates[other])}
+        # Speeds of hosts that take turns on cores depend on whose turn it was.
         groups = [measured] if crowded(facts, together) else in_kinds(measured)
         rates |= {slower(name, place): slowest(group) for place, group in enumerate(groups)}
         facts = renamed(facts, name, groups)
@@ -139,18 +139,18 @@ def _measure_exclusive(
 
 
 def _rendezvous_of(parties: list[list[int]]) -> Meet | None:
-    """How this rank waits for the others of its group, if it is in one. Called by all ranks."""
-    found = None
+    """Return a function that waits for the other ranks of this rank's group, or None; every rank must call this."""
+    rendezvous = None
     for ranks in parties:
         if len(ranks) > 1:
             group = dist.new_group(ranks, backend="gloo")
             if dist.get_rank() in ranks:
-                found = partial(dist.barrier, group)
-    return found
+                rendezvous = partial(dist.barrier, group)
+    return rendezvous
 
 
 def _natively(effort: Effort, facts: list[RankFacts]) -> tuple[str, ...]:
-    """The dtypes that none of these ranks emulates: in step, all measure the same."""
+    """Return the dtypes that none of these ranks emulates, because ranks that measure in step measure the same."""
     return tuple(name for name in effort.dtypes if not any(name in fact.emulated for fact in facts))
 
 
@@ -160,7 +160,7 @@ def _device_rates(
     cpu = device.type == "cpu"
     threads = compute_rates.thread_counts(fact.host.cores, effort.threads) if cpu else (1,)
     sizes = effort.gemm_sizes if cpu else effort.cuda_gemm_sizes
-    found = compute_rates.measure_gemm_rates(
+    products = compute_rates.measure_gemm_rates(
         device, effort, threads=threads, sizes=sizes, dtypes=effort.dtypes, say=say
     )
     say("memory bandwidth")
@@ -168,21 +168,21 @@ def _device_rates(
     say("products of few rows")
     passed = compute_rates.measure_weight_rates(device, effort, threads=threads, dtypes=natively, meet=meet)
     say("convolutions and attention")
-    found_kinds = compute_rates.measure_operator_rates(device, effort)
+    relative_rates = compute_rates.measure_operator_rates(device, effort)
     say("operators on vectors")
-    found_vectors = compute_rates.measure_vector_rates(device, effort)
-    say("gradients in fewer bytes")
+    vector_rates = compute_rates.measure_vector_rates(device, effort)
+    say("gradient codecs")
     coded = codec_rates.measure(device, effort)
     return DeviceRates(
-        gemm=compute_rates.again(found.rates, device, effort),
+        gemm=compute_rates.again(products.rates, device, effort),
         memory=copied,
         kernel_overhead_s=memory_rates.kernel_overhead_s(device),
-        notes=found.notes,
+        notes=products.notes,
         weights=passed,
-        efficiency=found_kinds.efficiency,
-        convolutions=found_kinds.convolutions,
-        images=found_kinds.images,
-        vectors=found_vectors,
+        efficiency=relative_rates.efficiency,
+        convolutions=relative_rates.convolutions,
+        images=relative_rates.images,
+        vectors=vector_rates,
         codes=coded,
     )
 
@@ -190,12 +190,12 @@ def _device_rates(
 def _shared(
     fact: RankFacts, ranks: int, device: torch.device, effort: Effort, natively: tuple[str, ...], meet: Meet | None
 ) -> SharedRates:
-    """Rates on an equal share of the cores while all ranks of the host do the same; GPUs share nothing."""
+    """Measure rates on an equal share of the cores while all ranks of the host do the same; GPUs share nothing."""
     if ranks == 1 or device.type != "cpu":
         return SharedRates()
     threads = (max(1, fact.host.cores // ranks),)
     brief = replace(effort, gemm_budget_s=effort.gemm_budget_s * max(1.0, ranks / fact.host.cores))
-    found = compute_rates.measure_gemm_rates(
+    products = compute_rates.measure_gemm_rates(
         device, brief, threads=threads, sizes=effort.concurrent_sizes, dtypes=effort.dtypes, concurrent=ranks
     )
     nbytes = fact.host.memory_nbytes
@@ -203,25 +203,25 @@ def _shared(
     passed = compute_rates.measure_weight_rates(
         device, brief, threads=threads, dtypes=natively, concurrent=ranks, meet=meet
     )
-    return SharedRates(gemm=found.rates, memory=copied, weights=passed)
+    return SharedRates(gemm=products.rates, memory=copied, weights=passed)
 
 
 def _node_links(
     hosts: dict[str, list[int]], mine: list[int], device: torch.device, effort: Effort
 ) -> tuple[LinkSpec, ...]:
-    """Links among the ranks of this rank's host. All ranks open groups in the same order, as torch requires."""
-    found: tuple[LinkSpec, ...] = ()
+    """Measure links among the ranks of this rank's host. All ranks open groups in the same order, as torch requires."""
+    links: tuple[LinkSpec, ...] = ()
     for name, ranks in hosts.items():
         if len(ranks) < 2:
             continue
         group = _probe_group(ranks, device)
         if ranks == mine:
-            found = link_rates.measure(group, "node", effort, f"of host {name}")
-    return found
+            links = link_rates.measure(group, "node", effort, f"of host {name}")
+    return links
 
 
 def _network_links(hosts: dict[str, list[int]], device: torch.device, effort: Effort) -> tuple[LinkSpec, ...]:
-    """Links among hosts, measured by the first rank of each while the others wait."""
+    """Measure links among hosts on the first rank of each, while the other ranks wait."""
     firsts = [ranks[0] for ranks in hosts.values()]
     if len(firsts) < 2:
         return ()
