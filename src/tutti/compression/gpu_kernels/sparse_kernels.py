@@ -89,7 +89,7 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
     tl.store(above + slot, at.to(tl.int32), mask=(over > 0) & (slot < room))
 
 
-@kernel(anywhere=("indices", "found"))
+@kernel(anywhere=("indices", "picked"))
 def _take_kernel(  # type: ignore[no-untyped-def]
     where, residual, momentum, indices, picked, count, corrected: tl.constexpr, tile: tl.constexpr
 ):
@@ -105,7 +105,7 @@ def _take_kernel(  # type: ignore[no-untyped-def]
         tl.store(momentum + place, tl.zeros_like(x), mask=inside)
 
 
-@kernel(anywhere=("indices", "found"))
+@kernel(anywhere=("indices", "picked"))
 def _decode_pairs_kernel(indices, picked, into, count, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     """into[index] += value; an index that occurs twice is added twice."""
     number, inside = flat_positions(count, tile)
