@@ -18,7 +18,7 @@ from tutti.cost_model.gradient_sync_cost import fused, summed
 from tutti.cost_model.overlap import BucketCost, CommCost, exchange
 from tutti.cost_model.sharding_cost import _hidden
 from tutti.cost_model.step_time import worked_out
-from tutti.cost_model.step_timeline import Setting, actions_of, line_work, passes_of
+from tutti.cost_model.step_timeline import Setting, actions_of, passes_of, replica_work
 from tutti.errors import PlanError
 
 
@@ -87,7 +87,7 @@ def with_links_of_their_own(model: ModelSpec, cluster: ClusterSpec, plan: Plan) 
     """Exposed communication of one microbatch whose buckets share no link with what passes exchange."""
     step = worked_out(model, cluster, plan)
     wires = step.setting.wires
-    (one,) = passes_of(step.setting, step.lines[0]).values()
+    (one,) = passes_of(step.setting, step.replicas[0]).values()
     sums = summed(wires.columns, wires.division, wires.network, plan, np.ones(len(model.modules), dtype=np.bool_))
     pairs = fused(sums)
     uncontended = exchange(
@@ -126,9 +126,9 @@ def messages(mesh: Any, per_host: int, model: ModelSpec = LANGUAGE) -> tuple[Set
     """A step's setting, seconds of its messages (boundaries, microbatches), and those of its links in forward."""
     plan = meshed(32, 4, mesh, pipeline=PipelinePlan(schedule="1f1b"))
     step = worked_out(model, machines(16, per_host), plan)
-    known = passes_of(step.setting, step.lines[0])
+    known = passes_of(step.setting, step.replicas[0])
     (one,) = known.values()
-    return step.setting, actions_of(step.setting, step.lines[0], known).messages.arrive_s, one.waits.forward_link_s
+    return step.setting, actions_of(step.setting, step.replicas[0], known).messages.arrive_s, one.waits.forward_link_s
 
 
 def test_a_message_between_stages_meets_what_its_sender_exchanges() -> None:
@@ -150,7 +150,7 @@ def test_the_sums_of_a_stage_meet_its_last_message() -> None:
     plan = meshed(32, 4, {"stage": 2, "replicate": 4}, pipeline=PipelinePlan(schedule="1f1b"))
     for per_host, shared in ((2, True), (4, False)):  # replicas over two hosts, or within one
         step = worked_out(LANGUAGE, machines(16, per_host), plan)
-        first, second = (work.taken.after for work in line_work(step.setting, step.lines[0]))
+        first, second = (work.taken.after for work in replica_work(step.setting, step.replicas[0]))
         assert first.sum() == 0
         assert second[0] == 0 < second[1]
         assert (step.setting.wires.network.group("replicate").tier == "network") == shared

@@ -17,7 +17,7 @@ from tutti.config.prediction import Prediction
 from tutti.config.vocabulary import Precision
 from tutti.cost_model import predict
 from tutti.cost_model.step_time import loss_s, overhead_s, slowest_of, wait_s, worked_out
-from tutti.cost_model.step_timeline import line_work
+from tutti.cost_model.step_timeline import replica_work
 from tutti.errors import PlanError
 from tutti.planner.scenarios import with_bandwidth, with_memory, with_speed
 from tutti.profile.architectures import ARCHITECTURES, architecture
@@ -228,8 +228,8 @@ def test_a_step_is_as_long_as_that_of_the_rank_which_ends_last(
 def ends_of(model: ModelSpec, machines: ClusterSpec, plan: Plan) -> list[float]:
     """When the different ranks of a plan end a step, each with its own exchanges."""
     step, found = worked_out(model, machines, plan), []
-    for line in step.lines:
-        for work in line_work(step.setting, line):
+    for replica in step.replicas:
+        for work in replica_work(step.setting, replica):
             exposed_s = slowest_of(step.setting, [work]).sync.exchange.exposed_s
             waits_s = exposed_s + wait_s(step.setting, work, exposed_s) + loss_s(step.setting)
             found.append(work.total_s + waits_s + overhead_s(step.setting, work))
@@ -245,7 +245,7 @@ def test_a_rank_that_computes_less_may_end_last_because_it_hides_less() -> None:
                            links=(link("network", 1e-6, 4e8),))  # fmt: skip
     plan = Plan(batch=BatchPlan(global_batch_size=128), mesh={"replicate": 2}, sync=SyncPlan(bucket_nbytes=2**20))
     step = worked_out(mlp(512, 4), machines, plan)
-    first, second = (line_work(step.setting, line)[0].total_s for line in step.lines)
+    first, second = (replica_work(step.setting, replica)[0].total_s for replica in step.replicas)
     ends = ends_of(mlp(512, 4), machines, plan)
     assert first > second
     assert ends[0] < ends[1]

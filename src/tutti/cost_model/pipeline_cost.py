@@ -1,4 +1,4 @@
-"""A pipeline's time line: the schedule's actions one by one, with the times of unequal stages.
+"""A simulated pipeline: the schedule's actions one by one, with the times of unequal stages.
 
 An action begins when its rank is free and its input has arrived. A message leaves once it exists and the message before
 it on the same link has left; it then takes its own time. Only very long runs are approximated: a schedule becomes
@@ -405,7 +405,7 @@ class _Game:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class PipelineReplica:
     """A pipeline replica, or several with the same samples.
 
     Attributes:
@@ -422,12 +422,12 @@ class Line:
         return [count for count, times in self.samples for _ in range(times)]
 
 
-def lines_of(plan: Plan, host_groups: tuple[HostGroup, ...], samples: int) -> list[Line]:
+def replicas_of(plan: Plan, host_groups: tuple[HostGroup, ...], samples: int) -> list[PipelineReplica]:
     """The different pipeline replicas of a plan; equal shares count as the largest of them."""
-    return list({id(line): line for line in lines_by_share(plan, host_groups, samples)}.values())
+    return list({id(replica): replica for replica in replicas_by_share(plan, host_groups, samples)}.values())
 
 
-def lines_by_share(plan: Plan, host_groups: tuple[HostGroup, ...], samples: int) -> list[Line]:
+def replicas_by_share(plan: Plan, host_groups: tuple[HostGroup, ...], samples: int) -> list[PipelineReplica]:
     """The pipeline replica of each data-parallel rank; equal ones are the same object."""
     degree, stages = plan.data_parallel_degree, plan.degree("stage")
     count = plan.batch.num_microbatches
@@ -438,15 +438,15 @@ def lines_by_share(plan: Plan, host_groups: tuple[HostGroup, ...], samples: int)
         counts = [tuple((-(-size // degree), times) for size, times in whole)] * degree
     alike = len(host_groups) == 1 and not plan.split_weights
     if alike and not plan.shares:
-        return [Line(samples=counts[0], host_groups=((0,),) * stages)] * degree
+        return [PipelineReplica(samples=counts[0], host_groups=((0,),) * stages)] * degree
     if alike:
-        uncontended = {one: Line(samples=one, host_groups=((0,),) * stages) for one in dict.fromkeys(counts)}
+        uncontended = {one: PipelineReplica(samples=one, host_groups=((0,),) * stages) for one in dict.fromkeys(counts)}
         return [uncontended[one] for one in counts]
     where = by_share_and_stage(plan, kinds_of_ranks(plan, host_groups))
     rows, index = np.unique(where.reshape(degree, -1), axis=0, return_inverse=True)
     kinds = [tuple(tuple(sorted(set(place))) for place in row.reshape(stages, -1).tolist()) for row in rows]
     pairs = list(zip(counts, index.reshape(-1).tolist(), strict=True))
-    found = {pair: Line(samples=pair[0], host_groups=kinds[pair[1]]) for pair in dict.fromkeys(pairs)}
+    found = {pair: PipelineReplica(samples=pair[0], host_groups=kinds[pair[1]]) for pair in dict.fromkeys(pairs)}
     return [found[pair] for pair in pairs]
 
 

@@ -10,15 +10,15 @@ from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Activity, Bar, Omission, Prediction, Timeline, Track
-from tutti.cost_model.pipeline_cost import ActionOrder, Line, Played, by_share_and_stage, lines_by_share
+from tutti.cost_model.pipeline_cost import ActionOrder, PipelineReplica, Played, by_share_and_stage, replicas_by_share
 from tutti.cost_model.step_time import Held, Slowest, Step, loss_s, memories, predict, slowest_of, wait_s, worked_out
 from tutti.cost_model.step_timeline import (
     RankWork,
     Setting,
     actions_of,
     added_s,
-    line_work,
     passes_of,
+    replica_work,
     ties_s,
 )
 from tutti.cost_model.worker_speed import Array
@@ -42,16 +42,16 @@ def timeline(model: ModelSpec, cluster: ClusterSpec, plan: Plan, *, most_tracks:
     """
     prediction = predict(model, cluster, plan)
     step = worked_out(model, cluster, plan)
-    works = [work for line in step.lines for work in line_work(step.setting, line)]
+    works = [work for replica in step.replicas for work in replica_work(step.setting, replica)]
     slowest = slowest_of(step.setting, works)
     drawing = _Drawing(
         step=step,
         slowest=slowest,
         prediction=prediction,
-        held=memories(step.setting, step.lines, slowest.syncs),
+        held=memories(step.setting, step.replicas, slowest.syncs),
         ranks=_ranks(step, plan),
     )
-    found = [(work, passes) for line in step.lines for work, passes in drawing.line(line)]
+    found = [(work, passes) for replica in step.replicas for work, passes in drawing.replica(replica)]
     found.sort(key=lambda one: one[0].stage)
     # of many, some evenly spread, the first and the last among them
     places = sorted({round(at * (len(found) - 1) / max(1, most_tracks - 1)) for at in range(most_tracks)})
@@ -67,16 +67,16 @@ def timeline(model: ModelSpec, cluster: ClusterSpec, plan: Plan, *, most_tracks:
     )
 
 
-def _ranks(step: Step, plan: Plan) -> dict[tuple[Line, int], list[int]]:
-    """Ranks of each line, by place on the stage axis."""
-    lines = lines_by_share(plan, step.setting.wires.network.host_groups, step.samples)
+def _ranks(step: Step, plan: Plan) -> dict[tuple[PipelineReplica, int], list[int]]:
+    """Ranks of each replica, by place on the stage axis."""
+    replicas = replicas_by_share(plan, step.setting.wires.network.host_groups, step.samples)
     where = by_share_and_stage(plan, np.arange(plan.world_size, dtype=np.intp))
     found: dict[tuple[int, int], list[int]] = {}
-    for share, line in enumerate(lines):
+    for share, replica in enumerate(replicas):
         for stage in range(where.shape[1]):
-            found.setdefault((id(line), stage), []).extend(where[share, stage].tolist())
-    known = {id(line): line for line in lines}
-    return {(known[line], stage): sorted(ranks) for (line, stage), ranks in found.items()}
+            found.setdefault((id(replica), stage), []).extend(where[share, stage].tolist())
+    known = {id(replica): replica for replica in replicas}
+    return {(known[replica], stage): sorted(ranks) for (replica, stage), ranks in found.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,23 +109,23 @@ class _Drawing:
     slowest: Slowest
     prediction: Prediction
     held: dict[tuple[int, tuple[int, int], int], Held]
-    ranks: dict[tuple[Line, int], list[int]]
+    ranks: dict[tuple[PipelineReplica, int], list[int]]
 
     @property
     def setting(self) -> Setting:
         return self.step.setting
 
-    def line(self, line: Line) -> Iterator[tuple[RankWork, _Passes]]:
+    def replica(self, replica: PipelineReplica) -> Iterator[tuple[RankWork, _Passes]]:
         """Each place on the stage axis with its passes."""
-        works = line_work(self.setting, line)
-        found = _staged(self.setting, line) if len(works) > 1 else [_single_stage(self.setting, works[0])]
+        works = replica_work(self.setting, replica)
+        found = _staged(self.setting, replica) if len(works) > 1 else [_single_stage(self.setting, works[0])]
         for work, passes in zip(works, found, strict=True):
             exposed_s = self.slowest.syncs[work.stage].exchange.exposed_s
             data_s = wait_s(self.setting, work, exposed_s)
             yield work, passes.after(data_s) if data_s > 0 else passes
 
     def track(self, work: RankWork, passes: _Passes, left: Omission | None) -> Track:
-        """The track of a line's place: its passes, the end of its step, and what it holds."""
+        """The track of a replica's place: its passes, the end of its step, and what it holds."""
         sync, bars = self.slowest.syncs[work.stage].exchange, list(passes.bars)
         end_s, ties = self.prediction.step_time_s.value, self._ties_s()
         now = passes_end = bars[-1].end_s if bars else 0.0
@@ -143,9 +143,10 @@ class _Drawing:
         hidden = (
             [Bar(doing="hidden", start_s=max(0.0, passes_end - hidden_s), end_s=passes_end)] if hidden_s > 0 else []
         )
-        own = self.ranks[work.line, work.stage]
+        own = self.ranks[work.replica, work.stage]
         fullest = [
-            self.held[work.stage, work.line.samples[-1], host_group] for host_group in work.line.host_groups[work.stage]
+            self.held[work.stage, work.replica.samples[-1], host_group]
+            for host_group in work.replica.host_groups[work.stage]
         ]
         memory, host_group, when = min(fullest, key=lambda one: one[1].memory_nbytes - one[0].total)
         return Track(
@@ -191,7 +192,7 @@ class _Drawing:
 
 def _single_stage(setting: Setting, work: RankWork) -> _Passes:
     """The passes of a rank without stages, one microbatch after another."""
-    known, counts = passes_of(setting, work.line), work.line.microbatches
+    known, counts = passes_of(setting, work.replica), work.replica.microbatches
     added = added_s(setting, work.host_group, setting.own(0))
     lasts = {count: known[work.host_group, count].total_s for count in dict.fromkeys(counts)}
     ends = MOST_DRAWN // 2 if len(counts) > MOST_DRAWN else len(counts)
@@ -239,12 +240,12 @@ def _pass(bars: Parts, now: float, doing: Activity, by_module: tuple[Array, Arra
     return _add(bars, now, "communication", wait_s, what)
 
 
-def _staged(setting: Setting, line: Line) -> list[_Passes]:
+def _staged(setting: Setting, replica: PipelineReplica) -> list[_Passes]:
     """The actions of each place on the stage axis. Of long runs the first and the last microbatches are played, and
     what comes after half of that time is moved to where it ends with the step."""
-    plan, known = setting.plan, passes_of(setting, line)
+    plan, known = setting.plan, passes_of(setting, replica)
     ranks = plan.degree("stage")
-    whole = actions_of(setting, line, known)
+    whole = actions_of(setting, replica, known)
     (ended, _), count = whole.ends(plan), whole.seconds.shape[2]
     drawn = min(count, max(2 * ranks, MOST_DRAWN))
     picked = np.r_[0 : drawn // 2, count - (drawn - drawn // 2) : count]

@@ -20,11 +20,11 @@ from tutti.cost_model.memory_cost import held_by_stage, kept, rank_memory
 from tutti.cost_model.microbatch_cost import Wires
 from tutti.cost_model.module_costs import model_table
 from tutti.cost_model.overlap import BucketCost, CommCost
-from tutti.cost_model.pipeline_cost import Line, lines_of
+from tutti.cost_model.pipeline_cost import PipelineReplica, replicas_of
 from tutti.cost_model.rank_placement import HostGroup, Link, place_ranks, samples_of
 from tutti.cost_model.relaxed_sync_cost import check_diverged, diverged_notes
 from tutti.cost_model.stage_cuts import stages_of
-from tutti.cost_model.step_timeline import RankWork, Setting, line_load, line_work, workers_of
+from tutti.cost_model.step_timeline import RankWork, Setting, replica_load, replica_work, workers_of
 from tutti.cost_model.work_division import division, parts, recompute_regions
 from tutti.cost_model.worker_speed import Worker
 from tutti.errors import PlanError
@@ -60,13 +60,13 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
     """A step after `updates` updates; None: once no warm-up is left."""
     step = worked_out(model, cluster, plan, updates)
     setting, samples, host_groups = step.setting, step.samples, step.setting.wires.network.host_groups
-    slowest = slowest_of(setting, [work for line in step.lines for work in line_work(setting, line)])
+    slowest = slowest_of(setting, [work for replica in step.replicas for work in replica_work(setting, replica)])
     worker, work, sync = setting.workers[slowest.work.host_group], slowest.work, slowest.sync
     everyone = setting.wires.network.group(*plan.mesh)
     beside_s = work.waits_s + loss_s(setting)
     exchange = CommCost(total_s=sync.exchange.total_s + beside_s, exposed_s=sync.exchange.exposed_s + beside_s)
     memory, host_group, when = min(
-        memories(setting, step.lines, slowest.syncs).values(), key=lambda one: one[1].memory_nbytes - one[0].total
+        memories(setting, step.replicas, slowest.syncs).values(), key=lambda one: one[1].memory_nbytes - one[0].total
     )
     other_s = overhead_s(setting, work)
     data_s = wait_s(setting, work, sync.exchange.exposed_s)
@@ -133,12 +133,12 @@ class Step:
 
     Attributes:
         samples: of a global batch.
-        lines: the pipeline replicas that differ from each other.
+        replicas: the pipeline replicas that differ from each other.
     """
 
     setting: Setting
     samples: int
-    lines: list[Line]
+    replicas: list[PipelineReplica]
 
 
 def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | None = None) -> Step:
@@ -149,13 +149,13 @@ def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int 
     host_groups = place_ranks(cluster, plan.world_size)
     setting = replace(_setting(model, cluster, plan, host_groups, samples), updates=updates)
     check_diverged(plan, setting.wires.network)
-    return Step(setting=setting, samples=samples, lines=lines_of(plan, host_groups, samples))
+    return Step(setting=setting, samples=samples, replicas=replicas_of(plan, host_groups, samples))
 
 
 def load_of(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> BatchLoad:
     """How the samples of a step are loaded on the ranks that load most. Raises PlanError as `predict` does."""
     step = worked_out(model, cluster, plan)
-    return most(line_load(step.setting, line) for line in step.lines)
+    return most(replica_load(step.setting, replica) for replica in step.replicas)
 
 
 def _samples(model: ModelSpec, plan: Plan) -> int:
@@ -316,7 +316,7 @@ Held = tuple[RankMemory, HostGroup, str]
 
 
 def memories(
-    setting: Setting, lines: list[Line], syncs: dict[int, Sync]
+    setting: Setting, replicas: list[PipelineReplica], syncs: dict[int, Sync]
 ) -> dict[tuple[int, tuple[int, int], int], Held]:
     """The memory of the ranks, by (place on the stage axis, (samples, how often) of the last microbatches, host
     group)."""
@@ -333,12 +333,12 @@ def memories(
         for part in setting.parts
     }
     found: dict[tuple[int, tuple[int, int], int], Held] = {}
-    for line in lines:
-        for stage, some in enumerate(line.host_groups):
+    for replica in replicas:
+        for stage, some in enumerate(replica.host_groups):
             fused: tuple[BucketCost, ...] = syncs[stage].buckets
-            samples = line.microbatches
+            samples = replica.microbatches
             for host_group in some:
-                key = (stage, line.samples[-1], host_group)
+                key = (stage, replica.samples[-1], host_group)
                 if key not in found:
                     kind, model = setting.host_groups[host_group].device.kind, models[id(setting.parts[host_group])]
                     memory, when = rank_memory(model, plan, samples=samples, stage=stage, fused=fused, kind=kind)

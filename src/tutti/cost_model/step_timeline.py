@@ -1,4 +1,4 @@
-"""The step of one line of ranks: those that compute one share of the batch together, stage by stage."""
+"""The step of one replica of ranks: those that compute one share of the batch together, stage by stage."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,9 +17,9 @@ from tutti.cost_model.module_costs import Flags
 from tutti.cost_model.overlap import TIERS, Taken
 from tutti.cost_model.pipeline_cost import (
     Actions,
-    Line,
     Messages,
     Oversubscription,
+    PipelineReplica,
     by_share_and_stage,
     oversubscription_of,
 )
@@ -31,8 +31,8 @@ from tutti.cost_model.worker_speed import Array, Worker, worker_at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all lines of a plan share. By kind of rank (lines.kinds_of_ranks): `host_groups`; `workers`: what it
-    computes with; `parts`: what it has of each module, of which `wires` has the largest; `feeds`: how it loads its
+    """What all replicas of a plan share. By kind of rank (pipeline_cost.kinds_of_ranks): `host_groups`; `workers`: what
+    it computes with; `parts`: what it has of each module, of which `wires` has the largest; `feeds`: how it loads its
     samples. `updates`: made before the step, None: more than any warm-up has.
     """
 
@@ -67,10 +67,10 @@ class RankWork:
     """Seconds of a step on one rank. `waits_s`: for other ranks, in exchanges and for the pipeline; `passes`: seconds
     by module of the last microbatch's forward and backward, exchanges included; `limits`: seconds by what limits the
     rank's own work, and of `waits_s` those for other stages; `sent_nbytes`: by its microbatches; `taken`: when links
-    carry what its passes exchange; `load`: what brings its line's samples in.
+    carry what its passes exchange; `load`: what brings its replica's samples in.
     """
 
-    line: Line
+    replica: PipelineReplica
     stage: int
     host_group: int
     forward_s: float
@@ -95,16 +95,16 @@ class RankWork:
         return replace(self, forward_s=factor * self.forward_s, backward_s=factor * self.backward_s)
 
 
-def line_work(setting: Setting, line: Line) -> list[RankWork]:
-    """The work of a line, one entry for each place on the stage axis: of the seat there that ends last."""
-    known = passes_of(setting, line)
+def replica_work(setting: Setting, replica: PipelineReplica) -> list[RankWork]:
+    """The work of a replica, one entry for each place on the stage axis: of the seat there that ends last."""
+    known = passes_of(setting, replica)
     places = [
-        [_own_work(setting, line, stage, host_group, known) for host_group in some]
-        for stage, some in enumerate(line.host_groups)
+        [_own_work(setting, replica, stage, host_group, known) for host_group in some]
+        for stage, some in enumerate(replica.host_groups)
     ]
     if len(places) > 1:
-        ended, stretch = actions_of(setting, line, known).ends(setting.plan)
-        rows = zip(places, ended, stretch, _sent_nbytes(setting, line), strict=True)
+        ended, stretch = actions_of(setting, replica, known).ends(setting.plan)
+        rows = zip(places, ended, stretch, _sent_nbytes(setting, replica), strict=True)
         places = [
             [_among(setting, one.stretched(factor), end, nbytes) for one in some] for some, end, factor, nbytes in rows
         ]
@@ -118,24 +118,24 @@ def _among(setting: Setting, one: RankWork, end: float, nbytes: float) -> RankWo
     return replace(one, waits_s=waits_s + ties_s(setting), limits=limits, sent_nbytes=one.sent_nbytes + nbytes)
 
 
-def passes_of(setting: Setting, line: Line) -> dict[tuple[int, int], Passed]:
-    """A line's microbatches by (seat, samples)."""
+def passes_of(setting: Setting, replica: PipelineReplica) -> dict[tuple[int, int], Passed]:
+    """A replica's microbatches by (seat, samples)."""
     return {
         (host_group, count): passed(setting.wires_of(host_group), setting.workers[host_group], setting.regions, count)
-        for host_group in {host_group for some in line.host_groups for host_group in some}
-        for count, _ in line.samples
+        for host_group in {host_group for some in replica.host_groups for host_group in some}
+        for count, _ in replica.samples
     }
 
 
 def _own_work(
-    setting: Setting, line: Line, stage: int, host_group: int, known: dict[tuple[int, int], Passed]
+    setting: Setting, replica: PipelineReplica, stage: int, host_group: int, known: dict[tuple[int, int], Passed]
 ) -> RankWork:
     """A rank's passes one after another, as if it never waited for another stage."""
     own = setting.own(stage)
     forward_s = backward_s = waits_s = sent = 0.0
     limits = np.zeros(3)
     followed = followed_s(setting, host_group)
-    for count, times in line.samples:
+    for count, times in replica.samples:
         one = known[host_group, count]
         forward_s += times * (float(one.forward_s[own].sum()) + followed)
         backward_s += times * float(one.backward_s[own].sum())
@@ -143,11 +143,11 @@ def _own_work(
         sent += times * float((one.waits.forward_nbytes + one.waits.backward_nbytes)[own].sum())
         limits += times * one.limits[:, own].sum(axis=1)
         limits[2] += times * followed
-    last = known[host_group, line.samples[-1][0]]
+    last = known[host_group, replica.samples[-1][0]]
     traffic_s, calls_s = _update_s(setting, host_group, own)
     again = (setting.plan.batch.num_microbatches - 1) * added_s(setting, host_group, own)
     return RankWork(
-        line=line,
+        replica=replica,
         stage=stage,
         host_group=host_group,
         forward_s=forward_s,
@@ -164,18 +164,18 @@ def _own_work(
         taken=Taken(
             forward=last.waits.forward_link_s,
             backward=last.waits.backward_link_s,
-            after=_last_message(setting, line, stage),
+            after=_last_message(setting, replica, stage),
         ),
-        load=line_load(setting, line),
+        load=replica_load(setting, replica),
     )
 
 
-def line_load(setting: Setting, line: Line) -> BatchLoad:
-    """What brings a line's samples in: each of its ranks loads them all, whatever it computes of them."""
-    samples = sum(max(1, size) * times for size, times in line.samples)
+def replica_load(setting: Setting, replica: PipelineReplica) -> BatchLoad:
+    """What brings a replica's samples in: each of its ranks loads them all, whatever it computes of them."""
+    samples = sum(max(1, size) * times for size, times in replica.samples)
     return most(
         setting.feeds[host_group].load(samples)
-        for host_group in {host_group for some in line.host_groups for host_group in some}
+        for host_group in {host_group for some in replica.host_groups for host_group in some}
     )
 
 
@@ -184,10 +184,10 @@ def added_s(setting: Setting, host_group: int, own: Flags) -> float:
     return float(accumulation_s(setting.workers[host_group], setting.gradients(host_group)[own]).sum())
 
 
-def _sent_nbytes(setting: Setting, line: Line) -> list[float]:
+def _sent_nbytes(setting: Setting, replica: PipelineReplica) -> list[float]:
     """What each place sends to others."""
     plan, stages, ranks = setting.plan, setting.stages, setting.plan.degree("stage")
-    samples = np.array(line.microbatches, dtype=np.float64) / plan.degree("context")
+    samples = np.array(replica.microbatches, dtype=np.float64) / plan.degree("context")
     sent = stages.by_rank[0] * samples.sum() + stages.by_rank[1] * len(samples)
     tied = setting.wires.columns.gradients * setting.wires.division.weight
     for index, owner in stages.ties:  # summed over the two ranks: each sends as much as there is
@@ -196,12 +196,12 @@ def _sent_nbytes(setting: Setting, line: Line) -> list[float]:
     return found
 
 
-def actions_of(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Actions:
-    """The actions of a line with several places on the stage axis."""
+def actions_of(setting: Setting, replica: PipelineReplica, known: dict[tuple[int, int], Passed]) -> Actions:
+    """The actions of a replica with several places on the stage axis."""
     stages = setting.stages
-    ranks, counts = setting.plan.degree("stage"), line.microbatches
+    ranks, counts = setting.plan.degree("stage"), replica.microbatches
     times: dict[int, Array] = {}
-    for count, _ in line.samples:
+    for count, _ in replica.samples:
         per_host_group = {
             host_group: np.stack(
                 [
@@ -209,10 +209,10 @@ def actions_of(setting: Setting, line: Line, known: dict[tuple[int, int], Passed
                     _waits(setting, known[host_group, count]),
                 ]
             )
-            for host_group in {s for some in line.host_groups for s in some}
+            for host_group in {s for some in replica.host_groups for s in some}
         }
         slowest = [
-            _slowest([per_host_group[host_group][:, :, stage] for host_group in line.host_groups[stage % ranks]])
+            _slowest([per_host_group[host_group][:, :, stage] for host_group in replica.host_groups[stage % ranks]])
             for stage in range(stages.count)
         ]
         times[count] = np.stack(slowest, axis=2)
@@ -220,7 +220,7 @@ def actions_of(setting: Setting, line: Line, known: dict[tuple[int, int], Passed
     return Actions(
         seconds=seconds,
         waits=waits,
-        messages=_messages(setting, line, known),
+        messages=_messages(setting, replica, known),
         oversubscription=_oversubscription(setting),
     )
 
@@ -251,16 +251,16 @@ def _waits(setting: Setting, one: Passed) -> Array:
     return np.array([ahead, back, *((back / 2, back / 2) if halves else (back, np.zeros(stages.count)))])
 
 
-def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]) -> Messages:
+def _messages(setting: Setting, replica: PipelineReplica, known: dict[tuple[int, int], Passed]) -> Messages:
     """A message that meets on its link what the sender exchanges in its next pass gets half of the link for so long: it
     takes longer by that, at most as long again. Replicas that take turns on cores do not send at the same moment: each
     message has the link for itself, and what follows it waits for those of all."""
     stages, ranks = setting.stages, setting.plan.degree("stage")
-    counts = np.array(line.microbatches)
+    counts = np.array(replica.microbatches)
     uncontended = _uncontended_s(setting, counts)
     away = np.array(setting.wires.network.across_hosts("stage"), dtype=np.intp)
     meets: dict[int, Array] = {}
-    for count, _ in line.samples:
+    for count, _ in replica.samples:
         by_stage = np.zeros((len(TIERS), stages.count))
         for (_, samples), one in known.items():
             if samples == count:
@@ -268,7 +268,7 @@ def _messages(setting: Setting, line: Line, known: dict[tuple[int, int], Passed]
                 by_stage = np.maximum(by_stage, rows)
         meets[count] = by_stage
     senders = np.arange(stages.count - 1)
-    met = np.stack([meets[count][away[senders % ranks], senders] for count in line.microbatches], axis=1)
+    met = np.stack([meets[count][away[senders % ranks], senders] for count in replica.microbatches], axis=1)
     besides = np.minimum(uncontended, met)
     links = setting.wires.network.neighbours("stage")
     latency = np.array([links[sender % ranks].latency_s for sender in senders])
@@ -288,11 +288,11 @@ def _uncontended_s(setting: Setting, counts: NDArray[np.intp], *, in_turns: bool
     return np.array(uncontended).reshape(nbytes.shape)
 
 
-def _last_message(setting: Setting, line: Line, place: int) -> Array:
+def _last_message(setting: Setting, replica: PipelineReplica, place: int) -> Array:
     """(tiers,): seconds of the gradient that a place on the stage axis sends back at the end of its last backward."""
     found = np.zeros(len(TIERS))
     if place > 0:
-        uncontended = _uncontended_s(setting, np.array([line.samples[-1][0]]))
+        uncontended = _uncontended_s(setting, np.array([replica.samples[-1][0]]))
         found[int(setting.wires.network.across_hosts("stage")[place - 1])] = uncontended[place - 1, 0]
     return found
 
