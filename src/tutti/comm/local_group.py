@@ -169,9 +169,7 @@ class LocalGroup:
             try:
                 self._theirs[rank, segment] = attach_segment(self._processes[rank], file, nbytes)
             except FileNotFoundError as gone:
-                reason = (
-                    f"Connection closed by peer: the process of rank {rank} in the local group of this host has ended"
-                )
+                reason = f"Connection closed by peer: the process of rank {rank} in this host's local group has ended"
                 raise RuntimeError(reason) from gone
         return first_values(self._theirs[rank, segment], dtype, numel)
 

@@ -226,7 +226,7 @@ class Signals:
                 return
             if gone:
                 raise RuntimeError(
-                    f"Connection closed by peer: the process of rank {gone[0]} in the local group of this host has ended"
+                    f"Connection closed by peer: the process of rank {gone[0]} in this host's local group has ended"
                 )
             if time.monotonic() > end:
                 raise RuntimeError(f"Timed out waiting {self._timeout_s:g} s for other ranks of this host")
