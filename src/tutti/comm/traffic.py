@@ -247,7 +247,7 @@ def untracked_channel() -> CommChannel:
 
 
 def sent_nbytes(totals: Iterable[ChannelTotals]) -> int:
-    """Return the bytes of gradients and of sharded parameters that this rank has sent."""
+    """Return the bytes of gradients and of parameters that this rank has sent."""
     return sum(total.nbytes for total in totals if total.carried in GRADIENT_TRAFFIC)
 
 
