@@ -141,7 +141,10 @@ class Hogwild(AsynchronousReplicas):
         self.barrier()
 
     def _share_states(self, parallel: ParallelModel) -> None:
-        """Share the optimizer state that all ranks have; when first shared, it is averaged. Collective."""
+        """Share the optimizer state that all ranks have. Collective.
+
+        The first time, the state is set to its mean over the ranks; state that appears later takes replica 0's values.
+        """
         local_states = {}
         for number, names in parallel.layout.state_names(parallel.model, parallel.optimizers).items():
             for parameter, name in names.items():
