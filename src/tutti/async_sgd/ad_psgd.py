@@ -1,9 +1,9 @@
 """AD-PSGD: pairs of replicas are averaged while replicas compute (Lian et al. 2018, arXiv 1710.06952).
 
-A replica stores its parameters x beside the model that computes. An update is added to x, and the model is then set to
-x. Replicas with an even index are active: while a step computes, a thread sends x to a passive replica, drawn at
-random, which answers with the mean of both. Passive replicas send no requests, so no cycle of ranks can wait for each
-other (the paper's bipartite graph). Averaging does not change the sum of all x.
+A replica stores parameters x separately from those of the model that computes. An update is added to x, and the model
+is then set to x. Replicas with an even index are active: while a step computes, a thread sends x to a passive replica,
+drawn at random, which answers with the mean of both. Passive replicas send no requests, so no cycle of ranks can wait
+for each other (the paper's bipartite graph). Averaging does not change the sum of all x.
 """
 
 import random

@@ -34,7 +34,7 @@ class Hogwild(AsynchronousReplicas):
 
     Attributes:
         counted: number of updates by each rank, in shared memory.
-        leaves: nonzero for each rank that has ended well, in shared memory.
+        leaves: nonzero for each rank that has ended without an error, in shared memory.
     """
 
     def __init__(self, replicas: ReplicaGroup) -> None:
@@ -164,7 +164,7 @@ class Hogwild(AsynchronousReplicas):
         self._shared.update((id(tensor), tensor) for tensor in tensors)
 
     def _watch(self) -> None:
-        """Raise TrainingError if another rank's process has ended without leaving well."""
+        """Raise TrainingError if another rank's process has ended by an error."""
         poll = select.poll()
         for handle in self._handles.values():
             poll.register(handle, select.POLLIN)

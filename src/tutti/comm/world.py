@@ -45,6 +45,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,10 @@ Local SGD: Stich 2018 (arXiv 1805.09767); post-local: Lin et al. 2018 (arXiv 180
 they moved since they were equal, and add what the codec leaves out to the next average: Qsparse-local-SGD, Basu et al.
 2019 (arXiv 1906.02367).
 
-A delayed average runs while replicas go on, and is taken in some updates after it began: x <- x + (mean(x_then) -
-x_then), where x_then are the parameters at its beginning. So what a replica has learnt meanwhile is not lost. With a
-delay of the whole period this is CoCoD-SGD (Shen et al. 2019, arXiv 1906.12043), with a shorter one DaSGD (Zhou et al.
-2020, arXiv 2006.00441).
+A delayed average runs while replicas continue to train, and they take in its result some updates after it began: x <- x
++ (mean(x_then) - x_then), where x_then are the parameters when it began. So what a replica has learnt in between is not
+lost. With a delay of the whole period this is CoCoD-SGD (Shen et al. 2019, arXiv 1906.12043), with a shorter one DaSGD
+(Zhou et al. 2020, arXiv 2006.00441).
 """
 
 import torch

@@ -34,7 +34,7 @@ class DivergedReplicas(Consistency):
             modes also reset it at an exchange.
         saved_vectors: the mode's vectors by name, saved in checkpoints.
         equal: whether all replicas have the same parameters.
-        staleness: updates that this replica has made since it last received the others' values.
+        staleness: updates that this replica has made since the values it last took in from the others were current.
         disagreement: relative distances of the replicas from their mean at the last exchange; None if not measured
             then.
     """

@@ -77,11 +77,11 @@ class ElasticAveraging(OverlappedExchange):
     Args:
         replicas: the group.
         period: updates between two exchanges.
-        pull: part of its way to the replicas' mean that the centre moves in an exchange, 0 to 1: the number of replicas
-            times a.
+        pull: fraction of the distance to the replicas' mean that the centre moves in an exchange, 0 to 1; it is the
+            number of replicas times a.
 
     Attributes:
-        alpha: part of its way to the centre that a replica moves: a in the equations.
+        alpha: fraction of the distance to the centre that a replica moves; a in the equations.
     """
 
     def __init__(self, replicas: ReplicaGroup, period: int, pull: float) -> None:
