@@ -1,8 +1,8 @@
 """The base of modes in which ranks do not wait for each other in steps, and the messages between such ranks.
 
 Ranks meet only to evaluate, to save, when the set of trained parameters changes, and at the end. Between these moments
-their messages bypass the process groups of training. They use a Gloo group of their own on host memory, so that any
-thread may send and receive, and no message is confused with the exchanges of training, evaluation or checkpoints.
+their messages bypass the process groups of training and use a Gloo group of their own, on host memory. Any thread may
+send and receive there, and no message is confused with the exchanges of training, evaluation or checkpoints.
 """
 
 from abc import abstractmethod

@@ -33,7 +33,7 @@ def adasum(
 ) -> FlatVectors:
     """Return the Adasum of `flats` over the replicas, bit-identical on all of them.
 
-    If the number of replicas is not a power of two, each replica beyond the largest power of two first sends its
+    The number of replicas need not be a power of two. Each replica beyond the largest power of two first sends its
     vectors to one below it, and gets the result at the end.
 
     Args:

@@ -22,8 +22,9 @@ from tutti.config.compression import Compression, message_nbytes
 from tutti.local_sgd.replica_group import FlatTensors, FlatVectors, ReplicaGroup
 
 MIN_CHUNK_NUMEL, CHUNK_MULTIPLE = 1 << 16, 1 << 12
-"""Smallest number of values of a chunk, unless the vector has fewer, and a number of which it has a multiple, so that
-the blocks of a codec end where chunks end."""
+"""Smallest number of values of a chunk, unless the vector has fewer. It is also a multiple of CHUNK_MULTIPLE, so
+that the blocks of a codec end where chunks end.
+"""
 
 BLOCKING_CHUNKS = 8
 """Number of chunks of a compressed all-reduce that is waited for: one is encoded or decoded while another is sent."""
