@@ -22,8 +22,10 @@ from tutti.config.compression import Compression, message_nbytes
 from tutti.local_sgd.replica_group import FlatTensors, FlatVectors, ReplicaGroup
 
 MIN_CHUNK_NUMEL, CHUNK_MULTIPLE = 1 << 16, 1 << 12
-"""Smallest number of values of a chunk, unless the vector has fewer. It is also a multiple of CHUNK_MULTIPLE, so
-that the blocks of a codec end where chunks end.
+"""Sizes of chunks.
+
+A vector's chunks have at least MIN_CHUNK_NUMEL values on average, unless the vector has fewer. All but the last have a
+multiple of CHUNK_MULTIPLE values, so that the blocks of a codec end where chunks end.
 """
 
 BLOCKING_CHUNKS = 8
