@@ -36,5 +36,5 @@ def test_ranks_of_hosts_of_one_size_have_one_partner_each() -> None:
 
 
 def test_a_rank_of_this_host_is_carried_by_nobody() -> None:
-    with pytest.raises(ValueError, match="place 1 is on this host"):
+    with pytest.raises(ValueError, match="rank 1 is on this host"):
         make_relay_routes([[0, 1], [2, 3]], 0).carried(1)

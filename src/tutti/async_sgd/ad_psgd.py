@@ -1,9 +1,9 @@
 """AD-PSGD: pairs of replicas are averaged while replicas compute (Lian et al. 2018, arXiv 1710.06952).
 
-A replica's x is stored beside the model that computes. The update is added to x, and the model gets x. Replicas of even
-number are active: while a step computes, a thread sends x to a passive replica, drawn at random, which answers with the
-mean of both. Passive replicas ask nobody, so no circle of ranks waits for itself (the paper's bipartite graph), and the
-sum of all x does not change.
+A replica stores parameters x separately from those of the model that computes. An update is added to x, and the model
+is then set to x. Replicas with an even index are active: while a step computes, a thread sends x to a passive replica,
+drawn at random, which answers with the mean of both. Passive replicas send no requests, so no cycle of ranks can wait
+for each other (the paper's bipartite graph). Averaging does not change the sum of all x.
 """
 
 import random
@@ -26,18 +26,24 @@ from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup, distance_fr
 from tutti.parallel.parallel_model import ParallelModel
 
 MEAN, LEAVE = range(2)
-"""Requests of an active replica: the mean with what follows; nothing any more."""
+"""Requests of an active replica: average with the parameters that follow; expect no more requests."""
 
 _ASK, _VALUES, _ANSWER = 1000, 2000, 3000
-"""Tags of a request, of the parameters that go with it, of those that come back."""
+"""Message tags of a request, of the parameters that follow it, and of the mean that comes back."""
 
 
 class AdPsgd(AsynchronousReplicas):
-    """x <- (x + x of another) / 2 at any moment between two updates.
+    """Replicas that are averaged in pairs, x <- (x + x of another) / 2, at any moment between two updates.
+
+    Args:
+        replicas: the group.
+        transport: this replica's messages with the others.
+        seed: seed of the random draws of partners.
 
     Attributes:
-        others: replicas that this one may be averaged with.
-        exchanges: number of exchanges that it took part in.
+        active: whether this replica asks others to average.
+        others: indices of the replicas that this one may be averaged with.
+        exchanges: number of exchanges in which this replica took part.
     """
 
     def __init__(self, replicas: ReplicaGroup, transport: Transport, seed: int) -> None:
@@ -76,7 +82,7 @@ class AdPsgd(AsynchronousReplicas):
             self._mixed = False
 
     def exchange(self, parallel: ParallelModel) -> None:
-        """Add the update to x, take x, and let the next exchange begin."""
+        """Add the update to x, set the model to x, and allow the next exchange."""
         after = self.vectors.read()
         with self._changed:
             self._check()
@@ -88,8 +94,8 @@ class AdPsgd(AsynchronousReplicas):
                 self.staleness = 1
                 self.disagreement = {"max": self._distance, "mean": self._distance, "parameters": _numel(self._x)}
             else:
-                for mine, new in zip(self._x, after, strict=True):
-                    mine.copy_(new)
+                for stored, new in zip(self._x, after, strict=True):
+                    stored.copy_(new)
                 self._found = after
             if not self.others:
                 self.staleness = 0
@@ -97,7 +103,7 @@ class AdPsgd(AsynchronousReplicas):
             self._changed.notify_all()
         if nbytes:
             with self.replicas.channel.waiting(nbytes):
-                pass  # a thread has sent them meanwhile
+                pass  # count the bytes that a thread has sent meanwhile
 
     def final_parameters(self) -> FlatVectors:
         return self.replicas.mean(self.vectors.read())
@@ -122,7 +128,7 @@ class AdPsgd(AsynchronousReplicas):
         self.barrier()
 
     def on_exit(self, parallel: ParallelModel) -> None:
-        """A passive replica answers until the last of the active has left."""
+        """Leave; a passive replica answers until all active replicas have left."""
         with self._changed:
             if self._over:
                 return
@@ -132,10 +138,12 @@ class AdPsgd(AsynchronousReplicas):
             thread.join()
 
     def _take_x(self) -> None:
+        """Set the model's parameters to x."""
         self.vectors.write(self._x)
         self._found, self._mixed = self.vectors.read(), False
 
     def _check(self) -> None:
+        """Raise TrainingError if a thread found that another rank has ended or is late."""
         if self._problem is not None:
             rank = self.replicas.ranks[self._problem.peer]
             raise (
@@ -145,7 +153,7 @@ class AdPsgd(AsynchronousReplicas):
             )
 
     def _ask(self) -> None:
-        """An active replica's thread: at most one exchange a step."""
+        """Make at most one exchange per step; the thread of an active replica."""
         try:
             while True:
                 with self._changed:
@@ -165,11 +173,12 @@ class AdPsgd(AsynchronousReplicas):
             self._failed(problem)
 
     def _average(self, peer: int, sent: FlatVectors) -> None:
+        """Send x to a passive replica, and add to x what the mean of both changes."""
         mean = [torch.empty_like(flat) for flat in sent]
-        coming = self.transport.start_receive(peer, mean, _ANSWER)
-        asking = self.transport.start_send(peer, [torch.tensor([MEAN])], _ASK)
-        telling = self.transport.start_send(peer, sent, _VALUES)
-        for finish in (coming, asking, telling):
+        receive_mean = self.transport.start_receive(peer, mean, _ANSWER)
+        send_request = self.transport.start_send(peer, [torch.tensor([MEAN])], _ASK)
+        send_values = self.transport.start_send(peer, sent, _VALUES)
+        for finish in (receive_mean, send_request, send_values):
             finish()
         moved = torch._foreach_sub(mean, sent)
         with self._changed:
@@ -177,15 +186,15 @@ class AdPsgd(AsynchronousReplicas):
             self._note(sent, mean)
 
     def _serve(self, peer: int) -> None:
-        """A passive replica's thread: answer one active replica until it leaves."""
-        asked = torch.zeros(1, dtype=torch.int64)
-        going: list[Callable[[], None]] = []
+        """Answer one active replica until it leaves; a thread of a passive replica."""
+        request = torch.zeros(1, dtype=torch.int64)
+        sends: list[Callable[[], None]] = []
         try:
             while True:
-                self.transport.receive(peer, [asked], _ASK)
-                while going:  # it asks again: it has its answer
-                    going.pop()()
-                if int(asked) == LEAVE:
+                self.transport.receive(peer, [request], _ASK)
+                while sends:  # these end at once: the peer has its answer, or it would not ask again
+                    sends.pop()()
+                if int(request) == LEAVE:
                     return
                 theirs = [torch.empty_like(flat) for flat in self._x]
                 self.transport.receive(peer, theirs, _VALUES)
@@ -195,12 +204,12 @@ class AdPsgd(AsynchronousReplicas):
                     before = self._x
                     self._x = [flat.clone() for flat in theirs]
                     self._note(before, theirs)
-                going.append(self.transport.start_send(peer, theirs, _ANSWER))
+                sends.append(self.transport.start_send(peer, theirs, _ANSWER))
         except Unreachable as problem:
             self._failed(problem)
 
     def _note(self, before: FlatVectors, mean: FlatVectors) -> None:
-        """An exchange is over: x was `before`, and both replicas have the mean."""
+        """Record a completed exchange: x was `before`, and both replicas now have `mean`."""
         self._mixed = True
         self.exchanges += 1
         self._sent_nbytes += sum(flat.numel() * flat.element_size() for flat in mean)
@@ -209,6 +218,7 @@ class AdPsgd(AsynchronousReplicas):
         self._distance = float((squares / max(length, 1e-300)) ** 0.5)
 
     def _failed(self, problem: Unreachable) -> None:
+        """Record why a thread failed, for the training thread to raise."""
         with self._changed:
             self._problem = problem
             self._resting = True
@@ -220,5 +230,5 @@ def _numel(flats: FlatVectors) -> int:
 
 
 def make_ad_psgd(replicas: ReplicaGroup, arguments: ModeArguments) -> AdPsgd:
-    """AD-PSGD; a plan states nothing about it."""
+    """Make the AD-PSGD mode; a plan has no parameters for it."""
     return AdPsgd(replicas, Transport(replicas), arguments.seed)

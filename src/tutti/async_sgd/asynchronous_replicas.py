@@ -1,8 +1,8 @@
-"""The base of modes in which ranks do not wait for each other in steps, and their messages.
+"""The base of modes in which ranks do not wait for each other in steps, and the messages between such ranks.
 
-Ranks come together to evaluate, to save, to go on with other parameters, and at the end. Between these moments their
-messages bypass the process groups of training: they use a group of their own, under Gloo on host memory, so that any
-thread may send and receive and no message is confused with the exchanges of training, evaluation or checkpoints.
+Ranks meet only to evaluate, to save, when the set of trained parameters changes, and at the end. Between these moments
+their messages bypass the process groups of training and use a Gloo group of their own, on host memory. Any thread may
+send and receive there, and no message is confused with the exchanges of training, evaluation or checkpoints.
 """
 
 from abc import abstractmethod
@@ -25,7 +25,14 @@ from tutti.parallel.parallel_model import ParallelModel
 
 
 class AsynchronousReplicas(DivergedReplicas):
-    """Replicas that step asynchronously. `last_disagreement`: how far they differed when they last came together."""
+    """Replicas that step asynchronously.
+
+    Args:
+        replicas: the group.
+
+    Attributes:
+        last_disagreement: distances of the replicas from their mean when they last met.
+    """
 
     asynchronous = True
 
@@ -36,13 +43,17 @@ class AsynchronousReplicas(DivergedReplicas):
 
     @abstractmethod
     def quiesced(self, parallel: ParallelModel) -> AbstractContextManager[None]:
-        """All ranks have come and nothing is in flight; inside, nothing begins. Collective."""
+        """Bring all ranks together; inside, nothing is in flight and no exchange begins. Collective."""
 
     def start_losses(self, parallel: ParallelModel, totals: torch.Tensor, share: BatchShare) -> CommHandle | None:
-        """Nothing is summed: a rank's loss is that of its own samples, which stand for the whole global batch."""
-        own = sum(part.count for part in share.parts)
-        totals[:2] *= share.batch_size / max(own, 1)
-        if own == 0:  # its loss stays what it was
+        """Scale this rank's own loss to the global batch, without any communication.
+
+        A rank knows only the loss of its own samples, which stand for the whole global batch. A rank without samples
+        reports its last loss again.
+        """
+        samples = sum(part.count for part in share.parts)
+        totals[:2] *= share.batch_size / max(samples, 1)
+        if samples == 0:
             totals[0], totals[1] = float(self._last[0] / self._last[1]) * share.batch_size, share.batch_size
         else:
             self._last = totals[:2].clone()
@@ -64,8 +75,8 @@ class AsynchronousReplicas(DivergedReplicas):
 
     @contextmanager
     def averaged_model(self, parallel: ParallelModel, *, saving: bool = False) -> Iterator[ReplicaState]:
-        with self.quiesced(parallel), super().averaged_model(parallel, saving=saving) as kept:
-            yield kept
+        with self.quiesced(parallel), super().averaged_model(parallel, saving=saving) as state:
+            yield state
 
     def on_resumed(self, parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> None:
         super().on_resumed(parallel, tensors)
@@ -76,7 +87,7 @@ class AsynchronousReplicas(DivergedReplicas):
         return {} if self.last_disagreement is None else {"replicas": {"disagreement": self.last_disagreement}}
 
     def barrier(self) -> None:
-        """Wait until all replicas have called it."""
+        """Wait until all replicas have called this."""
         self.replicas.gather(torch.zeros(1, device=self.device))
 
     @property
@@ -85,11 +96,18 @@ class AsynchronousReplicas(DivergedReplicas):
 
 
 _PATIENCE = timedelta(days=365)
-"""Time-out of what comes when the other rank likes. A rank that has ended is noticed at once all the same."""
+"""Timeout of messages that the other rank sends at any time. A rank that has ended is noticed at once all the same."""
 
 
 class Transport:
-    """This replica's messages with the others, by their numbers. Collective to make."""
+    """This replica's messages with the others, by their indices. Making one is collective.
+
+    Args:
+        replicas: the group.
+
+    Attributes:
+        timeout_s: the launch option's timeout, in seconds.
+    """
 
     def __init__(self, replicas: ReplicaGroup) -> None:
         self._ranks = replicas.ranks
@@ -100,42 +118,64 @@ class Transport:
             self._group = dist.new_group([*replicas.ranks], timeout=timeout, backend="gloo")
 
     def start_send(self, peer: int, tensors: FlatVectors, tag: int) -> Callable[[], None]:
-        """Start to send; returns a function that waits until `tensors` may be changed. Uses `tag` and the tags that
-        follow.
+        """Start to send tensors.
 
-        Wait for the answer to a message before waiting for the message. If the other rank ends, Gloo reports it at once
-        to whoever receives from it, but not always to whoever sends to it, who then waits for the time-out
-        (gloo/transport/tcp/pair.cc, `signalException` passes over unbound buffers in `tx_`).
+        Wait for the answer to a message before waiting for the message itself. If the other rank ends, Gloo reports it
+        at once to a rank that receives from it. It does not always report it to a rank that sends to it, which then
+        waits for the timeout (gloo/transport/tcp/pair.cc, `signalException` skips unbound buffers in `tx_`).
+
+        Args:
+            peer: index of the replica that receives.
+            tensors: what to send.
+            tag: message tag of the first tensor; the others use the tags that follow.
+
+        Returns:
+            A function that waits until `tensors` may be changed. It raises `Unreachable`.
         """
         works = self._start(dist.isend, peer, tensors, tag)
         return lambda: _wait(peer, works)
 
     def start_receive(self, peer: int, tensors: FlatVectors, tag: int, *, patient: bool = False) -> Callable[[], None]:
-        """Start to receive; returns a function that waits for it. `patient`: without the time-out."""
+        """Start to receive into tensors.
+
+        Args:
+            peer: index of the replica that sends.
+            tensors: the tensors to fill.
+            tag: message tag of the first tensor; the others use the tags that follow.
+            patient: whether to wait without the timeout.
+
+        Returns:
+            A function that waits until the tensors are filled. It raises `Unreachable`.
+        """
         works = self._start(dist.irecv, peer, tensors, tag)
         return lambda: _wait(peer, works, _PATIENCE if patient else None)
 
     def send(self, peer: int, tensors: FlatVectors, tag: int) -> None:
-        """Send and wait until it is on its way."""
+        """Send tensors, and wait until they may be changed."""
         self.start_send(peer, tensors, tag)()
 
     def receive(self, peer: int, tensors: FlatVectors, tag: int) -> None:
-        """Wait for something that comes when the other rank likes."""
+        """Wait, without the timeout, for tensors that the other rank sends at any time."""
         self.start_receive(peer, tensors, tag, patient=True)()
 
     def _start(self, begin: Callable[..., Any], peer: int, tensors: FlatVectors, tag: int) -> list[Any]:
         try:
             return [
-                begin(one, self._ranks[peer], group=self._group, tag=tag + place)
-                for place, one in enumerate(tensors)
-                if one.numel()
+                begin(tensor, self._ranks[peer], group=self._group, tag=tag + place)
+                for place, tensor in enumerate(tensors)
+                if tensor.numel()
             ]
-        except (RuntimeError, ValueError):  # its connection is closed, or this rank has left the world
+        except (RuntimeError, ValueError):  # the peer's connection is closed, or this rank has left the world
             raise Unreachable(peer, late=False) from None
 
 
 class Unreachable(Exception):
-    """A message could not be sent or received. `late`: the other rank exists, but did not come in time."""
+    """A message could not be sent or received.
+
+    Args:
+        peer: index of the other replica.
+        late: whether the other rank exists, but did not send or receive in time.
+    """
 
     def __init__(self, peer: int, late: bool) -> None:
         super().__init__(peer)
@@ -143,31 +183,32 @@ class Unreachable(Exception):
 
 
 def peer_ended_error(mode: str, rank: int) -> TrainingError:
-    """The error of a rank that cannot go on because another has ended."""
+    """Return the error of a rank that cannot continue because another rank has ended."""
     return _because(
         f"Connection closed by peer: rank {rank}",
-        f'rank {rank} has ended while others train with it (sync.mode = "{mode}"); look at what it said, and resume '
-        "from the last checkpoint",
+        f'rank {rank} has ended while other ranks still train (sync.mode = "{mode}"); read its output for the cause, '
+        "and resume from the last checkpoint",
     )
 
 
 def peer_late_error(mode: str, rank: int, timeout_s: float) -> TrainingError:
-    """The error of a rank that has waited too long for another."""
+    """Return the error of a rank that has waited too long for another rank."""
     return _because(
         f"Timed out waiting for rank {rank}",
-        f'rank {rank} did not come within {timeout_s:g} s (sync.mode = "{mode}"); see what it waits for, or give ranks '
-        "more time to wait for each other (--timeout, TUTTI_TIMEOUT_S)",
+        f'rank {rank} did not respond within {timeout_s:g} s (sync.mode = "{mode}"); find out what delays it, or raise '
+        "the timeout (--timeout, TUTTI_TIMEOUT_S)",
     )
 
 
 def _because(cause: str, words: str) -> TrainingError:
-    """The error with its cause, from which a launcher sees that another rank failed."""
+    """Return the error with its cause, from which a launcher sees that another rank failed."""
     error = TrainingError(words)
     error.__cause__ = RuntimeError(cause)
     return error
 
 
 def _wait(peer: int, works: list[Any], patience: timedelta | None = None) -> None:
+    """Wait for all works; raise Unreachable if one fails."""
     try:
         while works:
             work = works.pop(0)

@@ -19,17 +19,22 @@ from tutti.parallel.parallel_model import ParallelModel
 
 
 class FirstCounts(ReplicaGroup):
-    """Replicas whose "mean" is the first of them: one member stands for all in a checkpoint's model."""
+    """Replicas whose "mean" is the values of the first: in a checkpoint, one member stands for the whole ensemble."""
 
     def mean(self, flats: FlatVectors) -> FlatVectors:
-        if self.index and flats:  # torch refuses an empty list
+        """Replace `flats` by the first replica's, in place; the same bits on every replica."""
+        if self.index and flats:  # _foreach_zero_ raises for an empty list
             torch._foreach_zero_(flats)
         self.start_sum(flats).wait()
         return flats
 
 
 class Ensemble(AsynchronousReplicas):
-    """Independent members. All of them evaluate every sample; a checkpoint's model is the first member's."""
+    """Independent members. Every member evaluates every sample; a checkpoint's model is the first member's.
+
+    Args:
+        replicas: the group; each replica is a member.
+    """
 
     def __init__(self, replicas: ReplicaGroup) -> None:
         super().__init__(FirstCounts(**{part.name: getattr(replicas, part.name) for part in fields(replicas)}))
@@ -50,8 +55,8 @@ class Ensemble(AsynchronousReplicas):
     @contextmanager
     def averaged_model(self, parallel: ParallelModel, *, saving: bool = False) -> Iterator[ReplicaState]:
         if saving:
-            with super().averaged_model(parallel, saving=True) as kept:
-                yield kept
+            with super().averaged_model(parallel, saving=True) as state:
+                yield state
             return
         self._squares = torch.zeros(2, dtype=torch.float64)
         yield ReplicaState()
@@ -60,7 +65,7 @@ class Ensemble(AsynchronousReplicas):
         self.last_disagreement = {"max": float(relative.max()), "mean": float(relative.mean())}
 
     def finish(self, parallel: ParallelModel) -> None:
-        """Members stay as they are."""
+        """Leave the members as they are."""
 
     def evaluation_share(self, parallel: ParallelModel) -> tuple[int, int]:
         return 0, 1
@@ -70,13 +75,14 @@ class Ensemble(AsynchronousReplicas):
         return pytree.tree_unflatten([self._mean_of(leaf) for leaf in leaves], structure)
 
     def _mean_of(self, leaf: Any) -> Any:
+        """Return the members' mean of one output tensor, and add to the squares that measure their disagreement."""
         if leaf is None or isinstance(leaf, bool | int | str):
             return leaf
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             kind = str(leaf.dtype).removeprefix("torch.") if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             raise ScriptError(
-                f'sync.mode = "ensemble" with a model that returns {kind}: predictions are averaged; return tensors of '
-                "scores, and choose in the metric"
+                f'sync.mode = "ensemble" averages predictions, but the model returns {kind}; return floating-point '
+                "tensors of scores, and choose the class in the metric"
             )
         half = leaf.dtype in (torch.float16, torch.bfloat16)
         mean = torch.empty_like(leaf, dtype=torch.float32 if half else None, memory_format=torch.contiguous_format)
@@ -88,5 +94,5 @@ class Ensemble(AsynchronousReplicas):
 
 
 def make_ensemble(replicas: ReplicaGroup, arguments: ModeArguments) -> Ensemble:
-    """An ensemble; a plan states nothing about it."""
+    """Make an ensemble; a plan has no parameters for it."""
     return Ensemble(replicas)

@@ -1,8 +1,8 @@
 """Hogwild: the ranks of one host train one model in shared memory, without locks (Niu et al. 2011, arXiv 1106.5730).
 
-Parameters are the same memory on all ranks from the start, the optimizers' state from the moment at which every rank
-has made its first update. A replica's learning rate is divided by the replicas: each makes its own update for every
-global batch, and together they go as far as one.
+Parameters are in shared memory from the start, and the optimizers' state once every rank has made its first update.
+Each replica makes its own update for every global batch, so its learning rate is divided by the number of replicas:
+together they move as far as one update would.
 """
 
 import os
@@ -21,17 +21,20 @@ from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup
 from tutti.parallel.parallel_model import ParallelModel
 
 _LINE = 64
-"""Tensors begin at multiples of this many bytes."""
+"""Tensors begin at multiples of this many bytes, the size of a cache line."""
 
-_REMEDY = 'use ranks of one host that run as one user, or sync.mode = "asynchronous"'
+_REMEDY = 'use CPU ranks of one host that run as one user, or sync.mode = "asynchronous"'
 
 
 class Hogwild(AsynchronousReplicas):
-    """All ranks write to one x.
+    """Replicas that all write to the same parameters.
+
+    Args:
+        replicas: the group.
 
     Attributes:
-        counted: updates that each rank has made, visible to all.
-        leaves: ranks that ended well.
+        counted: number of updates by each rank, in shared memory.
+        leaves: nonzero for each rank that has ended without an error, in shared memory.
     """
 
     def __init__(self, replicas: ReplicaGroup) -> None:
@@ -89,22 +92,25 @@ class Hogwild(AsynchronousReplicas):
             os.close(self._handles.popitem()[1])
 
     def _of_others(self) -> int:
-        """Updates that the other replicas have made."""
+        """Return the number of updates that the other replicas have made."""
         return int(self.counted.sum()) - int(self.counted[self.replicas.index])
 
     def _check_host(self, parallel: ParallelModel) -> None:
-        """Raise PlanError, on all ranks, where they cannot share memory."""
+        """Raise PlanError on all ranks if they cannot share memory."""
         if self.replicas.size == 1:
             return
         if parallel.world.device.type != "cpu":
             kind = parallel.world.device.type
-            raise PlanError(f'sync.mode = "hogwild" with {kind} devices: their memory is their own; {_REMEDY}')
+            raise PlanError(f'sync.mode = "hogwild" on {kind} devices, which share no memory; {_REMEDY}')
         hosts = parallel.world.gather(host_identity())
         if "" in hosts or len(set(hosts)) > 1:
-            raise PlanError(f'sync.mode = "hogwild" on several hosts: they have no memory in common; {_REMEDY}')
+            raise PlanError(f'sync.mode = "hogwild" on several hosts, which share no memory; {_REMEDY}')
 
     def _share(self, tensors: list[torch.Tensor], parallel: ParallelModel) -> None:
-        """Move tensors, alike on all ranks, into memory of replica 0, whose values count. Collective."""
+        """Move tensors into memory of replica 0, whose values all ranks then have. Collective.
+
+        The tensors must have the same shapes and dtypes on all ranks.
+        """
         if self.replicas.size == 1 or not tensors:
             return
         places, nbytes = [], 0
@@ -123,7 +129,7 @@ class Hogwild(AsynchronousReplicas):
             memory = memory or attach_segment(*table[0], nbytes)
         seen = all(parallel.world.gather(memory is not None))
         if memory is None or not seen:
-            raise PlanError(f'sync.mode = "hogwild": a rank may not see the memory of another; {_REMEDY}')
+            raise PlanError(f'sync.mode = "hogwild", but some rank cannot open the memory of rank 0; {_REMEDY}')
         for tensor, place in zip(tensors, places, strict=True):
             if not tensor.numel():
                 continue
@@ -135,7 +141,10 @@ class Hogwild(AsynchronousReplicas):
         self.barrier()
 
     def _share_states(self, parallel: ParallelModel) -> None:
-        """Share the optimizers' state that all ranks have, beginning with its mean. Collective."""
+        """Share the optimizer state that all ranks have. Collective.
+
+        The first time, the state is set to its mean over the ranks; state that appears later takes replica 0's values.
+        """
         local_states = {}
         for number, names in parallel.layout.state_names(parallel.model, parallel.optimizers).items():
             for parameter, name in names.items():
@@ -146,16 +155,16 @@ class Hogwild(AsynchronousReplicas):
             [(name, tuple(value.shape), value.dtype) for name, value in local_states.items()]
         )
         common = set(everyone[0]).intersection(*everyone[1:])
-        tensors = [local_states[one[0]] for one in everyone[0] if one in common]
+        tensors = [local_states[entry[0]] for entry in everyone[0] if entry in common]
         if not tensors:
             return
         if not self._shared:
             average_optimizer_states(parallel, self.replicas)
         self._share(tensors, parallel)
-        self._shared.update((id(one), one) for one in tensors)
+        self._shared.update((id(tensor), tensor) for tensor in tensors)
 
     def _watch(self) -> None:
-        """Raise TrainingError if another rank's process has ended badly."""
+        """Raise TrainingError if another rank's process has ended by an error."""
         poll = select.poll()
         for handle in self._handles.values():
             poll.register(handle, select.POLLIN)
@@ -166,5 +175,5 @@ class Hogwild(AsynchronousReplicas):
 
 
 def make_hogwild(replicas: ReplicaGroup, arguments: ModeArguments) -> Hogwild:
-    """Hogwild; a plan states nothing about it."""
+    """Make the Hogwild mode; a plan has no parameters for it."""
     return Hogwild(replicas)

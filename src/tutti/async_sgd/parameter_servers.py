@@ -1,13 +1,13 @@
 """Parameter servers on the training ranks: stale-synchronous and asynchronous.
 
-Every rank serves the same part of every vector. A thread for each other rank takes its updates and answers, whatever
-the rank's own training does. A replica sends every server its part of the change that its optimizer made, and goes on
-from the parameters that come back.
+Every rank serves the same part of every vector. For each other rank, a thread takes that rank's updates and replies to
+them, independently of the rank's own training. A replica sends every server its part of the change that its optimizer
+made, and continues from the parameters that come back.
 
 Stale-synchronous parallel: Ho et al. 2013 (NIPS, "More effective distributed ML via a stale synchronous parallel
-parameter server"): workers add their updates; one that has made c of them waits until all have made c - s. Asynchronous
-and staleness-aware: Zhang et al. 2016 (arXiv 1511.05950, equation 6): an update counts 1 / t where t others were
-applied since its worker had read the parameters.
+parameter server"). Workers add their updates; a worker that has made c of them waits until all have made c - s.
+Asynchronous and staleness-aware: Zhang et al. 2016 (arXiv 1511.05950, equation 6). An update has weight 1 / t if t
+others were applied since its worker had read the parameters.
 """
 
 import threading
@@ -31,14 +31,13 @@ from tutti.local_sgd.replica_group import MEASURED_EVERY, FlatVectors, ReplicaGr
 from tutti.parallel.parallel_model import ParallelModel
 
 UPDATE, AWAY, LEAVE = range(3)
-"""Requests of a worker: add an update; do not wait for me; never wait for me again."""
-
+"""Requests of a worker: add an update; do not wait for me until the next update; never wait for me again."""
 
 _ASK, _CHANGE, _SAY, _VALUES = 1000, 2000, 3000, 4000
-"""Tags of a request and of its update, of a reply and of its parameters."""
-
+"""Message tags of a request and of its update, of a reply and of its parameters."""
 
 _NOBODY = -1.0
+"""Number that encodes "no rank" in a reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +45,13 @@ class ServerReply:
     """Reply to a worker's update.
 
     Attributes:
-        values: the parameters.
-        staleness: of this worker.
-        most: largest staleness of all workers' last updates.
-        drift: largest distance of a worker from the parameters, at its last update.
+        values: the served part of the parameters.
+        staleness: staleness of this worker.
+        most: largest staleness among the last updates of all workers.
+        drift: largest relative distance of a worker from the served parameters, each at its last update.
         mean_drift: mean of these distances.
-        ended: rank that has ended, so that the worker cannot go on; `values` then mean nothing.
-        late: rank that did not come in time, likewise.
+        ended: rank that has ended, so that the worker cannot continue; `values` are then meaningless.
+        late: rank that did not make its update in time; `values` are then meaningless.
     """
 
     values: FlatVectors
@@ -65,20 +64,22 @@ class ServerReply:
 
 
 class ParameterShard:
-    """The parameters that one rank serves to `workers` ranks; any thread may call its methods.
+    """The part of the parameters that one rank serves to all ranks. Any thread may call its methods.
 
-    With a bound of 0, the updates of a round are added in the order of ranks, so that the result depends on nothing
-    else.
+    With a bound of 0, the updates of a round are added in rank order, so that the result does not depend on timing.
 
     Args:
-        workers: number of ranks. bound: updates that a worker may be ahead of the slowest when it goes on; None: no
-        bound, and stale updates count
-            less.
-        timeout_s: how long a worker waits.
+        workers: number of ranks.
+        bound: number of updates by which a worker may be ahead of the slowest one when it continues; None: no bound,
+            and stale updates have less weight.
+        timeout_s: the longest time a worker waits, in seconds.
 
     Attributes:
-        away: workers that nobody waits for.
-        held_back: replies that had to wait, by worker.
+        values: the served values.
+        accepted: number of updates accepted, by worker.
+        held_back: number of replies that had to wait, by worker.
+        away: workers for which no other worker waits.
+        clocks: number of updates since the last restart, by worker.
     """
 
     def __init__(self, workers: int, bound: int | None, timeout_s: float) -> None:
@@ -98,7 +99,11 @@ class ParameterShard:
         self._answers: dict[int, ServerReply] = {}
 
     def restart(self, values: FlatVectors | None = None) -> None:
-        """All workers have read the parameters and none is at work; `values`: new ones."""
+        """Start over after all workers have read the parameters and none is sending updates.
+
+        Args:
+            values: new parameters; None: keep the present ones.
+        """
         with self._changed:
             if values is not None:
                 self.values = values
@@ -107,7 +112,13 @@ class ParameterShard:
             self.away.clear()
 
     def push(self, worker: int, change: FlatVectors, drift: float) -> None:
-        """A worker's update, to be followed by `answer`. `drift`: its distance from the parameters."""
+        """Accept a worker's update. The worker calls `answer` next.
+
+        Args:
+            worker: the worker's index.
+            change: its update of the served values.
+            drift: the worker's relative distance from the served parameters.
+        """
         with self._changed:
             self.away.discard(worker)
             self.clocks[worker] += 1
@@ -120,34 +131,36 @@ class ParameterShard:
             self.held_back[worker] += worker in self._waiting
 
     def answer(self, worker: int) -> ServerReply:
-        """The reply, once this worker may go on."""
+        """Wait until this worker may continue, and return the reply to its last update."""
         deadline = time.monotonic() + self.timeout_s
         with self._changed:
             while worker not in self._answers:
                 if self._ended is not None:
                     return ServerReply(values=self.values, ended=self._ended)
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    late = min(self._present(), key=lambda one: self.clocks[one])
+                    late = min(self._present(), key=lambda index: self.clocks[index])
                     return ServerReply(values=self.values, late=late)
             return self._answers.pop(worker)
 
     def leave(self, worker: int) -> None:
-        """Do not wait for this worker until it comes again."""
+        """Let nobody wait for this worker until its next update."""
         with self._changed:
             self.away.add(worker)
             self._go_on()
 
     def end(self, worker: int) -> None:
-        """The worker's process has ended or cannot be reached: nobody can go on."""
+        """Record that the worker's process has ended or is unreachable, so that no worker can continue."""
         with self._changed:
             if self._ended is None:
                 self._ended = worker
             self._changed.notify_all()
 
     def _present(self) -> list[int]:
+        """Return the workers that are not away."""
         return [worker for worker in range(len(self.clocks)) if worker not in self.away]
 
     def _add(self, worker: int) -> None:
+        """Add a worker's waiting update to the values, with less weight if it is stale and there is no bound."""
         scale = 1.0
         if self.bound is None:
             self._stale[worker] = self._version - self._read[worker]
@@ -157,14 +170,16 @@ class ParameterShard:
         self._version += 1
 
     def _go_on(self) -> None:
-        """Answer all workers that may go on, with the present parameters."""
+        """Reply with the present parameters to all workers that may continue."""
         present = self._present()
         if self.bound == 0 and all(worker in self._waiting for worker in present):
             for worker in sorted(self._waiting):
                 if self._waiting[worker]:
                     self._add(worker)
         slowest = min((self.clocks[worker] for worker in present), default=0)
-        ready = [one for one in self._waiting if self.bound is None or self.clocks[one] - slowest <= self.bound]
+        ready = [
+            waiting for waiting in self._waiting if self.bound is None or self.clocks[waiting] - slowest <= self.bound
+        ]
         for worker in ready:
             del self._waiting[worker]
             if self.bound is not None:
@@ -182,7 +197,19 @@ class ParameterShard:
 
 
 class ParameterServers(AsynchronousReplicas):
-    """x <- x + the replicas' changes, applied when they come. `bound`: see ParameterShard."""
+    """Replicas that add their changes to the served parameters as they arrive: x <- x + change.
+
+    Args:
+        replicas: the group.
+        transport: this replica's messages with the others.
+        mode: the mode's name in plans, for messages.
+        bound: see `ParameterShard`.
+
+    Attributes:
+        served: the part of the parameters that this rank serves.
+        others: indices of the other replicas.
+        own_staleness: largest staleness of this replica's last update on any server.
+    """
 
     def __init__(self, replicas: ReplicaGroup, transport: Transport, mode: str, bound: int | None) -> None:
         super().__init__(replicas)
@@ -220,28 +247,28 @@ class ParameterServers(AsynchronousReplicas):
         with self.replicas.channel.waiting(pushed):
             values, answers = self._exchanged(change)
         with self.replicas.channel.waiting(self._answered() * own_nbytes):
-            pass  # bytes that this rank's server sends beside
+            pass  # count the bytes that this rank's server has sent
         self.vectors.write(values)
         self._found = self.vectors.read()
         if self.counts["rounds"] % MEASURED_EVERY == 0:
             self._drift = _distance(after, self._found)
         self.counts["rounds"] += 1
-        self.own_staleness = max(one.staleness for one in answers)
-        self.staleness = max(one.most for one in answers)
-        largest, usual = max(one.drift for one in answers), max(one.mean_drift for one in answers)
-        self.disagreement = {"max": largest, "mean": usual, "parameters": sum(flat.numel() for flat in after)}
+        self.own_staleness = max(answer.staleness for answer in answers)
+        self.staleness = max(answer.most for answer in answers)
+        largest, mean = max(answer.drift for answer in answers), max(answer.mean_drift for answer in answers)
+        self.disagreement = {"max": largest, "mean": mean, "parameters": sum(flat.numel() for flat in after)}
 
     def final_parameters(self) -> FlatVectors:
         return self.vectors.read()
 
     @contextmanager
     def quiesced(self, parallel: ParallelModel) -> Iterator[None]:
-        """Inside, replicas have the parameters that are served."""
+        """Load the served parameters on all replicas; inside, no replica sends updates. Collective."""
         self._ask_all(AWAY)
         self.barrier()
         if not self.equal and self.others:
-            own, served = self.vectors.read(), self._all_parts()
-            self.last_disagreement = distance_from_mean(own, served, self.replicas)
+            local, served = self.vectors.read(), self._all_parts()
+            self.last_disagreement = distance_from_mean(local, served, self.replicas)
             self.vectors.write(served)
             self._found = self.vectors.read()
             self.buffers.agree()
@@ -251,77 +278,83 @@ class ParameterServers(AsynchronousReplicas):
         self.barrier()
 
     def on_exit(self, parallel: ParallelModel) -> None:
-        """Serve this rank's part until the last of the others has left."""
+        """Serve this rank's part until all other ranks have left."""
         if self._gone:
             return
         self._gone = True
         try:
             self._ask_all(LEAVE)
-        except Exception:  # another has ended badly, and says so itself
+        except Exception:  # another rank has failed, and reports that itself
             return
         for thread in self._threads:
             thread.join()
 
     def _part(self, flats: FlatVectors, server: int) -> FlatVectors:
-        """A server's part of every vector, as views."""
+        """Return a server's part of every vector, as views."""
         bounds = [cut(flat.numel(), self.replicas.size)[server : server + 2] for flat in flats]
         return [flat[begin:end] for flat, (begin, end) in zip(flats, bounds, strict=True)]
 
     def _exchanged(self, change: FlatVectors) -> tuple[FlatVectors, list[ServerReply]]:
-        """The parameters after all servers have taken the change and let this replica go on."""
+        """Send the change to all servers, and wait until each lets this replica continue.
+
+        Returns:
+            (whole parameters, replies of all servers, this rank's own first).
+        """
         values = [torch.empty_like(flat) for flat in change]
-        asked = torch.tensor([UPDATE, self._drift], dtype=torch.float64)
-        says = {peer: torch.zeros(6, dtype=torch.float64) for peer in self.others}
-        going, coming = [], []
+        request = torch.tensor([UPDATE, self._drift], dtype=torch.float64)
+        replies = {peer: torch.zeros(6, dtype=torch.float64) for peer in self.others}
+        sends, receives = [], []
         try:
             for peer in self.others:
-                going.append(self.transport.start_send(peer, [asked], _ASK))
-                going.append(self.transport.start_send(peer, self._part(change, peer), _CHANGE))
-                coming.append(self.transport.start_receive(peer, [says[peer]], _SAY))
-                coming.append(self.transport.start_receive(peer, self._part(values, peer), _VALUES))
-            own = self.replicas.index
-            self.served.push(own, self._part(change, own), self._drift)
-            answers = [self.served.answer(own)]
+                sends.append(self.transport.start_send(peer, [request], _ASK))
+                sends.append(self.transport.start_send(peer, self._part(change, peer), _CHANGE))
+                receives.append(self.transport.start_receive(peer, [replies[peer]], _SAY))
+                receives.append(self.transport.start_receive(peer, self._part(values, peer), _VALUES))
+            index = self.replicas.index
+            self.served.push(index, self._part(change, index), self._drift)
+            answers = [self.served.answer(index)]
             self._check(answers[0])
-            for finish in [*coming, *going]:
+            for finish in [*receives, *sends]:  # receives first: they notice a rank that has ended
                 finish()
         except Unreachable as problem:
             error = self._sentence(problem.peer, problem.late)
             raise error from error.__cause__
-        torch._foreach_copy_(self._part(values, own), answers[0].values)
-        answers += [_heard(fields_received, []) for fields_received in says.values()]
+        torch._foreach_copy_(self._part(values, index), answers[0].values)
+        answers += [_heard(fields_received, []) for fields_received in replies.values()]
         for answer in answers:
             self._check(answer)
         return [flat.to(self.device) for flat in values], answers
 
     def _check(self, answer: ServerReply) -> None:
+        """Raise TrainingError if a reply says that another rank has ended or is late."""
         if answer.ended is not None:
             raise self._sentence(answer.ended, False)
         if answer.late is not None:
             raise self._sentence(answer.late, True)
 
     def _sentence(self, peer: int, is_late: bool) -> Exception:
+        """Return the error of a rank that cannot continue because `peer` has ended or is late."""
         rank = self.replicas.ranks[peer]
         return (
             peer_late_error(self.mode, rank, self.transport.timeout_s) if is_late else peer_ended_error(self.mode, rank)
         )
 
     def _ask_all(self, what: int) -> None:
-        """Send a request to all servers; AWAY is known everywhere when it returns."""
-        asked, says = torch.tensor([what, 0.0], dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
+        """Send request `what` to all servers. For AWAY, return once all servers know it."""
+        request, reply = torch.tensor([what, 0.0], dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
         self.served.leave(self.replicas.index)
         try:
-            going = [self.transport.start_send(peer, [asked], _ASK) for peer in self.others]
+            sends = [self.transport.start_send(peer, [request], _ASK) for peer in self.others]
             for peer in self.others if what == AWAY else ():
-                self.transport.start_receive(peer, [says], _SAY)()
-            for finish in going:
+                self.transport.start_receive(peer, [reply], _SAY)()
+            for finish in sends:
                 finish()
         except Unreachable as problem:
             error = self._sentence(problem.peer, problem.late)
             raise error from error.__cause__
 
     def _all_parts(self) -> FlatVectors:
-        """The parameters as they are served, from all servers. Collective."""
+        """Gather the served parameters from all servers. Collective."""
         whole = [torch.zeros_like(flat) for flat in self._found]
         for part, values in zip(self._part(whole, self.replicas.index), self.served.values, strict=True):
             part.copy_(values)
@@ -329,37 +362,38 @@ class ParameterServers(AsynchronousReplicas):
         return whole
 
     def _answered(self) -> int:
-        """Updates taken from other ranks since the last call."""
+        """Return the number of updates accepted from other ranks since the last call."""
         before, self._counted = self._counted, sum(self.served.accepted[peer] for peer in self.others)
         return self._counted - before
 
     def _serve(self, worker: int) -> None:
-        """A thread's work: the requests of `worker`, until it leaves."""
-        asked = torch.zeros(2, dtype=torch.float64)
-        going: list[Callable[[], None]] = []
+        """Serve the requests of `worker` until it leaves; runs in a thread."""
+        request = torch.zeros(2, dtype=torch.float64)
+        sends: list[Callable[[], None]] = []
         try:
             while True:
-                self.transport.receive(worker, [asked], _ASK)
-                while going:  # the worker asks again: it has its answer
-                    going.pop()()
-                what, drift = asked.tolist()
+                self.transport.receive(worker, [request], _ASK)
+                while sends:  # these end at once: the worker has its reply, or it would not ask again
+                    sends.pop()()
+                what, drift = request.tolist()
                 if what == UPDATE:
                     change = [torch.empty_like(flat) for flat in self.served.values]
                     self.transport.receive(worker, change, _CHANGE)
                     self.served.push(worker, change, drift)
                     answer = self.served.answer(worker)
-                    going.append(self.transport.start_send(worker, [_said(answer)], _SAY))
-                    going.append(self.transport.start_send(worker, answer.values, _VALUES))
+                    sends.append(self.transport.start_send(worker, [_said(answer)], _SAY))
+                    sends.append(self.transport.start_send(worker, answer.values, _VALUES))
                     continue
                 self.served.leave(worker)
-                if what == LEAVE or self._gone:  # who has left can no more come together with others
+                if what == LEAVE or self._gone:  # a rank that has left meets no others any more
                     return
-                going.append(self.transport.start_send(worker, [torch.zeros(6, dtype=torch.float64)], _SAY))
+                sends.append(self.transport.start_send(worker, [torch.zeros(6, dtype=torch.float64)], _SAY))
         except Unreachable as problem:
             self.served.end(problem.peer)
 
 
 def _said(answer: ServerReply) -> torch.Tensor:
+    """Encode a reply, without its values, as six numbers."""
     numbers = [answer.staleness, answer.most, answer.drift, answer.mean_drift]
     for rank in (answer.ended, answer.late):
         numbers.append(_NOBODY if rank is None else rank)
@@ -367,6 +401,7 @@ def _said(answer: ServerReply) -> torch.Tensor:
 
 
 def _heard(fields_received: torch.Tensor, values: FlatVectors) -> ServerReply:
+    """Decode a reply from six numbers, and add `values`."""
     staleness, most, drift, mean_drift, *ranks = fields_received.tolist()
     ended_rank, late_rank = (None if rank == _NOBODY else int(rank) for rank in ranks)
     return ServerReply(
@@ -381,17 +416,17 @@ def _heard(fields_received: torch.Tensor, values: FlatVectors) -> ServerReply:
 
 
 def _distance(one: FlatVectors, other: FlatVectors) -> float:
-    """|one - other| / |other|."""
+    """Return |one - other| / |other|."""
     squares = sum(float((a - b).double().square().sum()) for a, b in zip(one, other, strict=True))
     length = sum(float(b.double().square().sum()) for b in other)
     return float((squares / max(length, 1e-300)) ** 0.5)
 
 
 def make_stale(replicas: ReplicaGroup, arguments: ModeArguments) -> ParameterServers:
-    """Stale-synchronous servers with the plan's bound."""
+    """Make stale-synchronous parameter servers with the plan's bound."""
     return ParameterServers(replicas, Transport(replicas), "stale", arguments.relaxed.bound)
 
 
 def make_asynchronous(replicas: ReplicaGroup, arguments: ModeArguments) -> ParameterServers:
-    """Asynchronous, staleness-aware servers."""
+    """Make asynchronous, staleness-aware parameter servers."""
     return ParameterServers(replicas, Transport(replicas), "asynchronous", None)

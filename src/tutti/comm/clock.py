@@ -11,19 +11,23 @@ from tutti.machine import StolenTime
 STEP_PHASES: tuple[Phase, ...] = tuple(p for p in get_args(Phase) if p != "evaluation")
 
 _COMPUTING: tuple[Phase, ...] = ("forward", "backward", "optimizer")
-"""Phases out of which waiting for other ranks is taken: it is exposed communication."""
+"""Phases from which waiting for other ranks is subtracted: it is exposed communication."""
 
 
 class PhaseClock:
-    """A stop-watch that is always in exactly one phase.
+    """A stopwatch that is always in exactly one phase.
 
-    On a GPU, entering a phase waits for the device, so that work is counted where it was asked for; only then, because
-    the wait is not free, on every `sample_every`-th step.
+    On a GPU, entering a phase waits for the device, so that work is counted in the phase that launched it. This wait is
+    not free, so it happens only in every `sample_every`-th step.
+
+    Args:
+        device: the device on which the rank computes.
+        sample_every: on a GPU, number of steps between two whose phases are exact.
     """
 
     def __init__(self, device: torch.device, sample_every: int = 20) -> None:
         self.device = device
-        self._on_gpu = device.type == "cuda"  # asking a torch.device is slow beside reading a clock
+        self._on_gpu = device.type == "cuda"  # reading a torch.device is slow compared with reading a clock
         self.sample_every = sample_every
         self.started = time.perf_counter()
         self.stolen = StolenTime()
@@ -34,25 +38,29 @@ class PhaseClock:
         self._seconds: dict[Phase, float] = dict.fromkeys(STEP_PHASES, 0.0)
 
     def enter(self, phase: Phase) -> None:
-        """The running phase ends and `phase` begins."""
+        """End the current phase and begin `phase`."""
         now = self.now()
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
 
     def now(self) -> float:
-        """perf_counter seconds, after the device has caught up on steps that are timed."""
+        """Return perf_counter seconds; in timed steps, after the device has finished its work."""
         if self._on_gpu and self.timed:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def moment(self) -> float:
-        """perf_counter seconds; on steps that are timed, after what this thread has asked of the device so far."""
+        """Return perf_counter seconds; in timed steps, after the device has finished this thread's work."""
         if self._on_gpu and self.timed:
             torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
 
     def waited(self, seconds: float) -> Phase:
-        """The last `seconds` went by waiting for other ranks: they leave the phase that runs, which is returned."""
+        """Move the last `seconds` from the current phase to exposed communication, if that phase computes.
+
+        Returns:
+            The current phase.
+        """
         if self._phase in _COMPUTING:
             self._seconds[self._phase] -= seconds
             self._seconds["exposed_communication"] += seconds
@@ -60,15 +68,19 @@ class PhaseClock:
 
     @property
     def timed(self) -> bool:
-        """Whether the phases of the running step are exact."""
+        """Whether the phases of the current step are exact."""
         return not self._on_gpu or self.steps % self.sample_every == 0
 
     def elapsed_s(self) -> float:
-        """Seconds since the clock started."""
+        """Return the seconds since the clock started."""
         return time.perf_counter() - self.started
 
     def take_row(self) -> tuple[float, dict[Phase, float]]:
-        """Close a row: wall seconds since the last one, and its phases, which add up to it."""
+        """Close a row of metrics.
+
+        Returns:
+            (wall seconds since the last row, seconds by phase, which add up to it).
+        """
         self.enter(self._phase)
         wall, phases = self._since - self._row_since, self._seconds
         self._row_since, self._seconds = self._since, dict.fromkeys(STEP_PHASES, 0.0)

@@ -1,8 +1,9 @@
 """Hierarchical collectives: shared memory inside each host, point-to-point messages between hosts.
 
 Each rank's data is sent to every other host once and read there in shared memory. Reductions are made inside each host
-before they leave it. A host of g ranks so receives (hosts - 1) / hosts of the gathered bytes; messages from each rank
-to each other rank would bring g times as much. One thread per rank makes the transfers between hosts, in order.
+before they leave it. A host of g ranks therefore receives (hosts - 1) / hosts of the gathered bytes; direct messages
+from each rank to each other rank would bring g times as much. One thread per rank makes the transfers between hosts, in
+order.
 
 All-reduce: a reduce inside each host, an all-reduce of one slice per local rank between hosts, then an all-gather
 inside each host. A host with a tensor of B bytes sends 2 (hosts - 1) / hosts B, however many ranks it has; a ring of
@@ -33,7 +34,7 @@ from tutti.comm.shared_memory import (
 )
 
 _GATHER_TAG, _REDUCE_TAG = 0, 1
-"""Tags of messages."""
+"""Message tags."""
 
 
 class CommThread:
@@ -44,6 +45,7 @@ class CommThread:
         threading.Thread(target=self._run, name="tutti-exchanges", daemon=True).start()
 
     def ask(self, call: Callable[[], None]) -> None:
+        """Submit a call."""
         self._asked.put(call)
 
     def end(self) -> None:
@@ -53,11 +55,16 @@ class CommThread:
     def _run(self) -> None:
         while (call := self._asked.get()) is not None:
             call()
-            del call  # or whoever asked would live on while nobody asks
+            del call  # or an idle thread would keep alive whatever the last call refers to
 
 
 class ThreadedWork:
-    """A call that runs on a `CommThread`, as a work handle."""
+    """A call that runs on a `CommThread`, as a work handle.
+
+    Args:
+        comm_thread: the thread.
+        call: what it runs.
+    """
 
     def __init__(self, comm_thread: CommThread, call: Callable[[], None]) -> None:
         self._call = call
@@ -70,7 +77,7 @@ class ThreadedWork:
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Return when the call has returned. Raises what it raised."""
+        """Wait until the call has returned. Raises what the call raised."""
         self._ended.wait()
         if self._problem is not None:
             raise self._problem
@@ -78,7 +85,7 @@ class ThreadedWork:
     def _make(self) -> None:
         try:
             self._call()
-        except BaseException as problem:  # told where it is waited for
+        except BaseException as problem:  # raised again in `wait`
             self._problem = problem
         finally:
             self._ended.set()
@@ -88,9 +95,12 @@ class ThreadedWork:
 class RelayRoutes:
     """Which rank of a host relays which data, so that data enters each host once.
 
-    Every rank sends its data to one relay peer on each other host, and receives that peer's results. Ranks of a larger
-    host share the relay peers of a smaller one. `hosts`: ranks of the process group by host, in local-group order;
-    `own`: this rank.
+    Every rank sends its data to one relay peer on each other host. In a reduction, the relay peer returns its host's
+    partial sum to the rank. Ranks of a larger host share the relay peers of a smaller one.
+
+    Attributes:
+        hosts: ranks of the process group by host, in local-group order.
+        own: this rank.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -108,7 +118,7 @@ class RelayRoutes:
 
     @cached_property
     def others(self) -> list[int]:
-        """Indices of the other hosts, starting with the next one, so that not all begin with the same host."""
+        """Indices of the other hosts, starting with the next one, so that hosts begin with different peers."""
         return [(self.host + step) % len(self.hosts) for step in range(1, len(self.hosts))]
 
     @cached_property
@@ -121,9 +131,12 @@ class RelayRoutes:
     def relayed_ranks(self) -> list[int]:
         """Ranks of other hosts whose relay peer is this rank, in the order of `others`."""
         here = self.hosts[self.host]
-        mine = here.index(self.own)
+        local_rank = here.index(self.own)
         return [
-            place for host in self.others for index, place in enumerate(self.hosts[host]) if index % len(here) == mine
+            place
+            for host in self.others
+            for index, place in enumerate(self.hosts[host])
+            if index % len(here) == local_rank
         ]
 
     @cached_property
@@ -133,7 +146,17 @@ class RelayRoutes:
         return sum(-(-len(self.hosts[host]) // here) for host in self.others)
 
     def carried(self, place: int) -> tuple[int, int]:
-        """(local rank, row) at which the data of rank `place` of another host arrives on this host."""
+        """Return where the data of a rank of another host arrives on this host.
+
+        Args:
+            place: that rank.
+
+        Returns:
+            (local rank that relays the data, row among its relayed ranks).
+
+        Raises:
+            ValueError: the rank is on this host.
+        """
         here = self.hosts[self.host]
         row = 0
         carrier = self._index(place) % len(here)
@@ -141,23 +164,24 @@ class RelayRoutes:
             if place in self.hosts[host]:
                 return carrier, row + self._index(place) // len(here)
             row += len(range(carrier, len(self.hosts[host]), len(here)))
-        raise ValueError(f"place {place} is on this host")
+        raise ValueError(f"rank {place} is on this host, so no rank relays its data; ask for a rank of another host")
 
     def _index(self, place: int) -> int:
         return next(places.index(place) for places in self.hosts if place in places)
 
 
 def make_relay_routes(hosts: Sequence[Sequence[int]], own: int) -> RelayRoutes:
-    """Relay routes of rank `own`, from the ranks on each host."""
+    """Return the relay routes of rank `own`, given the ranks on each host."""
     return RelayRoutes(tuple(map(tuple, hosts)), own)
 
 
 class HierarchicalCommunicator:
-    """Collectives over ranks of several hosts, of which some have several ranks.
+    """Collectives over ranks of several hosts, some of which have several ranks.
 
     Args:
         communicator: the shared-memory communicator of this host.
-        group: the process group. Its messages with this class's tags must be nobody else's.
+        routes: which rank relays which data.
+        group: the process group. Nobody else may use this module's message tags in it.
     """
 
     def __init__(self, communicator: SharedMemoryCommunicator, routes: RelayRoutes, group: Any) -> None:
@@ -167,17 +191,25 @@ class HierarchicalCommunicator:
         weakref.finalize(self, self._comm_thread.end)
 
     def share(self, mine: torch.Tensor, read: ReadTensors) -> "HierarchicalWork":
-        """As `SharedMemoryCommunicator.share`: `read` gets every rank's `mine`, in the group's order."""
+        """Let all ranks read this rank's tensor, as `SharedMemoryCommunicator.share` does.
+
+        Args:
+            mine: this rank's tensor, contiguous and of the same size on all ranks.
+            read: called with the tensors of all ranks, flat and in the group's order.
+
+        Returns:
+            The work handle.
+        """
         return HierarchicalWork(self, self._comm_thread, mine, read)
 
     def gather(self, segments: torch.Tensor, mine: torch.Tensor) -> "HierarchicalWork":
-        """All-gather `mine` into the rows of `segments`, (ranks, values). Returns a work."""
+        """All-gather `mine` into the rows of `segments`, shape (ranks, values). Returns the work handle."""
         return self.share(mine, partial(copy_rows, segments))
 
     def scatter_sum(self, buffer: torch.Tensor, out: torch.Tensor) -> ThreadedWork:
-        """Reduce-scatter row r of `buffer`, (ranks, values), into `out` of rank r. Returns a work.
+        """Reduce-scatter row r of `buffer`, shape (ranks, values), into `out` of rank r. Returns the work handle.
 
-        Hosts' sums are added in the order of hosts; in half precision each is rounded first.
+        The hosts' partial sums are added in the order of hosts; in half precision each is rounded first.
         """
         return ThreadedWork(self._comm_thread, lambda: self._scatter_sum(buffer, out.view(-1)))
 
@@ -186,20 +218,24 @@ class HierarchicalCommunicator:
         self.start_reduce(tensor, op).wait()
 
     def start_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> "HierarchicalWork":
-        """Start `reduce`. Returns a work."""
+        """Start an all-reduce of a contiguous `tensor` in place (sum or maximum). Returns the work handle."""
         flat = tensor.detach().view(-1)
         size = -(-flat.numel() // self.routes.ranks)
-        rows, mine = (self.borrow(numel, flat.dtype) for numel in (self.routes.ranks * size, size))
-        rows[: flat.numel()].copy_(flat)  # behind them lies anything, of which nobody reads the sum
+        rows, reduced = (self.borrow(numel, flat.dtype) for numel in (self.routes.ranks * size, size))
+        rows[: flat.numel()].copy_(flat)  # the padding after them is uninitialised; nobody reads its sum
         return HierarchicalWork(
-            self, self._comm_thread, mine, partial(_concatenate_into, flat), lambda: self._scatter_sum(rows, mine, op)
+            self,
+            self._comm_thread,
+            reduced,
+            partial(_concatenate_into, flat),
+            lambda: self._scatter_sum(rows, reduced, op),
         )
 
     def bring(self, mine: torch.Tensor) -> torch.Tensor:
-        """Send `mine` to each other host. Runs on the communication thread.
+        """Exchange data with the other hosts: send `mine` to each of them. Runs on the communication thread.
 
         Returns:
-            (rows, values) in shared memory: what this rank's relayed ranks sent.
+            What this rank's relayed ranks sent, in shared memory, shape (rows, values).
         """
         routes = self.routes
         rows = self.borrow(routes.max_relayed_ranks * mine.numel(), mine.dtype).view(
@@ -213,15 +249,15 @@ class HierarchicalCommunicator:
     def _scatter_sum(self, buffer: torch.Tensor, out: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         routes, numel, count = self.routes, out.numel(), len(self.routes.relayed_ranks)
         sums = self._scratch_rows(1 + count + len(routes.relay_peers), out)
-        own, sent, came = sums[0], sums[1 : 1 + count], sums[1 + count :]
+        host_sum, sent, received = sums[0], sums[1 : 1 + count], sums[1 + count :]
         exchange = self.communicator.put(buffer)
-        theirs = [tensor.view(routes.ranks, numel) for tensor in exchange.arrive()]
+        buffers = [tensor.view(routes.ranks, numel) for tensor in exchange.arrive()]  # one per local rank
         for place, row in zip((routes.own, *routes.relayed_ranks), sums, strict=False):
-            reduce_tensors([one[place] for one in theirs], [row], op)
+            reduce_tensors([rows[place] for rows in buffers], [row], op)
         exchange.leave()
-        relay_peers = list(zip(routes.relay_peers, came, strict=True))
+        relay_peers = list(zip(routes.relay_peers, received, strict=True))
         self._messages(relay_peers, list(zip(routes.relayed_ranks, sent, strict=True)), _REDUCE_TAG)
-        by_host = {routes.host: own, **dict(zip(routes.others, came, strict=True))}
+        by_host = {routes.host: host_sum, **dict(zip(routes.others, received, strict=True))}
         reduce_tensors([by_host[host] for host in sorted(by_host)], [out], op)
 
     def _messages(
@@ -230,12 +266,12 @@ class HierarchicalCommunicator:
         sent: Sequence[tuple[int, torch.Tensor]],
         tag: int,
     ) -> None:
-        """Exchange rows with ranks of the group; receives are waited for first, where an ended rank is noticed."""
+        """Exchange rows with ranks of the group; wait for receives first, because they notice an ended rank."""
         for work in start_messages(received, sent, self.group, tag=tag):
             work.wait()
 
     def _scratch_rows(self, rows: int, like: torch.Tensor) -> torch.Tensor:
-        """(rows, values of `like`) in memory that every exchange of the thread reuses."""
+        """Return scratch memory of shape (rows, values of `like`), which every exchange of the thread reuses."""
         nbytes = rows * like.numel() * like.element_size()
         if self._scratch.numel() < nbytes:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8)
@@ -243,9 +279,14 @@ class HierarchicalCommunicator:
 
 
 class HierarchicalWork:
-    """A gather in progress: the thread brings other hosts' data, `wait` reads all of it in shared memory.
+    """A gather in progress: the thread brings the data of other hosts, and `wait` reads all data in shared memory.
 
-    `first`: runs on the thread before the gather, and computes `mine`.
+    Args:
+        communicator: the hierarchical communicator.
+        comm_thread: its thread.
+        mine: this rank's tensor.
+        read: called with the tensors of all ranks, flat and in the group's order.
+        first: runs on the thread before the gather, and computes `mine`.
     """
 
     def __init__(
@@ -262,15 +303,19 @@ class HierarchicalWork:
         self._brought = ThreadedWork(comm_thread, self._bring)
 
     def is_completed(self) -> bool:
-        """Whether it has completed; completes it if all data has arrived."""
+        """Return whether the gather has completed; complete it if all data has arrived."""
         if not self._over and self._brought.is_completed():
             exchanges = self._exchanges
-            if exchanges is None or all(one.present() for one in exchanges):
+            if exchanges is None or all(exchange.present() for exchange in exchanges):
                 self.wait()
         return self._over
 
     def wait(self) -> None:
-        """Return when it has completed. Raises RuntimeError when a rank has ended or times out."""
+        """Wait until the gather has completed.
+
+        Raises:
+            RuntimeError: another rank has ended, or the wait timed out.
+        """
         if self._over:
             return
         self._brought.wait()
@@ -289,7 +334,7 @@ class HierarchicalWork:
         self._exchanges = here, communicator.communicator.put(communicator.bring(self._mine))
 
     def _in_order(self, here: list[torch.Tensor], brought: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Every rank's data, in the order of the group."""
+        """Return the data of every rank, in the order of the group."""
         routes, numel = self._communicator.routes, self._mine.numel()
         rows = dict(zip(routes.hosts[routes.host], here, strict=True))
         for host in routes.others:
@@ -307,14 +352,15 @@ def _concatenate_into(flat: torch.Tensor, parts: list[torch.Tensor]) -> None:
 
 
 def make_communicator(group: Any = None) -> SharedMemoryCommunicator | HierarchicalCommunicator | None:
-    """The communicator of a process group; hierarchical if its ranks span hosts and some hosts have several.
+    """Return the communicator of a process group, or None where shared memory is of no use. Collective.
 
-    Returns None where ranks may not share memory, or no two could. Collective.
+    It is hierarchical if the group spans hosts and some host has several ranks. It is None where ranks may not share
+    memory, or where every host has only one rank.
     """
-    found = rendezvous_hosts(group)
-    if found is None:
+    rendezvous = rendezvous_hosts(group)
+    if rendezvous is None:
         return None
-    hosts, local_group = found
+    hosts, local_group = rendezvous
     if len(hosts) > 1 and max(map(len, hosts)) == 1:
         return None
     communicator = SharedMemoryCommunicator(local_group)
@@ -328,8 +374,13 @@ def make_communicator(group: Any = None) -> SharedMemoryCommunicator | Hierarchi
 class HierarchicalAllReduce(ThreadedWork):
     """A hierarchical all-reduce in place, on a communication thread.
 
-    `segment`: number of this rank's shared segment; `flat`: the values in it. Waiting raises RuntimeError when a rank
-    has ended or times out.
+    Waiting raises RuntimeError when another rank has ended, or the wait timed out.
+
+    Args:
+        hierarchy: the ranks inside hosts and between them.
+        comm_thread: the thread.
+        segment: number of this rank's shared segment.
+        flat: the values in it.
     """
 
     def __init__(self, hierarchy: HostHierarchy, comm_thread: CommThread, segment: int, flat: torch.Tensor) -> None:
@@ -347,16 +398,23 @@ class HierarchicalAllReduce(ThreadedWork):
 
 
 def inter_host_slice(flat: torch.Tensor, parts: int, part: int) -> torch.Tensor:
-    """The slice of a flat tensor that local rank `part` all-reduces between hosts."""
+    """Return the slice of a flat tensor that local rank `part` all-reduces between hosts."""
     return torch.tensor_split(flat, parts)[part]
 
 
 def all_gather_slices(local_group: LocalGroup, segment: int, flat: torch.Tensor, parts: int) -> None:
-    """All-gather the inter-host slices of the first `parts` local ranks into `flat`, which lies in a segment."""
+    """All-gather the inter-host slices of the first `parts` local ranks into `flat`.
+
+    Args:
+        local_group: the ranks of this host.
+        segment: number of the segment in which `flat` lies.
+        flat: this rank's tensor, whose own slice is reduced already.
+        parts: number of slices.
+    """
     slot = local_group.start(segment, flat.numel(), lambda: None)
     PendingSignals(local_group, slot, READY).wait()
     for part, theirs in enumerate(local_group.tensors(slot, flat.dtype)[:parts]):
         if part != local_group.rank:
             inter_host_slice(flat, parts, part).copy_(inter_host_slice(theirs, parts, part))
     local_group.signal(slot, DONE)
-    PendingSignals(local_group, slot, DONE).wait()  # the others have read this rank's part: it may change
+    PendingSignals(local_group, slot, DONE).wait()  # the others have read this rank's slice, so it may change

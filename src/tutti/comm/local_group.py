@@ -1,7 +1,8 @@
 """Local groups: the ranks of a process group that share a host, and the tables they keep in shared memory.
 
-Collectives are numbered, and every rank starts them in the same order. The numbers take turns in a ring of slots, each
-with its own semaphores. Each slot records which shared segment holds each rank's tensor. `BufferPool` reuses segments.
+Collectives are numbered, and every rank starts them in the same order. Their numbers cycle through a ring of slots,
+each with its own semaphores. Each slot records which shared segment holds each rank's tensor. `BufferPool` reuses
+segments.
 """
 
 from collections.abc import Callable
@@ -11,16 +12,16 @@ import torch
 from tutti.comm.shared_segment import SPACING, Memory, SharedSegment, Signals, attach_segment, first_values
 
 SLOTS = 128
-"""Exchanges, and messages from one rank to another, that may be under way at once."""
+"""Exchanges that may be in progress at once, and messages from one rank to another that may be unread."""
 
 MAX_SEGMENTS = 1024
-"""Rooms that a rank may have."""
+"""Largest number of shared segments of one rank."""
 
 READY, CLAIM, DONE = range(3)
-"""Semaphores of a slot: who has started, whose part nobody computes yet, who is done."""
+"""Semaphores of a slot: who has started, which slices are unclaimed, who is done."""
 
 SENT, READ = range(2)
-"""Semaphores of the way from one rank to another: messages sent, messages read."""
+"""Semaphores of a pair of sender and receiver: messages sent, messages read."""
 
 
 class LocalGroup:
@@ -30,11 +31,13 @@ class LocalGroup:
         control: shared memory for semaphores (per slot, per pair of ranks), then tables: each rank's segments
             (file, size), each slot's records (segment, values, slice finite), each pair's message records
             (segment, values).
-        processes: process ids by local rank.
-        timeout_s: the longest wait.
+        processes: process ids in the order of local ranks.
+        rank: this process's local rank.
+        timeout_s: the longest wait in seconds.
         create: whether this rank initialises the semaphores.
 
-    `mailboxes`: message records by source, target and number in a ring of SLOTS.
+    Attributes:
+        mailboxes: message records by source, target and message number modulo `SLOTS`.
     """
 
     def __init__(self, control: Memory, processes: list[int], rank: int, timeout_s: float, *, create: bool) -> None:
@@ -59,21 +62,35 @@ class LocalGroup:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def new_segment(self, nbytes: int) -> tuple[int, SharedSegment]:
-        """A new segment of this rank, with its number. It lives as long as the group."""
+        """Create a segment of this rank, which lives as long as the group.
+
+        Returns:
+            (number, segment).
+
+        Raises:
+            RuntimeError: the rank has `MAX_SEGMENTS` segments already.
+        """
         number = len(self._mine)
         if number == MAX_SEGMENTS:
-            raise RuntimeError(f"shared memory: a local group has at most {MAX_SEGMENTS} segments; make buckets larger")
+            raise RuntimeError(
+                f"shared memory: a rank may have at most {MAX_SEGMENTS} segments in a local group; make buckets larger"
+            )
         segment = SharedSegment(nbytes)
         self._mine.append(segment)
         self._segments[self.rank, number] = segment.file, segment.nbytes
         return number, segment
 
     def start(self, segment: int, numel: int, synchronize: Callable[[], None], *, claim: bool = False) -> int:
-        """Start the next collective with the first `numel` values of a segment; returns its slot.
+        """Start the next collective with the first `numel` values of a segment.
 
         Args:
+            segment: number of this rank's segment.
+            numel: number of values.
             synchronize: waits for all signals of this collective; called before its slot is used again.
             claim: whether other ranks may reduce this rank's slice.
+
+        Returns:
+            The slot of the collective.
         """
         slot = self._started % SLOTS
         self._started += 1
@@ -92,7 +109,7 @@ class LocalGroup:
             del self._synchronize[slot]
 
     def post(self, slot: int, kind: int, rank: int) -> None:
-        """Post a signal to one rank (CLAIM: to whoever takes it first)."""
+        """Post a signal to one rank. A CLAIM signal is for whichever rank takes it first."""
         self.signals.post((slot * 3 + kind) * self.size + rank)
 
     def signal(self, slot: int, kind: int) -> None:
@@ -101,35 +118,50 @@ class LocalGroup:
             self.post(slot, kind, other)
 
     def take(self, slot: int, kind: int, rank: int) -> bool:
-        """Take a signal to `rank` if there is one."""
+        """Take a signal to `rank` if there is one; return whether there was."""
         return self.signals.take((slot * 3 + kind) * self.size + rank)
 
     def wait(self, slot: int, kind: int) -> None:
-        """Wait for a signal to this rank. Raises RuntimeError when another rank has ended or times out."""
+        """Wait for a signal to this rank.
+
+        Raises:
+            RuntimeError: another rank has ended, or the wait timed out.
+        """
         self.signals.wait((slot * 3 + kind) * self.size + self.rank, self.others)
 
     def tensors(self, slot: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Every rank's tensor in a slot that all have started. Raises RuntimeError if sizes differ."""
+        """Return every rank's tensor, flat, in a slot that all ranks have started.
+
+        Raises:
+            RuntimeError: the tensors differ in size, or a rank has ended.
+        """
         records = self._slots[slot, :, :2].tolist()
         sizes = {size for _, size in records}
         if len(sizes) > 1:
-            raise RuntimeError(f"shared memory: ranks exchange tensors of different sizes: {sorted(sizes)} values")
+            raise RuntimeError(
+                f"shared memory: ranks started a collective with tensors of different sizes: {sorted(sizes)} values; "
+                "start the same collectives in the same order on all ranks"
+            )
         return [self.tensor(rank, segment, size, dtype) for rank, (segment, size) in enumerate(records)]
 
     def record_finite(self, slot: int, part: int, *, finite: bool) -> None:
-        """Record whether slice `part` is finite, before this rank signals DONE."""
+        """Record whether slice `part` is finite. Call this before this rank signals DONE."""
         self._slots[slot, part, 2] = finite
 
     def all_finite(self, slot: int) -> bool:
-        """Whether all slices of a completed collective are finite; call before its slot is used again."""
+        """Return whether all slices of a completed collective are finite. Call this before the slot is used again."""
         return bool(self._slots[slot, :, 2].all())
 
     def mailbox_signal(self, source: int, target: int, kind: int) -> int:
-        """Index of the semaphore of messages from `source` to `target`."""
+        """Return the index of the semaphore `kind` (SENT or READ) of messages from `source` to `target`."""
         return SLOTS * 3 * self.size + (kind * self.size + source) * self.size + target
 
     def tensor(self, rank: int, segment: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first values of a rank's segment, mapped on first use. Raises RuntimeError when that rank has ended."""
+        """Return the first `numel` values of a rank's segment, which is mapped on first use.
+
+        Raises:
+            RuntimeError: that rank's process has ended.
+        """
         if rank == self.rank:
             return self._mine[segment].tensor(dtype, numel)
         if (rank, segment) not in self._theirs:
@@ -137,23 +169,32 @@ class LocalGroup:
             try:
                 self._theirs[rank, segment] = attach_segment(self._processes[rank], file, nbytes)
             except FileNotFoundError as gone:
-                words = f"Connection closed by peer: the process of rank {rank} here has ended"
-                raise RuntimeError(words) from gone
+                reason = f"Connection closed by peer: the process of rank {rank} in this host's local group has ended"
+                raise RuntimeError(reason) from gone
         return first_values(self._theirs[rank, segment], dtype, numel)
 
 
 def num_semaphores(size: int) -> int:
-    """Number of semaphores of a local group."""
+    """Return the number of semaphores of a local group of `size` ranks."""
     return SLOTS * 3 * size + 2 * size * size
 
 
 def control_nbytes(size: int) -> int:
-    """Bytes of shared memory for the semaphores and tables of a local group."""
+    """Return the bytes of shared memory that the semaphores and tables of a local group of `size` ranks need."""
     return num_semaphores(size) * SPACING + 8 * size * (2 * MAX_SEGMENTS + 3 * SLOTS + 2 * SLOTS * size)
 
 
 class PendingSignals:
-    """Signals of one kind (READY, DONE) still `missing` in a slot: at first one from each other rank."""
+    """Signals of one kind that have not arrived yet in a slot.
+
+    Args:
+        local_group: the ranks of this host.
+        slot: the slot.
+        kind: READY or DONE.
+
+    Attributes:
+        missing: number of outstanding signals; at first one from each other rank.
+    """
 
     __slots__ = ("_kind", "_local_group", "_slot", "missing")
 
@@ -162,13 +203,17 @@ class PendingSignals:
         self.missing = local_group.size - 1
 
     def arrived(self) -> bool:
-        """Whether all signals have arrived, without waiting."""
+        """Return whether all signals have arrived, without waiting."""
         while self.missing and self._local_group.take(self._slot, self._kind, self._local_group.rank):
             self.missing -= 1
         return not self.missing
 
     def wait(self) -> None:
-        """Return when all signals have arrived. Raises RuntimeError when a rank has ended or times out."""
+        """Wait until all signals have arrived.
+
+        Raises:
+            RuntimeError: another rank has ended, or the wait timed out.
+        """
         while self.missing:
             self._local_group.wait(self._slot, self._kind)
             self.missing -= 1
@@ -179,7 +224,11 @@ _MAX_PERSISTENT = MAX_SEGMENTS // 2
 
 
 class BufferPool:
-    """Shared segments of one rank in a local group, reused by size (powers of two)."""
+    """Shared segments of one rank in a local group, reused by size (powers of two).
+
+    Args:
+        local_group: the group whose tables list the segments.
+    """
 
     def __init__(self, local_group: LocalGroup) -> None:
         self._local_group = local_group
@@ -189,37 +238,44 @@ class BufferPool:
         self._persistent: dict[int, int] = {}
 
     def put(self, flat: torch.Tensor) -> int:
-        """Number of the segment that holds `flat`: its own (`borrow`, `keep`), or a free one it is copied into."""
-        place = flat.data_ptr()
-        if place in self._borrowed:
-            return self._borrowed.pop(place)
-        if place in self._persistent:
-            return self._persistent[place]
+        """Return the number of the segment that holds `flat`.
+
+        Tensors from `borrow` and `keep` are in a segment already; others are copied into a free one.
+        """
+        address = flat.data_ptr()
+        if address in self._borrowed:
+            return self._borrowed.pop(address)
+        if address in self._persistent:
+            return self._persistent[address]
         number = self._take(flat.numel() * flat.element_size())
         self._segments[number].tensor(flat.dtype, flat.numel()).copy_(flat)
         return number
 
     def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory of a free segment, to be filled and `put`."""
+        """Return uninitialised memory of a free segment, to be filled and then passed to `put`."""
         if not numel:
-            return torch.empty(0, dtype=dtype)  # has no place by which `put` would find it: takes a segment there
+            return torch.empty(0, dtype=dtype)  # `put` could not recognise it by its address; it takes a segment then
         number = self._take(numel * dtype.itemsize)
         tensor = self._segments[number].tensor(dtype, numel)
         self._borrowed[tensor.data_ptr()] = number
         return tensor
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a flat tensor in a persistent segment, which `put` finds; the tensor itself if none is free."""
+        """Copy a flat tensor into a persistent segment, where `put` finds it.
+
+        Returns:
+            The copy, or the tensor itself if it is empty, already persistent, or no persistent segment is left.
+        """
         if not tensor.numel() or tensor.data_ptr() in self._persistent or len(self._persistent) == _MAX_PERSISTENT:
             return tensor
         number, segment = self._local_group.new_segment(tensor.numel() * tensor.element_size())
         self._segments[number] = segment
-        kept = segment.tensor(tensor.dtype, tensor.numel()).copy_(tensor)
-        self._persistent[kept.data_ptr()] = number
-        return kept
+        copy = segment.tensor(tensor.dtype, tensor.numel()).copy_(tensor)
+        self._persistent[copy.data_ptr()] = number
+        return copy
 
     def _take(self, nbytes: int) -> int:
-        nbytes = max(_MIN_SEGMENT_NBYTES, 1 << max(nbytes - 1, 0).bit_length())  # what nobody touches takes no memory
+        nbytes = max(_MIN_SEGMENT_NBYTES, 1 << max(nbytes - 1, 0).bit_length())  # untouched pages take no memory
         free = self._free.setdefault(nbytes, [])
         if free:
             number = free.pop()
@@ -229,6 +285,6 @@ class BufferPool:
         return number
 
     def give(self, number: int) -> None:
-        """Return a segment that nobody reads any more."""
+        """Return a segment to the pool once no rank reads it any more."""
         if number not in self._persistent.values():
             self._free[self._segments[number].nbytes].append(number)

@@ -25,8 +25,8 @@ class HostHierarchy:
 
     Attributes:
         local_group: the ranks of this host.
-        parts: slices of a tensor exchanged between hosts, one per rank of the smallest host.
-        inter_host_group: process group of the ranks that exchange this rank's slice; None where it has none.
+        parts: number of slices in which a tensor is exchanged between hosts: one per rank of the smallest host.
+        inter_host_group: process group of the ranks that exchange this rank's slice; None where this rank has no slice.
         hosts: number of hosts.
     """
 
@@ -38,7 +38,14 @@ class HostHierarchy:
 
 @dataclass(frozen=True, slots=True)
 class _Participant:
-    """What a rank announces. `control`: file of its control segment; `said`: its TUTTI_SHARED_MEMORY."""
+    """What a rank announces about itself.
+
+    Attributes:
+        host: identity of its host.
+        process: its process id.
+        control: file descriptor of its control segment; -1 if it has none.
+        said: value of its TUTTI_SHARED_MEMORY setting.
+    """
 
     host: str
     process: int
@@ -47,24 +54,25 @@ class _Participant:
 
 
 def make_local_group(group: Any = None) -> LocalGroup | None:
-    """The local group of a process group (None: all ranks).
+    """Return the local group of a process group (None: all ranks). Collective; all ranks get the same answer.
 
-    Returns None where its ranks are on several hosts, compute on GPUs, or may not share memory: one rank with
-    TUTTI_SHARED_MEMORY=off is enough. Collective; all ranks get the same answer.
+    Returns None where its ranks are on several hosts, compute on GPUs, or may not share memory. A single rank with
+    TUTTI_SHARED_MEMORY=off is enough for that.
     """
-    found = rendezvous_hosts(group)
-    return None if found is None or len(found[0]) > 1 else found[1]
+    rendezvous = rendezvous_hosts(group)
+    return None if rendezvous is None or len(rendezvous[0]) > 1 else rendezvous[1]
 
 
 def make_local_group_or_hierarchy(group: Any = None) -> LocalGroup | HostHierarchy | None:
-    """The local group of a process group, or its hierarchy if it spans hosts and some have several ranks.
+    """Return the local group of a process group, or its hierarchy if it spans hosts.
 
-    Returns None where neither exists. Collective, as `make_local_group`.
+    Collective, like `make_local_group`. Returns None where memory cannot be shared, or where every host has only one
+    rank.
     """
-    found = rendezvous_hosts(group)
-    if found is None:
+    rendezvous = rendezvous_hosts(group)
+    if rendezvous is None:
         return None
-    hosts, local_group = found
+    hosts, local_group = rendezvous
     if len(hosts) == 1:
         return local_group
     if max(map(len, hosts)) == 1:
@@ -79,22 +87,33 @@ def make_local_group_or_hierarchy(group: Any = None) -> LocalGroup | HostHierarc
 
 
 def rendezvous_hosts(group: Any) -> tuple[list[list[int]], LocalGroup] | None:
-    """(ranks of the group by host, this rank's local group); None where memory cannot be shared. Collective."""
+    """Find the hosts of a process group and join this host's local group. Collective.
+
+    Returns:
+        (ranks of the group by host, this rank's local group); None where memory cannot be shared.
+
+    Raises:
+        LaunchError: TUTTI_SHARED_MEMORY is neither "on" nor "off" on some rank.
+    """
     if dist.get_backend(group) != "gloo" or dist.get_world_size(group) < 2:
         return None
-    size, rank, said = dist.get_world_size(group), dist.get_rank(group), environment.shared_memory_setting()
-    control = _control_segment(size) if said == environment.SHARED_MEMORY_ON else None
-    mine = _Participant(shared_segment.host_identity(), os.getpid(), control.file if control is not None else -1, said)
+    size, rank, setting = dist.get_world_size(group), dist.get_rank(group), environment.shared_memory_setting()
+    control = _control_segment(size) if setting == environment.SHARED_MEMORY_ON else None
+    this_rank = _Participant(
+        shared_segment.host_identity(), os.getpid(), control.file if control is not None else -1, setting
+    )
     everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, mine, group=group)
+    dist.all_gather_object(everyone, this_rank, group=group)
     _check_settings(everyone, group)
-    if any(one.said == environment.SHARED_MEMORY_OFF for one in everyone):
+    if any(participant.said == environment.SHARED_MEMORY_OFF for participant in everyone):
         return None
     hosts: dict[str, list[int]] = {}
-    for place, one in enumerate(everyone):
-        hosts.setdefault(one.host, []).append(place)
+    for place, participant in enumerate(everyone):
+        hosts.setdefault(participant.host, []).append(place)
     local_group = (
-        None if control is None or "" in hosts else _join_local_group(everyone, hosts[mine.host], rank, control, group)
+        None
+        if control is None or "" in hosts
+        else _join_local_group(everyone, hosts[this_rank.host], rank, control, group)
     )
     ready: list[Any] = [None] * size
     dist.all_gather_object(ready, local_group is not None, group=group)
@@ -102,18 +121,18 @@ def rendezvous_hosts(group: Any) -> tuple[list[list[int]], LocalGroup] | None:
 
 
 def _check_settings(everyone: list[_Participant], group: Any) -> None:
-    """Raise LaunchError, on all ranks alike, where one's environment says neither on nor off."""
-    for place, one in enumerate(everyone):
-        if one.said not in (environment.SHARED_MEMORY_ON, environment.SHARED_MEMORY_OFF):
+    """Raise LaunchError on all ranks if the shared-memory setting of any rank is neither on nor off."""
+    for place, participant in enumerate(everyone):
+        if participant.said not in (environment.SHARED_MEMORY_ON, environment.SHARED_MEMORY_OFF):
             raise LaunchError(
-                f"{environment.SHARED_MEMORY_VARIABLE} = {one.said!r} on rank "
+                f"{environment.SHARED_MEMORY_VARIABLE} = {participant.said!r} on rank "
                 f"{dist.get_global_rank(_resolved_group(group), place)}; "
                 f"set it to {environment.SHARED_MEMORY_ON} or {environment.SHARED_MEMORY_OFF}"
             )
 
 
 def _control_segment(size: int) -> SharedSegment | None:
-    """Segment for semaphores and tables; each host uses the one of its first rank."""
+    """Create a segment for semaphores and tables, if the system can. Each host uses the one of its first rank."""
     if not shared_segment.semaphores_available():
         return None
     try:
@@ -126,22 +145,22 @@ def _join_local_group(
     everyone: list[_Participant], places: list[int], rank: int, control: SharedSegment, group: Any
 ) -> LocalGroup | None:
     processes, first = [everyone[place].process for place in places], everyone[places[0]]
-    own = places.index(rank)
+    local_rank = places.index(rank)
     try:
-        memory = control.memory if own == 0 else attach_segment(first.process, first.control, control.nbytes)
-        return LocalGroup(memory, processes, own, group_timeout_s(group), create=own == 0)
+        memory = control.memory if local_rank == 0 else attach_segment(first.process, first.control, control.nbytes)
+        return LocalGroup(memory, processes, local_rank, group_timeout_s(group), create=local_rank == 0)
     except OSError:
         return None
 
 
 def _inter_host_group(hosts: list[list[int]], part: int, group: Any) -> Any:
-    """Process group of the ranks that exchange slice `part` between hosts; only they call it."""
+    """Open the process group of the ranks that exchange slice `part` between hosts; only these ranks call it."""
     ranks = [dist.get_global_rank(_resolved_group(group), places[part]) for places in hosts]
     return open_group(ranks, timeout=_gloo_options(group)._timeout)
 
 
 def group_timeout_s(group: Any) -> float:
-    """Timeout of a process group in seconds."""
+    """Return the timeout of a process group in seconds."""
     return float(_gloo_options(group)._timeout.total_seconds())
 
 
@@ -155,7 +174,7 @@ def _resolved_group(group: Any) -> Any:
 
 @dataclass(slots=True)
 class _Openings:
-    """How often each set of ranks has opened a group, since the default group `world` was made."""
+    """How often each set of ranks has opened a group since the default group `world` was made."""
 
     world: Any = None
     counts: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -168,12 +187,13 @@ def open_group(ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
     """Open a process group; only its members call this, in the same order for their common groups.
 
     torch names such a group by its ranks and by the number of groups that the process has opened. That number differs
-    between members where one of them is in a group without the others, such as one rank for each of unequal hosts, and
-    they would wait for each other until the time-out. Here the name counts the openings by the same ranks.
+    between members if one of them is in another group without the others; for example, only one rank of each host may
+    be in a group between hosts. The members would then wait for each other until the timeout. Here the name counts how
+    often the same ranks have opened a group.
 
     Args:
         ranks: global ranks of the members.
-        timeout: of its collectives; None: torch's default.
+        timeout: timeout of the group's collectives; None: torch's default.
     """
     if _OPENINGS.world is not dist.group.WORLD:
         _OPENINGS.world, _OPENINGS.counts = dist.group.WORLD, Counter()

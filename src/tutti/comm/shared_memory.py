@@ -2,11 +2,11 @@
 
 - `SharedMemoryCommunicator`: each rank copies its tensor into a shared segment, and every rank reads what it needs.
 - `SharedMemoryAllReduce`: an all-reduce in place. The tensors lie in shared segments, cut into one slice per rank. A
-  rank reduces its own slice first and unclaimed slices while it waits.
+  rank reduces its own slice first, and unclaimed slices while it waits.
 - `MessageSender`, `MessageReceiver`: ordered messages from one rank to another.
 
-Reductions add in the order of ranks, half precisions in float32, so results are bit-identical on all ranks. A
-collective needs of the other ranks only that they have started it, as a process group's own does.
+Reductions add the ranks' tensors in rank order and accumulate half precisions in float32, so results are bit-identical
+on all ranks. As in a process group, a collective needs the other ranks only to have started it.
 """
 
 import threading
@@ -26,11 +26,18 @@ ReadTensors = Callable[[list[torch.Tensor]], None]
 
 
 _FINAL_READ_TIMEOUT_S = 2.0
-"""Longest wait at the end for ranks that have all they need to go on, but had no turn yet."""
+"""Longest wait when a communicator is released, in seconds, for ranks that have not yet read this rank's segments."""
 
 
 class SharedMemoryExchange:
-    """One exchange: all ranks may read this rank's `tensor` until each has signalled that it is done."""
+    """One exchange: all ranks may read this rank's `tensor` until each has signalled that it is done.
+
+    Args:
+        local_group: the ranks that exchange.
+        staging: pool that provides the shared segment.
+        in_progress: list to which the exchange is added once this rank has left it.
+        tensor: the values that this rank shares.
+    """
 
     def __init__(
         self,
@@ -54,7 +61,11 @@ class SharedMemoryExchange:
         return self._absent.arrived()
 
     def arrive(self) -> list[torch.Tensor]:
-        """Wait for all ranks; returns each one's tensor, flat. Call `leave` once they have been read."""
+        """Wait until all ranks have started. Call `leave` once the tensors have been read.
+
+        Returns:
+            The tensor of each rank, flat, in rank order.
+        """
         self._absent.wait()
         return self._local_group.tensors(self._slot, self._dtype)
 
@@ -68,7 +79,7 @@ class SharedMemoryExchange:
         return self._reading.arrived()
 
     def synchronize(self) -> None:
-        """Return when all other ranks have left."""
+        """Wait until all other ranks have left."""
         self._reading.wait()
 
     def give_back(self) -> None:
@@ -78,7 +89,11 @@ class SharedMemoryExchange:
 
 
 class SharedMemoryCommunicator:
-    """Collectives of a local group. One thread of a rank starts them; other threads may complete them."""
+    """Collectives of a local group. One thread of a rank starts them; other threads may complete them.
+
+    Args:
+        local_group: the ranks of this host.
+    """
 
     def __init__(self, local_group: LocalGroup) -> None:
         self.local_group, self._staging = local_group, BufferPool(local_group)
@@ -87,29 +102,32 @@ class SharedMemoryCommunicator:
         weakref.finalize(self, _await_readers, self._in_progress)
 
     def put(self, tensor: torch.Tensor) -> SharedMemoryExchange:
-        """Start an exchange of a contiguous tensor, of the same size on all ranks."""
+        """Start an exchange of a contiguous tensor, which must have the same size on all ranks."""
         with self._lock:
             _release_finished(self._in_progress)
             return SharedMemoryExchange(self.local_group, self._staging, self._in_progress, tensor)
 
     def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the next tensor exchanged here, which then needs no copy; it goes back to the pool."""
+        """Return memory for the next tensor to exchange, which then needs no copy.
+
+        The memory returns to the pool after the exchange.
+        """
         with self._lock:
             _release_finished(self._in_progress)
             return self._staging.borrow(numel, dtype)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A persistent shared copy of a flat tensor, to be exchanged repeatedly without copying.
+        """Return a persistent shared copy of a flat tensor, which can be exchanged repeatedly without copying.
 
-        Call `synchronize` before changing it, as others may still read it.
+        Call `synchronize` before changing the copy, because other ranks may still read it.
         """
         with self._lock:
             return self._staging.keep(tensor)
 
     def synchronize(self, left: int = 0) -> None:
-        """Wait until all others have read all but the `left` most recent exchanges of this rank."""
+        """Wait until the other ranks have read all of this rank's exchanges except the `left` most recent ones."""
         while (oldest := self._oldest(left)) is not None:
-            oldest.synchronize()  # not under the lock: who is to read it may wait for what another thread puts here
+            oldest.synchronize()  # without the lock: its readers may wait for what another thread of this rank puts
             with self._lock:
                 oldest.give_back()
 
@@ -120,7 +138,15 @@ class SharedMemoryCommunicator:
             return self._in_progress.pop(0) if len(self._in_progress) > left else None
 
     def share(self, mine: torch.Tensor, read: ReadTensors) -> "SharedMemoryWork":
-        """Let all ranks read `mine`; `read` gets every rank's tensor, flat. Returns a work."""
+        """Let all ranks read this rank's tensor.
+
+        Args:
+            mine: this rank's tensor, contiguous and of the same size on all ranks.
+            read: called with the tensors of all ranks, flat and in rank order, once all have started.
+
+        Returns:
+            The work handle.
+        """
         return SharedMemoryWork(self.put(mine), read)
 
     def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
@@ -128,30 +154,30 @@ class SharedMemoryCommunicator:
         self.start_reduce(tensor, op).wait()
 
     def start_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> "SharedMemoryWork":
-        """Start `reduce`. Returns a work."""
+        """Start an all-reduce of `tensor` in place (sum or maximum). Returns the work handle."""
         return self.share(tensor, lambda tensors: reduce_tensors(tensors, [tensor.view(-1)], op))
 
     def gather(self, segments: torch.Tensor, mine: torch.Tensor) -> "SharedMemoryWork":
-        """All-gather `mine` into the rows of `segments`, (ranks, values). Returns a work."""
+        """All-gather `mine` into the rows of `segments`, shape (ranks, values). Returns the work handle."""
         return self.share(mine, partial(copy_rows, segments))
 
     def scatter_sum(self, buffer: torch.Tensor, out: torch.Tensor) -> "SharedMemoryWork":
-        """Reduce-scatter row r of `buffer`, (ranks, values), into `out` of rank r. Returns a work."""
+        """Reduce-scatter row r of `buffer`, shape (ranks, values), into `out` of rank r. Returns the work handle."""
         return self.share(buffer, partial(_reduce_slice, out, self.local_group.rank))
 
 
 def make_shared_memory_communicator(group: Any = None) -> SharedMemoryCommunicator | None:
-    """The communicator of a process group, where `make_local_group` gives one. Collective."""
+    """Return the communicator of a process group, or None where `make_local_group` returns None. Collective."""
     local_group = make_local_group(group)
     return None if local_group is None else SharedMemoryCommunicator(local_group)
 
 
 def _release_finished(in_progress: list[SharedMemoryExchange]) -> None:
-    """Return the segments that all ranks have read to the pool."""
-    done = [one for one in in_progress if one.read_by_all()]
-    for one in done:
-        one.give_back()
-        in_progress.remove(one)
+    """Return to the pool the segments that all ranks have read."""
+    done = [exchange for exchange in in_progress if exchange.read_by_all()]
+    for exchange in done:
+        exchange.give_back()
+        in_progress.remove(exchange)
 
 
 def _await_readers(in_progress: list[SharedMemoryExchange]) -> None:
@@ -163,20 +189,29 @@ def _await_readers(in_progress: list[SharedMemoryExchange]) -> None:
 
 
 class SharedMemoryWork:
-    """An exchange in progress. `read` gets every rank's tensor, flat, once all have started."""
+    """An exchange in progress, as a work handle.
+
+    Args:
+        exchange: the exchange.
+        read: called with the tensors of all ranks, flat and in rank order, once all have started.
+    """
 
     def __init__(self, exchange: SharedMemoryExchange, read: ReadTensors) -> None:
         self._exchange: SharedMemoryExchange | None = exchange
         self._read = read
 
     def is_completed(self) -> bool:
-        """Whether it has completed; completes it if all ranks have started."""
+        """Return whether the exchange has completed; complete it if all ranks have started."""
         if self._exchange is not None and self._exchange.present():
             self.wait()
         return self._exchange is None
 
     def wait(self) -> None:
-        """Return when it has completed. Raises RuntimeError when a rank has ended or times out."""
+        """Wait until the exchange has completed.
+
+        Raises:
+            RuntimeError: another rank has ended, or the wait timed out.
+        """
         if self._exchange is not None:
             self._read(self._exchange.arrive())
             self._exchange.leave()
@@ -184,7 +219,7 @@ class SharedMemoryWork:
 
 
 def copy_rows(segments: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    """Each of `tensors` into its row of `segments`."""
+    """Copy each of `tensors` into its row of `segments`."""
     for row, theirs in zip(segments, tensors, strict=True):
         row.copy_(theirs.view(row.shape))
 
@@ -195,17 +230,21 @@ def _reduce_slice(out: torch.Tensor, rank: int, tensors: list[torch.Tensor]) -> 
 
 
 _SLICE_ALIGNMENT = 32
-"""Parts begin at multiples of so many values, so that no two ranks write to one cache line."""
+"""Slices begin at multiples of this many values, so that no two ranks write to the same cache line."""
 
 
 class SharedMemoryAllReduce:
     """An all-reduce in place, in progress.
 
     Args:
-        segment: number of this rank's segment; its first `numel` values of `dtype` are reduced.
-        probed: whether to check, while a slice is in the cache, that it is finite.
+        local_group: the ranks of this host.
+        segment: number of this rank's segment.
+        numel: number of values to reduce, from the start of the segment.
+        dtype: their dtype.
+        probed: whether to check that each slice is finite, while it is in the cache.
 
-    `finite`: once completed, whether all slices were checked and are finite.
+    Attributes:
+        finite: once completed, whether all slices were checked and are finite.
     """
 
     finite = False
@@ -219,10 +258,13 @@ class SharedMemoryAllReduce:
         self._over = False
         self._slot = local_group.start(segment, numel, self.wait, claim=True)
         self._ready, self._done = (PendingSignals(local_group, self._slot, kind) for kind in (READY, DONE))
-        self._done.missing += 1  # parts, of which this rank does one or more
+        self._done.missing += 1  # one signal per slice, this rank's own included
 
     def is_completed(self) -> bool:
-        """Whether it has completed. Reduces this rank's slice if all have started and nobody has taken it."""
+        """Return whether the all-reduce has completed.
+
+        Also reduces this rank's slice if all ranks have started and nobody has claimed it yet.
+        """
         if not self._ready.arrived():
             return False
         if len(self._untried) == self._local_group.size:
@@ -231,7 +273,11 @@ class SharedMemoryAllReduce:
         return self._ended()
 
     def wait(self) -> None:
-        """Return when it has completed. Raises RuntimeError when a rank has ended or times out."""
+        """Wait until the all-reduce has completed, and reduce unclaimed slices meanwhile.
+
+        Raises:
+            RuntimeError: another rank has ended, or the wait timed out.
+        """
         self._ready.wait()
         while self._untried and self._done.missing:
             self._take_part()
@@ -241,9 +287,8 @@ class SharedMemoryAllReduce:
     def _ended(self) -> bool:
         if not self._done.missing and not self._over:
             self._over = True
-            self.finite = self._probed and self._local_group.all_finite(
-                self._slot
-            )  # before another exchange has the slot
+            # Read before another collective uses the slot.
+            self.finite = self._probed and self._local_group.all_finite(self._slot)
             self._local_group.forget(self._slot, self.wait)
         return self._over
 
@@ -269,7 +314,12 @@ class SharedMemoryAllReduce:
 
 
 class MessageSender:
-    """Sends messages to local rank `target`, in order."""
+    """Sends messages to one local rank, in order.
+
+    Args:
+        local_group: the ranks of this host.
+        target: local rank of the receiver.
+    """
 
     def __init__(self, local_group: LocalGroup, target: int) -> None:
         self._local_group, self._target = local_group, target
@@ -279,7 +329,7 @@ class MessageSender:
         self._segments: dict[int, int] = {}
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Send a contiguous tensor. Waits only while SLOTS messages are unread."""
+        """Send a contiguous tensor. Waits only while `SLOTS` messages are unread."""
         local_group, target = self._local_group, self._target
         while self._next_read(wait=self._sent - self._read == SLOTS):
             self._free()
@@ -291,13 +341,16 @@ class MessageSender:
         self._sent += 1
 
     def synchronize(self) -> None:
-        """Wait until all messages have been read: they lie in this process's memory, so it must not end before."""
+        """Wait until the receiver has read all messages.
+
+        They lie in memory of this process, so it must not end earlier.
+        """
         while self._read < self._sent:
             self._next_read(wait=True)
             self._free()
 
     def _next_read(self, *, wait: bool) -> bool:
-        """Whether one more message has been read; with `wait`, returns once it has."""
+        """Return whether one more message has been read; with `wait`, wait until it has."""
         return _poll_or_wait(
             self._local_group,
             self._local_group.mailbox_signal(self._local_group.rank, self._target, READ),
@@ -312,7 +365,12 @@ class MessageSender:
 
 
 class MessageReceiver:
-    """Receives messages from local rank `source` into the given tensors, in order."""
+    """Receives messages from one local rank into the given tensors, in order.
+
+    Args:
+        local_group: the ranks of this host.
+        source: local rank of the sender.
+    """
 
     def __init__(self, local_group: LocalGroup, source: int) -> None:
         self._local_group, self._source = local_group, source
@@ -321,32 +379,45 @@ class MessageReceiver:
 
     def receive(self, tensor: torch.Tensor) -> "ReceiveHandle":
         """Post a receive into contiguous `tensor`."""
-        letter = ReceiveHandle(self, tensor)
-        self._expected.append(letter)
-        return letter
+        handle = ReceiveHandle(self, tensor)
+        self._expected.append(handle)
+        return handle
 
     def deliver(self, *, wait: bool) -> bool:
-        """Complete the oldest posted receive if its message has arrived; with `wait`, once it has."""
+        """Complete the oldest posted receive if its message has arrived.
+
+        Args:
+            wait: whether to wait for the message.
+
+        Returns:
+            Whether a receive was completed.
+
+        Raises:
+            RuntimeError: the message has another size than the tensor, the sender has ended, or the wait timed out.
+        """
         local_group, source = self._local_group, self._source
         if not _poll_or_wait(
             local_group, local_group.mailbox_signal(source, local_group.rank, SENT), source, wait=wait
         ):
             return False
-        letter = self._expected.pop(0)
-        flat = letter.tensor.view(-1)
+        handle = self._expected.pop(0)
+        flat = handle.tensor.view(-1)
         segment, numel = local_group.mailboxes[source, local_group.rank, self._read % SLOTS].tolist()
         sent = local_group.tensor(source, segment, numel, flat.dtype)
         if sent.numel() != flat.numel():
-            raise RuntimeError(f"shared memory: a message of {sent.numel()} values came for {flat.numel()}")
+            raise RuntimeError(
+                f"shared memory: a message of {sent.numel()} values arrived for a tensor of {flat.numel()}; "
+                "send and receive tensors of the same size, in the same order"
+            )
         flat.copy_(sent)
-        letter.arrived = True
+        handle.arrived = True
         self._read += 1
         local_group.signals.post(local_group.mailbox_signal(source, local_group.rank, READ))
         return True
 
 
 class ReceiveHandle:
-    """A posted receive."""
+    """A posted receive, as a work handle."""
 
     __slots__ = ("_receiver", "arrived", "tensor")
 
@@ -354,26 +425,30 @@ class ReceiveHandle:
         self._receiver, self.tensor, self.arrived = mailbox_signal, tensor, False
 
     def is_completed(self) -> bool:
-        """Whether the message has arrived, and all sent before it."""
+        """Return whether the message has arrived; deliver earlier messages first."""
         while not self.arrived and self._receiver.deliver(wait=False):
             pass
         return self.arrived
 
     def wait(self) -> None:
-        """Return when the message has arrived. Raises RuntimeError when a rank has ended or times out."""
+        """Wait until the message has arrived.
+
+        Raises:
+            RuntimeError: the sender has ended, or the wait timed out.
+        """
         while not self.arrived:
             self._receiver.deliver(wait=True)
 
 
 def _poll_or_wait(local_group: LocalGroup, index: int, rank: int, *, wait: bool) -> bool:
-    """Whether `rank` has posted the semaphore once more; with `wait`, returns once it has."""
+    """Return whether `rank` has posted semaphore `index` once more; with `wait`, wait until it has."""
     if wait:
         local_group.signals.wait(index, [rank])
     return wait or local_group.signals.take(index)
 
 
 _BLOCK_NBYTES = 2**18
-"""Combined at a time: so small that it is still in the cache when it is written."""
+"""Bytes reduced at a time: few enough that a block is still in the cache when the result is written."""
 
 
 _ELEMENTWISE: dict[Any, Callable[..., Any]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
@@ -385,11 +460,13 @@ def reduce_tensors(
     op: Any = dist.ReduceOp.SUM,
     probes: list[torch.Tensor] | None = None,
 ) -> None:
-    """Reduce `tensors`, in their order, into each of `outs`; all are flat, of one size and dtype.
+    """Reduce `tensors`, in their order, into each of `outs`. All are flat and have the same size and dtype.
 
     Args:
-        outs: other tensors, or the same ones. Half precisions are accumulated in float32.
-        probes: receives a sum per block of the result, taken while the block is in the cache.
+        tensors: the tensors to reduce.
+        outs: tensors for the result: separate ones, or `tensors` themselves.
+        op: sum or maximum. Half precisions are accumulated in float32.
+        probes: list to which the sum of each block of the result is added, taken while the block is in the cache.
     """
     separate, combined, wide = outs[0] is not tensors[0], _ELEMENTWISE[op], _accumulation_dtype(outs[0].dtype)
     size = max(_BLOCK_NBYTES // outs[0].element_size(), 1)
@@ -404,12 +481,12 @@ def reduce_tensors(
             total.copy_(first)
         for other in others:
             combined(total, other, out=total)
-        for one in targets:
-            one.copy_(total)
+        for destination in targets:
+            destination.copy_(total)
         if probes is not None:
             probes.append(target.sum())
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of `dtype` are accumulated."""
+    """Return the dtype in which values of `dtype` are accumulated."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,7 +1,7 @@
 """Shared memory segments of one host, and the POSIX semaphores and liveness checks built on them.
 
-A segment is an anonymous file in memory: it has no name, no mount limits its size, and it ends with the processes that
-have it open. Other processes of the same user open it as /proc/PID/fd/N.
+A segment is an anonymous file in memory. It has no name, no mount limits its size, and it disappears with the last
+process that has it open. Other processes of the same user open it as /proc/PID/fd/N.
 
 Semaphores come from the C library, so that a waiting rank sleeps instead of spinning: ranks share cores with compute.
 Posting and waiting order memory: values written before a post are visible after the matching wait.
@@ -27,7 +27,14 @@ Memory = ctypes.Array[ctypes.c_char]
 
 
 class SharedSegment:
-    """`nbytes` of shared memory that this rank owns. Raises OSError where the system gives none."""
+    """Shared memory that this rank owns.
+
+    Args:
+        nbytes: size in bytes; at least one byte is allocated.
+
+    Raises:
+        OSError: the system provides no shared memory of this size.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = max(nbytes, 1)
@@ -38,15 +45,24 @@ class SharedSegment:
         except OSError:
             os.close(self.file)
             raise
-        weakref.finalize(self, os.close, self.file).atexit = False  # others may still ask for it then
+        weakref.finalize(self, os.close, self.file).atexit = False  # at exit, other ranks may still open it
 
     def tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The first `numel` values, zeros at first, which live as long as any tensor of them does."""
+        """Return the first `numel` values as a tensor, initially zero. The memory lives as long as any such tensor."""
         return first_values(self.memory, dtype, numel)
 
 
 def attach_segment(process: int, file: int, nbytes: int) -> Memory:
-    """A segment of another process of this host. Raises OSError where this one may not see it."""
+    """Map a segment of another process of this host.
+
+    Args:
+        process: id of the process that owns the segment.
+        file: its file descriptor of the segment.
+        nbytes: size of the segment.
+
+    Raises:
+        OSError: the process has ended, or this process may not open its files.
+    """
     handle = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
     try:
         return _map_file(handle, nbytes)
@@ -55,27 +71,29 @@ def attach_segment(process: int, file: int, nbytes: int) -> Memory:
 
 
 def _map_file(file: int, nbytes: int) -> Memory:
-    """A file's bytes, until nothing refers to them. Python's own mmap would keep one more file open for each."""
+    """Map a file into memory until nothing refers to it. Python's mmap would keep one more file open per mapping."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    place = library.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
-    if place in (None, ctypes.c_void_p(-1).value):
+    address = library.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), "shared memory could not be mapped")
-    memory = (ctypes.c_char * nbytes).from_address(place)
-    weakref.finalize(memory, library.munmap, place, nbytes).atexit = False  # tensors may outlive the interpreter's end
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(memory, library.munmap, address, nbytes).atexit = False  # tensors may be used during exit
     return memory
 
 
 def first_values(memory: Memory, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """The first `numel` values, which may be none, of a segment's memory."""
+    """Return the first `numel` values of a segment's memory, flat; `numel` may be 0."""
     return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
 
 
 def host_identity() -> str:
-    """What processes share that can share memory, and that count as one host: a boot, and the namespaces in which
-    processes see each other and have their network (hosts of a laboratory on one machine are hosts of their own).
+    """Return a text that is equal for processes that share memory and count as one host; "" where it is unknown.
+
+    It consists of the boot's id and the namespaces of process ids and network. The hosts that `tutti lab` makes on one
+    machine have separate namespaces, so they count as separate hosts.
     """
     try:
         namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
@@ -85,12 +103,15 @@ def host_identity() -> str:
 
 
 def attached_resident_nbytes() -> int:
-    """Bytes resident in this process that belong to segments of other ranks: their owners count them, too."""
+    """Return the bytes resident in this process that belong to segments of other ranks.
+
+    Their owners count these bytes too, so a sum over ranks must leave them out here.
+    """
     try:
         text = Path("/proc/self/smaps").read_text()
     except OSError:
         return 0
-    # A mapping's first line ends with its name; lines of its figures follow.
+    # The first line of a mapping ends with its name; the lines after it give its sizes.
     segments = re.findall(rf"/memfd:({_NAME}-\d+)\b.*?^Rss:\s+(\d+)", text, re.MULTILINE | re.DOTALL)
     return sum(1024 * int(kib) for name, kib in segments if name != _segment_name())
 
@@ -100,7 +121,7 @@ def _segment_name() -> str:
 
 
 SPACING = 64
-"""Bytes from one semaphore to the next: a cache line; the C library's needs 32 or fewer."""
+"""Bytes from one semaphore to the next: a cache line. The C library's semaphores need 32 bytes or fewer."""
 
 
 class _Timespec(ctypes.Structure):
@@ -108,7 +129,7 @@ class _Timespec(ctypes.Structure):
 
 
 def semaphores_available() -> bool:
-    """Whether the C library has process-shared semaphores and anonymous shared memory."""
+    """Return whether the C library has process-shared semaphores and anonymous shared memory."""
     try:
         library = ctypes.CDLL(None)
         return all(hasattr(library, name) for name in ("sem_init", "sem_post", "sem_timedwait", "memfd_create"))
@@ -117,7 +138,13 @@ def semaphores_available() -> bool:
 
 
 class Semaphores:
-    """`count` semaphores at the start of `memory`. One rank makes them with `create`; the others only use them."""
+    """POSIX semaphores at the start of a shared memory segment.
+
+    Args:
+        memory: the shared memory.
+        count: number of semaphores.
+        create: whether this rank initialises them; exactly one rank must.
+    """
 
     def __init__(self, memory: Memory, count: int, *, create: bool) -> None:
         self._memory = memory
@@ -133,16 +160,16 @@ class Semaphores:
                 self._checked(initialise(self._address(index), 1, 0))
 
     def post(self, index: int) -> None:
-        """Add one, and wake a rank that waits for it."""
+        """Increment a semaphore, which wakes a rank that waits for it."""
         self._checked(self._post(self._first + SPACING * index))
 
     def take(self, index: int) -> bool:
-        """Take one if there is one."""
+        """Decrement a semaphore if it is positive; return whether it was."""
         return bool(self._try(self._first + SPACING * index) == 0)
 
     def wait(self, index: int, seconds: float) -> bool:
-        """Take one, asleep for at most `seconds`; returns whether there was one."""
-        end = time.time() + seconds  # sem_timedwait knows this clock only; callers watch their own time
+        """Decrement a semaphore, asleep for at most `seconds` until it is positive; return whether it was."""
+        end = time.time() + seconds  # sem_timedwait takes this clock only; callers keep their own deadline
         until = _Timespec(int(end), int(end % 1 * 1e9))
         timed = self._library.sem_timedwait
         timed.argtypes, timed.restype = [ctypes.c_void_p, ctypes.POINTER(_Timespec)], ctypes.c_int
@@ -151,7 +178,7 @@ class Semaphores:
             if problem == errno.ETIMEDOUT:
                 return False
             if problem != errno.EINTR:
-                raise OSError(problem, "sem_timedwait")
+                raise OSError(problem, "waiting for a semaphore in shared memory failed (sem_timedwait)")
         return True
 
     def _address(self, index: int) -> int:
@@ -159,42 +186,53 @@ class Semaphores:
 
     def _checked(self, result: int) -> None:
         if result != 0:
-            raise OSError(ctypes.get_errno(), "a semaphore in shared memory")
+            raise OSError(ctypes.get_errno(), "an operation on a semaphore in shared memory failed")
 
 
 _LIVENESS_INTERVAL_S = 0.05
-"""Between looks at whether those we wait for are still there."""
+"""Seconds between checks that the ranks waited for are still alive."""
 
 
 class Signals:
-    """`count` semaphores at the start of `memory`. `processes`: of all ranks; `timeout_s`: the longest wait."""
+    """Semaphores whose waits notice that another rank has ended.
+
+    Args:
+        memory: shared memory that begins with the semaphores.
+        count: number of semaphores.
+        processes: process ids of all ranks.
+        timeout_s: the longest wait in seconds.
+        create: whether this rank initialises the semaphores.
+    """
 
     def __init__(self, memory: Memory, count: int, processes: Sequence[int], timeout_s: float, *, create: bool) -> None:
         self._semaphores = Semaphores(memory, count, create=create)
         self.post, self.take = self._semaphores.post, self._semaphores.take
         self._timeout_s = timeout_s
         self._handles = [os.pidfd_open(process) for process in processes]
-        weakref.finalize(self, _close_pidfds, self._handles).atexit = False  # the system closes what is open then
+        weakref.finalize(self, _close_pidfds, self._handles).atexit = False  # at exit, the system closes them
 
     def wait(self, index: int, ranks: Iterable[int]) -> None:
-        """Take one of semaphore `index`, which one of `ranks` posts.
+        """Wait for semaphore `index`, which one of `ranks` posts, and decrement it.
 
-        Raises RuntimeError when one of them has ended, or nobody posts in time.
+        Raises:
+            RuntimeError: one of the ranks has ended, or nobody posted in time.
         """
         if self.take(index):
             return
         end = time.monotonic() + self._timeout_s
         while not self._semaphores.wait(index, _LIVENESS_INTERVAL_S):
             gone = self._gone(ranks)
-            if gone and self.take(index):  # its last deed
+            if gone and self.take(index):  # it posted just before it ended
                 return
             if gone:
-                raise RuntimeError(f"Connection closed by peer: the process of rank {gone[0]} here has ended")
+                raise RuntimeError(
+                    f"Connection closed by peer: the process of rank {gone[0]} in this host's local group has ended"
+                )
             if time.monotonic() > end:
                 raise RuntimeError(f"Timed out waiting {self._timeout_s:g} s for other ranks of this host")
 
     def _gone(self, ranks: Iterable[int]) -> list[int]:
-        """Those whose process has ended."""
+        """Return the ranks whose processes have ended."""
         poll = select.poll()
         rank_of = {self._handles[rank]: rank for rank in ranks}
         for handle in rank_of:

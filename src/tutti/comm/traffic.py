@@ -1,8 +1,8 @@
-"""Traffic: bytes this rank sends, how long its communication is in flight, and how long it waits for it.
+"""Traffic: bytes this rank sends, how long its communication is in progress, and how long the rank waits for it.
 
 Every communication belongs to a `CommChannel`: one kind of data over some axes of the mesh. A mechanism tells its
 channel when it starts a communication and when it waits for one. Waiting is *exposed* communication: the clock moves it
-out of the phase in which it happened. Time in flight without waiting is hidden behind compute.
+out of the phase in which it happened. Time in progress without waiting is hidden behind compute.
 """
 
 from collections.abc import Iterable
@@ -15,21 +15,32 @@ from tutti.comm.clock import PhaseClock
 from tutti.config.vocabulary import AxisName, TrafficKind
 
 GRADIENT_TRAFFIC: tuple[TrafficKind, ...] = ("gradients", "parameters")
-"""What `sent_nbytes` of a step's row counts."""
+"""Kinds of data that `sent_nbytes` of a step's row counts."""
 
 ACTIVATION_TRAFFIC: tuple[TrafficKind, ...] = ("activations", "halos", "tokens", "vectors", "keys", "heads", "messages")
-"""What `exchanged_nbytes` of a step's row counts: activations, and their gradients on the way back."""
+"""Kinds of data that `exchanged_nbytes` of a step's row counts: activations and, in backward, their gradients."""
 
 _UNTIMED: tuple[TrafficKind, ...] = ("messages", "scalars")
-"""When these are under way is not known here: messages between stages are expected long before the sender has begun,
-and that a loss is summed is noticed only when backward is over."""
+"""Kinds of data whose time in progress is not known here.
+
+Receives between stages are posted long before the sender has begun. The all-reduce of the losses is only seen to have
+ended after backward.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class ChannelTotals:
-    """One lane since it was last taken. `axes`: joined by "+". `in_progress_s`: seconds in which at least one exchange
-    had begun and was not known to have ended (a ceiling: its end is noticed when it is waited for, or when the lane's
-    next one starts); None where it is not known. `exposed_s`: seconds waited, by the phase in which that was.
+    """Totals of one channel since they were last taken.
+
+    Attributes:
+        axes: the axes of the mesh, joined by "+".
+        carried: the kind of data.
+        count: number of operations started.
+        nbytes: bytes this rank has sent.
+        in_progress_s: seconds in which at least one operation had begun and was not known to have ended; None where
+            this is not known. It is an upper bound: an end is noticed only when the operation is waited for or polled,
+            or when the channel's next one starts.
+        exposed_s: seconds waited, by the phase in which the rank waited.
     """
 
     axes: str
@@ -40,7 +51,7 @@ class ChannelTotals:
     exposed_s: dict[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """As written into a metrics row; seconds to a tenth of a microsecond."""
+        """Return the totals as written into a metrics row, with seconds rounded to a tenth of a microsecond."""
         waited = {phase: round(seconds, 7) for phase, seconds in self.exposed_s.items()}
         in_progress = None if self.in_progress_s is None else round(self.in_progress_s, 7)
         return {
@@ -54,9 +65,14 @@ class ChannelTotals:
 
 
 class CommChannel:
-    """Communication of one kind of data over some axes of the mesh. Costs about a microsecond per operation.
+    """The accounting of one kind of data over some axes of the mesh. It costs about a microsecond per operation.
 
     `with channel.waiting(nbytes):` accounts for a blocking operation.
+
+    Args:
+        traffic: the rank's traffic, which has the clock.
+        axes: the axes of the mesh, joined by "+".
+        carried: the kind of data.
     """
 
     __slots__ = ("_began", "_flying", "_open", "_since", "_total", "traffic")
@@ -71,7 +87,15 @@ class CommChannel:
         return self
 
     def start(self, works: Iterable[Any], nbytes: int = 0) -> "CommHandle":
-        """Record a started operation. `nbytes`: bytes this rank sends. Returns the handle to wait for."""
+        """Record a started operation.
+
+        Args:
+            works: the work handles of the operation, in the order in which they must be waited for.
+            nbytes: bytes this rank sends.
+
+        Returns:
+            The handle to wait for.
+        """
         self._flying = [handle for handle in self._flying if not handle.poll()]
         self._begin(nbytes)
         handle = CommHandle(self, list(works))
@@ -79,7 +103,10 @@ class CommChannel:
         return handle
 
     def waiting(self, nbytes: int = 0) -> "CommChannel":
-        """`with lane.waiting(nbytes): exchange`: one that this rank waits for from its start to its end."""
+        """Account for a blocking operation of `nbytes` sent bytes: `with channel.waiting(nbytes): exchange()`.
+
+        The rank counts as waiting from the start of the block to its end.
+        """
         self._began = self._begin(nbytes)
         return self
 
@@ -90,7 +117,11 @@ class CommChannel:
         self.ended(self._began)
 
     def ended(self, waited_since: float | None) -> None:
-        """Record the end of an operation; `waited_since`: None if nobody waited for it."""
+        """Record the end of an operation.
+
+        Args:
+            waited_since: when the rank began to wait for it, as `PhaseClock.moment` gave it; None if nobody waited.
+        """
         clock = self.traffic.clock
         now = clock.moment()
         if waited_since is not None:
@@ -100,11 +131,11 @@ class CommChannel:
             self._pass(now)
 
     def add_exposed(self, since: float) -> None:
-        """Count the time from `since` as exposed: this rank worked for communication instead of computing."""
+        """Count the time from `since` as exposed, because this rank worked for communication instead of computing."""
         self._expose(self.traffic.clock.moment() - since)
 
     def correct_nbytes(self, nbytes: int) -> None:
-        """Correct the byte count once the true, data-dependent size is known."""
+        """Add `nbytes` to the byte count, once the true, data-dependent size is known."""
         self._total.nbytes += nbytes
 
     def _expose(self, seconds: float) -> None:
@@ -112,7 +143,7 @@ class CommChannel:
         exposed[phase] = exposed.get(phase, 0.0) + seconds
 
     def take(self) -> ChannelTotals:
-        """Totals since the last call; operations in flight go on."""
+        """Return the totals since the last call; operations in progress go on."""
         if self._open:
             self._pass(self.traffic.clock.moment())
         total = self._total
@@ -137,7 +168,7 @@ class CommChannel:
 
 
 class CommHandle:
-    """One operation in flight."""
+    """One operation in progress."""
 
     __slots__ = ("_channel", "_works")
 
@@ -145,7 +176,11 @@ class CommHandle:
         self._channel, self._works = channel, works
 
     def wait(self) -> None:
-        """Wait for it, once: Gloo's receive waits for another message when it is asked again."""
+        """Wait for the operation; further calls return at once.
+
+        Each work is waited for only once, because waiting again for one of Gloo's receives would wait for another
+        message.
+        """
         if self._works:
             since = self._channel.traffic.clock.moment()
             while self._works:
@@ -153,7 +188,10 @@ class CommHandle:
             self._channel.ended(since)
 
     def poll(self) -> bool:
-        """As `is_completed`, where polling does part of the work: the time it takes counts as exposed."""
+        """Return whether the operation has completed; the time that the call takes counts as exposed.
+
+        Use it instead of `is_completed` where polling does part of the operation's work.
+        """
         if not self._works:
             return True
         since = self._channel.traffic.clock.moment()
@@ -163,11 +201,11 @@ class CommHandle:
         return False
 
     def is_completed(self) -> bool:
-        """Whether it has completed, as far as is known without waiting. Raises what made it fail."""
+        """Return whether the operation has completed, without waiting. Raises the error that made it fail."""
         return not self._works or self._ended(None)
 
     def _ended(self, waited_since: float | None) -> bool:
-        """Whether all works have completed; the channel is told once, and waiting counts up to then."""
+        """Return whether all works have completed; if so, record the end of the operation once."""
         if not all(work.is_completed() for work in self._works):
             return False
         while self._works:
@@ -177,7 +215,11 @@ class CommHandle:
 
 
 class Traffic:
-    """All channels of a rank, on one clock."""
+    """All channels of a rank, on one clock.
+
+    Args:
+        clock: the clock of the step loop; None: a clock of its own, for use outside a run.
+    """
 
     def __init__(self, clock: PhaseClock | None = None) -> None:
         self.clock = clock or PhaseClock(torch.device("cpu"))
@@ -187,28 +229,28 @@ class Traffic:
         return self
 
     def channel(self, carried: TrafficKind, axes: Iterable[AxisName] = ()) -> CommChannel:
-        """The channel of this kind of data over `axes`; the same object for the same arguments."""
+        """Return the channel of this kind of data over `axes`: the same object for the same arguments."""
         key = ("+".join(axes), carried)
         if key not in self._channels:
             self._channels[key] = CommChannel(self, *key)
         return self._channels[key]
 
     def take(self) -> list[ChannelTotals]:
-        """Totals of every channel since the last call, of those that carried something."""
+        """Return the totals since the last call of each channel that was used."""
         totals = [channel.take() for channel in self._channels.values()]
         return [total for total in totals if total.count or total.exposed_s]
 
 
 def untracked_channel() -> CommChannel:
-    """A channel that nobody reads, for mechanisms used outside a run."""
+    """Return a channel whose totals nobody reads, for mechanisms used outside a run."""
     return Traffic().channel("scalars")
 
 
 def sent_nbytes(totals: Iterable[ChannelTotals]) -> int:
-    """Bytes of gradients and of divided parameters that this rank has sent."""
+    """Return the bytes of gradients and of parameters that this rank has sent."""
     return sum(total.nbytes for total in totals if total.carried in GRADIENT_TRAFFIC)
 
 
 def exchanged_nbytes(totals: Iterable[ChannelTotals]) -> int:
-    """Bytes of activations and their gradients that this rank has sent."""
+    """Return the bytes of activations and their gradients that this rank has sent."""
     return sum(total.nbytes for total in totals if total.carried in ACTIVATION_TRAFFIC)

@@ -1,4 +1,4 @@
-"""The ranks that train together: joining them, and the few exchanges that are not gradients."""
+"""The ranks that train together: how they join, and how they exchange small values that are not gradients."""
 
 import os
 import socket
@@ -19,7 +19,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """All ranks of a run. One rank is a world with nothing to exchange: every method works there too."""
+    """All ranks of a run. With one rank there is nothing to exchange, and every method works all the same.
+
+    Attributes:
+        rank: global rank of this process.
+        world_size: number of ranks.
+        local_rank: rank on this host.
+        local_world_size: number of ranks on this host.
+        host: name of this host.
+        device: the device on which this rank computes.
+        backend: "nccl" or "gloo"; "none" with one rank.
+        launcher: what started the ranks.
+        rendezvous_s: seconds that the rendezvous took.
+    """
 
     rank: int
     world_size: int
@@ -33,16 +45,17 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum of `tensor` over ranks, in place; identical on every rank."""
+        """All-reduce `tensor` in place by summation; the result is identical on every rank."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: T) -> list[T]:
-        """`value` of every rank, in order of rank, on every rank. For small Python objects."""
+        """Return the `value` of every rank, in rank order, on every rank. For small Python objects."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -50,7 +63,7 @@ class World:
         return values
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's `value`, on every rank."""
+        """Return rank 0's `value` on every rank."""
         if self.world_size == 1:
             return value
         values = [value]
@@ -59,7 +72,14 @@ class World:
 
 
 def join_world(environment: RankEnvironment | None = None) -> World:
-    """Join the other ranks (or stand alone) and return the world. Raises LaunchError when they do not meet."""
+    """Join the other ranks, if there are any, and return the world.
+
+    Args:
+        environment: the process's place among the ranks; None: read from the environment variables.
+
+    Raises:
+        LaunchError: the ranks did not meet, or this host has fewer GPUs than ranks.
+    """
     environment = environment or read_rank_environment()
     device = _device(environment)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -80,7 +100,7 @@ def join_world(environment: RankEnvironment | None = None) -> World:
 
 
 def leave_world() -> None:
-    """Leave the world cleanly; harmless when alone."""
+    """Destroy the process group; does nothing if there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -90,8 +110,8 @@ def _device(environment: RankEnvironment) -> torch.device:
         return torch.device("cpu")
     if environment.local_rank >= torch.cuda.device_count():
         raise LaunchError(
-            f"local rank {environment.local_rank} has no GPU: this host has {torch.cuda.device_count()}; start at most "
-            "that many ranks here, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+            f"local rank {environment.local_rank} has no GPU, because this host has {torch.cuda.device_count()}; start "
+            "at most that many ranks here, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
     device = torch.device("cuda", environment.local_rank)
     torch.cuda.set_device(device)
@@ -108,7 +128,7 @@ def _initialise(environment: RankEnvironment, backend: str) -> None:
             timeout=timedelta(seconds=read_launch_options().timeout_s),
         )
         if backend == "gloo":
-            dist.barrier()  # a rank that ended now, refusing its plan, would break off how others still connect
+            dist.barrier()  # if a rank ended now because it refuses its plan, others would fail while connecting
             deprioritise_gloo_threads()
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         reason = str(error).splitlines()[0]
@@ -119,9 +139,9 @@ def _initialise(environment: RankEnvironment, backend: str) -> None:
                 "another port (--rendezvous host:PORT, or MASTER_PORT)"
             ) from None
         raise LaunchError(
-            f"rank {environment.rank} could not meet the {environment.world_size - 1} others at "
+            f"rank {environment.rank} of {environment.world_size} could not meet the others at "
             f"{environment.rendezvous}: {reason}; "
-            "check that all ranks were started, that the address is reachable, or run `tutti doctor`"
+            "check that all ranks were started and that the address is reachable, or run `tutti doctor`"
         ) from None
 
 
@@ -129,25 +149,26 @@ GLOO_THREAD_NAME = "gloo_tcp_loop"
 
 
 def deprioritise_gloo_threads() -> None:
-    """Let network threads of this process not interrupt others (SCHED_BATCH): to be called when groups were made.
+    """Keep Gloo's network threads from preempting other threads (SCHED_BATCH). Call it after groups were opened.
 
-    Every group has a thread of its own. Does nothing where the system has no such policy, or another one is set.
+    Every group has a thread of its own. Does nothing where the system has no such policy, or where a thread has another
+    policy already.
     """
     for thread in gloo_thread_ids() if hasattr(os, "SCHED_BATCH") else ():
         try:
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-        except OSError:  # it has ended, or it is forbidden: exchanges are slower then, and right
+        except OSError:  # the thread has ended, or this is forbidden; exchanges are then slower, but correct
             continue
 
 
 def gloo_thread_ids() -> list[int]:
-    """The ids of this process' threads that serve Gloo's connections; none where the system does not list threads."""
-    found = []
+    """Return the ids of this process's Gloo network threads; empty where the system lists no threads."""
+    thread_ids = []
     for task in Path("/proc/self/task").glob("*"):
         try:
             if (task / "comm").read_text().strip() == GLOO_THREAD_NAME:
-                found.append(int(task.name))
-        except OSError:  # it has ended
+                thread_ids.append(int(task.name))
+        except OSError:  # the thread has ended
             continue
-    return found
+    return thread_ids

@@ -1,7 +1,7 @@
 """Adasum: replicas' changes are added as far as they are orthogonal and averaged as far as they are parallel.
 
-Maleki et al. 2020 (arXiv 2006.02924): a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2), tensor by tensor, pairs of replicas
-first, then pairs of pairs. As in Horovod, the change that each replica's optimizer made is combined.
+Maleki et al. 2020 (arXiv 2006.02924): a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2), for each tensor; first for pairs of
+replicas, then for pairs of pairs. As in Horovod, the change that each replica's optimizer made is combined.
 """
 
 import math
@@ -16,29 +16,30 @@ from tutti.local_sgd.replica_group import MEASURED_EVERY, FlatVectors, ReplicaGr
 from tutti.parallel.parallel_model import ParallelModel
 
 TINY = math.sqrt(sys.float_info.min)
-"""Smaller squared lengths count as zero: such a vector is added as it is."""
+"""Smaller squared lengths count as zero: such a vector is added unchanged."""
 
 
 def combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Adasum of two tensors; products and lengths in float64."""
+    """Return the Adasum of two tensors; products and lengths are computed in float64."""
     x, y = a.double(), b.double()
-    dot, of_a, of_b = float((x * y).sum()), float(x.square().sum()), float(y.square().sum())
-    keep_a = 1.0 if of_a < TINY else 1 - dot / (2 * of_a)
-    keep_b = 1.0 if of_b < TINY else 1 - dot / (2 * of_b)
-    return a * keep_a + b * keep_b
+    dot, square_a, square_b = float((x * y).sum()), float(x.square().sum()), float(y.square().sum())
+    weight_a = 1.0 if square_a < TINY else 1 - dot / (2 * square_a)
+    weight_b = 1.0 if square_b < TINY else 1 - dot / (2 * square_b)
+    return a * weight_a + b * weight_b
 
 
 def adasum(
     flats: FlatVectors, replicas: ReplicaGroup, parts: Callable[[FlatVectors], Sequence[torch.Tensor]]
 ) -> FlatVectors:
-    """Adasum of `flats` over the replicas, the same bits on all of them.
+    """Return the Adasum of `flats` over the replicas, bit-identical on all of them.
 
-    Replicas beyond the largest power of two hand theirs to one below it first, and get the result at the end.
+    The number of replicas need not be a power of two. Each replica beyond the largest power of two first sends its
+    vectors to one below it, and gets the result at the end.
 
     Args:
         flats: this replica's vectors.
         replicas: the group.
-        parts: views of the tensors in vectors.
+        parts: (vectors) -> views of the tensors in them.
     """
     whole = 1 << (replicas.size.bit_length() - 1)
     combined_flats, index = [flat.clone() for flat in flats], replicas.index
@@ -74,7 +75,14 @@ def adasum(
 
 
 class Adasum(DivergedReplicas):
-    """x <- x_before + adasum(x - x_before) every `period` updates; optimizers' states stay each replica's own."""
+    """Replicas that combine their changes by Adasum every `period` updates: x <- x_before + adasum(x - x_before).
+
+    Every replica keeps its own optimizer state.
+
+    Args:
+        replicas: the group.
+        period: updates between two exchanges.
+    """
 
     def __init__(self, replicas: ReplicaGroup, period: int) -> None:
         super().__init__(replicas, period)
@@ -100,5 +108,5 @@ class Adasum(DivergedReplicas):
 
 
 def make_adasum(replicas: ReplicaGroup, arguments: ModeArguments) -> Adasum:
-    """Adasum as a plan states it."""
+    """Make the Adasum mode with the plan's parameters."""
     return Adasum(replicas, arguments.period)

@@ -1,15 +1,14 @@
-"""Replicas that are averaged every so often: local SGD, post-local SGD, one average at the end, DiLoCo, delayed
-averages.
+"""Replicas that are averaged periodically: local SGD, post-local SGD, one-shot averaging, DiLoCo, delayed averages.
 
 Local SGD: Stich 2018 (arXiv 1805.09767); post-local: Lin et al. 2018 (arXiv 1808.07217); DiLoCo: Douillard et al. 2023
-(arXiv 2311.08105), whose outer optimizer takes x_before - mean(x) for a gradient. With a codec, replicas send how far
-they moved since they were equal, and keep what the codec leaves out for the next time: Qsparse-local-SGD, Basu et al.
+(arXiv 2311.08105), whose outer optimizer uses x_before - mean(x) as a gradient. With a codec, replicas send how far
+they moved since they were equal, and add what the codec leaves out to the next average: Qsparse-local-SGD, Basu et al.
 2019 (arXiv 1906.02367).
 
-A delayed average is taken in some updates after it began, and runs while replicas go on: x <- x + (mean(x_then) -
-x_then), with the parameters as they were when it began, so that what a replica has learnt meanwhile stays. With a delay
-of the whole period this is CoCoD-SGD (Shen et al. 2019, arXiv 1906.12043), with a shorter one DaSGD (Zhou et al. 2020,
-arXiv 2006.00441).
+A delayed average runs while replicas continue to train, and they take in its result some updates after it began: x <- x
++ (mean(x_then) - x_then), where x_then are the parameters when it began. So what a replica has learnt in between is not
+lost. With a delay of the whole period this is CoCoD-SGD (Shen et al. 2019, arXiv 1906.12043), with a shorter one DaSGD
+(Zhou et al. 2020, arXiv 2006.00441).
 """
 
 import torch
@@ -35,15 +34,21 @@ NEVER = 1 << 62
 
 
 class LocalSgd(DivergedReplicas):
-    """x <- mean(x) every `period` updates; with a codec x <- x_before + mean(code(x - x_before + residual)).
+    """Replicas that are averaged every `period` updates: x <- mean(x).
+
+    With a codec, x <- x_before + mean(code(x - x_before + residual)); the last average is always of the parameters
+    themselves.
 
     Args:
         replicas: the group.
         period: updates between two averages.
-        after: updates that are synchronous before.
-        states: average the optimizers' state too; otherwise every replica keeps its own.
-        corrects: correct the optimizers' second moments (second_moments.py).
-        compression: the codec of changes; None: the values are averaged. The last average is always of values.
+        after: number of synchronous updates before the first local one.
+        states: whether to average the optimizers' state too; otherwise every replica keeps its own.
+        corrects: whether to correct the optimizers' second moments (second_moments.py).
+        compression: the codec of the changes; None: the parameters themselves are averaged.
+
+    Attributes:
+        delay: updates between the beginning of an average and its end; 0: replicas wait for it.
     """
 
     delay = 0
@@ -117,43 +122,54 @@ class LocalSgd(DivergedReplicas):
         self.equal, self.staleness, self.counts["since"] = True, 0, 0
 
     def average(self) -> None:
-        """x <- mean(x), or what it is combined with, piece by piece; that is the common point from now on."""
+        """Average the parameters or combine them with their mean, piece by piece.
+
+        The result is the common point from now on.
+        """
         sums, drift, size = self._summed(), Drift(), self.replicas.size
-        for now, total, *own in self.vectors.pieces(sums, *(self.saved_vectors[name] for name in self.combines)):
+        for now, total, *saved in self.vectors.pieces(sums, *(self.saved_vectors[name] for name in self.combines)):
             mean = (
-                total.div_(size) if self._compression is None else torch.add(own[0], total, alpha=1.0 / size, out=total)
+                total.div_(size)
+                if self._compression is None
+                else torch.add(saved[0], total, alpha=1.0 / size, out=total)
             )
             drift.add(now.to(mean.dtype) - mean, mean)
-            now.copy_(self.combined(mean, *own))
-            if own:
-                own[0].copy_(now)
+            now.copy_(self.combined(mean, *saved))
+            if saved:
+                saved[0].copy_(now)
         self.disagreement = drift.figures(self.replicas)
 
     @property
     def combines(self) -> tuple[str, ...]:
-        """Names of the saved vectors that the mean is combined with, the common point first."""
+        """Names of the saved vectors with which the mean is combined, the common point first."""
         return () if self._compression is None else ("reference",)
 
     def combined(self, mean: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
-        """What replicas go on from, given a piece of their mean and of what it is combined with."""
+        """Return the values from which replicas go on.
+
+        Args:
+            mean: a piece of the replicas' mean.
+            own: the same piece of each saved vector that `combines` names; may be changed in place.
+        """
         return mean
 
     def final_parameters(self) -> FlatVectors:
         return self._mean()
 
     def _mean(self) -> FlatVectors:
+        """Return the replicas' mean."""
         return self.replicas.mean(self.vectors.read())
 
     def _summed(self) -> FlatVectors:
-        """The sum over the replicas of x or, with a codec, of how far each moved from the common point."""
+        """Return the sum over the replicas of x or, with a codec, of how far each moved from the common point."""
         self._room = self._room or self.vectors.empty()
         if self._compression is None:
-            for now, room in self.vectors.pieces(self._room):
-                room.copy_(now)
+            for now, buffer in self.vectors.pieces(self._room):
+                buffer.copy_(now)
             self.replicas.start_sum(self._room).wait()
             return self._room
-        for now, equal, room in self.vectors.pieces(self.saved_vectors["reference"], self._room):
-            torch.sub(now, equal, out=room)
+        for now, reference, buffer in self.vectors.pieces(self.saved_vectors["reference"], self._room):
+            torch.sub(now, reference, out=buffer)
         sums = self._sums(self._compression)
         sums.sum(self._room)
         self.saved_vectors |= sums.saved_tensors()
@@ -161,7 +177,7 @@ class LocalSgd(DivergedReplicas):
         return self._room
 
     def _sums(self, compression: Compression) -> CompressedReplicaSum:
-        """The compressed sum of the parameters that are trained now; residuals of others are dropped."""
+        """Return the compressed sum of the trained parameters; residuals of other parameters are dropped."""
         if self._coded is None or self._coded.vectors is not self.vectors:
             self._coded, self.counts["coded"] = (
                 CompressedReplicaSum(self.replicas, compression, self.vectors, self.delay),
@@ -171,7 +187,17 @@ class LocalSgd(DivergedReplicas):
 
 
 class DiLoCo(LocalSgd):
-    """x <- x_before - rate (d + momentum v), with d = x_before - mean(x) and v <- momentum v + d (Nesterov)."""
+    """Replicas whose mean change is the gradient of an outer optimizer, SGD with Nesterov momentum.
+
+    With d = x_before - mean(x): v <- momentum v + d, and x <- x_before - rate (d + momentum v).
+
+    Args:
+        replicas: the group.
+        period: updates between two outer updates.
+        rate: learning rate of the outer optimizer.
+        momentum: momentum of the outer optimizer.
+        compression: the codec of the changes; None: the parameters themselves are averaged.
+    """
 
     def __init__(
         self,
@@ -213,18 +239,27 @@ class DiLoCo(LocalSgd):
             self.saved_vectors["velocity"] = velocity
 
     def _outer(self) -> tuple[FlatVectors, FlatVectors]:
-        """(parameters, velocity) after an outer update, which is not applied."""
+        """Return (parameters, velocity) after an outer update, without applying it."""
         velocities = [velocity.clone() for velocity in self.saved_vectors["velocity"]]
         values = zip(self._mean(), self.saved_vectors["reference"], velocities, strict=True)
-        return [self.combined(*one) for one in values], velocities
+        return [self.combined(*vectors) for vectors in values], velocities
 
 
 class DelayedAverage(LocalSgd):
-    """An average begins every `period` updates and is taken in `delay` updates later, 1 .. period.
+    """Replicas that begin an average every `period` updates and take it in `delay` updates later.
 
-    With a codec, what it began from is added to the last average: x_ref + mean(code(x_then - x_ref + residual)).
-    `counts["since"]`: updates since an average began; `counts["away"]`: whether one is in flight. A resumed run starts
-    it again, from the parameters that were saved.
+    With a codec, the mean change is added to the result of the last average, x_ref + mean(code(x_then - x_ref +
+    residual)). A resumed run starts the average in progress again, from the saved parameters.
+
+    `counts["since"]`: updates since an average began; `counts["away"]`: 1 while an average is in progress.
+
+    Args:
+        replicas: the group.
+        period: updates between the beginnings of two averages.
+        delay: updates between the beginning of an average and its end, 1 to `period`.
+        after: number of synchronous updates before the first local one.
+        corrects: whether to correct the optimizers' second moments (second_moments.py).
+        compression: the codec of the changes; None: the parameters themselves are averaged.
     """
 
     def __init__(
@@ -244,7 +279,10 @@ class DelayedAverage(LocalSgd):
         self._means: FlatVectors = []
 
     def start_losses(self, parallel: ParallelModel, totals: torch.Tensor, share: BatchShare) -> CommHandle | None:
-        """The average in flight goes on behind the sum of the losses, and has a step's time until the next."""
+        """Start the all-reduce of the losses, and advance the average in progress behind it.
+
+        The rounds that start here have a step's time until the next ones.
+        """
         work = super().start_losses(parallel, totals, share)
         if self._delayed is not None:
             self._delayed.advance(self.counts["since"] + 1, work)
@@ -277,11 +315,14 @@ class DelayedAverage(LocalSgd):
             self.counts |= {"since": 0, "away": 1}
 
     def _leave(self, *, again: bool = False) -> DelayedReduction:
-        """Start to average the present parameters; `again`: those of the average that was in flight when the run was
-        saved."""
+        """Start to average the present parameters.
+
+        Args:
+            again: whether to average instead those of the average that was in progress when the run was saved.
+        """
         then = self.saved_vectors["then"]
-        for now, left in () if again else self.vectors.pieces(then):
-            left.copy_(now)
+        for now, snapshot in () if again else self.vectors.pieces(then):
+            snapshot.copy_(now)
         if self._compression is None:
             chunks = mean_chunks(self.replicas, then, self._means, chunks_for_updates(self.delay, 1))
             self._delayed = ReductionInRounds(chunks, 1, self.delay)
@@ -292,10 +333,10 @@ class DelayedAverage(LocalSgd):
         return self._delayed
 
     def _take_in(self) -> None:
-        """The mean has arrived: x <- x - (x_then - mean)."""
+        """Take in the mean that has arrived: x <- x - (x_then - mean)."""
         drift = Drift()
-        for now, mean, left in self.vectors.pieces(self._means, self.saved_vectors["then"]):
-            gap = left - mean
+        for now, mean, snapshot in self.vectors.pieces(self._means, self.saved_vectors["then"]):
+            gap = snapshot - mean
             drift.add(gap, mean)
             now.sub_(gap)
         self.disagreement = drift.figures(self.replicas)
@@ -307,7 +348,7 @@ class DelayedAverage(LocalSgd):
 
 
 def make_local_sgd(replicas: ReplicaGroup, arguments: ModeArguments) -> LocalSgd:
-    """Local, post-local and one-shot averaging, which differ in their parameters."""
+    """Make local, post-local or one-shot averaging, which differ in their parameters."""
     relaxed, compression = arguments.relaxed, arguments.compression
     after, corrects = relaxed.after or 0, relaxed.optimizer_state == "corrected"
     if relaxed.delay:
@@ -321,7 +362,7 @@ def make_local_sgd(replicas: ReplicaGroup, arguments: ModeArguments) -> LocalSgd
 
 
 def make_diloco(replicas: ReplicaGroup, arguments: ModeArguments) -> DiLoCo:
-    """DiLoCo as a plan states it."""
+    """Make DiLoCo with the plan's parameters."""
     rate, momentum = arguments.relaxed.outer_rate, arguments.relaxed.outer_momentum
     assert rate is not None
     assert momentum is not None

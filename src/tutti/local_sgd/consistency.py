@@ -1,4 +1,4 @@
-"""What a consistency mode does around the steps. The step loop calls these methods and knows no mode."""
+"""The interface of a consistency mode: what the step loop calls around the steps. The loop itself knows no mode."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,19 +19,24 @@ from tutti.parallel.parallel_model import ParallelModel
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """What one replica resumes from beside the shared model: tensors by name, and plain values."""
+    """What one replica resumes from in addition to the shared model.
+
+    Attributes:
+        tensors: tensors by name.
+        values: plain values by name.
+    """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
 
 class ModeArguments(NamedTuple):
-    """What the factory of a mode is given beside the group of replicas.
+    """Arguments of a mode's factory, in addition to the group of replicas.
 
     Args:
         relaxed: the mode's parameters, with its defaults.
-        compression: the codec of what replicas sum; None: values as they are.
-        seed: of the mode's random draws.
+        compression: the codec of what replicas sum; None: values are sent as they are.
+        seed: seed of the mode's random draws.
     """
 
     relaxed: Relaxed
@@ -46,15 +51,17 @@ class ModeArguments(NamedTuple):
 
 
 class Consistency:
-    """Synchronous training: gradients are summed over replicas in every step, so replicas stay equal. Does nothing.
+    """Synchronous training, and the interface of all modes.
+
+    Here gradients are all-reduced in every step, so replicas stay equal, and most methods do nothing.
 
     Attributes:
-        diverged: whether replicas step on gradients of their own. gradient_scale: factor of these gradients, the number
-        of replicas. Their mean is then the gradient of the global mean,
-            also with unequal shares and tokens.
+        diverged: whether replicas step on gradients of their own.
+        gradient_scale: factor of these gradients: the number of replicas. The mean of the replicas' gradients is then
+            the gradient of the global mean, also with unequal shares and token counts.
         learning_rate_scale: factor of the learning rate of a replica's own update.
         asynchronous: whether ranks do not wait for each other in steps.
-        skip_together: while diverged, a gradient that is not finite on one replica skips the update on all.
+        skip_together: while diverged, whether a non-finite gradient on one replica skips the update on all.
     """
 
     diverged: bool = False
@@ -64,14 +71,25 @@ class Consistency:
     skip_together: bool = False
 
     def begin(self, parallel: ParallelModel, step: int) -> None:
-        """Model, optimizers and counters are ready, new or from a checkpoint; `step` updates were made before."""
+        """Begin training with model, optimizers and counters ready, new or from a checkpoint.
+
+        Args:
+            parallel: the model and its optimizers.
+            step: number of updates made before.
+        """
 
     def start_losses(self, parallel: ParallelModel, totals: torch.Tensor, share: BatchShare) -> CommHandle | None:
-        """Start to sum `totals` in place: the loss' total and count, one flag a rank, and what others add.
+        """Start the all-reduce of the losses in place.
 
-        `share` is this rank's share of the global batch.
+        Replicas that differ use direct messages, because their own exchanges may fill the queues of a network.
 
-        Replicas that differ use direct messages, since their exchanges may fill the queues of a network.
+        Args:
+            parallel: the model and its optimizers.
+            totals: total and count of the loss, one flag per rank, then values that other mechanisms add.
+            share: this rank's share of the global batch.
+
+        Returns:
+            The handle to wait for; None if nothing is sent.
         """
         size, channel = parallel.world.world_size, parallel.layout.channel("scalars")
         if size == 1:
@@ -82,11 +100,17 @@ class Consistency:
         return channel.start([dist.all_reduce(totals, async_op=True)], ring_all_reduce_nbytes(totals, size))
 
     def norm_squared(self, parallel: ParallelModel, named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
-        """Sum of squares of the gradients that ranks which step alike hold, for clipping."""
+        """Return the squared norm of the gradients, for clipping, over the ranks that make the same update."""
         return norm_squared(parallel.layout, named, parallel.world.device)
 
     def updated(self, parallel: ParallelModel, step: int) -> None:
-        """The optimizers have made update `step`, from 0, or all ranks have skipped it. Its row is not written yet."""
+        """React to an update.
+
+        Args:
+            parallel: the model and its optimizers.
+            step: number of the update, from 0. The optimizers have made it, or all ranks have skipped it; its row is
+                not written yet.
+        """
 
     @contextmanager
     def averaged_model(self, parallel: ParallelModel, *, saving: bool = False) -> Iterator[ReplicaState]:
@@ -94,36 +118,45 @@ class Consistency:
 
         Args:
             parallel: the model and its optimizers.
-            saving: also load the mean of the optimizers' state, and yield what this replica resumes from.
+            saving: whether to load the mean of the optimizers' state too.
+
+        Yields:
+            What this replica resumes from; complete only with `saving`.
         """
         yield ReplicaState()
 
     def evaluation_share(self, parallel: ParallelModel) -> tuple[int, int]:
-        """(i, n): this rank computes the i-th of n parts of what is evaluated."""
+        """Return (i, n): this rank evaluates part i of n."""
         return parallel.mesh.data_index, parallel.mesh.data_degree
 
     def combine_predictions(self, output: Any) -> Any:
-        """The model's output that an evaluation uses, from this rank's. Called by all ranks that share a part."""
+        """Return the output to evaluate, given this rank's. Called by all ranks that evaluate the same part."""
         return output
 
     def resume(self, parallel: ParallelModel, values: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Restore the values that `averaged_model` yielded; returns tensors to be filled, after which `on_resumed` is
-        called."""
+        """Restore the values that `averaged_model` yielded, and return the tensors to be filled.
+
+        `on_resumed` is called once they are filled.
+
+        Args:
+            parallel: the model and its optimizers.
+            values: the plain values of the `ReplicaState`.
+        """
         return {}
 
     def on_resumed(self, parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> None:
-        """The tensors are filled."""
+        """Go on from the tensors that `resume` returned, which are filled now."""
 
     def finish(self, parallel: ParallelModel) -> None:
-        """Training has ended: every rank gets the same model. Collective."""
+        """End training: give every rank the same model. Collective."""
 
     def row(self) -> dict[str, Any]:
-        """Fields about replicas in the step's row; empty where they are equal."""
+        """Return the fields about replicas for the step's row; empty where replicas are equal."""
         return {}
 
     def evaluation_row(self) -> dict[str, Any]:
-        """Fields about replicas in an evaluation's row; empty where they are equal or nothing is known."""
+        """Return the fields about replicas for an evaluation's row; empty where they are equal or unknown."""
         return {}
 
     def on_exit(self, parallel: ParallelModel) -> None:
-        """The script has ended well on this rank; on others it may go on."""
+        """React to the end of the script on this rank, without an error; other ranks may still train."""

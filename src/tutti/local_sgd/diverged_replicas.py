@@ -1,5 +1,7 @@
-"""The base of all modes in which replicas differ: their vectors, the averaged model, buffers, optimizer state and
-resuming."""
+"""The base of all modes in which replicas differ.
+
+It manages their vectors, the averaged model, buffers, optimizer state and resuming.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
@@ -21,13 +23,20 @@ class DivergedReplicas(Consistency):
 
     Running statistics are averaged whenever replicas exchange; batch statistics are those of a replica's own samples.
 
+    Args:
+        replicas: the group.
+        period: updates between two exchanges.
+
     Attributes:
         vectors: the trained parameters.
-        counts: the mode's counters, by name, saved in checkpoints.
-        saved_vectors: the mode's vectors, by name, saved in checkpoints.
-        staleness: updates made since what the replica last took in from the others was new.
+        buffers: the model's buffers that training changes.
+        counts: the mode's counters by name, saved in checkpoints. `since` counts updates since the last restart; some
+            modes also reset it at an exchange.
+        saved_vectors: the mode's vectors by name, saved in checkpoints.
         equal: whether all replicas have the same parameters.
-        disagreement: distances from the mean at the last exchange.
+        staleness: updates that this replica has made since the values it last took in from the others were current.
+        disagreement: relative distances of the replicas from their mean at the last exchange; None if not measured
+            then.
     """
 
     def __init__(self, replicas: ReplicaGroup, period: int) -> None:
@@ -42,18 +51,18 @@ class DivergedReplicas(Consistency):
 
     @abstractmethod
     def restart(self) -> None:
-        """All replicas have the same parameters: go on from there, with nothing in flight."""
+        """Start over with nothing in progress, after all replicas got the same parameters."""
 
     @abstractmethod
     def exchange(self, parallel: ParallelModel) -> None:
-        """An update was made, `counts["since"]` since the last exchange began: exchange if it is time."""
+        """Exchange if it is time. Called after every update that a replica makes."""
 
     @abstractmethod
     def final_parameters(self) -> FlatVectors:
-        """The parameters that all ranks would end with now; changes nothing. Collective."""
+        """Return the parameters that all ranks would end with now, without changing anything. Collective."""
 
     def begin(self, parallel: ParallelModel, step: int) -> None:
-        """From here on replicas may differ."""
+        """Let replicas differ from now on."""
         self.diverged, self.gradient_scale = True, float(self.replicas.size)
         parallel.scope.world_size, parallel.scope.group, parallel.scope.diverged = 1, None, True
         parallel.replica.diverged_axes = ("replicate",)
@@ -90,10 +99,10 @@ class DivergedReplicas(Consistency):
             yield ReplicaState()
             return
         numbers, counters = self.buffers.moved()
-        mine, values, counts = self.vectors.read(), numbers.read(), counters.read()
+        local, values, counts = self.vectors.read(), numbers.read(), counters.read()
         states, plain = copy_optimizer_states(parallel) if saving else ({}, [])
-        kept = ReplicaState(
-            {**_flat({"parameters": mine, "numbers": values, "counters": counts, **self.saved_vectors}), **states},
+        replica_state = ReplicaState(
+            {**_flat({"parameters": local, "numbers": values, "counters": counts, **self.saved_vectors}), **states},
             {
                 "trained": self.vectors.names,
                 "saved_vectors": sorted(self.saved_vectors),
@@ -112,25 +121,25 @@ class DivergedReplicas(Consistency):
         if saving:
             average_optimizer_states(parallel, self.replicas)
         try:
-            yield kept
+            yield replica_state
         finally:
-            self.vectors.write(mine)
+            self.vectors.write(local)
             numbers.write(values)
             counters.write(counts)
             if saving:
                 restore_optimizer_states(parallel, states)
 
     def resume(self, parallel: ParallelModel, values: dict[str, Any]) -> dict[str, torch.Tensor]:
-        alike = values.get("trained") == self.vectors.names and values.get("saved_vectors") == sorted(
+        matches = values.get("trained") == self.vectors.names and values.get("saved_vectors") == sorted(
             self.saved_vectors
         )
-        if not self.diverged or not alike:
+        if not self.diverged or not matches:
             return {}
         self.counts.update(values["counts"])
         self.staleness, self.equal = values["staleness"], values["equal"]
         numbers, counters = self._restored = self.buffers.called(values["buffers"])
         vectors = {"parameters": self.vectors, "numbers": numbers, "counters": counters}
-        flats = {name: one.read() for name, one in vectors.items()}
+        flats = {name: tensors.read() for name, tensors in vectors.items()}
         return {**_flat({**flats, **self.saved_vectors}), **make_optimizer_states(parallel, values["states"])}
 
     def on_resumed(self, parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> None:
@@ -144,12 +153,12 @@ class DivergedReplicas(Consistency):
         return {"replicas": {"staleness": self.staleness, "disagreement": self.disagreement}}
 
     def _take(self, parallel: ParallelModel) -> None:
-        """Hold the parameters that are trained now."""
+        """Manage the parameters that are trained now."""
         self._trained = parallel.replica.parameters
         self.vectors = FlatTensors(_named(parallel, self._trained).items())
 
     def _retrain(self, parallel: ParallelModel) -> None:
-        """The script has frozen or unfrozen parameters: replicas become equal in all of them and go on from there."""
+        """Make replicas equal and restart, after the script has frozen or unfrozen parameters."""
         before = _named(parallel, self._trained)
         self._take(parallel)
         both = FlatTensors({**before, **_named(parallel, self._trained)}.items())
@@ -160,6 +169,7 @@ class DivergedReplicas(Consistency):
         self._alike()
 
     def _alike(self) -> None:
+        """Restart after all replicas got the same parameters."""
         self.equal, self.staleness, self.counts["since"] = True, 0, 0
         self.restart()
 
@@ -174,29 +184,39 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(named: dict[str, FlatVectors]) -> dict[str, torch.Tensor]:
+    """Return vectors as tensors with names like "parameters/0", as in checkpoints."""
     return {f"{name}/{place}": flat for name, flats in named.items() for place, flat in enumerate(flats)}
 
 
 def _flats(name: str, tensors: dict[str, torch.Tensor]) -> FlatVectors:
-    count = sum(one.rpartition("/")[0] == name for one in tensors)
+    """Return the vectors called `name`, from tensors named by `_flat`."""
+    count = sum(key.rpartition("/")[0] == name for key in tensors)
     return [tensors[f"{name}/{place}"] for place in range(count)]
 
 
 class ReplicaBuffers:
-    """The buffers of a model's state_dict that training changes (running statistics, counters), made equal at
-    exchanges.
+    """The buffers of a model's state_dict that training changes, made equal at exchanges.
 
-    Buffers that no replica has changed are left out: they are equal already, and may hold infinities (masks). Replicas
-    agree on the mean of floating-point buffers and on the largest of counters.
+    Examples are running statistics and counters. Buffers that no replica has changed are left out: they are equal
+    already, and may contain infinities (masks). Replicas agree on the mean of floating-point buffers, and on the
+    maximum of counters.
+
+    Args:
+        model: the model.
+        replicas: the group.
     """
 
     def __init__(self, model: nn.Module, replicas: ReplicaGroup) -> None:
         self._model, self._replicas = model, replicas
         tracked = set(_tracked(model))
-        self._seen = {name: (one, one._version) for name, one in self._now().items() if name not in tracked}
+        self._seen = {name: (tensor, tensor._version) for name, tensor in self._now().items() if name not in tracked}
 
     def moved(self) -> tuple[FlatTensors, FlatTensors]:
-        """(floating-point, counters) that some replica has changed. Collective where the model has any buffers."""
+        """Find the buffers that some replica has changed. Collective if the model has any buffers.
+
+        Returns:
+            (floating-point buffers, counters).
+        """
         now = self._now()
         flags = [name not in self._seen or _changed(tensor, *self._seen[name]) for name, tensor in now.items()]
         if not flags:
@@ -206,7 +226,7 @@ class ReplicaBuffers:
         return self.called([name for name, flag in zip(now, anywhere, strict=True) if flag])
 
     def called(self, names: list[str]) -> tuple[FlatTensors, FlatTensors]:
-        """(floating-point, counters) of these names, which count as changed from here on."""
+        """Return (floating-point buffers, counters) of these names, which count as changed from now on."""
         now = self._now()
         for name in names:
             self._seen.pop(name, None)
@@ -214,7 +234,12 @@ class ReplicaBuffers:
         return numbers, FlatTensors((name, now[name]) for name in names if not now[name].is_floating_point())
 
     def agreed(self, numbers: FlatVectors, counters: FlatVectors) -> tuple[FlatVectors, FlatVectors]:
-        """What replicas agree on, from values that `moved` read. Collective."""
+        """Return the values that replicas agree on: means of floating-point buffers, maxima of counters. Collective.
+
+        Args:
+            numbers: this replica's floating-point buffers; overwritten with the means.
+            counters: this replica's counters.
+        """
         return self._replicas.mean(numbers), [self._replicas.gather(flat).amax(0) for flat in counters]
 
     def agree(self) -> None:
@@ -231,77 +256,93 @@ class ReplicaBuffers:
 
 
 def _tracked(model: nn.Module) -> Iterator[str]:
-    """Running statistics of torch's own norms, whose kernels write to them without a version."""
+    """Yield the names of running statistics of torch's own norms, whose kernels write without changing `_version`."""
     for prefix, module in model.named_modules():
         if isinstance(module, _NormBase):
             yield from (f"{prefix}.{name}" if prefix else name for name in module._buffers)
 
 
 def _changed(tensor: torch.Tensor, before: torch.Tensor, version: int) -> bool:
-    """Whether a buffer is another tensor than at the beginning, or has been written to."""
+    """Return whether a buffer is another tensor than at the beginning, or has been written to."""
     return tensor is not before or tensor._version != version
 
 
 def shared_optimizer_state(parallel: ParallelModel) -> FlatTensors:
-    """Floating-point state tensors that every replica has, by "optimizer-0/name/key". Collective.
+    """Return the floating-point state tensors that every replica has. Collective.
 
-    A replica has no state of a parameter that its samples never used.
+    Their names are like "optimizer-0/weight/exp_avg". A replica has no state for a parameter that its samples never
+    used.
     """
-    mine = {name: value for name, value in _tensors(parallel).items() if value.is_floating_point()}
-    everyone = parallel.world.gather([(name, tuple(value.shape)) for name, value in mine.items()])
+    local = {name: value for name, value in _tensors(parallel).items() if value.is_floating_point()}
+    everyone = parallel.world.gather([(name, tuple(value.shape)) for name, value in local.items()])
     common = set(everyone[0]).intersection(*everyone[1:])
-    return FlatTensors((name, mine[name]) for name, shape in everyone[0] if (name, shape) in common)
+    return FlatTensors((name, local[name]) for name, shape in everyone[0] if (name, shape) in common)
 
 
 def average_optimizer_states(parallel: ParallelModel, replicas: ReplicaGroup) -> None:
-    """Set state tensors to their mean over the replicas. Collective."""
+    """Set the optimizers' state tensors to their mean over the replicas. Collective.
+
+    State that some replica lacks is left as it is.
+    """
     vectors = shared_optimizer_state(parallel)
     vectors.write(replicas.mean(vectors.read()))
 
 
 def copy_optimizer_states(parallel: ParallelModel) -> tuple[dict[str, torch.Tensor], list[list[Any]]]:
-    """Copies of all state tensors, and plain values for each entry: [optimizer, name, key, value or shape]."""
+    """Copy the optimizers' state.
+
+    Returns:
+        (state tensors by name, [optimizer, parameter name, key, scalar or dtype and shape] for each entry).
+    """
     copies = {name: value.detach().clone() for name, value in _tensors(parallel).items()}
     plain: list[list[Any]] = []
     for number, name, _, key, value in _entries(parallel):
         tensor = copies.get(_state_key(number, name, key))
-        what = (
+        packed = (
             pack_scalar(value)
             if tensor is None
             else ["shaped", str(tensor.dtype).removeprefix("torch."), [*tensor.shape]]
         )
-        plain.append([number, name, key, what])
+        plain.append([number, name, key, packed])
     return copies, plain
 
 
 def restore_optimizer_states(parallel: ParallelModel, copies: dict[str, torch.Tensor]) -> None:
-    """Set state tensors to their copies."""
+    """Set the state tensors to the copies of `copy_optimizer_states`."""
     for name, value in _tensors(parallel).items():
         value.copy_(copies[name])
 
 
 def make_optimizer_states(parallel: ParallelModel, plain: list[list[Any]]) -> dict[str, torch.Tensor]:
-    """Give the optimizers the entries of `copy_optimizer_states`; returns the tensors to be filled."""
+    """Give the optimizers the entries that `copy_optimizer_states` described.
+
+    Args:
+        parallel: the model and its optimizers.
+        plain: the description of each entry.
+
+    Returns:
+        The state tensors by name, to be filled.
+    """
     parameters = {(number, name): parameter for number, name, parameter in _parameters(parallel)}
     before = {_state_key(number, name, key): value for number, name, _, key, value in _entries(parallel)}
     for number, _, parameter in _parameters(parallel):
         parallel.optimizers[number].state.pop(parameter, None)
     tensors: dict[str, torch.Tensor] = {}
-    for number, name, key, what in plain:
-        parameter, called = parameters[number, name], _state_key(number, name, key)
-        if what[0] == "shaped":
-            value: Any = torch.empty(what[2], dtype=parse_dtype(what[1]), device=parameter.device)
-            tensors[called] = value
+    for number, name, key, packed in plain:
+        parameter, state_key = parameters[number, name], _state_key(number, name, key)
+        if packed[0] == "shaped":
+            value: Any = torch.empty(packed[2], dtype=parse_dtype(packed[1]), device=parameter.device)
+            tensors[state_key] = value
         else:
-            value, like = unpack_scalar(what), before.get(called)
-            value = value.to(like.device) if isinstance(like, torch.Tensor) else value
+            value, old = unpack_scalar(packed), before.get(state_key)
+            value = value.to(old.device) if isinstance(old, torch.Tensor) else value
         parallel.optimizers[number].state[parameter][key] = value
     return tensors
 
 
 def _parameters(parallel: ParallelModel) -> list[tuple[int, str, nn.Parameter]]:
     names = parallel.layout.state_names(parallel.model, parallel.optimizers)
-    return [(number, name, parameter) for number, some in names.items() for parameter, name in some.items()]
+    return [(number, name, parameter) for number, named in names.items() for parameter, name in named.items()]
 
 
 def _entries(parallel: ParallelModel) -> list[tuple[int, str, nn.Parameter, str, Any]]:

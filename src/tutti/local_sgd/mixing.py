@@ -1,14 +1,15 @@
 """Replicas that mix their parameters with few others, or with a centre: elastic averaging, D-PSGD, gradient push.
 
-EASGD (Zhang et al. 2015, arXiv 1412.6651), equations 2 and 3, synchronous: d = a (x - c) of the parameters before an
-update; x <- x + update(x) - d; c <- c + sum of d over the replicas. With Nesterov momentum in the optimizer it is
-EAMSGD: the pull acts on the point at which the gradient is taken, which torch's SGD keeps as parameters.
+EASGD (Zhang et al. 2015, arXiv 1412.6651), equations 2 and 3, synchronous. With d = a (x - c) for the parameters before
+an update: x <- x + update(x) - d, and c <- c + the sum of d over the replicas. With Nesterov momentum in the optimizer
+it is EAMSGD: the pull acts on the point at which the gradient is taken, which torch's SGD stores as the parameters.
 
 Ring and shift-one follow D-PSGD (Lian et al. 2017, arXiv 1705.09056): x <- W x + update(x). The parameters before the
-update are mixed, so that the exchange runs while the next step computes. The pairs are those of Bagua's shift-one. Push
-follows stochastic gradient push (Assran et al. 2018, arXiv 1811.10792, algorithm 1): every replica has x and a weight
-w; the model computes at z = x / w; the update is added to x; x and w then go in equal shares to the replica itself and
-to those it pushes to. The mean of the replicas moves as in synchronous training.
+update are mixed, so that the exchange runs while the next step computes. The pairs are those of Bagua's shift-one.
+
+Push follows stochastic gradient push (Assran et al. 2018, arXiv 1811.10792, algorithm 1). Every replica has parameters
+x and a weight w, and the model computes at z = x / w. The update is added to x. Then x and w are divided equally among
+the replica itself and those it pushes to. The mean of the replicas moves as in synchronous training.
 """
 
 from abc import abstractmethod
@@ -24,9 +25,9 @@ from tutti.parallel.parallel_model import ParallelModel
 
 
 class OverlappedExchange(DivergedReplicas):
-    """An exchange begins every `period` updates and is received after the next one.
+    """Replicas that begin an exchange every `period` updates and take in its result after the next update.
 
-    A resumed run starts the exchange again from the parameters that were saved.
+    A resumed run starts the exchange again from the saved parameters.
     """
 
     def __init__(self, replicas: ReplicaGroup, period: int) -> None:
@@ -39,7 +40,7 @@ class OverlappedExchange(DivergedReplicas):
 
     @abstractmethod
     def receive(self) -> None:
-        """The exchange is over: take in what came."""
+        """Take in what the completed exchange has brought."""
 
     def restart(self) -> None:
         self._wait_for_exchange()
@@ -55,7 +56,7 @@ class OverlappedExchange(DivergedReplicas):
         self._begin_if_due()
 
     def _wait_for_exchange(self) -> bool:
-        """Wait for the exchange in flight; returns whether there was one."""
+        """Wait for the exchange in progress; return whether there was one."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()
@@ -70,8 +71,17 @@ class OverlappedExchange(DivergedReplicas):
 class ElasticAveraging(OverlappedExchange):
     """EASGD: replicas are drawn to a centre, and the centre to them.
 
-    The sum of d is in flight while the next step computes. Every rank has the same centre, which is the model that is
-    evaluated, saved and left at the end. `pull`: replicas times a, so that c moves this far to the replicas' mean.
+    The differences d are summed while the next step computes. Every rank has the same centre, which is the model that
+    is evaluated, saved and left at the end.
+
+    Args:
+        replicas: the group.
+        period: updates between two exchanges.
+        pull: fraction of the distance to the replicas' mean that the centre moves in an exchange, 0 to 1; it is the
+            number of replicas times a.
+
+    Attributes:
+        alpha: fraction of the distance to the centre that a replica moves; a in the equations.
     """
 
     def __init__(self, replicas: ReplicaGroup, period: int, pull: float) -> None:
@@ -109,18 +119,24 @@ Partners = Callable[[int, int, int], dict[int, float]]
 """(mixing, replica, replicas) -> weight of every replica that is mixed in; the rest is the replica's own weight."""
 
 Graph = Callable[[int, int, int], tuple[Sequence[int], Sequence[int]]]
-"""(mixing, replica, replicas) -> replicas that it pushes to, and replicas that push to it."""
+"""(mixing, replica, replicas) -> (replicas that it pushes to, replicas that push to it)."""
 
 
 def ring(mixing: int, index: int, size: int) -> dict[int, float]:
-    """A third of both neighbours; with two replicas half of the other."""
+    """Return weights 1/3 for both neighbours on a ring; with two replicas, 1/2 for the other one."""
     if size <= 2:
         return {1 - index: 0.5} if size == 2 else {}
     return {(index - 1) % size: 1 / 3, (index + 1) % size: 1 / 3}
 
 
 def shift_one(mixing: int, index: int, size: int) -> dict[int, float]:
-    """Half of one partner in the other half of the replicas, which shifts by one each time. `size`: even, or 1."""
+    """Return weight 1/2 for one partner in the other half of the replicas; the pairs shift by one with each mixing.
+
+    Args:
+        mixing: number of mixings so far.
+        index: this replica.
+        size: number of replicas: even, or 1.
+    """
     half = size // 2
     if not half:
         return {}
@@ -137,7 +153,7 @@ class DecentralisedReplicas(DivergedReplicas):
         self.counts["mixings"] = 0
 
     def mixed(self, now: FlatVectors) -> None:
-        """A mixing is done and gave the parameters `now`."""
+        """Complete a mixing: load its result `now`. Measures the disagreement every `MEASURED_EVERY` mixings."""
         self.vectors.write(now)
         if self.counts["mixings"] % MEASURED_EVERY == 0:
             self.disagreement = distance_from_sampled_mean(now, self.replicas)
@@ -146,7 +162,13 @@ class DecentralisedReplicas(DivergedReplicas):
 
 
 class GossipMixing(OverlappedExchange, DecentralisedReplicas):
-    """Every `period` updates a replica's parameters are mixed with its partners', with symmetric weights."""
+    """Replicas that mix their parameters with their partners' every `period` updates, with symmetric weights.
+
+    Args:
+        replicas: the group.
+        period: updates between two mixings.
+        partners: the partners of each mixing, with their weights.
+    """
 
     def __init__(self, replicas: ReplicaGroup, period: int, partners: Partners) -> None:
         super().__init__(replicas, period)
@@ -174,7 +196,13 @@ class GossipMixing(OverlappedExchange, DecentralisedReplicas):
 
 
 class StochasticGradientPush(DecentralisedReplicas):
-    """Every `period` updates x and w go in equal shares to the replica itself and to the neighbours in `graph`."""
+    """Replicas that divide x and w equally among themselves and their neighbours in `graph` every `period` updates.
+
+    Args:
+        replicas: the group.
+        period: updates between two mixings.
+        graph: who pushes to whom in each mixing.
+    """
 
     def __init__(self, replicas: ReplicaGroup, period: int, graph: Graph) -> None:
         super().__init__(replicas, period)
@@ -188,11 +216,11 @@ class StochasticGradientPush(DecentralisedReplicas):
     def exchange(self, parallel: ParallelModel) -> None:
         if self.counts["since"] % self.period:
             return
-        to, frm = self._graph(self.counts["mixings"], self.replicas.index, self.replicas.size)
-        share = 1 / (len(to) + 1)
+        targets, sources = self._graph(self.counts["mixings"], self.replicas.index, self.replicas.size)
+        share = 1 / (len(targets) + 1)
         pushed = list(torch._foreach_mul([*self._biased(), *self.saved_vectors["weight"]], share))
-        received = [[torch.empty_like(flat) for flat in pushed] for _ in frm]
-        self.replicas.start_swap(pushed, to, received, frm).wait()
+        received = [[torch.empty_like(flat) for flat in pushed] for _ in sources]
+        self.replicas.start_swap(pushed, targets, received, sources).wait()
         for theirs in received:
             torch._foreach_add_(pushed, theirs)
         weight = pushed.pop()
@@ -205,12 +233,12 @@ class StochasticGradientPush(DecentralisedReplicas):
         return self.replicas.mean(self._biased())
 
     def _biased(self) -> FlatVectors:
-        """x, which an update moves as far as it moves z."""
+        """Return x. An update moves x as far as it moves the model's z, so x is z plus the saved `excess`."""
         return list(torch._foreach_add(self.vectors.read(), self.saved_vectors["excess"]))
 
 
 def one_peer(mixing: int, index: int, size: int) -> tuple[Sequence[int], Sequence[int]]:
-    """(to, from) on the one-peer exponential graph: distances 1, 2, 4, ... below `size`, in turn."""
+    """Return (to, from) on the one-peer exponential graph, whose distances are 1, 2, 4, ... below `size`, in turn."""
     if size == 1:
         return (), ()
     distance = 1 << (mixing % (size - 1).bit_length())
@@ -218,21 +246,21 @@ def one_peer(mixing: int, index: int, size: int) -> tuple[Sequence[int], Sequenc
 
 
 def make_ring(replicas: ReplicaGroup, arguments: ModeArguments) -> GossipMixing:
-    """Mixing with both neighbours on a ring."""
+    """Make replicas that mix with both neighbours on a ring."""
     return GossipMixing(replicas, arguments.period, ring)
 
 
 def make_shift_one(replicas: ReplicaGroup, arguments: ModeArguments) -> GossipMixing:
-    """Mixing with a partner that shifts by one each time."""
+    """Make replicas that mix with one partner, which shifts by one each time."""
     return GossipMixing(replicas, arguments.period, shift_one)
 
 
 def make_push(replicas: ReplicaGroup, arguments: ModeArguments) -> StochasticGradientPush:
-    """Stochastic gradient push on the one-peer exponential graph."""
+    """Make stochastic gradient push on the one-peer exponential graph."""
     return StochasticGradientPush(replicas, arguments.period, one_peer)
 
 
 def make_elastic(replicas: ReplicaGroup, arguments: ModeArguments) -> ElasticAveraging:
-    """Elastic averaging as a plan states it."""
+    """Make elastic averaging with the plan's parameters."""
     assert arguments.relaxed.pull is not None
     return ElasticAveraging(replicas, arguments.period, arguments.relaxed.pull)

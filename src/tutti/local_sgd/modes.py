@@ -1,4 +1,4 @@
-"""The mode of consistency that a plan names, made for this rank."""
+"""Make the consistency mode that a plan names."""
 
 from tutti.config.compression import ZERO_ONE
 from tutti.config.consistency_modes import CONSISTENCY_MODES, with_mode_defaults
@@ -11,12 +11,12 @@ from tutti.parallel.layout import Layout
 
 
 def make_consistency(sync: SyncPlan, layout: Layout, seed: int = 0) -> Consistency:
-    """The mode of `sync`, among the ranks along `replicate`. Collective.
+    """Make the mode of `sync`, among the ranks along `replicate`. Collective.
 
     Args:
-        sync: the plan's.
-        layout: the run's.
-        seed: of the mode's random draws.
+        sync: the plan's synchronisation.
+        layout: the run's layout.
+        seed: seed of the mode's random draws.
     """
     channel, figures = layout.channel("parameters", "replicate"), layout.channel("scalars", "replicate")
     if sync.compress is not None and sync.compress.method == ZERO_ONE:

@@ -1,5 +1,4 @@
-"""The replicas of a model: their tensors as few flat vectors, means and exchanges of these, and how far replicas
-differ."""
+"""The replicas of a model: their tensors as a few flat vectors, exchanges of these, and how far replicas differ."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,13 @@ FlatVectors = list[torch.Tensor]
 class FlatTensors:
     """Named tensors that are read into flat vectors and written back from them.
 
-    Halves are computed and exchanged in float32, integers in int64.
+    Half precisions are computed and exchanged in float32, integers in int64.
+
+    Args:
+        named: (name, tensor) pairs.
+
+    Attributes:
+        names: names of the tensors.
     """
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -33,25 +38,25 @@ class FlatTensors:
 
     @property
     def kinds(self) -> list[tuple[torch.dtype, torch.device]]:
-        """By vector: its dtype and its device."""
+        """(dtype, device) of each vector."""
         return [(_work(tensors[0].dtype), tensors[0].device) for tensors in self._kinds]
 
     @property
     def shapes(self) -> list[list[torch.Size]]:
-        """By vector: the tensors' shapes, in their order there."""
+        """For each vector, the shapes of its tensors in their order."""
         return [[t.shape for t in tensors] for tensors in self._kinds]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the vectors."""
+        """Bytes of all vectors."""
         return sum(sum(t.numel() for t in tensors) * _work(tensors[0].dtype).itemsize for tensors in self._kinds)
 
     def read(self) -> FlatVectors:
-        """The values, copied."""
+        """Return the values, copied."""
         return [torch.cat([t.reshape(-1) for t in tensors]).to(_work(tensors[0].dtype)) for tensors in self._kinds]
 
     def empty(self) -> FlatVectors:
-        """Uninitialised vectors of these sizes."""
+        """Return uninitialised vectors of the same sizes."""
         return [
             tensors[0].new_empty(sum(t.numel() for t in tensors), dtype=_work(tensors[0].dtype))
             for tensors in self._kinds
@@ -64,20 +69,20 @@ class FlatTensors:
                 tensor.copy_(part.view(tensor.shape))
 
     def pieces(self, *vectors: FlatVectors) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Pieces of a tensor and the same pieces of each of `vectors`, all as views.
+        """Yield pieces of the tensors, each with the same pieces of `vectors`, all as views.
 
-        A piece is small enough to stay in a core's cache while it is worked on, unless a tensor is not contiguous.
+        A piece is small enough to stay in a core's cache while it is processed, unless a tensor is not contiguous.
         """
         for place, tensors in enumerate(self._kinds):
             local = (self._parts(tensors, flats[place]) for flats in vectors)
             for tensor, *parts in zip(tensors, *local, strict=True):
                 if tensor.is_contiguous():
-                    yield from zip(*(torch.split(one, AT_ONCE) for one in (tensor.view(-1), *parts)), strict=True)
+                    yield from zip(*(torch.split(flat, AT_ONCE) for flat in (tensor.view(-1), *parts)), strict=True)
                 else:
                     yield tensor, *(part.view(tensor.shape) for part in parts)
 
     def parts(self, flats: FlatVectors) -> list[torch.Tensor]:
-        """The part of every tensor, as views of `flats`, in their order there."""
+        """Return each tensor's part of `flats`, as views, in their order there."""
         return [part for tensors, flat in zip(self._kinds, flats, strict=True) for part in self._parts(tensors, flat)]
 
     def _parts(self, tensors: list[torch.Tensor], flat: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -92,12 +97,12 @@ def _work(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroup:
-    """The replicas of a model, this one among them. With one replica every exchange does nothing.
+    """The replicas of a model, including this one. With one replica every exchange does nothing.
 
     Attributes:
-        index: of this replica.
+        index: index of this replica.
         size: number of replicas.
-        ranks: global rank of each.
+        ranks: global rank of each replica.
         group: their process group.
         channel: accounting of what they exchange.
         figures: accounting of single numbers.
@@ -112,13 +117,27 @@ class ReplicaGroup:
 
     @classmethod
     def of(cls, mesh: Mesh, channel: CommChannel, figures: CommChannel) -> "ReplicaGroup":
-        """The ranks along `replicate`. `channel`: for what they exchange; `figures`: for single numbers."""
+        """Return the group of the ranks along `replicate`.
+
+        Args:
+            mesh: the mesh.
+            channel: accounting of what replicas exchange.
+            figures: accounting of single numbers.
+        """
         size = mesh.degree("replicate")
         group = mesh.group("replicate") if size > 1 else None
         return cls(mesh.index("replicate"), size, tuple(mesh.ranks("replicate")), group, channel, figures)
 
     def start_sum(self, flats: FlatVectors, channel: CommChannel | None = None) -> CommHandle:
-        """Start to sum `flats` over the replicas, in place; `channel`: for traffic that is no exchange of replicas."""
+        """Start to all-reduce `flats` over the replicas, in place.
+
+        Args:
+            flats: the vectors.
+            channel: accounting of what is sent; None: the group's `channel`.
+
+        Returns:
+            The handle to wait for.
+        """
         channel = channel or self.channel
         if self.size == 1:
             return CommHandle(channel, [])
@@ -126,7 +145,7 @@ class ReplicaGroup:
         return channel.start(works, sum(ring_all_reduce_nbytes(flat, self.size) for flat in flats))
 
     def mean(self, flats: FlatVectors) -> FlatVectors:
-        """The mean of `flats` over the replicas, in place; the same bits on every replica."""
+        """Replace `flats` by their mean over the replicas, in place; bit-identical on every replica."""
         if not flats:
             return flats
         self.start_sum(flats).wait()
@@ -136,13 +155,23 @@ class ReplicaGroup:
     def start_swap(
         self, send: FlatVectors, to: Sequence[int], receive: Sequence[FlatVectors], frm: Sequence[int]
     ) -> CommHandle:
-        """Start to send `send` to the replicas `to`, and to receive `receive[i]` from replica `frm[i]`."""
-        comes = [(peer, flat) for flats, peer in zip(receive, frm, strict=True) for flat in flats]
-        works = start_messages(comes, [(peer, flat) for peer in to for flat in send], self.group)
+        """Start to send vectors to some replicas and to receive vectors from others.
+
+        Args:
+            send: vectors for each replica in `to`.
+            to: indices of the replicas that receive `send`.
+            receive: for each replica in `frm`, the vectors to fill.
+            frm: indices of the replicas that send.
+
+        Returns:
+            The handle to wait for.
+        """
+        receives = [(peer, flat) for flats, peer in zip(receive, frm, strict=True) for flat in flats]
+        works = start_messages(receives, [(peer, flat) for peer in to for flat in send], self.group)
         return self.channel.start(works, len(to) * sum(flat.numel() * flat.element_size() for flat in send))
 
     def gather(self, figures: torch.Tensor) -> torch.Tensor:
-        """`figures` of every replica, stacked in their order."""
+        """Return the `figures` of every replica, stacked in their order: shape (replicas, *shape)."""
         if self.size == 1:
             return figures[None]
         everyone = [torch.empty_like(figures) for _ in range(self.size)]
@@ -152,41 +181,59 @@ class ReplicaGroup:
 
 
 MEASURED_EVERY = 10
-"""Where the mean is not known anyway, every so many-th exchange is measured."""
+"""Where the mean is not computed anyway, disagreement is measured in one of this many exchanges."""
 
 SAMPLED_PARAMETERS = 4096
-"""Parameters that are compared there."""
+"""Largest number of parameters compared in such a measurement."""
 
 
 class Drift:
-    """Distance of this replica from the mean, of values that are added piece by piece."""
+    """Distance of this replica from the mean, accumulated piece by piece."""
 
     def __init__(self) -> None:
         self._squares, self._length = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         self._numel = 0
 
     def add(self, gap: torch.Tensor, mean: torch.Tensor) -> None:
-        """Add a piece's distances from the mean, and the mean."""
+        """Add a piece.
+
+        Args:
+            gap: this replica's distance from the mean, by value.
+            mean: the mean's values.
+        """
         gap, mean = gap.reshape(-1), mean.reshape(-1)
         self._squares, self._length = self._squares + gap.dot(gap), self._length + mean.dot(mean)
         self._numel += gap.numel()
 
     def figures(self, replicas: ReplicaGroup) -> dict[str, float | int]:
-        """Largest and mean distance of a replica from the mean, relative to the mean's length. Collective."""
+        """Return the largest and mean distance of a replica from the mean, relative to its length. Collective."""
         return _figures(replicas.gather(self._squares.reshape(1)), self._length, self._numel)
 
 
 def distance_from_mean(local: FlatVectors, mean: FlatVectors, replicas: ReplicaGroup) -> dict[str, float | int]:
-    """Largest and mean distance of a replica from `mean`, relative to the mean's length, over all parameters."""
+    """Return the largest and mean distance of a replica from `mean`, relative to its length. Collective.
+
+    Args:
+        local: this replica's parameters.
+        mean: the mean of all replicas' parameters.
+        replicas: the group.
+    """
     drift = Drift()
-    for one, other in zip(local, mean, strict=True):
-        for a, b in zip(*(torch.split(flat.reshape(-1), AT_ONCE) for flat in (one, other)), strict=True):
+    for local_flat, mean_flat in zip(local, mean, strict=True):
+        for a, b in zip(*(torch.split(flat.reshape(-1), AT_ONCE) for flat in (local_flat, mean_flat)), strict=True):
             drift.add(a.to(b.dtype) - b, b)
     return drift.figures(replicas)
 
 
 def distance_from_sampled_mean(local: FlatVectors, replicas: ReplicaGroup) -> dict[str, float | int]:
-    """The same over at most `SAMPLED_PARAMETERS` parameters at even distances."""
+    """Return the largest and mean distance of a replica from the mean, over a sample of the parameters. Collective.
+
+    The sample has at most about `SAMPLED_PARAMETERS` evenly spaced parameters.
+
+    Args:
+        local: this replica's parameters.
+        replicas: the group.
+    """
     numel = sum(flat.numel() for flat in local)
     stride = -(-numel // SAMPLED_PARAMETERS)
     sample = torch.cat([flat[::stride].double() for flat in local])
@@ -196,5 +243,6 @@ def distance_from_sampled_mean(local: FlatVectors, replicas: ReplicaGroup) -> di
 
 
 def _figures(squares: torch.Tensor, length: torch.Tensor, numel: int) -> dict[str, float | int]:
+    """Return the largest and the mean of the relative distances, and the number of parameters compared."""
     relative = (squares.reshape(-1) / length.clamp_min(1e-300)).sqrt()
     return {"max": float(relative.max()), "mean": float(relative.mean()), "parameters": numel}

@@ -1,14 +1,14 @@
 """Second moments as in exact training, where every replica steps on a gradient of its own.
 
-Adam divides by the root of v, a moving average of squared gradients. The gradient of a replica's part of a batch has p
-times the noise of the mean over p replicas: E g_i^2 = S + N, E mean(g)^2 = S + N / p. So v is up to p times as large as
-in exact training and steps are up to sqrt(p) times as short, however often replicas are averaged (the square root rule
-of Malladi et al. 2022, arXiv 2205.10287, in reverse). Here a tensor's v is made of r g_i^2, with
+Adam divides by the root of v, a moving average of squared gradients. The gradient g_i of one of p replicas has p times
+the noise of their mean: E g_i^2 = S + N, but E mean(g)^2 = S + N / p. So v is up to p times as large as in exact
+training, and steps are up to sqrt(p) times as short, however often replicas are averaged (the square root rule of
+Malladi et al. 2022, arXiv 2205.10287, in reverse). Here a tensor's v is made of r g_i^2, with
 
-    r = E |mean(g)|^2 / E |g_i|^2, at least 1 / p and at most 1,
+    r = E |mean(g)|^2 / E |g_i|^2, at least 1 / p and at most 1.
 
-both from the same few of its values, others in each step, over about the last ten steps. Their sums travel with the
-losses of the next step. This is tutti's own; docs/consistency.md has its effect.
+Both are estimated from a few of the tensor's values, different ones in each step, over about the last ten steps. Their
+sums are sent with the losses of the next step. This method is tutti's own; docs/consistency.md shows its effect.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup
 from tutti.parallel.layout import to_local
 
 SAMPLED, MOST = 4096, 256
-"""Values that are observed in a step, about: of all tensors, and of one at most."""
+"""Number of values observed in a step: of all tensors together (approximately), and of one tensor (at most)."""
 
 DECAY = 0.9
-"""Share of the previous sums that is left after a step."""
+"""Factor by which the previous sums are multiplied in each step."""
 
 _MOMENT: Final[dict[type[Optimizer], str]] = {
     Adam: "exp_avg_sq",
@@ -40,10 +40,18 @@ _MOMENT: Final[dict[type[Optimizer], str]] = {
 
 
 class SecondMomentCorrection:
-    """Corrects the second moments of `optimizers` for gradients of parts of a batch.
+    """Corrects the optimizers' second moments for gradients of parts of a batch.
 
-    All replicas call the same methods in the same steps. `sums`, saved in checkpoints: [sums of |mean(g)|^2 and of
-    |g_i|^2 by tensor; observations that are not summed yet; number of observed updates].
+    All replicas must call the same methods in the same steps.
+
+    Args:
+        replicas: the group.
+        optimizers: the optimizers.
+        trained: the trained parameters.
+
+    Attributes:
+        sums: the state for checkpoints: sums of |mean(g)|^2 and of |g_i|^2, shape (2, tensors); observations not yet
+            summed over the replicas; number of observed updates.
     """
 
     def __init__(self, replicas: ReplicaGroup, optimizers: tuple[Optimizer, ...], trained: list[nn.Parameter]) -> None:
@@ -66,7 +74,7 @@ class SecondMomentCorrection:
         self._seen: torch.Tensor | None = None
 
     def cancel(self) -> None:
-        """Another object takes over."""
+        """Stop observing, because another object takes over."""
         self._land()
         for hook in self._hooks:
             hook.remove()
@@ -78,7 +86,10 @@ class SecondMomentCorrection:
         self._work = self._replicas.start_sum([self._seen], self._replicas.figures)
 
     def updated(self) -> None:
-        """Optimizers have made an update, or skipped it on this replica: correct it, and observe its gradients."""
+        """Correct the update that the optimizers have made, and observe its gradients.
+
+        Parameters whose update was skipped on this replica are left out.
+        """
         self._land()
         stepped = [p for p in self._trained if p.grad is not None and self._owners[p] in self._stepped]
         self._correct(stepped)
@@ -87,14 +98,14 @@ class SecondMomentCorrection:
 
     @property
     def ratios(self) -> list[float]:
-        """r by tensor; 1 where nothing is known."""
-        whole, own = self.sums[0]
-        r = torch.where(own > 0, whole / own.clamp_min(1e-300), 1.0)
-        known: list[float] = r.clamp(1 / self._replicas.size, 1.0).tolist()
-        return known
+        """The ratio r by tensor; 1 where nothing is known."""
+        whole, local = self.sums[0]  # |mean(g)|^2 and the mean of |g_i|^2, by tensor
+        r = torch.where(local > 0, whole / local.clamp_min(1e-300), 1.0)
+        ratios: list[float] = r.clamp(1 / self._replicas.size, 1.0).tolist()
+        return ratios
 
     def _land(self) -> None:
-        """Take in the summed observations."""
+        """Wait for the summed observations and add them to the moving sums."""
         if self._work is None or self._seen is None:
             return
         self._work.wait()
@@ -105,6 +116,7 @@ class SecondMomentCorrection:
         self._work = self._seen = None
 
     def _correct(self, stepped: list[nn.Parameter]) -> None:
+        """Add the missing (r - 1) g_i^2, with its weight in the moving average, to the second moments."""
         ratio = dict(zip(self._trained, self.ratios, strict=True))
         weight = {p: _weight(group) for o in self._stepped for group in o.param_groups for p in group["params"]}
         moments: list[torch.Tensor] = []
@@ -120,7 +132,7 @@ class SecondMomentCorrection:
             torch._foreach_addcmul_(moments, gradients, gradients, factors)
 
     def _look(self, stepped: set[nn.Parameter]) -> None:
-        """Observe every so many-th value of each gradient, others each time, and the sums of their squares."""
+        """Observe evenly spaced values of each gradient, different ones each time, and the sum of their squares."""
         count = int(self.sums[2])
         self.sums[2] += 1
         values, squares = self._halves(self.sums[1])
@@ -132,11 +144,11 @@ class SecondMomentCorrection:
             squares[place] = part.square().sum()
 
     def _halves(self, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The observed values, and the sums of their squares by tensor."""
+        """Return the observed values, and the sums of their squares by tensor."""
         return seen[: sum(self._counts)], seen[sum(self._counts) :]
 
     def _parts(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The values by tensor."""
+        """Return the values by tensor."""
         return torch.split(values, self._counts)
 
 
@@ -145,14 +157,15 @@ def check_correctable(optimizer: Optimizer) -> None:
     name = _MOMENT.get(type(optimizer))
     settings = [key for key in ("amsgrad", "centered") if any(group.get(key) for group in optimizer.param_groups)]
     if name is None or settings:
-        words = type(optimizer).__name__ + "".join(f" with {key}=True" for key in settings)
+        description = type(optimizer).__name__ + "".join(f" with {key}=True" for key in settings)
         raise PlanError(
-            f'sync.relaxed.optimizer_state = "corrected" with {words}: it does not divide by the root of a moving '
-            f"average of squared gradients alone, as {', '.join(one.__name__ for one in _MOMENT)} do; use one of them, "
+            f'sync.relaxed.optimizer_state = "corrected" does not support {description}, because it does not divide by '
+            "the root of a moving average of squared gradients alone; use "
+            f"{', '.join(kind.__name__ for kind in _MOMENT)} without amsgrad or centered, "
             'or optimizer_state = "own"'
         )
 
 
 def _weight(group: dict[str, Any]) -> float:
-    """Weight of a new square in the moving average."""
+    """Return the weight of a new square in the moving average."""
     return 1.0 - float(group["betas"][1] if "betas" in group else group["alpha"])

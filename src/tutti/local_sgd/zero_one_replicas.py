@@ -1,5 +1,7 @@
-"""Replicas that step alone under 0/1 Adam and agree now and then on displacements sent in one bit
-(optim/zero_one_adam.py)."""
+"""Replicas under 0/1 Adam that step independently and agree periodically on displacements sent in one bit per value.
+
+The optimizer's part is `tutti/optim/zero_one_adam.py`.
+"""
 
 import torch
 
@@ -13,12 +15,16 @@ from tutti.parallel.parallel_model import ParallelModel
 
 
 class ZeroOneReplicas(DivergedReplicas):
-    """Synchronous until the second moment is frozen; from then on ranks agree every `local_updates` updates.
+    """Replicas that are synchronous until the second moment is frozen, and then agree every `local_updates` updates.
 
-    The residual of their displacements is kept and sent the next time.
+    The residual of their displacements is saved and added to the next ones.
+
+    Args:
+        replicas: the group.
+        compression: the 0/1 Adam settings.
     """
 
-    skip_together = True  # a momentum is a way by the rates gone on it: these must be the same on all ranks
+    skip_together = True  # momentum is a displacement divided by its sum of rates, which must be equal on all ranks
 
     def __init__(self, replicas: ReplicaGroup, compression: Compression) -> None:
         super().__init__(replicas, 1)
@@ -72,5 +78,5 @@ class ZeroOneReplicas(DivergedReplicas):
         )
 
     def _hold(self) -> None:
-        """What is kept back, for checkpoints."""
+        """Register the residuals for checkpoints."""
         self.saved_vectors = {} if self._sums is None else self._sums.saved_tensors()
