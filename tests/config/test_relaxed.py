@@ -72,7 +72,7 @@ def test_what_nobody_says_is_the_modes_own() -> None:
         ("local:0", "1 or more"),
         ("local:8,period=9", "period is there twice"),
         ("local:8,pull=0.5", "says nothing that local knows"),
-        ("local:8,delay=9", "the next average would begin before the last is over; give at most 8"),
+        ("local:8,delay=9", "the next average would begin before the last one ends; give at most 8"),
         ("local:8,delay=-1", "0 or more"),
         ("local:8,delay=0.5", "is not a whole number"),
         ("local:8,averaged,8", "leave one of them out"),

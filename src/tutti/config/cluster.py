@@ -47,7 +47,7 @@ def _check(spec: Any, what: str, zero: frozenset[str] = frozenset()) -> None:
             if not -sys.float_info.max <= number <= sys.float_info.max:
                 raise SpecError(f"{what}: {name} is not finite or is too large; give a realistic number")
             if number < 0 or (number == 0 and field_.name not in zero):
-                remedy = "a number of 0 or more" if field_.name in zero else "a number above 0"
+                remedy = "0 or a number above it" if field_.name in zero else "a number above 0"
                 raise SpecError(f"{what}: {name} = {number:g}; give {remedy}")
 
 

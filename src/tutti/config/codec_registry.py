@@ -203,7 +203,7 @@ def _check_top_k(stated: Settings) -> None:
     if "gain" in stated and stated.get("sparse"):
         raise PlanError(
             f"gain = {stated['gain']} with sparse = true: the gain is computed from whole messages, but owners of "
-            "slices see only parts of them; leave one of the two out"
+            "slices see only parts of them; leave one of them out"
         )
 
 
