@@ -75,7 +75,7 @@ def test_what_no_method_means_is_refused(words: str, said: str) -> None:
             "use sharding.level = 1",
         ),
         ("one-bit,between=hosts", {"mesh": {"replicate": 2, "shard": 2}}, "sharding.level = 3"),
-        ("top-k,gain=0.5", {"mesh": {"shard": 2}}, "each gets messages of its part only"),
+        ("top-k,gain=0.5", {"mesh": {"shard": 2}}, "each rank gets messages of its part only"),
         ("byte-adam,freeze_step=5", {"mesh": {"replicate": 2}, "precision": "float16"}, "compress gradients: bytegrad"),
     ],
 )

@@ -63,7 +63,8 @@ def dumps(value: Any) -> str:
         return json.dumps(to_data(value), indent=2, allow_nan=False) + "\n"
     except ValueError:
         raise SpecError(
-            f"a {type(value).__name__} holds a number that is not finite, which JSON cannot express; omit it or use null"
+            f"a {type(value).__name__} holds a number that is not finite, which JSON cannot express; leave it out or "
+            "use null"
         ) from None
 
 
