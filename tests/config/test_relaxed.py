@@ -77,8 +77,8 @@ def test_what_nobody_says_is_the_modes_own() -> None:
         ("local:8,delay=0.5", "is not a whole number"),
         ("local:8,averaged,8", "leave one of them out"),
         ("diloco:8,delay=8", "is not a parameter of diloco, which has period"),
-        ("one-shot:8", "it has no parameters"),
-        ("local:8,optimizer_state=mixed", "it is own, averaged or corrected"),
+        ("one-shot:8", "which has no parameters"),
+        ("local:8,optimizer_state=mixed", "write own, averaged or corrected"),
         ("elastic:1,0", "above 0 and at most 1"),
         ("elastic:1,1.5", "above 0 and at most 1"),
         ("diloco:5,-1", "above 0"),
@@ -88,7 +88,7 @@ def test_what_nobody_says_is_the_modes_own() -> None:
         ("stale", "needs sync.relaxed.bound"),
         ("stale:-1", "0 or more"),
         ("stale:0.5", "is not a whole number"),
-        ("asynchronous:3", "it has no parameters"),
+        ("asynchronous:3", "which has no parameters"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text: str, words: str) -> None:

@@ -60,7 +60,7 @@ def test_text_and_plan_files_state_the_mode_and_its_parameters() -> None:
         (f"{toy_mode.NAME}:2,0", "sync.relaxed.share = 0; give a number above 0"),
         (f"{toy_mode.NAME}:1", "period = 1; give a number of updates of 2 or more"),
         (toy_mode.NAME, "needs sync.relaxed.period"),
-        (f"{toy_mode.NAME}:2,bound=3", "it has period, share"),
+        (f"{toy_mode.NAME}:2,bound=3", "which has period, share"),
         ("toy-halfwei:2", "there is no mode 'toy-halfwei'"),
     ],
 )

@@ -61,7 +61,7 @@ def with_mode(plan: Plan, sync: SyncPlan | None) -> Plan:
 def _value(text: str, name: str, value: str) -> int | float | str:
     if name == "optimizer_state":
         if value not in get_args(OptimizerStateRule):
-            raise PlanError(f"sync {text!r}: optimizer_state = {value!r}; it is own, averaged or corrected")
+            raise PlanError(f"sync {text!r}: optimizer_state = {value!r}; write own, averaged or corrected")
         return value
     if name not in _FIELDS:
         return _number(value)
