@@ -76,7 +76,7 @@ def read_clicks(path: str | Path, max_rows: int | None = None) -> ClickLog:
             fields = line.rstrip("\n").split("\t")
             if len(fields) != 1 + INTEGERS + CATEGORIES:
                 raise DataError(
-                    f"{path}, line {number} has {len(fields)} fields instead of {1 + INTEGERS + CATEGORIES} (a label, "
+                    f"{path}, line {number}: {len(fields)} fields instead of {1 + INTEGERS + CATEGORIES} (a label, "
                     f"{INTEGERS} integers, {CATEGORIES} categories, separated by tabs); give a log in Criteo's format"
                 )
             try:
