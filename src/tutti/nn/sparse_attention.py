@@ -45,8 +45,8 @@ class BlockPattern:
         blocks = number_of_blocks(self.length, self.block_size)
         if len(self.seen) != blocks:
             raise ScriptError(
-                f"a pattern for {self.length} tokens in blocks of {self.block_size} has {blocks} rows of blocks, but seen has "
-                f"{len(self.seen)}; give one tuple for each row"
+                f"a pattern for {self.length} tokens in blocks of {self.block_size} has {blocks} rows of blocks, but "
+                f"seen has {len(self.seen)}; give one tuple for each row"
             )
         for number, row in enumerate(self.seen):
             if list(row) != sorted(set(row)) or (row and not 0 <= row[0] <= row[-1] < blocks):
@@ -116,7 +116,7 @@ def random_blocks(length: int, block_size: int, blocks: int, *, seed: int, causa
 
 
 def strided(length: int, block_size: int, stride: int) -> BlockPattern:
-    """Return the pattern in which blocks see all blocks a multiple of `stride` away (Child et al. 2019, section 4.2)."""
+    """Return the pattern in which blocks see all those a multiple of `stride` away (Child et al. 2019, section 4.2)."""
     count = number_of_blocks(length, block_size)
     if stride < 1:
         raise ScriptError(f"stride = {stride}; give a number of blocks of 1 or more")
