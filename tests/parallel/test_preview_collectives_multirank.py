@@ -97,7 +97,7 @@ def listed(name: str) -> dict[str, tuple[str, ...]]:
     finally:
         torch.set_default_dtype(before)
     return {
-        one.name: tuple(words for words in one.collectives if not words.startswith("gradients summed"))
+        one.name: tuple(words for words in one.collectives if not words.startswith("gradients reduced"))
         for one in found.modules
     }
 

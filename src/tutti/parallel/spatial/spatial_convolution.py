@@ -204,10 +204,10 @@ def convolve_transposed(
     Input rows that contribute to this rank's output are fetched and convolved without padding; the result is
     cropped.
     """
-    each = (weight.shape[2:], *(many(value, rank) for value in (stride, padding, output_padding, dilation)))
+    settings = (weight.shape[2:], *(many(value, rank) for value in (stride, padding, output_padding, dilation)))
     spreads = [
         TransposedWindow(kernel=k, stride=s, dilation=d, padding=p, extra=e)
-        for k, s, p, e, d in zip(*each, strict=True)
+        for k, s, p, e, d in zip(*settings, strict=True)
     ]
     tensor = spread_enough(input, spreads)
     where, space, part = where_of(tensor), space_of([input]), local(tensor)

@@ -95,8 +95,8 @@ def _extents(tensor: torch.Tensor) -> list[int]:
 def _windows(rank: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[Window]:
     kernels = many(kernel, rank)
     strides = kernels if stride is None or stride == [] or stride == () else many(stride, rank)
-    each = (kernels, strides, many(padding, rank), many(dilation, rank))
-    return [Window(kernel=k, stride=s, dilation=d, before=p, after=p) for k, s, p, d in zip(*each, strict=True)]
+    settings = (kernels, strides, many(padding, rank), many(dilation, rank))
+    return [Window(kernel=k, stride=s, dilation=d, before=p, after=p) for k, s, p, d in zip(*settings, strict=True)]
 
 
 def _pooling_input(
