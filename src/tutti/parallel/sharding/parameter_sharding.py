@@ -75,8 +75,8 @@ class Parameters(Shards):
             for parameter in unit.parameters:
                 if parameter.shard.grad is not None:
                     raise ScriptError(
-                        f"the loss uses parameter {parameter.name!r} outside of the modules' forward, where a rank sees "
-                        "only its part; use the optimizer's weight decay instead of a penalty, or sharding level 1"
+                        f"the loss uses parameter {parameter.name!r} outside of the modules' forward, where a rank "
+                        "sees only its part; use the optimizer's weight decay instead of a penalty, or sharding level 1"
                     )
         self._sums.send()
 
