@@ -69,8 +69,9 @@ def find_placement(layout: Sequence[LayoutRule], name: str) -> Placement:
 def by_columns(placement: Placement, inputs: float, outputs: float) -> bool:
     """Return whether a linear layer divided over the table axis is cut by its outputs.
 
-    The placement decides; "split" chooses what sends less. With P ranks, each sample sends (P - 1)(inputs + outputs /
-    P) values in each direction if cut by columns (outputs), and (P - 1)(inputs / P + outputs) if cut by rows (inputs).
+    The placement decides; "split" chooses what sends less. With P ranks, each sample sends this many values in each
+    direction: (P - 1)(inputs + outputs / P) if the layer is cut by its outputs (columns), and (P - 1)(inputs / P +
+    outputs) if it is cut by its inputs (rows).
     """
     return placement == "column" or (placement == "split" and inputs <= outputs)
 
