@@ -43,7 +43,7 @@ def test_a_stated_mesh_is_explained_as_a_tree(capsys: Capture, tmp_path: Path) -
     assert code == 0
     assert "Layout over replicate 2; ranks shown: all 2" in out
     assert "0-2 Linear: whole, 80 B per rank" in out
-    assert "gradients summed over replicate" in out
+    assert "gradients reduced over replicate" in out
     assert serialization.load(Plan, tmp_path / "plan.json").mesh == {"replicate": 2}
 
 

@@ -40,7 +40,7 @@ def test_a_plan_is_written_with_the_axes_own_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("names", [("dp", "replicate"), ("fsdp", "zero"), ("shard", "zero"), ("tp", "split")])
 def test_an_axis_under_two_names_is_refused(names: tuple[str, str], tmp_path: Path) -> None:
     first, second = names
-    words = f"is there twice, as {first} and as {second}; name each axis once"
+    words = f"appears twice, as {first} and as {second}; name each axis once"
     with pytest.raises(PlanError, match=words):
         parse_mesh(f"{first}=2,{second}=2")
     with pytest.raises(PlanError, match=words):
@@ -48,7 +48,7 @@ def test_an_axis_under_two_names_is_refused(names: tuple[str, str], tmp_path: Pa
 
 
 def test_an_axis_given_twice_under_one_name_is_refused() -> None:
-    with pytest.raises(PlanError, match="tp=2,tp=2': split is there twice; name each axis once"):
+    with pytest.raises(PlanError, match="tp=2,tp=2': split appears twice; name each axis once"):
         parse_mesh("tp=2,tp=2")
 
 

@@ -65,7 +65,7 @@ def test_text_and_plan_files_state_the_codec_and_its_parameters() -> None:
         (f"{toy_codec.NAME},levels=128", "levels = 128; give a number of levels from 1 to 127"),
         (f"{toy_codec.NAME},density=0.1", "density is a setting of top-k, dgc; leave it out with toy-levels"),
         ("one-bit,levels=3", "levels"),
-        ("toy-lefels", "there is no such codec; there are float64"),
+        ("toy-lefels", "there is no such codec; choose from float64"),
     ],
 )
 def test_a_wrong_parameter_or_name_is_refused(text: str, words: str) -> None:
@@ -131,7 +131,7 @@ def test_every_codec_has_a_factory_that_gives_messages_of_the_entrys_size() -> N
 
 
 def test_a_name_is_registered_once() -> None:
-    with pytest.raises(PlanError, match="registered already"):
+    with pytest.raises(PlanError, match="already registered"):
         register_codec(CodecEntry(name="one-bit"))
 
 

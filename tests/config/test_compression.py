@@ -47,7 +47,7 @@ def test_words_are_read_back_and_travel_in_plans(words: str) -> None:
         ("top-k,density=2", "above 0 and at most 1"),
         ("qsgd,bits=3", "bits"),
         ("powersgd,rank=0", "rank = 0"),
-        ("top-k,density", "is no setting"),
+        ("top-k,density", "is not a setting"),
         ("top-k,density=0.1,density=0.2", "twice"),
         ("dgc,momentum=1", "momentum = 1"),
         ("dgc,warmup_steps=-1", "warmup_steps = -1"),
@@ -75,7 +75,7 @@ def test_what_no_method_means_is_refused(words: str, said: str) -> None:
             "use sharding.level = 1",
         ),
         ("one-bit,between=hosts", {"mesh": {"replicate": 2, "shard": 2}}, "sharding.level = 3"),
-        ("top-k,gain=0.5", {"mesh": {"shard": 2}}, "each gets messages of its part only"),
+        ("top-k,gain=0.5", {"mesh": {"shard": 2}}, "each rank gets messages of its part only"),
         ("byte-adam,freeze_step=5", {"mesh": {"replicate": 2}, "precision": "float16"}, "compress gradients: bytegrad"),
     ],
 )
@@ -99,7 +99,7 @@ def test_ranks_that_step_alone_need_whole_replicas_and_factors_no_stages() -> No
     alone = SyncPlan(compress=Compression(method="zero-one-adam", freeze_step=5))
     parts: dict[str, Any] = {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=1)}
     check_plan(Plan(batch=BATCH, sync=SyncPlan(compress=Compression(method="byte-adam", freeze_step=5)), **parts))
-    with pytest.raises(TuttiError, match=r"mesh\.shard = 2: ranks step alone"):
+    with pytest.raises(TuttiError, match=r"mesh\.shard = 2: ranks step independently"):
         check_plan(Plan(batch=BATCH, sync=alone, **parts))
     factors = SyncPlan(compress=Compression(method="factors"))
     check_plan(Plan(batch=BATCH, sync=factors, precision="float16", **parts))

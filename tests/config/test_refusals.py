@@ -22,8 +22,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         "mesh": {"stage": 2, "shard": 2},
         "sharding": ShardingPlan(level=1, offload="parameters"),
     },
-    "what a stage receives is not known to be cut": {"mesh": {"space": 2, "stage": 2}},
-    "sequences are not cut": {"mesh": {"context": 2, "space": 2}},
+    "a stage cannot tell whether what it receives is cut": {"mesh": {"space": 2, "stage": 2}},
+    "space cannot be cut as sequences too": {"mesh": {"context": 2, "space": 2}},
     "split ranks have unequal numbers of heads": {
         "mesh": {"split": 2, "context": 2},
         "split_shares": (1.0, 3.0),

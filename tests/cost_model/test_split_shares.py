@@ -108,7 +108,7 @@ def test_heads_stay_whole_and_in_their_groups() -> None:
     assert division(grouped, split(2.0, 1.0)).weight[0] == 3 / 4
     assert [one.weight[0] for one in parts(grouped, split(11.0, 1.0))] == [11 / 12, 1 / 12]
     assert mean_division(grouped, split(11.0, 1.0)).weight[0] == 1 / 2
-    with pytest.raises(PlanError, match=r"'layer' has 12 units, of which .*leaves place 1 of the split axis none"):
+    with pytest.raises(PlanError, match=r"'layer' has 12 units, and .*gives rank 1 of the split axis none"):
         predict(heads, unequal("slow", "quick"), split(30.0, 1.0))
 
 

@@ -142,7 +142,7 @@ def test_a_script_that_cannot_be_run_is_refused_before_anything_starts(
             ("--compress", "factors"),
             "with sharding.level = 2",
         ),
-        ({"mesh": {"replicate": 3}}, ("--sync", "shift-one"), "with mesh.replicate = 3: replicas meet in pairs"),
+        ({"mesh": {"replicate": 3}}, ("--sync", "shift-one"), "with mesh.replicate = 3: replicas exchange in pairs"),
         ({"mesh": {"split": 2, "space": 2, "stage": 2}}, (), "mesh.space = 2 with mesh.stage = 2"),
     ],
 )

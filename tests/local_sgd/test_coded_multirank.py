@@ -176,10 +176,10 @@ def test_what_a_code_leaves_out_goes_with_the_next_sum(code: str, rows: int, par
     [
         ("ring", "qsgd", "local, post-local, diloco"),
         ("one-shot", "qsgd", "local, post-local, diloco"),
-        ("local:4", "one-bit-adam,freeze_step=10", "changes of parameters"),
-        ("local:4", "factors", "changes of parameters"),
-        ("local:4", "dgc", "changes of parameters"),
-        ("diloco:4", "qsgd,between=hosts", "between all ranks alike"),
+        ("local:4", "one-bit-adam,freeze_step=10", "parameter changes over several steps"),
+        ("local:4", "factors", "parameter changes over several steps"),
+        ("local:4", "dgc", "parameter changes over several steps"),
+        ("diloco:4", "qsgd,between=hosts", "between all ranks, not only between hosts"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(sync: str, code: str, words: str) -> None:

@@ -60,7 +60,7 @@ def test_text_and_plan_files_state_the_mode_and_its_parameters() -> None:
         (f"{toy_mode.NAME}:2,0", "sync.relaxed.share = 0; give a number above 0"),
         (f"{toy_mode.NAME}:1", "period = 1; give a number of updates of 2 or more"),
         (toy_mode.NAME, "needs sync.relaxed.period"),
-        (f"{toy_mode.NAME}:2,bound=3", "it has period, share"),
+        (f"{toy_mode.NAME}:2,bound=3", "which has period, share"),
         ("toy-halfwei:2", "there is no mode 'toy-halfwei'"),
     ],
 )
@@ -72,7 +72,7 @@ def test_a_wrong_parameter_or_name_is_refused(text: str, words: str) -> None:
 def test_parameters_of_another_mode_and_unknown_modes_are_refused() -> None:
     with pytest.raises(PlanError, match=r'share = 0.5 with sync.mode = "local", which has period'):
         SyncPlan(mode="local", relaxed=Relaxed(period=2, options={"share": 0.5}))
-    with pytest.raises(PlanError, match="there is no such mode; there are synchronous, local"):
+    with pytest.raises(PlanError, match="there is no such mode; choose from synchronous, local"):
         SyncPlan(mode="lokal")
 
 
@@ -112,7 +112,7 @@ def test_every_mode_has_a_factory() -> None:
 
 
 def test_a_name_is_registered_once() -> None:
-    with pytest.raises(PlanError, match="registered already"):
+    with pytest.raises(PlanError, match="already registered"):
         register_consistency_mode(ConsistencyMode(name="local"))
 
 

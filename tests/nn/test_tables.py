@@ -64,7 +64,7 @@ def test_a_model_with_tables_can_be_copied_saved_and_shaped_without_memory() -> 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ScriptError, match="no sizes"):
         EmbeddingTables([], 3)
-    with pytest.raises(ScriptError, match="2 tables, and was asked for rows of 3"):
+    with pytest.raises(ScriptError, match="2 tables, but got rows for 3"):
         EmbeddingTables([5, 4], 3)(torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="per_sample_weights"):
         bags_of(torch.zeros(2, 3, dtype=torch.int64), None, torch.zeros(2))

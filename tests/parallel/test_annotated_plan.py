@@ -89,7 +89,7 @@ def test_stages_that_do_not_fit_are_refused() -> None:
     model = Net()
     tutti.stage(model.layers[2:])
     tutti.stage(model.layers[4:])
-    assert "3 stages (layers.2, layers.4 begin new ones)" in refused(model, plan(4), stated=False)
+    assert "3 stages (new ones begin at layers.2, layers.4)" in refused(model, plan(4), stated=False)
     message = refused(model, plan(pipeline=PipelinePlan(cuts=("layers.1",))))
     assert "['layers.1']" in message
     assert "['layers.2', 'layers.4']" in message

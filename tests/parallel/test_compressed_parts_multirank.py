@@ -210,5 +210,5 @@ def test_what_does_not_go_together_is_refused() -> None:
         (plain, divided("one-bit-adam,freeze_step=4", 2, shard=2)),
         (plain, divided("one-bit,between=hosts", 3, shard=2)),
     ]
-    said = ("every rank needs the whole momentum", "compressed between ranks")
+    said = ("every rank needs the whole momentum", "compressed between all ranks")
     assert_refused(run_ranks(refusals, 2, cases), said)

@@ -29,7 +29,7 @@ def test_replicas_hold_everything_and_sum_it() -> None:
     assert explained.parameter_nbytes_per_rank == (whole,) * 3
     assert explained.state_nbytes_per_rank == (whole + 2 * trainable,) * 3
     rows = {module.name: module for module in explained.modules}
-    assert rows["0"].collectives == ("gradients summed over replicate",)
+    assert rows["0"].collectives == ("gradients reduced over replicate",)
     assert rows["3"].placement == "whole"
     assert rows["3"].nbytes == 4 * 8  # its weight is the first layer's and counted there
 
@@ -64,7 +64,7 @@ def test_stages_hold_their_own_modules() -> None:
     rows = {module.name: module for module in explained.modules}
     assert rows["0.0"].placement == "whole, on ranks 0-1"
     assert rows["3.0"].placement == "whole, on ranks 2-3"
-    assert rows["3.0"].collectives == ("gradients summed over replicate",)
+    assert rows["3.0"].collectives == ("gradients reduced over replicate",)
     assert len(set(explained.parameter_nbytes_per_rank)) == 1
     with pytest.raises(PlanError, match="give a sample"):
         explain_layout(stack(), plan(stage=2))
@@ -95,4 +95,4 @@ def test_of_a_large_world_ranks_are_examples_and_said_to_be() -> None:
     assert len(found.ranks) < 64
     placements = {module.placement for module in found.modules if "on ranks" in module.placement}
     assert placements
-    assert all(placement.endswith(" of those looked at") for placement in placements)
+    assert all(placement.endswith(" of those previewed") for placement in placements)

@@ -97,7 +97,7 @@ def listed(name: str) -> dict[str, tuple[str, ...]]:
     finally:
         torch.set_default_dtype(before)
     return {
-        one.name: tuple(words for words in one.collectives if not words.startswith("gradients summed"))
+        one.name: tuple(words for words in one.collectives if not words.startswith("gradients reduced"))
         for one in found.modules
     }
 
@@ -137,7 +137,7 @@ def test_the_gradient_of_the_batch_is_in_no_listing() -> None:
 def test_over_table_and_space_it_is_in_none_either(exchanged: dict[str, dict[str, tuple[int, int]]]) -> None:
     """Of a divided layer rows go there and back, and so do gradients; halos go once in each direction."""
     table = [words for some in listed("table").values() for words in some if "over table" in words]
-    first = [words for words in table if words.endswith("and the gradients of what comes back")]
+    first = [words for words in table if words.endswith("and the gradients of the returned values")]
     assert len(first) == 1
     assert exchanged["table"]["activations"][0] == 4 * len(table) - 1
     space = {one: words for one, some in listed("space").items() for words in some if "halos" in words}

@@ -96,7 +96,7 @@ def test_refused_with_places_and_remedy(name: str) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Attention, r"'the model' has 12 attention heads, of which split_shares = \[30.0, 1.0\] leaves place 1.*none"),
+        (Attention, r"'the model' has 12 attention heads, and split_shares = \[30.0, 1.0\] gives rank 1.*none"),
         (lambda: plain(8, 9, 5), "'0' has 9 outputs.*fewer split ranks.*modules='0\\*', placement='replicate'"),
     ],
 )

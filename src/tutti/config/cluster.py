@@ -17,7 +17,7 @@ _CERTAINTY: tuple[Evidence, ...] = ("assumed", "predicted", "published", "measur
 LinkTier = Literal["device", "node", "network"]
 """device: within the memory of one device; node: between ranks of one host; network: between hosts."""
 
-# In a file these may be texts: "80 GB", "5 us", "100 Gbit/s", "312 TFLOP/s".
+# In a file, these may be written with units: "80 GB", "5 us", "100 Gbit/s", "312 TFLOP/s".
 Bytes = Annotated[int, BeforeValidator(option_syntax.quantity_validator(option_syntax.BYTES, "80 GB", whole=True))]
 Seconds = Annotated[float, BeforeValidator(option_syntax.quantity_validator(option_syntax.SECONDS, "5 us"))]
 BytesPerSecond = Annotated[
@@ -29,18 +29,23 @@ FlopsPerSecond = Annotated[
 
 
 def _check(spec: Any, what: str, zero: frozenset[str] = frozenset()) -> None:
-    """Raise SpecError unless every number of a spec is finite and above 0; fields named in `zero` may be 0.
+    """Raise SpecError unless every number of a spec is finite and positive.
 
-    It looks at all fields, so that a new field is checked without further code.
+    All fields are checked, so a new field needs no further code.
+
+    Args:
+        spec: the dataclass to check.
+        what: name of the spec in the error message.
+        zero: names of the fields that may also be 0.
     """
     for field_ in fields(spec):
         value = getattr(spec, field_.name)
-        named = {f"{field_.name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {}
+        named = {f"{field_.name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {}
         for name, number in (named or {field_.name: value}).items():
             if not isinstance(number, int | float) or isinstance(number, bool):
                 continue
             if not -sys.float_info.max <= number <= sys.float_info.max:
-                raise SpecError(f"{what}: {name} is not finite, or too large; give a number that a machine can have")
+                raise SpecError(f"{what}: {name} is not finite or is too large; give a realistic number")
             if number < 0 or (number == 0 and field_.name not in zero):
                 remedy = "0 or a number above it" if field_.name in zero else "a number above 0"
                 raise SpecError(f"{what}: {name} = {number:g}; give {remedy}")
@@ -50,25 +55,35 @@ def _check(spec: Any, what: str, zero: frozenset[str] = frozenset()) -> None:
 class GemmRate:
     """Rate of a square matrix product N x N x N in one process: 2 N^3 / time.
 
-    `concurrent` is the number of processes of the host that multiplied at once, each with `threads`; 1 is one alone.
+    Attributes:
+        dtype: number format of the product.
+        n: N.
+        threads: threads of each process.
+        flops_per_s: the rate of one process.
+        spread: (max - min) / median over the repeats.
+        concurrent: processes of the host that multiplied at the same time; 1 for a process without competition.
     """
 
     dtype: str
     n: int
     threads: int = 1
     flops_per_s: float
-    spread: float = 0.0  # (max - min) / median over the repeats
+    spread: float = 0.0
     concurrent: int = 1
 
     def __post_init__(self) -> None:
-        _check(self, "a rate of products", frozenset({"spread"}))
+        _check(self, "matrix-product rate", frozenset({"spread"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRate:
     """Rate at which one process copies a buffer larger than the caches: bytes read plus bytes written per second.
 
-    `concurrent` is the number of processes of the host that copied at once.
+    Attributes:
+        threads: threads of each process.
+        bytes_per_s: the rate of one process.
+        spread: (max - min) / median over the repeats.
+        concurrent: processes of the host that copied at the same time.
     """
 
     threads: int = 1
@@ -77,24 +92,26 @@ class MemoryRate:
     concurrent: int = 1
 
     def __post_init__(self) -> None:
-        _check(self, "a rate of memory", frozenset({"spread"}))
+        _check(self, "memory rate", frozenset({"spread"}))
 
 
 WeightKind = Literal["gemm", "conv"]
-"""Operators that stream their weights: linear layers and convolutions."""
+"""Operators that read their weights once per pass: linear layers and convolutions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRate:
-    """Bytes of weights per second that matrix products of few rows stream through, in one process.
+    """Bytes of weights per second that a matrix product with few rows gets through, in one process.
 
-    A product of few rows by a large weight matrix takes longer than its FLOPs. The matrix is read, packed for the
-    processor, and its gradient written, whatever the number of rows.
+    A product of few rows with a large weight matrix takes longer than its FLOPs suggest. Whatever the number of rows,
+    the matrix is read, packed for the processor, and its gradient written.
 
     Attributes:
-        forward, input_gradient, weight_gradient: rate of each of the three products of a linear layer, or of a
-            convolution where `kind` says so.
-        concurrent: as in GemmRate.
+        dtype: number format of the weights.
+        threads: threads of each process.
+        forward, input_gradient, weight_gradient: rate of each of the three products of a linear layer or convolution.
+        concurrent: processes of the host that measured at the same time.
+        kind: whether the rates are those of linear layers or of convolutions.
     """
 
     dtype: str
@@ -106,14 +123,14 @@ class WeightRate:
     kind: WeightKind = "gemm"
 
     def __post_init__(self) -> None:
-        _check(self, "a rate of going over weights")
+        _check(self, "weight rate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolutionRate:
     """Speed of float32 convolutions with this many bytes of weights, relative to the device's `efficiency["conv"]`.
 
-    Convolutions of few channels do little arithmetic per value that they read.
+    Convolutions with few channels do little arithmetic per value that they read.
     """
 
     weight_nbytes: Bytes
@@ -125,8 +142,7 @@ class ConvolutionRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRate:
-    """Speed of float32 3 x 3 convolutions on images of this many pixels, relative to the size that other rates were
-    measured on.
+    """Speed of float32 3 x 3 convolutions on images of this many pixels, relative to the image size of the other rates.
 
     Much of a small image is border, where a kernel has less to multiply.
     """
@@ -140,9 +156,9 @@ class ImageRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorRate:
-    """Elements that operators of a kind process in the time of one FLOP of large float32 matrix products.
+    """Elements that one kind of operator processes in the time that large float32 matrix products take for one FLOP.
 
-    Random numbers have no backward: both numbers are the same.
+    Random numbers have no backward pass: for them both numbers are the same.
     """
 
     kind: VectorKind
@@ -150,28 +166,30 @@ class VectorRate:
     backward: float
 
     def __post_init__(self) -> None:
-        _check(self, f"a rate of {self.kind}")
+        _check(self, f"vector rate of {self.kind}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressRate:
-    """Seconds that one process takes to encode a gradient of `numel` float32 values and to decode and add one message.
+    """Seconds that one process takes to encode a gradient of `numel` float32 values, and to decode and add one message.
 
     Attributes:
-        method: as after --compress (top-k; powersgd,rank=2). PowerSGD has no separate messages: all its time is in
-            `encode_s`, for one square matrix.
+        method: the codec as `--compress` names it ("top-k", "powersgd,rank=2"). PowerSGD has no separate messages: all
+            its time is in `encode_s`, for one square matrix.
+        numel: number of values in the gradient.
         encode_s: includes the update of the residual.
-        spread: (max - min) / median of the encoding times.
+        decode_s: for one message.
+        spread: (max - min) / median of the encoding times over the repeats.
     """
 
     method: str
     numel: int
     encode_s: float
     decode_s: float
-    spread: float = 0.0  # of encoding: (max - min) / median over the repeats
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, f"a rate of {self.method}", frozenset({"encode_s", "decode_s", "spread"}))
+        _check(self, f"codec rate of {self.method}", frozenset({"encode_s", "decode_s", "spread"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,16 +198,18 @@ class DeviceSpec:
 
     Attributes:
         peak_flops_per_s: dense peak by dtype ("float32", "bfloat16", "float16", "tf32", "float64", "float8"), never a
-            sparsity rate; the best rate seen where it was measured.
-        gemm: rates of one process alone; empty for a data sheet.
-        gemm_concurrent: rates of several processes at once, as ranks that share a CPU get them.
-        memory_rates: of one process, and of several at once.
-        weight_rates: of products and convolutions on a CPU; without any, the number of passes over weights is assumed.
-        convolution_rates, image_rates: how `efficiency["conv"]` depends on weights and on pixels.
-        vector_rates: of operators that take longer per element than a sum does.
-        compress_rates: of codecs; the time of a codec without one is assumed.
-        efficiency: rates of operator kinds relative to a square product of as many FLOPs.
-        cores: of a CPU device, shared by its ranks.
+            sparsity rate; where it was measured, the best rate seen.
+        gemm: matrix-product rates of one process without competition; empty for a data sheet.
+        gemm_concurrent: matrix-product rates of several processes at once, as ranks that share a CPU get them.
+        memory_rates: copy rates of one process, and of several at once.
+        weight_rates: rates of weights on a CPU. Without any, the number of passes over the weights is assumed.
+        convolution_rates, image_rates: how `efficiency["conv"]` depends on the weights and on the pixels.
+        vector_rates: rates of operators that take longer per element than an addition.
+        compress_rates: times of codecs; the time of a codec that is not listed is assumed.
+        kernel_overhead_s: fixed cost of one kernel launch.
+        efficiency: rate of each kind of operator, relative to a square matrix product with as many FLOPs.
+        cores: cores of a CPU device, shared by its ranks.
+        price_per_device_hour: in one currency throughout the cluster.
     """
 
     name: str
@@ -209,7 +229,7 @@ class DeviceSpec:
     efficiency: dict[OpKind, float] = field(default_factory=dict)
     cores: int = 0
     power_w: float | None = None
-    price_per_device_hour: float | None = None  # in one currency throughout the cluster
+    price_per_device_hour: float | None = None
     year: int | None = None
     source: str = "written by hand"
     evidence: Evidence = "assumed"
@@ -221,10 +241,14 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPoint:
-    """The time of one collective or message of `nbytes`: the lower quartile, and the median (0 where it was not
-    recorded).
+    """The time of one collective or message of `nbytes` bytes.
 
-    On a quiet machine the two are about equal.
+    On a quiet machine the two times are about equal.
+
+    Attributes:
+        nbytes: size of the message.
+        time_s: lower quartile of the times.
+        median_s: median of the times; 0 where it was not recorded.
     """
 
     nbytes: int
@@ -232,26 +256,26 @@ class LinkPoint:
     median_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, "a point of a link", frozenset({"median_s"}))
+        _check(self, "link point", frozenset({"median_s"}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec:
-    """A tier of links between ranks. Time of n bytes = latency_s + n / bandwidth_bytes_per_s (alpha-beta model).
+    """One tier of links between ranks. Time of n bytes = latency_s + n / bandwidth_bytes_per_s (alpha-beta model).
 
-    Both numbers are of one hop of a ring: an all-reduce of n bytes among p ranks takes
+    Both numbers are those of one hop of a ring: an all-reduce of n bytes among p ranks takes
     2(p-1) latency_s + 2(p-1)/p n / bandwidth_bytes_per_s.
 
     Attributes:
-        bandwidth_bytes_per_s: one way; of a network, of a host's whole connection, shared by its ranks.
-        large_nbytes, large_bandwidth_bytes_per_s: the part of a vector beyond this size goes at this lower bandwidth;
-            both None where one line fits.
+        bandwidth_bytes_per_s: in one direction; for a network, the whole connection of a host, shared by its ranks.
+        large_nbytes, large_bandwidth_bytes_per_s: the part of a vector beyond this size is sent at this lower
+            bandwidth; both None where a single bandwidth fits.
         residual: root mean square of the relative error of the fit.
-        ranks: number of ranks that took part.
-        fitted_to: the transfers that were measured; "" for a data sheet.
+        ranks: number of ranks that took part in the measurement.
+        fitted_to: the kind of transfer that was measured; "" for a data sheet.
         points: the times that were fitted.
-        core_s_per_nbyte: seconds of a core that a rank spends on each byte that it sends, and on one that it receives
-            meanwhile; None where it was not measured.
+        core_s_per_nbyte: core seconds that a rank spends for each byte that it sends while it receives one; None where
+            this was not measured.
     """
 
     tier: LinkTier
@@ -277,7 +301,7 @@ class LinkSpec:
 
 
 def scale_bandwidth(link: LinkSpec, times: float) -> LinkSpec:
-    """The link with its bandwidths multiplied by `times`."""
+    """Return the link with its bandwidths multiplied by `times`."""
     large = link.large_bandwidth_bytes_per_s
     return replace(
         link,
@@ -287,36 +311,37 @@ def scale_bandwidth(link: LinkSpec, times: float) -> LinkSpec:
 
 
 def slowest_link(links: Iterable[LinkSpec]) -> LinkSpec:
-    """The worst of several links of one tier in each respect: latency, bandwidth, core time, evidence."""
-    some = tuple(dict.fromkeys(links))
-    if len(some) == 1:
-        return some[0]
-    bandwidth = min(link.bandwidth_bytes_per_s for link in some)
-    bent = [link.large_nbytes for link in some if link.large_nbytes is not None]
-    large = [link.large_bandwidth_bytes_per_s for link in some if link.large_bandwidth_bytes_per_s is not None]
-    cores = [link.core_s_per_nbyte for link in some if link.core_s_per_nbyte is not None]
+    """Combine several links of one tier into one with the worst latency, bandwidth, core time and evidence of them."""
+    distinct = tuple(dict.fromkeys(links))
+    if len(distinct) == 1:
+        return distinct[0]
+    bandwidth = min(link.bandwidth_bytes_per_s for link in distinct)
+    bent = [link.large_nbytes for link in distinct if link.large_nbytes is not None]
+    large = [link.large_bandwidth_bytes_per_s for link in distinct if link.large_bandwidth_bytes_per_s is not None]
+    cores = [link.core_s_per_nbyte for link in distinct if link.core_s_per_nbyte is not None]
     return replace(
-        min(some, key=lambda link: link.bandwidth_bytes_per_s),
-        latency_s=max(link.latency_s for link in some),
+        min(distinct, key=lambda link: link.bandwidth_bytes_per_s),
+        latency_s=max(link.latency_s for link in distinct),
         bandwidth_bytes_per_s=bandwidth,
         large_nbytes=min(bent, default=None),
         large_bandwidth_bytes_per_s=min(bandwidth, *large) if large else None,
-        residual=max(link.residual for link in some),
-        ranks=min(link.ranks for link in some),
+        residual=max(link.residual for link in distinct),
+        ranks=min(link.ranks for link in distinct),
         points=(),
         core_s_per_nbyte=max(cores, default=None),
-        source="the slowest in each respect of: " + "; ".join(dict.fromkeys(link.source for link in some)),
-        evidence=min((link.evidence for link in some), key=_CERTAINTY.index),
+        source="the slowest in each respect of: " + "; ".join(dict.fromkeys(link.source for link in distinct)),
+        evidence=min((link.evidence for link in distinct), key=_CERTAINTY.index),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """`count` equal hosts, each with `devices_per_node` devices of one kind (a key of ClusterSpec.devices).
+    """A number of equal hosts, each with `devices_per_node` devices of one kind.
 
     Attributes:
-        cores: of a host with GPUs, for loading data; 0: unknown. CPU devices state their own.
-        turns: number of hosts that share one core by turns, as in a lab; rates are those of one turn.
+        device: the kind of device, a key of ClusterSpec.devices.
+        cores: cores of a host with GPUs, which load data; 0 if unknown. CPU devices state their own.
+        turns: number of hosts that take turns on one core, as in a lab; rates are those during a host's turn.
         links: replace the cluster's links of the same tier on these hosts.
     """
 
@@ -336,9 +361,14 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """The conditions under which a cluster was measured; of several hosts, the fewest cores and the highest load.
+    """The conditions under which a cluster was measured; for several hosts, the fewest cores and the highest load.
 
-    `notes` say what was skipped or may have disturbed the measurement.
+    Attributes:
+        measured_utc: when it was measured.
+        cores_granted: cores that the measurement was allowed to use.
+        load_at_start, load_at_end: load of the host before and after.
+        versions: versions of the libraries that were used.
+        notes: what was skipped, or may have disturbed the measurement.
     """
 
     measured_utc: str
@@ -354,11 +384,16 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """Hosts, devices and the links between them. `conditions` is set when it was measured.
+    """Hosts, devices and the links between them.
 
-    Attributes: links: a tier may have several, fitted to all-reduces and to single messages; the planner uses the
-        first. shared_read_bytes_per_s: total rate of a file system that all hosts read the data from; None where each
-        host reads its own disk.
+    Attributes:
+        devices: kinds of devices by name.
+        nodes: groups of equal hosts.
+        links: links between ranks. A tier may have several, fitted to all-reduces and to single messages; the planner
+            uses the first.
+        conditions: how it was measured; None for a data sheet.
+        shared_read_bytes_per_s: total rate of a file system that all hosts read the data from; None where each host
+            reads its own disk.
     """
 
     name: str
@@ -385,11 +420,11 @@ class ClusterSpec:
                 )
 
     def link(self, tier: LinkTier) -> LinkSpec | None:
-        """The first link of a tier for hosts without their own; None where the cluster has none."""
+        """Return the first link of a tier for hosts without links of their own; None where the cluster has none."""
         return next((link for link in self.links if link.tier == tier), None)
 
     def link_at(self, node: NodeSpec, tier: LinkTier) -> LinkSpec | None:
-        """The host's own link of a tier, or else the cluster's; None where there is neither."""
+        """Return the host's own link of a tier, or else the cluster's; None where there is neither."""
         return next((link for link in node.links if link.tier == tier), None) or self.link(tier)
 
     @property
@@ -398,7 +433,7 @@ class ClusterSpec:
         return (*self.links, *(link for node in self.nodes for link in node.links))
 
     def relinked(self, change: Callable[[LinkSpec], LinkSpec]) -> "ClusterSpec":
-        """The cluster with `change` applied to every link."""
+        """Return the cluster with `change` applied to every link."""
         nodes = tuple(replace(node, links=tuple(map(change, node.links))) for node in self.nodes)
         return replace(self, nodes=nodes, links=tuple(map(change, self.links)))
 

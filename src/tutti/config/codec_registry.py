@@ -1,8 +1,9 @@
-"""The codecs by which gradients, momenta and replicas' changes are sent in fewer bytes: one entry each.
+"""The codecs that send gradients, momenta and replicas' changes in fewer bytes: one entry each.
 
-An entry is the pure half of a codec: its word in plans, its parameters, the bytes of its messages, what the cost model
-assumes of its kernels, and what it excludes. The half that needs torch is a factory, imported when a run starts. A new
-codec is one file with that factory and one entry here; a codec of another package calls `register_codec`:
+An entry is the part of a codec that needs no torch: its name in plans, its parameters, the size of its messages, what
+the cost model assumes of its kernels, and what it cannot be combined with. The part that needs torch is a factory,
+imported when a run starts. A new codec is one file with that factory and one entry here; a codec of another package
+calls `register_codec`:
 
     register_codec(
         CodecEntry(
@@ -14,7 +15,7 @@ codec is one file with that factory and one entry here; a codec of another packa
         )
     )
 
-A plan then says {"method": "sign-only", "options": {"gain": 2.0}}, the command line --compress sign-only,gain=2.0.
+A plan then says {"method": "sign-only", "options": {"gain": 2.0}}, and the command line --compress sign-only,gain=2.0.
 """
 
 import math
@@ -26,36 +27,37 @@ from tutti.config.registry import Parameter, Registry, Value
 from tutti.errors import PlanError
 
 Settings = Mapping[str, Any]
-"""Values of a codec's parameters, stated or by default."""
+"""Values of a codec's parameters, whether stated or defaults."""
 
 Shapes = Sequence[Sequence[int]]
-"""Shapes of tensors as they lie in memory, one after another."""
+"""Shapes of tensors that lie in memory one after another."""
 
 BLOCK: Final = {"bytegrad": 2048, "qsgd": 512, "terngrad": 2048, "one-bit": 2048, "top16-q4": 512}
-"""Values that share a scale."""
+"""Number of consecutive values that share a scale, by codec."""
 
 KEEP: Final = 16
-"""Values of a block that top16-q4 sends."""
+"""Values that top16-q4 sends of each block."""
 
 MIN_RATE: Final = 2.0
 """powersgd compresses a matrix only if its factors have fewer values than the matrix by this factor."""
 
 GAIN_NBYTES: Final = 24
-"""Header of a top-k message whose density is chosen by a gain: three sums of squares."""
+"""Header of a top-k message whose density is chosen by a gain: three sums of squares of 8 bytes."""
 
 PAIR_NBYTES: Final = 8
-"""A place of 32 bits and a float32."""
+"""Bytes of one value that top-k sends: a 32-bit position and a float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCost:
     """What the cost model assumes of a codec's kernels where no probe has measured them.
 
-    Args:
-        cpu_factor: time on a CPU, relative to the usual codec.
-        encode_share: part of the time that goes into encoding.
-        decode_share: part of the time that goes into decoding one message.
-        return_codec: the codec, as `--compress` names it, whose measured rates hold for the way back in two phases.
+    Attributes:
+        cpu_factor: time on a CPU, relative to a typical codec.
+        encode_share: fraction of that time spent on encoding.
+        decode_share: fraction of that time spent on decoding one message.
+        return_codec: the codec, as `--compress` names it, whose measured rates hold for the second phase of a reduction
+            in two phases.
     """
 
     cpu_factor: float = 1.0
@@ -68,39 +70,42 @@ class KernelCost:
 class CodecEntry:
     """One codec.
 
-    Args:
-        name: the codec's word in plan files and on the command line.
+    A reduction in two phases sends each chunk to the rank that owns it; the owners add the chunks and send the sums
+    back.
+
+    Attributes:
+        name: the codec's name in plan files and on the command line.
         summary: what it sends, in a few words.
         parameters: parameters by name, with defaults and checks.
-        message_nbytes: (settings, numel) -> bytes of a message of so many values: a multiple of 4 that never falls with
-            `numel`. None for codecs that have no message of flat values (powersgd, factors).
-        return_nbytes: (settings, numel, ranks) -> the same for the sums that owners of chunks send back in two phases;
-            None: as `message_nbytes`.
-        shared_scales_nbytes: (numel of a chunk) -> bytes of scales that ranks agree on first; None: no such scales.
-        reduce_nbytes: (settings, shapes, ranks, itemsize) -> bytes one rank sends in an all-reduce, where neither two
-            phases nor an all-gather of whole messages is used; None: one of these.
-        check: (stated settings) -> raises PlanError for settings that do not go together.
-        residuals: tensors of the gradient's size that are kept between steps: always, or where `keeps` says so.
-        keeps: settings -> whether anything is kept between steps.
-        gathers: settings -> whether ranks always gather messages of the whole; otherwise they do so between two ranks,
+        check: (stated settings) -> raises PlanError for settings that cannot be combined.
+        message_nbytes: (settings, numel) -> bytes of a message of `numel` values: a multiple of 4 that never falls as
+            `numel` grows. None for codecs whose messages are not of flat values (powersgd, factors).
+        return_nbytes: (settings, numel, ranks) -> bytes of the sum of one chunk in the second phase; None: as
+            `message_nbytes`.
+        shared_scales_nbytes: (numel of a chunk) -> bytes of the scales that ranks agree on first; None: no such scales.
+        reduce_nbytes: (settings, shapes, ranks, itemsize) -> bytes one rank sends in an all-reduce that uses neither
+            two phases nor an all-gather of whole messages; None: it uses one of these.
+        residuals: tensors of the gradient's size that are kept between steps, where `keeps` says so.
+        keeps: (settings) -> whether anything is kept between steps.
+        gathers: (settings) -> whether ranks always gather messages of the whole bucket. Otherwise only two ranks do so,
             unless `two_phase_only`.
-        two_phase_only: sums are not written as gradients are, so two ranks use two phases as well.
-        rounds: rounds of collectives of a reduction in two phases.
+        two_phase_only: the code of the sums differs from that of the gradients, so two ranks use two phases as well.
+        rounds: rounds of collectives in a reduction in two phases.
         pairwise: every round consists of messages between pairs of ranks.
-        whole_tensors: the codec compresses whole tensors and is never given a part of one.
-        own_momentum: the codec has the momentum in itself, which the optimizer must not have.
-        whole_vectors: settings -> whether one reduction must see a whole vector of replicas' changes.
-        short_messages: a message has few values of many, so time goes into encoding.
-        exact: loses nothing.
-        momentum_codec: the codec that writes the momentum, of codecs of the 1-bit Adam family.
-        per_step_only: made for gradients of every step, not for replicas' changes over several.
-        excludes: conditions of a plan that the codec does not go with ("mesh.stage", "sharding.level",
+        whole_tensors: the codec compresses whole tensors and is never given a part of a tensor.
+        own_momentum: the codec applies the momentum itself, so the optimizer must have none.
+        whole_vectors: (settings) -> whether one reduction must see the whole vector of replicas' changes.
+        short_messages: a message has few of the values, so most of the time goes into encoding.
+        exact: the codec loses nothing.
+        momentum_codec: in the 1-bit Adam family, the codec that encodes the momentum.
+        per_step_only: made for the gradients of every step, not for replicas' changes over several steps.
+        excludes: conditions of a plan that the codec cannot be combined with ("mesh.stage", "sharding.level",
             "precision.float16") -> reason and remedy, to follow a colon.
-        kernel_cost: see KernelCost.
+        kernel_cost: what the cost model assumes of its kernels.
         make_codec: (Compression) -> Codec, or "module:function" of it.
-        make_return_codec: the same for the way back in two phases; None: the codec itself.
-        make_reducer: (Compression, shapes, **group, dtype, device, seed) -> GradientReducer, or None where the usual
-            reducers serve; "module:function" of it.
+        make_return_codec: the same for the second phase of a reduction in two phases; None: the codec itself.
+        make_reducer: (Compression, shapes, **group, dtype, device, seed) -> GradientReducer, or "module:function" of
+            it; None where the usual reducers serve.
     """
 
     name: str
@@ -131,7 +136,7 @@ class CodecEntry:
     make_reducer: str | Callable[..., Any] | None = None
 
     def defaults(self) -> dict[str, Value | None]:
-        """Values of the parameters where a plan gives none."""
+        """Return the default value of every parameter."""
         return {name: parameter.default for name, parameter in self.parameters.items()}
 
 
@@ -142,30 +147,33 @@ CODECS: Registry[CodecEntry] = Registry("codec", "sync.compress.method")
 def register_codec(entry: CodecEntry) -> CodecEntry:
     """Make a codec known to plans, the command line, predictions and runs.
 
+    Returns:
+        The entry.
+
     Raises:
-        PlanError: a codec of that name is registered already.
+        PlanError: a codec of that name is already registered.
     """
     return CODECS.register(entry)
 
 
 def up_to_4(nbytes: int) -> int:
-    """The next multiple of 4."""
+    """Round up to the next multiple of 4."""
     return -(-nbytes // 4) * 4
 
 
 def block_nbytes(numel: int, *, bits: int, block: int, scale_nbytes: int = 4) -> int:
-    """Bytes of a message of `bits` a value with a scale for every `block` values."""
+    """Return the bytes of a message of `bits` bits per value, with a scale for every `block` values."""
     return scale_nbytes * -(-numel // block) + up_to_4(-(-numel * bits // 8))
 
 
 def pair_count(settings: Settings, numel: int) -> int:
-    """How many of `numel` values a top-k message has."""
+    """Return how many of `numel` values are in a top-k message."""
     density: float = settings["density"]
     return min(numel, math.ceil(density * numel))
 
 
 def chunk_length(numel: int, ranks: int) -> int:
-    """Values of one rank's chunk of `numel`: a multiple of 8, so that chunks are whole bytes of any code."""
+    """Return the length of one rank's chunk of `numel` values: a multiple of 8, so that any code fills whole bytes."""
     return 8 * -(-numel // (8 * ranks))
 
 
@@ -174,12 +182,15 @@ def _top_k_nbytes(settings: Settings, numel: int) -> int:
 
 
 def _top_k_reduce_nbytes(settings: Settings, shapes: Shapes, ranks: int, itemsize: int) -> int:
-    """Messages of the whole to all ranks; sparse: pairs to the owners of slices, then the slices to all."""
+    """Bytes that one rank sends to reduce tensors of `shapes` with top-k.
+
+    Dense: its whole message goes to all ranks. Sparse: pairs go to the owners of slices, then the slices to all ranks.
+    """
     numel = sum(math.prod(shape) for shape in shapes)
     pairs = pair_count(settings, numel)
     if not settings["sparse"]:
         return (ranks - 1) * (PAIR_NBYTES * pairs + (GAIN_NBYTES if settings.get("gain") else 0))
-    # for places that are spread evenly and that no two ranks share; a run reports what was sent
+    # assumes that positions are spread evenly and differ between ranks; a run reports what it really sent
     width = 8 if itemsize == 8 else 4
     dense = pairs * ranks * (4 + width) > numel * width
     slices = chunk_length(numel, ranks) * width if dense else pairs * (4 + width)
@@ -188,11 +199,11 @@ def _top_k_reduce_nbytes(settings: Settings, shapes: Shapes, ranks: int, itemsiz
 
 def _check_top_k(stated: Settings) -> None:
     if "window" in stated and ("gain" not in stated or stated["window"] < 1):
-        raise PlanError(f"window = {stated['window']}; give a number of steps of 1 or more, with gain")
+        raise PlanError(f"window = {stated['window']}; give a number of steps of 1 or more, together with gain")
     if "gain" in stated and stated.get("sparse"):
         raise PlanError(
-            f"gain = {stated['gain']} with sparse = true: ranks judge by what every message says, and owners of slices "
-            "see parts of messages; leave one of them out"
+            f"gain = {stated['gain']} with sparse = true: the gain is computed from whole messages, but owners of "
+            "slices see only parts of them; leave one of them out"
         )
 
 
@@ -202,7 +213,7 @@ def _bucketed_nbytes(settings: Settings, numel: int) -> int:
 
 
 def _powersgd_reduce_nbytes(settings: Settings, shapes: Shapes, ranks: int, itemsize: int) -> int:
-    """P and what is not compressed in one ring all-reduce, Q in another."""
+    """Bytes that one rank sends in two ring all-reduces: P with the uncompressed tensors, then Q."""
     rank, p, q = int(settings["rank"]), 0, 0
     for shape in shapes:
         rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
@@ -215,7 +226,7 @@ def _powersgd_reduce_nbytes(settings: Settings, shapes: Shapes, ranks: int, item
 
 
 def _ternary_bits(ranks: int) -> int:
-    """Bits that hold a sum of `ranks` values of -1, 0 and 1."""
+    """Bits that hold a sum of `ranks` values of -1, 0 or 1."""
     return 4 if ranks <= 7 else 8
 
 
@@ -225,23 +236,23 @@ def _at_least_1(requirement: str) -> dict[str, Any]:
 
 _DENSITY: Final[dict[str, Any]] = {
     "allowed": lambda density: 0 < density <= 1,
-    "requirement": "a share of the values that are sent, above 0 and at most 1",
+    "requirement": "give the fraction of the values to send, above 0 and at most 1",
 }
 _FEEDBACK: Final = Parameter(default=False)
 _FREEZE_STEP: Final = Parameter(
-    **_at_least_1("the updates in which the second moment learns: 1 or more, best 15 to 20 % of all")
+    **_at_least_1("the number of updates in which the second moment learns: 1 or more, best 15 to 20 % of all updates")
 )
 _NO_LOSS_SCALE: Final = (
-    "gradients come times a loss scale that changes, and are added to a momentum that is not scaled; use precision = "
+    "gradients carry a loss scale that changes, but the momentum they are added to is not scaled; use precision = "
     '"bfloat16", or compress gradients: '
 )
 _WHOLE_MOMENTUM: Final = (
-    "every rank needs the whole momentum to send its share of it, and gets only its part; use sharding.level = 1, or "
-    "compress gradients: one-bit"
+    "every rank needs the whole momentum to encode it, but gets only its shard; use sharding.level = 1, or compress "
+    "gradients: one-bit"
 )
 _BETWEEN_AGREEMENTS: Final = (
-    "ranks step alone until they agree again, and each needs the whole model and its optimizer's state; use replicate, "
-    "or one-bit-adam"
+    "ranks step independently until they agree again, so each needs the whole model and optimizer state; use "
+    "replicate, or one-bit-adam"
 )
 
 
@@ -257,7 +268,7 @@ def _cast(name: str, nbytes: int, *, feedback: bool) -> CodecEntry:
 
 
 def _momentum(name: str, momentum_codec: str, summary: str, **more: Any) -> CodecEntry:
-    """An entry of the 1-bit Adam family: exact sums of gradients first, then momenta by `momentum_codec`."""
+    """Make an entry of the 1-bit Adam family: exact gradient sums first, then momenta encoded by `momentum_codec`."""
     return CodecEntry(
         name=name,
         summary=summary,
@@ -316,13 +327,13 @@ _ENTRIES: Final = (
     ),
     CodecEntry(
         name="top-k",
-        summary="the largest values and their places, with error feedback",
+        summary="the largest values and their positions, with error feedback",
         parameters={
             "density": Parameter(default=0.01, **_DENSITY),
             "gain": Parameter(
                 default=0,
                 allowed=lambda gain: 0 < gain < 1,
-                requirement="a share of what is to be sent, above 0 and below 1",
+                requirement="give the fraction of the squared norm that messages must carry, above 0 and below 1",
             ),
             "window": Parameter(default=16),
             "sparse": Parameter(default=False),
@@ -380,7 +391,7 @@ _ENTRIES: Final = (
     CodecEntry(
         name="powersgd",
         summary="every matrix as a product of two thin ones, with error feedback",
-        parameters={"rank": Parameter(default=1, **_at_least_1("powersgd needs matrices of 1 column or more"))},
+        parameters={"rank": Parameter(default=1, **_at_least_1("give powersgd's factor matrices 1 column or more"))},
         reduce_nbytes=_powersgd_reduce_nbytes,
         keeps=lambda settings: True,
         two_phase_only=True,
@@ -392,18 +403,18 @@ _ENTRIES: Final = (
     ),
     CodecEntry(
         name="factors",
-        summary="linear layers' weights by sufficient factors where these are fewer bytes; loses nothing",
+        summary="weight gradients of linear layers as sufficient factors where that sends fewer bytes; loses nothing",
         exact=True,
         pairwise=False,
         per_step_only=True,
         excludes={
             "mesh.stage": (
-                "a stage's backward may come in halves, of which the one for weights makes gradients; leave compress "
-                "out, or use replicate in the place of stages"
+                "a stage may compute weight gradients separately from the rest of backward, which factors do not "
+                "support; leave compress out, or use replicate instead of stage"
             ),
             "sharding.level": (
-                "every rank gets only its part of a sum there, and factors give all of it to all; use sharding.level = "
-                "1, or leave compress out"
+                "every rank needs only its shard of a reduced gradient, but factors give all of it to every rank; use "
+                "sharding.level = 1, or leave compress out"
             ),
         },
     ),
@@ -413,7 +424,7 @@ _ENTRIES: Final = (
     _momentum(
         "zero-one-adam",
         "one-bit",
-        "0/1 Adam: sums in one bit while the second moment pauses, then ranks step alone and agree now and then",
+        "0/1 Adam: one-bit sums while the second moment pauses, then independent steps with occasional agreement",
         parameters={
             name: Parameter(default=16, **_at_least_1("give a number of 1 or more"))
             for name in ("kappa", "local_steps", "longest")

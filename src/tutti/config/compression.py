@@ -1,9 +1,9 @@
-"""How gradients are sent in fewer bytes: what a plan's `sync.compress` states, in words and in bytes.
+"""Gradient compression: what a plan's `sync.compress` states, as text and in bytes sent.
 
-Bytes are those that one rank sends in a step to reduce one bucket: the messages both ways, their scales and paddings,
-and a flag for each gradient. A codec's entry (`codec_registry`) has the size of a message. Reductions take two phases
-of p - 1 messages of a chunk each, or gather p - 1 messages of the whole bucket (`gathers_messages`), unless the entry
-has a formula of its own.
+Byte counts are those that one rank sends in a step to reduce one bucket: the messages in both directions, their scales
+and padding, and a flag for each gradient. A codec's entry (`codec_registry`) gives the size of a message. A reduction
+takes two phases of p - 1 messages of a chunk each, or gathers p - 1 messages of the whole bucket (`gathers_messages`),
+unless the entry has a formula of its own.
 """
 
 import math
@@ -18,48 +18,52 @@ from tutti.config.zero_one_schedule import learns
 from tutti.errors import PlanError
 
 ZERO_ONE: Final = "zero-one-adam"
-"""Sums gradients, exactly or in one bit, until the second moment is frozen; then ranks step alone."""
+"""Reduces gradients, exactly or in one bit, until the second moment is frozen; from then on ranks take local steps."""
 
 FACTORS: Final = "factors"
-"""Exact: weights of linear layers are summed by sufficient factors where these are fewer bytes."""
+"""Exact: weight gradients of linear layers are reduced as sufficient factors where that sends fewer bytes."""
 
 STATISTICS_UPDATES, STATISTICS_NBYTES = 8, 8
-"""Codecs of momentum observe how far ranks' parts of a gradient cancel: in this many of the last updates before the
-second moment is frozen, zero-one-adam in every exact update. So many bytes a gradient are summed beside its flag."""
+"""Momentum codecs observe how far ranks' parts of a gradient cancel. They do so in the last STATISTICS_UPDATES updates
+before the second moment is frozen, zero-one-adam in every exact update. STATISTICS_NBYTES are reduced for each gradient
+beside its flag."""
 
 MOMENTUM_CODECS: Final = {name: entry.momentum_codec for name, entry in CODECS.items() if entry.momentum_codec}
-"""The codecs of the 1-bit Adam family, with the codec that writes the momentum."""
+"""The codecs of the 1-bit Adam family -> the codec that encodes the momentum."""
 
 FIRST_DENSITY, DENSITY_RATIO = 0.25, 0.25
-"""dgc's warm-up: sparsity 75 %, 93.75 %, 98.44 %, 99.6 %, then its own (Lin et al. 2018, section 3.3)."""
+"""dgc's warm-up: sparsity 75 %, 93.75 %, 98.44 %, 99.6 %, then as `density` states (Lin et al. 2018, section 3.3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """The codec of a plan and its parameters; None where the codec's default holds.
+    """The codec of a plan and its parameters; None stands for the codec's default.
 
-    Args:
+    Attributes:
         method: a name in `CODECS`.
-        bits: bits of a level of qsgd: 2, 4 or 8.
-        density: share of the values that top-k and dgc send.
-        gain: top-k begins with a quarter of the values and halves that down to `density` as long as messages have this
-            share of the square of what is to be sent (GraVAC); 0: `density` from the beginning.
-        window: steps over which a gain is judged.
-        rank: columns of powersgd's matrices.
-        momentum: dgc's own momentum, which the optimizer must not have.
-        feedback: whether bfloat16, float16 and bytegrad keep what rounding took away and send it later. one-bit, top-k,
-            dgc, top16-q4, powersgd and codecs of momentum always do, the others never.
-        sparse: owners of slices add up the pairs of top-k and dgc; slices are gathered as pairs or, where those are
-            longer, as values.
-        warmup_steps: steps in which dgc's sparsity grows from 75 %.
-        freeze_step: updates with exact sums in which the second moment learns, for codecs of momentum. It must be
-            stated; 15 to 20 % of all updates are right.
-        kappa: updates in which zero-one-adam's second moment learns before it does so half as often.
-        local_steps: agreements after which zero-one-adam's ranks agree half as often.
-        longest: updates between two of these agreements at most.
-        between: "hosts": sums inside a host are exact and go through memory; "ranks"; None: hosts, where there are
-            several and one has several ranks.
+        bits: qsgd: bits per value, 2, 4 or 8.
+        density: top-k and dgc: fraction of the values that are sent.
+        gain: top-k starts with a quarter of the values. It halves that down to `density` as long as messages carry this
+            fraction of the squared norm of what is to be sent (GraVAC). 0: `density` from the start.
+        window: steps whose squared norms are added up before the gain is judged.
+        rank: powersgd: columns of the factor matrices.
+        momentum: dgc: its own momentum; the optimizer must have none.
+        feedback: whether bfloat16, float16 and bytegrad use error feedback. one-bit, top-k, dgc, top16-q4, powersgd and
+            momentum codecs always do, the others never.
+        sparse: top-k and dgc: owners of slices add up the pairs; slices are then gathered as pairs, or as plain values
+            where those are shorter.
+        warmup_steps: dgc: steps in which the sparsity grows from 75 %.
+        freeze_step: momentum codecs: updates with exact sums in which the second moment learns. Required; choose 15 to
+            20 % of all updates.
+        kappa: zero-one-adam: updates in which the second moment learns before it learns half as often.
+        local_steps: zero-one-adam: agreements after which ranks agree half as often.
+        longest: zero-one-adam: the most updates between two of these agreements.
+        between: "hosts": sums inside a host are exact and go through memory; "ranks": all ranks compress. None: "hosts"
+            where there are several hosts and one has several ranks.
         options: parameters of codecs that other packages register.
+
+    Raises:
+        PlanError: the codec does not have a setting that was given, lacks one that it requires, or forbids a value.
     """
 
     method: str
@@ -110,12 +114,12 @@ class Compression:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that the codec has, as stated or by default."""
+        """All settings of the codec, as given or by default."""
         return {**self.entry.defaults(), **self.stated}
 
     @property
     def keeps(self) -> bool:
-        """Whether what is not sent is kept for later steps."""
+        """Whether the codec keeps values for later steps, such as the residual of error feedback."""
         return self.entry.keeps(self.settings)
 
     @property
@@ -125,22 +129,22 @@ class Compression:
 
     @property
     def sends_momentum(self) -> bool:
-        """Whether momenta are sent in place of gradients."""
+        """Whether momenta are sent instead of gradients."""
         return self.entry.momentum_codec is not None
 
     @property
     def code(self) -> "Compression":
-        """The codec of the messages: the momentum's, for codecs of momentum; otherwise this one."""
+        """The codec that encodes the messages: for momentum codecs the momentum's, otherwise this one."""
         messages = self.entry.momentum_codec
         if messages is None:
             return self
         return Compression(method=messages, feedback=True if "feedback" in CODECS[messages].parameters else None)
 
     def at(self, step: int) -> "Compression | None":
-        """What is in force after `step` updates; None: sums are exact.
+        """Return the compression in force after `step` updates; None where sums are exact.
 
-        dgc's density ramps down, momenta are sent from `freeze_step` on, zero-one-adam's gradients where the second
-        moment does not learn.
+        dgc's density ramps down. Momentum codecs are exact before `freeze_step`, except that zero-one-adam compresses
+        gradients in updates in which the second moment does not learn.
         """
         if self.freeze_step is not None:
             now = step >= self.freeze_step
@@ -157,7 +161,7 @@ _SETTINGS: Final = tuple(part.name for part in fields(Compression) if part.name 
 
 
 def parse_compression(text: str) -> Compression:
-    """The compression that `text` states: "one-bit", or with settings "top-k,density=0.01".
+    """Parse the text of a compression: "one-bit", or with settings "top-k,density=0.01".
 
     Raises:
         PlanError: names the part that is wrong.
@@ -165,18 +169,18 @@ def parse_compression(text: str) -> Compression:
     method, *rest = (part.strip() for part in text.split(","))
     data: dict[str, Any] = {"method": method}
     options: dict[str, object] = {}
-    own = set(CODECS[method].parameters).difference(_SETTINGS) if method in CODECS else set()
+    option_names = set(CODECS[method].parameters).difference(_SETTINGS) if method in CODECS else set()
     for part in rest:
         name, _, value = part.partition("=")
         if not value or name in data or name in options:
-            raise PlanError(f"compress {text!r}: {part!r} is no setting, or is there twice; write {name}=VALUE, once")
-        target = options if name in own else data
+            raise PlanError(f"compress {text!r}: {part!r} is not a setting or appears twice; write {name}=VALUE once")
+        target = options if name in option_names else data
         target[name] = {"true": True, "false": False}.get(value, _number(value))
     return serialization.from_data(Compression, {**data, "options": options}, source=f"compress {text!r}")
 
 
 def format_compression(compress: Compression) -> str:
-    """The text from which `parse_compression` makes `compress`; defaults are left out."""
+    """Format a compression as `parse_compression` reads it; defaults are left out."""
     between = {} if compress.between is None else {"between": compress.between}
     stated = compress.stated
     order = [name for name in compress.entry.parameters if name in stated]
@@ -185,16 +189,23 @@ def format_compression(compress: Compression) -> str:
 
 
 def ramped_density(density: float, progress: float) -> float:
-    """dgc's density after the share `progress` of its warm-up."""
+    """Return dgc's density when `progress` (0 to 1) of its warm-up is over."""
     if progress >= 1:
         return density
     return max(density, FIRST_DENSITY * DENSITY_RATIO ** math.floor(max(progress, 0) * 4))
 
 
 def bucket_sent_nbytes(compress: Compression | None, shapes: Sequence[Sequence[int]], ranks: int, itemsize: int) -> int:
-    """Bytes one rank sends to sum gradients of `shapes` (as they lie in memory), of values of `itemsize`, in a step:
-    with a flag for each. Of the step that `Compression.at` gives; None: an exact sum. Between hosts it is
-    `flags_sent_nbytes` over all ranks and `all_reduce_sent_nbytes` of the rank's part over the hosts.
+    """Return the bytes that one rank sends in a step to reduce one bucket of gradients, including a flag for each.
+
+    For compression between hosts, add `flags_sent_nbytes` over all ranks and `all_reduce_sent_nbytes` of the rank's
+    part over the hosts instead.
+
+    Args:
+        compress: the codec in force in that step (`Compression.at`); None for an exact sum.
+        shapes: shapes of the gradients as they lie in memory.
+        ranks: ranks of the group.
+        itemsize: bytes of one gradient value.
     """
     return flags_sent_nbytes(len(shapes), ranks, itemsize) + all_reduce_sent_nbytes(compress, shapes, ranks, itemsize)
 
@@ -202,29 +213,39 @@ def bucket_sent_nbytes(compress: Compression | None, shapes: Sequence[Sequence[i
 def factors_pay(
     rows: int | float, out_features: float, in_features: float, itemsize: int = 4, width: int | None = None
 ) -> bool:
-    """Whether `rows` rows of factors over all ranks, of values of `width` bytes, are fewer bytes than a ring's sum of
-    the matrix: T (M + N) width < 2 M N itemsize.
+    """Return whether sufficient factors send fewer bytes than a ring all-reduce of the weight gradient.
+
+    The condition is rows (outputs + inputs) width < 2 outputs inputs itemsize.
+
+    Args:
+        rows: rows of factors over all ranks.
+        out_features: M, outputs of the layer.
+        in_features: N, inputs of the layer.
+        itemsize: bytes of a value of the gradient.
+        width: bytes of a value of the factors; None: `itemsize`.
     """
     return rows * (out_features + in_features) * (width or itemsize) < 2 * out_features * in_features * itemsize
 
 
 def factors_sent_nbytes(rows: float, out_features: float, in_features: float, ranks: int, width: int = 4) -> float:
-    """Bytes that a rank with so many rows of factors sends: K (p - 1) (M + N) values of `width`, and 8 to each rank
-    that say how many."""
+    """Return the bytes that a rank with `rows` rows of factors sends to the other ranks.
+
+    To each it sends (outputs + inputs) values of `width` bytes per row, and 8 bytes with the number of rows.
+    """
     return (ranks - 1) * (rows * (out_features + in_features) * width + 8)
 
 
 def flags_sent_nbytes(gradients: int, ranks: int, itemsize: int) -> int:
-    """Bytes one rank sends for the flags of so many gradients."""
+    """Return the bytes that one rank sends for the flags of `gradients` gradients."""
     return 2 * (ranks - 1) * gradients * itemsize // ranks
 
 
 def all_reduce_sent_nbytes(
     compress: Compression | None, shapes: Sequence[Sequence[int]], ranks: int, itemsize: int
 ) -> int:
-    """`bucket_sent_nbytes` without flags."""
+    """Return the bytes of `bucket_sent_nbytes` without those of the flags."""
     numel = sum(math.prod(shape) for shape in shapes)
-    if compress is None or compress.entry.exact:  # where factors do not pay, the sum is exact
+    if compress is None or compress.entry.exact:  # where factors do not pay, the gradients are reduced directly
         return 2 * (ranks - 1) * numel * itemsize // ranks
     compress = compress.code
     entry, settings = compress.entry, compress.settings
@@ -233,17 +254,17 @@ def all_reduce_sent_nbytes(
     if gathers_messages(compress, ranks):
         return (ranks - 1) * message_nbytes(compress, numel)
     length = chunk_length(numel, ranks)
-    there = message_nbytes(compress, length)
-    back = there if entry.return_nbytes is None else entry.return_nbytes(settings, length, ranks)
+    first = message_nbytes(compress, length)
+    second = first if entry.return_nbytes is None else entry.return_nbytes(settings, length, ranks)
     scales = 0 if entry.shared_scales_nbytes is None else entry.shared_scales_nbytes(length)
-    return (ranks - 1) * (there + back) + 2 * (ranks - 1) * scales
+    return (ranks - 1) * (first + second) + 2 * (ranks - 1) * scales
 
 
 def gathers_messages(compress: Compression, ranks: int) -> bool:
-    """Whether ranks gather messages of the whole and each adds them up, instead of reducing in two phases.
+    """Return whether ranks gather messages of the whole bucket and add them up, instead of reducing in two phases.
 
-    Codecs with short messages always do. Between two ranks every codec does whose sums are written as gradients are:
-    one round less costs no byte more.
+    Codecs with short messages always do. Between two ranks, so does every codec that encodes sums as it encodes
+    gradients: this saves a round and costs no extra byte.
     """
     compress = compress.code
     entry = compress.entry
@@ -252,15 +273,24 @@ def gathers_messages(compress: Compression, ranks: int) -> bool:
 
 
 def reduce_scatter_sent_nbytes(compress: Compression, longest: int, ranks: int) -> int:
-    """Bytes one rank sends in a reduce-scatter over `ranks` whose longest part has so many values.
+    """Return the bytes that one rank sends in a reduce-scatter.
 
     Not for codecs that compress whole tensors (powersgd).
+
+    Args:
+        compress: the codec.
+        longest: number of values in the longest part.
+        ranks: ranks of the group.
     """
     return (ranks - 1) * message_nbytes(compress.code, longest)
 
 
 def message_nbytes(compress: Compression, numel: int) -> int:
-    """Bytes of the message of `numel` values."""
+    """Return the bytes of a message of `numel` values.
+
+    Raises:
+        PlanError: the codec's messages are not of flat values.
+    """
     size = compress.entry.message_nbytes
     if size is None:
         raise PlanError(f"{compress.method} has no message of flat values; use another codec")

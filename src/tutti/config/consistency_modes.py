@@ -1,7 +1,7 @@
-"""Modes of consistency: how far replicas may differ between the moments in which they are brought together.
+"""Consistency modes: how far replicas may differ between the moments at which they are brought together.
 
-An entry is the pure half of a mode: its word in plans, its parameters, what the cost model needs, and what it excludes.
-The half that needs torch is a factory, imported when a run starts. A mode of another package calls
+An entry is the part of a mode that needs no torch: its name in plans, its parameters, and what the cost model needs.
+The part that needs torch is a factory, imported when a run starts. A mode of another package calls
 `register_consistency_mode`:
 
     register_consistency_mode(
@@ -13,7 +13,7 @@ The half that needs torch is a factory, imported when a run starts. A mode of an
         )
     )
 
-The papers that the modes follow are in docs/consistency.md.
+The papers that the modes follow are listed in docs/consistency.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,29 +25,42 @@ from tutti.config.registry import REQUIRED, Parameter, Registry, Value
 from tutti.errors import PlanError
 
 OptimizerStateRule = Literal["own", "averaged", "corrected"]
-"""What becomes of the optimizer's state where replicas are averaged: each replica keeps its own; it is averaged too; or
-each keeps its own, with second moments reduced by the noise that comes from computing on part of a batch."""
+"""What happens to the optimizer state where replicas are averaged.
+
+- own: each replica keeps its own.
+- averaged: it is averaged too.
+- corrected: each replica keeps its own, with second moments reduced by the noise that comes from computing on a part of
+  the batch.
+"""
 
 TrafficPattern = Literal[
     "all-reduce", "neighbours", "other-half", "exponential", "adasum", "parameter-servers", "pairs", "none"
 ]
-"""Who sends to whom in one exchange: all to all in an all-reduce; both neighbours on a ring; a partner in the other
-half of the replicas; a replica at distance 1, 2, 4, ... in turn; Adasum's recursive doubling; parts of a change to the
-ranks that serve them, and parameters back; two replicas at a time, while others compute; nobody."""
+"""Who sends to whom in one exchange.
+
+- all-reduce: all replicas to all.
+- neighbours: each replica to both neighbours on a ring.
+- other-half: to a partner in the other half of the replicas.
+- exponential: to a replica at distance 1, 2, 4, ... in turn.
+- adasum: Adasum's recursive doubling.
+- parameter-servers: parts of a change to the ranks that serve them, and parameters back.
+- pairs: two replicas at a time, while others compute.
+- none: nobody sends.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaTraffic:
-    """What an exchange of replicas costs, in vectors of the trained parameters' size.
+    """What an exchange between replicas costs, in vectors of the size of the trained parameters.
 
-    Args:
+    Attributes:
         sent_vectors: (replicas) -> vectors that one replica sends in an exchange.
-        pattern: who sends to whom, from which the cost model has the seconds.
-        overlapped: the exchange runs behind the passes of the next step.
-        skipped_when_late: an exchange that is not over by then is not waited for, so fewer are made.
-        passes: (replicas) -> reads and writes of a vector in memory beside, counted in the code.
+        pattern: who sends to whom, from which the cost model derives the time.
+        overlapped: the exchange runs behind the forward and backward passes of the next step.
+        skipped_when_late: an exchange that has not ended by then is not waited for, so fewer exchanges are made.
+        passes: (replicas) -> additional reads and writes of a vector in memory, counted in the code.
         held: vectors kept between steps.
-        transient: vectors more, during an exchange.
+        transient: additional vectors during an exchange.
     """
 
     sent_vectors: Callable[[int], float]
@@ -63,17 +76,17 @@ class ReplicaTraffic:
 class ConsistencyMode:
     """One mode.
 
-    Args:
-        name: the mode's word in plan files and on the command line.
+    Attributes:
+        name: the mode's name in plan files and on the command line.
         summary: what replicas do, in a few words.
-        parameters: parameters by name, in the order in which the command line takes them without a name.
-        traffic: what an exchange costs; None: replicas never differ.
+        parameters: parameters by name, in the order in which the command line takes unnamed values.
+        traffic: what an exchange costs; None where replicas never differ.
         asynchronous: ranks do not wait for each other in every step, and know only their own loss.
-        compresses_changes: replicas sum their changes, which a codec may write.
+        compresses_changes: replicas reduce their changes, which a codec may compress.
         never_exchanges: no exchange is made before training ends.
         pairs_of_replicas: the mode needs an even number of replicas.
         shares_memory: replicas must be CPU ranks of one host.
-        make: (ReplicaGroup, ModeArguments) -> Consistency, or "module:function" of it; None: synchronous training.
+        make: (ReplicaGroup, ModeArguments) -> Consistency, or "module:function" of it; None for synchronous training.
     """
 
     name: str
@@ -95,27 +108,33 @@ CONSISTENCY_MODES: Registry[ConsistencyMode] = Registry("mode", "sync.mode")
 def register_consistency_mode(mode: ConsistencyMode) -> ConsistencyMode:
     """Make a mode known to plans, the command line, predictions and runs.
 
+    Returns:
+        The mode.
+
     Raises:
-        PlanError: a mode of that name is registered already.
+        PlanError: a mode of that name is already registered.
     """
     return CONSISTENCY_MODES.register(mode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxed:
-    """Parameters of a mode in which replicas differ; None where the mode's default holds.
+    """Parameters of a mode in which replicas differ; None stands for the mode's default.
 
-    Args:
+    Attributes:
         period: updates between two exchanges.
-        after: updates that are synchronous first.
+        after: number of synchronous updates at the start.
         outer_rate: learning rate of DiLoCo's outer optimizer.
-        outer_momentum: its momentum.
-        pull: how far the centre of elastic averaging moves to the mean of the replicas, 0 to 1. A replica moves pull /
-            replicas of its way to the centre.
-        optimizer_state: what becomes of the optimizer's state.
-        bound: updates that a replica may be ahead of the slowest when it begins another.
-        delay: updates between an average's beginning and its end, at most the period; with 0 replicas wait for it.
+        outer_momentum: momentum of DiLoCo's outer optimizer.
+        pull: how far the centre of elastic averaging moves towards the mean of the replicas, 0 to 1. A replica moves
+            the fraction pull / replicas of its distance to the centre.
+        optimizer_state: what happens to the optimizer state.
+        bound: updates that a replica may be ahead of the slowest when it begins the next one.
+        delay: updates between the beginning and the end of an average, at most the period; with 0 replicas wait for it.
         options: parameters of modes that other packages register.
+
+    Raises:
+        PlanError: a value is not allowed in any mode.
     """
 
     period: int | None = None
@@ -134,7 +153,7 @@ class Relaxed:
                 _PARAMETERS[name].check(f"sync.relaxed.{name}", value)
 
     def stated(self) -> dict[str, Any]:
-        """The parameters that were given."""
+        """Return the parameters that were given."""
         given = {name: getattr(self, name) for name in _FIELDS if getattr(self, name) is not None}
         return {**given, **self.options}
 
@@ -143,7 +162,16 @@ _FIELDS: Final = tuple(part.name for part in fields(Relaxed) if part.name != "op
 
 
 def check_mode_parameters(mode: str, relaxed: Relaxed) -> None:
-    """Raise PlanError for an unknown mode, a parameter that the mode does not have, or one that it lacks."""
+    """Check that a mode exists and has the parameters that are given.
+
+    Args:
+        mode: name of the mode.
+        relaxed: the parameters.
+
+    Raises:
+        PlanError: the mode is unknown, a parameter is unknown to it or missing, or two parameters contradict each
+            other.
+    """
     known = CONSISTENCY_MODES[mode].parameters
     for name, value in relaxed.stated().items():
         if name not in known:
@@ -156,17 +184,17 @@ def check_mode_parameters(mode: str, relaxed: Relaxed) -> None:
     if relaxed.delay and relaxed.period is not None and relaxed.delay > relaxed.period:
         raise PlanError(
             f"sync.relaxed.delay = {relaxed.delay} with period = {relaxed.period}: the next average would begin before "
-            f"the last is over; give at most {relaxed.period}"
+            f"the last one ends; give at most {relaxed.period}"
         )
     if relaxed.delay and relaxed.optimizer_state == "averaged":
         raise PlanError(
-            f'sync.relaxed.delay = {relaxed.delay} with optimizer_state = "averaged": only parameters are averaged '
-            "while replicas go on; leave one of them out"
+            f'sync.relaxed.delay = {relaxed.delay} with optimizer_state = "averaged": only parameters can be averaged '
+            "while replicas continue; leave one of them out"
         )
 
 
 def with_mode_defaults(mode: str, relaxed: Relaxed) -> Relaxed:
-    """The parameters with the mode's defaults where none were given."""
+    """Return the parameters, with the mode's defaults for those that were not given."""
     defaults = {name: parameter.default for name, parameter in CONSISTENCY_MODES[mode].parameters.items()}
     values: dict[str, Any] = {**defaults, **relaxed.stated()}
     options = {name: value for name, value in values.items() if name not in _FIELDS}
@@ -174,22 +202,25 @@ def with_mode_defaults(mode: str, relaxed: Relaxed) -> Relaxed:
 
 
 def ring_share(replicas: int) -> float:
-    """Vectors that a rank sends in a ring all-reduce of one (Patarasu and Yuan 2009)."""
+    """Return how many vectors each replica sends in a ring all-reduce of one vector (Patarasu and Yuan 2009)."""
     return 2 * (replicas - 1) / replicas
 
 
 def ring_neighbours(replicas: int) -> int:
-    """Neighbours on a ring: two replicas are each other's only one."""
+    """Return how many neighbours a replica has on a ring: of two replicas, each is the other's only neighbour."""
     return min(2, replicas - 1)
 
 
 def doubling_distances(replicas: int) -> list[int]:
-    """1, 2, 4, ... below `replicas`."""
+    """Return the powers of two below `replicas`: 1, 2, 4, ..."""
     return [1 << power for power in range((replicas - 1).bit_length())]
 
 
 def adasum_distances(replicas: int) -> list[int]:
-    """Distances of the rounds of a replica that takes part in all; beyond a power of two, one before and one after."""
+    """Return the distance of each round of Adasum for a replica that takes part in all rounds.
+
+    Beyond a power of two there is one more round before and one after the recursive doubling.
+    """
     whole = 1 << (replicas.bit_length() - 1)
     return [*doubling_distances(whole), *([whole] * 2 if replicas > whole else [])]
 
@@ -200,8 +231,11 @@ def _adasum_sent(replicas: int) -> float:
 
 
 def _pairs_sent(replicas: int) -> float:
-    """Replicas of even number ask once; the others answer as often as they are asked: with an odd number of replicas
-    more than once."""
+    """Vectors that the busiest replica of AD-PSGD sends in an exchange.
+
+    Replicas of even number ask once. The others answer as often as they are asked: with an odd number of replicas, more
+    than once.
+    """
     return max(1.0, -(-replicas // 2) / max(replicas // 2, 1))
 
 
@@ -234,14 +268,14 @@ _PARAMETERS: Final = {
     "bound": _number_of_updates(0, REQUIRED),
     "delay": _DELAY,
 }
-"""What is allowed of each field of `Relaxed`, in any mode."""
+"""What is allowed for each field of `Relaxed`, in any mode."""
 
 _AVERAGE: Final = ReplicaTraffic(sent_vectors=ring_share, pattern="all-reduce", passes=lambda p: 6.0, transient=1)
 _SERVERS: Final = ReplicaTraffic(sent_vectors=ring_share, pattern="parameter-servers", passes=lambda p: 14.0, held=2)
 _NONE: Final = ReplicaTraffic(sent_vectors=lambda p: 0.0, pattern="none", passes=lambda p: 0.0, transient=0)
 
 _ENTRIES: Final = (
-    ConsistencyMode(name="synchronous", summary="gradients are summed in every step: replicas never differ"),
+    ConsistencyMode(name="synchronous", summary="gradients are reduced in every step: replicas never differ"),
     ConsistencyMode(
         name="local",
         summary="parameters are averaged every so often (local SGD)",
@@ -272,7 +306,7 @@ _ENTRIES: Final = (
     ),
     ConsistencyMode(
         name="diloco",
-        summary="an outer optimizer takes the averaged change for a gradient",
+        summary="an outer optimizer uses the averaged change as its gradient",
         parameters={name: _PARAMETERS[name] for name in ("period", "outer_rate", "outer_momentum")},
         traffic=ReplicaTraffic(
             sent_vectors=ring_share, pattern="all-reduce", passes=lambda p: 10.0, held=2, transient=1
@@ -336,7 +370,7 @@ _ENTRIES: Final = (
     ),
     ConsistencyMode(
         name="stale",
-        summary="ranks serve parts of the parameters; none may be further ahead than a bound",
+        summary="ranks serve parts of the parameters; no rank may be further ahead than a bound",
         parameters={"bound": _PARAMETERS["bound"]},
         traffic=_SERVERS,
         asynchronous=True,
@@ -366,7 +400,7 @@ _ENTRIES: Final = (
     ),
     ConsistencyMode(
         name="hogwild",
-        summary="the ranks of one host write to one memory, without locks",
+        summary="the ranks of one host update shared parameters without locks",
         traffic=_NONE,
         asynchronous=True,
         shares_memory=True,
@@ -374,7 +408,7 @@ _ENTRIES: Final = (
     ),
     ConsistencyMode(
         name="ensemble",
-        summary="members never meet; their predictions are averaged",
+        summary="members train independently; their predictions are averaged",
         traffic=_NONE,
         asynchronous=True,
         never_exchanges=True,

@@ -16,7 +16,7 @@ AXIS_ALIASES: dict[str, AxisName] = {
     "cp": "context",
     "ep": "expert",
 }
-"""The field's name of an axis -> the axis."""
+"""Common names of axes -> the axis."""
 
 PARALLELISM: dict[AxisName, str] = {
     "replicate": "data parallel",
@@ -28,14 +28,14 @@ PARALLELISM: dict[AxisName, str] = {
     "context": "context parallel",
     "space": "spatial parallel",
 }
-"""What the field calls the parallelism along each axis."""
+"""Common name of the parallelism along each axis."""
 
 
 def parse_axis(name: str) -> AxisName:
-    """The axis that `name` means, by its own name or an alias.
+    """Return the axis that `name` denotes, by its own name or an alias.
 
     Raises:
-        PlanError: there is no such axis; the message names the nearest.
+        PlanError: there is no such axis; the message suggests the closest name.
     """
     known: tuple[AxisName, ...] = get_args(AxisName)
     for axis in known:
@@ -48,10 +48,13 @@ def parse_axis(name: str) -> AxisName:
 
 
 def parse_mesh(text: str) -> dict[AxisName, int]:
-    """The mesh that `text` states, axes in its order, outermost first.
+    """Parse the text of a mesh, such as "replicate=2,split=4"; axes are given outermost first.
+
+    Returns:
+        The degree of each axis, in the order of the text.
 
     Raises:
-        PlanError: an axis is unknown or stands twice, or a degree is missing or below 1.
+        PlanError: an axis is unknown or appears twice, or a degree is missing or below 1.
     """
     mesh: dict[AxisName, int] = {}
     names: dict[AxisName, str] = {}
@@ -70,7 +73,9 @@ def parse_mesh(text: str) -> dict[AxisName, int]:
 
 
 def without_aliases(mesh: Mapping[str, object]) -> dict[str, object]:
-    """The `mesh` of a plan file with each alias replaced by its axis; other keys are left for the plan's own checks.
+    """Replace each alias in the `mesh` of a plan file by its axis.
+
+    Unknown names are left for the plan's own checks.
 
     Raises:
         PlanError: one axis is given under two names.
@@ -86,20 +91,20 @@ def without_aliases(mesh: Mapping[str, object]) -> dict[str, object]:
 
 def _twice(axis: str, first: str, second: str) -> str:
     if first == second:
-        return f"{axis} is there twice; name each axis once"
-    return f"{axis} is there twice, as {first} and as {second}; name each axis once"
+        return f"{axis} appears twice; name each axis once"
+    return f"{axis} appears twice, as {first} and as {second}; name each axis once"
 
 
 def format_mesh(mesh: Mapping[AxisName, int]) -> str:
-    """The mesh as `parse_mesh` reads it: "replicate=2,split=4"."""
+    """Format a mesh as `parse_mesh` reads it: "replicate=2,split=4"."""
     return ",".join(f"{axis}={degree}" for axis, degree in mesh.items())
 
 
 def describe_axis(axis: AxisName) -> str:
-    """The axis with the field's name of it: "split (tensor parallel)"."""
+    """Return the axis with its common name: "split (tensor parallel)"."""
     return f"{axis} ({PARALLELISM[axis]})"
 
 
 def describe_mesh(mesh: Mapping[AxisName, int]) -> str:
-    """The mesh for a reader: "replicate (data parallel) 2, split (tensor parallel) 4"."""
+    """Describe a mesh for a reader: "replicate (data parallel) 2, split (tensor parallel) 4"."""
     return ", ".join(f"{describe_axis(axis)} {degree}" for axis, degree in mesh.items())

@@ -10,27 +10,27 @@ from tutti.config.vocabulary import Evidence
 from tutti.errors import SpecError
 
 VectorKind = Literal["norm", "batch_norm", "pool", "exponential", "function", "random"]
-"""Operators that take a CPU far longer per element than a sum does.
+"""Operators that take a CPU far longer per element than an addition.
 
 - norm: statistics over an element's neighbours in memory.
 - batch_norm: statistics over the elements of a channel.
-- pool: windows, and interpolation.
+- pool: pooling windows, and interpolation.
 - exponential: softmax, sigmoid, GELU.
-- function: tanh, logarithm and other series.
+- function: tanh, logarithm and other functions that are computed as series.
 - random: random numbers (dropout).
 """
 
 OpKind = Literal["gemm", "conv", "attention", "rnn", "embedding", "elementwise", "other", VectorKind]
 
 SplitKind = Literal["", "column", "row", "heads", "vocabulary", "rnn"]
-"""How the `split` axis divides a module; "" for not at all.
+"""How the `split` axis divides a module; "" where it does not.
 
 - column, row: a linear layer by its outputs, or by its inputs.
 - heads: attention by its heads.
 - vocabulary: an embedding by its rows.
 - rnn: a recurrent layer by its hidden units.
 
-Operators between two such modules (an activation, the product of queries and keys) are divided like them.
+Operators between two such modules (an activation, the product of queries and keys) are divided in the same manner.
 """
 
 
@@ -39,9 +39,9 @@ class OpCost:
     """All operators of one kind in a module's own forward and backward, for one sample.
 
     Attributes:
-        flops_forward, flops_backward: grow with the number of samples.
-        nbytes_forward, nbytes_backward: memory traffic of inputs and outputs; grows with the number of samples.
-        weight_nbytes: weights read once a pass, whatever the number of samples.
+        flops_forward, flops_backward: FLOPs; proportional to the number of samples.
+        nbytes_forward, nbytes_backward: memory traffic of inputs and outputs; proportional to the number of samples.
+        weight_nbytes: weights that are read once per pass, whatever the number of samples.
         calls: kernel launches of a forward pass.
     """
 
@@ -56,13 +56,18 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardedValues:
-    """Values made at one module that later modules use. A pipeline stage that ends between the two sends them once to
-    each later stage that uses them.
+    """Values computed at one module that later modules use.
 
-    Attributes: nbytes: of one sample. fixed_nbytes: of a microbatch, whatever the number of samples (rotary tables).
-        to: names of the modules that use them, in order of execution; a last "" for the model's output or the loss.
-        trained: whether their gradient comes back. kept: names of the modules that save them for backward, where there
-        are several. The first is charged for them; those on other stages hold copies.
+    A pipeline stage that ends between the two sends them once to each later stage that uses them.
+
+    Attributes:
+        nbytes: bytes per sample.
+        fixed_nbytes: bytes per microbatch, whatever the number of samples (rotary tables).
+        to: names of the modules that use the values, in order of execution; a last "" stands for the model's output or
+            the loss.
+        trained: whether their gradient is sent back.
+        kept: names of the modules that save the values for backward, where there are several. The first is charged for
+            them; those on other stages hold copies.
     """
 
     nbytes: float
@@ -74,34 +79,47 @@ class ForwardedValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSpec:
-    """The cost of one module, without its children. Activation bytes are those saved for backward, per sample.
+    """The cost of one module, without its children.
 
-    The fields from `split` on say how the mechanisms of parallelism may divide it. All bytes are those of one sample on
-    one device.
+    The fields from `split` on say how the mechanisms of parallelism may divide it. All bytes are those of one device;
+    activation, output and exchanged bytes are per sample.
 
-    Attributes: batch_statistics: it normalises over the batch (BatchNorm in training). tied_to: the earlier module that
-        it shares parameters with, and where they are counted. split, split_limit: how the split axis divides its work,
-        parameters, activations and output, and into how many parts at most: a divisor of this number of heads,
-        key-value heads or units (0: any). split_groups: number of groups of heads that share a key head and stay
-        together where parts are unequal and no part is empty; 0: `split_limit`. output_nbytes: summed over the split
-        axis in forward for "row", "vocabulary", and "heads" with parameters; gathered for "rnn". input_nbytes: summed
-        over the split axis in backward: the whole input that is copied to a divided module. 0 where the input is
-        divided already, or where another module's sum serves; of query, key and value, only the first has it. sequence:
-        its parameters are whole, and each split rank computes its part of the tokens. block: the number of the repeated
-        block it is in; -1 outside. A pipeline stage may begin at each block. expert: its parameters belong to experts
-        that the expert axis divides. routed_nbytes: tokens that one all-to-all carries (top-k times capacity), each
-        way, in forward and in backward. table: an embedding table that the table axis divides; its output goes through
-        an all-to-all each way. linear_input_nbytes: input of a linear layer that the table axis can divide where a rule
-        says so. Input and output then go through an exchange each way. 0: no such layer. key_value_nbytes: keys and
-        values of attention, which the context axis exchanges; 0: it mixes no tokens. spatial: the space axis divides
-        its work. halo_nbytes_per_cut: bytes that cross one cut of the first spatial dim in forward, both ways together,
-        and again in backward. halo_nbytes_by_dim: the same for each spatial dim, where they differ. passes_on: values
-        made at its work that later modules use; empty where the model was not traced. kept_after: (name, bytes): how
-        much of `activation_nbytes` a container saves after the work of another module.
+    Attributes:
+        name: dotted path; "" is the model itself.
+        kind: class name.
+        activation_nbytes: activations saved for backward.
+        output_nbytes: output of forward. It is reduced over the split axis in forward for "row", "vocabulary", and
+            "heads" with parameters; it is gathered for "rnn".
+        ops: costs of its own operators.
+        batch_statistics: it normalises over the batch (BatchNorm in training).
+        tied_to: the earlier module that it shares parameters with. They are counted there only.
+        split: how the split axis divides its work, parameters, activations and output.
+        split_limit: into how many parts at most: a divisor of this number of heads, key-value heads or units (0: any).
+        split_groups: number of groups of heads that share a key head and stay together where parts are unequal and no
+            part is empty; 0: `split_limit`.
+        input_nbytes: input whose gradient is reduced over the split axis in backward: the whole input that is copied to
+            a divided module. 0 where the input is already divided, or where the reduction of another module serves (of
+            query, key and value, only the first has it).
+        sequence: its parameters are whole, and each split rank computes its part of the tokens.
+        block: number of the repeated block it is in, -1 outside. A pipeline stage may begin at each block.
+        expert: its parameters belong to experts, which the expert axis divides.
+        routed_nbytes: tokens that one all-to-all carries (top-k times capacity), in each direction, in forward and in
+            backward.
+        table: an embedding table, which the table axis divides; its output goes through an all-to-all in each
+            direction.
+        linear_input_nbytes: input of a linear layer that the table axis divides where a layout rule says so. Input and
+            output then go through an exchange in each direction. 0 for other modules.
+        key_value_nbytes: keys and values of attention, which the context axis exchanges; 0 where no tokens are mixed.
+        spatial: the space axis divides its work.
+        halo_nbytes_per_cut: bytes that cross one cut through the first spatial dim in forward, in both directions
+            together, and again in backward.
+        halo_nbytes_by_dim: the same for each spatial dim, where they differ.
+        passes_on: values computed in it that later modules use; empty where the model was not traced.
+        kept_after: (name, bytes): how much of `activation_nbytes` a container saves after the work of another module.
     """
 
-    name: str  # dotted path, "" is the model itself
-    kind: str  # class name
+    name: str
+    kind: str
     parameters: int = 0
     trainable_parameters: int = 0
     parameter_nbytes: int = 0
@@ -111,8 +129,8 @@ class ModuleSpec:
     activation_nbytes: float = 0.0
     output_nbytes: float = 0.0
     ops: tuple[OpCost, ...] = ()
-    batch_statistics: bool = False  # normalises over the batch (BatchNorm in training)
-    tied_to: str | None = None  # parameters shared with this earlier module; counted there only
+    batch_statistics: bool = False
+    tied_to: str | None = None
     split: SplitKind = ""
     split_limit: int = 0
     split_groups: int = 0
@@ -140,7 +158,7 @@ class TensorShape:
     dtype: str
 
 
-# In a file these may be texts: "4 ms", "110 kB".
+# In a file, these may be written with units: "4 ms", "110 kB".
 _Seconds = Annotated[float, BeforeValidator(option_syntax.quantity_validator(option_syntax.SECONDS, "4 ms"))]
 
 
@@ -149,14 +167,14 @@ _Bytes = Annotated[float, BeforeValidator(option_syntax.quantity_validator(optio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """What one sample costs to load, and how ranks load.
+    """What one sample costs to load, and how ranks load it.
 
     Attributes:
         core_s: seconds of one core for reading, decoding and collating from fast storage.
         wait_s: further seconds in which the loading process waits for something else (a server, a sleep).
         stored_nbytes: bytes read from storage.
         workers: processes per rank that load ahead; 0: the rank loads between steps.
-        stream: every rank reads all samples of a batch and keeps its own.
+        stream: every rank reads all samples of a batch and keeps its share.
         parts: along the space axis, a rank reads only its part of a sample.
 
     Raises:
@@ -181,11 +199,15 @@ class Loading:
 class ModelSpec:
     """A model as the planner sees it.
 
-    Attributes: modules: in order of first execution; modules that never ran come last. tokens_per_sample: 0 for a model
-        without tokens. loading: cost of loading one sample; None where it is unknown. script_nbytes: host memory that
-        each rank's script takes for its libraries and data; 0 where it is unknown. evidence: "predicted" where costs
-        come from tracing shapes without running. notes: what could not be counted. untraced: why only parameters could
-        be counted; empty where passes were traced. No step of an untraced model can be predicted.
+    Attributes:
+        modules: in order of first execution; modules that never ran come last.
+        tokens_per_sample: 0 for a model without tokens.
+        loading: cost of loading one sample; None where it is unknown.
+        script_nbytes: host memory that each rank's script takes for its libraries and data; 0 where it is unknown.
+        evidence: "predicted" where costs come from tracing shapes without running.
+        notes: what could not be counted.
+        untraced: why only parameters could be counted; empty where the passes were traced. No step of an untraced model
+            can be predicted.
     """
 
     name: str
@@ -193,7 +215,7 @@ class ModelSpec:
     inputs: tuple[TensorShape, ...] = ()
     dtype: str = "float32"
     optimizer: str = ""
-    tokens_per_sample: int = 0  # 0: not a model of tokens
+    tokens_per_sample: int = 0
     dataset_samples: int | None = None
     loading: Loading | None = None
     script_nbytes: float = 0.0
@@ -222,7 +244,7 @@ class ModelSpec:
 
 
 def block_of_name(name: str) -> str:
-    """The repeated block that contains a module: its dotted name up to the first number; "" for none."""
+    """Return the repeated block that contains a module: its dotted name up to the first number; "" for none."""
     parts = name.split(".")
     at = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     return "" if at is None else ".".join(parts[: at + 1])

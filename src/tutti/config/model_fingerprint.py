@@ -11,7 +11,7 @@ def merge_siblings(entries: Mapping[str, str]) -> dict[str, str]:
     Args:
         entries: description of each module by its dotted name.
     """
-    found: dict[str, str] = {}
+    merged: dict[str, str] = {}
     runs: dict[tuple[tuple[str, ...], str], list[tuple[int, ...]]] = {}
     for name, words in entries.items():
         parts = name.split(".")
@@ -19,8 +19,8 @@ def merge_siblings(entries: Mapping[str, str]) -> dict[str, str]:
         runs.setdefault((shape, words), []).append(tuple(int(part) for part in parts if part.isdecimal()))
     for (shape, words), places in runs.items():
         for name in _names(shape, places):
-            found[name] = words
-    return found
+            merged[name] = words
+    return merged
 
 
 def describe_module(kind: str, parameters: int) -> str:
@@ -57,7 +57,7 @@ def differences(made_for: Mapping[str, str], now: Mapping[str, str], unsure: fro
 
 
 def _names(shape: tuple[str, ...], places: list[tuple[int, ...]]) -> list[str]:
-    """Names for consecutive values of the first number, where everything else is equal."""
+    """Merged names: consecutive values of the first number form a range where everything else is equal."""
     if not places[0]:
         return [".".join(shape)]
     rest: dict[tuple[int, ...], list[int]] = {}
@@ -78,18 +78,18 @@ def _names(shape: tuple[str, ...], places: list[tuple[int, ...]]) -> list[str]:
 
 def _spread(stamped: Mapping[str, str]) -> dict[str, str]:
     """Expand merged names such as "layers.0-11.query" to one entry per module."""
-    found = {}
+    entries = {}
     for name, words in stamped.items():
         parts = name.split(".")
         span = next(((at, part) for at, part in enumerate(parts) if _is_span(part)), None)
         if span is None:
-            found[name] = words
+            entries[name] = words
             continue
         at, text = span
         first, last = (int(number) for number in text.split("-"))
         for number in range(first, last + 1):
-            found[".".join([*parts[:at], str(number), *parts[at + 1 :]])] = words
-    return found
+            entries[".".join([*parts[:at], str(number), *parts[at + 1 :]])] = words
+    return entries
 
 
 def _is_span(part: str) -> bool:
@@ -98,8 +98,8 @@ def _is_span(part: str) -> bool:
 
 
 def _roots(names: list[str], kept: set[str]) -> list[str]:
-    """The outermost modules that contain only such names: layers.12 instead of every module inside it."""
-    found: dict[str, None] = {}
+    """The outermost modules that contain only the given names: layers.12 instead of every module inside it."""
+    roots: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
         root = name
@@ -108,8 +108,8 @@ def _roots(names: list[str], kept: set[str]) -> list[str]:
             if any(other == candidate or other.startswith(candidate + ".") for other in kept):
                 break
             root = candidate
-        found[root] = None
-    return list(found)
+        roots[root] = None
+    return list(roots)
 
 
 def _listed(names: list[str]) -> str:

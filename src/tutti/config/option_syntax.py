@@ -1,4 +1,4 @@
-"""How values are written on the command line and in files: bucket sizes, and numbers with units."""
+"""The syntax of values on the command line and in files: bucket sizes, and numbers with units."""
 
 import math
 import re
@@ -50,15 +50,15 @@ FLOPS_PER_S = {"": 1.0} | _prefixed(("flop/s", 1.0), ("flops", 1.0))
 
 
 def parse_quantity(text: str, units: dict[str, float]) -> float | None:
-    """Convert a text such as "80 GB" to the base unit of `units`; None where the text is not understood."""
-    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)", text.strip())
-    if found is None:
+    """Convert a text such as "80 GB" to the base unit of `units`; return None where the text is not understood."""
+    match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)", text.strip())
+    if match is None:
         return None
-    unit = found.group(2)
-    if "bit/s" in units:  # only here does a capital tell bytes from bits
+    unit = match.group(2)
+    if "bit/s" in units:  # only for data rates does the capital letter distinguish bytes from bits
         unit = re.sub(r"B(?=/s$)", "byte", unit)
     try:
-        number = float(found.group(1))
+        number = float(match.group(1))
     except ValueError:
         return None
     size = units.get(unit.lower())
@@ -80,10 +80,10 @@ def quantity_validator(units: dict[str, float], example: str, *, whole: bool = F
 
     def read(value: Any) -> Any:
         if isinstance(value, str):
-            found = parse_quantity(value, units)
-            if found is None:
+            number = parse_quantity(value, units)
+            if number is None:
                 raise SpecError(f"{value!r} is not understood; write a number, or a text such as {example!r}")
-            value = found
+            value = number
         if isinstance(value, float) and not math.isfinite(value):
             raise SpecError(f"{value} is not finite; write a number, or a text such as {example!r}")
         if whole and isinstance(value, float) and value == int(value):

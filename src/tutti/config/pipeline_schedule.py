@@ -1,4 +1,4 @@
-"""Pipeline schedules: in which order every rank computes the microbatches of its stages, and where stages are cut.
+"""Pipeline schedules: the order in which every rank computes the microbatches of its stages, and where stages are cut.
 
 Stage s lives on rank s mod `ranks`. An action is a forward (F), a whole backward (B), or one half of a backward:
 gradients of the stage's inputs (I) or of its weights (W).
@@ -21,7 +21,7 @@ from tutti.errors import PlanError
 Kind = Literal["F", "B", "I", "W"]
 
 COSTS: Mapping[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Time of each kind of action, in units of one forward of one stage."""
+"""Time of each kind of action, in units of one stage's forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ Queues = list[dict[Kind, deque[Action]]]
 
 
 def build_schedule(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int) -> Orders:
-    """Build a schedule and check that it ends.
+    """Build a schedule and check that it does not deadlock.
 
     Args:
         name: the schedule.
@@ -71,16 +71,20 @@ def build_orders(name: ScheduleName, ranks: int, stages_per_rank: int, microbatc
 
 
 def simulate(orders: Orders, costs: Mapping[Kind, int] = COSTS) -> dict[Action, int]:
-    """When each action begins, if it takes its cost, messages take no time and sends never wait.
+    """Compute when each action begins, if it takes its cost, messages take no time and sends never wait.
+
+    Args:
+        orders: the actions of each rank, in order.
+        costs: time of each kind of action.
 
     Raises:
-        PlanError: an action waits for ever; the message names the first.
+        PlanError: an action waits forever; the message names the first.
     """
     ranks = len(orders)
     stages = 1 + max((action.stage for order in orders for action in order), default=0)
     count = 1 + max((action.microbatch for order in orders for action in order), default=0)
-    # When a forward, a gradient of inputs, and a half backward for inputs ended, by stage and microbatch: plain lists,
-    # because large pipelines have a hundred thousand actions.
+    # Ends of forwards, of gradients of inputs, and of half backwards for inputs, by stage and microbatch.
+    # Plain lists, because large pipelines have a hundred thousand actions.
     forward, gradient, half = ([_NEVER] * (stages * count) for _ in range(3))
     began: dict[Action, int] = {}
     free, position = [0] * ranks, [0] * ranks
@@ -117,13 +121,13 @@ def simulate(orders: Orders, costs: Mapping[Kind, int] = COSTS) -> dict[Action, 
         if position[rank] < len(order):
             raise PlanError(
                 f"the pipeline's schedule deadlocks: on rank {rank} of the stage axis, {order[position[rank]]} waits "
-                "for what never comes; choose another schedule"
+                "for an action that never ends; choose another schedule"
             )
     return began
 
 
 def needed_before(action: Action, stages: int) -> list[tuple[Action, ...]]:
-    """What must have ended before an action begins: one action of each tuple."""
+    """Return what must have ended before an action begins: one action of each tuple."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "F":
         return [(Action("F", stage - 1, microbatch),)] if stage else []
@@ -136,12 +140,12 @@ def needed_before(action: Action, stages: int) -> list[tuple[Action, ...]]:
 
 
 def total_time(orders: Orders, costs: Mapping[Kind, int] = COSTS) -> int:
-    """When the last action ends."""
+    """Return the time at which the last action ends."""
     return max(begin + costs[action.kind] for action, begin in simulate(orders, costs).items())
 
 
 def max_activations(order: list[Action]) -> int:
-    """The largest number of (stage, microbatch) pairs whose activations a rank holds at once."""
+    """Return the largest number of (stage, microbatch) pairs whose activations a rank holds at once."""
     held, most = 0, 0
     for action in order:
         held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
@@ -165,7 +169,7 @@ def _one_forward_one_backward(ranks: int, _: int, microbatches: int) -> Orders:
 
 
 def _interleaved(ranks: int, chunks: int, microbatches: int) -> Orders:
-    """Microbatches go in groups of `ranks` through one chunk after another (Narayanan et al. 2021, figure 4)."""
+    """Interleaved 1F1B: groups of `ranks` microbatches pass chunk after chunk (Narayanan et al. 2021, figure 4)."""
     groups = [range(m, min(m + ranks, microbatches)) for m in range(0, microbatches, ranks)]
     forward = [(chunk, m) for group in groups for chunk in range(chunks) for m in group]
     backward = [(chunk, m) for group in groups for chunk in reversed(range(chunks)) for m in group]
@@ -185,7 +189,7 @@ def _interleaved(ranks: int, chunks: int, microbatches: int) -> Orders:
 
 
 def _zero_bubble(ranks: int, _: int, microbatches: int) -> Orders:
-    """Weight gradients fill the bubbles; no rank holds more microbatches than the first rank of 1F1B does."""
+    """ZB-H1: weight gradients fill the bubbles. No rank holds more activations than the first rank of 1F1B does."""
     kinds: tuple[Kind, ...] = ("F", "I", "W")
     queues: Queues = [
         {kind: deque(Action(kind, rank, m) for m in range(microbatches)) for kind in kinds} for rank in range(ranks)
@@ -204,12 +208,19 @@ def _greedy(
 ) -> Orders:
     """Simulate forward in time: a free rank takes the first ready action in its order of preference.
 
-    `preferences(rank, held, waiting)` lists kinds, most preferred first; `held` is the number of activations on the
-    rank. Where all ranks wait and nothing can move, a rank may take any ready action.
+    Where all ranks wait and nothing can move, a rank may take any ready action.
+
+    Args:
+        queues: the actions of each rank, by kind.
+        preferences: (rank, held, waiting) -> kinds, most preferred first; `held` is the number of activations on the
+            rank.
+        stages: number of stages.
     """
     ranks, now = len(queues), 0
     orders: Orders = [[] for _ in queues]
-    count = 1 + max((action.microbatch for own in queues for queue in own.values() for action in queue), default=0)
+    count = 1 + max(
+        (action.microbatch for waiting in queues for queue in waiting.values() for action in queue), default=0
+    )
     forward, gradient, half = ([_NEVER] * (stages * count) for _ in range(3))
     free, held = [0] * ranks, [0] * ranks
 
@@ -230,19 +241,19 @@ def _greedy(
         if action.kind == "I":
             half[at] = then
 
-    left = sum(len(queue) for own in queues for queue in own.values())
+    left = sum(len(queue) for waiting in queues for queue in waiting.values())
     while left:
         moved = False
         stuck = max(free) <= now
         for relaxed in (False, True) if stuck else (False,):
-            for rank, own in enumerate(queues):
+            for rank, waiting in enumerate(queues):
                 if free[rank] > now or (moved and relaxed):
                     continue
-                kinds = list(own) if relaxed else preferences(rank, held[rank], own)
-                kind = next((k for k in kinds if own[k] and ready(own[k][0])), None)
+                kinds = list(waiting) if relaxed else preferences(rank, held[rank], waiting)
+                kind = next((k for k in kinds if waiting[k] and ready(waiting[k][0])), None)
                 if kind is None:
                     continue
-                action = own[kind].popleft()
+                action = waiting[kind].popleft()
                 orders[rank].append(action)
                 free[rank] = now + COSTS[action.kind]
                 end(action, free[rank])
@@ -263,7 +274,7 @@ _BUILDERS: dict[ScheduleName, Callable[[int, int, int], Orders]] = {
 
 
 def cut_balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """Cut `costs` into contiguous parts whose largest sum is the least possible, by dynamic programming over prefixes.
+    """Cut `costs` into contiguous parts so that the largest sum is minimal, by dynamic programming over prefixes.
 
     Returns:
         Where parts 1, 2, ... begin. Every part has at least one entry.
@@ -273,7 +284,8 @@ def cut_balanced(costs: Sequence[float], parts: int) -> list[int]:
     for part in range(len(best), parts):
         row, first = [float("inf")] * count, [0] * count
         for last in range(part, count):
-            # the last part begins at i: its sum falls with i, the others' largest sum rises
+            # The last part begins at i. As i grows, its sum falls and the largest sum of the others rises, so the best
+            # i lies next to where the two cross.
             others, end = best[part - 1], sums[last + 1]
             crossing = bisect_left(range(part, last + 1), 0.0, key=partial(_excess, others, sums, end))
             for i in {min(part + crossing, last), max(part + crossing - 1, part)}:
@@ -291,13 +303,14 @@ def cut_balanced(costs: Sequence[float], parts: int) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _cuts(costs: tuple[float, ...]) -> tuple[list[list[float]], list[list[int]]]:
-    """The table that `cut_balanced` extends: best[k][j] is the least largest sum of entries 0 .. j in k + 1 parts, and
-    begin[k][j] is where the last of these begins. Cached, because a planner asks for many numbers of parts of the same
-    costs.
+    """The table that `cut_balanced` extends, cached because a planner asks for many numbers of parts of the same costs.
+
+    best[k][j] is the smallest possible largest sum when entries 0 .. j are cut into k + 1 parts. begin[k][j] is where
+    the last of these parts begins.
     """
     return [list(accumulate(costs))], [[0] * len(costs)]
 
 
 def _excess(others: list[float], sums: list[float], end: float, begin: int) -> float:
-    """By how much the parts before `begin` exceed the part from there."""
+    """By how much the parts before `begin` exceed the part that starts there."""
     return others[begin - 1] - (end - sums[begin])

@@ -36,13 +36,15 @@ def _positive(value: int, name: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRule:
-    """How modules whose dotted names match a glob are placed. Of several matching rules, the last with an opinion wins.
+    """How modules whose dotted names match a glob are placed.
+
+    Where several rules match, each attribute is taken from the last of them that sets it.
 
     Attributes:
         modules: glob over dotted module names; "*" matches all of them.
-        placement: what is done with the module; auto is no opinion.
-        recompute: whether activations are dropped after forward and computed again in backward. None is no opinion;
-            "selective" saves the outputs of expensive operators.
+        placement: what is done with the module; auto sets nothing.
+        recompute: whether activations are dropped after forward and computed again in backward. "selective" saves the
+            outputs of expensive operators. None sets nothing.
         chunks: the module runs on this many parts of its batch, one after another, and recomputes part by part.
     """
 
@@ -59,35 +61,36 @@ class LayoutRule:
 
 
 def find_placement(layout: Sequence[LayoutRule], name: str) -> Placement:
-    """The placement that the layout gives the module `name`; auto where no rule has an opinion."""
-    said = [rule.placement for rule in layout if rule.placement != "auto" and fnmatchcase(name, rule.modules)]
-    return said[-1] if said else "auto"
+    """Return the placement that the layout gives the module `name`; auto where no rule sets it."""
+    placements = [rule.placement for rule in layout if rule.placement != "auto" and fnmatchcase(name, rule.modules)]
+    return placements[-1] if placements else "auto"
 
 
 def by_columns(placement: Placement, inputs: float, outputs: float) -> bool:
-    """Whether a linear layer divided over `table` is cut by its outputs: as the placement says, or as sends less.
+    """Return whether a linear layer divided over the table axis is cut by its outputs.
 
-    With P ranks a sample sends (P - 1)(inputs + outputs / P) values each way by columns, and
-    (P - 1)(inputs / P + outputs) by rows.
+    The placement decides; "split" chooses what sends less. With P ranks, each sample sends this many values in each
+    direction: (P - 1)(inputs + outputs / P) if the layer is cut by its outputs (columns), and (P - 1)(inputs / P +
+    outputs) if it is cut by its inputs (rows).
     """
     return placement == "column" or (placement == "split" and inputs <= outputs)
 
 
 def find_recompute(layout: Sequence[LayoutRule], name: str) -> bool | Recompute:
-    """Whether the layout makes the module `name` recompute, and how."""
-    said = [rule.recompute for rule in layout if rule.recompute is not None and fnmatchcase(name, rule.modules)]
-    return said[-1] if said else False
+    """Return whether and how the layout recomputes the module `name`."""
+    settings = [rule.recompute for rule in layout if rule.recompute is not None and fnmatchcase(name, rule.modules)]
+    return settings[-1] if settings else False
 
 
 def find_chunks(layout: Sequence[LayoutRule], name: str) -> int:
-    """The number of parts into which the layout cuts the batch of the module `name`."""
-    said = [rule.chunks for rule in layout if rule.chunks is not None and fnmatchcase(name, rule.modules)]
-    return said[-1] if said else 1
+    """Return the number of parts into which the layout cuts the batch of the module `name`."""
+    counts = [rule.chunks for rule in layout if rule.chunks is not None and fnmatchcase(name, rule.modules)]
+    return counts[-1] if counts else 1
 
 
 def _check_ramp(ramp: Sequence[tuple[int, int]], last: int) -> None:
     steps, sizes = [0, *(until for until, _ in ramp)], [0, *(size for _, size in ramp), last]
-    if any(a >= b for some in (steps, sizes) for a, b in pairwise(some)):
+    if any(a >= b for numbers in (steps, sizes) for a, b in pairwise(numbers)):
         raise PlanError(
             f"ramp = {[list(pair) for pair in ramp]} with global_batch_size = {last}; give (until, size) pairs whose "
             "steps and sizes both grow, from above 0 to below the global batch"
@@ -100,10 +103,13 @@ class BatchPlan:
 
     The global batch is cut in order into `num_microbatches` slices. The data-parallel ranks share each slice.
 
-    Attributes: global_batch_size: samples or tokens per step. unit: what `global_batch_size` counts. num_microbatches:
-        slices per step. last_batch: whether the short last batch of an epoch is kept or dropped. ramp: (until, size)
-        pairs by which the batch grows to `global_batch_size`. Batches numbered below `until`, counted from 0 over all
-        epochs, have `size` samples. The order of the samples does not change.
+    Attributes:
+        global_batch_size: samples or tokens per step.
+        unit: what `global_batch_size` counts.
+        num_microbatches: slices per step.
+        last_batch: whether the short last batch of an epoch is kept or dropped.
+        ramp: (until, size) pairs by which the batch grows to `global_batch_size`. Batches numbered below `until`,
+            counted from 0 over all epochs, have `size` samples. The order of the samples does not change.
     """
 
     global_batch_size: int
@@ -123,7 +129,7 @@ class BatchPlan:
             )
 
     def size_at(self, number: int) -> int:
-        """The size of the global batch with this number, counted from 0 over all epochs."""
+        """Return the size of the global batch with this number, counted from 0 over all epochs."""
         return next((size for until, size in self.ramp if number < until), self.global_batch_size)
 
     @property
@@ -158,7 +164,7 @@ class SyncPlan:
     def gradient_code(self) -> Compression | None:
         """The codec of gradient reductions; None for exact ones.
 
-        In a mode that starts synchronously, a codec with error feedback is not used at first: its residual would be
+        A mode that starts with synchronous updates uses no codec with error feedback for them: its residual would be
         lost when the replicas diverge.
         """
         if self.mode == "synchronous":
@@ -174,7 +180,7 @@ class SyncPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingPlan:
-    """What the `shard` axis divides among its ranks, and what lives in host memory."""
+    """What the `shard` axis divides among its ranks, and what is kept in host memory."""
 
     level: ShardLevel = 3
     offload: Offload = "none"
@@ -211,9 +217,13 @@ class Plan:
         mesh: degree of each axis, outermost first. The product is the world size.
         layout: rules for the placement of modules.
         shares: relative loads of the data-parallel ranks; empty for equal loads. (3, 1) gives the first rank three
-            quarters of every microbatch. Weights of means follow from the samples that each rank really gets.
+            quarters of every microbatch. Means are weighted by the samples that each rank really gets.
         split_shares: relative parts of layers along the split axis; empty for equal parts. Heads, rows and units stay
             whole.
+        precision: number format of the computation.
+        sync: how replicas are kept equal.
+        sharding: what the shard axis divides.
+        pipeline: how the stage axis runs.
         space_grid: number of parts of each spatial dim; empty to cut the first dim only.
         context: how attention is computed over the context axis.
         made_for: modules of the model the plan was made for, with class and number of parameters; empty where unknown.
@@ -262,7 +272,7 @@ class Plan:
         if self.split_shares and len(self.split_shares) != self.degree("split"):
             raise PlanError(
                 f"split_shares has {len(self.split_shares)} entries, but mesh.split = {self.degree('split')}; give one "
-                "share for each place along the split axis, or none for equal parts"
+                "share for each rank along the split axis, or none for equal parts"
             )
         if any(not math.isfinite(share) or share <= 0 for share in self.split_shares):
             raise PlanError(
@@ -271,7 +281,7 @@ class Plan:
             )
 
     def compressed(self, how: Compression | None) -> "Plan":
-        """The same plan with gradients compressed by `how`; unchanged for None."""
+        """Return the plan with gradients compressed by `how`; unchanged for None."""
         return self if how is None else replace(self, sync=replace(self.sync, compress=how))
 
     @property
@@ -279,7 +289,7 @@ class Plan:
         return math.prod(self.mesh.values())
 
     def degree(self, *axes: AxisName) -> int:
-        """Size of the joint group of `axes`; 1 for axes that the mesh does not have."""
+        """Return the size of the joint group of `axes`; axes that the mesh does not have count as 1."""
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
     @property

@@ -1,6 +1,4 @@
-"""Predictions: what a plan is estimated to cost before it runs, and what is derived from them: timelines, scaling,
-trials.
-"""
+"""Predictions: what a plan is estimated to cost before it runs, and timelines, scaling and trials based on them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +7,7 @@ from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName, Evidence, Unit
 
 Phase = Literal["data", "forward", "backward", "exposed_communication", "optimizer", "evaluation", "other"]
-"""The parts of a run's wall time. They add up to it."""
+"""The parts of a run's wall time, which they add up to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +21,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Peak bytes of the fullest rank, by what holds them.
+    """Peak bytes of the rank that needs most memory, by use.
 
-    `script` is the script's libraries and data; `reserve` is the allocator, tutti's libraries and the interpreter.
+    Attributes:
+        reserve: the allocator, tutti's libraries and the interpreter.
+        script: the script's libraries and data.
     """
 
     parameters: float
@@ -34,7 +34,7 @@ class RankMemory:
     activations: float
     communication: float
     buffers: float
-    reserve: float  # allocator, libraries, the interpreter
+    reserve: float
     script: float = 0.0
 
     @property
@@ -53,7 +53,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupSpan:
-    """The steps of a warm-up, from the end of the stretch before until update number `until`: their time and bytes."""
+    """The average step in one stretch of a warm-up, which ends before update number `until`: its time and bytes."""
 
     until: int
     step_time_s: float
@@ -65,16 +65,22 @@ class Prediction:
     """The estimated cost of one plan.
 
     `sent_nbytes_per_rank` is what the busiest sender sends in a step: forward and backward of all microbatches,
-    recompute included. It counts gradients, sharded parameters and activations: an all-reduce over n ranks as a ring
-    sends it, 2 (n - 1) / n of the tensor; a reduce-scatter (n - 1) / n; an all-gather (n - 1) times the rank's part;
-    halos, rows for experts and tables, keys and values, and messages between stages as they are. It does not count
-    losses, norms, batch statistics, and requests for rows. A run's step row counts the same: `sent_nbytes` +
+    recompute included. It counts gradients, sharded parameters and activations. An all-reduce over n ranks counts as a
+    ring sends it, 2 (n - 1) / n of the tensor; a reduce-scatter (n - 1) / n; an all-gather (n - 1) times the rank's
+    part. Halos, rows for experts and tables, keys and values, and messages between stages count at their size. Losses,
+    norms, batch statistics and requests for rows are not counted. A run's step row counts the same: `sent_nbytes` +
     `exchanged_nbytes`.
 
-    Attributes: phases: seconds of a step by phase on the slowest rank. fits: whether `memory` is within the memory of
-        the smallest device. throughput_per_s: samples or tokens (the plan's unit) per second. first: the steps before
-        the steady ones, where a plan starts differently: exact all-reduces until a second moment is frozen, sparsity
-        that rises, replicas that diverge only later. notes: what limits the step, and which constants are assumed.
+    Attributes:
+        plan_digest: identifies the plan.
+        phases: seconds of a step by phase, on the slowest rank.
+        memory_nbytes: peak memory of the rank that needs most.
+        memory: the same by use.
+        fits: whether `memory` is within the memory of the smallest device.
+        throughput_per_s: samples or tokens (the plan's unit) per second.
+        first: the steps before the steady ones, where a plan starts differently: exact all-reduces until a second
+            moment is frozen, sparsity that rises, replicas that diverge only later.
+        notes: what limits the step, and which constants are assumed.
     """
 
     plan_digest: str
@@ -84,7 +90,7 @@ class Prediction:
     memory: RankMemory
     fits: bool
     sent_nbytes_per_rank: float
-    throughput_per_s: float  # samples or tokens (the plan's unit) a second
+    throughput_per_s: float
     model_flops_per_s: float
     devices: int
     first: tuple[WarmupSpan, ...] = ()
@@ -98,7 +104,8 @@ Activity = Literal[
 """What a rank does at a moment of a step.
 
 - data: it waits for its batch, or loads it.
-- forward, backward, optimizer; weights: the weight-gradient half of a split backward.
+- forward, backward, optimizer: it computes them.
+- weights: it computes the weight-gradient half of a split backward.
 - communication: exposed communication.
 - bubble: it waits for the result of another stage.
 - waiting: it waits for slower ranks.
@@ -107,7 +114,7 @@ Activity = Literal[
 """
 
 ACTIVITY_LABELS: dict[Activity, str] = {
-    "data": "loading of data",
+    "data": "data loading",
     "forward": "forward",
     "backward": "backward",
     "weights": "weight gradients",
@@ -118,7 +125,7 @@ ACTIVITY_LABELS: dict[Activity, str] = {
     "other": "other",
     "hidden": "hidden communication",
 }
-"""Labels, in the order in which they are listed."""
+"""Labels of the activities, in the order in which they are listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +147,15 @@ class Track:
     """Ranks that do the same at the same time.
 
     Attributes:
-        ranks, count: which ranks, as text, and how many.
+        ranks: which ranks, as text.
+        count: how many ranks.
+        stage: their pipeline stage.
         bars: what they do; without gaps over the step, except where the timeline leaves microbatches out.
-        hidden: communication beside the bars, drawn at the end of the computation that hides it.
+        hidden: hidden communication, drawn at the end of the computation that hides it.
         seconds: the whole step by activity, hidden communication included.
-        memory, memory_limit_nbytes: of one of the ranks at its peak, and what it may hold.
-        full_when: when that peak is.
+        memory: memory of one of the ranks at its peak.
+        memory_limit_nbytes: memory that such a rank has.
+        full_when: when that peak is reached.
     """
 
     ranks: str
@@ -177,7 +187,9 @@ class Omission:
 class Timeline:
     """A predicted step by tracks, those of the first stage first.
 
-    `tracks_left_out` is the number of tracks beyond those that were asked for.
+    Attributes:
+        tracks_left_out: number of tracks beyond those that were asked for.
+        left_out: the part of the step that is not drawn.
     """
 
     step_time_s: Estimate
@@ -191,9 +203,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPoint:
-    """The best predicted plan with at most `devices` devices; it uses `used` of them.
+    """The best predicted plan with at most `devices` devices.
 
     Attributes:
+        used: devices that the plan uses.
         worth: gain of each device added since the last point, relative to the average gain per device there.
         reason: why there is no plan.
     """
@@ -219,8 +232,14 @@ class MeasuredPoint:
 class ScalingCurve:
     """Predicted throughput against the number of devices.
 
-    Attributes: pays_until: the largest number of devices up to which each added one is worth `least_worth` (assumed) of
-        the average; 0 where no number of devices has a plan. sentence: the same as text.
+    Attributes:
+        unit: what the throughput counts.
+        points: one per number of devices.
+        pays_until: the largest number of devices up to which each added device gains at least `least_worth` of the
+            average; 0 where no number of devices has a plan.
+        least_worth: an assumed threshold.
+        sentence: the result as text.
+        measured: points that were measured.
     """
 
     unit: Unit
@@ -237,7 +256,10 @@ class Trial:
     """A plan that was run for a few steps.
 
     Attributes:
-        measured_s: the median of `steps` steps, which took `least_s` to `most_s`; None where the run failed.
+        words: the plan in words.
+        predicted: step time.
+        measured_s: median time of `steps` steps; None where the run failed.
+        least_s, most_s: the shortest and the longest of these steps.
         folder: its run folder.
         failure: why it failed.
     """
@@ -270,8 +292,8 @@ class Trials:
     """Plans that were run, in the order of their predictions; the first is the planner's choice.
 
     Attributes:
-        best: index of the fastest measured plan; None where none ran.
-        sentence: what the measurement says of the choice.
+        best: index of the fastest measured plan; None where every run failed.
+        sentence: what the measurement says about the choice.
         load: cores busy with other work when the trials began.
         cores: cores of this machine.
     """
@@ -286,7 +308,7 @@ class Trials:
 
     @property
     def changed(self) -> bool:
-        """Whether the measurement prefers another plan than the prediction."""
+        """Whether the measurement prefers a different plan from the prediction."""
         return self.best not in (None, 0)
 
 
@@ -296,8 +318,8 @@ class ModulePlacement:
 
     Attributes:
         placement: a description.
-        nbytes: bytes of its own parameters, whole.
-        nbytes_per_rank: of those, what each previewed rank holds.
+        nbytes: bytes of its own parameters, undivided.
+        nbytes_per_rank: bytes of them on each previewed rank.
         collectives: what a step exchanges for it.
     """
 
@@ -314,7 +336,7 @@ class Explanation:
     """The layout of a plan, module by module.
 
     Attributes:
-        ranks: the ranks that were previewed; all of a small world.
+        ranks: the ranks that were previewed; all ranks of a small world.
         state_nbytes_per_rank: parameters, gradients and optimizer state that each of them holds between steps.
     """
 

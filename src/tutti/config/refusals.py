@@ -1,11 +1,11 @@
 """Refusals: combinations in a plan that no model can run under.
 
 `REFUSALS` is the one table that the planner, the cost model, `tutti verify` and the runtime check a plan against. A
-refusal is a function that gets the plan and returns the sentence for the user, with the remedy, or None. Another
+refusal is a function that gets the plan and returns the message for the user, with the remedy, or None. Another
 package adds its own with `register_refusal`, in a module that it announces as an entry point of "tutti.plugins".
 
-What only a model or a cluster can decide is refused where it is found: each place raises `PlanError`. docs/refusals.md
-lists both.
+What depends on the model or the cluster is refused where it is found: each such place raises `PlanError`.
+docs/refusals.md lists both.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError
 
 PlanCheck = Callable[[Plan], str | None]
-"""Plan -> why it is refused and what to do instead; None where it is not refused."""
+"""Plan -> why it is refused and what to do instead; None where it is accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
     """A combination that no model can run under.
 
-    Args:
+    Attributes:
         name: the code of the error, such as "stages-with-sharded-parameters".
         summary: the combination, in one line.
         check: finds the combination in a plan.
@@ -43,10 +43,10 @@ REFUSALS: Final[Registry[Refusal]] = Registry("refusal", "refusal")
 
 
 def register_refusal(refusal: Refusal) -> Refusal:
-    """Have every plan checked for a combination.
+    """Add a combination that every plan is checked for.
 
     Raises:
-        PlanError: the code is registered already.
+        PlanError: the code is already registered.
 
     Examples:
         >>> from tutti.config.plan import BatchPlan, Plan
@@ -67,7 +67,7 @@ def check_plan(plan: Plan) -> None:
     """Check a plan for combinations that no model can run under.
 
     Raises:
-        PlanError: with the reason, the remedy, and the refusal's name as its `code`.
+        PlanError: with the reason and the remedy; its `code` is the refusal's name.
     """
     for refusal in REFUSALS.loaded():
         message = refusal.check(plan)
@@ -118,8 +118,8 @@ def _spatial_with_stages(plan: Plan) -> str | None:
     if plan.degree("space") == 1 or plan.degree("stage") == 1:
         return None
     return (
-        f"mesh.space = {plan.degree('space')} with mesh.stage = {plan.degree('stage')}: what a stage receives is "
-        "not known to be cut; use one of the two, with replicate or shard"
+        f"mesh.space = {plan.degree('space')} with mesh.stage = {plan.degree('stage')}: a stage cannot tell whether "
+        "what it receives is cut in space; use one of the two, with replicate or shard"
     )
 
 
@@ -129,8 +129,8 @@ def _context_with_spatial(plan: Plan) -> str | None:
     if plan.degree("context") == 1 or plan.degree("space") == 1:
         return None
     return (
-        f"mesh.context = {plan.degree('context')} with mesh.space = {plan.degree('space')}: sequences are not cut "
-        "where samples are cut in space; use one of the two"
+        f"mesh.context = {plan.degree('context')} with mesh.space = {plan.degree('space')}: samples that are cut in "
+        "space cannot be cut as sequences too; use one of the two"
     )
 
 
@@ -141,7 +141,7 @@ def _unequal_shares_with_all_to_all(plan: Plan) -> str | None:
         return None
     return (
         f'split_shares = {list(plan.split_shares)} with context = "all-to-all": split ranks have unequal '
-        "numbers of heads, and each would exchange its own among the ranks of context, which must divide them; use "
+        "numbers of heads, and the context degree would have to divide each of these numbers; use "
         'context = "ring", or leave split_shares out'
     )
 
@@ -178,25 +178,25 @@ def _codec_excludes(plan: Plan) -> str | None:
 
 @_refuse("codec-with-measured-buckets")
 def _codec_with_measured_buckets(plan: Plan) -> str | None:
-    """A lossy codec with bucket sizes that are found by timing."""
+    """A lossy codec with bucket sizes that are chosen by timing."""
     compress = plan.sync.compress
     if compress is None or compress.entry.exact or plan.sync.bucket_sizes != "measured":
         return None
     return (
-        f'{_compression_of(compress)} with sync.bucket_sizes = "measured": what a codec keeps and loses depends on '
-        "the buckets, so sizes that follow a clock would change values; state a size"
+        f'{_compression_of(compress)} with sync.bucket_sizes = "measured": the results of a codec depend on the '
+        "buckets, so sizes chosen by timing would make runs differ; state a size"
     )
 
 
 @_refuse("codec-gain-with-sharded-gradients")
 def _codec_gain_with_sharded_gradients(plan: Plan) -> str | None:
-    """A codec whose rank adapts to its gain, with sharding level 2 or 3."""
+    """A codec whose density adapts to its gain, with sharding level 2 or 3."""
     compress = plan.sync.compress
     if compress is None or compress.entry.exact or not _shards_parameters(plan) or compress.gain is None:
         return None
     return (
-        f"{_compression_of(compress)} with sharding.level = {plan.sharding.level}: ranks judge by what every message "
-        "says, and each gets messages of its part only; leave gain out, or use sharding.level = 1"
+        f"{_compression_of(compress)} with sharding.level = {plan.sharding.level}: the gain is computed from whole "
+        "messages, but each rank gets messages of its part only; leave gain out, or use sharding.level = 1"
     )
 
 
@@ -207,8 +207,8 @@ def _codec_between_hosts_with_sharded_gradients(plan: Plan) -> str | None:
     if compress is None or compress.entry.exact or not _shards_parameters(plan) or compress.between != "hosts":
         return None
     return (
-        f"{_compression_of(compress)} with sharding.level = {plan.sharding.level}: sums of which each rank gets its "
-        "part are compressed between ranks; leave between out, or use sharding.level = 1"
+        f"{_compression_of(compress)} with sharding.level = {plan.sharding.level}: reduce-scatters are compressed "
+        "between all ranks, not between hosts; leave between out, or use sharding.level = 1"
     )
 
 
@@ -217,12 +217,12 @@ def _codec_between_hosts_with_sharded_gradients(plan: Plan) -> str | None:
 
 @_refuse("diverged-replicas-that-share")
 def _diverged_replicas_that_share(plan: Plan) -> str | None:
-    """Replicas that diverge, with an axis whose ranks sum gradients or gather parameters in every step."""
+    """Replicas that diverge, with an axis whose ranks reduce gradients or gather parameters in every step."""
     for axis in _SHARED_AXES:
         if plan.sync.mode != "synchronous" and plan.degree(axis) > 1:
             return (
                 f'sync.mode = "{plan.sync.mode}" with mesh.{axis} = {plan.degree(axis)}: ranks along {axis} share what '
-                "they train in every step and cannot differ; use replicate for the ranks that may"
+                "they train in every step and cannot diverge; use replicate for ranks that may diverge"
             )
     return None
 
@@ -233,22 +233,22 @@ def _diverged_replicas_of_several_ranks(plan: Plan) -> str | None:
     for axis in _REPLICA_AXES:
         if plan.sync.mode != "synchronous" and plan.degree(axis) > 1:
             return (
-                f'sync.mode = "{plan.sync.mode}" with mesh.{axis} = {plan.degree(axis)}: replicas that differ are of '
-                'one rank each in this version; use replicate alone, or sync.mode = "synchronous"'
+                f'sync.mode = "{plan.sync.mode}" with mesh.{axis} = {plan.degree(axis)}: replicas that diverge must '
+                'have one rank each; use no axis but replicate, or sync.mode = "synchronous"'
             )
     return None
 
 
 @_refuse("codec-with-mode")
 def _codec_with_mode(plan: Plan) -> str | None:
-    """A codec with a mode whose replicas do not sum their changes."""
+    """A codec with a mode whose replicas do not reduce their changes."""
     compress, mode = plan.sync.compress, plan.sync.mode
     averaged = [entry.name for entry in CONSISTENCY_MODES.values() if entry.compresses_changes]
     if compress is None or mode == "synchronous" or mode in averaged:
         return None
     return (
-        f"{_compression_with_mode(plan, compress)}: replicas sum nothing that could be written so; leave one out, or "
-        f"use one of the modes {', '.join(averaged)}, whose replicas sum their changes"
+        f"{_compression_with_mode(plan, compress)}: this mode has no reduction that a codec could compress; leave one "
+        f"of the two out, or use one of the modes {', '.join(averaged)}"
     )
 
 
@@ -259,8 +259,8 @@ def _gradient_codec_with_diverged_replicas(plan: Plan) -> str | None:
     if compress is None or plan.sync.mode == "synchronous" or not compress.entry.per_step_only:
         return None
     return (
-        f"{_compression_with_mode(plan, compress)}: {compress.method} is made for gradients of every step, and what "
-        "replicas sum here are changes of parameters over several; use another code, such as qsgd, or leave one out"
+        f"{_compression_with_mode(plan, compress)}: {compress.method} is made for the gradients of every step, but "
+        "these replicas reduce parameter changes over several steps; use another codec, such as qsgd, or leave one out"
     )
 
 
@@ -271,20 +271,20 @@ def _codec_between_hosts_with_diverged_replicas(plan: Plan) -> str | None:
     if compress is None or plan.sync.mode == "synchronous" or compress.between != "hosts":
         return None
     return (
-        f"{_compression_with_mode(plan, compress)}: replicas' changes are written in a code between all ranks alike; "
-        "leave between out"
+        f"{_compression_with_mode(plan, compress)}: replicas' changes are compressed between all ranks, not only "
+        "between hosts; leave between out"
     )
 
 
 @_refuse("odd-number-of-paired-replicas")
 def _odd_number_of_paired_replicas(plan: Plan) -> str | None:
-    """A mode whose replicas meet in pairs, with an odd number of them."""
+    """A mode whose replicas exchange in pairs, with an odd number of replicas."""
     replicas = plan.degree("replicate")
     if not CONSISTENCY_MODES[plan.sync.mode].pairs_of_replicas or replicas % 2 == 0 or replicas == 1:
         return None
     return (
-        f'sync.mode = "{plan.sync.mode}" with mesh.replicate = {replicas}: replicas meet in pairs; use an even number '
-        'of them, or sync.mode = "ring"'
+        f'sync.mode = "{plan.sync.mode}" with mesh.replicate = {replicas}: replicas exchange in pairs; use an even '
+        'number of them, or sync.mode = "ring"'
     )
 
 
@@ -294,8 +294,8 @@ def _asynchronous_float16(plan: Plan) -> str | None:
     if not CONSISTENCY_MODES[plan.sync.mode].asynchronous or plan.precision != "float16":
         return None
     return (
-        f'sync.mode = "{plan.sync.mode}" with precision = "float16": ranks agree on the loss scale in every step, and '
-        'here no rank waits for the others; use precision = "bfloat16"'
+        f'sync.mode = "{plan.sync.mode}" with precision = "float16": ranks must agree on the loss scale in every step, '
+        'but in this mode no rank waits for the others; use precision = "bfloat16"'
     )
 
 
@@ -303,7 +303,7 @@ _REPLICA_AXES: tuple[AxisName, ...] = ("split", "stage", "context", "space")
 """Axes inside a replica."""
 
 _SHARED_AXES: tuple[AxisName, ...] = ("shard", "expert", "table")
-"""Axes whose ranks sum gradients or gather parameters with all others in every step."""
+"""Axes whose ranks reduce gradients or gather parameters with all others in every step."""
 
 
 def _compression_of(compress: Compression) -> str:
@@ -318,10 +318,10 @@ def _compression_with_mode(plan: Plan, compress: Compression) -> str:
 
 
 def check_parts_not_empty(name: str, sizes: Sequence[int], shares: Sequence[float], what: str) -> None:
-    """Check that unequal shares leave each rank a part of a module.
+    """Check that unequal shares leave no rank without a part of a module.
 
     Args:
-        name: of the module; empty for the model itself.
+        name: name of the module; empty for the model itself.
         sizes: number of `what` that each rank gets.
         shares: the plan's `split_shares`.
         what: what is divided, such as "heads".
@@ -332,9 +332,9 @@ def check_parts_not_empty(name: str, sizes: Sequence[int], shares: Sequence[floa
     if 0 in sizes:
         place = list(sizes).index(0)
         raise PlanError(
-            f"module {name or 'the model'!r} has {sum(sizes)} {what}, of which split_shares = {list(shares)} leaves "
-            f"place {place} of the split axis none; give it a larger share, use fewer split ranks, or keep the module "
-            f"whole: LayoutRule(modules='{name}*', placement='replicate')"
+            f"module {name or 'the model'!r} has {sum(sizes)} {what}, and split_shares = {list(shares)} gives "
+            f"rank {place} of the split axis none of them; give it a larger share, use fewer split ranks, or keep the "
+            f"module whole: LayoutRule(modules='{name}*', placement='replicate')"
         )
 
 
@@ -342,8 +342,9 @@ def check_width(name: str, width: int, *, columns: bool, degree: int) -> None:
     """Check that a linear layer is wide enough for the table axis to divide it.
 
     Args:
-        name: of the layer.
+        name: name of the layer.
         width: number of its outputs (`columns`) or inputs.
+        columns: whether its outputs are divided.
         degree: ranks along the table axis.
 
     Raises:

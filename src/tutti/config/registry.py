@@ -1,7 +1,7 @@
-"""Registries of what a plan may name: one entry per name, extended from outside the package.
+"""Registries of what a plan may name: one entry per name, extensible from outside the package.
 
-An installed package registers its entries in a module that it announces as an entry point of the group `tutti.plugins`;
-that module is imported when a plan names something that is not registered yet. A script may also import the module
+An installed package registers its entries in a module that it announces as an entry point of the group `tutti.plugins`.
+That module is imported when a plan names something that is not registered yet. A script may also import the module
 itself before it calls tutti.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeVar
 from tutti.errors import PlanError
 
 Value = bool | int | float | str
-"""What a parameter of an entry may be in a plan file."""
+"""The types that a parameter of an entry may have in a plan file."""
 
 REQUIRED: Final = None
 """The default of a parameter that the user must give."""
@@ -27,9 +27,9 @@ PLUGIN_GROUP = "tutti.plugins"
 class Parameter:
     """A parameter of a codec or of a consistency mode.
 
-    Args:
+    Attributes:
         default: value where the plan gives none; `REQUIRED` if the plan must give one.
-        allowed: whether a value is allowed.
+        allowed: (value) -> whether it is allowed.
         requirement: what is allowed, to follow "name = value; " in an error message.
     """
 
@@ -67,14 +67,18 @@ class Registry(Mapping[str, Entry]):
         self._plugins_loaded = False
 
     def register(self, entry: Entry) -> Entry:
-        """Add an entry; a name that is registered already raises PlanError."""
+        """Add an entry and return it.
+
+        Raises:
+            PlanError: the name is already registered.
+        """
         if entry.name in self._entries:
-            raise PlanError(f"a {self._noun} {entry.name!r} is registered already; choose another name")
+            raise PlanError(f"a {self._noun} {entry.name!r} is already registered; choose another name")
         self._entries[entry.name] = entry
         return entry
 
     def remove(self, name: str) -> None:
-        """Take an entry out again."""
+        """Remove an entry."""
         del self._entries[name]
 
     def __getitem__(self, name: str) -> Entry:
@@ -82,7 +86,7 @@ class Registry(Mapping[str, Entry]):
             self._load_plugins()
         if name not in self._entries:
             raise PlanError(
-                f"{self._field} = {name!r}: there is no such {self._noun}; there are {', '.join(self._entries)}"
+                f"{self._field} = {name!r}: there is no such {self._noun}; choose from {', '.join(self._entries)}"
             )
         return self._entries[name]
 
@@ -98,7 +102,7 @@ class Registry(Mapping[str, Entry]):
         return len(self._entries)
 
     def loaded(self) -> list[Entry]:
-        """All entries, those of installed packages too."""
+        """Return all entries, including those of installed packages."""
         self._load_plugins()
         return list(self._entries.values())
 
@@ -110,9 +114,9 @@ class Registry(Mapping[str, Entry]):
 
 
 def load_factory(factory: str | Callable[..., Any]) -> Callable[..., Any]:
-    """A factory, imported if it is given as "module:name", so that the pure half of an entry loads no torch."""
+    """Return a factory, imported if it is given as "module:name", so that registering an entry does not load torch."""
     if callable(factory):
         return factory
     module, _, name = factory.partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), name)
-    return found
+    imported: Callable[..., Any] = getattr(import_module(module), name)
+    return imported

@@ -9,12 +9,18 @@ from tutti.config.vocabulary import LastBatch, Precision, Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Where one rank runs. `sums` says what its gradient reductions go through; empty where it makes none."""
+    """Where one rank runs.
+
+    Attributes:
+        device: "cpu" or "cuda:0".
+        threads: threads that it computes with.
+        sums: what its gradient reductions go through, as text; empty where it makes none.
+    """
 
     rank: int
     local_rank: int
     host: str
-    device: str  # "cpu" or "cuda:0"
+    device: str
     device_model: str
     pid: int
     threads: int
@@ -23,10 +29,16 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetInfo:
-    """A data set as the run saw it. `hash_covers` says what `sha256` was computed over."""
+    """A data set as the run saw it.
+
+    Attributes:
+        kind: class name.
+        samples: number of samples; None for a stream.
+        hash_covers: what `sha256` was computed over.
+    """
 
     name: str
-    kind: str  # class name
+    kind: str
     samples: int | None
     sha256: str
     hash_covers: str
@@ -35,8 +47,10 @@ class DatasetInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How the optimizer is driven: what determines the result. It does not depend on the number of ranks, except
-    `compress`: the codec of gradient reductions, None where they were exact.
+    """How the optimizer is driven: the settings that determine the result.
+
+    They do not depend on the number of ranks, except `compress`: the codec of gradient reductions, None where they were
+    exact.
     """
 
     optimizer: str

@@ -1,6 +1,6 @@
 """RunReport: what a run did, read from its run folder. Every number is a Quantity that carries its evidence.
 
-The fields are those that an honest report needs (tutti.report's rules). What the run did not record is null and is
+The fields are those that an honest report needs (the rules of tutti.report). What the run did not record is null and is
 shown as "not recorded".
 """
 
@@ -29,7 +29,7 @@ Claim = Literal["speedup", "efficiency", "strong scaling", "ranking", "rate", "e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """A number with its unit and evidence. A `value` of None, and then an `evidence` of None, means "not recorded".
+    """A number with its unit and evidence. A `value` of None, with an `evidence` of None, means "not recorded".
 
     Units are "s", "B", "B/s", "FLOP", "FLOP/s", "samples", "samples/s", "ratio" (shown in percent), "x" (a factor), and
     "" for a plain number.
@@ -49,20 +49,26 @@ class Quantity:
     def __post_init__(self) -> None:
         if (self.value is None) != (self.evidence is None):
             raise SpecError(
-                f"value = {self.value} with evidence = {self.evidence}; give a number its evidence, and none to null"
+                f"value = {self.value} with evidence = {self.evidence}; give evidence with a number, and none with null"
             )
         for number in (self.value, self.low, self.high):
             if number is not None and not math.isfinite(number):
-                raise SpecError(f"a quantity is {number}; write null for a number that is not there")
+                raise SpecError(f"a quantity is {number}; write null for a missing number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationSummary:
-    """Whether N ranks were shown to compute what one device computes (verify.json). `cause` is that of a failure."""
+    """Whether N ranks were shown to compute what one device computes (verify.json).
+
+    Attributes:
+        largest: the largest relative difference of a tensor that was tolerated.
+        arithmetic: number format of the computation.
+        cause: likely cause of a failure.
+    """
 
     passed: bool
     sentence: str
-    largest: Quantity  # relative difference of a tensor that was tolerated
+    largest: Quantity
     tolerance: Quantity
     steps: Quantity
     arithmetic: str
@@ -84,7 +90,7 @@ class RuleFinding:
     """What a rule of honest reporting found.
 
     Attributes:
-        rule: its number among the twelve; 0 for rules of the report itself.
+        rule: number of the rule, 1 to 12; 0 for rules of the report itself.
         where: path of the field.
         run: position of the run in a comparison; None for all runs.
         refuses: the claims that may not be made.
@@ -122,7 +128,7 @@ class QualityReport:
     """The quality reached, on held-out data where the run evaluated some.
 
     Attributes:
-        selection: whether `test_value` is of the last evaluation or of the best.
+        selection: whether `test_value` is that of the last evaluation or of the best.
         eval_every_samples: samples trained on between two evaluations.
     """
 
@@ -145,8 +151,8 @@ class TimeReport:
     """Where the time went.
 
     Attributes:
-        wall: from the start of prepare to the end, over all generations of a resumed run.
-        breakdown: of rank 0.
+        wall: time from the start of prepare to the end, over all generations of a resumed run.
+        breakdown: time of rank 0 by phase.
         accounted: sum of the breakdown over `wall`; 1 when it adds up.
         per_step: median of the steady steps; its note says which those are.
         startup: time until the first step, by part.
@@ -165,7 +171,12 @@ class TimeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopsReport:
-    """Work and rates. `model_per_sample` counts forward and backward; `peak_fraction` is of the dense peak."""
+    """FLOPs and rates.
+
+    Attributes:
+        model_per_sample: FLOPs of forward and backward.
+        peak_fraction: rate over the dense peak.
+    """
 
     model_per_sample: Quantity = Quantity(unit="FLOP")
     formula: str = ""
@@ -180,7 +191,7 @@ class FlopsReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetReport:
-    """What it took to reach the target quality for the first time; null where there is no target or it was missed."""
+    """What it took to first reach the target quality; null where there is no target or it was missed."""
 
     time: Quantity = Quantity(unit="s")
     steps: Quantity = Quantity(unit="steps")
@@ -202,9 +213,10 @@ class PredictionCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """One rank: where it ran, its peak memory and its time by phase. Evaluation is in rank 0's.
+    """One rank: where it ran, its peak memory and its time by phase. Evaluation counts in rank 0's.
 
-    `stolen` is the fraction of its host's core time that a hypervisor gave to other machines.
+    Attributes:
+        stolen: fraction of its host's core time that a hypervisor gave to other machines.
     """
 
     rank: int
@@ -222,9 +234,13 @@ class CommunicationReport:
     """One communication channel in a step of rank 0.
 
     Attributes:
+        axes: the axes it goes over.
+        carried: what it carries.
+        exchanges: number of exchanges.
         sent: bytes that rank 0 sent.
-        under_way: seconds during which an exchange had begun and was not known to have ended.
-        exposed: seconds that rank 0 waited; `exposed_in` by phase.
+        in_progress: seconds during which an exchange had begun and was not known to have ended.
+        exposed: seconds that rank 0 waited.
+        exposed_in: the same by phase.
         hidden: the part of `in_progress` in which it did not wait.
     """
 
@@ -240,8 +256,14 @@ class CommunicationReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsReport:
-    """A mixture of experts over the run: choices of tokens, dropped choices and their share, and the load-balancing
-    loss of a step (1 when balanced). `name` is the module's.
+    """One mixture of experts over the run.
+
+    Attributes:
+        name: name of the module.
+        assigned: (token, expert) choices.
+        dropped: choices that exceeded an expert's capacity.
+        share: dropped over assigned.
+        balance_loss: load-balancing loss of a step; 1 when balanced.
     """
 
     name: str
@@ -253,13 +275,13 @@ class ExpertsReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseReport:
-    """The gradient noise scale, measured while training, in the unit of the batch: means over the second half of the
-    run.
+    """The gradient noise scale, measured while training, in the unit of the batch: means over the run's second half.
 
     Attributes:
-        critical_batch: the batch at which twice the least number of samples is needed, taken to be the noise scale.
+        critical_batch: the batch size at which twice the minimum number of samples is needed, taken to be the noise
+            scale.
         square: squared norm of the mean gradient.
-        variance: trace of the covariance of one unit's gradient.
+        variance: trace of the covariance of the gradient of one unit of the batch.
         measured: number of steps in which it was measured.
     """
 
@@ -274,7 +296,7 @@ StartState = Literal["disk-cold", "disk-warm", "ram", "generated"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """The data trained and evaluated on, and where it lay when the clock started."""
+    """The data trained and evaluated on, and where it was stored when the clock started."""
 
     name: str
     kind: str
@@ -315,16 +337,18 @@ class SystemReport:
     """The machines.
 
     Attributes:
-        device_model: of all ranks, joined by "+".
-        peak_dense_flops: of one device, by dtype.
+        device_model: models of all ranks' devices, joined by "+".
+        device_kind: "cpu" or "cuda".
+        devices: number of devices; for a CPU run the number of hosts, whose cores the ranks share.
+        peak_dense_flops: peak of one device, by dtype.
         sums: what gradient reductions went through, as text.
     """
 
     device_model: str
-    device_kind: str  # "cpu" or "cuda"
+    device_kind: str
     ranks: Quantity
     hosts: Quantity
-    devices: Quantity  # of a CPU run: its hosts, whose cores the ranks share
+    devices: Quantity
     cores_used: Quantity
     cores_granted: Quantity = Quantity(unit="cores")
     year: Quantity = Quantity()
@@ -390,7 +414,8 @@ class RunReport:
     """Everything a run folder says about its run.
 
     Attributes:
-        config_sha256: of what determines the result except the seed: script arguments, recipe, model, training data.
+        config_sha256: hash of what determines the result except the seed: script arguments, recipe, model, training
+            data.
         scope: "train" only when training ended by itself or reached the target.
     """
 
@@ -454,11 +479,16 @@ class SettingDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonRow:
-    """One run against the first. `refusal` replaces a speed-up that may not be stated."""
+    """One run compared with the first.
+
+    Attributes:
+        time: time to the target where one is set, otherwise time of the whole run.
+        refusal: why no speed-up may be stated; shown in its place.
+    """
 
     name: str
     quality: Quantity
-    time: Quantity  # to the target where one is set, else of the whole run
+    time: Quantity
     throughput: Quantity
     device_seconds: Quantity
     speedup: Quantity
@@ -481,12 +511,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryEntry:
-    """One run: predicted and measured step time, and memory of the fullest rank. Errors are (predicted - measured) /
-    measured.
+    """One run with its predicted and measured step time. Errors are (predicted - measured) / measured.
 
     Attributes:
         cluster: name of the cluster it was predicted for.
         within: whether the measured step lies in the predicted interval.
+        memory_error: error of the memory of the rank that needs most.
     """
 
     name: str
@@ -508,8 +538,10 @@ class PredictionAccuracy:
     """How far predictions for one cluster were off; for all clusters where `cluster` is empty.
 
     Attributes:
-        median, ninetieth: of the absolute errors.
+        median, ninetieth: median and 90th percentile of the absolute errors of step times.
         bias: signed median error; negative where runs took longer than predicted.
+        within: number of runs whose step was in the predicted interval.
+        memory_median: median of the absolute errors of memory.
     """
 
     cluster: str
@@ -524,10 +556,10 @@ class PredictionAccuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionHistory:
-    """Predictions and outcomes of runs, in the order in which they began.
+    """Predictions and outcomes of runs, in the order in which the runs began.
 
     Attributes:
-        trust: of all runs first, then by cluster where there are several.
+        trust: accuracy over all runs first, then by cluster where there are several.
         left_out: run folders without a prediction or a step, and why.
     """
 

@@ -1,7 +1,7 @@
-"""Frozen dataclass <-> plain JSON for everything in this package; errors name the path of the offending field.
+"""Conversion between this package's frozen dataclasses and plain JSON. Errors name the path of the offending field.
 
-pydantic validates: strict types; unknown fields and numbers that are not finite are refused. This file turns its
-findings into one sentence each, with a remedy.
+pydantic validates: types are strict, and unknown fields and numbers that are not finite are refused. This module turns
+each finding into one sentence with a remedy.
 """
 
 import dataclasses
@@ -30,12 +30,17 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
 
 
 def to_data(value: Any) -> Any:
-    """The plain JSON form (dicts, lists, strings, numbers) of a value."""
+    """Return the plain JSON form (dicts, lists, strings, numbers) of a value."""
     return _adapter(type(value)).dump_python(value, mode="json")  # type: ignore[arg-type]
 
 
 def from_data(cls: type[T], data: Any, *, source: str = "the given data") -> T:
     """Build a value from its plain JSON form.
+
+    Args:
+        cls: dataclass of the value.
+        data: dicts, lists, strings and numbers.
+        source: where the data came from, for error messages.
 
     Raises:
         SpecError: the data does not have the form of `cls`. Errors of the class's own checks pass through. Both name
@@ -49,7 +54,7 @@ def from_data(cls: type[T], data: Any, *, source: str = "the given data") -> T:
 
 
 def dumps(value: Any) -> str:
-    """Readable JSON text of a value.
+    """Return the readable JSON text of a value.
 
     Raises:
         SpecError: a number is not finite, which JSON cannot express.
@@ -58,12 +63,17 @@ def dumps(value: Any) -> str:
         return json.dumps(to_data(value), indent=2, allow_nan=False) + "\n"
     except ValueError:
         raise SpecError(
-            f"a {type(value).__name__} holds a number that is not finite, which JSON cannot; leave it out or use null"
+            f"a {type(value).__name__} holds a number that is not finite, which JSON cannot express; leave it out or "
+            "use null"
         ) from None
 
 
 def loads(cls: type[T], text: str, *, source: str = "the given text") -> T:
-    """Parse JSON text into a value of class `cls`."""
+    """Parse JSON text into a value of class `cls`.
+
+    Raises:
+        SpecError: the text is not JSON, or does not have the form of `cls`.
+    """
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -75,14 +85,18 @@ def loads(cls: type[T], text: str, *, source: str = "the given text") -> T:
 
 
 def save(value: Any, path: Path) -> Path:
-    """Write a value to a file, with its parent folders, and return the path."""
+    """Write a value to a file, creating its parent folders, and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dumps(value), encoding="utf-8")
     return path
 
 
 def load(cls: type[T], path: Path) -> T:
-    """Read a value of class `cls` from a file."""
+    """Read a value of class `cls` from a file.
+
+    Raises:
+        SpecError: the file cannot be read, is not JSON, or does not have the form of `cls`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -93,13 +107,13 @@ def load(cls: type[T], path: Path) -> T:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of the canonical JSON form: equal values have equal digests."""
+    """Return the SHA-256 of the canonical JSON form: equal values have equal digests."""
     text = json.dumps(to_data(value), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_version(cls: type[Any], data: Any, source: str) -> None:
-    """Refuse another version of the format as such, before its fields are found wrong one by one."""
+    """Refuse another version of the format, before pydantic finds its fields wrong one by one."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     if "version" not in fields or not isinstance(data, dict) or "version" not in data:
         return
@@ -112,13 +126,13 @@ def _check_version(cls: type[Any], data: Any, source: str) -> None:
 
 
 def _explained(cls: type[Any], error: ValidationError, source: str) -> TuttiError:
-    """The error for pydantic's first finding: one sentence with the field's path and the remedy."""
+    """Turn pydantic's first finding into an error: one sentence with the field's path and the remedy."""
     finding = error.errors()[0]
     location = tuple(str(part) for part in finding["loc"] if part != "[key]")
     path = ".".join(location)
-    own = finding.get("ctx", {}).get("error")
-    if isinstance(own, TuttiError):
-        return type(own)(f"{source}: {path}: {own}" if path else f"{source}: {own}")
+    raised = finding.get("ctx", {}).get("error")
+    if isinstance(raised, TuttiError):
+        return type(raised)(f"{source}: {path}: {raised}" if path else f"{source}: {raised}")
     if finding["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return SpecError(f"{source}: unknown field {path}; {_nearest(cls, location)}")
     if finding["type"] in ("missing", "missing_argument"):
@@ -131,7 +145,7 @@ def _explained(cls: type[Any], error: ValidationError, source: str) -> TuttiErro
 
 
 def _nearest(cls: type[Any], location: tuple[str, ...]) -> str:
-    """The remedy for an unknown field: the closest name among its siblings, or else the path of one anywhere."""
+    """Suggest a remedy for an unknown field: the closest name among its siblings, or else the path of one elsewhere."""
     parent, name = tuple(part for part in location[:-1] if not part.isdigit()), location[-1]
     paths = list(_field_paths(cls))
     siblings = {path[-1]: path[-1] for path in paths if path[:-1] == parent}
@@ -144,7 +158,7 @@ def _nearest(cls: type[Any], location: tuple[str, ...]) -> str:
 
 
 def _field_paths(cls: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The paths of all fields, outermost first. Positions in lists are left out."""
+    """Yield the paths of all fields, outermost first. Positions in lists are left out."""
     fields = dataclasses.fields(cls)
     yield from ((*prefix, field.name) for field in fields)
     for field in fields:
@@ -153,14 +167,14 @@ def _field_paths(cls: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, 
 
 
 def _direct(hint: Any) -> list[type[Any]]:
-    """The dataclasses that a type hint names, also within a tuple, dict or union."""
+    """Return the dataclasses that a type hint names, also within a tuple, dict or union."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return [hint]
     return [part for argument in getattr(hint, "__args__", ()) for part in _direct(argument)]
 
 
 def _nested(cls: type[Any], seen: set[type[Any]]) -> set[type[Any]]:
-    """`cls` and every dataclass within it."""
+    """Return `cls` and every dataclass within it."""
     if cls not in seen:
         seen.add(cls)
         for field in dataclasses.fields(cls):

@@ -1,4 +1,4 @@
-"""A mode of consistency in text, as users type it: "local:8", "diloco:period=500,outer_rate=0.7"."""
+"""Consistency modes as users type them: "local:8", "diloco:period=500,outer_rate=0.7"."""
 
 from dataclasses import fields, replace
 from typing import Any, get_args
@@ -13,7 +13,7 @@ _FIELDS = tuple(part.name for part in fields(Relaxed) if part.name != "options")
 
 
 def parse_sync(text: str) -> SyncPlan:
-    """The mode that `text` states: MODE[:VALUE,...], values by name or in the mode's order.
+    """Parse MODE[:VALUE,...], with values given by name or in the mode's order.
 
     Raises:
         PlanError: names the part that is wrong.
@@ -29,9 +29,9 @@ def parse_sync(text: str) -> SyncPlan:
             name = known[place]
         if name not in known:
             has = f"has {', '.join(known)}" if known else "has no parameters"
-            raise PlanError(f"sync {text!r}: {part.strip()!r} says nothing that {mode} knows; it {has}")
+            raise PlanError(f"sync {text!r}: {part.strip()!r} is not a parameter of {mode}, which {has}; leave it out")
         if name in values:
-            raise PlanError(f"sync {text!r}: {name} is there twice; give it once")
+            raise PlanError(f"sync {text!r}: {name} appears twice; give it once")
         values[name] = _value(text, name, value)
     options = {name: value for name, value in values.items() if name not in _FIELDS}
     stated = {name: value for name, value in values.items() if name in _FIELDS}
@@ -39,20 +39,20 @@ def parse_sync(text: str) -> SyncPlan:
 
 
 def format_sync(sync: SyncPlan) -> str:
-    """The text from which `parse_sync` makes the mode and its parameters."""
+    """Format a mode and its parameters as `parse_sync` reads them."""
     stated = ",".join(f"{name}={value}" for name, value in sync.relaxed.stated().items())
     return f"{sync.mode}:{stated}" if stated else sync.mode
 
 
 def format_relaxation(sync: SyncPlan) -> str:
-    """How a plan relaxes exact sums, the mode first, then the codec; empty where sums are exact."""
+    """Describe how a plan departs from exact reductions, the mode first, then the codec; empty where it does not."""
     mode = "" if sync.mode == "synchronous" else format_sync(sync)
     code = "" if sync.compress is None else format_compression(sync.compress)
     return " in ".join(filter(None, (mode, code)))
 
 
 def with_mode(plan: Plan, sync: SyncPlan | None) -> Plan:
-    """The plan in the mode of `sync`; unchanged for None."""
+    """Return the plan in the mode of `sync`; unchanged for None."""
     if sync is None:
         return plan
     return replace(plan, sync=replace(plan.sync, mode=sync.mode, relaxed=sync.relaxed))
@@ -61,7 +61,7 @@ def with_mode(plan: Plan, sync: SyncPlan | None) -> Plan:
 def _value(text: str, name: str, value: str) -> int | float | str:
     if name == "optimizer_state":
         if value not in get_args(OptimizerStateRule):
-            raise PlanError(f"sync {text!r}: optimizer_state = {value!r}; it is own, averaged or corrected")
+            raise PlanError(f"sync {text!r}: optimizer_state = {value!r}; write own, averaged or corrected")
         return value
     if name not in _FIELDS:
         return _number(value)
@@ -73,7 +73,7 @@ def _value(text: str, name: str, value: str) -> int | float | str:
 
 
 def _number(value: str) -> int | float | str:
-    """The whole number, number or text of a registered mode's own parameter."""
+    """Read a registered mode's own parameter as a whole number, a number or a text."""
     for kind in (int, float):
         try:
             return kind(value)

@@ -1,4 +1,4 @@
-"""The verdict of `tutti verify`: whether N ranks compute what one device computes, and where they first do not."""
+"""The verdict of `tutti verify`: whether N ranks compute what one device computes, and where they first differ."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,19 +20,24 @@ Stage = Literal[
     "optimizer state",
     "between steps",
 ]
-"""What was compared, in the order of a step. "gradient" is averaged over the global batch; "gradient used" is as the
-optimizer found it; "between steps" are parameters, buffers and optimizer state when the next step began.
+"""What was compared, in the order of a step.
+
+- gradient: averaged over the global batch.
+- gradient used: as the optimizer found it.
+- between steps: parameters, buffers and optimizer state when the next step began.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """How far one tensor is from one device's.
+    """How far one tensor is from that of one device.
 
-    Attributes: step: counted from 1; 0 is before the first. module: dotted name; "" where it belongs to none.
-        relative_difference: largest difference of an element over the tensor's root mean square; None where the two
-        cannot be subtracted because one is missing or has another shape. ranks: whose values differ; empty for all
-        together.
+    Attributes:
+        step: counted from 1; 0 is before the first.
+        module: dotted name; "" where the tensor belongs to no module.
+        relative_difference: largest difference of an element, divided by the tensor's root mean square; None where the
+            two cannot be subtracted because one is missing or has another shape.
+        ranks: ranks whose values differ; empty for all together.
     """
 
     stage: Stage
@@ -58,7 +63,7 @@ class Verdict:
 
     Attributes:
         passed: no tensor differs by more than `tolerance`, relative to its root mean square.
-        arithmetic: the dtype that was computed in.
+        arithmetic: number format of the computation.
         compared: number of tensors compared.
         largest: the largest difference within the tolerance.
         first: the first difference beyond it.

@@ -35,10 +35,10 @@ ShardLevel = Literal[1, 2, 3]
 """What the `shard` axis divides: 1 optimizer state; 2 gradients too; 3 parameters too (ZeRO)."""
 
 Offload = Literal["none", "optimizer", "parameters"]
-"""What lives in host memory between uses. Ranks that compute on the CPU have it there anyway."""
+"""What is kept in host memory between uses. Ranks that compute on the CPU have everything there anyway."""
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-"""In which order the stages of a pipeline run their microbatches."""
+"""The order in which the stages of a pipeline run their microbatches."""
 
 ContextKind = Literal["ring", "all-to-all"]
 """How attention sees a whole sequence: keys and values pass around a ring, or heads are exchanged for tokens (Ulysses).
@@ -59,10 +59,22 @@ TrafficKind = Literal[
     "indices",
     "scalars",
 ]
-"""What ranks exchange: gradients of parameters; parameters that are divided; activations of split layers; halos of
-samples cut in space; tokens on the way to and from experts; vectors of tables; keys and values on a ring; heads for
-tokens (Ulysses); messages between stages; batch statistics; how many tokens chose which expert; which rows of tables
-are wanted; losses, norms and other single numbers. Activations go forward, and their gradients back."""
+"""What ranks exchange.
+
+- gradients: gradients of parameters.
+- parameters: parameters that are divided.
+- activations: activations of split layers, forward; their gradients, backward.
+- halos: halos of samples that are cut in space.
+- tokens: tokens on their way to and from experts.
+- vectors: rows of embedding tables.
+- keys: keys and values that pass around a ring.
+- heads: heads exchanged for tokens (Ulysses).
+- messages: activations and gradients between pipeline stages.
+- statistics: batch statistics.
+- routing: how many tokens chose each expert.
+- indices: which rows of tables are requested.
+- scalars: losses, norms and other single numbers.
+"""
 
 Precision = Literal["full", "tf32", "bfloat16", "float16"]
 """Number format of the computation.
@@ -76,7 +88,7 @@ BucketSizes = Literal["stated", "measured"]
 """Whether buckets have the size that the plan states, or the fastest of several that the first steps measure."""
 
 Relaxation = Literal["exact", "reduced", "relaxed"]
-"""How far the planner may leave what one device computes, in order to send less.
+"""How far the planner may depart from what one device computes, in order to send less.
 
 - exact: not at all.
 - reduced: gradients may be compressed.

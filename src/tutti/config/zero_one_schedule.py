@@ -5,19 +5,19 @@ from functools import lru_cache
 
 @lru_cache(maxsize=64)
 def _learning(kappa: int, until: int) -> frozenset[int]:
-    """Of the first `until` updates, those in which the second moment learns."""
-    found, interval, learned = set(), 1, 0
+    """The updates, among the first `until`, in which the second moment learns."""
+    updates, interval, learned = set(), 1, 0
     for count in range(until):
         if count % interval == 0:
-            found.add(count)
+            updates.add(count)
             learned += 1
             if learned == kappa:
                 interval, learned = 2 * interval, 0
-    return frozenset(found)
+    return frozenset(updates)
 
 
 def learns(count: int, kappa: int) -> bool:
-    """Whether the second moment learns, from an exact sum of gradients, in the update after `count` others.
+    """Return whether the second moment learns, from an exact gradient sum, in update `count` (counted from 0).
 
     It learns in all of the first `kappa` updates, then in every second one `kappa` times, then in every fourth, and so
     on.
@@ -27,9 +27,14 @@ def learns(count: int, kappa: int) -> bool:
 
 
 def local_updates(agreed: int, local_steps: int, longest: int) -> int:
-    """Updates of a rank's own until ranks agree again, after they have agreed `agreed` times.
+    """Return how many local updates ranks make until they agree again.
 
-    It doubles after every `local_steps` agreements, up to `longest`.
+    The number doubles after every `local_steps` agreements, up to `longest`.
+
+    Args:
+        agreed: how often ranks have agreed so far.
+        local_steps: agreements after which the number doubles.
+        longest: the largest number.
     """
     doubled = agreed // local_steps
     return longest if doubled >= longest.bit_length() else min(1 << doubled, longest)

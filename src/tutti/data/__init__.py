@@ -1,1 +1,1 @@
-"""Data: one order for any number of ranks, shares of it, seeded samples, fingerprints."""
+"""Data: one order of samples for any number of ranks, each rank's share of it, seeded samples, and fingerprints."""

@@ -23,7 +23,7 @@ Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]]
 
 
 def epoch_order(samples: int, seed: int, epoch: int, *, shuffle: bool) -> Indices:
-    """Sample indices of one epoch in order; a permutation that depends on (seed, epoch) only."""
+    """Return the order of one epoch's samples; with `shuffle`, a permutation that depends only on (seed, epoch)."""
     if not shuffle:
         return np.arange(samples, dtype=np.int64)
     generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
@@ -31,7 +31,7 @@ def epoch_order(samples: int, seed: int, epoch: int, *, shuffle: bool) -> Indice
 
 
 def sampler_order(sampler: Iterable[int], seed: int, epoch: int) -> Indices:
-    """The order of a user's sampler with all generators seeded from (seed, epoch); equal on every rank."""
+    """Return the order of a user's sampler with all generators seeded from (seed, epoch); equal on every rank."""
     with preserved_generators():
         seed_everything(derive_seed(seed, "sampler", epoch))
         generator = getattr(sampler, "generator", None)
@@ -43,32 +43,41 @@ def sampler_order(sampler: Iterable[int], seed: int, epoch: int) -> Indices:
 
 
 def batch_bounds(order: Indices, batch: BatchPlan, tokens: int | Sequence[int] | None, before: int = 0) -> Indices:
-    """Boundaries of an epoch's global batches within its order: batch b is order[bounds[b]:bounds[b + 1]].
+    """Return the boundaries of an epoch's global batches: batch b is order[bounds[b]:bounds[b + 1]].
 
-    `tokens`: tokens of each sample, for a batch that counts tokens: consecutive samples are taken while their sum
-    is at most the global batch size. `before`: global batches of the epochs before, where the batch grows. Raises
-    DataError for a sample that alone exceeds the batch.
+    A batch that counts tokens takes consecutive samples while their sum is at most the global batch size.
+
+    Args:
+        order: sample indices of the epoch.
+        batch: the global batch.
+        tokens: tokens of each sample, needed for a batch that counts tokens.
+        before: global batches of earlier epochs, where the batch size grows.
+
+    Raises:
+        DataError: a single sample exceeds the batch, or its tokens are unknown.
     """
-    each = 1
+    units_per_sample = 1
     if batch.unit == "tokens":
         if tokens is None:
             raise DataError(
                 "the global batch counts tokens, but the tokens of a sample are unknown; pass prepare(..., tokens=N) "
-                "for samples of N tokens, or tokens=[...] with one number a sample"
+                "for samples of N tokens, or tokens=[...] with one number per sample"
             )
         if isinstance(tokens, int):
             _check_fits(tokens, batch.smallest, "every sample")
-            each = tokens
+            units_per_sample = tokens
         else:
             return _token_bounds(order, batch, np.asarray(tokens, dtype=np.int64), before)
     starts: list[int] = []
     position = 0
-    while position < len(order) and batch.size_at(before + len(starts)) < batch.global_batch_size:  # it grows
+    while (
+        position < len(order) and batch.size_at(before + len(starts)) < batch.global_batch_size
+    ):  # while the batch grows
         starts.append(position)
-        position += batch.size_at(before + len(starts) - 1) // each
-    rest = np.arange(position, len(order), batch.global_batch_size // each, dtype=np.int64)
+        position += batch.size_at(before + len(starts) - 1) // units_per_sample
+    rest = np.arange(position, len(order), batch.global_batch_size // units_per_sample, dtype=np.int64)
     bounds = np.concatenate([np.asarray(starts, dtype=np.int64), rest, [len(order)]])
-    last = batch.size_at(before + len(bounds) - 2) // each
+    last = batch.size_at(before + len(bounds) - 2) // units_per_sample
     if batch.last_batch == "drop" and len(bounds) > 1 and bounds[-1] - bounds[-2] < last:
         bounds = bounds[:-1]
     return bounds
@@ -85,7 +94,7 @@ def _token_bounds(order: Indices, batch: BatchPlan, tokens: Indices, before: int
         size = batch.size_at(before + len(bounds) - 1)
         bounds.append(int(np.searchsorted(ends, taken + size, side="right")))
     if batch.last_batch == "drop" and len(bounds) > 1:
-        bounds.pop()  # cut off by the end of the epoch, not by its number of tokens
+        bounds.pop()  # the last batch ended with the epoch, not because it was full
     return np.asarray(bounds, dtype=np.int64)
 
 
@@ -101,8 +110,8 @@ def _check_fits(tokens: int, limit: int, what: str) -> None:
 class MicrobatchShare:
     """One rank's share of one microbatch slice: samples start .. start + count - 1 of the global batch.
 
-    A rank whose count is 0 still loads one sample of the slice and computes with weight 0, because it must take part
-    in the collectives.
+    A rank whose count is 0 still loads one sample of the slice and computes with weight 0, because it must take part in
+    the collectives.
     """
 
     start: int
@@ -117,24 +126,29 @@ class MicrobatchShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShare:
-    """One rank's share of a global batch of `batch_size` samples; `parts`: one for each slice that is not empty."""
+    """One rank's share of a global batch.
+
+    Attributes:
+        batch_size: samples of the global batch.
+        parts: the share of each slice that is not empty.
+    """
 
     batch_size: int
     parts: tuple[MicrobatchShare, ...]
 
     @property
     def positions(self) -> list[int]:
-        """Positions within the global batch of the samples to load, in order."""
+        """Positions, within the global batch, of the samples to load, in order."""
         return [part.start + offset for part in self.parts for offset in range(part.loaded)]
 
     @property
     def sizes(self) -> list[int]:
-        """Number of loaded samples of each part."""
+        """Number of samples loaded for each part."""
         return [part.loaded for part in self.parts]
 
 
 def share_of(batch_size: int, rank: int, plan: Plan) -> BatchShare:
-    """The share of data-parallel rank `rank` in a global batch of `batch_size` samples."""
+    """Return the share of data-parallel rank `rank` in a global batch of `batch_size` samples."""
     degree = plan.data_parallel_degree
     slices = cut(batch_size, plan.batch.num_microbatches)
     parts = []
@@ -149,10 +163,18 @@ def share_of(batch_size: int, rank: int, plan: Plan) -> BatchShare:
 
 
 def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut `batch` (tensors in any nesting of tuples, lists, dicts, named tuples) into parts of `sizes` samples.
+    """Cut a batch into parts of `sizes` samples.
 
-    A batch of one part passes through untouched, whatever it is. Non-tensor leaves (a number, a string, None) are
-    repeated in every part. Raises DataError when a tensor's first dimension is not the number of samples.
+    A batch of one part is returned unchanged, whatever it is. Leaves that are not tensors (a number, a string, None)
+    are repeated in every part.
+
+    Args:
+        batch: tensors in any nesting of tuples, lists, dicts and named tuples, with samples in dim 0; or an object with
+            a `split` method.
+        sizes: samples of each part.
+
+    Raises:
+        DataError: the first dimension of a tensor is not the number of samples.
     """
     if len(sizes) == 1:
         return [batch]

@@ -1,9 +1,9 @@
-"""Click logs in Criteo's form: one line for each display, tab-separated, with 13 integers and 26 categories.
+r"""Click logs in Criteo's format: one line per ad display, tab-separated, with 13 integers and 26 categories.
 
     label \t 13 integers \t 26 categories in hexadecimal      (no header; an empty field is a missing value)
 
-Read by the rules of DLRM (Naumov et al. 2019, arXiv 1906.00091, and its published code): a missing or negative integer
-counts as 0, integers become log(x + 1), a category becomes its number in order of first appearance.
+They are read by the rules of DLRM (Naumov et al. 2019, arXiv 1906.00091, and its published code): a missing or negative
+integer counts as 0, integers become log(x + 1), and a category becomes its number in order of first appearance.
 """
 
 import math
@@ -24,8 +24,13 @@ INTEGERS, CATEGORIES = 13, 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClickLog:
-    """`dense`: (n, 13); `categories`: (n, 26) int64; `clicked`: (n,), 0 or 1; `sizes`: the rows that each of the 26
-    tables needs. Floating-point values have torch's default dtype.
+    """A click log as tensors. Floating-point values have torch's default dtype.
+
+    Attributes:
+        dense: (n, 13), the integers as log(x + 1).
+        categories: (n, 26) int64.
+        clicked: (n,), 0 or 1.
+        sizes: the number of rows that each of the 26 tables needs.
     """
 
     dense: Tensor
@@ -34,7 +39,17 @@ class ClickLog:
     sizes: tuple[int, ...]
 
     def split(self, fraction: float = 6 / 7) -> tuple[TensorDataset, TensorDataset]:
-        """The first `fraction` of the log to train on and the rest to test on: of seven days, the last."""
+        """Split the log in order of time.
+
+        Args:
+            fraction: the part to train on; the default leaves the last of seven days to test on.
+
+        Returns:
+            The data to train on, and the data to test on.
+
+        Raises:
+            DataError: one part is empty.
+        """
         cut = int(len(self.clicked) * fraction)
         if not 0 < cut < len(self.clicked):
             raise DataError(
@@ -45,9 +60,14 @@ class ClickLog:
 
 
 def read_clicks(path: str | Path, max_rows: int | None = None) -> ClickLog:
-    """Read a log. `max_rows`: categories are taken modulo this first, so that no table has more rows.
+    """Read a click log.
 
-    Raises DataError naming the line that does not have the form.
+    Args:
+        path: the file.
+        max_rows: the largest number of rows of a table; categories are first taken modulo this number.
+
+    Raises:
+        DataError: a line does not have the format (the message names it), or the file is empty.
     """
     dense, categories, clicked = array("f"), array("q"), array("f")
     numbers: list[dict[int, int]] = [{} for _ in range(CATEGORIES)]
@@ -57,14 +77,14 @@ def read_clicks(path: str | Path, max_rows: int | None = None) -> ClickLog:
             if len(fields) != 1 + INTEGERS + CATEGORIES:
                 raise DataError(
                     f"{path}, line {number}: {len(fields)} fields instead of {1 + INTEGERS + CATEGORIES} (a label, "
-                    f"{INTEGERS} integers, {CATEGORIES} categories, with tabs between); give a log as Criteo writes it"
+                    f"{INTEGERS} integers, {CATEGORIES} categories, separated by tabs); give a log in Criteo's format"
                 )
             try:
                 clicked.append(float(int(fields[0])))
                 dense.extend(math.log1p(max(int(field or 0), 0)) for field in fields[1 : 1 + INTEGERS])
                 values = [int(field or "0", 16) for field in fields[1 + INTEGERS :]]
             except ValueError as error:
-                raise DataError(f"{path}, line {number}: {error}; give a log as Criteo writes it") from None
+                raise DataError(f"{path}, line {number}: {error}; give a log in Criteo's format") from None
             for known, value in zip(numbers, values, strict=True):
                 categories.append(known.setdefault(value % max_rows if max_rows else value, len(known)))
     if not clicked:
@@ -79,10 +99,16 @@ def read_clicks(path: str | Path, max_rows: int | None = None) -> ClickLog:
 
 
 def write_clicks(path: str | Path, displays: int, seed: int = 0, most_rows: int = 1000) -> None:
-    """Write a made-up log in Criteo's form. No real one may be passed on (CC BY-NC-SA).
+    """Write a synthetic log in Criteo's format, because the real ones may not be redistributed (CC BY-NC-SA).
 
-    Table i has about most_rows / (i + 1) categories, the first ones far more frequent; some of them, and the first
-    integer, make a click likelier; a tenth of all fields is missing.
+    Table i has about most_rows / (i + 1) categories, of which the first are far more frequent. Six of the categories
+    and the first integer influence the probability of a click. A tenth of all fields is missing.
+
+    Args:
+        path: the file to write.
+        displays: number of lines.
+        seed: seed of the random numbers.
+        most_rows: number of categories of the first table.
     """
     draw = random.Random(seed)
     sizes = [max(most_rows // (i + 1), 3) for i in range(CATEGORIES)]

@@ -17,14 +17,17 @@ _OVERLAP_LIMIT = 20_000
 
 
 def describe_data(dataset: Any, seed: int, name: str) -> DatasetInfo:
-    """Name, size and hash of a data set. Tensor data is hashed whole, other map data by 64 spread samples."""
+    """Return the name, size and hash of a data set.
+
+    Tensor data is hashed as a whole. Of other map-style data, 64 evenly spread samples are hashed.
+    """
     kind = type(dataset).__name__
     tensors = tensors_of(dataset)
     if not hasattr(dataset, "__len__"):
         return DatasetInfo(name=name, kind=kind, samples=None, sha256="", hash_covers="nothing: a stream is read once")
     count = len(dataset)
     if isinstance(getattr(dataset, "sha256", None), str):
-        sha, covers = dataset.sha256, "what the data set says of itself"
+        sha, covers = dataset.sha256, "as the data set states it"
     elif tensors is not None:
         sha, covers = _hash(_bytes(tensor) for tensor in tensors), f"all {count} samples"
     else:
@@ -38,7 +41,7 @@ def describe_data(dataset: Any, seed: int, name: str) -> DatasetInfo:
 
 
 def overlap(train: Any, test: Any, seed: int) -> int | None:
-    """Number of test samples that also occur, byte for byte, among the training samples; None if unknown."""
+    """Count the test samples that also occur, byte for byte, among the training samples; None if unknown."""
     sets = [train, test]
     if any(not hasattr(data, "__len__") or len(data) > _OVERLAP_LIMIT for data in sets):
         return None

@@ -1,4 +1,4 @@
-"""The cost of loading a sample of the user's data, measured on a few samples loaded as a run would load them."""
+"""The cost of loading a sample of the user's data, measured on a few samples that are loaded as in a run."""
 
 import time
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from tutti.machine import stolen_s
 _ENOUGH_S = 0.05
 _LONGEST_S = 0.5
 _FEWEST, _MOST = 4, 1024
-"""Bounds on the number of timed samples: at least a few that take long enough, unless they take too long."""
+"""Bounds on the number of timed samples. Between them, samples are added until their time can be measured."""
 
 
 class ResourceUsage(NamedTuple):
     """Counters of this process.
 
     Attributes:
-        wall_s: seconds, without those spent waiting for a core.
+        wall_s: elapsed seconds, without those spent waiting for a core.
         core_s: CPU seconds of the process.
-        nbytes: bytes that it asked the system to read.
-        stolen_s: seconds of any cores that the hypervisor gave to other machines.
+        nbytes: bytes that it read through system calls.
+        stolen_s: core seconds that the hypervisor gave to other machines, over all cores.
     """
 
     wall_s: float
@@ -39,17 +39,17 @@ class ResourceUsage(NamedTuple):
 
     @property
     def undisturbed_s(self) -> float:
-        """Seconds on an undisturbed machine. Time stolen while the process waits delays nothing."""
+        """Seconds that an undisturbed machine would have taken. Time stolen while the process waits delays nothing."""
         return self.wall_s - min(self.stolen_s, self.core_s)
 
 
 def read_usage() -> ResourceUsage:
-    """The counters now; 0 for those that the system lacks. Reads of memory-mapped files are not counted."""
+    """Read the counters; those that the system lacks are 0. Reads of memory-mapped files are not counted."""
     try:
         counters = psutil.Process().io_counters()
     except (AttributeError, psutil.Error, OSError):  # other systems, or containers that hide it
         counters = None
-    try:  # nanoseconds in which other work had the core
+    try:  # the second field: nanoseconds spent waiting for a core
         queued_s = 1e-9 * int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
         queued_s = 0.0
@@ -58,17 +58,25 @@ def read_usage() -> ResourceUsage:
 
 
 def measure_loading(source: DataSource, seed: int, read: Callable[[], ResourceUsage] = read_usage) -> Loading | None:
-    """Cost of a sample on one core, without storage; None if the data set raises or is empty.
+    """Measure the cost of loading a sample on one core, without storage.
 
-    Samples are read twice more after the first time and the quicker time counts, so that they come from the page cache;
-    the bytes read are reported instead. A data set that caches samples is measured with its cache.
+    After the first time, samples are read twice more, and the quicker time counts: they then come from the page cache.
+    The bytes read are reported separately. A data set that caches samples is measured with its cache.
+
+    Args:
+        source: the data.
+        seed: seed of the samples.
+        read: reads the counters of this process.
+
+    Returns:
+        The cost; None if the data set raises an error or is empty.
     """
     load = _from_stream(source) if source.is_stream else _from_map(source, seed)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as loaders' workers have it
+    torch.set_num_threads(1)  # as in the workers of a loader
     try:
         measured = _measure(load, read)
-    except Exception:  # the data set is the user's code; a run will say what is wrong with it
+    except Exception:  # the data set is the user's code; a run will report what is wrong with it
         return None
     finally:
         torch.set_num_threads(threads)
@@ -87,9 +95,9 @@ def measure_loading(source: DataSource, seed: int, read: Callable[[], ResourceUs
 
 
 def _measure(load: Callable[[int], int], read: Callable[[], ResourceUsage]) -> tuple[int, ResourceUsage] | None:
-    """(number of samples, their total cost), of as many samples as it takes to time them."""
+    """Load enough samples to time them; return their number and total cost, or None for an empty data set."""
     began = read()
-    asked = read().since(began).nbytes  # reading the counters is reading, too
+    overhead_nbytes = read().since(began).nbytes  # reading the counters is itself counted
     wanted = 1
     while True:
         count, first = _once(load, wanted, read)
@@ -101,7 +109,7 @@ def _measure(load: Callable[[int], int], read: Callable[[], ResourceUsage]) -> t
         spent_s = read().since(began).wall_s
         timed = wanted >= _FEWEST and cost.undisturbed_s >= _ENOUGH_S
         if timed or count < wanted or wanted >= _MOST or spent_s >= _LONGEST_S:
-            return count, cost._replace(nbytes=cost.nbytes - asked)
+            return count, cost._replace(nbytes=cost.nbytes - overhead_nbytes)
         wanted *= 4
 
 
@@ -112,7 +120,7 @@ def _once(load: Callable[[int], int], wanted: int, read: Callable[[], ResourceUs
 
 
 def _from_map(source: DataSource, seed: int) -> Callable[[int], int]:
-    """Loads n samples as one batch and returns how many there were: evenly spread ones if a run shuffles."""
+    """Return a function that loads n samples as one batch, evenly spread if the run shuffles, and counts them."""
     gather = source.collate is Collate().function
     samples, collate = SeededSamples(source.dataset, seed, "sample", gather=gather), Collate(source.collate)
     whole = len(source.dataset)

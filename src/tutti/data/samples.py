@@ -1,6 +1,6 @@
-"""The data that `prepare` got: its samples, each with its own seed, their order, and how they are collated.
+"""The data that `prepare` was given: its samples, each with its own seed, their order, and how they are collated.
 
-Augmentation draws from (seed, epoch, sample), so that it does not depend on the rank.
+Augmentation draws from a seed of (seed, epoch, sample), so it does not depend on the rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,9 +37,10 @@ class CollatedBatch:
 
 
 class SeededSamples(Dataset[Any]):
-    """A map dataset whose every access runs under seeds derived from (seed, stream, epoch, sample).
+    """A map dataset in which every access runs under a seed derived from (seed, stream, epoch, sample).
 
-    Tensor datasets draw nothing and are gathered whole, which is several times as fast as sample by sample.
+    With `gather`, a plain TensorDataset, which draws nothing, is indexed as a whole: several times faster than sample
+    by sample.
     """
 
     def __init__(self, dataset: Any, seed: int, stream: str, *, gather: bool) -> None:
@@ -69,12 +70,12 @@ class SeededSamples(Dataset[Any]):
 
 
 def tensors_of(dataset: Any) -> tuple[torch.Tensor, ...] | None:
-    """The tensors of a plain TensorDataset, or None."""
+    """Return the tensors of a plain TensorDataset; None for other datasets."""
     return tuple(dataset.tensors) if type(dataset) is TensorDataset else None
 
 
 def draws_nothing(dataset: Any) -> bool:
-    """Whether a dataset is known to draw no random numbers."""
+    """Return whether a dataset is known to draw no random numbers."""
     if type(dataset) is Subset:
         return draws_nothing(dataset.dataset)
     if type(dataset) is ConcatDataset:
@@ -84,7 +85,7 @@ def draws_nothing(dataset: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Collate:
-    """The user's collate function, which passes ready batches through. A class, so that workers can pickle it."""
+    """The user's collate function; passes collated batches through. A class, so that workers can pickle it."""
 
     function: Callable[[Any], Any] = default_collate
 
@@ -103,14 +104,23 @@ _PASSED_ON = (
 )
 _MEANINGS = {
     "batch_size": "the batch is Job's global_batch_size",
-    "drop_last": "say Job(last_batch='drop') or 'keep'",
-    "batch_sampler": "tutti cuts the batches itself; pass sampler=... to keep an order of your own",
+    "drop_last": "use Job(last_batch='drop') or 'keep'",
+    "batch_sampler": "tutti cuts the batches itself; pass sampler=... to keep your own order",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """Samples and how to read them. `sampler`: the user's own order of an epoch, if any."""
+    """Samples, and how to read them.
+
+    Attributes:
+        dataset: a map dataset or an iterable dataset.
+        shuffle: whether each epoch has a random order.
+        sampler: the user's own order of an epoch, if any.
+        collate: makes a batch of a list of samples.
+        tokens: tokens of every sample, or of each one.
+        options: further arguments for DataLoader.
+    """
 
     dataset: Any
     shuffle: bool = True
@@ -125,14 +135,24 @@ class DataSource:
 
     @property
     def samples(self) -> int | None:
-        """Number of samples, None for a stream."""
+        """Number of samples; None for a stream."""
         return None if self.is_stream else len(self.dataset)
 
 
 def read_source(
     data: Any, *, shuffle: bool | None, tokens: int | Sequence[int] | None, arguments: dict[str, Any]
 ) -> DataSource:
-    """Understand a map dataset, an iterable dataset or a DataLoader, with DataLoader arguments on top."""
+    """Read what `prepare` was given as data.
+
+    Args:
+        data: a map dataset, an iterable dataset or a DataLoader.
+        shuffle: whether to shuffle; None: as the DataLoader does, or True.
+        tokens: tokens of every sample, or of each one.
+        arguments: DataLoader arguments, which override those of a DataLoader.
+
+    Raises:
+        DataError: the data or an argument cannot be used.
+    """
     given = _from_loader(data) if isinstance(data, DataLoader) else {"dataset": data}
     unknown = set(arguments) - set(_PASSED_ON) - {"sampler", "collate_fn"}
     if unknown:
@@ -156,9 +176,9 @@ def _from_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     if type(loader.batch_sampler) not in (BatchSampler, type(None)):
         raise DataError(
             f"the DataLoader has its own batch sampler ({type(loader.batch_sampler).__name__}), which would decide the "
-            "batches; pass the dataset, with sampler=... to keep an order of your own"
+            "batches; pass the dataset, with sampler=... to keep your own order"
         )
-    found: dict[str, Any] = {
+    source: dict[str, Any] = {
         "dataset": loader.dataset,
         "collate": loader.collate_fn,
         "options": {name: getattr(loader, name) for name in _PASSED_ON if getattr(loader, name, None)},
@@ -167,12 +187,12 @@ def _from_loader(loader: DataLoader[Any]) -> dict[str, Any]:
         kind = type(loader.sampler)
         if isinstance(loader.sampler, DistributedSampler):
             raise DataError(
-                "the DataLoader has a DistributedSampler; tutti shares the data itself: remove the sampler and say "
-                "shuffle=True or False"
+                "the DataLoader has a DistributedSampler, but tutti divides the data itself; remove the sampler and "
+                "pass shuffle=True or False"
             )
-        found["shuffle"] = kind is not SequentialSampler
-        found["sampler"] = None if kind in (SequentialSampler, RandomSampler) else loader.sampler
-    return found
+        source["shuffle"] = kind is not SequentialSampler
+        source["sampler"] = None if kind in (SequentialSampler, RandomSampler) else loader.sampler
+    return source
 
 
 def _check(source: DataSource) -> None:

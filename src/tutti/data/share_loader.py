@@ -1,4 +1,4 @@
-"""The loader `prepare` returns: this rank's share of one global batch after another."""
+"""The loader that `prepare` returns: this rank's share of one global batch after another."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -17,10 +17,14 @@ from tutti.errors import DataError
 class ShareLoader:
     """Iterates over one epoch's global batches and yields this rank's share of each, collated.
 
+    `epoch`, `position` and `before` are the whole state of the data order, for any number of ranks.
+
     Attributes:
-        epoch, position, before: the sampler's whole state, for any number of ranks: the epoch, batches taken of it, and
-            batches of all epochs before.
+        epoch: number of the current epoch.
+        position: batches taken of the current epoch.
+        before: batches of all earlier epochs.
         share: this rank's share of the batch that was yielded last.
+        indices: samples of that global batch.
     """
 
     def __init__(self, source: DataSource, plan: Plan, seed: int, rank: int) -> None:
@@ -37,7 +41,11 @@ class ShareLoader:
         self._cached: tuple[tuple[int, int], Indices, Indices] | None = None
 
     def __len__(self) -> int:
-        """Global batches of the current epoch. Raises TypeError for a stream, whose length is unknown."""
+        """Return the number of global batches in the current epoch.
+
+        Raises:
+            TypeError: the data is a stream, whose length is unknown.
+        """
         if self.source.is_stream:
             raise TypeError("an IterableDataset has no length")
         return len(self.epoch_batches(self.epoch)[1]) - 1
@@ -56,19 +64,19 @@ class ShareLoader:
 
     @property
     def stated_size(self) -> int:
-        """The global batch size that the plan states for the batch that was yielded last (the first, before any)."""
+        """The global batch size that the plan states for the batch yielded last (before any, for the first)."""
         return self.plan.batch.size_at(max(self.before + self.position - 1, 0))
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of the global batch that was yielded last, where the batch counts tokens."""
+        """Tokens of the global batch that was yielded last; None where the batch counts samples."""
         tokens = self.source.tokens
         if self.plan.batch.unit != "tokens" or tokens is None:
             return None
         return tokens * len(self.indices) if isinstance(tokens, int) else sum(tokens[int(i)] for i in self.indices)
 
     def epoch_batches(self, epoch: int) -> tuple[Indices, Indices]:
-        """The order of an epoch's samples and the boundaries of its global batches."""
+        """Return the order of an epoch's samples and the boundaries of its global batches."""
         if self._cached is None or self._cached[0] != (epoch, self.before):
             if self.source.sampler is not None:
                 order = sampler_order(self.source.sampler, self.seed, epoch)
@@ -78,13 +86,13 @@ class ShareLoader:
             if len(bounds) < 2:
                 raise DataError(
                     f"an epoch of {len(order)} samples has no whole batch of {self.plan.batch.global_batch_size} "
-                    f"{self.plan.batch.unit} and last_batch='drop'; lower global_batch_size or say last_batch='keep'"
+                    f"{self.plan.batch.unit} and last_batch='drop'; lower global_batch_size or set last_batch='keep'"
                 )
             self._cached = ((epoch, self.before), order, bounds)
         return self._cached[1:]
 
     def _shares(self) -> Iterator[tuple[BatchShare, Indices]]:
-        """(share, indices of the whole global batch) from the current position to the end of the epoch."""
+        """Yield (share, sample indices of the global batch) from the current position to the end of the epoch."""
         order, bounds = self.epoch_batches(self.epoch)
         for begin, end in zip(bounds[self.position : -1], bounds[self.position + 1 :], strict=True):
             yield share_of(int(end - begin), self.rank, self.plan), order[begin:end]
@@ -108,7 +116,7 @@ class ShareLoader:
 
 
 class _Keys:
-    """The batch sampler: keys (epoch, index) of this rank's samples, batch by batch."""
+    """The batch sampler: yields the keys (epoch, index) of this rank's samples, batch by batch."""
 
     def __init__(self, loader: ShareLoader) -> None:
         self.loader = loader
@@ -122,8 +130,8 @@ class _Keys:
 class _StreamShares(IterableDataset[Any]):
     """A user's stream cut into global batches; yields (size, start, this rank's collated share).
 
-    Every rank reads the whole stream and keeps its share, so that the order does not depend on the number of
-    ranks. A resumed run reads again, and drops, the batches it already took.
+    Every rank reads the whole stream and keeps its share, so the order does not depend on the number of ranks. A
+    resumed run reads the batches that it has already taken once more, and drops them.
     """
 
     def __init__(self, source: DataSource, plan: Plan, seed: int, rank: int, place: tuple[int, int, int]) -> None:
@@ -146,7 +154,7 @@ class _StreamShares(IterableDataset[Any]):
             raise DataError(f"the stream {type(self.source.dataset).__name__} gave no sample; give at least one")
 
     def _seeded(self) -> Iterator[Any]:
-        """The samples; each is drawn under seeds of its own, as (seed, epoch, position)."""
+        """Yield the samples, each drawn under its own seed of (seed, epoch, position)."""
         with preserved_generators():
             seed_everything(derive_seed(self.seed, "stream", self.epoch))
             stream = iter(self.source.dataset)
@@ -160,16 +168,16 @@ class _StreamShares(IterableDataset[Any]):
             yield sample
 
     def _batches(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
-        batch, each = self.plan.batch, 1
+        batch, units_per_sample = self.plan.batch, 1
         if batch.unit == "tokens":
             if not isinstance(self.source.tokens, int):
                 raise DataError(
                     "a global batch of tokens from an IterableDataset needs samples of one length; pass prepare(..., "
                     "tokens=N), or give a dataset with __len__ and tokens=[...]"
                 )
-            each = self.source.tokens
+            units_per_sample = self.source.tokens
         number = self.before
-        while taken := list(islice(samples, size := max(batch.size_at(number) // each, 1))):
+        while taken := list(islice(samples, size := max(batch.size_at(number) // units_per_sample, 1))):
             if len(taken) < size and batch.last_batch == "drop":
                 return
             yield taken
@@ -177,7 +185,7 @@ class _StreamShares(IterableDataset[Any]):
 
 
 def first_samples(source: DataSource, seed: int, count: int) -> Any:
-    """The collated batch of the first `count` samples of epoch 0 in data order (fewer if there are fewer)."""
+    """Return the collated batch of the first `count` samples of epoch 0 in data order, or of all if there are fewer."""
     if source.is_stream:
         return source.collate(list(islice(iter(source.dataset), count)))
     samples = SeededSamples(source.dataset, seed, "sample", gather=False)

@@ -1,6 +1,6 @@
-"""Text that every machine already has, without a download, and its hash.
+"""Text that every machine has without a download, with its hash.
 
-Text is bytes; a byte is a token (256 of them). The data set cuts it into windows and asks for the next byte.
+Every byte is a token (256 of them). The data set cuts the text into windows and asks for the next byte.
 """
 
 import hashlib
@@ -16,12 +16,18 @@ from torch.utils.data import Dataset
 from tutti.errors import DataError
 
 LICENCES = Path("/usr/share/common-licenses")
-"""Where Debian and Ubuntu keep the texts of free licences (package base-files)."""
+"""Where Debian and Ubuntu store the texts of free licences (package base-files)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """Bytes with where they come from. `sha256` is of `content`."""
+    """Bytes and their origin.
+
+    Attributes:
+        content: the bytes.
+        sha256: hash of `content`.
+        description: where they come from.
+    """
 
     content: bytes
     sha256: str
@@ -29,9 +35,9 @@ class Text:
 
 
 def licence_text(folder: Path = LICENCES) -> Text:
-    """The licence texts of this system, in order of name, each file once (links to another are left out).
+    """Return the licence texts of this system in order of name, each file once (links to another file are left out).
 
-    Where there are none, the standard library's sources take their place, and the description says so.
+    Where there are none, the sources of the standard library take their place, and the description says so.
     """
     files = sorted({path.resolve() for path in folder.glob("*") if path.is_file()})
     if not files:
@@ -45,7 +51,11 @@ def licence_text(folder: Path = LICENCES) -> Text:
 
 
 def standard_library_text(nbytes: int = 1_000_000) -> Text:
-    """The first `nbytes` of Python's own standard library: its modules' sources by name (no packages)."""
+    """Return the first `nbytes` of Python's standard library: the sources of its modules by name, without packages.
+
+    Raises:
+        DataError: this Python has no sources.
+    """
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py"))
     if not files:
@@ -55,7 +65,15 @@ def standard_library_text(nbytes: int = 1_000_000) -> Text:
 
 
 def split_by_position(content: bytes, fraction: float = 0.9) -> tuple[bytes, bytes]:
-    """The first `fraction` of the text to train on and the rest to test on."""
+    """Split a text in two.
+
+    Args:
+        content: the text.
+        fraction: the part to train on, from the start; the rest is to test on.
+
+    Raises:
+        DataError: one part is empty.
+    """
     cut = int(len(content) * fraction)
     if not 0 < cut < len(content):
         raise DataError(
@@ -65,10 +83,10 @@ def split_by_position(content: bytes, fraction: float = 0.9) -> tuple[bytes, byt
 
 
 class TextWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a text: sample i is (inputs, target), both (length,) int64, target being one byte later.
+    """Windows of a text: sample i is (inputs, target), both (length,) int64, where the target is one byte later.
 
-    Windows begin every `stride` bytes (default: `length`, so that every byte is predicted at most once); a
-    shorter rest at the end is left out.
+    Windows begin every `stride` bytes (default: `length`, so that every byte is predicted at most once). A shorter rest
+    at the end is left out.
     """
 
     def __init__(self, content: bytes, length: int, stride: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Volumes in an HDF5 file, of which a rank reads only its part when samples are cut in space."""
+"""Volumes in an HDF5 file. When samples are cut in space, a rank reads only its part of each volume."""
 
 import hashlib
 import os
@@ -18,7 +18,12 @@ _MANY = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOfSpace:
-    """Rows (start, stop) along each of the last dims of a sample that is cut, and the extents of the whole."""
+    """The part of a volume that a rank reads.
+
+    Attributes:
+        rows: (start, stop) along each spatial dim.
+        extents: the spatial sizes of the whole volume.
+    """
 
     rows: tuple[tuple[int, int], ...]
     extents: tuple[int, ...]
@@ -29,12 +34,22 @@ class PartOfSpace:
 
 
 class Hdf5Volumes(Dataset[tuple[torch.Tensor, ...]]):
-    """Samples of an HDF5 file: sample i is row i of every data set of `names`, in that order, as tensors.
+    """Samples of an HDF5 file: sample i is row i of every data set in `names`, in that order, as tensors.
 
-    `names[0]` holds the volumes, (samples, channels, spatial dims); every data set whose last dims have the same
-    extents is spatial too (a label at each voxel) and is cut with it; others (a target vector) are read whole.
-    Opened anew in every process. `nbytes_read` counts the bytes of values that this process has read. Raises DataError
-    where h5py, the file or a data set is missing, or their numbers of samples differ.
+    The first of `names` holds the volumes: (samples, channels, spatial dims). Every data set whose last dims have the
+    same sizes is spatial too (a label at each voxel) and is cut with it. Others (a target vector) are read whole. Every
+    process opens the file for itself.
+
+    Args:
+        path: the file.
+        names: names of the data sets, the volumes first.
+        part: the part to read; None for whole volumes.
+
+    Attributes:
+        nbytes_read: bytes of values that this process has read.
+
+    Raises:
+        DataError: h5py, the file or a data set is missing, or the numbers of samples differ.
     """
 
     def __init__(self, path: str | Path, names: Sequence[str], *, part: PartOfSpace | None = None) -> None:
@@ -52,7 +67,7 @@ class Hdf5Volumes(Dataset[tuple[torch.Tensor, ...]]):
         if len(counts) != 1:
             raise DataError(
                 f"data sets of {self.path} have different numbers of samples: "
-                f"{dict(zip(self.names, (shape[:1] for shape in self.shapes), strict=True))}; give one row a sample"
+                f"{dict(zip(self.names, (shape[:1] for shape in self.shapes), strict=True))}; give one row per sample"
             )
 
     def __len__(self) -> int:
@@ -68,7 +83,11 @@ class Hdf5Volumes(Dataset[tuple[torch.Tensor, ...]]):
         return {**self.__dict__, "_opened": None}
 
     def extents(self, rank: int) -> tuple[int, ...]:
-        """The whole volume's `rank` spatial extents."""
+        """Return the `rank` spatial sizes of the whole volume.
+
+        Raises:
+            DataError: the volumes do not have `rank` spatial dims.
+        """
         if len(self.shapes[0]) != rank + 2:
             raise DataError(
                 f"data set {self.names[0]!r} of {self.path} has shape {self.shapes[0]}; samples cut in {rank} spatial "
@@ -77,13 +96,13 @@ class Hdf5Volumes(Dataset[tuple[torch.Tensor, ...]]):
         return self.shapes[0][2:]
 
     def part_of_space(self, rows: Sequence[tuple[int, int]]) -> "Hdf5Volumes":
-        """The same samples, of which only `rows` along each spatial dim are read."""
+        """Return the same samples, of which only `rows` (start, stop) along each spatial dim are read."""
         part = PartOfSpace(rows=tuple(rows), extents=self.extents(len(rows)))
         return Hdf5Volumes(self.path, self.names, part=part)
 
     @property
     def sha256(self) -> str:
-        """Hash of shapes, types and one plane of up to 64 samples: a fingerprint that reads little."""
+        """Hash of the shapes, the types and one plane of up to 64 samples: a fingerprint that reads little."""
         digest, file = hashlib.sha256(), self._file()
         for name, shape in zip(self.names, self.shapes, strict=True):
             digest.update(f"{name} {shape} {file[name].dtype}".encode())
@@ -102,7 +121,7 @@ class Hdf5Volumes(Dataset[tuple[torch.Tensor, ...]]):
         return values
 
     def _file(self) -> Any:
-        """The open file; a forked worker opens its own."""
+        """Return the open file; a forked worker opens its own."""
         if self._opened is None or self._opened[0] != os.getpid():
             try:
                 import h5py

@@ -1,4 +1,4 @@
-"""Model parts and annotations that torch lacks; all of them work on one device."""
+"""Modules and annotations that torch lacks; all of them work on one device."""
 
 from tutti.nn.embedding_tables import EmbeddingTables
 from tutti.nn.mixture import MixtureOfExperts, auxiliary_loss

@@ -1,9 +1,9 @@
 """Annotations: marks that a script sets on modules. They constrain how modules are placed and change nothing else.
 
-tutti.split(model.head)            parameters divided over the split axis
+tutti.split(model.head)            parameters are divided over the split axis
 tutti.replicate(model.backbone)    whole on every rank of that axis
 tutti.stage(model.layers[6:])      a pipeline stage begins here
-tutti.shard(model)                 optimizer state, gradients and parameters divided (ZeRO)
+tutti.shard(model)                 optimizer state, gradients and parameters are divided (ZeRO)
 """
 
 from collections.abc import Iterable
@@ -25,8 +25,9 @@ class Annotation:
     """One annotation.
 
     Attributes:
-        degree: number of ranks; None for as many as there are.
-        level: of shard.
+        kind: what is done with the module.
+        degree: number of ranks; None for as many as the axis has.
+        level: sharding level, for kind "shard".
     """
 
     kind: Literal["replicate", "split", "column", "row", "stage", "shard"]
@@ -35,22 +36,25 @@ class Annotation:
 
     @property
     def words(self) -> str:
-        """The call that made it."""
+        """The name of the function that made it."""
         return f"tutti.{'split' if self.kind in ('column', 'row') else self.kind}"
 
 
 def replicate(module: M) -> M:
-    """Keep `module` whole on every rank of the split axis; returns the module."""
+    """Keep `module` whole on every rank of the split axis; return the module."""
     return _mark(module, Annotation(kind="replicate"))
 
 
 def split(module: M, *, how: SplitKind = "split", degree: int | None = None) -> M:
-    """Divide the parameters of `module` over the split axis; returns the module.
+    """Divide the parameters of `module` over the split axis; return the module.
 
     Args:
         module: any module.
-        how: column or row for a linear layer, split for the way that suits the module.
+        how: column or row for a linear layer; split for the division that suits the module.
         degree: number of ranks of the split axis; None for as many as there are.
+
+    Raises:
+        PlanError: `how` or `degree` is invalid.
     """
     if how not in ("split", "column", "row"):
         raise PlanError(f"tutti.split(how={how!r}): use 'split', 'column' or 'row'")
@@ -58,7 +62,11 @@ def split(module: M, *, how: SplitKind = "split", degree: int | None = None) -> 
 
 
 def stage(module: M) -> M:
-    """Begin a pipeline stage at `module`, or at the first of a list of modules; returns it."""
+    """Begin a pipeline stage at `module`, or at the first module of a list; return `module`.
+
+    Raises:
+        PlanError: the list is empty.
+    """
     first = next(iter(module.children()), None) if isinstance(module, nn.ModuleList | nn.Sequential) else module
     if first is None:
         raise PlanError("tutti.stage got an empty list of modules; name the module at which a stage begins")
@@ -67,12 +75,15 @@ def stage(module: M) -> M:
 
 
 def shard(module: M, *, level: ShardLevel = 3, degree: int | None = None) -> M:
-    """Divide `module` over the shard axis; returns it.
+    """Divide `module` over the shard axis; return the module.
 
     Args:
         module: any module.
         level: 1 divides optimizer state, 2 gradients as well, 3 parameters as well.
         degree: number of ranks of the shard axis; None for as many as there are.
+
+    Raises:
+        PlanError: `level` or `degree` is invalid.
     """
     if level not in (1, 2, 3):
         raise PlanError(f"tutti.shard(level={level!r}): use 1, 2 or 3")
@@ -80,17 +91,18 @@ def shard(module: M, *, level: ShardLevel = 3, degree: int | None = None) -> M:
 
 
 def annotations(module: nn.Module) -> tuple[Annotation, ...]:
-    """The annotations of this module itself."""
+    """Return the annotations of this module itself, not those of modules inside it."""
     return tuple(getattr(module, "_tutti_annotations", ()))
 
 
 def _mark(module: M, annotation: Annotation) -> M:
-    """Annotate a module; an annotation of a slice of a ModuleList goes to its modules, because the slice is not part of
-    the model.
+    """Add an annotation to a module.
+
+    An annotation of a slice of a ModuleList goes to the modules in it, because the slice is not part of the model.
     """
     targets: Iterable[nn.Module] = module.children() if isinstance(module, nn.ModuleList) else [module]
-    for one in targets:
-        one._tutti_annotations = (*annotations(one), annotation)  # type: ignore[assignment]
+    for target in targets:
+        target._tutti_annotations = (*annotations(target), annotation)  # type: ignore[assignment]
     return module
 
 

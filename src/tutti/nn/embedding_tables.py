@@ -1,4 +1,4 @@
-"""Embedding tables that are looked up together, so that one exchange serves all of them on several devices."""
+"""Embedding tables that are looked up together, so that on several devices one exchange serves all of them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,18 +13,18 @@ from tutti.errors import ScriptError
 
 Mode = Literal["sum", "mean", "max"]
 Asked = Tensor | tuple[Tensor, Tensor]
-"""The lookups in one table: (batch, hots) rows, or (rows, offsets) for bags of different sizes."""
+"""The lookups in one table: rows (batch, hots), or (rows, offsets) for bags of different sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bags:
-    """Rows to look up in one table.
+    """Rows to look up in one table. The vectors of a bag are pooled into one.
 
     Attributes:
         rows: (n,), bag after bag.
         count: number of bags.
-        lengths: (count,), rows of each bag; None where all have as many.
-        weights: (n,), of each row, or None.
+        lengths: (count,), rows of each bag; None where all bags have equally many.
+        weights: (n,), weight of each row, or None.
     """
 
     rows: Tensor
@@ -42,7 +42,17 @@ class Bags:
 
 
 def bags_of(input: Tensor, offsets: Tensor | None, weights: Tensor | None, *, include_last: bool = False) -> Bags:
-    """The arguments of nn.EmbeddingBag as Bags. Raises ValueError where shapes do not agree, as torch does."""
+    """Return the arguments of nn.EmbeddingBag as Bags.
+
+    Args:
+        input: (batch, hots) rows, or (n,) rows with `offsets`.
+        offsets: (bags,), where each bag begins; with `include_last` also the end of the last one.
+        weights: one for each row, in the shape of `input`.
+        include_last: as include_last_offset of nn.EmbeddingBag.
+
+    Raises:
+        ValueError: shapes do not agree, as in torch.
+    """
     if weights is not None and weights.shape != input.shape:
         raise ValueError(f"per_sample_weights have shape {tuple(weights.shape)}, input {tuple(input.shape)}")
     flat = None if weights is None else weights.reshape(-1)
@@ -57,21 +67,21 @@ def bags_of(input: Tensor, offsets: Tensor | None, weights: Tensor | None, *, in
 
 
 class Lookup(Protocol):
-    """How tables are looked up. The result of `start` waits for the vectors: one (bags, width) a table."""
+    """How tables are looked up. The result of `start` waits for the vectors: one tensor (bags, width) per table."""
 
     def start(self, tables: Sequence[nn.EmbeddingBag], bags: Sequence[Bags]) -> Callable[[], list[Tensor]]: ...
 
 
 class Here:
-    """All tables are on this device."""
+    """Looks up tables that are all on this device."""
 
     def start(self, tables: Sequence[nn.EmbeddingBag], bags: Sequence[Bags]) -> Callable[[], list[Tensor]]:
-        found = [pooled(table, bag) for table, bag in zip(tables, bags, strict=True)]
-        return lambda: found
+        vectors = [pooled(table, bag) for table, bag in zip(tables, bags, strict=True)]
+        return lambda: vectors
 
 
 def pooled(table: nn.EmbeddingBag, bags: Bags) -> Tensor:
-    """(count, width): the bags' vectors from a table on this device."""
+    """Look up the bags' vectors, (count, width), in a table on this device."""
     return F.embedding_bag(
         bags.rows,
         table.weight,
@@ -85,18 +95,28 @@ def pooled(table: nn.EmbeddingBag, bags: Bags) -> Tensor:
 
 
 class EmbeddingTables(nn.Module):
-    """Tables of `sizes[i]` rows of one width: rows (batch, tables) or (batch, tables, hots) -> (batch, tables, width).
+    """Embedding tables of one width that are looked up together.
 
-    Also a list with one entry a table: (batch, hots), or (rows, offsets) for bags of differing sizes. A bag's vectors
-    are pooled by `mode`; `weights` (for "sum") have the shape of the rows. Initial values are uniform in
-    +-sqrt(1 / rows) (Naumov et al. 2019, DLRM, arXiv 1906.00091). Parameters: `tables.0.weight`, ...: (rows, width).
+    Maps rows (batch, tables) or (batch, tables, hots) to vectors (batch, tables, width). Rows may also be a list with
+    one entry per table: (batch, hots), or (rows, offsets) for bags of different sizes. The vectors of a bag are pooled
+    by `mode`. `weights` (for mode "sum") have the shape of the rows.
 
-    On a mesh with a `table` axis the tables are divided over ranks, and one exchange finds all vectors. `start` begins
-    it and returns what waits for the result, so that other layers can compute meanwhile:
+    On a mesh with a `table` axis, the tables are divided over ranks, and one exchange finds all vectors. `start` begins
+    the exchange and returns a function that waits for its result, so that other layers can compute meanwhile:
 
         vectors = self.tables.start(categories)
         dense = self.bottom(x)
         ... vectors() ...
+
+    The parameters are `tables.0.weight`, ...: (rows, width). Initial values are uniform in +-sqrt(1 / rows) (Naumov et
+    al. 2019, DLRM, arXiv 1906.00091).
+
+    Args:
+        sizes: number of rows of each table.
+        width: length of the vectors.
+        mode: how the vectors of a bag are pooled.
+        sparse: whether gradients are sparse tensors.
+        device, dtype: of the parameters.
     """
 
     def __init__(
@@ -114,13 +134,13 @@ class EmbeddingTables(nn.Module):
             raise ScriptError("EmbeddingTables got no sizes; give the number of rows of at least one table")
         made: dict[str, Any] = {"mode": mode, "sparse": sparse, "device": device, "dtype": dtype}
         self.width = width
-        # No list: its elements would be blocks, which may be recomputed or sharded one by one, as they are called.
+        # Not a ModuleList: its elements would count as blocks, which may be recomputed or sharded one by one.
         self.tables = nn.ModuleDict({str(i): nn.EmbeddingBag(rows, width, **made) for i, rows in enumerate(sizes)})
         self.lookup: Lookup = Here()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in +-sqrt(1 / rows)."""
+        """Draw parameters uniformly from +-sqrt(1 / rows)."""
         for table in self._bags():
             bound = math.sqrt(1 / table.num_embeddings)
             nn.init.uniform_(table.weight, -bound, bound)
@@ -131,18 +151,26 @@ class EmbeddingTables(nn.Module):
     def start(
         self, rows: Tensor | Sequence[Asked], weights: Tensor | Sequence[Tensor] | None = None
     ) -> Callable[[], Tensor]:
-        """Begin looking up; the result, when called, is what forward returns."""
+        """Begin looking up vectors.
+
+        Args:
+            rows: rows of every table.
+            weights: weight of each row, in the shape of `rows`; None for no weights.
+
+        Returns:
+            A function that waits for the vectors and returns what `forward` returns.
+        """
         tables = self._bags()
         asked = list(rows.unbind(1)) if isinstance(rows, Tensor) else list(rows)
-        each: Sequence[Tensor | None] = [None] * len(tables)
+        table_weights: Sequence[Tensor | None] = [None] * len(tables)
         if weights is not None:
-            each = weights.unbind(1) if isinstance(weights, Tensor) else weights
-        if len(asked) != len(tables) or len(each) != len(tables):
+            table_weights = weights.unbind(1) if isinstance(weights, Tensor) else weights
+        if len(asked) != len(tables) or len(table_weights) != len(tables):
             raise ScriptError(
-                f"EmbeddingTables has {len(tables)} tables, and was asked for rows of {len(asked)}, with weights for "
-                f"{len(each)}; give (batch, tables), (batch, tables, hots), or a list with one entry a table"
+                f"EmbeddingTables has {len(tables)} tables, but got rows for {len(asked)} and weights for "
+                f"{len(table_weights)}; give (batch, tables), (batch, tables, hots), or a list with one entry per table"
             )
-        bags = [_bags(one, weight) for one, weight in zip(asked, each, strict=True)]
+        bags = [_bags(lookup, weight) for lookup, weight in zip(asked, table_weights, strict=True)]
         wait = self.lookup.start(tables, bags)
         return lambda: torch.stack(wait(), 1)
 

@@ -1,8 +1,8 @@
 """Mixture of experts: a gate sends every token to one or two of many feed-forward networks.
 
 Top-1: Fedus, Zoph and Shazeer 2022, Switch Transformers (arXiv 2101.03961). Top-2: Lepikhin et al. 2021, GShard (arXiv
-2006.16668), every second choice kept while there is room. The module runs on one device; on many, `exchange` makes the
-ranks that share a microbatch slice route it as one device would.
+2006.16668); every second choice is kept while the expert has capacity left. The module runs on one device. On several,
+`exchange` makes the ranks that share a microbatch slice route it as one device would.
 """
 
 import math
@@ -24,9 +24,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """What the ranks that share a slice know of each other. `counts`: (ranks, top_k, experts), int64 on the CPU, tokens
-    that chose an expert first, second; `rank`: whose row is this rank's; `mass`: (experts,), the gate's probabilities
-    summed over all their tokens, with gradient.
+    """What the ranks that share a microbatch slice know about each other's tokens.
+
+    Attributes:
+        counts: (ranks, top_k, experts), int64 on the CPU: tokens that chose an expert first, second.
+        rank: which row of `counts` is this rank's.
+        mass: (experts,), the gate's probabilities added up over the tokens of all ranks, with gradient.
     """
 
     counts: Tensor
@@ -38,8 +41,10 @@ class Routing:
         return int(self.counts[:, 0].sum())
 
     def kept(self, capacity: int | None) -> Tensor:
-        """How many of `counts` fit: an expert takes `capacity` tokens, all first choices before any second one, each
-        in the order of the slice (ranks in order, tokens in order within a rank).
+        """Return how many of `counts` fit into the experts' capacity.
+
+        An expert takes `capacity` tokens: all first choices before any second one, each in the order of the slice
+        (ranks in order, and tokens in order within a rank).
         """
         if capacity is None:
             return self.counts
@@ -52,8 +57,13 @@ class Routing:
 
 @dataclass(slots=True)
 class Tally:
-    """What one mixture has counted while training, since `take_tallies`: choices of tokens, how many of them found no
-    room, and the load-balancing losses of `passes` forward passes, added up. Over all ranks that share a slice.
+    """What one mixture has counted while training, since `take_tallies`, over all ranks that share a slice.
+
+    Attributes:
+        assigned: choices of tokens.
+        dropped: choices that exceeded an expert's capacity.
+        passes: forward passes.
+        balance: sum of the load-balancing losses of these passes.
     """
 
     assigned: int = 0
@@ -68,26 +78,29 @@ class Tally:
 
 
 class ExpertExchange(Protocol):
-    """How a mixture meets the ranks that share its slice. `recomputing`: forward runs again within backward."""
+    """How a mixture communicates with the ranks that share its slice.
+
+    `recomputing`: whether forward runs again within backward.
+    """
 
     @property
     def recomputing(self) -> bool: ...
 
     def agree(self, counts: Tensor, mass: Tensor, *, training: bool) -> Routing:
-        """The slice's routing from this rank's counts (top_k, experts) and probability mass (experts,)."""
+        """Agree on the slice's routing, from this rank's counts (top_k, experts) and probability mass (experts,)."""
 
     def compute(self, experts: "Experts", rows: Tensor, kept: Tensor) -> Tensor:
-        """Results of `rows` (n, width), ordered by expert, wherever the experts are; `kept`: (ranks, experts)."""
+        """Compute `rows` (n, width), ordered by expert, wherever the experts are; `kept`: (ranks, experts)."""
 
 
 class Experts(Protocol):
-    """What an exchange needs of a mixture: rows ordered by expert, and how many each of its experts gets."""
+    """What an exchange needs of a mixture: computing rows that are ordered by expert."""
 
     def run_experts(self, rows: Tensor, sizes: Sequence[int]) -> Tensor: ...
 
 
 class SingleDevice:
-    """One device: nothing to exchange."""
+    """The exchange of one device: there is nothing to exchange."""
 
     @property
     def recomputing(self) -> bool:
@@ -101,22 +114,38 @@ class SingleDevice:
 
 
 class MixtureOfExperts(nn.Module):
-    """(..., width) -> (..., width): each token goes to the `top_k` experts its gate likes best.
+    """Mixture of experts, (..., width) -> (..., width): each token goes to the `top_k` experts its gate prefers.
 
     Top-1 weighs an expert's result by the gate's probability, top-2 by the two probabilities normalised to 1. While
     training, an expert takes ceil(capacity_factor * top_k * tokens / experts) tokens of the microbatch slice, over all
-    ranks that share it: first choices before second ones, each in the slice's order. A token that finds no room gets
-    nothing (0) from that expert, so put a residual connection around the module. In evaluation, and with
+    ranks that share it: first choices before second ones, each in the slice's order. A token beyond an expert's
+    capacity gets 0 from it, so put a residual connection around the module. In evaluation, and with
     capacity_factor=None, nothing is dropped.
-
-    `auxiliary_loss`: of the last forward while training, E * sum(f_i P_i) (Switch, equation 4), with f_i the fraction
-    of the slice's tokens whose first choice is expert i and P_i the mean probability; 1 when balanced; 0 in evaluation.
-    Add it to the loss, times a coefficient (Switch: 0.01): see `auxiliary_loss(model)`.
-    `assigned`, `dropped`: choices of the slice's tokens in the last forward, and how many of them found no room.
 
     Parameters: `gate.weight` (experts, width), `input_weight` (experts, width, hidden), `input_bias` (experts, hidden),
     `output_weight` (experts, hidden, width), `output_bias` (experts, width). The gate computes in its parameters' own
     precision, also under autocast (Switch, section 2.4).
+
+    Args:
+        width: size of a token's vector.
+        hidden: hidden size of each expert.
+        experts: number of experts.
+        top_k: 1 or 2.
+        capacity_factor: capacity of an expert, relative to an even share of the choices; None for no limit.
+        activation: between an expert's two layers.
+        bias: whether the layers have biases.
+        device, dtype: of the parameters.
+
+    Attributes:
+        auxiliary_loss: load-balancing loss of the last forward: while training experts * sum(f_i P_i) (Switch, equation
+            4), where f_i is the fraction of the slice's tokens whose first choice is expert i, and P_i the mean
+            probability. It is 1 when balanced, and 0 in evaluation. Add it to the loss, times a coefficient (Switch:
+            0.01): see `auxiliary_loss(model)`.
+        assigned: choices of the slice's tokens in the last forward.
+        dropped: how many of them exceeded an expert's capacity.
+
+    Raises:
+        ScriptError: an argument is invalid.
     """
 
     def __init__(
@@ -149,7 +178,7 @@ class MixtureOfExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1 / sqrt(inputs), as nn.Linear's."""
+        """Draw parameters uniformly from +-1 / sqrt(inputs), as nn.Linear does."""
         pairs = ((self.input_weight, self.input_bias), (self.output_weight, self.output_bias))
         for weight, bias in pairs:
             bound = 1 / math.sqrt(weight.shape[1])
@@ -161,7 +190,7 @@ class MixtureOfExperts(nn.Module):
         return f"{self.width}, {self.hidden}, experts={self.experts}, top_k={self.top_k}"
 
     def capacity(self, tokens: int) -> int | None:
-        """Tokens that each expert takes of a slice of `tokens`; None: all."""
+        """Return how many tokens each expert takes of a slice of `tokens`; None for all."""
         if self.capacity_factor is None or not self.training:
             return None
         return max(math.ceil(self.capacity_factor * self.top_k * tokens / self.experts), 1)
@@ -183,7 +212,15 @@ class MixtureOfExperts(nn.Module):
         return output.reshape(input.shape).to(input.dtype)
 
     def run_experts(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Results (n, width) of `rows` (n, width) that are ordered by expert: `sizes[i]` for the i-th one here."""
+        """Run each of this rank's experts on its rows.
+
+        Args:
+            rows: (n, width), ordered by expert.
+            sizes: number of rows of each expert on this rank.
+
+        Returns:
+            (n, width), in the same order.
+        """
         activation = _ACTIVATIONS[self.activation]
         parts = zip(
             torch.split(rows, list(sizes)),
@@ -196,7 +233,7 @@ class MixtureOfExperts(nn.Module):
         return torch.cat([_affine(activation(_affine(part, w, b)), v, c) for part, w, b, v, c in parts])
 
     def _choose(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts (top_k, tokens) in order of preference, and the weights (top_k, tokens) of their results."""
+        """Choose experts (top_k, tokens), in order of preference, and the weights (top_k, tokens) of their results."""
         first = probabilities.argmax(-1)
         if self.top_k == 1:
             choices = first[None]
@@ -207,8 +244,11 @@ class MixtureOfExperts(nn.Module):
         return choices, weights / weights.sum(0, keepdim=True)
 
     def _route(self, choices: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """What every rank's tokens keep, (ranks, experts); and this rank's kept choices ordered by expert, each as
-        choice * tokens + token.
+        """Find which choices fit into the experts' capacity.
+
+        Returns:
+            How many choices every rank's tokens keep, (ranks, experts); and this rank's kept choices ordered by expert,
+            each as choice * tokens + token.
         """
         counts = torch.stack([torch.bincount(choice, minlength=self.experts) for choice in choices])
         routing = self.exchange.agree(counts, probabilities.sum(0), training=self.training)
@@ -238,7 +278,7 @@ class MixtureOfExperts(nn.Module):
             self.tally.balance = self.tally.balance + self.auxiliary_loss.detach()
 
     def _shapes(self, rows: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Without values there is no routing: every expert gets its fair share, as far as it has room."""
+        """Route tensors without values: every expert gets an equal share, as far as its capacity allows."""
         self.auxiliary_loss = probabilities.sum() / len(rows) if self.training else probabilities.new_zeros(())
         fair = len(rows) * self.top_k // self.experts
         size = min(fair, self.capacity(len(rows)) or fair)
@@ -246,39 +286,44 @@ class MixtureOfExperts(nn.Module):
         return kept, torch.empty(size * self.experts, dtype=torch.int64, device=rows.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied or saved model has no loss of a pass that is over."""
+        """Leave out the loss of the last forward pass: a copied or saved model has none."""
         return {**self.__dict__, "auxiliary_loss": torch.zeros(())}
 
 
 def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
-    """The mixtures of experts within `model`."""
+    """Return the mixtures of experts within `model`."""
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """The sum of the load-balancing losses of all mixtures in `model`, of the forward pass that was last.
+    """Add up the load-balancing losses of all mixtures in `model`, from their last forward pass.
 
-    For the loss function: `loss + 0.01 * auxiliary_loss(model)`. It is the slice's, the same on all ranks that share
-    it. A mixture that one forward pass calls twice counts with its last call.
+    Use it in the loss function: `loss + 0.01 * auxiliary_loss(model)`. It is that of the whole slice, the same on all
+    ranks that share it. A mixture that one forward pass calls twice counts with its last call.
+
+    Raises:
+        ScriptError: the model has no MixtureOfExperts.
     """
     losses = [module.auxiliary_loss for module in mixtures(model)]
     if not losses:
-        raise ScriptError("auxiliary_loss got a model without a MixtureOfExperts; leave the term out of the loss")
+        raise ScriptError("auxiliary_loss got a model without a MixtureOfExperts; leave this term out of the loss")
     return torch.stack([loss.to(losses[-1].device) for loss in losses]).sum()
 
 
 def take_tallies(model: nn.Module) -> dict[str, Tally]:
-    """What the mixtures of `model` counted since the last call, by their names; empty for a model without one."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
-    tallies = {name: module.tally for name, module in found.items()}
-    for module in found.values():
+    """Return what the mixtures of `model` counted since the last call, by module name, and reset their counters."""
+    by_name = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+    tallies = {name: module.tally for name, module in by_name.items()}
+    for module in by_name.values():
         module.tally = Tally()
     return tallies
 
 
 def _check(experts: int, top_k: int, capacity_factor: float | None, activation: str) -> None:
     if top_k not in (1, 2) or experts < top_k:
-        raise ScriptError(f"MixtureOfExperts: top_k = {top_k} of {experts} experts; use 1 or 2, of as many or more")
+        raise ScriptError(
+            f"MixtureOfExperts: top_k = {top_k} of {experts} experts; use 1 or 2, and at least as many experts"
+        )
     if capacity_factor is not None and not capacity_factor > 0:
         raise ScriptError(f"MixtureOfExperts: capacity_factor = {capacity_factor}; give a number above 0, or None")
     if activation not in _ACTIVATIONS:

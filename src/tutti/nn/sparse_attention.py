@@ -1,9 +1,9 @@
-"""Block-sparse attention: each block of queries sees only some blocks of keys, and only those are touched.
+"""Block-sparse attention: each block of queries sees only some blocks of keys, and only those are computed.
 
 The patterns of Longformer (Beltagy, Peters and Cohan 2020, arXiv 2004.05150), BigBird (Zaheer et al. 2020, arXiv
 2007.14062) and Sparse Transformer (Child et al. 2019, arXiv 1904.10509) are unions of a few simple ones. For a pattern
-with a fixed number of key blocks a query block, time and memory grow linearly with the sequence. Forward keeps the
-output and one log-sum-exp a row; backward computes probabilities again, tile by tile (Dao et al. 2022, arXiv
+with a fixed number of key blocks per query block, time and memory grow linearly with the sequence. Forward saves the
+output and one log-sum-exp per row; backward computes the probabilities again, tile by tile (Dao et al. 2022, arXiv
 2205.14135).
 """
 
@@ -21,15 +21,20 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from tutti.errors import ScriptError
 
 TILE_ELEMENTS = 2**22
-"""Scores held at a time, about."""
+"""Approximate number of scores that are in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPattern:
-    """Which keys each query may see, by blocks of `block_size` tokens; data, and a `|` of two is their union.
+    """Which keys each query may see, by blocks of `block_size` tokens. `a | b` is the union of two patterns.
 
-    `length`: tokens of the sequence (the last block may be short); `seen[i]`: the key blocks that query block i sees,
-    ascending.
+    Attributes:
+        length: tokens of the sequence; the last block may be short.
+        block_size: tokens of a block.
+        seen: for each block of queries, the key blocks that it sees, ascending.
+
+    Raises:
+        ScriptError: `seen` does not have one ascending tuple per block.
     """
 
     length: int
@@ -40,13 +45,13 @@ class BlockPattern:
         blocks = number_of_blocks(self.length, self.block_size)
         if len(self.seen) != blocks:
             raise ScriptError(
-                f"a pattern for {self.length} tokens in blocks of {self.block_size} has {blocks} rows of blocks, not "
-                f"{len(self.seen)}; give seen one tuple for each"
+                f"a pattern for {self.length} tokens in blocks of {self.block_size} has {blocks} rows of blocks, but "
+                f"seen has {len(self.seen)}; give one tuple for each row"
             )
         for number, row in enumerate(self.seen):
             if list(row) != sorted(set(row)) or (row and not 0 <= row[0] <= row[-1] < blocks):
                 raise ScriptError(
-                    f"seen[{number}] = {row}; give ascending numbers of blocks, each once, from 0 to {blocks - 1}"
+                    f"seen[{number}] = {row}; give distinct block numbers from 0 to {blocks - 1} in ascending order"
                 )
 
     def __or__(self, other: "BlockPattern") -> "BlockPattern":
@@ -59,11 +64,11 @@ class BlockPattern:
 
     @property
     def density(self) -> float:
-        """Share of all pairs of blocks that is computed (without a causal mask)."""
+        """Fraction of all pairs of blocks that is computed, without a causal mask."""
         return sum(map(len, self.seen)) / len(self.seen) ** 2
 
     def mask(self, *, causal: bool = False) -> torch.Tensor:
-        """The pattern as a dense (length, length) mask, True where a query (row) may see a key."""
+        """Return the pattern as a dense (length, length) mask, True where a query (row) may see a key."""
         blocks = torch.zeros(len(self.seen), len(self.seen), dtype=torch.bool)
         for number, row in enumerate(self.seen):
             blocks[number, list(row)] = True
@@ -73,21 +78,21 @@ class BlockPattern:
 
 
 def number_of_blocks(length: int, block_size: int) -> int:
-    """Blocks that cover a sequence; the last may be short."""
+    """Return how many blocks cover a sequence; the last may be short."""
     if length < 1 or block_size < 1:
         raise ScriptError(f"length = {length}, block_size = {block_size}; give numbers of 1 or more")
     return -(-length // block_size)
 
 
 def sliding_window(length: int, block_size: int, blocks: int = 1) -> BlockPattern:
-    """Every block sees itself and `blocks` neighbours on either side."""
+    """Return the pattern in which every block sees itself and `blocks` neighbours on either side."""
     count = number_of_blocks(length, block_size)
     rows = (range(max(0, i - blocks), min(count, i + blocks + 1)) for i in range(count))
     return BlockPattern(length=length, block_size=block_size, seen=tuple(map(tuple, rows)))
 
 
 def global_tokens(length: int, block_size: int, tokens: Iterable[int] = (0,)) -> BlockPattern:
-    """The blocks that hold `tokens` see everything and are seen by everything."""
+    """Return the pattern in which the blocks that hold `tokens` see everything and are seen by everything."""
     count = number_of_blocks(length, block_size)
     tokens = list(tokens)
     if any(not 0 <= token < length for token in tokens):
@@ -99,7 +104,10 @@ def global_tokens(length: int, block_size: int, tokens: Iterable[int] = (0,)) ->
 
 
 def random_blocks(length: int, block_size: int, blocks: int, *, seed: int, causal: bool = False) -> BlockPattern:
-    """Every block sees `blocks` others drawn at random (of those not after it if `causal`); fewer where there are."""
+    """Return the pattern in which every block sees `blocks` random blocks, or all where there are fewer.
+
+    With `causal`, blocks are drawn from those up to and including the block itself.
+    """
     count = number_of_blocks(length, block_size)
     draw = random.Random(seed)
     reach = [i + 1 if causal else count for i in range(count)]
@@ -108,7 +116,7 @@ def random_blocks(length: int, block_size: int, blocks: int, *, seed: int, causa
 
 
 def strided(length: int, block_size: int, stride: int) -> BlockPattern:
-    """Every block sees those a multiple of `stride` blocks away (Child et al. 2019, section 4.2)."""
+    """Return the pattern in which blocks see all those a multiple of `stride` away (Child et al. 2019, section 4.2)."""
     count = number_of_blocks(length, block_size)
     if stride < 1:
         raise ScriptError(f"stride = {stride}; give a number of blocks of 1 or more")
@@ -119,7 +127,16 @@ def strided(length: int, block_size: int, stride: int) -> BlockPattern:
 def big_bird(
     length: int, block_size: int, *, window: int = 1, first: int = 1, chosen: int = 3, seed: int = 0
 ) -> BlockPattern:
-    """`window` neighbours, `first` global blocks and `chosen` random ones (Zaheer et al. 2020, section 2)."""
+    """Return the pattern of BigBird (Zaheer et al. 2020, section 2).
+
+    Args:
+        length: tokens of the sequence.
+        block_size: tokens of a block.
+        window: neighbours that every block sees on either side.
+        first: blocks at the start that see everything and are seen by everything.
+        chosen: random blocks that every block sees.
+        seed: seed of the random blocks.
+    """
     whole = range(0, min(first * block_size, length), block_size)
     pattern = sliding_window(length, block_size, window) | global_tokens(length, block_size, whole)
     return pattern | random_blocks(length, block_size, chosen, seed=seed)
@@ -135,11 +152,22 @@ def block_sparse_attention(
     scale: float | None = None,
     keep: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T scale) v over the keys that `pattern` shows each query.
+    """Compute softmax(q k^T scale) v over the keys that `pattern` lets each query see.
 
-    query: (batch, heads, length, d); key, value: (batch, key_heads, length, d or d_v), key_heads a divisor of heads.
-    `causal`: no key after the query; `scale`: 1 / sqrt(d) if None; `keep`: (batch, length), False for padding keys.
-    Returns (batch, heads, length, d_v); a query that sees no key gets 0. Raises ScriptError for shapes that do not fit.
+    Args:
+        query: (batch, heads, length, d).
+        key: (batch, key_heads, length, d), where key_heads divides heads.
+        value: (batch, key_heads, length, d_v).
+        pattern: which blocks of keys each block of queries sees.
+        causal: whether queries see no later keys.
+        scale: factor of the scores; None: 1 / sqrt(d).
+        keep: (batch, length), False for padding keys; None: no padding.
+
+    Returns:
+        (batch, heads, length, d_v). A query that sees no key gets 0.
+
+    Raises:
+        ScriptError: shapes do not fit.
     """
     _check(query, key, value, pattern, keep)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -162,7 +190,10 @@ def dense_attention(
     scale: float | None = None,
     keep: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same by one masked softmax over all pairs: the reference, with memory quadratic in the length."""
+    """Compute the same as `block_sparse_attention` with one masked softmax over all pairs of tokens.
+
+    This is the reference; its memory is quadratic in the length.
+    """
     _check(query, key, value, pattern, keep)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -175,9 +206,13 @@ def dense_attention(
 
 
 class BlockSparseSelfAttention(nn.Module):
-    """Self-attention of `heads` heads over the blocks of a pattern: (batch, seq, width) -> (batch, seq, width).
+    """Self-attention over the blocks of a pattern: (batch, seq, width) -> (batch, seq, width).
 
-    `pattern(length)` gives the pattern of a sequence, e.g. functools.partial(big_bird, block_size=64).
+    Args:
+        width: size of a token's vector.
+        heads: number of heads.
+        pattern: (length) -> the pattern of a sequence, such as functools.partial(big_bird, block_size=64).
+        causal: whether queries see no later keys.
     """
 
     def __init__(self, width: int, heads: int, pattern: Callable[[int], BlockPattern], *, causal: bool = False) -> None:
@@ -190,7 +225,7 @@ class BlockSparseSelfAttention(nn.Module):
         self._patterns: dict[int, BlockPattern] = {}
 
     def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        """`keep`: (batch, seq), False for padding."""
+        """Attend over x (batch, seq, width); `keep`: (batch, seq), False for padding."""
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         if length not in self._patterns:
@@ -201,7 +236,12 @@ class BlockSparseSelfAttention(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Query blocks that see about as many key blocks: `rows` (n,), `columns` (n, slots), -1 where a slot is empty."""
+    """Query blocks that see about equally many key blocks.
+
+    Attributes:
+        rows: (n,), numbers of the query blocks.
+        columns: (n, slots), the key blocks that each sees; -1 where a slot is empty.
+    """
 
     rows: torch.Tensor
     columns: torch.Tensor
@@ -209,22 +249,26 @@ class _Rows:
 
 @functools.lru_cache(maxsize=64)
 def _groups(pattern: BlockPattern, causal: bool, device: torch.device) -> tuple[_Rows, ...]:
-    """All rows, grouped by the number of key blocks they see (up to the next power of 2), so that little is padded."""
+    """Group all query blocks by the number of key blocks they see, up to the next power of 2, to pad little."""
     grouped: dict[int, list[tuple[int, Sequence[int]]]] = {}
     for number, row in enumerate(pattern.seen):
         columns = [column for column in row if column <= number] if causal else row
         if columns:
             grouped.setdefault((len(columns) - 1).bit_length(), []).append((number, columns))
-    found = []
+    groups = []
     for members in grouped.values():
         slots = max(len(columns) for _, columns in members)
         table = [[*columns, *[-1] * (slots - len(columns))] for _, columns in members]
-        found.append(_Rows(torch.tensor([n for n, _ in members], device=device), torch.tensor(table, device=device)))
-    return tuple(found)
+        groups.append(_Rows(torch.tensor([n for n, _ in members], device=device), torch.tensor(table, device=device)))
+    return tuple(groups)
 
 
 class _BlockSparse(torch.autograd.Function):
-    """Tensors inside are blocked: (batch, key_heads, blocks, tokens of a block, d), queries (.., group x tokens, d)."""
+    """Attention on tensors in blocks.
+
+    Keys and values are (batch, key_heads, blocks, tokens of a block, d); queries have group x tokens in place of
+    tokens.
+    """
 
     @staticmethod
     def forward(
@@ -263,12 +307,12 @@ class _BlockSparse(torch.autograd.Function):
         for rows, columns in _tiles(pattern, causal, q):
             scores = _scores(q, k, rows, columns, keep, pattern, causal, scale, group)
             probabilities = _probabilities(scores, lse[:, :, rows])
-            some, keys = grads[:, :, rows], _gathered(k, columns)
-            slope = (some @ _gathered(v, columns).transpose(-2, -1)).to(lse.dtype) - delta[:, :, rows, :, None]
+            tile_grads, keys = grads[:, :, rows], _gathered(k, columns)
+            slope = (tile_grads @ _gathered(v, columns).transpose(-2, -1)).to(lse.dtype) - delta[:, :, rows, :, None]
             slope = (slope * probabilities * scale).to(q.dtype)
             grad_q[:, :, rows] = (slope @ keys).to(lse.dtype)
             _scatter(grad_k, columns, slope.transpose(-2, -1) @ q[:, :, rows])
-            _scatter(grad_v, columns, probabilities.to(v.dtype).transpose(-2, -1) @ some)
+            _scatter(grad_v, columns, probabilities.to(v.dtype).transpose(-2, -1) @ tile_grads)
         whole = _flat(grad_q, pattern.length, group), _flat(grad_k, pattern.length), _flat(grad_v, pattern.length)
         return *(grad.to(query.dtype) for grad in whole), None, None, None, None
 
@@ -289,12 +333,12 @@ def _check(
         )
     if keep is not None and keep.shape != (query.shape[0], pattern.length):
         raise ScriptError(
-            f"keep has shape {tuple(keep.shape)}; give {(query.shape[0], pattern.length)}, False: padding"
+            f"keep has shape {tuple(keep.shape)}; give {(query.shape[0], pattern.length)}, False for padding"
         )
 
 
 def _tiles(pattern: BlockPattern, causal: bool, q: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(rows, columns) a few at a time."""
+    """Yield (rows, columns), a few rows at a time."""
     for group in _groups(pattern, causal, q.device):
         width = q.shape[0] * q.shape[1] * q.shape[3] * group.columns.shape[1] * pattern.block_size
         count = max(1, TILE_ELEMENTS // width)
@@ -312,7 +356,7 @@ def _scores(
     scale: float,
     group: int,
 ) -> torch.Tensor:
-    """(batch, key_heads, n, group x tokens, slots x tokens); -inf where a query may not see."""
+    """Return scores (batch, key_heads, n, group x tokens, slots x tokens), -inf where a query may not see a key."""
     size = pattern.block_size
     scores = q[:, :, rows] @ _gathered(k, columns).transpose(-2, -1)
     scores = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
@@ -328,23 +372,23 @@ def _scores(
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """exp(scores - lse), 0 for rows that see nothing; in place."""
+    """Compute exp(scores - lse) in place, 0 for rows that see nothing."""
     return scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
 
 
 def _gathered(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The blocks that each row sees, side by side: (batch, heads, n, slots x tokens, d)."""
+    """Gather the blocks that each row sees, side by side: (batch, heads, n, slots x tokens, d)."""
     return x[:, :, columns.clamp(min=0)].flatten(3, 4)
 
 
 def _scatter(total: torch.Tensor, columns: torch.Tensor, parts: torch.Tensor) -> None:
-    """Add each row's parts to the blocks that it sees; those of empty slots are 0."""
+    """Add each row's parts to the blocks that it sees; the parts of empty slots are 0."""
     blocks = parts.unflatten(3, (columns.shape[1], -1)).flatten(2, 3)  # type: ignore[no-untyped-call]
     total.index_add_(2, columns.clamp(min=0).flatten(), blocks.to(total.dtype))
 
 
 def _blocked(x: torch.Tensor, size: int, group: int = 1) -> torch.Tensor:
-    """(batch, heads, length, d) -> (batch, heads / group, blocks, group x size, d), padded with zeros."""
+    """Cut tokens into zero-padded blocks: (batch, heads, length, d) -> (.., heads / group, blocks, group x size, d)."""
     batch, heads, length, width = x.shape
     padded = nn.functional.pad(x, (0, 0, 0, -length % size))
     blocks = padded.reshape(batch, heads // group, group, -1, size, width)
@@ -352,7 +396,7 @@ def _blocked(x: torch.Tensor, size: int, group: int = 1) -> torch.Tensor:
 
 
 def _flat(x: torch.Tensor, length: int, group: int = 1) -> torch.Tensor:
-    """The reverse of _blocked."""
+    """Reverse `_blocked`."""
     batch, heads, blocks, rows, width = x.shape
     tokens = x.reshape(batch, heads, blocks, group, rows // group, width).transpose(2, 3)
     return tokens.reshape(batch, heads * group, -1, width)[:, :, :length]

@@ -1,1 +1,1 @@
-"""The parallelism mechanisms: what each rank holds and computes of one model, and how the parts are combined."""
+"""Parallelism mechanisms: what each rank holds and computes of one model, and how the parts are combined."""

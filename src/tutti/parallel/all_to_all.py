@@ -1,4 +1,4 @@
-"""Rows that change ranks and come back as gradients: all-to-all with uneven parts, also empty ones."""
+"""All-to-all exchanges of rows, with gradients. Parts may be uneven, or empty."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,16 @@ from tutti.comm.traffic import CommChannel, CommHandle
 
 @dataclass(slots=True)
 class AllToAllRoute:
-    """Who sends how many rows to whom. `send[i]`, `receive[i]`: rows to and from rank i of `group`; `own`: this rank's
-    place in it, whose rows stay; `channel`: where it is counted; `handle`, `arriving`: the exchange under way, and
-    where
-    gradients come in.
+    """Who sends how many rows to whom.
+
+    Attributes:
+        group: the process group.
+        own: this rank's position in `group`; the rows that it sends to itself stay here.
+        send: for each rank of `group`, the number of rows sent to it.
+        receive: for each rank of `group`, the number of rows received from it.
+        channel: the accounting channel of the exchange.
+        handle: the exchange in progress, if any.
+        arriving: the buffer that the gradients are received into.
     """
 
     group: Any
@@ -29,14 +35,21 @@ class AllToAllRoute:
     arriving: Tensor | None = None
 
     def back(self) -> "AllToAllRoute":
-        """The way back."""
+        """Return the route in the opposite direction."""
         return AllToAllRoute(self.group, self.own, self.receive, self.send, self.channel)
 
 
 def exchange(rows: Tensor, route: AllToAllRoute) -> Tensor:
-    """`rows`, ordered by receiver, go to their ranks; returns the rows that came, ordered by sender.
+    """Send rows to other ranks, and their gradients back. Collective.
 
-    Gradients take the way back. All ranks of the group call it, and backward must pass here on all of them or none.
+    All ranks of the group must call it, and backward must pass through it on all of them or on none.
+
+    Args:
+        rows: (rows, ...), ordered by receiver.
+        route: the number of rows for each rank.
+
+    Returns:
+        The rows received, ordered by sender.
     """
     return land(launch(rows, route), route)
 
@@ -47,21 +60,23 @@ def launch(rows: Tensor, route: AllToAllRoute) -> Tensor:
 
 
 def land(rows: Tensor, route: AllToAllRoute) -> Tensor:
-    """Wait for an exchange. In backward the reverse exchange starts here, so what forward computes between `launch`
-    and `land` hides the exchange in both directions.
+    """Wait for an exchange that `launch` started.
+
+    In backward the reverse exchange starts here. What forward computes between `launch` and `land` therefore hides the
+    exchange in both directions.
     """
     return _Land.apply(rows, route)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def plain_exchange(rows: Tensor, route: AllToAllRoute) -> Tensor:
-    """`exchange` of what has no gradient: indices, sizes."""
+    """Exchange rows that have no gradient, such as indices and sizes."""
     received, handle = _start(rows, route)
     handle.wait()
     return received
 
 
 def _start(rows: Tensor, route: AllToAllRoute) -> tuple[Tensor, CommHandle]:
-    row_numel = rows[0].numel() if len(rows) else 0
+    row_numel = rows[0].numel() if len(rows) else 0  # without rows, nothing is sent
     nbytes = (len(rows) - route.send[route.own]) * row_numel * rows.element_size()
     received = rows.new_empty((sum(route.receive), *rows.shape[1:]))
     work = all_to_all(received, rows.contiguous(), route.group, (route.receive, route.send))
@@ -78,7 +93,10 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """`gradient` only brings the order of things; what arrived has its own shape and waits in the route."""
+        """Return the gradient that arrived, which waits in the route.
+
+        `gradient` only makes this run after `_Land.backward`: the result has another shape.
+        """
         ctx.route.handle.wait()
         arrived, ctx.route.handle, ctx.route.arriving = ctx.route.arriving, None, None
         return arrived, None

@@ -1,4 +1,4 @@
-"""How mechanisms of parallelism can divide each module of a model, written into its ModelSpec for the planner."""
+"""Find how parallelism mechanisms can divide each module of a model, and record it in the ModelSpec for the planner."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from tutti.nn import MixtureOfExperts
 from tutti.parallel.embedding.table_linear import dividable_linears
 from tutti.parallel.expert.expert_parallel import is_stacked
 from tutti.parallel.spatial.apply_spatial_parallel import on_shapes
-from tutti.parallel.spatial.spatial_tensor import CutTensor, cut_whole
+from tutti.parallel.spatial.spatial_tensor import SpatialTensor, cut_whole
 from tutti.parallel.tensor import describe_split
 from tutti.parallel.tensor.layer_patterns import KEY, VALUE, features, is_linear
 from tutti.parallel.tensor.tensor_plan import SplitModule
@@ -31,7 +31,7 @@ _KINDS: Mapping[str, SplitKind] = {
 """Placement of a module by tensor parallelism -> the kind in its ModelSpec."""
 
 _DEGREES = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Degrees that are tried to find which divide the heads of a model."""
+"""Degrees that are tried to find which of them divide the heads of a model."""
 
 ModuleFields = dict[str, dict[str, Any]]
 """Fields of ModuleSpec by module name."""
@@ -40,11 +40,16 @@ ModuleFields = dict[str, dict[str, Any]]
 def with_capabilities(
     spec: ModelSpec, model: nn.Module, args: Sequence[Any] = (), layout: Sequence[LayoutRule] = ()
 ) -> ModelSpec:
-    """`spec` with what mechanisms may do with the modules of `model`, which nothing has touched.
+    """Return `spec` with what the mechanisms can do with the modules of `model`.
 
-    `args`: positional arguments of its forward for some samples, which say how large volumes are. `layout`: rules of
-    the plan it is described for; norms that they divide by tokens are so under no other. What cannot be found out is
-    left at "not divided".
+    What cannot be determined stays "not divided".
+
+    Args:
+        spec: the costs of the model.
+        model: the model as the user wrote it, undivided.
+        args: positional arguments of its forward for some samples; they give the size of volumes.
+        layout: rules of the plan that the spec is made for. Norms that they divide by tokens are divided under no
+            other.
     """
     modules = {module.name: module for module in spec.modules}
     facts: ModuleFields = {name: {} for name in modules}
@@ -65,24 +70,27 @@ def with_capabilities(
 
 
 def _blocks(modules: Iterable[str]) -> ModuleFields:
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     blocks = {name: block_of_name(name) for name in modules}
-    return {name: {"block": found.setdefault(block, len(found))} for name, block in blocks.items() if block}
+    return {name: {"block": numbers.setdefault(block, len(numbers))} for name, block in blocks.items() if block}
 
 
 def _split(spec: ModelSpec, model: nn.Module) -> ModuleFields:
-    """How tensor parallelism divides the modules with parameters, and the modules between them."""
-    accepted = {degree: some for degree in _DEGREES if (some := _described(model, degree)) is not None}
+    """Fields of modules that tensor parallelism divides, and of the modules between them."""
+    accepted = {degree: decisions for degree in _DEGREES if (decisions := _described(model, degree)) is not None}
     if not accepted:
         return {}
     limit = math.lcm(*accepted) if len(accepted) < len(_DEGREES) else 0
-    described = {one.name: one for one in accepted[min(accepted)]}
+    described = {divided.name: divided for divided in accepted[min(accepted)]}
     modules = {module.name: module for module in spec.modules}
     facts: ModuleFields = {}
-    for name, one in described.items():
-        if one.placement in _KINDS and name in modules:
-            facts[name] = {"split": _KINDS[one.placement], **({"split_groups": one.groups} if one.groups else {})}
-            into = next((e.values for e in one.exchanges if e.when == "backward" and e.kind == "all-reduce"), 0)
+    for name, divided in described.items():
+        if divided.placement in _KINDS and name in modules:
+            facts[name] = {
+                "split": _KINDS[divided.placement],
+                **({"split_groups": divided.groups} if divided.groups else {}),
+            }
+            into = next((e.values for e in divided.exchanges if e.when == "backward" and e.kind == "all-reduce"), 0)
             facts[name]["input_nbytes"] = _input_nbytes(model.get_submodule(name), modules[name], into)
     kinds: dict[str, SplitKind] = {name: fields.get("split", "") for name, fields in facts.items()}
     between = _between(spec.modules, kinds)
@@ -92,7 +100,7 @@ def _split(spec: ModelSpec, model: nn.Module) -> ModuleFields:
             facts.setdefault(name, {})["split_limit"] = limit
     for name, kind in between.items():
         facts.setdefault(name, {})["split"] = kind
-        groups = {one.groups for inner, one in described.items() if inner.rpartition(".")[0] == name} - {0}
+        groups = {divided.groups for inner, divided in described.items() if inner.rpartition(".")[0] == name} - {0}
         if kind == "heads" and len(groups) == 1:
             facts[name]["split_groups"] = groups.pop()
     for name, units in _units(spec.modules, kinds, between, described).items():
@@ -106,26 +114,26 @@ def _units(
     between: Mapping[str, SplitKind],
     described: Mapping[str, SplitModule],
 ) -> dict[str, int]:
-    """Number of units that each divided module can be divided into; an activation has those of the layer before it."""
-    found: dict[str, int] = {}
+    """Number of units of each divided module; an activation has as many as the layer before it."""
+    units: dict[str, int] = {}
     last: dict[str, int] = {}
     for module in modules:
         parent, _, _ = module.name.rpartition(".")
         if kinds.get(module.name):
-            found[module.name] = last[parent] = described[module.name].units
+            units[module.name] = last[parent] = described[module.name].units
         elif between.get(module.name) == "column" and parent in last:
-            found[module.name] = last[parent]
-    return found
+            units[module.name] = last[parent]
+    return units
 
 
 def _by_tokens(model: nn.Module, layout: Sequence[LayoutRule]) -> ModuleFields:
-    """Norms that the layout lets each split rank compute for its part of the tokens: rules that say "row" of them."""
+    """Fields of norms that each split rank computes for its part of the tokens: those with a "row" rule."""
     if all(rule.placement != "row" for rule in layout):
         return {}
     for degree in _DEGREES:
-        found = _described(model, degree, layout)
-        if found is not None:
-            return {one.name: {"sequence": True} for one in found if one.placement == "tokens"}
+        divided_modules = _described(model, degree, layout)
+        if divided_modules is not None:
+            return {divided.name: {"sequence": True} for divided in divided_modules if divided.placement == "tokens"}
     return {}
 
 
@@ -137,7 +145,7 @@ def _described(model: nn.Module, degree: int, layout: Sequence[LayoutRule] = ())
 
 
 def _input_nbytes(module: nn.Module, spec: ModuleSpec, values: int) -> float:
-    """Bytes of an input of `values` values a row, from those of the output."""
+    """Bytes of an input of `values` values per row, derived from the bytes of the output."""
     if is_linear(module):
         width = features(module)[1]
     elif isinstance(module, nn.RNNBase):
@@ -148,9 +156,12 @@ def _input_nbytes(module: nn.Module, spec: ModuleSpec, values: int) -> float:
 
 
 def _between(modules: Sequence[ModuleSpec], kinds: Mapping[str, SplitKind]) -> dict[str, SplitKind]:
-    """Modules without parameters that work on divided values: attention whose projections are divided is in the code
-    of the module that contains them; an activation follows a layer that is divided by its outputs."""
-    found: dict[str, SplitKind] = {}
+    """Modules without parameters that work on divided values, with the kind of division.
+
+    Attention whose projections are divided is in the code of the module that contains them. An activation follows a
+    layer that is divided by its outputs.
+    """
+    between: dict[str, SplitKind] = {}
     children: dict[str, list[SplitKind]] = {}
     last: dict[str, SplitKind] = {}
     for module in modules:
@@ -160,7 +171,7 @@ def _between(modules: Sequence[ModuleSpec], kinds: Mapping[str, SplitKind]) -> d
             children.setdefault(parent, []).append(kind)
             last[parent] = kind
         elif module.ops and not module.parameters and last.get(parent) == "column" and _is_elementwise(module):
-            found[module.name] = "column"
+            between[module.name] = "column"
     for module in modules:
         inside = children.get(module.name, [])
         multiplies = any(op.kind in ("gemm", "attention") for op in module.ops)
@@ -171,12 +182,12 @@ def _between(modules: Sequence[ModuleSpec], kinds: Mapping[str, SplitKind]) -> d
             and ("row" in inside or multiplies)
             and not kinds.get(module.name)
         ):
-            found[module.name] = "heads" if multiplies else "column"
-    return {name: kind for name, kind in found.items() if name}
+            between[module.name] = "heads" if multiplies else "column"
+    return {name: kind for name, kind in between.items() if name}
 
 
 _ON_ELEMENTS: frozenset[OpKind] = frozenset({"elementwise", "exponential", "function", "random", "pool", "other"})
-"""Kinds of operators that work unchanged on divided values."""
+"""Kinds of operators that work on divided values without a change."""
 
 
 def _is_elementwise(module: ModuleSpec) -> bool:
@@ -193,7 +204,7 @@ def _experts(modules: Mapping[str, ModuleSpec], model: nn.Module) -> ModuleField
 
 
 def _chosen(model: nn.Module, name: str) -> int:
-    """How many experts a token goes to, by what the module's parent or the model's config says; 2 if neither does."""
+    """How many experts a token goes to, according to the module's parent or the model's config; 2 if neither tells."""
     parent = model.get_submodule(name.rpartition(".")[0])
     config = getattr(model, "config", None)
     for place, word in ((parent, "top_k"), (config, "num_experts_per_tok")):
@@ -211,13 +222,13 @@ def _tables(modules: Mapping[str, ModuleSpec], model: nn.Module) -> ModuleFields
             if modules[name].tied_to is not None:
                 continue
             facts[name] = {"table": True}
-            if not modules[name].output_nbytes:  # looked up by the module that holds all tables: a vector each
+            if not modules[name].output_nbytes:  # the module that holds all tables looks up one vector in each
                 facts[name]["output_nbytes"] = float(module.embedding_dim * module.weight.element_size())
     return facts
 
 
 def _linears(modules: Mapping[str, ModuleSpec], model: nn.Module) -> ModuleFields:
-    """Linear layers that the table axis can divide, and bytes of their inputs."""
+    """Linear layers that the table axis can divide, with the bytes of their inputs."""
     tied = {module.tied_to for module in modules.values()}
     return {
         name: {"linear_input_nbytes": _input_nbytes(model.get_submodule(name), modules[name], inputs)}
@@ -227,24 +238,31 @@ def _linears(modules: Mapping[str, ModuleSpec], model: nn.Module) -> ModuleField
 
 
 def _attention(modules: Sequence[ModuleSpec]) -> ModuleFields:
-    """Keys and values: what layers of those names inside it return; else twice what the attention returns, but no more
-    than half of what its operators read and write (they may keep scores)."""
+    """Bytes of keys and values.
+
+    They are what key and value layers inside a module return. Without such layers, they are twice the output of the
+    attention, but at most half of what its operators read and write (which may include scores).
+    """
     returned = {module.name: module.output_nbytes for module in modules}
     facts: ModuleFields = {}
     for module in modules:
         half = sum(op.nbytes_forward for op in module.ops if op.kind == "attention") / 2
         if half:
-            paths = [[f"{module.name}.{one}" for one in names.split()] for names in (KEY, VALUE)]
-            inside = [next((returned[path] for path in some if path in returned), 0.0) for some in paths]
+            paths = [[f"{module.name}.{layer}" for layer in names.split()] for names in (KEY, VALUE)]
+            inside = [next((returned[path] for path in candidates if path in returned), 0.0) for candidates in paths]
             twice = min(half, 2 * module.output_nbytes) if module.output_nbytes else half
             facts[module.name] = {"key_value_nbytes": sum(inside) if all(inside) else twice}
     return facts
 
 
 def _space(model: nn.Module, args: Sequence[Any]) -> ModuleFields:
-    """Which modules work on volumes, and what crosses a cut through each spatial dim: what a part with a neighbour on
-    both sides sends."""
-    volume = next((one for one in args if isinstance(one, torch.Tensor) and one.is_floating_point()), None)
+    """Fields of modules that work on volumes.
+
+    What crosses a cut through a spatial dim is what a part with a neighbour on both sides sends.
+    """
+    volume = next(
+        (argument for argument in args if isinstance(argument, torch.Tensor) and argument.is_floating_point()), None
+    )
     ranks = [m.weight.dim() - 2 for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
     if volume is None or len(args) != 1 or not ranks or volume.dim() != max(ranks) + 2:
         return {}
@@ -260,37 +278,38 @@ def _space(model: nn.Module, args: Sequence[Any]) -> ModuleFields:
 
 
 def _sent(model: nn.Module, volume: torch.Tensor, dim: int, rank: int) -> dict[str, float]:
-    """Bytes sent across one cut through `dim`, both ways, by module with a divided output; empty if none can be cut.
+    """Bytes sent across one cut through `dim` in both directions, by module with a divided output.
 
-    Measured on the second of four parts; on small volumes, twice the bytes of one of two parts.
+    They are measured on the second of four parts. On volumes that are too small, they are twice what one of two parts
+    sends. The result is empty if the model cannot be cut along `dim`.
     """
     for parts, place, times in ((4, 1, 1.0), (2, 0, 2.0)):
         try:
             seen = _sent_by(model, volume, (dim, parts, place), rank)
-        except Exception:  # the model's own code, on tensors that are cut: then it cannot be cut so
+        except Exception:  # the model's own code fails on cut tensors, so it cannot be cut in this manner
             continue
         return {name: times * nbytes for name, nbytes in seen.items()}
     return {}
 
 
 def _sent_by(model: nn.Module, volume: torch.Tensor, cut: tuple[int, int, int], rank: int) -> dict[str, float]:
-    """Bytes that one part sends in forward, by module with a divided output. `cut`: (dim, parts, index of the part)."""
-    dim, parts, mine = cut
-    grid = tuple(parts if one == dim else 1 for one in range(rank))
-    place = tuple(mine if one == dim else 0 for one in range(rank))
+    """Bytes that one part sends in forward, by module with a divided output; `cut`: (dim, parts, index of the part)."""
+    dim, parts, index = cut
+    grid = tuple(parts if axis == dim else 1 for axis in range(rank))
+    place = tuple(index if axis == dim else 0 for axis in range(rank))
     shapes, space = on_shapes(model, grid, place, volume.dtype)
     sent: dict[str, float] = {}
-    open_ones: list[tuple[int, list[int]]] = []  # (sent before, sent inside by each module it calls)
+    open_calls: list[tuple[int, list[int]]] = []  # (sent before, sent by each module that it calls)
 
     def enter(module: nn.Module, inputs: Any) -> None:
-        open_ones.append((space.sent_nbytes, []))
+        open_calls.append((space.sent_nbytes, []))
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        before, inside = open_ones.pop()
+        before, inside = open_calls.pop()
         everything = space.sent_nbytes - before
-        if open_ones:
-            open_ones[-1][1].append(everything)
-        if isinstance(output, CutTensor):
+        if open_calls:
+            open_calls[-1][1].append(everything)
+        if isinstance(output, SpatialTensor):
             sent[names[module]] = sent.get(names[module], 0.0) + everything - sum(inside)
 
     names = {module: name for name, module in shapes.named_modules()}

@@ -1,7 +1,7 @@
 """The layout: this rank's shard of every parameter and buffer, and the axes that its gradient is reduced over.
 
-Mechanisms of parallelism write it while they divide a model. Checkpoints, norms and verification read it, so that they
-need not know the mechanisms. Names are those of the user's model.
+Mechanisms of parallelism write it while they divide a model. Checkpoints, norms and verification read it, so they need
+not know the mechanisms. Names are those of the user's model.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ GRADIENT_AXES: tuple[AxisName, ...] = (*DATA_AXES, "context")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A tensor's part along one dim: global `ranges`, concatenated in the local tensor."""
+    """A tensor's part along one dim: `ranges` of the global tensor, concatenated in the local tensor."""
 
     dim: int
     ranges: tuple[Range, ...]
@@ -39,7 +39,7 @@ class Cut:
         return sum(stop - start for start, stop in self.ranges)
 
     def narrowed(self, start: int, stop: int) -> "Cut":
-        """The part from `start` to `stop` (local positions) of this part."""
+        """Return the part from `start` to `stop` (local positions) of this part."""
         ranges, offset = [], 0
         for low, high in self.ranges:
             begin, end = max(start - offset, 0), min(stop - offset, high - low)
@@ -54,7 +54,7 @@ class TensorShard:
     """This rank's shard of one tensor.
 
     Attributes:
-        shape: of the global tensor.
+        shape: shape of the global tensor.
         cuts: at most one for each dim; a dim without one is whole.
         sums: axes that the gradient is reduced over.
     """
@@ -64,7 +64,12 @@ class TensorShard:
     sums: tuple[AxisName, ...] = GRADIENT_AXES
 
     def cut(self, dim: int, *ranges: Range) -> "TensorShard":
-        """Cut further along `dim`. Ranges are local positions if the dim is cut already, global ones otherwise."""
+        """Cut further along `dim`.
+
+        Args:
+            dim: the dim to cut.
+            ranges: the parts to keep: local positions if the dim is already cut, otherwise global ones.
+        """
         before = next((cut for cut in self.cuts if cut.dim == dim), None)
         if before is None:
             new = Cut(dim=dim, ranges=tuple(ranges))
@@ -82,7 +87,7 @@ class TensorShard:
         return tuple(sizes)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """This shard of a global tensor; a view if each cut has one range."""
+        """Return this shard of a global tensor; a view if each cut has one range."""
         part = whole
         for cut in self.cuts:
             pieces = [part.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges]
@@ -111,13 +116,13 @@ class TensorShard:
 
 @dataclass(slots=True)
 class OptimizerLayout:
-    """What optimizers hold, where it differs from the model's parameters.
+    """What the optimizers hold, where it differs from the model's parameters.
 
     Attributes:
-        groups: names by optimizer and group in the user's order, also of parameters on other ranks.
-        shards: shards of optimizer state that is cut otherwise than its parameter, by name.
+        groups: parameter names by optimizer and group, in the user's order, including parameters on other ranks.
+        shards: shards of optimizer state that is cut differently from its parameter, by name.
         substitutes: parameters that the optimizer holds in place of the model's -> the model's name.
-        after_load: called after parameters got values from a file, to update copies (substitutes, master weights).
+        after_load: called after parameters were loaded from a file, to update copies (substitutes, master weights).
         sole: whether this rank's copy of the state is the one that is written, by name.
     """
 
@@ -133,13 +138,14 @@ class Layout:
     """This rank's shards of all parameters and buffers, by name in the user's model.
 
     Attributes:
-        names: global shape of every parameter and buffer, in the model's order, also of those on other ranks.
-        tied: groups of names that are one tensor.
+        mesh: the mesh of the run.
+        names: global shape of every parameter and buffer, in the model's order, including those on other ranks.
+        tied: groups of names that denote one tensor.
         shards: tensors that are not whole on every rank, or whose gradient is not reduced over GRADIENT_AXES.
         sole: whether this rank's copy is the one that counts, by name.
         states: the same for optimizer state.
         traffic: accounting of communication.
-        parameters: number of values in the parameters of all ranks, tied ones once.
+        parameters: number of values in the parameters of all ranks; tied ones count once.
     """
 
     mesh: Mesh
@@ -153,7 +159,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module, mesh: Mesh, optimizers: Iterable[Optimizer] = ()) -> "Layout":
-        """The layout of an undivided model: every tensor whole on every rank."""
+        """Return the layout of an undivided model: every tensor is whole on every rank."""
         same: dict[int, list[str]] = {}
         for name, tensor in _all(model):
             same.setdefault(id(tensor), []).append(name)
@@ -168,11 +174,11 @@ class Layout:
         )
 
     def channel(self, carried: TrafficKind, *axes: AxisName) -> CommChannel:
-        """Accounting of communication over `axes`, or over all axes of the mesh if none are named."""
+        """Return the accounting channel for communication over `axes`, or over all axes if none are named."""
         return self.traffic.channel(carried, [axis for axis in self.mesh.degrees if not axes or axis in axes])
 
     def shard_of(self, name: str) -> TensorShard:
-        """This rank's shard of the tensor called `name`."""
+        """Return this rank's shard of the tensor called `name`."""
         return self.shards.get(name) or TensorShard(shape=self.names[name])
 
     def cut(self, name: str, dim: int, *ranges: Range) -> None:
@@ -186,34 +192,36 @@ class Layout:
             self.shards[alias] = replace(self.shard_of(alias), sums=tuple(axes))
 
     def state_shard_of(self, name: str) -> TensorShard:
-        """This rank's shard of optimizer state that has the shape of the parameter called `name`."""
+        """Return this rank's shard of optimizer state that has the shape of the parameter called `name`."""
         return self.states.shards.get(name) or self.shard_of(name)
 
     def cut_state_of(self, name: str, dim: int, *ranges: Range) -> None:
         """Record that this rank's optimizer holds only `ranges` of the state of `name` along `dim`.
 
-        Ranges are positions in this rank's shard of the parameter if that is cut along `dim` (see TensorShard.cut).
+        Ranges are positions in this rank's shard of the parameter if it is cut along `dim` (see TensorShard.cut).
         """
         for alias in self._aliases(name):
             self.states.shards[alias] = self.state_shard_of(alias).cut(dim, *ranges)
 
     def assign_owners(self, model: nn.Module, world: World, optimizers: Iterable[Optimizer] = ()) -> None:
-        """After all mechanisms: make the first rank that holds a shard its owner. Collective."""
-        mine = [(name, self._aliases(name)[0], self.shard_of(name).cuts) for name, _ in local_tensors(model)]
+        """Make the first rank that holds a shard its owner. Collective; called after all mechanisms."""
+        parameter_parts = [(name, self._aliases(name)[0], self.shard_of(name).cuts) for name, _ in local_tensors(model)]
         names = [
             name for of_optimizer in self.state_names(model, optimizers).values() for name in of_optimizer.values()
         ]
         states = [(name, self._aliases(name)[0], self.state_shard_of(name).cuts) for name in names]
         owner: dict[Any, int] = {}
-        for rank, theirs in enumerate(world.gather(([part[1:] for part in mine], [part[1:] for part in states]))):
+        for rank, theirs in enumerate(
+            world.gather(([part[1:] for part in parameter_parts], [part[1:] for part in states]))
+        ):
             for kind, parts in enumerate(theirs):
                 for part in parts:
                     owner.setdefault((kind, *part), rank)
-        self.sole = {part[0]: owner[(0, *part[1:])] == world.rank for part in mine}
+        self.sole = {part[0]: owner[(0, *part[1:])] == world.rank for part in parameter_parts}
         self.states.sole = {part[0]: owner[(1, *part[1:])] == world.rank for part in states}
 
     def state_names(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[int, dict[nn.Parameter, str]]:
-        """By optimizer: names in the user's model of the parameters that it holds on this rank."""
+        """Return, by optimizer, the parameters that it holds on this rank with their names in the user's model."""
         known = {p: name for name, p in model.named_parameters()} | self.states.substitutes
         return {
             index: {p: known[p] for group in optimizer.param_groups for p in group["params"] if p in known}
@@ -221,15 +229,15 @@ class Layout:
         }
 
     def counts(self, name: str) -> bool:
-        """Whether this rank owns the shard of `name`: counts it in norms and writes it to disk."""
+        """Return whether this rank owns the shard of `name`: it counts the shard in norms and writes it to disk."""
         return self.sole.get(name, self.mesh.rank == 0)
 
     def counts_state(self, name: str) -> bool:
-        """Whether this rank writes the optimizer state of `name` to disk."""
+        """Return whether this rank writes the optimizer state of `name` to disk."""
         return self.states.sole.get(name, self.counts(name))
 
     def first_name(self, name: str) -> str:
-        """The first name of a tied tensor; `name` itself if it is not tied."""
+        """Return the first name of a tied tensor; `name` itself if it is not tied."""
         return self._aliases(name)[0]
 
     def _aliases(self, name: str) -> list[str]:
@@ -237,24 +245,33 @@ class Layout:
 
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every parameter and persistent buffer on this rank, tied ones once."""
+    """Yield (name, tensor) for every parameter and persistent buffer on this rank, tied parameters once."""
     persistent = set(model.state_dict(keep_vars=True))
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: the tensor itself, or the local tensor of a DTensor."""
+    """Return this rank's part of a tensor: the tensor itself, or the local tensor of a DTensor."""
     part = getattr(tensor, "to_local", None)
     return tensor if part is None else part()
 
 
 def gather_whole(layout: Layout, world: World, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Global tensors from every rank's shards, by name, on every rank's CPU. Collective; for small models and tests."""
+    """Gather the global tensors to every rank's CPU. Collective; for small models and tests.
+
+    Args:
+        layout: the layout.
+        world: all ranks.
+        parts: this rank's shards by name.
+
+    Returns:
+        The global tensors by name.
+    """
     dense = {name: part.to_dense() if part.is_sparse else part for name, part in parts.items()}
-    mine = {name: (layout.shard_of(name), part.detach().cpu()) for name, part in dense.items() if layout.counts(name)}
+    owned = {name: (layout.shard_of(name), part.detach().cpu()) for name, part in dense.items() if layout.counts(name)}
     wholes: dict[str, torch.Tensor] = {}
-    for theirs in world.gather(mine):
+    for theirs in world.gather(owned):
         for name, (shards, part) in theirs.items():
             if name not in wholes:
                 wholes[name] = torch.zeros(shards.shape, dtype=part.dtype)
@@ -263,7 +280,16 @@ def gather_whole(layout: Layout, world: World, parts: dict[str, torch.Tensor]) -
 
 
 def norm_squared(layout: Layout, named: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """Sum of squares over the shards of all ranks, each counted once; float64, equal on all ranks. Collective."""
+    """Return the sum of squares over the shards of all ranks, each counted once. Collective.
+
+    Args:
+        layout: the layout.
+        named: names and tensors of this rank.
+        device: where the result is.
+
+    Returns:
+        A 0-d float64 tensor, equal on all ranks.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, tensor in named:
         if layout.counts(name):

@@ -1,6 +1,6 @@
-"""Losses: how a batch becomes a call of the model and its loss, and means as (total, count).
+"""Losses: how a batch becomes a call of the model and a loss, and means as (total, count).
 
-Totals and counts are what adds up over ranks and microbatches.
+Totals and counts can be added up over ranks and microbatches.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,11 +15,14 @@ from tutti.errors import ScriptError
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """A mean over something other than samples, as its parts: mean = total / count.
+    """A mean over something other than samples, given by its parts: mean = total / count.
 
-    A language model with padding returns Weighted(sum of token losses, number of tokens), so that a token weighs the
-    same on whichever rank and in whichever microbatch it falls. `total`: 0-d tensor with gradient; `count`: number
-    or 0-d tensor.
+    A language model with padding returns Weighted(sum of token losses, number of tokens). A token then has the same
+    weight in every rank and every microbatch.
+
+    Attributes:
+        total: 0-d tensor with gradient.
+        count: number, or 0-d tensor.
     """
 
     total: torch.Tensor
@@ -27,7 +30,11 @@ class Weighted:
 
 
 def as_weighted(loss: Any, samples: float) -> Weighted:
-    """A user's loss of a part of `samples` samples, as (total, count). Raises ScriptError for anything else."""
+    """Return a user's loss, computed from `samples` samples, as (total, count).
+
+    Raises:
+        ScriptError: it is neither a tensor of one element nor a Weighted.
+    """
     if isinstance(loss, Weighted):
         return loss
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -40,10 +47,16 @@ def as_weighted(loss: Any, samples: float) -> Weighted:
 
 
 def default_unpack(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """(positional arguments, keyword arguments, target) of a batch.
+    """Return (positional arguments, keyword arguments, target) of a batch.
 
-    A dict is passed as keyword arguments and is its own target; of a tuple or list the last entry is the target and
-    the others are inputs; an input that is a dict is passed as keyword arguments; a lone tensor is input and target.
+    - A dict is passed as keyword arguments and is its own target.
+    - In a tuple or list the last entry is the target, and the others are inputs. A single input that is a dict is
+    passed as
+      keyword arguments.
+    - A single tensor is input and target.
+
+    Raises:
+        ScriptError: the batch has another form.
     """
     if isinstance(batch, Mapping):
         return (), dict(batch), batch
@@ -63,7 +76,11 @@ def default_unpack(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
 
 def default_loss(output: Any, target: Any) -> Any:
-    """The loss a model computes itself: `output.loss`, `output["loss"]`, or the output if it is 0-d."""
+    """Return the loss that a model computes itself: `output.loss`, `output["loss"]`, or the output if it is 0-d.
+
+    Raises:
+        ScriptError: the output contains no loss.
+    """
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
     if isinstance(getattr(output, "loss", None), torch.Tensor):
@@ -71,12 +88,12 @@ def default_loss(output: Any, target: Any) -> Any:
     if isinstance(output, torch.Tensor) and output.ndim == 0:
         return output
     raise ScriptError(
-        f"prepare got no loss_fn, and the model's output ({type(output).__name__}) holds no loss; pass loss_fn"
+        f"prepare got no loss_fn, and the model's output ({type(output).__name__}) contains no loss; pass loss_fn"
     )
 
 
 def loss_of(unpack: Callable[[Any], Any], loss_fn: Callable[[Any, Any], Any]) -> Callable[[nn.Module, Any], Any]:
-    """fn(model, batch) -> loss, from pickers and a loss function."""
+    """Make a function (model, batch) -> loss from a function that unpacks batches and a loss function."""
 
     def function(model: nn.Module, batch: Any) -> Any:
         args, kwargs, target = unpack(batch)

@@ -1,6 +1,6 @@
 """The mesh: ranks as a grid of named axes, and the process groups over sets of those axes.
 
-A process group is opened when a mechanism first asks for it, by its members alone. torch's DeviceMesh opens the groups
+A process group is opened when a mechanism first asks for it, by its members only. torch's DeviceMesh opens the groups
 of every axis at once, and every rank takes part in opening those of others (docs/decisions/device-mesh.md).
 """
 
@@ -35,22 +35,22 @@ class Mesh:
         self._groups: dict[tuple[AxisName, ...], Any] = {}
 
     def degree(self, *axes: AxisName) -> int:
-        """Number of ranks in the joint group of `axes`."""
+        """Return the number of ranks in the joint group of `axes`."""
         return math.prod(self.degrees.get(axis, 1) for axis in axes)
 
     def index(self, *axes: AxisName) -> int:
-        """This rank's position in the joint group of `axes`, row-major in the mesh's order of axes."""
+        """Return this rank's position in the joint group of `axes`, row-major in the mesh's order of axes."""
         position = 0
         for axis in self._in_mesh_order(axes):
             position = position * self.degrees[axis] + self.coordinates[axis]
         return position
 
     def ranks(self, *axes: AxisName) -> list[int]:
-        """Global ranks of this rank's joint group of `axes`, in order of index."""
+        """Return the global ranks of this rank's joint group of `axes`, in order of index."""
         return group_ranks(self.degrees, self._in_mesh_order(axes), self.coordinates)
 
     def group(self, *axes: AxisName) -> Any:
-        """The process group of this rank over `axes`, which all users of these axes share.
+        """Return the process group of this rank over `axes`, which all users of these axes share.
 
         All members must ask for their common groups in the same order. Ask only where degree(*axes) > 1.
 
@@ -65,7 +65,7 @@ class Mesh:
         return self._groups[known]
 
     def new_group(self, *axes: AxisName) -> Any:
-        """A process group over `axes` that nobody else uses, so that its messages never mix with others'.
+        """Open a process group over `axes` that has no other user, so that its messages never mix with others'.
 
         All members must ask for their common groups in the same order.
         """
@@ -92,7 +92,7 @@ class Mesh:
 
 
 def coordinates_of(degrees: Mapping[AxisName, int], rank: int) -> dict[AxisName, int]:
-    """Position of `rank` along every axis of a row-major grid of `degrees`."""
+    """Return the position of `rank` along every axis of a row-major grid of `degrees`."""
     coordinates: dict[AxisName, int] = {}
     for axis, degree in reversed(list(degrees.items())):
         rank, coordinates[axis] = divmod(rank, degree)
@@ -102,7 +102,7 @@ def coordinates_of(degrees: Mapping[AxisName, int], rank: int) -> dict[AxisName,
 def group_ranks(
     degrees: Mapping[AxisName, int], axes: tuple[AxisName, ...], coordinates: Mapping[AxisName, int]
 ) -> list[int]:
-    """Ranks that have these `coordinates` along all axes but `axes`, in row-major order."""
+    """Return the ranks that have these `coordinates` along all axes but `axes`, in row-major order."""
     ranges = [range(degree) if axis in axes else [coordinates[axis]] for axis, degree in degrees.items()]
     ranks = []
     for position in itertools.product(*ranges):

@@ -1,4 +1,4 @@
-"""The model as this rank holds it: its part of the parameters, where each part lies, and who reduces its gradients."""
+"""The model as this rank holds it: its part of the parameters, their layout, and the reduction of their gradients."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class ParallelModel:
         scope: the ranks over which batch statistics are computed.
         sequences: how batches are divided along the context axis.
         seed: the Job's seed.
-        mixtures: names of the whole model's mixtures of experts.
+        mixtures: names of all mixtures of experts in the undivided model.
     """
 
     plan: Plan
@@ -46,5 +46,5 @@ class ParallelModel:
 
     @property
     def loss_copies(self) -> int:
-        """Ranks that compute one and the same loss, of which one counts."""
+        """Number of ranks that compute the same loss, of which one counts."""
         return self.mesh.degree("split", "space")

@@ -1,4 +1,4 @@
-"""Parallelize: apply the plan's mechanisms to a model, in the order in which they are listed here."""
+"""Apply a plan's mechanisms of parallelism to a model, in a fixed order."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,22 +27,27 @@ IMPLEMENTED_AXES = ("replicate", "shard", "context", "expert", "table", "space",
 def parallelize(
     model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope, stages: StagePartition | None = None
 ) -> Shards:
-    """Change `model` in place so that this rank computes its part, and write into `layout` what it holds.
+    """Change `model` in place so that this rank computes its part, and record in `layout` what it holds.
 
     Args:
-        stages: where the model is cut into pipeline stages, found before anything else is done to it.
+        model: the user's model.
+        plan: the plan.
+        layout: the layout of the undivided model.
+        scope: the ranks over which batch statistics are computed.
+        stages: where the model is cut into pipeline stages, found before the model is changed in any other respect.
 
     Returns:
         The sharding that the step and the optimizers use.
 
     Raises:
-        PlanError: a mechanism cannot divide a module, naming it and the remedy.
+        PlanError: a mechanism cannot divide a module; the message names the module and the remedy.
     """
     mesh = layout.mesh
     for axis in mesh.degrees:
         if axis not in IMPLEMENTED_AXES:
             raise PlanError(
-                f"mesh.{axis} = {mesh.degree(axis)}: this version has no such mechanism; use {IMPLEMENTED_AXES}"
+                f"mesh.{axis} = {mesh.degree(axis)}: this version has no mechanism for this axis; use one of "
+                f"{IMPLEMENTED_AXES}"
             )
     divide_experts(model, plan.layout, layout, scope)
     divide_tables(model, plan.layout, layout)
@@ -61,9 +66,16 @@ def parallelize(
 def rebind(
     optimizers: Iterable[Optimizer], originals: Mapping[str, nn.Parameter], model: nn.Module, layout: Layout
 ) -> None:
-    """Make optimizers hold the model's present parameters, in the same groups; parameters of other ranks are removed.
+    """Make optimizers hold the model's current parameters, in the same groups; parameters on other ranks are removed.
 
-    `originals`: the parameters before the model was divided, by name.
+    Args:
+        optimizers: the user's optimizers.
+        originals: the parameters before the model was divided, by name.
+        model: the divided model.
+        layout: what this rank holds.
+
+    Raises:
+        ScriptError: an optimizer has already made steps.
     """
     now = dict(model.named_parameters(remove_duplicate=False))
     fate: dict[int, nn.Parameter | None] = {}
@@ -80,7 +92,7 @@ def rebind(
         for group in optimizer.param_groups:
             current = [fate.get(id(parameter), parameter) for parameter in group["params"]]
             group["params"] = [parameter for parameter in current if parameter is not None]
-        for name, parameter in originals.items():  # state that exists before the first step, such as Adagrad's
+        for name, parameter in originals.items():  # move state that exists before the first step, such as Adagrad's
             new = fate[id(parameter)]
             if parameter in optimizer.state and new is not parameter:
                 state = optimizer.state.pop(parameter)
@@ -89,6 +101,6 @@ def rebind(
 
 
 def _shard_state(state: dict[str, Any], held: TensorShard) -> dict[str, Any]:
-    """State of a parameter's shard: tensors of the parameter's shape are cut like it."""
+    """Return the state of a parameter's shard: tensors of the parameter's shape are cut like the parameter."""
     whole = {key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == held.shape}
     return {key: held.take(value).clone() if key in whole else value for key, value in state.items()}

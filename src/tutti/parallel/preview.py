@@ -1,4 +1,4 @@
-"""Preview: where a plan puts a model and what it communicates, found in one process and without memory.
+"""Preview: where a plan puts a model and what it communicates, found in one process and without allocating memory.
 
 The process group is torch's `fake` one, whose collectives do nothing. Plans that mechanisms refuse are refused
 here, before any rank starts.
@@ -37,7 +37,7 @@ from tutti.parallel.tensor.layer_patterns import features
 from tutti.parallel.tensor.tensor_plan import PlannedCollective
 
 MOST_RANKS = 16
-"""At most so many ranks are previewed, evenly spread over the world."""
+"""The most ranks that are previewed, evenly spread over the world."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,21 +53,27 @@ class _RankPreview:
 def explain_layout(
     model: nn.Module, plan: Plan, *, sample: Sample | None = None, optimizer_tensors: float = 2.0
 ) -> Explanation:
-    """Where `plan` puts every module of `model` (on the meta device; it is copied).
+    """Explain where a plan puts every module of a model.
 
-    `sample`: gives arguments of the model for a few samples, with which stages are found, and gradients that nothing
-    wants; `optimizer_tensors`: tensors of a parameter's size that the optimizer keeps. Raises what preparing a Job by
-    this plan would.
+    Args:
+        model: the model on the meta device; it is copied.
+        plan: the plan.
+        sample: returns arguments of the model for a few samples. Stages, and modules whose input needs no gradient, are
+            found with it; stages require it.
+        optimizer_tensors: tensors of a parameter's size that the optimizer holds.
+
+    Raises:
+        PlanError: as preparing a Job by this plan would, or this process has joined a world.
     """
     if dist.is_initialized():
-        raise PlanError("a plan is explained in a process without ranks; this one has joined a world")
+        raise PlanError("this process has joined a world; explain plans in a process that has not")
     check_plan(plan)
     count = min(plan.world_size, MOST_RANKS)
     chosen = sorted({rank * plan.world_size // count for rank in range(count)})
     if plan.degree("stage") > 1 and sample is None:
-        raise PlanError("stages are found by following a forward; give a sample of the model's arguments")
+        raise PlanError("finding the stages takes a forward pass; give a sample of the model's arguments")
     ranks = [_preview(model, plan, rank, sample or _nothing) for rank in chosen]
-    sampled = " of those looked at" if len(chosen) < plan.world_size else ""  # others like them hold it, too
+    sampled = " of those previewed" if len(chosen) < plan.world_size else ""  # other ranks may hold it, too
     whole = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     parameters = [sum(rank.nbytes.values()) for rank in ranks]
@@ -91,20 +97,20 @@ def _nothing() -> tuple[tuple[object, ...], dict[str, object]]:
 
 
 def _preview(model: nn.Module, plan: Plan, rank: int, sample: Sample) -> _RankPreview:
-    own = copy.deepcopy(model)
+    divided = copy.deepcopy(model)
     with _fake_world(rank, plan.world_size):
         mesh = Mesh(plan.mesh, rank)
-        layout = Layout.of(own, mesh)
-        stages = cut_stages(own, plan, layout, sample)
-        parallelize(own, plan, layout, BatchScope(world_size=mesh.data_degree), stages)
+        layout = Layout.of(divided, mesh)
+        stages = cut_stages(divided, plan, layout, sample)
+        parallelize(divided, plan, layout, BatchScope(world_size=mesh.data_degree), stages)
         result = _RankPreview(rank=rank)
-        for name, parameter in own.named_parameters():
+        for name, parameter in divided.named_parameters():
             part = to_local(parameter)
             result.nbytes[name] = part.numel() * part.element_size()
             result.held[name] = held = layout.shard_of(name)
             axes = [axis for axis in held.sums if mesh.degree(axis) > 1]
             if parameter.requires_grad and axes:
-                result.sums[name] = "gradients summed over " + " x ".join(axes) + compressed_words(plan, axes)
+                result.sums[name] = "gradients reduced over " + " x ".join(axes) + compressed_words(plan, axes)
     return result
 
 
@@ -131,17 +137,17 @@ def _modules(
 ) -> Iterator[ModulePlacement]:
     first_of = {id(p): name for name, p in model.named_parameters()}
     for name, module in model.named_modules():
-        own = [f"{name}.{key}" if name else key for key, p in module.named_parameters(recurse=False)]
+        own_names = [f"{name}.{key}" if name else key for key, p in module.named_parameters(recurse=False)]
         tied = [first_of[id(p)] for _, p in module.named_parameters(recurse=False)]
-        if not own and not exchanged[name]:
+        if not own_names and not exchanged[name]:
             continue
         sums = dict.fromkeys(rank.sums[key] for rank in ranks for key in tied if key in rank.sums)
         yield ModulePlacement(
             name=name,
             kind=type(module).__name__,
-            placement=_placement(own, tied, ranks, sampled),
-            nbytes=sum(whole[key] for key in tied if key in own),
-            nbytes_per_rank=tuple(sum(rank.nbytes.get(key, 0) for key in tied if key in own) for rank in ranks),
+            placement=_placement(own_names, tied, ranks, sampled),
+            nbytes=sum(whole[key] for key in tied if key in own_names),
+            nbytes_per_rank=tuple(sum(rank.nbytes.get(key, 0) for key in tied if key in own_names) for rank in ranks),
             collectives=(*exchanged[name], *sums),
         )
 
@@ -161,7 +167,7 @@ def _placement(own: list[str], tied: list[str], ranks: Sequence[_RankPreview], s
 
 
 def _spans(ranks: list[int]) -> str:
-    """0,1,2,5 as "0-2, 5"."""
+    """Format 0,1,2,5 as "0-2, 5"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
@@ -173,16 +179,22 @@ def _spans(ranks: list[int]) -> str:
 
 _SHARDED = {
     1: "gathered over shard after the update",
-    2: "gathered over shard (forward), gradients summed into parts",
-    3: "gathered over shard (forward, backward), gradients summed into parts",
+    2: "gathered over shard (forward), gradients reduce-scattered",
+    3: "gathered over shard (forward, backward), gradients reduce-scattered",
 }
 
 
 def collectives_by_module(model: nn.Module, plan: Plan, sample: Sample | None = None) -> dict[str, tuple[str, ...]]:
-    """Module name -> descriptions of its collectives in a step, besides gradient reductions over replicas.
+    """Describe the collectives of each module in a step, except gradient reductions over replicas.
 
-    `model`: one that nothing has touched, on any device. With a `sample` gradients that nothing wants are left out, as
-    the run leaves them out: that of the input of a module before which nothing is trained.
+    Args:
+        model: the undivided model, on any device.
+        plan: the plan.
+        sample: returns arguments of the model. With it, the gradient of an input is left out where nothing before the
+            module is trained, as a run leaves it out.
+
+    Returns:
+        Descriptions by module name.
     """
     collectives: dict[str, list[str]] = {name: [] for name, _ in model.named_modules()}
     first = frozenset() if sample is None else modules_without_input_gradient(model, sample)
@@ -197,22 +209,24 @@ def collectives_by_module(model: nn.Module, plan: Plan, sample: Sample | None = 
     if plan.degree("table") > 1 and plan.degree("split") == 1:
         for name, columns in divided_linears(model, plan.layout).items():
             inputs, outputs = features(model.get_submodule(name))
-            there, back = (inputs, f"a part of {outputs}") if columns else (f"a part of {inputs}", outputs)
-            gradients = "the gradients of what comes back" if name in first else "their gradients"
-            collectives[name].append(f"over table, a row: {there} values there and {back} back, and {gradients}")
+            sent, returned = (inputs, f"a part of {outputs}") if columns else (f"a part of {inputs}", outputs)
+            gradients = "the gradients of the returned values" if name in first else "their gradients"
+            collectives[name].append(
+                f"over table, per row: {sent} values sent and {returned} returned, and {gradients}"
+            )
     for name, module in model.named_modules():
         collectives[name] += [words for applies, words in _rules(plan, wanted=name not in first) if applies(module)]
     return {name: tuple(words) for name, words in collectives.items()}
 
 
 def modules_without_input_gradient(model: nn.Module, sample: Sample) -> frozenset[str]:
-    """Names of modules whose inputs need no gradient, found by a forward without values; empty if that fails."""
+    """Find the modules whose inputs need no gradient, by a forward pass without values; empty if that fails."""
     model = copy.deepcopy(model)  # forward may leave tensors in it
     stand_ins = StandIns(model)
     with_gradient: dict[str, bool] = {}
 
     def called(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # what else a recurrent layer gets is no input that is copied: its first state
+        # of a recurrent layer only the first argument is an input that is copied; the other is its initial state
         given = (args or tuple(kwargs.values()))[:1] if isinstance(module, nn.RNNBase) else (args, kwargs)
         tracked = any(leaf.requires_grad for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
         with_gradient[name] = with_gradient.get(name, False) or tracked
@@ -230,12 +244,15 @@ def modules_without_input_gradient(model: nn.Module, sample: Sample) -> frozense
 
 
 def _of_input(exchange: PlannedCollective) -> bool:
-    """Whether it reduces the gradient of the module's input; a reduce-scatter is of states between an RNN's steps."""
+    """Return whether a collective reduces the gradient of the module's input.
+
+    A reduce-scatter in backward is of an RNN's states between its steps.
+    """
     return exchange.when == "backward" and exchange.kind != "reduce-scatter"
 
 
 def _rules(plan: Plan, *, wanted: bool) -> Sequence[tuple[Callable[[nn.Module], bool], str]]:
-    """(applies to a module, description); `wanted`: whether the gradient of the module's input is needed."""
+    """Pairs of (applies to a module, description); `wanted`: whether the gradient of the module's input is needed."""
     rules: list[tuple[Callable[[nn.Module], bool], str]] = []
     if plan.degree("shard") > 1:
         rules.append((_has_parameters, _SHARDED[plan.sharding.level]))

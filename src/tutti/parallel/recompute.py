@@ -1,7 +1,7 @@
 """Recompute (activation checkpointing): activations are dropped after forward and computed again in backward.
 
-A module that does not fit is also run on chunks of its batch, one after another. Each chunk is recomputed in backward,
-so that the module's memory is that of one chunk. This is exact for modules that treat samples independently.
+A module that does not fit can also run on chunks of its batch, one after another. Each chunk is recomputed in backward,
+so the module's memory is that of one chunk. This is exact for modules that treat samples independently.
 """
 
 import functools
@@ -22,9 +22,18 @@ from tutti.parallel.data.batchnorm import BatchScope
 
 
 def apply_recompute(model: nn.Module, layout: tuple[LayoutRule, ...], scope: BatchScope) -> list[str]:
-    """Recompute the outermost modules whose last matching layout rule says so; returns their names.
+    """Recompute the outermost modules for which the layout says so.
 
-    Raises PlanError when a rule with recompute matches no module.
+    Args:
+        model: the model, changed in place.
+        layout: the plan's layout rules.
+        scope: tells BatchNorm modules that forward runs again.
+
+    Returns:
+        Their names.
+
+    Raises:
+        PlanError: a rule with recompute matches no module.
     """
     names = [name for name, _ in model.named_modules() if name]
     for rule in layout:
@@ -50,7 +59,7 @@ SAVED_OPS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 )
-"""Operators whose outputs selective recomputing saves: those with many operations for each byte of output."""
+"""Operators whose outputs selective recompute saves: those with many FLOPs for each byte of output."""
 
 
 def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -82,9 +91,13 @@ def _wrap_recomputed(module: nn.Module, scope: BatchScope, *, selective: bool) -
 
 
 def apply_chunks(model: nn.Module, layout: Sequence[LayoutRule]) -> list[str]:
-    """Run the outermost modules with chunks in their layout rule on parts of the batch; returns their names.
+    """Run the outermost modules for which the layout states chunks on parts of the batch, one after another.
 
-    Raises PlanError for a module that normalises over the batch, which chunks would change.
+    Returns:
+        Their names.
+
+    Raises:
+        PlanError: a module normalises over the batch, so chunks would change its result.
     """
     chosen: list[str] = []
     for name, module in model.named_modules():
@@ -95,8 +108,8 @@ def apply_chunks(model: nn.Module, layout: Sequence[LayoutRule]) -> list[str]:
         if over_batch is not None:
             place = f"{name}.{over_batch}" if over_batch else name
             raise PlanError(
-                f"layout: chunks = {count} for module {name!r}, but {place!r} normalises over the batch, which parts "
-                "would change; leave it out of the rule"
+                f"layout: chunks = {count} for module {name!r}, but {place!r} normalises over the batch, so chunks "
+                "would change its results; leave it out of the rule"
             )
         _wrap_chunked(module, name, count)
         chosen.append(name)
@@ -120,11 +133,11 @@ def _wrap_chunked(module: nn.Module, name: str, count: int) -> None:
 
 
 def _split_call(name: str, call: Any, count: int) -> list[Any]:
-    """The call's arguments in parts: tensors with the batch in dim 0 are split, the rest is repeated."""
+    """Split a call's arguments into parts: tensors with the batch in dim 0 are split, all else is repeated."""
     leaves, structure = pytree.tree_flatten(call)
     batch = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
     if batch is None:
-        raise ScriptError(f"module {name!r} gets no tensor with a batch; take chunks out of the layout rule for it")
+        raise ScriptError(f"module {name!r} gets no tensor with a batch dim; remove chunks from its layout rule")
     columns = [
         leaf.tensor_split(min(count, batch)) if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == batch
         else [leaf] * min(count, batch)

@@ -8,14 +8,14 @@ from tutti.errors import CheckpointError
 
 
 def pack_scalar(value: Any) -> Any:
-    """A scalar of optimizer state as plain values; a tensor of one element becomes a number, dtype and shape."""
+    """Convert a scalar of optimizer state to plain values; a one-element tensor becomes number, dtype and shape."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return ["tensor", str(value.dtype).removeprefix("torch."), value.item(), list(value.shape)]
     return ["value", value.cpu() if isinstance(value, torch.Tensor) else value]
 
 
 def unpack_scalar(packed: Any) -> Any:
-    """The value that `pack_scalar` packed."""
+    """Return the value that `pack_scalar` packed."""
     if packed[0] == "value":
         return packed[1]
     _, dtype, number, shape = packed
@@ -23,8 +23,12 @@ def unpack_scalar(packed: Any) -> Any:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype that `dtype_name` wrote. Raises CheckpointError for an unknown one."""
+    """Return the dtype of a name such as "float32".
+
+    Raises:
+        CheckpointError: this torch has no such dtype.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{name!r} is no dtype of this torch ({torch.__version__}); use a newer one")
+        raise CheckpointError(f"{name!r} is not a dtype of this torch ({torch.__version__}); use a newer torch")
     return dtype

@@ -1,4 +1,4 @@
-"""Norms of global tensors for optimizers that scale steps by them (LARS, LAMB, NVLAMB, NovoGrad) on sharded ranks."""
+"""Norms of global tensors on sharded ranks, for optimizers that scale steps by norms (LARS, LAMB, NVLAMB, NovoGrad)."""
 
 import math
 from collections.abc import Sequence
@@ -13,13 +13,15 @@ from tutti.optim.large_batch import LAMB, NormScaledOptimizer
 from tutti.parallel.layout import Layout, to_local
 
 _TURNS = 2
-"""At most so many norms of one tensor in a step: the parameter's, and its gradient's or step's."""
+"""The most norms of one tensor in a step: that of the parameter, and that of its gradient or step."""
 
 
 class WholeNorms:
     """Adds up the squared norms of one optimizer's shards over all ranks; each shard counts once.
 
     Args:
+        layout: the layout, with owners assigned.
+        world: all ranks.
         names: this rank's parameters -> names in the user's model.
         cut: names of sharded tensors, equal on all ranks.
     """
@@ -38,7 +40,12 @@ class WholeNorms:
         return self._count > 0
 
     def over_parts(self, squares: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """See large_batch.OverParts. Collective, also for a rank that has nothing to add."""
+        """Return the squared norms of whole tensors. Collective, also for a rank that has nothing to add.
+
+        Args:
+            squares: (n,), squared norms of this rank's shards.
+            parameters: the n parameters that they belong to.
+        """
         sums = torch.zeros(_TURNS * self._count, dtype=torch.float64, device=self._world.device)
         turns: dict[nn.Parameter, int] = {}
         positions: list[tuple[int, int]] = []
@@ -55,7 +62,7 @@ class WholeNorms:
         return whole
 
     def global_norm(self, parameters: Sequence[nn.Parameter]) -> float:
-        """See large_batch.GlobalNorm. Collective."""
+        """Return the norm of all gradients, each shard counted once over all ranks. Collective."""
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for parameter in parameters:
             if parameter.grad is not None and self._counted[parameter]:
@@ -70,7 +77,7 @@ class WholeNorms:
 def bind_norms(optimizers: Sequence[Optimizer], model: nn.Module, layout: Layout, world: World) -> None:
     """Give optimizers that scale by norms the norms of global tensors, where tensors are sharded. Collective.
 
-    The layout's owners are assigned.
+    The layout must have its owners assigned.
     """
     known = layout.state_names(model, optimizers)
     for number, optimizer in enumerate(optimizers):
@@ -86,7 +93,16 @@ def bind_norms(optimizers: Sequence[Optimizer], model: nn.Module, layout: Layout
 
 
 def whole_norms(names: dict[nn.Parameter, str], layout: Layout, world: World) -> WholeNorms | None:
-    """Norms over the shards of parameters called `names`; None if all ranks hold all of them whole. Collective."""
+    """Return the norms over the shards of an optimizer's parameters. Collective.
+
+    Args:
+        names: this rank's parameters -> names in the user's model.
+        layout: the layout, with owners assigned.
+        world: all ranks.
+
+    Returns:
+        None if every rank holds all of these parameters whole.
+    """
     here = {layout.first_name(name): bool(layout.state_shard_of(name).cuts) for name in names.values()}
     everyone = world.gather(here)
     if all(theirs == here for theirs in everyone) and not any(here.values()):

@@ -372,10 +372,10 @@ def local_activation(value: torch.Tensor) -> tuple[torch.Tensor, TensorShard | N
     """Return an activation as a plain local tensor, and the part of the whole that it is; None for a whole one."""
     held = TensorShard(shape=tuple(value.shape))
     with torch._C.DisableTorchFunctionSubclass():
-        if isinstance(value, split.Parted):
+        if isinstance(value, split.TensorParallelActivation):
             place = value.place
             return split.local(value), held.cut(place.dim, *place.spread.parts[place.group.rank])
-        if isinstance(value, space.CutTensor):
+        if isinstance(value, space.SpatialTensor):
             for dim, along in enumerate(space.where_of(value)):
                 if along is not None:
                     held = held.cut(dim, space.rows_of(along, space.space_of([value])))

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from tutti.errors import ScriptError
 from tutti.parallel.context.context_attention import Attention
-from tutti.parallel.tensor.tensor_activation import HANDLERS, Parted, local, on_whole
+from tutti.parallel.tensor.tensor_activation import HANDLERS, TensorParallelActivation, local, on_whole
 
 TRACER = str(Path(__file__).parents[1] / "pipeline" / "stage_tracing.py")
 """File of the pipeline's tracer, whose frames do not count as callers."""
@@ -115,12 +115,13 @@ def _attention(state: MicrobatchState, function: Callable[..., torch.Tensor], *a
     values = (*args, *kwargs.values())
     if any(isinstance(value, FakeTensor) for value in values) and has_torch_function(values):
         return handle_torch_function(partial(_attention, state, function), values, *args, **kwargs)
-    if not any(isinstance(value, Parted) for value in (*args, *kwargs.values())):
+    if not any(isinstance(value, TensorParallelActivation) for value in (*args, *kwargs.values())):
         return state.attention(*args, **kwargs)
 
     def on_local_heads(**arguments: Any) -> torch.Tensor:
         plain: dict[str, Any] = {
-            name: local(value) if isinstance(value, Parted) else value for name, value in arguments.items()
+            name: local(value) if isinstance(value, TensorParallelActivation) else value
+            for name, value in arguments.items()
         }
         return state.attention(**plain)
 

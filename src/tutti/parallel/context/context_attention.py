@@ -243,8 +243,8 @@ def to_heads(xs: Sequence[torch.Tensor], group: Any, degree: int, channel: CommC
     The tensors are exchanged concurrently, and so are their gradients.
     """
     exchanges = [HeadExchange(heads=True, group=group, degree=degree, channel=channel) for _ in xs]
-    tokens = [_Leave.apply(x, each) for x, each in zip(xs, exchanges, strict=True)]  # type: ignore[no-untyped-call]
-    return [_Arrive.apply(x, each) for x, each in zip(tokens, exchanges, strict=True)]  # type: ignore[no-untyped-call]
+    tokens = [_Leave.apply(x, route) for x, route in zip(xs, exchanges, strict=True)]  # type: ignore[no-untyped-call]
+    return [_Arrive.apply(x, route) for x, route in zip(tokens, exchanges, strict=True)]  # type: ignore[no-untyped-call]
 
 
 def to_tokens(x: torch.Tensor, group: Any, degree: int, channel: CommChannel) -> torch.Tensor:

@@ -40,14 +40,14 @@ def divide_tables(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout)
     mesh = layout.mesh
     if mesh.degree("table") == 1:
         return
-    found = {name: m for name, m in model.named_modules() if isinstance(m, nn.EmbeddingBag | nn.Embedding)}
-    wanted = [table for name in found if (table := _table(name, found[name], rules, layout)) is not None]
+    tables = {name: m for name, m in model.named_modules() if isinstance(m, nn.EmbeddingBag | nn.Embedding)}
+    wanted = [table for name in tables if (table := _table(name, tables[name], rules, layout)) is not None]
     linears = wanted_linears(model, rules, layout)
     if not wanted and not linears:
         raise PlanError(
             f"mesh.table = {mesh.degree('table')}, but the model has no embedding table to divide and no layout rule "
-            "names a linear layer; use tutti.nn.EmbeddingTables, nn.EmbeddingBag or nn.Embedding, say 'split' of a "
-            "linear layer, or make these ranks replicate"
+            "names a linear layer; use tutti.nn.EmbeddingTables, nn.EmbeddingBag or nn.Embedding, place a linear "
+            "layer 'split', or make these ranks replicate"
         )
     places = place_tables(wanted, mesh.degree("table"))
     group = mesh.new_group("table")
@@ -60,7 +60,7 @@ def divide_tables(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout)
     )
     together = _together(model)
     for name, place in places.items():
-        module = found[name]
+        module = tables[name]
         lookup = DividedLookup({module: place}, module.weight.dtype, peers)
         if module not in together:
             module.forward = DividedForward(module, lookup)  # type: ignore[method-assign]
@@ -95,8 +95,8 @@ def _table(name: str, module: AnyTable, rules: Sequence[LayoutRule], layout: Lay
     for setting in ("max_norm", "scale_grad_by_freq"):
         if getattr(module, setting):
             raise PlanError(
-                f"table {name!r} has {setting}, which looks at all rows that a batch asks for; leave it out, or place "
-                "the table 'replicate'"
+                f"table {name!r} has {setting}, which depends on all rows that a batch looks up; leave it out, or "
+                "place the table 'replicate'"
             )
     if placement != "auto" and module.num_embeddings < layout.mesh.degree("table"):
         raise PlanError(
@@ -135,8 +135,8 @@ class DividedForward:
     ) -> Tensor:
         if isinstance(self.module, nn.Embedding):
             rows = input.reshape(-1).long()
-            found = self.lookup.start([self.module], [Bags(rows=rows, count=len(rows))])()[0]
-            return found.reshape(*input.shape, found.shape[-1])
+            vectors = self.lookup.start([self.module], [Bags(rows=rows, count=len(rows))])()[0]
+            return vectors.reshape(*input.shape, vectors.shape[-1])
         if per_sample_weights is not None and self.module.mode != "sum":
             raise ValueError(f"per_sample_weights need mode='sum', not {self.module.mode!r}")
         bags = bags_of(input, offsets, per_sample_weights, include_last=bool(self.module.include_last_offset))

@@ -38,10 +38,10 @@ def dividable_linears(model: nn.Module) -> dict[str, int]:
 
 def divided_linears(model: nn.Module, rules: Sequence[LayoutRule]) -> dict[str, bool]:
     """Names of the linear layers that rules divide, and whether by columns."""
-    said = {name: find_placement(rules, name) for name, module in model.named_modules() if _is_any_linear(module)}
+    placements = {name: find_placement(rules, name) for name, module in model.named_modules() if _is_any_linear(module)}
     return {
         name: by_columns(placement, *features(model.get_submodule(name)))
-        for name, placement in said.items()
+        for name, placement in placements.items()
         if placement not in ("auto", "replicate")
     }
 
@@ -54,10 +54,10 @@ def wanted_linears(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout
     """
     if layout.mesh.degree("split") > 1:
         return {}
-    found = divided_linears(model, rules)
-    for name, columns in found.items():
+    linears = divided_linears(model, rules)
+    for name, columns in linears.items():
         _check(model, name, columns, rules, layout)
-    return found
+    return linears
 
 
 def _is_any_linear(module: nn.Module) -> bool:
@@ -79,16 +79,16 @@ def _check(model: nn.Module, name: str, columns: bool, rules: Sequence[LayoutRul
     for axis in ("stage", "space"):
         if mesh.degree(axis) > 1:
             raise PlanError(
-                f"layer {name!r} divided over table with mesh.{axis} = {mesh.degree(axis)}: its rows would be on other "
-                f"ranks than it expects{whole}"
+                f"layer {name!r} divided over table with mesh.{axis} = {mesh.degree(axis)}: its rows would not be on "
+                f"the ranks that it expects{whole}"
             )
     path = name.split(".")
     above = [".".join(path[:end]) for end in range(1, len(path) + 1)]
-    chunked = next((one for one in above if find_chunks(rules, one) > 1), None)
+    chunked = next((outer for outer in above if find_chunks(rules, outer) > 1), None)
     if chunked is not None:
         raise PlanError(
             f"layer {name!r} divided over table, within {chunked!r}, which runs in chunks: ranks may have different "
-            f"numbers of them{whole}"
+            f"numbers of chunks{whole}"
         )
 
 
@@ -115,8 +115,8 @@ def _take(module: nn.Module, name: str, leaf: str, dim: int, part: tuple[int, ..
     begin, end = part
     layout.set_reduce_axes(full, [axis for axis in layout.shard_of(full).sums if axis != "table"])
     layout.cut(full, dim, (begin, end))
-    own = whole.detach().narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
-    setattr(module, leaf, nn.Parameter(own, requires_grad=whole.requires_grad))
+    local = whole.detach().narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
+    setattr(module, leaf, nn.Parameter(local, requires_grad=whole.requires_grad))
 
 
 class DividedLinear:
@@ -133,11 +133,11 @@ class DividedLinear:
 
     def __call__(self, input: Tensor) -> Tensor:
         """(..., inputs) -> (..., outputs), both whole, for this rank's own samples."""
-        own, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
-        assert own is not None
-        weight = own if isinstance(self.module, nn.Linear) else own.t()
+        parameter, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
+        assert parameter is not None
+        weight = parameter if isinstance(self.module, nn.Linear) else parameter.t()
         if torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64:
-            # what the product would do: fewer bytes travel
+            # cast as the product would, so that fewer bytes are sent
             input = input.to(torch.get_autocast_dtype(input.device.type))
         x = input.reshape(-1, input.shape[-1])
         rows = rows_of(len(x), self.bounds, self.peers, x.device)
@@ -176,9 +176,9 @@ class Rows:
 
 def rows_of(count: int, bounds: tuple[int, ...], peers: Peers, device: torch.device) -> Rows:
     """Exchange the number of rows of each rank."""
-    each = [1] * peers.size
-    mine = torch.full((peers.size,), count, dtype=torch.int64, device=device)
-    counts = plain_exchange(mine, AllToAllRoute(peers.group, peers.own, each, each, peers.indices)).tolist()
+    ones = [1] * peers.size
+    announced = torch.full((peers.size,), count, dtype=torch.int64, device=device)
+    counts = plain_exchange(announced, AllToAllRoute(peers.group, peers.own, ones, ones, peers.indices)).tolist()
     return Rows(peers=peers, counts=tuple(counts), bounds=bounds)
 
 
@@ -208,22 +208,24 @@ def _everyone(x: Tensor, rows: Rows) -> Tensor:
 
 def _summed(terms: Tensor, rows: Rows) -> Tensor:
     """A reduce-scatter with as many bytes as a ring's; ranks add in rank order, half precisions in float32."""
-    came = rows.exchange(terms, list(rows.counts), [rows.mine] * rows.peers.size)
-    stacked = came.view(rows.peers.size, rows.mine, terms.shape[1])
+    received = rows.exchange(terms, list(rows.counts), [rows.mine] * rows.peers.size)
+    stacked = received.view(rows.peers.size, rows.mine, terms.shape[1])
     return stacked.sum(0, dtype=torch.float32).to(terms.dtype) if terms.dtype in HALVES else stacked.sum(0)
 
 
 def _my_features(x: Tensor, rows: Rows) -> Tensor:
     width = rows.widths[rows.peers.own]
     parts = torch.cat([part.reshape(-1) for part in torch.split(x, rows.widths, 1)])
-    came = rows.exchange(parts, [rows.mine * one for one in rows.widths], [count * width for count in rows.counts])
-    return came.view(-1, width)
+    received = rows.exchange(
+        parts, [rows.mine * columns for columns in rows.widths], [count * width for count in rows.counts]
+    )
+    return received.view(-1, width)
 
 
 def _my_rows(part: Tensor, rows: Rows) -> Tensor:
-    sizes = [rows.mine * one for one in rows.widths]
-    came = rows.exchange(part.reshape(-1), [count * part.shape[1] for count in rows.counts], sizes)
-    return torch.cat([one.view(rows.mine, -1) for one in torch.split(came, sizes)], 1)
+    sizes = [rows.mine * width for width in rows.widths]
+    received = rows.exchange(part.reshape(-1), [count * part.shape[1] for count in rows.counts], sizes)
+    return torch.cat([piece.view(rows.mine, -1) for piece in torch.split(received, sizes)], 1)
 
 
 class _Move(torch.autograd.Function):

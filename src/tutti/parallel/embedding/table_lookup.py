@@ -71,9 +71,9 @@ class LookupRequest:
 
     def sizes(self, rank: int) -> list[int]:
         """The announcement to `rank`: number of rows, of bags, and whether the bags' lengths are sent too."""
-        there = self.pooled_there and self.place is not None and self.place.owner == rank
-        bags = self.bags.count if there else 0
-        return [len(self.asked[rank]), bags, int(there and self.bags.lengths is not None)]
+        pooled_by_rank = self.pooled_there and self.place is not None and self.place.owner == rank
+        bags = self.bags.count if pooled_by_rank else 0
+        return [len(self.asked[rank]), bags, int(pooled_by_rank and self.bags.lengths is not None)]
 
     def answers(self, rank: int) -> int:
         """The number of vectors that `rank` returns."""
@@ -83,25 +83,25 @@ class LookupRequest:
 
 def request(table: AnyTable, place: TablePlacement | None, bags: Bags, size: int) -> LookupRequest:
     """Assign the rows to the ranks that hold them. Raises IndexError for rows outside of the table, as torch does."""
-    made = LookupRequest(table=table, place=place, bags=bags)
-    if place is None:  # whole on every rank
-        made.asked = [bags.rows[:0]] * size
-        return made
+    lookup = LookupRequest(table=table, place=place, bags=bags)
+    if place is None:  # the table is whole on every rank, so nothing is requested
+        lookup.asked = [bags.rows[:0]] * size
+        return lookup
     rows, count = bags.rows, table.num_embeddings
     if place.owner is not None and isinstance(table, nn.EmbeddingBag):
-        low, high = (int(one) for one in rows.aminmax()) if len(rows) else (0, 0)
-        made.asked = [rows if rank == place.owner else rows[:0] for rank in range(size)]
+        low, high = (int(bound) for bound in rows.aminmax()) if len(rows) else (0, 0)
+        lookup.asked = [rows if rank == place.owner else rows[:0] for rank in range(size)]
     else:
-        rows, made.distinct = torch.unique(rows, return_inverse=True)
+        rows, lookup.distinct = torch.unique(rows, return_inverse=True)
         low, high = (int(rows[0]), int(rows[-1])) if len(rows) else (0, 0)
         ends = torch.searchsorted(rows, torch.tensor(place.bounds, device=rows.device)).tolist()
-        made.asked = [rows[ends[i] : ends[i + 1]] - place.bounds[i] for i in range(size)]
+        lookup.asked = [rows[ends[i] : ends[i + 1]] - place.bounds[i] for i in range(size)]
         if table.padding_idx is not None:
-            found = (rows == table.padding_idx).nonzero()
-            made.padding = int(found[0]) if len(found) else None
+            padding_rows = (rows == table.padding_idx).nonzero()
+            lookup.padding = int(padding_rows[0]) if len(padding_rows) else None
     if low < 0 or high >= count:
-        raise IndexError(f"rows {low} to {high} were asked of an embedding table that has rows 0 to {count - 1}")
-    return made
+        raise IndexError(f"rows {low} to {high} were looked up in an embedding table that has rows 0 to {count - 1}")
+    return lookup
 
 
 class DividedLookup:
@@ -123,15 +123,15 @@ class DividedLookup:
     def start(self, tables: Sequence[AnyTable], bags: Sequence[Bags]) -> Callable[[], list[Tensor]]:
         """Send requests and answer those of others; the result waits for this rank's answers. Collective."""
         peers = self.peers
-        mine = [request(t, self.places.get(t), b, peers.size) for t, b in zip(tables, bags, strict=True)]
-        theirs = _ask(mine, peers)
-        _send_weights(mine, theirs, peers)
+        requests = [request(t, self.places.get(t), b, peers.size) for t, b in zip(tables, bags, strict=True)]
+        theirs = _ask(requests, peers)
+        _send_weights(requests, theirs, peers)
         nothing = torch.empty(0, tables[0].embedding_dim, dtype=self.dtype, device=bags[0].rows.device)
-        answers, send = _answer(mine, theirs, nothing, peers)
-        receive = [sum(one.answers(rank) for one in mine) for rank in range(peers.size)]
+        answers, send = _answer(requests, theirs, nothing, peers)
+        receive = [sum(lookup.answers(rank) for lookup in requests) for rank in range(peers.size)]
         route = AllToAllRoute(peers.group, peers.own, send, receive, peers.vectors)
         pending = launch(answers, route)
-        return lambda: _pool(mine, land(pending, route), peers.size)
+        return lambda: _pool(requests, land(pending, route), peers.size)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,29 +154,29 @@ class Asked:
 def _ask(mine: list[LookupRequest], peers: Peers) -> list[list[Asked]]:
     """[peer][table]: every peer's request to this rank; `mine`: this rank's own requests."""
     device = mine[0].bags.rows.device
-    sizes = torch.tensor([[one.sizes(rank) for one in mine] for rank in range(peers.size)], dtype=torch.int64)
-    each = [1] * peers.size
+    sizes = torch.tensor([[lookup.sizes(rank) for lookup in mine] for rank in range(peers.size)], dtype=torch.int64)
+    ones = [1] * peers.size
     announced = plain_exchange(
-        sizes.to(device), AllToAllRoute(peers.group, peers.own, each, each, peers.indices)
+        sizes.to(device), AllToAllRoute(peers.group, peers.own, ones, ones, peers.indices)
     ).tolist()
     parts: list[Tensor] = []
     send = []
     for rank in range(peers.size):
-        own = [one.bags.lengths if one.sizes(rank)[2] else None for one in mine]
-        pairs = [(one.asked[rank], lengths) for one, lengths in zip(mine, own, strict=True)]
+        bag_lengths = [lookup.bags.lengths if lookup.sizes(rank)[2] else None for lookup in mine]
+        pairs = [(lookup.asked[rank], lengths) for lookup, lengths in zip(mine, bag_lengths, strict=True)]
         of_rank = [part for pair in pairs for part in pair if part is not None]
         send.append(sum(len(part) for part in of_rank))
         parts += of_rank
     pieces = [(rows, bags * ragged) for peer in announced for rows, bags, ragged in peer]
     receive = [sum(rows + bags * ragged for rows, bags, ragged in peer) for peer in announced]
-    came = plain_exchange(torch.cat(parts), AllToAllRoute(peers.group, peers.own, send, receive, peers.indices))
-    split = iter(torch.split(came, [size for pair in pieces for size in pair]))
+    received = plain_exchange(torch.cat(parts), AllToAllRoute(peers.group, peers.own, send, receive, peers.indices))
+    split = iter(torch.split(received, [size for pair in pieces for size in pair]))
     return [[Asked(rows=next(split), count=bags, lengths=next(split)) for _, bags, _ in peer] for peer in announced]
 
 
 def _send_weights(mine: list[LookupRequest], theirs: list[list[Asked]], peers: Peers) -> None:
     """Send the row weights of bags that are pooled elsewhere; their gradients come back."""
-    weighted = [number for number, one in enumerate(mine) if one.pooled_there and one.bags.weights is not None]
+    weighted = [number for number, lookup in enumerate(mine) if lookup.pooled_there and lookup.bags.weights is not None]
     if not weighted:
         return
     parts, send = [], []
@@ -198,31 +198,31 @@ def _answer(
     mine: list[LookupRequest], theirs: list[list[Asked]], nothing: Tensor, peers: Peers
 ) -> tuple[Tensor, list[int]]:
     """The vectors for all peers, in the order of peers and tables, and the number for each. `nothing`: (0, width)."""
-    found: list[list[Tensor]] = [[] for _ in theirs]
-    for number, one in enumerate(mine):
+    answers_by_peer: list[list[Tensor]] = [[] for _ in theirs]
+    for number, lookup in enumerate(mine):
         asked = [peer[number] for peer in theirs]
-        place = one.place
+        place = lookup.place
         if place is None or place.bounds[peers.own] == place.bounds[peers.own + 1]:
             continue
-        if one.pooled_there:
-            assert isinstance(one.table, nn.EmbeddingBag)
-            weighted = [each.weights for each in asked if each.weights is not None]
+        if lookup.pooled_there:
+            assert isinstance(lookup.table, nn.EmbeddingBag)
+            weighted = [query.weights for query in asked if query.weights is not None]
             weights = torch.cat(weighted) if weighted else None
-            lengths = torch.cat([each.sizes for each in asked])
-            rows = torch.cat([each.rows for each in asked])
-            vectors = pooled(one.table, Bags(rows=rows, count=len(lengths), lengths=lengths, weights=weights))
-            counts = [each.count for each in asked]
+            lengths = torch.cat([query.sizes for query in asked])
+            rows = torch.cat([query.rows for query in asked])
+            vectors = pooled(lookup.table, Bags(rows=rows, count=len(lengths), lengths=lengths, weights=weights))
+            counts = [query.count for query in asked]
         else:
-            vectors = _rows(one.table, torch.cat([each.rows for each in asked]), place.bounds[peers.own])
-            counts = [len(each.rows) for each in asked]
-        for answers, piece in zip(found, torch.split(vectors, counts), strict=True):
+            vectors = _rows(lookup.table, torch.cat([query.rows for query in asked]), place.bounds[peers.own])
+            counts = [len(query.rows) for query in asked]
+        for answers, piece in zip(answers_by_peer, torch.split(vectors, counts), strict=True):
             answers.append(piece)
-    result = torch.cat([piece for answers in found for piece in (nothing, *answers)])
-    for peer in theirs:  # weights get their gradients back also where no vector depends on them
-        result = result + sum(each.weights[:0].sum() for each in peer if each.weights is not None)
+    result = torch.cat([piece for answers in answers_by_peer for piece in (nothing, *answers)])
+    for peer in theirs:  # weights get gradients back even where no vector depends on them
+        result = result + sum(query.weights[:0].sum() for query in peer if query.weights is not None)
     if torch.is_grad_enabled() and not result.requires_grad:
-        result.requires_grad_()  # backward must pass on all ranks, also on those that hold no table
-    return result, [sum(len(piece) for piece in answers) for answers in found]
+        result.requires_grad_()  # backward must pass here on all ranks, also on those that hold no table
+    return result, [sum(len(piece) for piece in answers) for answers in answers_by_peer]
 
 
 def _rows(table: AnyTable, rows: Tensor, first: int) -> Tensor:
@@ -235,29 +235,29 @@ def _rows(table: AnyTable, rows: Tensor, first: int) -> Tensor:
 
 def _pool(mine: list[LookupRequest], vectors: Tensor, size: int) -> list[Tensor]:
     """(bags, width) for each table, from the returned `vectors`, in the order of peers and tables."""
-    counts = [one.answers(rank) for rank in range(size) for one in mine]
+    counts = [lookup.answers(rank) for rank in range(size) for lookup in mine]
     pieces = torch.split(vectors, counts)
     results = []
-    for number, one in enumerate(mine):
-        came = torch.cat(pieces[number :: len(mine)])
-        table, bags = one.table, one.bags
-        if one.pooled_there:
-            results.append(came)
-        elif one.distinct is None:
+    for number, lookup in enumerate(mine):
+        received = torch.cat(pieces[number :: len(mine)])
+        table, bags = lookup.table, lookup.bags
+        if lookup.pooled_there:
+            results.append(received)
+        elif lookup.distinct is None:
             results.append(pooled(table, bags) if isinstance(table, nn.EmbeddingBag) else _rows(table, bags.rows, 0))
         elif isinstance(table, nn.EmbeddingBag):
             results.append(
                 F.embedding_bag(
-                    one.distinct,
-                    came,
+                    lookup.distinct,
+                    received,
                     bags.offsets,
                     mode=table.mode,
                     per_sample_weights=bags.weights,
-                    padding_idx=one.padding,
+                    padding_idx=lookup.padding,
                 )
             )
         else:
-            results.append(F.embedding(one.distinct, came, padding_idx=one.padding))
+            results.append(F.embedding(lookup.distinct, received, padding_idx=lookup.padding))
     return results
 
 

@@ -119,16 +119,16 @@ class SharedSlice:
 
     def divided(self, experts: Experts, rows: Tensor, kept: Tensor, holders: ExpertHolders) -> Tensor:
         """`kept`: (holders, experts), the rows that each holder's tokens send to every expert."""
-        own, (first, last) = holders.own, holders.experts
-        asked = [int(kept[own, a:b].sum()) for a, b in pairwise(holders.bounds)]
+        position, (first, last) = holders.own, holders.experts
+        asked = [int(kept[position, a:b].sum()) for a, b in pairwise(holders.bounds)]
         answered = kept[:, first:last].clone()
-        mine = answered[own].tolist()
-        answered[own] = 0
-        begin, end = sum(asked[:own]), sum(asked[: own + 1])
-        asked[own] = 0
-        route = AllToAllRoute(holders.group, own, asked, answered.sum(1).tolist(), self.channel)
+        local_sizes = answered[position].tolist()
+        answered[position] = 0
+        begin, end = sum(asked[:position]), sum(asked[: position + 1])
+        asked[position] = 0
+        route = AllToAllRoute(holders.group, position, asked, answered.sum(1).tolist(), self.channel)
         pending = launch(torch.cat([rows[:begin], rows[end:]]), route)
-        stayed = experts.run_experts(rows[begin:end], mine)
+        stayed = experts.run_experts(rows[begin:end], local_sizes)
         arrived = land(pending, route)
         order = _by_expert(answered).to(rows.device)
         results = experts.run_experts(arrived.index_select(0, order), answered.sum(0).tolist())
@@ -145,10 +145,10 @@ class _GatherCounts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mass: Tensor, counts: Tensor, sharers: Sharers) -> tuple[Tensor, Tensor]:
         ctx.sharers = sharers
-        mine = torch.cat([counts.reshape(-1).double(), mass.double()])
-        everyone = [torch.empty_like(mine) for _ in range(sharers.size)]
-        with sharers.channel.waiting((sharers.size - 1) * mine.numel() * mine.element_size()):
-            dist.all_gather(everyone, mine, group=sharers.group)
+        packed = torch.cat([counts.reshape(-1).double(), mass.double()])
+        everyone = [torch.empty_like(packed) for _ in range(sharers.size)]
+        with sharers.channel.waiting((sharers.size - 1) * packed.numel() * packed.element_size()):
+            dist.all_gather(everyone, packed, group=sharers.group)
         table = torch.stack(everyone)
         theirs = table[:, : counts.numel()].round().long().cpu().reshape(sharers.size, *counts.shape)
         ctx.mark_non_differentiable(theirs)
@@ -183,8 +183,8 @@ def is_stacked(module: nn.Module) -> bool:
     Its parameters' first dim is the expert, and its forward takes (rows, chosen experts, their weights).
     """
     count = getattr(module, "num_experts", None)
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    if not isinstance(count, int) or not own or any(p.dim() < 2 or p.shape[0] != count for p in own):
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if not isinstance(count, int) or not parameters or any(p.dim() < 2 or p.shape[0] != count for p in parameters):
         return False
     return list(inspect.signature(module.forward).parameters)[:3] == _ARGUMENTS
 
@@ -232,9 +232,9 @@ class DividedExperts:
         expert = torch.arange(len(sizes), device=rows.device)
         chosen = expert.repeat_interleave(torch.tensor(sizes, device=rows.device)).unsqueeze(1)
         results: Tensor = type(self.module).forward(self.module, rows, chosen, rows.new_ones(len(rows), 1))
-        if len(rows) == 0:  # forward loops over rows: gradients are to be 0, not absent, and backward must pass here
+        if len(rows) == 0:  # gradients must still be 0 rather than absent, and backward must pass here
             linked = [rows, *(p.reshape(-1)[:1] for p in self.module.parameters(recurse=False))]
-            results = results + sum(one.sum() for one in linked) * 0.0
+            results = results + sum(tensor.sum() for tensor in linked) * 0.0
         return results
 
 
@@ -253,15 +253,15 @@ def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout
         PlanError: there are no experts to divide, fewer than ranks, or weights that other modules share.
     """
     mesh = layout.mesh
-    found = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+    mixtures = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
     stacked = {name: module for name, module in model.named_modules() if is_stacked(module)}
-    divided = [name for name in (*found, *stacked) if mesh.degree("expert") > 1 and _divides(rules, name)]
-    _check(model, found, stacked, divided, layout)
+    divided = [name for name in (*mixtures, *stacked) if mesh.degree("expert") > 1 and _divides(rules, name)]
+    _check(model, mixtures, stacked, divided, layout)
     sharing = mesh.degree(*GRADIENT_AXES)
     if sharing == 1:
-        for module in found.values():
+        for module in mixtures.values():
             module.exchange = OwnSlice(scope)
-    if not (found or stacked) or sharing == 1:
+    if not (mixtures or stacked) or sharing == 1:
         return
     sharers = Sharers(
         size=sharing,
@@ -272,7 +272,7 @@ def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout
     )
     group = mesh.new_group("expert") if divided else None
     members, all_ranks = mesh.ranks("expert"), mesh.ranks(*GRADIENT_AXES)
-    for name, module in (found | stacked).items():
+    for name, module in (mixtures | stacked).items():
         holders = None
         if name in divided:
             count = module.experts if isinstance(module, MixtureOfExperts) else module.num_experts
@@ -325,8 +325,10 @@ def _check(
         count = getattr(module, "experts" if name in found else "num_experts")
         if count < degree:
             raise PlanError(f"mesh.expert = {degree}, but {name!r} has {count} experts; lower it to {count}")
-        own = {f"{name}.{key}" if name else key for key in module._parameters}
-        tied = next((names for names in layout.tied if own & set(names) and _of_modules(model, names) > 1), None)
+        parameter_names = {f"{name}.{key}" if name else key for key in module._parameters}
+        tied = next(
+            (names for names in layout.tied if parameter_names & set(names) and _of_modules(model, names) > 1), None
+        )
         if tied:
             raise PlanError(f"{' and '.join(tied)} are one tensor, so {name!r} cannot be divided; place it 'replicate'")
     for name, mixture in found.items():
@@ -364,11 +366,11 @@ def write_tallies(model: nn.Module, names: Sequence[str], numbers: torch.Tensor,
     """
     tallies = take_tallies(model)
     for position, name in enumerate(names):
-        one = tallies.get(name)
-        if one is not None and one.passes:
+        tally = tallies.get(name)
+        if tally is not None and tally.passes:
             part = numbers[position * WIDTH : (position + 1) * WIDTH]
-            part += torch.tensor([one.assigned, one.dropped, one.passes, 0], dtype=part.dtype, device=part.device)
-            part[3] += one.balance
+            part += torch.tensor([tally.assigned, tally.dropped, tally.passes, 0], dtype=part.dtype, device=part.device)
+            part[3] += tally.balance
             part /= copies
 
 

@@ -42,7 +42,7 @@ def memory_of(numel: int, dtype: torch.dtype, device: torch.device) -> Memory:
         try:
             return Pages(nbytes, dtype)
         except OSError:
-            pass  # a system that does not give such memory
+            pass  # this system does not provide such memory
     return Resized(nbytes, dtype, device)
 
 
@@ -51,7 +51,7 @@ class Resized:
 
     def __init__(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(0, dtype=dtype, device=device)
-        self._nbytes = rounded(nbytes)  # so that equal units ask for equal amounts
+        self._nbytes = rounded(nbytes)  # so that equal units allocate equal amounts
 
     def have(self) -> None:
         self.tensor.untyped_storage().resize_(self._nbytes)

@@ -49,8 +49,8 @@ class Part:
     def take_gradient(self) -> None:
         gradient = self.whole.grad
         if self.own is not self.whole:
-            mine = gradient if gradient is None or self.piece is None else self.piece.of(gradient)
-            self.own.grad = None if mine is None else mine.to(self.own.device)
+            part_gradient = gradient if gradient is None or self.piece is None else self.piece.of(gradient)
+            self.own.grad = None if part_gradient is None else part_gradient.to(self.own.device)
 
     def give(self) -> None:
         """Write the updated values into the parameter."""
@@ -111,13 +111,13 @@ class States(Shards):
 
     @contextmanager
     def whole_gradients(self, optimizer: Optimizer) -> Iterator[None]:
-        own = [group["params"] for group in optimizer.param_groups]
+        part_groups = [group["params"] for group in optimizer.param_groups]
         for group, given in zip(optimizer.param_groups, self._divided[optimizer].given, strict=True):
             group["params"] = given
         try:
             yield
         finally:
-            for group, params in zip(optimizer.param_groups, own, strict=True):
+            for group, params in zip(optimizer.param_groups, part_groups, strict=True):
                 group["params"] = params
 
     @torch.no_grad()
@@ -126,13 +126,13 @@ class States(Shards):
     ) -> dict[nn.Parameter, torch.Tensor]:
         divided = self._divided[optimizer]
         cut = [parameter for parameters, _ in divided.buckets for parameter in parameters]
-        found = {p: torch.zeros_like(p.data) for p in (*cut, *(p for p, _ in divided.owned))}
+        wholes = {p: torch.zeros_like(p.data) for p in (*cut, *(p for p, _ in divided.owned))}
         for part in divided.parts:
-            mine, whole = of(part.own), found[part.whole]
-            if mine is not None:
-                (whole if part.piece is None else part.piece.of(whole)).copy_(mine)
-        self._complete(divided, found.__getitem__)
-        return found
+            part_value, whole = of(part.own), wholes[part.whole]
+            if part_value is not None:
+                (whole if part.piece is None else part.piece.of(whole)).copy_(part_value)
+        self._complete(divided, wholes.__getitem__)
+        return wholes
 
     def _divide(self, optimizer: Optimizer) -> DividedState:
         """Decide which rank updates what, and give the optimizer this rank's part."""
@@ -144,19 +144,19 @@ class States(Shards):
         cut = [p for p in everything if may_cut and p.dim() and p.numel() and p not in sparse]
         whole = [p for p in everything if p not in set(cut) and (p.dim() or not may_cut)]
         loads = {p: self._loads.beside(self._layout.shard_of(names[p]).sums) for p in everything}
-        buckets = [(some, self._pieces(some, loads)) for some in _buckets(cut)]
+        buckets = [(bucket, self._pieces(bucket, loads)) for bucket in _buckets(cut)]
         owned = _spread(whole, loads)
-        mine = [(some, pieces.ranks[self._rank]) for some, pieces in buckets]
-        parts = [self._part(p, piece) for some, ours in mine for p, piece in zip(some, ours, strict=True)]
+        rank_pieces = [(bucket, pieces.ranks[self._rank]) for bucket, pieces in buckets]
+        parts = [self._part(p, piece) for bucket, ours in rank_pieces for p, piece in zip(bucket, ours, strict=True)]
         parts += [self._part(p, None) for p, owner in owned if owner == self._rank]
-        own = {part.whole: part for part in parts if part.own.numel()}
-        for part in own.values():
+        parts_here = {part.whole: part for part in parts if part.own.numel()}
+        for part in parts_here.values():
             self._note(names[part.whole], part)
         everywhere = set(everything) - set(cut) - set(whole)
         for group, params in zip(optimizer.param_groups, given, strict=True):
-            kept = [p for p in params if p in own or p in everywhere or p not in set(everything)]
-            group["params"] = [own[p].own if p in own else p for p in kept]
-        return DividedState(given, list(own.values()), buckets, owned)
+            kept = [p for p in params if p in parts_here or p in everywhere or p not in set(everything)]
+            group["params"] = [parts_here[p].own if p in parts_here else p for p in kept]
+        return DividedState(given, list(parts_here.values()), buckets, owned)
 
     def _part(self, whole: nn.Parameter, piece: Piece | None) -> Part:
         target = whole.data if piece is None else piece.of(whole.data)
@@ -164,9 +164,9 @@ class States(Shards):
             target = target.to(self._host)
         elif piece is None:
             return Part(whole=whole, piece=None, own=whole)
-        own = nn.Parameter(target, requires_grad=whole.requires_grad)
-        own.__dict__.update(whole.__dict__)
-        return Part(whole=whole, piece=piece, own=own)
+        substitute = nn.Parameter(target, requires_grad=whole.requires_grad)
+        substitute.__dict__.update(whole.__dict__)
+        return Part(whole=whole, piece=piece, own=substitute)
 
     def _note(self, name: str, part: Part) -> None:
         if part.piece is not None:
@@ -209,14 +209,14 @@ class States(Shards):
     def _gather(self, wholes: list[torch.Tensor], pieces: ShardPieces) -> Callable[[], None]:
         communicator = self._shard_group.communicator
         empty = partial(torch.empty, dtype=wholes[0].dtype, device=wholes[0].device)
-        mine = empty(pieces.size) if communicator is None else communicator.borrow(pieces.size, wholes[0].dtype)
+        segment = empty(pieces.size) if communicator is None else communicator.borrow(pieces.size, wholes[0].dtype)
         ours = pieces.ranks[self._rank]
-        mine[sum(piece.numel for piece in ours) :].zero_()  # what makes segments equal, and is read by nobody
+        segment[sum(piece.numel for piece in ours) :].zero_()  # padding to equal segments, read by nobody
         for piece, whole in zip(ours, wholes, strict=True):
-            piece.within(mine).copy_(piece.of(whole))
-        self._sent_nbytes += (self._degree - 1) * mine.numel() * mine.element_size()
+            piece.within(segment).copy_(piece.of(whole))
+        self._sent_nbytes += (self._degree - 1) * segment.numel() * segment.element_size()
         rows = partial(empty, self._degree, pieces.size)
-        return gather(mine, self._shard_group, rows, partial(pieces.scatter, wholes=wholes)).wait
+        return gather(segment, self._shard_group, rows, partial(pieces.scatter, wholes=wholes)).wait
 
     def _broadcast(self, whole: torch.Tensor, owner: int) -> Callable[[], None]:
         values = whole.contiguous()
@@ -274,7 +274,7 @@ def is_by_norms(optimizer: Optimizer) -> bool:
     It is tried out as in `is_elementwise`, because a subclass may need whole parameters.
     """
     tried = _tried(optimizer, told=True) if isinstance(optimizer, NormScaledOptimizer) else None
-    # parts' squares add up in another order
+    # the squares of parts add up in another order, so results are only nearly equal
     return tried is not None and torch.allclose(*tried, rtol=1e-10, atol=1e-12)
 
 
@@ -288,7 +288,7 @@ def check_takes_parts(optimizer: Optimizer) -> None:
         raise PlanError(
             f"{type(optimizer).__name__} does not treat the elements of a parameter one by one, so it cannot update "
             "parts of parameters; use sharding level 1, which gives every rank whole parameters to update, an "
-            "elementwise optimizer such as AdamW or SGD, or one of tutti.optim.large_batch, whose norms are known"
+            "elementwise optimizer such as AdamW or SGD, or one from tutti.optim.large_batch"
         )
 
 

@@ -72,17 +72,17 @@ class Parameters(Shards):
         self._passes.complete = None
         self._passes.release()
         for unit in self.units:
-            for one in unit.parameters:
-                if one.shard.grad is not None:
+            for parameter in unit.parameters:
+                if parameter.shard.grad is not None:
                     raise ScriptError(
-                        f"the loss uses parameter {one.name!r} outside of the modules' forward, where a rank sees only "
-                        "its part; use the optimizer's weight decay instead of a penalty, or sharding level 1"
+                        f"the loss uses parameter {parameter.name!r} outside of the modules' forward, where a rank "
+                        "sees only its part; use the optimizer's weight decay instead of a penalty, or sharding level 1"
                     )
         self._sums.send()
 
     def finish(self) -> None:
         self._sums.finish()
-        self._passes.shard_group.settle()  # who is behind may still read what the update will change
+        self._passes.shard_group.settle()  # slower ranks may still read what the update will change
         self._sent_nbytes = self._passes.sent_nbytes + self._sums.sent_nbytes
         self._passes.sent_nbytes = self._sums.sent_nbytes = 0
 
@@ -208,10 +208,10 @@ def _packs(
     for (_, others), named in kinds.items():
         rank = layout.mesh.index("shard")
         pack = Pack(named, loads=loads.beside(others), rooms=rooms, rank=rank, others=others, home=device)
-        for one, piece in zip(pack.parameters, pack.mine, strict=True):
-            one.held = layout.shard_of(one.name)
-            layout.cut(one.name, piece.dim, *([(piece.start, piece.stop)] if piece.numel else []))
-            layout.set_reduce_axes(one.name, ())
+        for parameter, piece in zip(pack.parameters, pack.mine, strict=True):
+            parameter.held = layout.shard_of(parameter.name)
+            layout.cut(parameter.name, piece.dim, *([(piece.start, piece.stop)] if piece.numel else []))
+            layout.set_reduce_axes(parameter.name, ())
         packs.append(pack)
     return packs
 
@@ -352,17 +352,17 @@ class GatherHooks:
             else:
                 unit.drop("shard")
         if not call.hold:
-            self.shard_group.settle()  # parameters may change before the next pass: at a load, say
+            self.shard_group.settle()  # parameters may change before the next pass, when a checkpoint is loaded
 
     def _watch(self, call: Call, unit: Unit, output: Any) -> None:
         """Let backward gather the unit before it enters the module through `output`."""
-        found = list(_tensors(output, 0))
-        if output is not None and not found:
+        tensors = list(_tensors(output, 0))
+        if output is not None and not tensors:
             raise ScriptError(
                 f"{unit.name or 'the model'!r} returns {type(output).__name__}, in which no tensor is found; return "
                 "tensors, or tuples, lists, dicts or dataclasses of them, or use sharding level 1"
             )
-        for tensor in found:
+        for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._before, call, unit))  # type: ignore[no-untyped-call]
 
@@ -371,8 +371,8 @@ class GatherHooks:
         self._open_backward()
         assert self._backward is not None
         if call not in self._backward:
-            first = [one for one in call.units if one is self.units[0]]
-            rest = [one for one in call.units[::-1] if one is not self.units[0]]
+            first = [other for other in call.units if other is self.units[0]]
+            rest = [other for other in call.units[::-1] if other is not self.units[0]]
             done = next((hooks.done for hooks in self._backward.values()), set())
             self._backward[call] = Call([*first, *rest], hold=True, done=done)
         self._need(self._backward[call], unit)
@@ -383,7 +383,7 @@ class GatherHooks:
             self._backward = {}
             Variable._execution_engine.queue_callback(self._end_backward)
             for unit in self.units:
-                unit.missing = sum(one.shard.requires_grad for one in unit.parameters)
+                unit.missing = sum(parameter.shard.requires_grad for parameter in unit.parameters)
 
     def _arrived(self, unit: Unit, whole: torch.Tensor) -> None:
         """The gradient of one parameter is complete, so backward has finished with that parameter."""
@@ -433,7 +433,7 @@ def _direct(under: list[Unit], own: Unit | None, outside: Unit) -> list[Unit]:
 def _under(model: nn.Module, units: list[Unit], blocks: Mapping[nn.Module, Unit]) -> dict[nn.Module, list[Unit]]:
     """Blocks and modules outside of blocks, each with the units whose parameters are under it."""
     inside = {inner for block in blocks for inner in block.modules() if inner is not block}
-    owners = {unit: {module for one in unit.parameters for module, _ in one.places} for unit in units}
+    owners = {unit: {module for parameter in unit.parameters for module, _ in parameter.places} for unit in units}
     under = {}
     for module in model.modules():
         if module not in inside:
@@ -449,14 +449,14 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
     elif depth > 8 or value is None or isinstance(value, str | int | float | bool):
         return
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one, depth + 1)
+        for item in value.values():
+            yield from _tensors(item, depth + 1)
     elif isinstance(value, list | tuple | set):
-        for one in value:
-            yield from _tensors(one, depth + 1)
+        for item in value:
+            yield from _tensors(item, depth + 1)
     elif is_dataclass(value):
-        for one in fields(value):
-            yield from _tensors(getattr(value, one.name), depth + 1)
+        for item in fields(value):
+            yield from _tensors(getattr(value, item.name), depth + 1)
     elif hasattr(value, "__dict__"):
         yield from _tensors(vars(value), depth + 1)
 

@@ -78,7 +78,7 @@ class ShardGroup:
         """Memory for the next tensor to exchange: borrowed from the communicator, or taken from `rooms`."""
         if self.communicator is None:
             return rooms.take(numel, dtype, device)
-        self.communicator.synchronize(left=1)  # or ranks that are behind would have this one take more and more
+        self.communicator.synchronize(left=1)  # otherwise slower ranks would make this one borrow more and more memory
         return self.communicator.borrow(numel, dtype)
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:

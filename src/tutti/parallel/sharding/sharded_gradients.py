@@ -148,7 +148,7 @@ class Sums:
 
     def _send(self, unit: Unit) -> None:
         for pack in unit.packs:
-            if not any(one.shard.requires_grad for one in pack.parameters):
+            if not any(parameter.shard.requires_grad for parameter in pack.parameters):
                 continue
             waiting = [handle for handle in self._pending_sums if not handle.landed]
             most = (

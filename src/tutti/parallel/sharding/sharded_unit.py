@@ -121,8 +121,8 @@ class Pack:
         """Replace a segment without memory; the whole parameters will be on `device`."""
         self.flat = flat.to(device if self.home.type == "meta" else self.home)
         self.device = device
-        for one, piece in zip(self.parameters, self.mine, strict=True):
-            one.shard = _like(one.shard, piece.within(self.flat), trainable=one.shard.requires_grad)
+        for parameter, piece in zip(self.parameters, self.mine, strict=True):
+            parameter.shard = _like(parameter.shard, piece.within(self.flat), trainable=parameter.shard.requires_grad)
 
     def launch(self, shard_group: ShardGroup) -> None:
         """Start to gather the whole parameters."""
@@ -133,8 +133,8 @@ class Pack:
         """Wait until the whole parameters are gathered."""
         assert self._exchange is not None
         self._settle()
-        for one in self.parameters:
-            one.follow(arrived)
+        for parameter in self.parameters:
+            parameter.follow(arrived)
 
     def drop(self) -> None:
         """Free the memory of the whole parameters, also of those still being gathered."""
@@ -146,8 +146,8 @@ class Pack:
         """Move the segment, and with it the shards, to other memory with the same values."""
         if flat is not self.flat:
             self.flat = flat
-            for one, piece in zip(self.parameters, self.mine, strict=True):
-                one.shard.data = piece.within(flat)
+            for parameter, piece in zip(self.parameters, self.mine, strict=True):
+                parameter.shard.data = piece.within(flat)
 
     def _rows(self) -> torch.Tensor:
         """The receive buffer of the gather, where segments cannot be read in place."""
@@ -158,16 +158,18 @@ class Pack:
     def _place(self, segments: Rows) -> None:
         """Copy every rank's segment into the whole parameters."""
         if self._memory is None:
-            self._memory = memory_of(sum(one.absent.numel() for one in self.parameters), self.flat.dtype, self.device)
+            self._memory = memory_of(
+                sum(parameter.absent.numel() for parameter in self.parameters), self.flat.dtype, self.device
+            )
         self._memory.have()
         offset = 0
-        for one in self.parameters:  # all wholes lie in one storage
-            if one.whole.is_meta:
-                view = self._memory.tensor.as_strided(one.absent.size(), one.absent.stride(), offset)
-                one.whole = _like(one.absent, view, trainable=False)
-            offset += one.whole.numel()
-        # through .data, because autograd must not take it for a change of what it saved
-        self.pieces.scatter(segments, [one.whole.data for one in self.parameters])
+        for parameter in self.parameters:  # all whole parameters lie in one storage
+            if parameter.whole.is_meta:
+                view = self._memory.tensor.as_strided(parameter.absent.size(), parameter.absent.stride(), offset)
+                parameter.whole = _like(parameter.absent, view, trainable=False)
+            offset += parameter.whole.numel()
+        # through .data, so that autograd does not count it as a change of tensors that it saved
+        self.pieces.scatter(segments, [parameter.whole.data for parameter in self.parameters])
 
     def _settle(self) -> None:
         if self._exchange is not None:
@@ -180,18 +182,18 @@ class Pack:
         """Move the gradients of the whole parameters into a buffer for the reduce-scatter.
 
         Returns:
-            (ranks, segment and one flag a parameter), and which parameters have a gradient.
+            The buffer, (ranks, segment and one flag per parameter), and which parameters have a gradient.
         """
-        gradients = [one.whole.grad for one in self.parameters]
-        there = [gradient is not None for gradient in gradients]
-        width = self.pieces.size + len(there)
+        gradients = [parameter.whole.grad for parameter in self.parameters]
+        present = [gradient is not None for gradient in gradients]
+        width = self.pieces.size + len(present)
         numel = self.degree * width
         buffer = shard_group.buffer(self.rooms, numel, self.flat.dtype, self.device).view(self.degree, width)
         self.pieces.collect(buffer, gradients)
-        for index, (one, has) in enumerate(zip(self.parameters, there, strict=True)):
+        for index, (parameter, has) in enumerate(zip(self.parameters, present, strict=True)):
             buffer[:, self.pieces.size + index] = float(has)
-            one.whole.grad = None
-        return buffer, there
+            parameter.whole.grad = None
+        return buffer, present
 
     def receiving(self, buffer: torch.Tensor, shard_group: ShardGroup) -> torch.Tensor:
         """The receive buffer of the reduce-scatter: rows to add up, or the sum itself in shared memory."""
@@ -225,9 +227,9 @@ class Pack:
 
         `there` says which parameters have one on this rank.
         """
-        for index, (one, piece) in enumerate(zip(self.parameters, self.mine, strict=True)):
-            if one.shard.requires_grad and (there[index] or float(segment[self.pieces.size + index]) > 0):
-                one.shard.grad = piece.within(segment).to(self.flat.device)
+        for index, (parameter, piece) in enumerate(zip(self.parameters, self.mine, strict=True)):
+            if parameter.shard.requires_grad and (there[index] or float(segment[self.pieces.size + index]) > 0):
+                parameter.shard.grad = piece.within(segment).to(self.flat.device)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -253,7 +255,7 @@ class Unit:
 
     @property
     def parameters(self) -> list[Sharded]:
-        return [one for pack in self.packs for one in pack.parameters]
+        return [parameter for pack in self.packs for parameter in pack.parameters]
 
     def launch(self, shard_group: ShardGroup) -> int:
         """Start to gather unless that has been done; returns the bytes that this rank sends."""
@@ -281,8 +283,8 @@ class Unit:
         self.show(show)
 
     def show(self, which: Literal["shard", "whole", "absent"]) -> None:
-        for one in self.parameters:
-            one.show(which)
+        for parameter in self.parameters:
+            parameter.show(which)
 
 
 def _like(parameter: nn.Parameter, data: torch.Tensor, *, trainable: bool) -> nn.Parameter:
@@ -392,13 +394,13 @@ class ShardPieces:
     def _pairs(
         self, segments: Iterable[torch.Tensor], wholes: Sequence[torch.Tensor | None]
     ) -> "list[tuple[torch.Tensor, torch.Tensor]]":
-        found = []
+        pairs = []
         for segment, pieces in zip(segments, self.ranks, strict=True):
             for piece in pieces:
                 whole = wholes[piece.index]
                 if whole is not None and piece.numel:
-                    found.append((piece.of(whole), piece.within(segment)))
-        return found
+                    pairs.append((piece.of(whole), piece.within(segment)))
+        return pairs
 
 
 def even_bounds(shape: torch.Size, loads: list[int]) -> Bounds:

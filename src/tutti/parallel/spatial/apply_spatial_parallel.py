@@ -33,7 +33,7 @@ from tutti.parallel.spatial.halo_geometry import bounds_of, owned
 from tutti.parallel.spatial.spatial_elementwise import share_statistics_in_space
 from tutti.parallel.spatial.spatial_tensor import (
     Along,
-    CutTensor,
+    SpatialTensor,
     Where,
     cut,
     cut_whole,
@@ -121,7 +121,7 @@ class SpaceForward:
     def _cut(self, leaf: Any) -> Any:
         if (
             isinstance(leaf, torch.Tensor)
-            and not isinstance(leaf, CutTensor)
+            and not isinstance(leaf, SpatialTensor)
             and leaf.dim() == len(self.space.grid) + 2
         ):
             return cut_whole(leaf, 2, self.space)
@@ -250,7 +250,7 @@ class OwnStatistics:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         output = type(self.module).forward(self.module, local(input))
-        return cut(output, where_of(input), space_of([input])) if isinstance(input, CutTensor) else output
+        return cut(output, where_of(input), space_of([input])) if isinstance(input, SpatialTensor) else output
 
 
 def feed_parts(model: nn.Module, source: DataSource, unpack: Unpack) -> tuple[DataSource, Unpack]:

@@ -14,7 +14,7 @@ from tutti.parallel.spatial.halo_exchange import HaloRoute, HaloTransfer, Spatia
 from tutti.parallel.spatial.halo_geometry import Rows, TransposedWindow, Window, bounds_of, idle, inner, owned
 from tutti.parallel.spatial.spatial_tensor import (
     Along,
-    CutTensor,
+    SpatialTensor,
     Where,
     cut,
     handles,
@@ -43,7 +43,7 @@ def rank_of(name: str, tensor: Any, digits: str) -> int:
         PlanError: the tensor is not a cut activation, or its batch or channels are cut.
     """
     rank = int(digits)
-    if not isinstance(tensor, CutTensor):
+    if not isinstance(tensor, SpatialTensor):
         raise PlanError(f"mesh.space: {name} got a cut weight; only its input may be cut")
     where = where_of(tensor)
     if len(where) != rank + 2 or any(where[:2]):
@@ -204,10 +204,10 @@ def convolve_transposed(
     Input rows that contribute to this rank's output are fetched and convolved without padding; the result is
     cropped.
     """
-    each = (weight.shape[2:], *(many(value, rank) for value in (stride, padding, output_padding, dilation)))
+    settings = (weight.shape[2:], *(many(value, rank) for value in (stride, padding, output_padding, dilation)))
     spreads = [
         TransposedWindow(kernel=k, stride=s, dilation=d, padding=p, extra=e)
-        for k, s, p, e, d in zip(*each, strict=True)
+        for k, s, p, e, d in zip(*settings, strict=True)
     ]
     tensor = spread_enough(input, spreads)
     where, space, part = where_of(tensor), space_of([input]), local(tensor)

@@ -15,7 +15,7 @@ from tutti.parallel.spatial.halo_exchange import SpatialGroup, all_sum
 from tutti.parallel.spatial.spatial_tensor import (
     HANDLERS,
     Along,
-    CutTensor,
+    SpatialTensor,
     Where,
     cut,
     handles,
@@ -124,7 +124,7 @@ def in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """Apply an elementwise function that writes into its first argument."""
     target, names = args[0], list(kwargs)
     parts, where, _ = align_parts([*args, *kwargs.values()])
-    if not isinstance(target, CutTensor) or where != where_of(target):
+    if not isinstance(target, SpatialTensor) or where != where_of(target):
         raise PlanError(
             f"mesh.space: {func.__name__} writes a cut tensor into a tensor that is whole or has another size; use "
             "the form that returns a new tensor"
@@ -138,7 +138,7 @@ def copying(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     first, *rest = args
     others = [local(value) if isinstance(value, torch.Tensor) else value for value in rest]
     result = func(first, *others, **kwargs)
-    if not isinstance(first, CutTensor) or result is first or not isinstance(result, torch.Tensor):
+    if not isinstance(first, SpatialTensor) or result is first or not isinstance(result, torch.Tensor):
         return result
     return cut(result, where_of(first), space_of([first]))
 
@@ -196,7 +196,7 @@ def _len(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @handles("__repr__", "__format__", "__str__")
 def _repr(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return f"CutTensor({tuple(shape_of(args[0]))}, this rank's part {tuple(local(args[0]).shape)})"
+    return f"SpatialTensor({tuple(shape_of(args[0]))}, this rank's part {tuple(local(args[0]).shape)})"
 
 
 @handles("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
@@ -209,7 +209,7 @@ def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _expand_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Expand a plain tensor to the whole shape of a cut one."""
     tensor, other = (*args, *kwargs.values())
-    if isinstance(tensor, CutTensor):
+    if isinstance(tensor, SpatialTensor):
         raise PlanError("mesh.space: expand_as is not supported on a cut tensor; let arithmetic broadcast it instead")
     return tensor.expand(shape_of(other))
 
@@ -278,7 +278,7 @@ class SpaceBatchNorm:
         return functools.partial, (type(self.module).forward, self.module)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        if not isinstance(input, CutTensor):
+        if not isinstance(input, SpatialTensor):
             return self.plain(input)
         where, space = where_of(input), space_of([input])
         if any(where[:2]):

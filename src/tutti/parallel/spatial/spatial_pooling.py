@@ -14,7 +14,7 @@ from tutti.parallel.spatial.spatial_convolution import after, many, rank_of, rou
 from tutti.parallel.spatial.spatial_tensor import (
     HANDLERS,
     Along,
-    CutTensor,
+    SpatialTensor,
     Where,
     cut,
     handles,
@@ -71,7 +71,7 @@ def avg_pool(
 ) -> torch.Tensor:
     """Average pooling of a cut tensor. Windows at its borders have the divisors of the whole tensor's windows."""
     windows = _windows(rank, kernel_size, stride, padding, 1)
-    shape = input.shape if not isinstance(input, CutTensor) else [0, 0, *_extents(input)]
+    shape = input.shape if not isinstance(input, SpatialTensor) else [0, 0, *_extents(input)]
     part, result, space = _pooling_input(input, windows, ceil_mode, 0.0)
     kernels, strides = [w.kernel for w in windows], [w.stride for w in windows]
     total = _AVERAGES[rank](part, kernels, strides)
@@ -95,8 +95,8 @@ def _extents(tensor: torch.Tensor) -> list[int]:
 def _windows(rank: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[Window]:
     kernels = many(kernel, rank)
     strides = kernels if stride is None or stride == [] or stride == () else many(stride, rank)
-    each = (kernels, strides, many(padding, rank), many(dilation, rank))
-    return [Window(kernel=k, stride=s, dilation=d, before=p, after=p) for k, s, p, d in zip(*each, strict=True)]
+    settings = (kernels, strides, many(padding, rank), many(dilation, rank))
+    return [Window(kernel=k, stride=s, dilation=d, before=p, after=p) for k, s, p, d in zip(*settings, strict=True)]
 
 
 def _pooling_input(

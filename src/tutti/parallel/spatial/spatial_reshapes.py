@@ -14,7 +14,7 @@ from tutti.parallel.spatial.spatial_elementwise import elementwise, shape_of
 from tutti.parallel.spatial.spatial_tensor import (
     HANDLERS,
     Along,
-    CutTensor,
+    SpatialTensor,
     Where,
     cut,
     handles,
@@ -50,7 +50,7 @@ def apply_to_whole(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _whole_leaf(value: Any) -> Any:
-    if isinstance(value, list | tuple) and any(isinstance(leaf, CutTensor) for leaf in value):
+    if isinstance(value, list | tuple) and any(isinstance(leaf, SpatialTensor) for leaf in value):
         return type(value)(map(_whole_leaf, value))
     return whole(value) if isinstance(value, torch.Tensor) else value
 
@@ -140,7 +140,7 @@ def _along_dims(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _linear(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Acts along the last dim, which is made whole first if it is cut."""
     tensor, *rest = args
-    if not isinstance(tensor, CutTensor):
+    if not isinstance(tensor, SpatialTensor):
         raise PlanError("mesh.space: linear got a cut weight; only its input may be cut")
     where = where_of(tensor)
     if where[-1] is not None:
@@ -250,7 +250,7 @@ def _stack(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     tensors = args[0] if args else kwargs["tensors"]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     unsqueezed = [
-        _unsqueeze(torch.unsqueeze, (tensor, dim), {}) if isinstance(tensor, CutTensor) else tensor.unsqueeze(dim)
+        _unsqueeze(torch.unsqueeze, (tensor, dim), {}) if isinstance(tensor, SpatialTensor) else tensor.unsqueeze(dim)
         for tensor in tensors
     ]
     return _cat(torch.cat, (unsqueezed, dim), {})
@@ -322,7 +322,7 @@ def _moved_rows(
 def _getitem(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Slices, numbers and None are applied to parts; any other key is applied to the whole tensor."""
     tensor, key = args
-    if not isinstance(tensor, CutTensor):
+    if not isinstance(tensor, SpatialTensor):
         return func(tensor, pytree.tree_map(_whole_slice_leaf, key))
     keys = key if isinstance(key, tuple) else (key,)
     simple = all(entry is None or entry is Ellipsis or isinstance(entry, int | slice) for entry in keys)

@@ -39,7 +39,7 @@ HANDLERS: dict[str, Handler] = {}
 """Name of a torch function -> its implementation for cut tensors. Properties are named "get:property"."""
 
 
-class CutTensor(torch.Tensor):
+class SpatialTensor(torch.Tensor):
     """A part of a tensor. `where_of(x)` tells which dims are cut among the ranks of `space_of(x)`.
 
     `shape`, `size` and `numel` are those of the whole tensor. Raises PlanError for a function that is not in
@@ -85,7 +85,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def where_of(value: Any) -> Where:
     """How a tensor is cut: all None for a plain tensor."""
-    if isinstance(value, CutTensor):
+    if isinstance(value, SpatialTensor):
         where: Where = value._tutti_where
         return where
     return (None,) * int(value.dim())
@@ -93,19 +93,19 @@ def where_of(value: Any) -> Where:
 
 def space_of(values: Iterable[Any]) -> SpatialGroup:
     """The SpatialGroup of the first cut tensor among `values`."""
-    return next(value._tutti_space for value in values if isinstance(value, CutTensor))
+    return next(value._tutti_space for value in values if isinstance(value, SpatialTensor))
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
     """This rank's part, as a plain tensor."""
-    return value.as_subclass(torch.Tensor) if isinstance(value, CutTensor) else value
+    return value.as_subclass(torch.Tensor) if isinstance(value, SpatialTensor) else value
 
 
 def cut(part: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:
-    """Wrap this rank's `part` as a CutTensor; a plain tensor if no dim is cut."""
+    """Wrap this rank's `part` as a SpatialTensor; a plain tensor if no dim is cut."""
     if not any(where):
         return local(part)
-    result = part.as_subclass(CutTensor)
+    result = part.as_subclass(SpatialTensor)
     result._tutti_where, result._tutti_space = where, space
     return result
 
@@ -155,7 +155,7 @@ def whole(tensor: torch.Tensor, dims: Iterable[int] | None = None) -> torch.Tens
         tensor: cut or plain.
         dims: the dims to make whole; all if None.
     """
-    if not isinstance(tensor, CutTensor):
+    if not isinstance(tensor, SpatialTensor):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
         where, space = list(tensor._tutti_where), tensor._tutti_space

@@ -1,7 +1,7 @@
 """Tensor parallelism: the layers of a model divided over the ranks of the mesh's split axis.
 
 `decide` derives from the layout rules and known layer patterns how each module is divided. `apply_decisions` carries
-this out on one rank. Between divided layers, an activation is a `Parted` tensor: it holds this rank's part and behaves
+this out on one rank. Between divided layers, an activation is a `TensorParallelActivation` tensor: it holds this rank's part and behaves
 as the whole tensor, so the model's code is unchanged.
 """
 

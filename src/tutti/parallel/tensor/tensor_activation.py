@@ -1,4 +1,4 @@
-"""Parted: an activation that is divided over the split ranks and behaves as the whole tensor.
+"""TensorParallelActivation: an activation that is divided over the split ranks and behaves as the whole tensor.
 
 It is a plain local tensor that knows which ranges of which dim it holds. It reports the whole shape. Every torch
 function called with it is looked up in a table: functions in the table compute on the part, with the same result, and
@@ -21,7 +21,7 @@ from tutti.parallel.tensor.tensor_collectives import SplitGroup, copy, gather, p
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """fn(torch function, args, kwargs) -> result, or NotImplemented if it cannot compute on parts.
 
-It runs with torch's dispatch to subclasses disabled, so a Parted argument acts as the local tensor.
+It runs with torch's dispatch to subclasses disabled, so a TensorParallelActivation argument acts as the local tensor.
 """
 
 HANDLERS: dict[Any, Handler] = {}
@@ -45,7 +45,7 @@ class PartPlacement:
     group: SplitGroup
 
 
-class Parted(torch.Tensor):
+class TensorParallelActivation(torch.Tensor):
     """This rank's part of a whole tensor, at `place`. Made by `parted`."""
 
     place: PartPlacement
@@ -68,7 +68,7 @@ class Parted(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             ranges = self.place.spread.parts[self.place.group.rank]
-            return f"Parted(whole {whole_shape(self)}, dim {self.place.dim} at {ranges}, local {local(self)!r})"
+            return f"TensorParallelActivation(whole {whole_shape(self)}, dim {self.place.dim} at {ranges}, local {local(self)!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return whole(self).__reduce_ex__(protocol)
@@ -108,13 +108,13 @@ def parted(tensor: torch.Tensor, place: PartPlacement) -> torch.Tensor:
 
     A plain tensor is changed in place, without a copy, so it must be fresh.
     """
-    if isinstance(tensor, Parted):
+    if isinstance(tensor, TensorParallelActivation):
         if tensor.place == place:
             return tensor
         tensor = local(tensor)
     elif type(tensor) is not torch.Tensor:
         tensor = tensor.as_subclass(torch.Tensor)
-    tensor.__class__ = Parted
+    tensor.__class__ = TensorParallelActivation
     tensor.place = place  # type: ignore[attr-defined]
     return tensor
 
@@ -127,7 +127,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole(value: Any) -> Any:
     """The whole tensor, gathered if `value` is a part; any other value unchanged. Collective for a part."""
-    if not isinstance(value, Parted):
+    if not isinstance(value, TensorParallelActivation):
         return value
     place = value.place
     with torch._C.DisableTorchFunctionSubclass():
@@ -136,7 +136,7 @@ def whole(value: Any) -> Any:
 
 def all_whole(tree: Any) -> Any:
     """Apply `whole` to every leaf of a nested structure."""
-    if not any(isinstance(leaf, Parted) for leaf in pytree.tree_leaves(tree)):
+    if not any(isinstance(leaf, TensorParallelActivation) for leaf in pytree.tree_leaves(tree)):
         return tree
     return pytree.tree_map(whole, tree)
 
@@ -144,7 +144,7 @@ def all_whole(tree: Any) -> Any:
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole tensor. Call it only where dispatch to subclasses is disabled."""
     shape = tuple(tensor.shape)
-    if not isinstance(tensor, Parted):
+    if not isinstance(tensor, TensorParallelActivation):
         return shape
     place = tensor.place
     return (*shape[: place.dim], place.spread.size, *shape[place.dim + 1 :])
@@ -160,7 +160,9 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inplace = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__", "__delitem__")
     inplace = inplace or name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__")
     first = args[0] if args else None
-    if (inplace and isinstance(first, Parted)) or isinstance(kwargs.get("out"), Parted):
+    if (inplace and isinstance(first, TensorParallelActivation)) or isinstance(
+        kwargs.get("out"), TensorParallelActivation
+    ):
         raise ScriptError(
             f"{name} changes in place an activation that is divided over the split axis, which is not supported; "
             "use a function that returns a new tensor, or keep whole the layer that computes the activation: "
@@ -177,7 +179,7 @@ def fit(tensor: Any, back: int, spread: RankRanges, group: SplitGroup) -> Any:
     """
     if not isinstance(tensor, torch.Tensor):
         return tensor
-    if isinstance(tensor, Parted):
+    if isinstance(tensor, TensorParallelActivation):
         place, dims = tensor.place, tensor.ndim
         if place.dim - dims == back and place.spread.contains(spread):
             if place.spread == spread:
@@ -189,7 +191,9 @@ def fit(tensor: Any, back: int, spread: RankRanges, group: SplitGroup) -> Any:
     return take(tensor, tensor.ndim + back, spread, group)
 
 
-def lead(tensors: list[Any], forced: Parted | None = None) -> tuple[int, RankRanges, SplitGroup] | None:
+def lead(
+    tensors: list[Any], forced: TensorParallelActivation | None = None
+) -> tuple[int, RankRanges, SplitGroup] | None:
     """Choose the dim (negative), ranges and group on which an elementwise function of `tensors` computes.
 
     The choice is the operand with the fewest positions, whose ranges the others contain, so that most operands need no
@@ -198,7 +202,7 @@ def lead(tensors: list[Any], forced: Parted | None = None) -> tuple[int, RankRan
     Returns:
         None if the function cannot be computed on parts.
     """
-    parts = [t for t in tensors if isinstance(t, Parted)] if forced is None else [forced]
+    parts = [t for t in tensors if isinstance(t, TensorParallelActivation)] if forced is None else [forced]
     if not parts:
         return None
     dims = [t.place.dim - t.ndim for t in parts]
@@ -209,7 +213,7 @@ def lead(tensors: list[Any], forced: Parted | None = None) -> tuple[int, RankRan
     return back, spread, parts[chosen].place.group
 
 
-def _size(tensor: Parted) -> int:
+def _size(tensor: TensorParallelActivation) -> int:
     return tensor.place.group.size
 
 
@@ -220,8 +224,8 @@ def _meets(tensor: torch.Tensor, back: int, size: int) -> bool:
 
 
 def _refuse_custom_function(args: tuple[Any, ...]) -> None:
-    """Refuse a Parted argument of a custom autograd function: its backward would see only the part."""
-    if not any(isinstance(arg, Parted) and arg.requires_grad for arg in args):
+    """Refuse a TensorParallelActivation argument of a custom autograd function: its backward would see only the part."""
+    if not any(isinstance(arg, TensorParallelActivation) and arg.requires_grad for arg in args):
         return
     frame: Any = sys._getframe(2)
     while frame is not None:

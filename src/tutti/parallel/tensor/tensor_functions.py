@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from tutti.parallel.tensor.tensor_activation import (
-    Parted,
     PartPlacement,
+    TensorParallelActivation,
     fit,
     handles,
     lead,
@@ -54,7 +54,7 @@ def _unary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One tensor in, one of the same shape out. In `x.to(y)` only `y` may be a part; only its dtype matters then."""
     first = args[0] if args else kwargs.get("input")
     result = func(*args, **kwargs)
-    if not isinstance(first, Parted):
+    if not isinstance(first, TensorParallelActivation):
         return result
     return result if result is first else parted(result, first.place)
 
@@ -66,7 +66,7 @@ def _binary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     leaves, structure = pytree.tree_flatten((args, kwargs))
     inplace = _in_place(func)
-    if inplace and not isinstance(args[0], Parted):
+    if inplace and not isinstance(args[0], TensorParallelActivation):
         return NotImplemented
     leading = lead(leaves, args[0] if inplace else None)
     if leading is None:
@@ -127,7 +127,7 @@ def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else kwargs.get("input")
     rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-    if not isinstance(first, Parted):
+    if not isinstance(first, TensorParallelActivation):
         return NotImplemented
     if not training or rate == 0.0:
         return first
@@ -190,7 +190,7 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows that are parts: weights are copied, so their gradients are all-reduced."""
     first = args[0] if args else kwargs.get("input")
-    if not isinstance(first, Parted):
+    if not isinstance(first, TensorParallelActivation):
         return NotImplemented
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if first.place.dim >= first.ndim - len(shape):
@@ -228,7 +228,12 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     arguments: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
     logits, target = arguments["input"], arguments["target"]
     deprecated = arguments.get("size_average") is not None or arguments.get("reduce") is not None
-    if not isinstance(logits, Parted) or isinstance(target, Parted) or target.is_floating_point() or deprecated:
+    if (
+        not isinstance(logits, TensorParallelActivation)
+        or isinstance(target, TensorParallelActivation)
+        or target.is_floating_point()
+        or deprecated
+    ):
         return NotImplemented
     classes = 0 if logits.ndim == 1 else 1
     shape = whole_shape(logits)
@@ -307,15 +312,17 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows (samples, tokens, heads) that are parts: weights are copied, so their gradients are all-reduced."""
     arguments = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     x, weight, bias = arguments["input"], arguments["weight"], arguments.get("bias")
-    if isinstance(bias, Parted):
+    if isinstance(bias, TensorParallelActivation):
         return NotImplemented
-    if isinstance(weight, Parted):  # the model's code applies a divided matrix itself: outputs are parts
-        if isinstance(x, Parted) or weight.place.dim != 0 or bias is not None or weight.ndim != 2:
+    if isinstance(
+        weight, TensorParallelActivation
+    ):  # the model's code applies a divided matrix itself: outputs are parts
+        if isinstance(x, TensorParallelActivation) or weight.place.dim != 0 or bias is not None or weight.ndim != 2:
             return NotImplemented
         place = weight.place
         result = F.linear(copy(x, place.group), weight)
         return parted(result, PartPlacement(dim=result.ndim - 1, spread=place.spread, group=place.group))
-    if not isinstance(x, Parted) or x.place.dim == x.ndim - 1:
+    if not isinstance(x, TensorParallelActivation) or x.place.dim == x.ndim - 1:
         return NotImplemented
     group = x.place.group
     return parted(F.linear(x, copy(weight, group), None if bias is None else copy(bias, group)), x.place)
@@ -326,7 +333,7 @@ def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) != 2 or kwargs or min(args[0].ndim, args[1].ndim) < 2:
         return NotImplemented
     a, b = args
-    cuts = [t.place.dim - t.ndim if isinstance(t, Parted) else None for t in args]
+    cuts = [t.place.dim - t.ndim if isinstance(t, TensorParallelActivation) else None for t in args]
     if cuts == [-1, -2] and a.place.spread == b.place.spread:  # the divided dim is summed over: ranks have terms
         return add(torch.matmul(a, b), a.place.group)
     if cuts in ([-2, None], [None, -1]):  # a is divided by rows, or b by columns
@@ -336,17 +343,19 @@ def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return parted(
             result, PartPlacement(dim=result.ndim + divided.place.dim - divided.ndim, spread=spread, group=group)
         )
-    return _batched(func, args, [t for t in args if isinstance(t, Parted)])
+    return _batched(func, args, [t for t in args if isinstance(t, TensorParallelActivation)])
 
 
 @handles(*named("baddbmm"))
 def _baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) != 3 or args[0].ndim != 3:
         return NotImplemented
-    return _batched(func, args, [t for t in args if isinstance(t, Parted)], kwargs)
+    return _batched(func, args, [t for t in args if isinstance(t, TensorParallelActivation)], kwargs)
 
 
-def _batched(func: Any, args: tuple[Any, ...], parts: list[Parted], kwargs: dict[str, Any] | None = None) -> Any:
+def _batched(
+    func: Any, args: tuple[Any, ...], parts: list[TensorParallelActivation], kwargs: dict[str, Any] | None = None
+) -> Any:
     """Products of parts along a batch dim (heads): the other operands are fitted to the smallest part."""
     place, back = parts[0].place, parts[0].place.dim - parts[0].ndim
     dims = [t.place.dim - t.ndim for t in parts]
@@ -370,7 +379,7 @@ def _einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     left, right = equation.replace(" ", "").split("->")
     terms = left.split(",")
-    parts = [(term, t) for term, t in zip(terms, operands, strict=True) if isinstance(t, Parted)]
+    parts = [(term, t) for term, t in zip(terms, operands, strict=True) if isinstance(t, TensorParallelActivation)]
     letter, place = parts[0][0][parts[0][1].place.dim], parts[0][1].place
     spread, group = place.spread, place.group
     if letter not in right or any(term.count(letter) > 1 for term in terms):
@@ -391,7 +400,11 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     arguments: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
     query, mask = arguments["query"], arguments.get("attn_mask")
     random = arguments.get("dropout_p", 0.0) > 0
-    if not isinstance(query, Parted) or query.place.dim > query.ndim - 3 or (random and draws_whole()):
+    if (
+        not isinstance(query, TensorParallelActivation)
+        or query.place.dim > query.ndim - 3
+        or (random and draws_whole())
+    ):
         return NotImplemented
     place, back = query.place, query.place.dim - query.ndim
     spread, group = place.spread, place.group
@@ -411,16 +424,16 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return parted(result, PartPlacement(dim=result.ndim + back, spread=spread, group=group))
 
 
-def _grouped(key: Any, query: Parted, ratio: int) -> bool:
+def _grouped(key: Any, query: TensorParallelActivation, ratio: int) -> bool:
     """Whether, on every rank, the query heads are exactly those that use the key heads it holds."""
-    return isinstance(key, Parted) and key.place.dim == key.ndim - 3 and (
+    return isinstance(key, TensorParallelActivation) and key.place.dim == key.ndim - 3 and (
         key.place.spread.scaled(ratio) == query.place.spread
     )  # fmt: skip
 
 
 def _repeated(key: Any, ratio: int) -> Any:
     """Each key head repeated `ratio` times in a row."""
-    if not isinstance(key, Parted):
+    if not isinstance(key, TensorParallelActivation):
         return torch.repeat_interleave(key, ratio, -3)
     place = key.place
     at_heads = place.dim == key.ndim - 3

@@ -8,8 +8,8 @@ import torch
 
 from tutti.parallel.tensor.partition_ranges import viewed
 from tutti.parallel.tensor.tensor_activation import (
-    Parted,
     PartPlacement,
+    TensorParallelActivation,
     handles,
     named,
     parted,
@@ -35,14 +35,14 @@ def _sizes(values: tuple[Any, ...]) -> tuple[int, ...]:
 @handles(*named("view reshape"))
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, rest = args[0], args[1:] or tuple(kwargs.values())
-    if not isinstance(first, Parted) or not rest or isinstance(rest[0], torch.dtype):
+    if not isinstance(first, TensorParallelActivation) or not rest or isinstance(rest[0], torch.dtype):
         return NotImplemented
     return _as_shape(first, _sizes(rest), func is torch.Tensor.view)
 
 
 @handles(torch.Tensor.view_as, torch.Tensor.reshape_as)
 def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not isinstance(args[0], Parted):
+    if not isinstance(args[0], TensorParallelActivation):
         return args[0].reshape(whole_shape(args[1]))
     return _as_shape(args[0], whole_shape(args[1]), func is torch.Tensor.view_as)
 
@@ -141,7 +141,7 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(torch.Tensor.expand_as)
 def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not isinstance(args[0], Parted):
+    if not isinstance(args[0], TensorParallelActivation):
         return args[0].expand(whole_shape(args[1]))
     return _expand(torch.Tensor.expand, (args[0], *whole_shape(args[1])), {})
 
@@ -150,7 +150,12 @@ def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     arguments = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
     first, times, dim = arguments.get("input"), arguments.get("repeats"), arguments.get("dim")
-    if not isinstance(first, Parted) or not isinstance(times, int) or dim is None or "output_size" in arguments:
+    if (
+        not isinstance(first, TensorParallelActivation)
+        or not isinstance(times, int)
+        or dim is None
+        or "output_size" in arguments
+    ):
         return NotImplemented
     place, dim = first.place, dim % first.ndim
     result = torch.repeat_interleave(first, times, dim)
@@ -224,7 +229,7 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Slices, None, an ellipsis, and integers along dims that are not divided."""
     first, index = args
-    if not isinstance(first, Parted):
+    if not isinstance(first, TensorParallelActivation):
         return NotImplemented
     index = index if isinstance(index, tuple) else (index,)
     plain = all(item is None or item is Ellipsis or isinstance(item, slice | int) for item in index)
@@ -272,14 +277,20 @@ def _joined(func: Any, tensors: list[Any], dim: int, new: int) -> Any:
         dim: dim of the result.
         new: 1 if the function adds a dim, else 0.
     """
-    place = next(t.place for t in tensors if isinstance(t, Parted))
+    place = next(t.place for t in tensors if isinstance(t, TensorParallelActivation))
     if not new:
         tensors = [t for t in tensors if whole_shape(t) != (0,)]  # torch.cat ignores these; empty caches have them
     dims = tensors[0].ndim
     dim = dim % (dims + new)
     new_place_dim = place.dim + (new and dim <= place.dim)
     fits = all(t.ndim == dims > place.dim and whole_shape(t)[place.dim] == place.spread.size for t in tensors)
-    if not fits or (not new and dim == place.dim) or any(t.place != place for t in tensors if isinstance(t, Parted)):
+    if (
+        not fits
+        or (not new and dim == place.dim)
+        or any(t.place != place for t in tensors if isinstance(t, TensorParallelActivation))
+    ):
         return NotImplemented
-    parts = [t if isinstance(t, Parted) else take(t, place.dim, place.spread, place.group) for t in tensors]
+    parts = [
+        t if isinstance(t, TensorParallelActivation) else take(t, place.dim, place.spread, place.group) for t in tensors
+    ]
     return _moved(func(parts, dim), place, new_place_dim)
