@@ -178,7 +178,7 @@ def test_trials_are_ranked_by_what_was_measured_and_noise_is_told() -> None:
     show_trials(out, trials)
     text = out.export_text()
     assert text.index("quick") < text.index("slow") < text.index("died")
-    assert "other work ran beside it (load 3.0 on 2 cores)" in text
+    assert "other programs ran at the same time (load 3.0 on 2 cores)" in text
     assert trials.changed
     assert found[0].within is False
     assert found[1].within is True

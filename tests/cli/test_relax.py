@@ -72,8 +72,8 @@ def test_sparse_gradients_are_not_compressed(capsys: Capture, tmp_path: Path) ->
     ("command", "options", "words"),
     [
         ("plan", ("--relax", "reduced", "--compress", "bytegrad"), "already asks for bytegrad; leave one out"),
-        ("plan", ("--relax", "reduced", "--explain", "--nproc", "2"), "--nproc say what is explained"),
-        ("plan", ("--samples-from", "run", "--target-quality", "a=1"), "add --relax reduced, or relaxed"),
+        ("plan", ("--relax", "reduced", "--explain", "--nproc", "2"), "--nproc already set what to explain"),
+        ("plan", ("--samples-from", "run", "--target-quality", "a=1"), "add --relax reduced or relaxed"),
         ("plan", ("--relax", "relaxed", "--samples-from", "run"), "add --target-quality"),
         ("plan", ("--relax", "half"), "'half' is not one of"),
         ("run", ("--relax", "relaxed", "--plan", "plan.json"), "leave one out"),

@@ -115,7 +115,7 @@ def test_a_run_goes_on_without_a_prediction(script: Files, tmp_path: Path) -> No
     assert serialization.load(Plan, folder.plan).world_size == 1
     assert not folder.prediction.exists()
     assert said[0].startswith("the loss function error_of could not be traced")
-    assert "trains on 1 rank (--nproc N: on N)" in said[0]
+    assert "trains on 1 rank (--nproc N to choose)" in said[0]
     _work_out(replace(wanted, plans=True, ranks=2), cluster(), said.append)
     assert serialization.load(Plan, folder.plan).world_size == 2
     with pytest.raises(PlanError, match="no plan can be predicted"):

@@ -32,7 +32,7 @@ def passes(plan: Plan, spec: ModelSpec) -> Any:
     )  # fmt: skip
     links = (link("node", core_s_per_nbyte=0.0),)  # what is hidden costs nothing
     step = worked_out(spec, cluster(replace(device, evidence="published"), links), plan)
-    (found,) = passes_of(step.setting, step.lines[0]).values()
+    (found,) = passes_of(step.setting, step.replicas[0]).values()
     return found, step.setting.workers[0]
 
 

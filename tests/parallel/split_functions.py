@@ -11,7 +11,7 @@ from against_one import close
 from tutti.comm.world import join_world
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.tensor.partition_ranges import RankRanges, even, shared_heads
-from tutti.parallel.tensor.tensor_activation import PartPlacement, TensorParallelActivation, parted, whole
+from tutti.parallel.tensor.tensor_activation import PartPlacement, SplitTensor, parted, whole
 from tutti.parallel.tensor.tensor_collectives import SplitGroup, take
 
 Function = Callable[..., Any]
@@ -87,7 +87,7 @@ def compare(words: str, function: Function, tensors: list[torch.Tensor], places:
     for index, (a, b) in enumerate(pairs):
         assert b.shape == a.shape, f"{words}[{index}]: shape {tuple(b.shape)} instead of {tuple(a.shape)}"
         b = whole(b)
-        assert not isinstance(b, TensorParallelActivation)
+        assert not isinstance(b, SplitTensor)
         close(b.detach(), a.detach(), 1e-12, f"{words}[{index}]")
         weights = torch.linspace(-1, 2, a.numel()).view(a.shape)
         totals.append(((a * weights).sum(), (b * weights).sum()))

@@ -1,5 +1,6 @@
 """Every function that a cut tensor knows against the same function of the whole tensor: values and gradients."""
 
+import copy
 import math
 from typing import Any
 
@@ -71,6 +72,31 @@ def test_parts_are_the_whole(grid: tuple[int, ...], ranks: int, overlap: bool) -
     for rank, found in enumerate(run_ranks(differences, ranks, grid, overlap, timeout_s=120)):
         wrong = {name: gap for name, gap in found.items() if isinstance(gap, str) or not gap <= 1e-12}
         assert not wrong, f"rank {rank}: {wrong}"
+
+
+def shown_and_copied() -> dict[str, Any]:
+    """What a cut tensor says of itself, and a deep copy of one."""
+    space = space_on((2,))
+    x = torch.arange(30.0).reshape(1, 2, 15)
+    part = cut_whole(x.clone(), 2, space)
+    copied = copy.deepcopy(part)
+    part.mul_(2)
+    return {
+        "shown": repr(part),
+        "formatted": f"{part}",
+        "sizes": (tuple(part.shape), part.size(2), part.size(dim=-1), part.numel(), len(part), part.dim(), part.ndim),
+        "by keyword": tuple(torch.relu(input=part).shape),
+        "copied": bool((whole(copied) == x).all()),
+    }
+
+
+def test_a_part_shows_the_whole_shape_and_can_be_copied() -> None:
+    for found in run_ranks(shown_and_copied, 2):
+        assert found["shown"].startswith("SpatialTensor(whole (1, 2, 15), dims [2] cut, local tensor(")
+        assert found["formatted"] == found["shown"]
+        assert found["sizes"] == ((1, 2, 15), 15, 15, 30, 1, 3, 3)
+        assert found["by keyword"] == (1, 2, 15)
+        assert found["copied"]
 
 
 def in_bfloat16() -> dict[str, float]:

@@ -262,7 +262,7 @@ def rank_memory(
         communication=np.float64(max((bucket.nbytes for bucket in fused), default=0.0)),
     )
     if d > 1:
-        sharding = Sharded(
+        sharding = StateSharding(
             degree=d, level=plan.sharding.level, offloaded=kind == "cuda" and plan.sharding.offload != "none"
         )
         block, outside = max(held.units[1:], default=0.0), held.units[0]
@@ -339,7 +339,7 @@ def in_update(state: RankState, temporary: ArrayOrFloat, shard: ArrayOrInt) -> R
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharded:
+class StateSharding:
     """How the shard axis divides state: its degree, its level (0: not at all), and whether the host holds the rest.
 
     Each is one value or (plans,) of them.
@@ -352,7 +352,7 @@ class Sharded:
 
 def sharded(
     state: RankState,
-    sharding: Sharded,
+    sharding: StateSharding,
     *,
     block: ArrayOrFloat,
     outside: ArrayOrFloat,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tutti.cost_model.best_case import BestCase, uneven
 from tutti.cost_model.best_case_memory import PLACES, STATES, BestCaseMemory
 from tutti.cost_model.loading_time import loader_s
-from tutti.cost_model.memory_cost import RankState, Sharded, in_update, sharded
+from tutti.cost_model.memory_cost import RankState, StateSharding, in_update, sharded
 from tutti.cost_model.plan_table import SCHEDULES, Array, Flags, Ints, MeshTable, Variants, by_kind
 from tutti.cost_model.rank_placement import ring_sent_nbytes
 from tutti.cost_model.sharding_cost import gathered_nbytes
@@ -150,7 +150,7 @@ def _memory(best_memory: BestCaseMemory, rows: MeshTable, variant_rows: Variants
                      best_memory.activations)  # fmt: skip
     columns = by_kind((rows.split, rows.expert, rows.table, rows.stage, variant_rows.chunks), best_memory.state)
     block, outside = columns[-2:]
-    sharding = Sharded(degree=variant_rows.shard, level=variant_rows.level, offloaded=variant_rows.offload > 0)
+    sharding = StateSharding(degree=variant_rows.shard, level=variant_rows.level, offloaded=variant_rows.offload > 0)
     reduces = rows.data * rows.context * rows.space > 1
     reduces_experts = rows.copies * rows.table * rows.context * rows.space > 1
     single_device = ~reduces & ~reduces_experts & (rows.split == 1) & (rows.stage > 1) & (rows.microbatches > 1)
@@ -159,10 +159,14 @@ def _memory(best_memory: BestCaseMemory, rows: MeshTable, variant_rows: Variants
         parameters, lower, gradients, optimizer, buffers, temporary, bucket, expert_bucket, largest = columns[
             place :: PLACES + 1
         ][:STATES]
-        in_flight = np.maximum(np.where(reduces, bucket, 0.0), np.where(reduces_experts, expert_bucket, 0.0))
+        bucket_nbytes = np.maximum(np.where(reduces, bucket, 0.0), np.where(reduces_experts, expert_bucket, 0.0))
         state = sharded(
             RankState(
-                parameters=parameters, lower=lower, gradients=gradients, optimizer=optimizer, communication=in_flight
+                parameters=parameters,
+                lower=lower,
+                gradients=gradients,
+                optimizer=optimizer,
+                communication=bucket_nbytes,
             ),
             sharding,
             block=block,

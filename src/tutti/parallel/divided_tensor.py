@@ -1,10 +1,11 @@
-"""DividedTensor: a rank's part of a tensor that behaves as the whole tensor. The base of tensor and spatial parallelism.
+"""DividedTensor: a rank's part of a tensor that behaves as the whole one. The base of tensor and spatial parallelism.
 
 A subclass has a table of handlers: torch function -> its computation on parts, with the result of the whole tensor.
 Sizes are answered here, for every subclass. A function without a handler goes to the subclass's `without_handler`:
 tensor parallelism gathers the whole tensor, spatial parallelism refuses.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -57,26 +58,26 @@ class DividedTensor(torch.Tensor):
         """Refuse arguments with which no function may be called."""
 
     @classmethod
+    @abstractmethod
     def without_handler(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a function that has no handler, or refuse it."""
-        raise NotImplementedError(name_of(func))
 
-    def whole_shape(self) -> tuple[int, ...]:
+    @abstractmethod
+    def _whole_shape(self) -> tuple[int, ...]:
         """Return the shape of the whole tensor. Call it only where dispatch to subclasses is disabled."""
-        raise NotImplementedError
 
+    @abstractmethod
     def marked(self, part: torch.Tensor) -> Self:
         """Return the plain tensor `part` as a part that lies where this one does."""
-        raise NotImplementedError
 
+    @abstractmethod
     def placement_text(self) -> str:
         """Describe where the part lies, for messages."""
-        raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return (
-                f"{type(self).__name__}(whole {self.whole_shape()}, {self.placement_text()}, local "
+                f"{type(self).__name__}(whole {self._whole_shape()}, {self.placement_text()}, local "
                 f"{self.as_subclass(torch.Tensor)!r})"
             )
 
@@ -114,23 +115,23 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
 
-def shape_of(tensor: torch.Tensor) -> torch.Size:
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
     """Return the shape of the whole tensor. Call it only where dispatch to subclasses is disabled."""
-    return torch.Size(tensor.whole_shape() if isinstance(tensor, DividedTensor) else tensor.shape)
+    return torch.Size(tensor._whole_shape() if isinstance(tensor, DividedTensor) else tensor.shape)
 
 
 def _size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    shape = shape_of(args[0])
+    shape = whole_shape(args[0])
     return shape if dim is None else shape[dim]
 
 
 def _shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return shape_of(args[0])
+    return whole_shape(args[0])
 
 
 def _numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return shape_of(args[0]).numel()
+    return whole_shape(args[0]).numel()
 
 
 def _dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,7 +139,7 @@ def _dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _len(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return shape_of(args[0])[0]
+    return whole_shape(args[0])[0]
 
 
 _QUERIES: dict[str, Handler] = {

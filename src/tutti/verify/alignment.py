@@ -372,7 +372,7 @@ def local_activation(value: torch.Tensor) -> tuple[torch.Tensor, TensorShard | N
     """Return an activation as a plain local tensor, and the part of the whole that it is; None for a whole one."""
     held = TensorShard(shape=tuple(value.shape))
     with torch._C.DisableTorchFunctionSubclass():
-        if isinstance(value, split.TensorParallelActivation):
+        if isinstance(value, split.SplitTensor):
             place = value.place
             return split.local(value), held.cut(place.dim, *place.spread.parts[place.group.rank])
         if isinstance(value, space.SpatialTensor):

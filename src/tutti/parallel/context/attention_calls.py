@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from tutti.errors import ScriptError
 from tutti.parallel.context.context_attention import Attention
-from tutti.parallel.tensor.tensor_activation import HANDLERS, TensorParallelActivation, local, on_whole
+from tutti.parallel.divided_tensor import local
+from tutti.parallel.tensor.tensor_activation import SplitTensor, on_whole
 
 TRACER = str(Path(__file__).parents[1] / "pipeline" / "stage_tracing.py")
 """File of the pipeline's tracer, whose frames do not count as callers."""
@@ -115,18 +116,17 @@ def _attention(state: MicrobatchState, function: Callable[..., torch.Tensor], *a
     values = (*args, *kwargs.values())
     if any(isinstance(value, FakeTensor) for value in values) and has_torch_function(values):
         return handle_torch_function(partial(_attention, state, function), values, *args, **kwargs)
-    if not any(isinstance(value, TensorParallelActivation) for value in (*args, *kwargs.values())):
+    if not any(isinstance(value, SplitTensor) for value in (*args, *kwargs.values())):
         return state.attention(*args, **kwargs)
 
     def on_local_heads(**arguments: Any) -> torch.Tensor:
         plain: dict[str, Any] = {
-            name: local(value) if isinstance(value, TensorParallelActivation) else value
-            for name, value in arguments.items()
+            name: local(value) if isinstance(value, SplitTensor) else value for name, value in arguments.items()
         }
         return state.attention(**plain)
 
     with torch._C.DisableTorchFunctionSubclass():
-        result = HANDLERS[function](on_local_heads, args, kwargs)
+        result = SplitTensor.handlers[function](on_local_heads, args, kwargs)
         return on_whole(state.attention, args, kwargs) if result is NotImplemented else result
 
 

@@ -26,22 +26,13 @@ from tutti.data.batches import Unpack
 from tutti.data.samples import DataSource
 from tutti.errors import PlanError
 from tutti.parallel.data.batchnorm import BatchScope
+from tutti.parallel.divided_tensor import local
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.spatial.halo_exchange import SpatialGroup
 from tutti.parallel.spatial.halo_geometry import bounds_of, owned
 from tutti.parallel.spatial.spatial_elementwise import share_statistics_in_space
-from tutti.parallel.spatial.spatial_tensor import (
-    Along,
-    SpatialTensor,
-    Where,
-    cut,
-    cut_whole,
-    local,
-    space_of,
-    where_of,
-    whole,
-)
+from tutti.parallel.spatial.spatial_tensor import Along, SpatialTensor, Where, cut, cut_whole, space_of, where_of, whole
 
 HANDLING = (spatial_elementwise, spatial_pooling, spatial_reshapes, spatial_convolution)
 """The modules that register the functions of cut tensors when imported."""

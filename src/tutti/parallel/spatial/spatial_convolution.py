@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from tutti.errors import PlanError
+from tutti.parallel.divided_tensor import local
 from tutti.parallel.spatial.halo_exchange import HaloRoute, HaloTransfer, SpatialGroup, fetch
 from tutti.parallel.spatial.halo_geometry import Rows, TransposedWindow, Window, bounds_of, idle, inner, owned
 from tutti.parallel.spatial.spatial_tensor import (
@@ -18,7 +19,6 @@ from tutti.parallel.spatial.spatial_tensor import (
     Where,
     cut,
     handles,
-    local,
     rows_of,
     space_of,
     where_of,

@@ -11,15 +11,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tutti.errors import PlanError
 from tutti.parallel.data.batchnorm import BatchScope, GlobalForward
+from tutti.parallel.divided_tensor import local, whole_shape
 from tutti.parallel.spatial.halo_exchange import SpatialGroup, all_sum
 from tutti.parallel.spatial.spatial_tensor import (
-    HANDLERS,
     Along,
     SpatialTensor,
     Where,
     cut,
     handles,
-    local,
     narrowed,
     space_of,
     where_of,
@@ -101,13 +100,7 @@ def _fit(tensor: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tenso
 
 
 def _shapes(tensors: list[torch.Tensor]) -> str:
-    return ", ".join(str(tuple(shape_of(tensor))) for tensor in tensors)
-
-
-def shape_of(tensor: torch.Tensor) -> torch.Size:
-    """The shape of the whole tensor. Call this with the subclass disabled."""
-    where = where_of(tensor)
-    return torch.Size(size if a is None else a.extent for size, a in zip(tensor.size(), where, strict=True))
+    return ", ".join(str(tuple(whole_shape(tensor))) for tensor in tensors)
 
 
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,39 +157,7 @@ for _names, _handler in (
     (_COPIES, copying),
     (_PROPERTIES, read_property),
 ):
-    HANDLERS.update(dict.fromkeys(_names.split(), _handler))
-
-
-@handles("get:shape")
-def _shape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return shape_of(args[0])
-
-
-@handles("size")
-def _size(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, *rest = args
-    dim = rest[0] if rest else kwargs.get("dim")
-    return shape_of(tensor) if dim is None else shape_of(tensor)[dim]
-
-
-@handles("numel", "nelement")
-def _numel(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return shape_of(args[0]).numel()
-
-
-@handles("dim", "ndimension", "get:ndim")
-def _dim(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return len(where_of(args[0]))
-
-
-@handles("__len__")
-def _len(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return shape_of(args[0])[0]
-
-
-@handles("__repr__", "__format__", "__str__")
-def _repr(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return f"SpatialTensor({tuple(shape_of(args[0]))}, this rank's part {tuple(local(args[0]).shape)})"
+    SpatialTensor.handlers.update(dict.fromkeys(_names.split(), _handler))
 
 
 @handles("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
@@ -211,7 +172,7 @@ def _expand_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     tensor, other = (*args, *kwargs.values())
     if isinstance(tensor, SpatialTensor):
         raise PlanError("mesh.space: expand_as is not supported on a cut tensor; let arithmetic broadcast it instead")
-    return tensor.expand(shape_of(other))
+    return tensor.expand(whole_shape(other))
 
 
 @handles("prelu")
@@ -228,7 +189,7 @@ def _dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if not training or p == 0.0:
         return tensor
     with torch.no_grad():
-        mask = F.dropout(torch.ones(shape_of(tensor), dtype=tensor.dtype, device=tensor.device), p, training)
+        mask = F.dropout(torch.ones(whole_shape(tensor), dtype=tensor.dtype, device=tensor.device), p, training)
         for dim, along in enumerate(where):
             if along is not None:
                 mask = narrowed(mask, dim, along, space_of([tensor]))
@@ -389,7 +350,7 @@ def _pointwise_loss(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any
     total = _sum_over_parts(values, where, space)
     if reduction == "sum":
         return total
-    size = shape_of(cut(values, where, space))
+    size = whole_shape(cut(values, where, space))
     return total / (size[0] if reduction == "batchmean" else size.numel())
 
 
@@ -422,7 +383,7 @@ def _class_loss(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if reduction == "sum":
         return total
     if not indices:
-        return total / shape_of(cut(values, loss_where, space)).numel()
+        return total / whole_shape(cut(values, loss_where, space)).numel()
     with torch.no_grad():
         counted = fitted != named.get("ignore_index", -100)
         weight = named.get("weight")

@@ -8,17 +8,16 @@ import torch
 from torch.nn import functional as F
 
 from tutti.errors import PlanError
+from tutti.parallel.divided_tensor import local
 from tutti.parallel.spatial.halo_exchange import SpatialGroup, fetch
 from tutti.parallel.spatial.halo_geometry import Window, bounds_of, owned
 from tutti.parallel.spatial.spatial_convolution import after, many, rank_of, routes_of, spread_enough
 from tutti.parallel.spatial.spatial_tensor import (
-    HANDLERS,
     Along,
     SpatialTensor,
     Where,
     cut,
     handles,
-    local,
     rows_of,
     space_of,
     where_of,
@@ -131,7 +130,7 @@ def _adaptive(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tensor, size = (*args, *kwargs.values())
     rank = rank_of(func.__name__, tensor, func.__name__[17])
     if many(size if size is not None else 0, rank) == (1,) * rank:
-        return HANDLERS["mean"](torch.mean, (tensor, tuple(range(2, 2 + rank)), True), {})
+        return SpatialTensor.handlers["mean"](torch.mean, (tensor, tuple(range(2, 2 + rank)), True), {})
     return func(whole(tensor), size)
 
 

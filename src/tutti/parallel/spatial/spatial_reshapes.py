@@ -8,17 +8,16 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from tutti.errors import PlanError
+from tutti.parallel.divided_tensor import local, whole_shape
 from tutti.parallel.spatial.halo_exchange import SpatialGroup, all_sum, fetch
 from tutti.parallel.spatial.halo_geometry import Window, bounds_of, owned
-from tutti.parallel.spatial.spatial_elementwise import elementwise, shape_of
+from tutti.parallel.spatial.spatial_elementwise import elementwise
 from tutti.parallel.spatial.spatial_tensor import (
-    HANDLERS,
     Along,
     SpatialTensor,
     Where,
     cut,
     handles,
-    local,
     narrowed,
     space_of,
     where_of,
@@ -59,7 +58,7 @@ _WHOLE_FUNCTIONS = (
     "flatten view reshape view_as reshape_as unflatten ravel tolist numpy item __float__ __int__ __bool__ "
     "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d median quantile equal allclose"
 )
-HANDLERS.update(dict.fromkeys(_WHOLE_FUNCTIONS.split(), apply_to_whole))
+SpatialTensor.handlers.update(dict.fromkeys(_WHOLE_FUNCTIONS.split(), apply_to_whole))
 
 
 # Reductions
@@ -80,7 +79,7 @@ def _reduce(
     axis: Any = None,
 ) -> torch.Tensor:
     """Sum or mean over dims: first of this part, then over the ranks along the reduced cut axes."""
-    where, shape, space = where_of(tensor), shape_of(tensor), space_of([tensor])
+    where, shape, space = where_of(tensor), whole_shape(tensor), space_of([tensor])
     dims = _dims(dim if axis is None else axis, len(where))
     part = local(tensor).sum(dims, keepdim=keepdim, dtype=dtype)
     axes = tuple(sorted(along.axis for i in dims if (along := where[i]) is not None))
@@ -197,7 +196,7 @@ def _unsqueeze(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _squeeze(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Drop dims in which the whole tensor has size 1."""
     tensor, *rest = args
-    where, shape = where_of(tensor), shape_of(tensor)
+    where, shape = where_of(tensor), whole_shape(tensor)
     dim = rest[0] if rest else kwargs.get("dim")
     removed = [i for i in _dims(dim, len(where)) if shape[i] == 1]
     return cut(local(tensor).squeeze(removed), _without(where, removed, keep=False), space_of(args))
@@ -237,7 +236,7 @@ def _common(tensors: list[torch.Tensor], skip: int) -> Where:
         for i, along in enumerate(where_of(tensor)):
             if i != skip and along is not None:
                 if where[i] not in (None, along):
-                    shapes = [tuple(shape_of(other)) for other in tensors]
+                    shapes = [tuple(whole_shape(other)) for other in tensors]
                     raise PlanError(
                         f"mesh.space: cat of tensors with shapes {shapes}; make sizes equal except along dim {skip}"
                     )

@@ -1,12 +1,13 @@
 """The cut tensor behaves as the whole tensor, holds this rank's part, and refuses what it cannot compute exactly."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from tutti.errors import PlanError
+from tutti.parallel.divided_tensor import DividedTensor, local, name_of
 from tutti.parallel.spatial.halo_exchange import SpatialGroup, fetch
 from tutti.parallel.spatial.halo_geometry import Rows, bounds_of, owned
 
@@ -32,55 +33,45 @@ class Along:
 Where = tuple[Along | None, ...]
 """For each dim of a tensor, how it is cut; None if it is whole on this rank."""
 
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""(function, args, kwargs) -> result. Runs with the subclass disabled, so that torch sees plain tensors."""
 
-HANDLERS: dict[str, Handler] = {}
-"""Name of a torch function -> its implementation for cut tensors. Properties are named "get:property"."""
-
-
-class SpatialTensor(torch.Tensor):
+class SpatialTensor(DividedTensor):
     """A part of a tensor. `where_of(x)` tells which dims are cut among the ranks of `space_of(x)`.
 
-    `shape`, `size` and `numel` are those of the whole tensor. Raises PlanError for a function that is not in
-    HANDLERS.
+    Handlers are found by the names of functions (`divided_tensor.name_of`).
+
+    Raises:
+        PlanError: a function has no handler.
     """
 
     _tutti_where: Where
     _tutti_space: SpatialGroup
 
+    @staticmethod
+    def handler_key(func: Any) -> str:
+        return name_of(func)
+
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = name_of(func)
-        handler = HANDLERS.get(name)
-        if handler is None:
-            raise PlanError(
-                f"mesh.space: {name} is not supported on a cut tensor; compute it on the whole tensor, "
-                "tutti.parallel.spatial.whole(x), or remove space from the mesh"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return handler(func, args, kwargs or {})
+    def without_handler(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise PlanError(
+            f"mesh.space: {name_of(func)} is not supported on a cut tensor; compute it on the whole tensor, "
+            "tutti.parallel.spatial.whole(x), or remove space from the mesh"
+        )
+
+    def _whole_shape(self) -> tuple[int, ...]:
+        return tuple(
+            size if along is None else along.extent for size, along in zip(self.shape, self._tutti_where, strict=True)
+        )
+
+    def marked(self, part: torch.Tensor) -> Self:
+        result: Self = cut(part, self._tutti_where, self._tutti_space)  # type: ignore[assignment]
+        return result
+
+    def placement_text(self) -> str:
+        dims = [dim for dim, along in enumerate(self._tutti_where) if along is not None]
+        return f"dims {dims} cut"
 
 
-def handles(*names: str) -> Callable[[Handler], Handler]:
-    """Register a handler for these functions."""
-
-    def register(handler: Handler) -> Handler:
-        for name in names:
-            HANDLERS[name] = handler
-        return handler
-
-    return register
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """The key of a function in HANDLERS."""
-    name = getattr(function, "__name__", str(function))
-    if name in ("__get__", "__set__", "__delete__"):
-        return f"{name.strip('_')}:{getattr(getattr(function, '__self__', None), '__name__', '')}"
-    return name
+handles = SpatialTensor.handles
 
 
 def where_of(value: Any) -> Where:
@@ -94,11 +85,6 @@ def where_of(value: Any) -> Where:
 def space_of(values: Iterable[Any]) -> SpatialGroup:
     """The SpatialGroup of the first cut tensor among `values`."""
     return next(value._tutti_space for value in values if isinstance(value, SpatialTensor))
-
-
-def local(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part, as a plain tensor."""
-    return value.as_subclass(torch.Tensor) if isinstance(value, SpatialTensor) else value
 
 
 def cut(part: torch.Tensor, where: Where, space: SpatialGroup) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Tensor parallelism: the layers of a model divided over the ranks of the mesh's split axis.
 
 `decide` derives from the layout rules and known layer patterns how each module is divided. `apply_decisions` carries
-this out on one rank. Between divided layers, an activation is a `TensorParallelActivation` tensor: it holds this rank's part and behaves
+this out on one rank. Between divided layers, an activation is a `SplitTensor`: it holds this rank's part and behaves
 as the whole tensor, so the model's code is unchanged.
 """
 
@@ -17,7 +17,7 @@ from tutti.parallel.tensor.tensor_collectives import SplitGroup
 from tutti.parallel.tensor.tensor_plan import SplitModule, decide, describe_split
 
 TABLES = (tensor_functions, tensor_reshapes)
-"""The modules that register handlers for torch functions on parts (see `HANDLERS`) when they are imported."""
+"""The modules that register handlers for torch functions on parts when they are imported (`SplitTensor.handlers`)."""
 
 
 def rules_for_others(plan: Plan) -> bool:

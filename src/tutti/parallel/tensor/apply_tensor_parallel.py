@@ -38,7 +38,7 @@ Cut = tuple[str, int, RankRanges]
 class Running:
     """Counts the calls in progress of modules that contain divided parameters.
 
-    While any is in progress, the model's own code reads a divided parameter as a `TensorParallelActivation` tensor, which behaves as the
+    While any is in progress, the model's own code reads a divided parameter as a `SplitTensor`, which behaves as the
     whole one. At other times every reader gets this rank's plain parameter.
     """
 
@@ -169,7 +169,7 @@ def _set_forward(
 
 
 def _guard(module: nn.Module, leaves: dict[str, PartPlacement], running: Running) -> None:
-    """Make `module.weight` return the whole parameter, as a `TensorParallelActivation` tensor, to the model's own code while it runs."""
+    """Make `module.weight` return the whole parameter, as a `SplitTensor`, to the model's own code while it runs."""
 
     def reader(leaf: str, place: PartPlacement) -> property:
         def read(self: nn.Module) -> Any:
@@ -190,7 +190,7 @@ def _guard(module: nn.Module, leaves: dict[str, PartPlacement], running: Running
 
 
 def whole_parameter(model: nn.Module, name: str) -> torch.Tensor:
-    """The parameter `name` as the model's code sees it: `TensorParallelActivation`, which behaves as the whole, if it is divided."""
+    """The parameter `name` as the model's code sees it: `SplitTensor`, which behaves as the whole, if it is divided."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     parameter = module._parameters[leaf]

@@ -1,4 +1,4 @@
-"""TensorParallelActivation: an activation that is divided over the split ranks and behaves as the whole tensor.
+"""SplitTensor: an activation that is divided over the split ranks and behaves as the whole tensor.
 
 It is a plain local tensor that knows which ranges of which dim it holds. It reports the whole shape. Every torch
 function called with it is looked up in a table: functions in the table compute on the part, with the same result, and
@@ -7,27 +7,16 @@ makes it slower, never wrong. A function that would write into a gathered copy i
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 from torch.utils import _pytree as pytree
 
 from tutti.errors import ScriptError
+from tutti.parallel.divided_tensor import DividedTensor, local, whole_shape
 from tutti.parallel.tensor.partition_ranges import RankRanges
 from tutti.parallel.tensor.tensor_collectives import SplitGroup, copy, gather, pieces, take
-
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""fn(torch function, args, kwargs) -> result, or NotImplemented if it cannot compute on parts.
-
-It runs with torch's dispatch to subclasses disabled, so a TensorParallelActivation argument acts as the local tensor.
-"""
-
-HANDLERS: dict[Any, Handler] = {}
-"""torch function -> its computation on parts; filled when the modules of this package are imported."""
-
-H = TypeVar("H", bound=Handler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,47 +34,36 @@ class PartPlacement:
     group: SplitGroup
 
 
-class TensorParallelActivation(torch.Tensor):
+class SplitTensor(DividedTensor):
     """This rank's part of a whole tensor, at `place`. Made by `parted`."""
 
     place: PartPlacement
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if not torch.is_grad_enabled():
-                _refuse_custom_function(args)
-            handler = HANDLERS.get(func)
-            if handler is not None:
-                if not args and "input" in kwargs:
-                    args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
-                result = handler(func, args, kwargs)
-                if result is not NotImplemented:
-                    return result
-            return on_whole(func, args, kwargs)
+    @staticmethod
+    def check_call(args: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            _refuse_custom_function(args)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
-            ranges = self.place.spread.parts[self.place.group.rank]
-            return f"TensorParallelActivation(whole {whole_shape(self)}, dim {self.place.dim} at {ranges}, local {local(self)!r})"
+    @classmethod
+    def without_handler(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return on_whole(func, args, kwargs)
+
+    def _whole_shape(self) -> tuple[int, ...]:
+        place, shape = self.place, tuple(self.shape)
+        return (*shape[: place.dim], place.spread.size, *shape[place.dim + 1 :])
+
+    def marked(self, part: torch.Tensor) -> Self:
+        result: Self = parted(part, self.place)  # type: ignore[assignment]
+        return result
+
+    def placement_text(self) -> str:
+        return f"dim {self.place.dim} at {self.place.spread.parts[self.place.group.rank]}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return whole(self).__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return parted(local(self).clone(), self.place)
 
-
-def handles(*functions: Any) -> Callable[[H], H]:
-    """Decorator: register a handler for these functions."""
-
-    def enter(handler: H) -> H:
-        HANDLERS.update(dict.fromkeys(functions, handler))
-        return handler
-
-    return enter
+handles = SplitTensor.handles
 
 
 def named(words: str) -> list[Any]:
@@ -108,26 +86,20 @@ def parted(tensor: torch.Tensor, place: PartPlacement) -> torch.Tensor:
 
     A plain tensor is changed in place, without a copy, so it must be fresh.
     """
-    if isinstance(tensor, TensorParallelActivation):
+    if isinstance(tensor, SplitTensor):
         if tensor.place == place:
             return tensor
         tensor = local(tensor)
     elif type(tensor) is not torch.Tensor:
         tensor = tensor.as_subclass(torch.Tensor)
-    tensor.__class__ = TensorParallelActivation
+    tensor.__class__ = SplitTensor
     tensor.place = place  # type: ignore[attr-defined]
     return tensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part as a plain tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(torch.Tensor)
-
-
 def whole(value: Any) -> Any:
     """The whole tensor, gathered if `value` is a part; any other value unchanged. Collective for a part."""
-    if not isinstance(value, TensorParallelActivation):
+    if not isinstance(value, SplitTensor):
         return value
     place = value.place
     with torch._C.DisableTorchFunctionSubclass():
@@ -136,18 +108,9 @@ def whole(value: Any) -> Any:
 
 def all_whole(tree: Any) -> Any:
     """Apply `whole` to every leaf of a nested structure."""
-    if not any(isinstance(leaf, TensorParallelActivation) for leaf in pytree.tree_leaves(tree)):
+    if not any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves(tree)):
         return tree
     return pytree.tree_map(whole, tree)
-
-
-def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor. Call it only where dispatch to subclasses is disabled."""
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, TensorParallelActivation):
-        return shape
-    place = tensor.place
-    return (*shape[: place.dim], place.spread.size, *shape[place.dim + 1 :])
 
 
 def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,9 +123,7 @@ def on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inplace = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__", "__delitem__")
     inplace = inplace or name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__")
     first = args[0] if args else None
-    if (inplace and isinstance(first, TensorParallelActivation)) or isinstance(
-        kwargs.get("out"), TensorParallelActivation
-    ):
+    if (inplace and isinstance(first, SplitTensor)) or isinstance(kwargs.get("out"), SplitTensor):
         raise ScriptError(
             f"{name} changes in place an activation that is divided over the split axis, which is not supported; "
             "use a function that returns a new tensor, or keep whole the layer that computes the activation: "
@@ -179,7 +140,7 @@ def fit(tensor: Any, back: int, spread: RankRanges, group: SplitGroup) -> Any:
     """
     if not isinstance(tensor, torch.Tensor):
         return tensor
-    if isinstance(tensor, TensorParallelActivation):
+    if isinstance(tensor, SplitTensor):
         place, dims = tensor.place, tensor.ndim
         if place.dim - dims == back and place.spread.contains(spread):
             if place.spread == spread:
@@ -191,9 +152,7 @@ def fit(tensor: Any, back: int, spread: RankRanges, group: SplitGroup) -> Any:
     return take(tensor, tensor.ndim + back, spread, group)
 
 
-def lead(
-    tensors: list[Any], forced: TensorParallelActivation | None = None
-) -> tuple[int, RankRanges, SplitGroup] | None:
+def lead(tensors: list[Any], forced: SplitTensor | None = None) -> tuple[int, RankRanges, SplitGroup] | None:
     """Choose the dim (negative), ranges and group on which an elementwise function of `tensors` computes.
 
     The choice is the operand with the fewest positions, whose ranges the others contain, so that most operands need no
@@ -202,7 +161,7 @@ def lead(
     Returns:
         None if the function cannot be computed on parts.
     """
-    parts = [t for t in tensors if isinstance(t, TensorParallelActivation)] if forced is None else [forced]
+    parts = [t for t in tensors if isinstance(t, SplitTensor)] if forced is None else [forced]
     if not parts:
         return None
     dims = [t.place.dim - t.ndim for t in parts]
@@ -213,7 +172,7 @@ def lead(
     return back, spread, parts[chosen].place.group
 
 
-def _size(tensor: TensorParallelActivation) -> int:
+def _size(tensor: SplitTensor) -> int:
     return tensor.place.group.size
 
 
@@ -224,10 +183,10 @@ def _meets(tensor: torch.Tensor, back: int, size: int) -> bool:
 
 
 def _refuse_custom_function(args: tuple[Any, ...]) -> None:
-    """Refuse a TensorParallelActivation argument of a custom autograd function: its backward would see only the part."""
-    if not any(isinstance(arg, TensorParallelActivation) and arg.requires_grad for arg in args):
+    """Refuse a SplitTensor argument of a custom autograd function: its backward would see only the part."""
+    if not any(isinstance(arg, SplitTensor) and arg.requires_grad for arg in args):
         return
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(3)
     while frame is not None:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

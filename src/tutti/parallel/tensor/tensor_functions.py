@@ -8,9 +8,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from tutti.parallel.divided_tensor import whole_shape
 from tutti.parallel.tensor.tensor_activation import (
     PartPlacement,
-    TensorParallelActivation,
+    SplitTensor,
     fit,
     handles,
     lead,
@@ -18,7 +19,6 @@ from tutti.parallel.tensor.tensor_activation import (
     parted,
     properties,
     whole,
-    whole_shape,
 )
 from tutti.parallel.tensor.tensor_collectives import SplitGroup, add, copy, draws_whole, own_stream, take
 
@@ -40,7 +40,7 @@ _BINARY = """
     __mod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ copysign ldexp
 """
 _QUERIES = """
-    dim size numel nelement __len__ is_floating_point is_complex element_size get_device register_hook
+    is_floating_point is_complex element_size get_device register_hook
     retain_grad is_contiguous data_ptr untyped_storage
 """
 _PROPERTIES = """
@@ -54,7 +54,7 @@ def _unary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One tensor in, one of the same shape out. In `x.to(y)` only `y` may be a part; only its dtype matters then."""
     first = args[0] if args else kwargs.get("input")
     result = func(*args, **kwargs)
-    if not isinstance(first, TensorParallelActivation):
+    if not isinstance(first, SplitTensor):
         return result
     return result if result is first else parted(result, first.place)
 
@@ -66,7 +66,7 @@ def _binary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     leaves, structure = pytree.tree_flatten((args, kwargs))
     inplace = _in_place(func)
-    if inplace and not isinstance(args[0], TensorParallelActivation):
+    if inplace and not isinstance(args[0], SplitTensor):
         return NotImplemented
     leading = lead(leaves, args[0] if inplace else None)
     if leading is None:
@@ -89,36 +89,13 @@ _WHERE = set(named("where"))
 
 @handles(*named(_QUERIES), *properties(_PROPERTIES))
 def _query(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sizes are those of the whole tensor; everything else is that of the part."""
-    name, shape = getattr(func, "__name__", ""), whole_shape(args[0])
-    if name == "size":
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        return torch.Size(shape) if dim is None else shape[dim]
-    if name == "__len__":
-        return shape[0]
-    if name in ("numel", "nelement"):
-        return torch.Size(shape).numel()
+    """Everything but the size is that of the part."""
     return func(*args, **kwargs)
-
-
-@handles(*properties("shape"))
-def _shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return torch.Size(whole_shape(args[0]))
-
-
-@handles(*properties("ndim"))
-def _ndim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return len(args[0].shape)
 
 
 @handles(*properties("data"))
 def _data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return parted(func(*args), args[0].place)
-
-
-@handles(torch.numel)
-def _numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return torch.Size(whole_shape(args[0])).numel()
 
 
 @handles(F.dropout, torch.dropout)
@@ -127,7 +104,7 @@ def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else kwargs.get("input")
     rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-    if not isinstance(first, TensorParallelActivation):
+    if not isinstance(first, SplitTensor):
         return NotImplemented
     if not training or rate == 0.0:
         return first
@@ -190,7 +167,7 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows that are parts: weights are copied, so their gradients are all-reduced."""
     first = args[0] if args else kwargs.get("input")
-    if not isinstance(first, TensorParallelActivation):
+    if not isinstance(first, SplitTensor):
         return NotImplemented
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if first.place.dim >= first.ndim - len(shape):
@@ -229,8 +206,8 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     logits, target = arguments["input"], arguments["target"]
     deprecated = arguments.get("size_average") is not None or arguments.get("reduce") is not None
     if (
-        not isinstance(logits, TensorParallelActivation)
-        or isinstance(target, TensorParallelActivation)
+        not isinstance(logits, SplitTensor)
+        or isinstance(target, SplitTensor)
         or target.is_floating_point()
         or deprecated
     ):
@@ -312,17 +289,15 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows (samples, tokens, heads) that are parts: weights are copied, so their gradients are all-reduced."""
     arguments = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     x, weight, bias = arguments["input"], arguments["weight"], arguments.get("bias")
-    if isinstance(bias, TensorParallelActivation):
+    if isinstance(bias, SplitTensor):
         return NotImplemented
-    if isinstance(
-        weight, TensorParallelActivation
-    ):  # the model's code applies a divided matrix itself: outputs are parts
-        if isinstance(x, TensorParallelActivation) or weight.place.dim != 0 or bias is not None or weight.ndim != 2:
+    if isinstance(weight, SplitTensor):  # the model's code applies a divided matrix itself: outputs are parts
+        if isinstance(x, SplitTensor) or weight.place.dim != 0 or bias is not None or weight.ndim != 2:
             return NotImplemented
         place = weight.place
         result = F.linear(copy(x, place.group), weight)
         return parted(result, PartPlacement(dim=result.ndim - 1, spread=place.spread, group=place.group))
-    if not isinstance(x, TensorParallelActivation) or x.place.dim == x.ndim - 1:
+    if not isinstance(x, SplitTensor) or x.place.dim == x.ndim - 1:
         return NotImplemented
     group = x.place.group
     return parted(F.linear(x, copy(weight, group), None if bias is None else copy(bias, group)), x.place)
@@ -333,7 +308,7 @@ def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) != 2 or kwargs or min(args[0].ndim, args[1].ndim) < 2:
         return NotImplemented
     a, b = args
-    cuts = [t.place.dim - t.ndim if isinstance(t, TensorParallelActivation) else None for t in args]
+    cuts = [t.place.dim - t.ndim if isinstance(t, SplitTensor) else None for t in args]
     if cuts == [-1, -2] and a.place.spread == b.place.spread:  # the divided dim is summed over: ranks have terms
         return add(torch.matmul(a, b), a.place.group)
     if cuts in ([-2, None], [None, -1]):  # a is divided by rows, or b by columns
@@ -343,19 +318,17 @@ def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return parted(
             result, PartPlacement(dim=result.ndim + divided.place.dim - divided.ndim, spread=spread, group=group)
         )
-    return _batched(func, args, [t for t in args if isinstance(t, TensorParallelActivation)])
+    return _batched(func, args, [t for t in args if isinstance(t, SplitTensor)])
 
 
 @handles(*named("baddbmm"))
 def _baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) != 3 or args[0].ndim != 3:
         return NotImplemented
-    return _batched(func, args, [t for t in args if isinstance(t, TensorParallelActivation)], kwargs)
+    return _batched(func, args, [t for t in args if isinstance(t, SplitTensor)], kwargs)
 
 
-def _batched(
-    func: Any, args: tuple[Any, ...], parts: list[TensorParallelActivation], kwargs: dict[str, Any] | None = None
-) -> Any:
+def _batched(func: Any, args: tuple[Any, ...], parts: list[SplitTensor], kwargs: dict[str, Any] | None = None) -> Any:
     """Products of parts along a batch dim (heads): the other operands are fitted to the smallest part."""
     place, back = parts[0].place, parts[0].place.dim - parts[0].ndim
     dims = [t.place.dim - t.ndim for t in parts]
@@ -379,7 +352,7 @@ def _einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     left, right = equation.replace(" ", "").split("->")
     terms = left.split(",")
-    parts = [(term, t) for term, t in zip(terms, operands, strict=True) if isinstance(t, TensorParallelActivation)]
+    parts = [(term, t) for term, t in zip(terms, operands, strict=True) if isinstance(t, SplitTensor)]
     letter, place = parts[0][0][parts[0][1].place.dim], parts[0][1].place
     spread, group = place.spread, place.group
     if letter not in right or any(term.count(letter) > 1 for term in terms):
@@ -400,11 +373,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     arguments: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
     query, mask = arguments["query"], arguments.get("attn_mask")
     random = arguments.get("dropout_p", 0.0) > 0
-    if (
-        not isinstance(query, TensorParallelActivation)
-        or query.place.dim > query.ndim - 3
-        or (random and draws_whole())
-    ):
+    if not isinstance(query, SplitTensor) or query.place.dim > query.ndim - 3 or (random and draws_whole()):
         return NotImplemented
     place, back = query.place, query.place.dim - query.ndim
     spread, group = place.spread, place.group
@@ -424,16 +393,16 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return parted(result, PartPlacement(dim=result.ndim + back, spread=spread, group=group))
 
 
-def _grouped(key: Any, query: TensorParallelActivation, ratio: int) -> bool:
+def _grouped(key: Any, query: SplitTensor, ratio: int) -> bool:
     """Whether, on every rank, the query heads are exactly those that use the key heads it holds."""
-    return isinstance(key, TensorParallelActivation) and key.place.dim == key.ndim - 3 and (
+    return isinstance(key, SplitTensor) and key.place.dim == key.ndim - 3 and (
         key.place.spread.scaled(ratio) == query.place.spread
     )  # fmt: skip
 
 
 def _repeated(key: Any, ratio: int) -> Any:
     """Each key head repeated `ratio` times in a row."""
-    if not isinstance(key, TensorParallelActivation):
+    if not isinstance(key, SplitTensor):
         return torch.repeat_interleave(key, ratio, -3)
     place = key.place
     at_heads = place.dim == key.ndim - 3

@@ -17,14 +17,7 @@ from torch.utils import _pytree as pytree
 
 from tutti.errors import ScriptError
 from tutti.parallel.tensor.partition_ranges import Among, RankRanges, even
-from tutti.parallel.tensor.tensor_activation import (
-    PartPlacement,
-    TensorParallelActivation,
-    all_whole,
-    fit,
-    parted,
-    whole,
-)
+from tutti.parallel.tensor.tensor_activation import PartPlacement, SplitTensor, all_whole, fit, parted, whole
 from tutti.parallel.tensor.tensor_collectives import (
     SplitGroup,
     add,
@@ -63,7 +56,7 @@ class ParallelEntry:
         last = self._last
         if last is not None and last[0]() is x and last[1:3] == (x._version, with_grad):
             return last[3]
-        if isinstance(x, TensorParallelActivation):
+        if isinstance(x, SplitTensor):
             place = x.place
             with torch._C.DisableTorchFunctionSubclass():
                 if place.spread.disjoint:
@@ -167,7 +160,7 @@ class TokensForward:
     plain: Any
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x, TensorParallelActivation) and x.ndim == 3 and x.shape[1] >= self.group.size:
+        if not isinstance(x, SplitTensor) and x.ndim == 3 and x.shape[1] >= self.group.size:
             spread = even(x.shape[1], self.group.size)
             with torch._C.DisableTorchFunctionSubclass():
                 x = parted(fit(x, -2, spread, self.group), PartPlacement(dim=1, spread=spread, group=self.group))
@@ -318,7 +311,7 @@ class HeadsForward:
 
     def _averaged(self, weights: torch.Tensor) -> torch.Tensor:
         """The mean over all heads, (batch, query, key)."""
-        if not isinstance(weights, TensorParallelActivation):
+        if not isinstance(weights, SplitTensor):
             return weights.mean(1)
         with torch._C.DisableTorchFunctionSubclass():
             return add(weights.sum(1) / self.heads.size, self.entry.group)

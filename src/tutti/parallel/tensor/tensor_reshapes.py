@@ -6,16 +6,9 @@ from typing import Any
 
 import torch
 
+from tutti.parallel.divided_tensor import whole_shape
 from tutti.parallel.tensor.partition_ranges import viewed
-from tutti.parallel.tensor.tensor_activation import (
-    PartPlacement,
-    TensorParallelActivation,
-    handles,
-    named,
-    parted,
-    properties,
-    whole_shape,
-)
+from tutti.parallel.tensor.tensor_activation import PartPlacement, SplitTensor, handles, named, parted, properties
 from tutti.parallel.tensor.tensor_collectives import take
 
 _T = properties("T")
@@ -35,14 +28,14 @@ def _sizes(values: tuple[Any, ...]) -> tuple[int, ...]:
 @handles(*named("view reshape"))
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, rest = args[0], args[1:] or tuple(kwargs.values())
-    if not isinstance(first, TensorParallelActivation) or not rest or isinstance(rest[0], torch.dtype):
+    if not isinstance(first, SplitTensor) or not rest or isinstance(rest[0], torch.dtype):
         return NotImplemented
     return _as_shape(first, _sizes(rest), func is torch.Tensor.view)
 
 
 @handles(torch.Tensor.view_as, torch.Tensor.reshape_as)
 def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not isinstance(args[0], TensorParallelActivation):
+    if not isinstance(args[0], SplitTensor):
         return args[0].reshape(whole_shape(args[1]))
     return _as_shape(args[0], whole_shape(args[1]), func is torch.Tensor.view_as)
 
@@ -141,7 +134,7 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(torch.Tensor.expand_as)
 def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not isinstance(args[0], TensorParallelActivation):
+    if not isinstance(args[0], SplitTensor):
         return args[0].expand(whole_shape(args[1]))
     return _expand(torch.Tensor.expand, (args[0], *whole_shape(args[1])), {})
 
@@ -150,12 +143,7 @@ def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     arguments = dict(zip(("input", "repeats", "dim"), args, strict=False)) | kwargs
     first, times, dim = arguments.get("input"), arguments.get("repeats"), arguments.get("dim")
-    if (
-        not isinstance(first, TensorParallelActivation)
-        or not isinstance(times, int)
-        or dim is None
-        or "output_size" in arguments
-    ):
+    if not isinstance(first, SplitTensor) or not isinstance(times, int) or dim is None or "output_size" in arguments:
         return NotImplemented
     place, dim = first.place, dim % first.ndim
     result = torch.repeat_interleave(first, times, dim)
@@ -229,7 +217,7 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Slices, None, an ellipsis, and integers along dims that are not divided."""
     first, index = args
-    if not isinstance(first, TensorParallelActivation):
+    if not isinstance(first, SplitTensor):
         return NotImplemented
     index = index if isinstance(index, tuple) else (index,)
     plain = all(item is None or item is Ellipsis or isinstance(item, slice | int) for item in index)
@@ -277,7 +265,7 @@ def _joined(func: Any, tensors: list[Any], dim: int, new: int) -> Any:
         dim: dim of the result.
         new: 1 if the function adds a dim, else 0.
     """
-    place = next(t.place for t in tensors if isinstance(t, TensorParallelActivation))
+    place = next(t.place for t in tensors if isinstance(t, SplitTensor))
     if not new:
         tensors = [t for t in tensors if whole_shape(t) != (0,)]  # torch.cat ignores these; empty caches have them
     dims = tensors[0].ndim
@@ -287,10 +275,8 @@ def _joined(func: Any, tensors: list[Any], dim: int, new: int) -> Any:
     if (
         not fits
         or (not new and dim == place.dim)
-        or any(t.place != place for t in tensors if isinstance(t, TensorParallelActivation))
+        or any(t.place != place for t in tensors if isinstance(t, SplitTensor))
     ):
         return NotImplemented
-    parts = [
-        t if isinstance(t, TensorParallelActivation) else take(t, place.dim, place.spread, place.group) for t in tensors
-    ]
+    parts = [t if isinstance(t, SplitTensor) else take(t, place.dim, place.spread, place.group) for t in tensors]
     return _moved(func(parts, dim), place, new_place_dim)
