@@ -1,4 +1,4 @@
-"""What follows from the rows of `pays`: time to quality in every cell, beside the floor and the best of the others."""
+"""The summary of the rows of `pays`: time to quality in every cell, beside the floor and the best of the others."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from record import spread
 Rows = list[dict[str, Any]]
 
 AIMS = {"unlimited": None, "1gbit": 1.15, "100mbit": 1.3}
-"""The most that time to quality may be of the floor's."""
+"""By limit, the largest ratio of a time to quality to the floor's that meets the aim."""
 
 
 def summary(parts: dict[str, Rows], methods: Sequence[str]) -> dict[str, Any]:
-    """{"cells": {"PART@RATE": {method: ..}}, "exact": .., "checked": ..}."""
+    """Return {"cells": {"PART@RATE": {method: ..}}, "verdicts": .., "exact": .., "checked": ..}."""
     cells = {
         f"{part}@{times['rate']}": cell(rows, times, methods)
         for part, rows in parts.items()
@@ -29,7 +29,7 @@ def summary(parts: dict[str, Rows], methods: Sequence[str]) -> dict[str, Any]:
 
 
 def times_of(rows: Rows) -> Rows:
-    """Step times limit by limit, the peers' among the others'; not the floor that was measured again beside a peer."""
+    """Return step times by limit, with the peers' among them. Leaves out the floor measured again beside a peer."""
     found = [
         {"rate": row["rate"], "step_s": dict(row["step_s"]), "sent_nbytes": dict(row["sent_nbytes"])}
         for row in rows
@@ -44,7 +44,9 @@ def times_of(rows: Rows) -> Rows:
 
 
 def steps_of(rows: Rows, method: str) -> list[int | None] | None:
-    """Steps to quality, one a seed (None: not reached); of tutti's exact sums for all that sum exactly."""
+    """Return the steps to quality, one for each seed (None: not reached). All exact methods use those of tutti's
+    exact sums.
+    """
     plans = {row["name"]: row for row in rows if row["kind"] == "choice" and "name" in row}
     source = stood_for(method, plans) or method
     found = {
@@ -56,7 +58,9 @@ def steps_of(rows: Rows, method: str) -> list[int | None] | None:
 
 
 def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """Every method at one limit: its step, its steps, and its time to quality where all seeds reached it."""
+    """Return, for every method at one limit, its step time, its steps, and its time to quality if all seeds reached
+    it.
+    """
     found: dict[str, Any] = {}
     failed = {row["method"]: row["failed"] for row in rows if "failed" in row}
     choices = {row["as"]: row for row in rows if row["kind"] == "choice" and row["rate"] == times["rate"]}
@@ -94,15 +98,20 @@ def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str,
 
 
 def first_s(name: str, step_s: float, times: Mapping[str, Sequence[float]], begins: int = 0) -> float:
-    """Seconds that a method's first updates take beyond those of its others: of a chosen plan that `begins` with some
-    as it does not go on, and of torch's ways those that it makes like DDP, where DDP was timed beside it."""
+    """Return the additional seconds of a method's first updates, which are made in another way than the later ones.
+
+    A chosen plan says with `begins` how many there are. Torch's methods make theirs like DDP, and count only if
+    DDP was timed beside them.
+    """
     begins, like = (METHODS[name].begins, "ddp") if name in METHODS else (begins, at_first(name))
     return begins * (statistics.median(times[like]) - step_s) if begins and times.get(like) else 0.0
 
 
 def verdict(one: dict[str, Any], rate: str) -> dict[str, Any]:
-    """How a cell went for tutti: by its automatic choice, or by its best method where none was made. `regret`: how much
-    longer each choice takes than tutti's best method that was measured."""
+    """Judge a cell by tutti's automatic choice, or by its best method if there was no choice.
+
+    `regret` says how much longer each choice takes than tutti's best measured method.
+    """
     reached = {name: row["to_quality_s"] for name, row in one.items() if "to_quality_s" in row}
     others = {name: s for name, s in reached.items() if name in METHODS and METHODS[name].side in ("torch", "peer")}
     ours = {name: s for name, s in reached.items() if name.startswith("tutti")}
@@ -125,8 +134,10 @@ def verdict(one: dict[str, Any], rate: str) -> dict[str, Any]:
 
 
 def same_steps(rows: Rows) -> dict[str, Any]:
-    """By method that takes tutti's steps: whether its training is tutti's, on the first seed: the largest difference of
-    held-out losses at equal steps."""
+    """Compare methods that use tutti's steps with tutti's training of the first seed.
+
+    Returns for each method the largest difference of held-out losses after equal numbers of steps.
+    """
     looks = {
         row["method"]: row["looks"]
         for row in rows
@@ -145,7 +156,7 @@ def same_steps(rows: Rows) -> dict[str, Any]:
 
 
 def checks(part: str, rows: Rows, cells: dict[str, Any]) -> Rows:
-    """Real runs at a limited rate beside steps times step time."""
+    """Compare trainings in full at a limited rate with the product of steps and step time."""
     found = []
     for row in rows:
         if row["kind"] != "quality" or row["rate"] == "unlimited" or "looks" not in row:
@@ -164,7 +175,7 @@ def checks(part: str, rows: Rows, cells: dict[str, Any]) -> Rows:
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: a line for every method of every cell."""
+    """Return the table: a line for every method of every cell."""
     header = ["cell", "method", "step ms", "spread", "sent KB", "steps by seed", "to quality s", "of floor"]
     table = []
     for name, one in result["summary"]["cells"].items():
