@@ -1,5 +1,4 @@
-"""The lab's links as the ranks of `pays` use them: limits that change during a run, and blocks of steps timed in
-turns.
+"""The lab's links as ranks of `pays` use them: limits that change during a run, and blocks of steps timed in turns.
 
 Imports nothing of tutti: peers run this file in their own virtual environments.
 """

@@ -1,5 +1,4 @@
-"""The works of `pays`: an MLP, a CNN and a GPT, each trained to a stated held-out quality on data that every machine
-has.
+"""The works of `pays`: an MLP, a CNN and a GPT, trained to a stated held-out quality on data that every machine has.
 
 All methods of a seed start with the same parameters and take the same global batches in the same order; ranks take
 contiguous parts of them. So all methods with exact sums have one trajectory, on any number of ranks.
