@@ -1,7 +1,8 @@
-"""A GPT larger than a rank should hold: planned, built without memory, stepped; each rank's peak against arithmetic.
+"""A GPT larger than one rank should hold: planned, built without memory, stepped; peaks beside the prediction.
 
-Parameters are bfloat16 and divided among the ranks (level 3), and so are gradients and AdamW's two states: 8 bytes a
-parameter in all. Beside them a rank needs a few blocks at a time (`beside`). Run it on its own, it takes the machine:
+Parameters are bfloat16 and divided among the ranks (level 3), and so are gradients and AdamW's two states: 8 bytes
+a parameter in all. In addition a rank needs memory for a few blocks at a time (`beside`). Run this script while
+nothing else runs, because it needs the whole machine:
 
     python benchmarks/large.py --layers 20 --width 2048 --ranks 4
 """
@@ -37,7 +38,7 @@ CONTEXT, SAMPLES = 64, 8
 
 
 def gpt(layers: int, width: int) -> nn.Module:
-    """The example's GPT with parameters in bfloat16."""
+    """Return the example's GPT with parameters in bfloat16."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -51,14 +52,16 @@ def plan_of(ranks: int) -> Plan:
 
 
 def beside(block_nbytes: int) -> int:
-    """Bytes beside the divided states at the worst moment, backward of a block: the block, the one that is being
-    gathered and its way into place, the gradients, and the sums in flight, sent and received.
+    """Return the bytes beside the divided states at the peak, in the backward of a block.
+
+    They are the block, the block that is being gathered and its copy, the gradients, and the pending sums, sent
+    and received.
     """
     return block_nbytes * (1 + 2 + 1 + 2 * MAX_PENDING_SUMS)
 
 
 def predicted(layers: int, width: int, ranks: int) -> dict[str, int]:
-    """From shapes alone: of parameters, of the most that a rank holds at once."""
+    """Return the predicted parameters, and the peak bytes of a rank, from shapes alone."""
     model, _ = build_on_meta(lambda: gpt(layers, width))
     explained = explain_layout(model, plan_of(ranks))
     block = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters())
@@ -72,7 +75,9 @@ def predicted(layers: int, width: int, ranks: int) -> dict[str, int]:
 
 
 def resident(key: str) -> int:
-    """VmRSS (now) or VmHWM (the most since `forget_peak`) of this process, bytes, without what it shares of others."""
+    """Return VmRSS (now) or VmHWM (the peak since `forget_peak`) of this process in bytes, without memory shared by
+    others.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key)) - attached_resident_nbytes()
 
@@ -82,14 +87,14 @@ def forget_peak() -> None:
 
 
 def warm_up(width: int) -> None:
-    """Have the libraries loaded and their scratch memory taken, with one block of the same width."""
+    """Load the libraries and allocate their scratch memory, with one block of the same width."""
     model = gpt(1, width)
     tokens = torch.zeros(2, CONTEXT, dtype=torch.long)
     gpt_tutti.loss_fn(model(tokens), tokens).backward()
 
 
 def train(layers: int, width: int, ranks: int, steps: int) -> dict[str, Any]:
-    """On one rank: build, prepare, step; bytes above those of the process before, seconds, losses."""
+    """On one rank: build, prepare and step; returns bytes beyond those of the process before, seconds and losses."""
     os.nice(10)
     os.environ["TUTTI_PLAN"] = str(serialization.save(plan_of(ranks), Path.cwd() / f"plan-{os.getpid()}.json"))
     warm_up(width)

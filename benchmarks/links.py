@@ -1,7 +1,8 @@
-"""The rate that a laboratory's links really give: bytes arriving through sockets and in Gloo's all-reduces. Needs root.
+"""The real rate of a lab's links: bytes that arrive through sockets and in Gloo's all-reduces. Needs root.
 
-Every limit is tried between two hosts of one rank: a socket one way, sockets both ways at once, all-reduces. Payload is
-counted, so Ethernet's, IP's and TCP's headers (66 bytes of each 1514) make 95.6 % of a limit the most there can be.
+Every limit is tried between two hosts of one rank: a socket in one direction, sockets in both directions at once,
+and all-reduces. Only payload counts; the headers of Ethernet, IP and TCP (66 of each 1514 bytes) leave at most 95.6
+% of a limit.
 """
 
 import argparse
@@ -20,7 +21,9 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Each transfer lasts `seconds`; an all-reduce is of `mib` MiB, `repeats` times after one to warm up."""
+    """Each transfer lasts `seconds`. An all-reduce has `mib` MiB and is repeated `repeats` times, after one to warm
+    up.
+    """
 
     rates: tuple[str, ...] = ("unlimited", "10gbit", "1gbit", "100mbit")
     seconds: int = 5
@@ -32,7 +35,9 @@ QUICK = Sizes(rates=("1gbit", "100mbit"), seconds=1, mib=4, repeats=2)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"summary": {rate: bytes a second, one way, by kind of transfer, and the limit}}."""
+    """Measure all limits. Returns {"summary": {rate: bytes a second in one direction, by kind of transfer, and the
+    limit}}.
+    """
     from tutti.lab import Lab, parse_rate
 
     found = {}
@@ -48,7 +53,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: header and rows, megabytes a second one way and parts of the limit."""
+    """Return the table: header and rows, megabytes a second in one direction and parts of the limit."""
     kinds = ("socket_bytes_per_s", "duplex_bytes_per_s", "all_reduce_bytes_per_s")
     table = []
     for rate, one in result["summary"].items():
@@ -90,7 +95,7 @@ def _connection(first: bool, address: str, port: int) -> socket.socket:
 
 
 def _send(wire: socket.socket, seconds: float) -> float:
-    """Send pieces for some time, the last of them marked."""
+    """Send pieces for some time, and mark the last one."""
     until, piece = time.perf_counter() + seconds, bytes(PIECE)
     while time.perf_counter() < until:
         wire.sendall(piece)
@@ -99,7 +104,9 @@ def _send(wire: socket.socket, seconds: float) -> float:
 
 
 def _receive(wire: socket.socket) -> float:
-    """Bytes a second that arrive, from the first piece (slow start, buckets that are full) to the last."""
+    """Return the bytes a second that arrive until the last piece, without the first 0.3 s (slow start, full token
+    buckets).
+    """
     buffer, count, start, skipped = bytearray(PIECE), 0, time.perf_counter(), 0
     while True:
         view = memoryview(buffer)
@@ -121,7 +128,9 @@ def _both_ways(wire: socket.socket, seconds: float) -> float:
 
 
 def _all_reduce(first: bool, meet: str, mib: int, repeats: int) -> float:
-    """Bytes a second that each of the two ranks sends in an all-reduce: it sends as many as the tensor has."""
+    """Return the bytes a second that each of the two ranks sends in an all-reduce; it sends as many as the tensor
+    has.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,8 @@
-"""Step time of split, shard and stage against the hand-written PyTorch equivalent: same model, data, ranks, threads.
+"""Step time of split, shard and stage beside the hand-written PyTorch equivalent: same model, data, ranks and threads.
 
 As in the DDP suite, both loops live in the same ranks and take turns in short blocks. The hand-written sides are
-`parallelize_module` (tensor parallel), FSDP2's `fully_shard`, and `torch.distributed.pipelining`'s 1F1B schedule.
+`parallelize_module` (tensor parallelism), FSDP2's `fully_shard`, and the 1F1B schedule of
+`torch.distributed.pipelining`.
 """
 
 import itertools
@@ -42,7 +43,9 @@ BATCH, MICROBATCHES = 64, 4
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"samples": {mechanism: {loop: blocks of step seconds}}, "summary": {mechanism: ..}}."""
+    """Measure all mechanisms. Returns {"samples": {mechanism: {loop: blocks of step seconds}}, "summary":
+    {mechanism: ..}}.
+    """
     samples = {}
     for name in sizes.mechanisms:
         launches = [run_ranks(measure_on_rank, sizes.ranks, name, sizes, n % 2 == 0, timeout_s=600)[0]
@@ -52,7 +55,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 
 def summary(samples: dict[str, list[list[float]]], sizes: Sizes) -> dict[str, Any]:
-    """Medians of the blocks' medians, and the ratio block by block."""
+    """Return medians of the blocks' medians, and the ratio block by block."""
     blocks = {loop: [statistics.median(block) for block in times] for loop, times in samples.items()}
     ratios = [ours / theirs for ours, theirs in zip(blocks["tutti"], blocks["torch"], strict=True)]
     launches = [statistics.median(ratios[i : i + sizes.repeats]) for i in range(0, len(ratios), sizes.repeats)]
@@ -65,7 +68,7 @@ def summary(samples: dict[str, list[list[float]]], sizes: Sizes) -> dict[str, An
 
 
 def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, list[list[float]]]:
-    """Both loops of one mechanism."""
+    """Time both loops of one mechanism."""
     from tutti.comm.world import join_world
     from tutti.host_memory import keep_freed_memory
 
@@ -112,7 +115,7 @@ def gpt() -> nn.Module:
 
 
 def tutti_loop(name: str, ranks: int) -> Iterator[None]:
-    """A Job under a plan with the mechanism; yields after each step."""
+    """Run a Job under a plan with the mechanism; yields after each step."""
     import tutti
     from tutti.config import serialization
     from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan
@@ -139,7 +142,7 @@ def tutti_loop(name: str, ranks: int) -> Iterator[None]:
 
 
 def split_by_hand(ranks: int) -> Iterator[None]:
-    """Colwise and Rowwise pairs, as PyTorch's tensor-parallel tutorial writes them."""
+    """Pairs of ColwiseParallel and RowwiseParallel, as in PyTorch's tensor-parallel tutorial."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -164,7 +167,7 @@ def shard_by_hand(ranks: int) -> Iterator[None]:
 
 
 def stage_by_hand(ranks: int) -> Iterator[None]:
-    """Two stages cut in the middle, 1F1B."""
+    """Two stages, cut in the middle, with 1F1B."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     torch.manual_seed(0)
@@ -184,7 +187,7 @@ def stage_by_hand(ranks: int) -> Iterator[None]:
                 schedule.step(target=target, losses=losses)
             optimizer.step()
             loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
-            dist.broadcast(loss, src=ranks - 1)  # tutti, too, gives every rank the loss
+            dist.broadcast(loss, src=ranks - 1)  # tutti also gives every rank the loss
             loss.item()
             yield
 

@@ -1,9 +1,9 @@
-"""Two hosts of a lab, one with a slower processor: plans balanced for both beside the same cut evenly. Needs root.
+"""Two hosts of a lab, one with a slower processor: plans balanced for both beside plans with equal parts. Needs root.
 
-The slow host is slower in earnest: its matrix products take the portable code of MKL and its convolutions oneDNN's for
-SSE 4.1, which machines like this compute at a fifth to a half of the pace of the usual ones; memory and link are as
-quick. Both hosts are probed at once before each case, as a user does it, and must be told apart by their pace.
-One case has equal processors and a host of little memory, which the kernel enforces. Every plan that was chosen is
+The slow host is really slower: its matrix products run MKL's portable code, and its convolutions oneDNN's code for
+SSE 4.1, which machines like this compute at a fifth to a half of the usual rate; memory and link are as fast.
+Before each case both hosts are probed at the same time, as a user would do it, and the probe must distinguish their
+speeds. One case has equal processors and a host of little memory, which the kernel enforces. Every chosen plan is
 verified against one device.
 """
 
@@ -32,22 +32,24 @@ from tutti.planner import PlanRequest, choose
 
 RANK = Path(__file__).with_name("mixed_rank.py")
 BATCHES = {"mlp": 512, "cnn": 32, "gpt": 16}
-"""The global batch of each, in samples: so many that products weigh more than what a rank does whatever its share."""
+"""The global batch of each model in samples: large enough that products take longer than work that does not depend on
+a rank's share.
+"""
 
 SLOW, NOBODY = 1, -1
-"""The rank that has the slower processor; none has it, while cores are kept at work."""
+"""The rank with the slower processor; NOBODY: no rank has it, but fillers keep the cores busy."""
 
 IMPOSSIBLE = (("cnn", "split"),)
-"""Convolutions are not split."""
+"""Convolutions cannot be split."""
 
 CAPPED, CAPPED_BATCH, CAP = "cnn", 512, 0.7
-"""The case of little memory: its host has this part of what equal shares are predicted to hold, a fifth of which are
-pages of libraries: the kernel counts them to whoever read them first."""
+"""The case of little memory: its model, its batch, and its host's memory as a part of the prediction for equal shares.
+A fifth of that prediction are pages of libraries, which the kernel counts for the process that reads them first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured: each plan `turns` times, in turns, `steps` steps each."""
+    """What is measured: each plan `turns` times, in turns, with `steps` steps each."""
 
     models: tuple[str, ...] = ("mlp", "cnn", "gpt")
     axes: tuple[str, ...] = ("replicate", "stage", "split")
@@ -60,7 +62,9 @@ QUICK = Sizes(models=("mlp",), axes=("replicate",), turns=1, steps=4)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"cases": a row for each model and axis, with its cluster, "capped": ..}."""
+    """Measure all cases. Returns {"cases": a row for each model and axis, with its cluster, "capped": .., "summary":
+    ..}.
+    """
     with Lab(2, rates=sizes.rate) as lab, tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         cases = [
@@ -79,22 +83,24 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 
 def probed(lab: Lab, folder: Path, slow: str) -> ClusterSpec:
-    """Both hosts as `tutti probe` measures them, where the rank `slow` has the slower processor."""
+    """Return both hosts as `tutti probe` measures them while rank `slow` has the slower processor."""
     folder.mkdir()
     output = folder / "cluster.json"
     words = ("--slow", slow, "probe", "--quick", "--no-plot", "--output", str(output))
     done = lab.train("--folder", str(folder / "run"), str(RANK), *words, cwd=folder, timeout_s=300)
     if not output.exists():
-        raise SystemExit("the probe failed\n" + "\n".join(one.err for one in done))
+        raise SystemExit("tutti probe failed on the lab's hosts\n" + "\n".join(one.err for one in done))
     return serialization.load(ClusterSpec, output)
 
 
 def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) -> dict[str, Any]:
-    """The planner's plan of two ranks along `axis`, and the same with equal shares and cuts by cost alone."""
+    """Measure the planner's plan of two ranks along `axis`, and the same plan with equal shares and with cuts by
+    cost only.
+    """
     folder.mkdir()
     cluster = probed(lab, folder / "probe", str(SLOW))
     if len(cluster.devices) != 2:
-        raise SystemExit(f"the probe did not tell the slow host from the quick one: {list(cluster.devices)}")
+        raise SystemExit(f"the probe did not distinguish the slow host from the fast one: {list(cluster.devices)}")
     model, script = described(name, BATCHES[name])
     choice = choose(model, cluster, PlanRequest(script=script, degree=2, mesh={axis: 2}, scope="all"))
     by_name = {node.name: node for node in cluster.nodes}
@@ -131,7 +137,7 @@ def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) ->
 
 
 def run_capped(lab: Lab, folder: Path, equal: ClusterSpec, sizes: Sizes) -> dict[str, Any]:
-    """Equal shares, and the planner's, where the second host has too little memory for equal ones."""
+    """Train with equal shares and with the planner's, where the second host has too little memory for equal shares."""
     folder.mkdir()
     model, script = described(CAPPED, CAPPED_BATCH)
     even = replace(script, mesh={"replicate": 2})
@@ -161,13 +167,13 @@ def run_capped(lab: Lab, folder: Path, equal: ClusterSpec, sizes: Sizes) -> dict
 
 
 def described(name: str, batch: int) -> tuple[ModelSpec, Plan]:
-    """The model's description and the plan that its script implies, as `tutti plan` finds them."""
+    """Return the model's description and the plan that its script implies, as `tutti plan` finds them."""
     captured = capture_script(RANK.with_name("plan_rank.py"), ("--workload", name, "--batch", str(batch)))
     return model_spec_of(captured, name=name), captured.plan
 
 
 def verified(folder: Path, name: str, batch: int, plan: Plan) -> dict[str, Any]:
-    """What `tutti verify` says of the plan: {"passed", "sentence"}."""
+    """Return the verdict of `tutti verify` on the plan: {"passed", "sentence"}."""
     file = serialization.save(plan, folder / "verified-plan.json")
     words = ("verify", "--json", "--steps", "1", "--plan", str(file))
     script = (str(RANK.with_name("plan_rank.py")), "--workload", name, "--batch", str(batch))
@@ -182,7 +188,7 @@ def verified(folder: Path, name: str, batch: int, plan: Plan) -> dict[str, Any]:
 def timed(
     lab: Lab, folder: Path, name: str, plans: Mapping[str, Plan], slow: int, sizes: Sizes
 ) -> dict[str, list[float]]:
-    """Seconds of each plan's steps, one plan after the other."""
+    """Return the seconds of each plan's steps, one plan after the other."""
     found = steps_of(lab, folder, name, BATCHES[name], plans, sizes, ("--slow", str(slow)))
     if any("step_s" not in row for row in found.values()):
         raise SystemExit(f"{name}: {found}")
@@ -198,7 +204,7 @@ def steps_of(
     sizes: Sizes,
     hosts: tuple[str, ...],
 ) -> dict[str, dict[str, Any]]:
-    """What became of each plan, on hosts as the words `hosts` make them."""
+    """Return the outcome of each plan, on hosts set up by the options `hosts` of mixed_rank.py."""
     folder.mkdir()
     list_file, output = folder / "plans.json", folder / "rows.jsonl"
     listed = [(which, serialization.to_data(plan)) for which, plan in plans.items()]
@@ -214,7 +220,7 @@ def steps_of(
 
 
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """By case: the part of the predicted gain that was measured."""
+    """Return, for each case, the part of the predicted gain that was measured."""
     return {
         f"{case['model']}, {case['axis']}": {
             "gain_predicted": case["gain_predicted"],

@@ -1,8 +1,8 @@
-"""What a step exchanges under `space` and `expert`: time under way, exposed, and hidden behind compute.
+"""Exchanges of a step under `space` and `expert`: time in flight, exposed time, and time hidden behind computation.
 
-As a run's own timers see it, on rank 0. Convolutions compute their interior while halos travel; the same ranks also
-take turns in waiting for the halos first, which shows what that is worth. Experts compute the tokens that are on their
-rank while the others travel; results on their way back have nothing left to hide behind.
+The times are those of a run's own timers on rank 0. Convolutions compute their interior while halos are in flight.
+The same ranks also take turns in which they wait for the halos first, which shows the gain. Experts compute the
+tokens of their own rank while the others are in flight; nothing hides the results on their way back.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from harness import run_ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is timed: in each of `launches`, `repeats` blocks of `steps` of each way, after `warmup` steps."""
+    """How much is timed: in each of `launches`, `repeats` blocks of `steps` of each variant, after `warmup` steps."""
 
     ranks: int = 2
     launches: int = 3
@@ -40,7 +40,9 @@ Rows = list[dict[str, Any]]
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"samples": {case: {way: step rows}}, "summary": {case: {way: {"step_s", "lanes"}}}}."""
+    """Measure all cases. Returns {"samples": {case: {variant: step rows}}, "summary": {case: {variant: {"step_s",
+    "lanes"}}}}.
+    """
     samples: dict[str, dict[str, Rows]] = {}
     for name in sizes.cases:
         launches = [
@@ -55,7 +57,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 
 def summary(found: Rows) -> dict[str, Any]:
-    """Medians over steps; `hidden`: the part of the time under way in which rank 0 did not wait."""
+    """Return medians over steps; `hidden` is the part of the time in flight during which rank 0 did not wait."""
     branches: dict[str, list[dict[str, Any]]] = {}
     for row in found:
         for entry in row["communication"]:
@@ -83,7 +85,7 @@ def _branch(entries: Rows) -> dict[str, Any]:
 
 
 def measure_on_rank(name: str, sizes: Sizes, launch: int) -> dict[str, Rows]:
-    """The steps' rows of one case by way, as the run wrote them; on rank 0."""
+    """Return the rows of a case's steps by variant, as the run wrote them; empty on ranks other than 0."""
     from tutti.comm.world import join_world
     from tutti.host_memory import keep_freed_memory
     from tutti.trainer.metrics import read_rows
@@ -115,7 +117,7 @@ def measure_on_rank(name: str, sizes: Sizes, launch: int) -> dict[str, Rows]:
 
 
 def volumes() -> tuple[nn.Module, Iterator[None]]:
-    """Five 3-D convolutions of 16 channels on volumes of 48 x 32 x 32, two a step."""
+    """Five 3-D convolutions with 16 channels on volumes of 48 x 32 x 32, two volumes in a step."""
     widths = (1, 16, 16, 16, 16, 2)
     layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Conv3d(a, b, 3, padding=1), nn.ReLU())]
     draw = torch.Generator().manual_seed(0)
@@ -142,7 +144,7 @@ class Mixtures(nn.Module):
 
 
 def tokens() -> tuple[nn.Module, Iterator[None]]:
-    """1024 tokens a step."""
+    """The two mixtures on 1024 tokens in a step."""
     draw = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(8192, 256, generator=draw), torch.randint(10, (8192,), generator=draw))
     return _job(Mixtures(), data, batch=1024)
@@ -168,7 +170,7 @@ def _job(model: nn.Module, data: TensorDataset, batch: int) -> tuple[nn.Module, 
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: header and rows, times of a step in milliseconds."""
+    """Return the table: header and rows, times of a step in milliseconds."""
     table = []
     for strategies in result["summary"].values():
         for strategy, one in strategies.items():
@@ -185,4 +187,4 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 ]
                 for carried, branch in one["lanes"].items()
             ]
-    return ["way", "step ms", "exchanges", "kB", "under way ms", "exposed ms", "hidden"], table
+    return ["variant", "step ms", "exchanges", "kB", "in flight ms", "exposed ms", "hidden"], table

@@ -171,8 +171,8 @@ def probe(lab: Lab, folder: Path, journal: Journal, words: str, sizes: Sizes, us
 
 
 PROBES, STEADY = 4, 0.88
-"""A cluster is probed up to PROBES times, until the lowest rate of a product is at least STEADY of the highest and of
-the usual one. Otherwise the machine changed its speed during the probe, or was slow for some minutes, and predictions would
+"""A cluster is probed up to PROBES times, until the lowest rate of a product is at least STEADY of the highest and the
+usual one. Otherwise the machine changed its speed during the probe, or was slow for some minutes, and predictions would
 describe no machine on which steps run."""
 
 

@@ -1,7 +1,7 @@
-"""Exchanges between two hosts of one core each: Gloo's network threads as tutti sets them, beside as they come.
+"""All-reduces between two hosts of one core: Gloo's network threads at the priority that tutti sets, and unchanged.
 
-Both sides take turns in the same ranks of a lab (root): sums that ranks wait for, of few bytes and of many, at once and
-after a product on which they compute meanwhile. What the threads' policy is changes between blocks; nothing else does.
+Both sides take turns in the same ranks of a lab (root). Ranks wait for sums of few and of many bytes, either at
+once or after a matrix product. Only the scheduling policy of the threads changes between blocks.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PRODUCT_N = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sums of `nbytes`; each side has `blocks` blocks of `sums`, in turns."""
+    """Sums of `nbytes`; each side has `blocks` blocks of `sums` sums, in turns."""
 
     rates: tuple[str, ...] = ("unlimited", "1gbit")
     nbytes: tuple[str, ...] = ("4096", "524288", "4194304")
@@ -44,7 +44,9 @@ QUICK = Sizes(rates=("unlimited",), nbytes=("4096",), blocks=2, sums=10)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"samples": mean seconds of a sum, block by block, "summary": medians and ratios} by limit and what."""
+    """Measure everything. Returns {"samples": mean seconds of a sum, block by block, "summary": medians and ratios},
+    by limit and kind.
+    """
     found: dict[str, Any] = {}
     for rate in sizes.rates:
         with Lab(HOSTS, rates=rate) as lab, tempfile.TemporaryDirectory() as folder:
@@ -69,7 +71,7 @@ def summary(blocks: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: a line for each limit, size and whether ranks compute before."""
+    """Return the table: a line for each limit, size, and with or without a product before."""
     table = []
     for what, one in result["summary"].items():
         low, high = one["ratio_range"]
@@ -113,7 +115,7 @@ def set_threads(side: str) -> None:
 
 
 def block(nbytes: int, product: bool, sums: int) -> float:
-    """Mean seconds that this rank waits for a sum."""
+    """Return the mean seconds that this rank waits for a sum."""
     values, a, waited = torch.ones(nbytes // 4), torch.ones(PRODUCT_N, PRODUCT_N), 0.0
     dist.barrier()
     for _ in range(sums):
