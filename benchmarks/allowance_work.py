@@ -40,8 +40,8 @@ class Rows(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.words, self.places = nn.Linear(8, width), nn.Parameter(torch.zeros(8, width))
-        one = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(one, layers, enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -85,9 +85,9 @@ def patches() -> Pair:
     for label, photo in enumerate(load_sample_images().images):
         pixels = torch.tensor(photo).permute(2, 0, 1).float() / 255
         cut = pixels.shape[1] * 9 // 10
-        for part, found in ((pixels[:, :cut], train), (pixels[:, cut:], held)):
+        for part, pairs in ((pixels[:, :cut], train), (pixels[:, cut:], held)):
             small = part.unfold(1, 16, 8).unfold(2, 16, 8).permute(1, 2, 0, 3, 4).reshape(-1, 3, 16, 16)
-            found.append((small - 0.5, torch.full((len(small),), label)))
+            pairs.append((small - 0.5, torch.full((len(small),), label)))
     return _joined(train), _joined(held)
 
 

@@ -84,26 +84,26 @@ def _train_all(model: str, sizes: Sizes) -> dict[str, list[int | None]]:
     torch.set_num_threads(1)
     join_world()
     work = replace(KNOWN[model], every=EVERY)
-    found = {EXACT: [train(work, (), seed, work.most) for seed in range(sizes.seeds)]}
-    most = PATIENCE * max(steps or work.most for steps in found[EXACT])
+    taken = {EXACT: [train(work, (), seed, work.most) for seed in range(sizes.seeds)]}
+    most = PATIENCE * max(steps or work.most for steps in taken[EXACT])
     longer = replace(work, most=most)
     optimizer = type(work.optimizer(work.model())).__name__
     for strategy in read(sizes):
         if strategy.corrects and optimizer not in CORRECTABLE:
             continue  # this optimizer has no second moments to correct
-        found[strategy.words] = [train(longer, words_of(strategy), seed, most) for seed in range(sizes.seeds)]
+        taken[strategy.words] = [train(longer, words_of(strategy), seed, most) for seed in range(sizes.seeds)]
     leave_world()
-    return found
+    return taken
 
 
 def words_of(strategy: RelaxedStrategy) -> tuple[tuple[str, str], ...]:
     """Return the environment variables that a launcher would set."""
-    said = []
+    variables = []
     if strategy.compress is not None:
-        said.append(("TUTTI_COMPRESS", format_compression(strategy.compress)))
+        variables.append(("TUTTI_COMPRESS", format_compression(strategy.compress)))
     if strategy.mode != "synchronous":
-        said.append(("TUTTI_SYNC", format_sync(SyncPlan(mode=strategy.mode, relaxed=strategy.relaxed))))
-    return tuple(said)
+        variables.append(("TUTTI_SYNC", format_sync(SyncPlan(mode=strategy.mode, relaxed=strategy.relaxed))))
+    return tuple(variables)
 
 
 def train(work: Work, words: tuple[tuple[str, str], ...], seed: int, most: int) -> int | None:
@@ -127,32 +127,32 @@ def summary(steps: dict[str, dict[str, list[int | None]]]) -> dict[str, dict[str
     a seed was given up.
     """
     names = list(dict.fromkeys(name for part in steps.values() for name in part if name != EXACT))
-    found: dict[str, dict[str, float | None]] = {}
+    ratios_by_strategy: dict[str, dict[str, float | None]] = {}
     for name in names:
-        one: dict[str, float | None] = {
+        ratios: dict[str, float | None] = {
             part: ratio(taken[name], taken[EXACT]) for part, taken in steps.items() if name in taken
         }
-        for replicas in dict.fromkeys(part.rpartition("-")[2] for part in one):
-            some = [value for part, value in one.items() if part.endswith(f"-{replicas}")]
-            known = [value for value in some if value is not None]
-            whole = len(known) == len(some)
-            one[f"mean of {replicas}"] = math.exp(statistics.fmean(map(math.log, known))) if whole else None
-            one[f"largest of {replicas}"] = max(known) if whole else None
-        found[name] = one
-    return found
+        for replicas in dict.fromkeys(part.rpartition("-")[2] for part in ratios):
+            values = [value for part, value in ratios.items() if part.endswith(f"-{replicas}")]
+            known = [value for value in values if value is not None]
+            whole = len(known) == len(values)
+            ratios[f"mean of {replicas}"] = math.exp(statistics.fmean(map(math.log, known))) if whole else None
+            ratios[f"largest of {replicas}"] = max(known) if whole else None
+        ratios_by_strategy[name] = ratios
+    return ratios_by_strategy
 
 
 def ratio(taken: list[int | None], exact: list[int | None]) -> float | None:
     """Return the steps divided by those of exact sums, over all seeds together."""
-    mine, theirs = [one for one in taken if one], [one for one in exact if one]
-    return sum(mine) / sum(theirs) if len(mine) == len(taken) == len(theirs) else None
+    counted, theirs = [count for count in taken if count], [count for count in exact if count]
+    return sum(counted) / sum(theirs) if len(counted) == len(taken) == len(theirs) else None
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table."""
     parts = list(next(iter(result["summary"].values())))
     table = [
-        [name, *("given up" if one.get(part) is None else f"{one[part]:.2f}" for part in parts)]
-        for name, one in result["summary"].items()
+        [name, *("given up" if ratios.get(part) is None else f"{ratios[part]:.2f}" for part in parts)]
+        for name, ratios in result["summary"].items()
     ]
     return ["strategy", *parts], table

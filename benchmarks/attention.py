@@ -57,15 +57,15 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 def summary(samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return, for each length, median seconds and peak bytes of each kind, and the time of dense over sparse."""
-    found: dict[str, Any] = {}
+    row_by_length: dict[str, Any] = {}
     for length in samples["sparse"]:
         row = {
             kind: {"s": statistics.median(runs[length]["s"]), "peak_nbytes": runs[length]["peak_nbytes"]}
             for kind, runs in samples.items()
             if length in runs
         }
-        found[length] = {**row, "dense_s_over_sparse": row["dense"]["s"] / row["sparse"]["s"]}
-    return found
+        row_by_length[length] = {**row, "dense_s_over_sparse": row["dense"]["s"] / row["sparse"]["s"]}
+    return row_by_length
 
 
 def _one(kind: str, length: int, sizes: Sizes) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the table: milliseconds and mebibytes of all kinds."""
     header = ["tokens", *(f"{kind} ms" for kind in KINDS), "dense / sparse", *(f"{kind} MiB" for kind in KINDS)]
     table = []
-    for length, one in result["summary"].items():
-        times = [f"{1e3 * one[kind]['s']:.1f}" if kind in one else "" for kind in KINDS]
-        memory = [f"{one[kind]['peak_nbytes'] / 2**20:.1f}" if kind in one else "" for kind in KINDS]
-        table.append([length, *times, f"{one['dense_s_over_sparse']:.2f}", *memory])
+    for length, row in result["summary"].items():
+        times = [f"{1e3 * row[kind]['s']:.1f}" if kind in row else "" for kind in KINDS]
+        memory = [f"{row[kind]['peak_nbytes'] / 2**20:.1f}" if kind in row else "" for kind in KINDS]
+        table.append([length, *times, f"{row['dense_s_over_sparse']:.2f}", *memory])
     return header, table

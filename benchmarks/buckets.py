@@ -42,7 +42,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     for name in sizes.workloads:
         times, chosen = run_ranks(measure_on_rank, sizes.ranks, name, sizes, timeout_s=600)[0]
         samples[name] = times
-        medians = {size: statistics.median(found) for size, found in times.items()}
+        medians = {size: statistics.median(seconds) for size, seconds in times.items()}
         summary[name] = {"chosen_mib": chosen["chosen_mib"], "tried": chosen["step_s"], "step_s": medians}
     return {"samples": samples, "summary": summary}
 
@@ -69,14 +69,14 @@ def measure_on_rank(name: str, sizes: Sizes) -> tuple[dict[str, list[float]], di
         job.step(next(batches))
     times: dict[str, list[float]] = {size: [] for size in sizes.mib}
     for _ in range(sizes.repeats):
-        for size, found in times.items():
+        for size, seconds in times.items():
             run.parallel.replica.rebuild_buckets(run.parallel.replica.order, None, int(float(size) * MIB))
             job.step(next(batches))
             for _ in range(sizes.steps):
                 batch = next(batches)
                 began = time.perf_counter()
                 job.step(batch)
-                found.append(time.perf_counter() - began)
+                seconds.append(time.perf_counter() - began)
     if job.rank:
         return times, {}
     written = [row for row in read_rows(run.output.folder.metrics) if row["kind"] == "buckets"]
@@ -86,9 +86,9 @@ def measure_on_rank(name: str, sizes: Sizes) -> tuple[dict[str, list[float]], di
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the table: header and rows, times of a step in milliseconds."""
     table = []
-    for name, found in result["summary"].items():
-        for size, seconds in found["step_s"].items():
-            tried = next((s for mib, s in found["tried"].items() if float(mib) == float(size)), None)
-            chosen = "chosen" if float(size) == found["chosen_mib"] else ""
+    for name, entry in result["summary"].items():
+        for size, seconds in entry["step_s"].items():
+            tried = next((s for mib, s in entry["tried"].items() if float(mib) == float(size)), None)
+            chosen = "chosen" if float(size) == entry["chosen_mib"] else ""
             table.append([f"{name}, {size} MiB", f"{1e3 * seconds:.2f}", f"{1e3 * tried:.2f}" if tried else "", chosen])
     return ["buckets of", "step (ms)", "measured by auto (ms)", ""], table

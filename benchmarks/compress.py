@@ -125,9 +125,15 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the table: bytes and nanoseconds a parameter."""
     header = ["codec", "bytes", "encode ns", "aim", "decode-add ns", "aim", "torch encode ns", "torch decode-add ns"]
     table = []
-    for name, one in result["summary"].items():
-        aim, decode_aim = ("" if one[key] is None else f"{one[key]:.0f}" for key in ("aim_ns", "decode_add_aim_ns"))
-        torch_ns = [f"{one[f'torch_{step}_ns']:.1f}" for step in ("encode", "decode_add")]
-        numbers = [f"{one['bytes']:.4f}", f"{one['encode_ns']:.2f}", aim, f"{one['decode_add_ns']:.2f}", decode_aim]
+    for name, entry in result["summary"].items():
+        aim, decode_aim = ("" if entry[key] is None else f"{entry[key]:.0f}" for key in ("aim_ns", "decode_add_aim_ns"))
+        torch_ns = [f"{entry[f'torch_{step}_ns']:.1f}" for step in ("encode", "decode_add")]
+        numbers = [
+            f"{entry['bytes']:.4f}",
+            f"{entry['encode_ns']:.2f}",
+            aim,
+            f"{entry['decode_add_ns']:.2f}",
+            decode_aim,
+        ]
         table.append([name, *numbers, *torch_ns])
     return header, table

@@ -58,7 +58,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     """Measure everything. Returns {"samples": times relative to the link's, block by block, "summary": medians}, by
     limit, exchange, bytes and lateness.
     """
-    found: dict[str, Any] = {}
+    samples: dict[str, Any] = {}
     for rate in sizes.rates:
         with Lab(HOSTS, rates=rate) as lab, tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "blocks.json"
@@ -67,9 +67,9 @@ def measure(sizes: Sizes) -> dict[str, Any]:
             words = ("--folder", str(Path(folder) / "run"), __file__, *given, f"--output={output}")
             done = lab.train(*words, cwd=Path(folder), timeout_s=500)
             if not output.exists():
-                raise SystemExit("the ranks failed\n" + "\n".join(one.err for one in done))
-            found |= {f"{rate}, {what}": blocks for what, blocks in json.loads(output.read_text()).items()}
-    return {"samples": found, "summary": {what: summary(blocks) for what, blocks in found.items()}}
+                raise SystemExit("the ranks failed\n" + "\n".join(host.err for host in done))
+            samples |= {f"{rate}, {what}": blocks for what, blocks in json.loads(output.read_text()).items()}
+    return {"samples": samples, "summary": {what: summary(blocks) for what, blocks in samples.items()}}
 
 
 def summary(blocks: dict[str, list[float]]) -> dict[str, Any]:
@@ -83,9 +83,9 @@ def summary(blocks: dict[str, list[float]]) -> dict[str, Any]:
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the table: a line for each limit, exchange, size and lateness."""
     table = []
-    for what, one in result["summary"].items():
-        times = [f"{one['of_line'][side]:.2f} ({one['spread'][side]:.0%})" for side in SIDES]
-        table.append([what, *times, f"{one['ratio']:.2f}"])
+    for what, entry in result["summary"].items():
+        times = [f"{entry['of_line'][side]:.2f} ({entry['spread'][side]:.0%})" for side in SIDES]
+        table.append([what, *times, f"{entry['ratio']:.2f}"])
     return ["exchange", *(f"{side}, of the link's time (spread)" for side in SIDES), "ratio"], table
 
 
@@ -104,7 +104,7 @@ def main() -> None:
     bits_per_s = parse_rate(args.rate)
     if bits_per_s is None:
         raise SystemExit("crossing: times are relative to the rate of a limited link; give --rate a limit")
-    found: dict[str, dict[str, list[float]]] = {}
+    blocks_by_case: dict[str, dict[str, list[float]]] = {}
     for name, sides in WAYS.items():
         for nbytes in map(int, args.nbytes.split(",")):
             for late in map(int, args.late.split(",")):
@@ -113,9 +113,9 @@ def main() -> None:
                     for side, begin in zip(SIDES, sides, strict=True):
                         took_s = train(begin, nbytes // 4, args.exchanges, late / 100 * line_s)
                         blocks[side].append(took_s / line_s)
-                found[f"{name}, {nbytes} B, late by {late} %"] = blocks
+                blocks_by_case[f"{name}, {nbytes} B, late by {late} %"] = blocks
     if world.is_main:
-        args.output.write_text(json.dumps(found))
+        args.output.write_text(json.dumps(blocks_by_case))
     leave_world()
 
 

@@ -51,7 +51,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     samples = {
         name: _pooled([_launch(name, sizes, number) for number in range(sizes.launches)]) for name in sizes.workloads
     }
-    return {"samples": samples, "summary": {name: summary(name, one) for name, one in samples.items()}}
+    return {"samples": samples, "summary": {name: summary(name, times) for name, times in samples.items()}}
 
 
 def _launch(name: str, sizes: Sizes, number: int) -> dict[str, Any]:
@@ -233,14 +233,14 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     table = [
         [
             name,
-            f"{1e3 * one['ddp_alone_s']:.1f}",
-            f"{1e3 * one['ddp_s']:.1f}",
-            f"{1e3 * one['tutti_s']:.1f}",
-            f"{one['ratio']:.3f}",
-            f"{min(one['ratio_by_launch']):.3f}-{max(one['ratio_by_launch']):.3f}",
-            f"{1e3 * one['compute_floor_s']:.1f}",
-            f"{1e3 * one['bare_all_reduce_s']:.1f}",
+            f"{1e3 * entry['ddp_alone_s']:.1f}",
+            f"{1e3 * entry['ddp_s']:.1f}",
+            f"{1e3 * entry['tutti_s']:.1f}",
+            f"{entry['ratio']:.3f}",
+            f"{min(entry['ratio_by_launch']):.3f}-{max(entry['ratio_by_launch']):.3f}",
+            f"{1e3 * entry['compute_floor_s']:.1f}",
+            f"{1e3 * entry['bare_all_reduce_s']:.1f}",
         ]
-        for name, one in result["summary"].items()
+        for name, entry in result["summary"].items()
     ]
     return header, table

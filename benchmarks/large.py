@@ -98,11 +98,11 @@ def train(layers: int, width: int, ranks: int, steps: int) -> dict[str, Any]:
     os.nice(10)
     os.environ["TUTTI_PLAN"] = str(serialization.save(plan_of(ranks), Path.cwd() / f"plan-{os.getpid()}.json"))
     warm_up(width)
-    start, found, began = resident("VmRSS"), {}, time.perf_counter()
+    start, figures, began = resident("VmRSS"), {}, time.perf_counter()
 
     def note(name: str) -> None:
-        found[f"{name}_peak_nbytes"] = resident("VmHWM") - start
-        found[f"{name}_s"] = round(time.perf_counter() - began, 2)
+        figures[f"{name}_peak_nbytes"] = resident("VmHWM") - start
+        figures[f"{name}_s"] = round(time.perf_counter() - began, 2)
         forget_peak()
 
     job = tutti.Job(global_batch_size=SAMPLES, keep_checkpoints=0)
@@ -113,11 +113,11 @@ def train(layers: int, width: int, ranks: int, steps: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     model, _, loader = job.prepare(model, optimizer, data, gpt_tutti.loss_fn)
     note("prepared")
-    found["losses"] = [job.step(batch) for _ in job.epochs(steps) for batch in loader]
+    figures["losses"] = [job.step(batch) for _ in job.epochs(steps) for batch in loader]
     note("stepped")
-    found["rest_nbytes"] = resident("VmRSS") - start
-    found["process_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - attached_resident_nbytes()
-    return found
+    figures["rest_nbytes"] = resident("VmRSS") - start
+    figures["process_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - attached_resident_nbytes()
+    return figures
 
 
 def main() -> int:
@@ -129,7 +129,7 @@ def main() -> int:
     expected = predicted(args.layers, args.width, args.ranks)
     print(json.dumps(expected), file=sys.stderr)
     ranks = run_ranks(train, args.ranks, args.layers, args.width, args.ranks, args.steps, timeout_s=args.timeout)
-    peak = max(one["stepped_peak_nbytes"] for one in ranks)
+    peak = max(rank["stepped_peak_nbytes"] for rank in ranks)
     result = {"predicted": expected, "ranks": ranks, "summary": {"peak_over_predicted": peak / expected["peak_nbytes"]}}
     print(record.write("large", result, vars(args), load, quick=args.width < 1024))
     print(json.dumps(result["summary"]))

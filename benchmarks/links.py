@@ -40,25 +40,25 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     """
     from tutti.lab import Lab, parse_rate
 
-    found = {}
+    rates = {}
     for rate in sizes.rates:
         with Lab(2, rates=rate) as lab:
             words = (f"--seconds={sizes.seconds}", f"--mib={sizes.mib}", f"--repeats={sizes.repeats}")
             done = lab.run((sys.executable, __file__, *words), timeout_s=300)
-        if any(one.code for one in done):
-            raise SystemExit("\n".join(one.err for one in done))
+        if any(host.code for host in done):
+            raise SystemExit("\n".join(host.err for host in done))
         bits = parse_rate(rate)
-        found[rate] = {"limit_bytes_per_s": bits and bits / 8, **json.loads(done[0].out)}
-    return {"summary": found}
+        rates[rate] = {"limit_bytes_per_s": bits and bits / 8, **json.loads(done[0].out)}
+    return {"summary": rates}
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the table: header and rows, megabytes a second in one direction and parts of the limit."""
     kinds = ("socket_bytes_per_s", "duplex_bytes_per_s", "all_reduce_bytes_per_s")
     table = []
-    for rate, one in result["summary"].items():
-        limit = one["limit_bytes_per_s"]
-        shown = [f"{one[kind] / 1e6:.1f}" + (f" ({one[kind] / limit:.1%})" if limit else "") for kind in kinds]
+    for rate, entry in result["summary"].items():
+        limit = entry["limit_bytes_per_s"]
+        shown = [f"{entry[kind] / 1e6:.1f}" + (f" ({entry[kind] / limit:.1%})" if limit else "") for kind in kinds]
         table.append([rate, *shown])
     return ["limit", "one way MB/s", "both ways MB/s", "all-reduce MB/s"], table
 
@@ -74,13 +74,13 @@ def main() -> None:
     first = os.environ["NODE_RANK"] == "0"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with _connection(first, address, port) as wire:
-        found = {
+        rates = {
             "socket_bytes_per_s": _receive(wire) if first else _send(wire, sizes.seconds),
             "duplex_bytes_per_s": _both_ways(wire, sizes.seconds),
         }
-    found["all_reduce_bytes_per_s"] = _all_reduce(first, f"tcp://{address}:{port + 1}", sizes.mib, sizes.repeats)
+    rates["all_reduce_bytes_per_s"] = _all_reduce(first, f"tcp://{address}:{port + 1}", sizes.mib, sizes.repeats)
     if first:
-        print(json.dumps(found))
+        print(json.dumps(rates))
 
 
 def _connection(first: bool, address: str, port: int) -> socket.socket:

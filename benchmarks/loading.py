@@ -62,7 +62,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     for name, data in data_sets(sizes.samples).items():
         loops = {"torch": torch_batches(data, sizes), "tutti": tutti_batches(data, sizes), "bare": bare(data, sizes)}
         samples[name] = interleaved(loops, sizes)
-    return {"samples": samples, "summary": {name: summary(one) for name, one in samples.items()}}
+    return {"samples": samples, "summary": {name: summary(times) for name, times in samples.items()}}
 
 
 def interleaved(loops: dict[str, Iterator[Any]], sizes: Sizes) -> dict[str, list[float]]:
@@ -131,12 +131,12 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     table = [
         [
             name,
-            f"{1e3 * one['torch_s']:.2f}",
-            f"{1e3 * one['tutti_s']:.2f}",
-            f"{one['ratio']:.3f}",
-            f"{one['ratio_min']:.3f}-{one['ratio_max']:.3f}",
-            f"{1e3 * one['bare_s']:.2f}",
+            f"{1e3 * entry['torch_s']:.2f}",
+            f"{1e3 * entry['tutti_s']:.2f}",
+            f"{entry['ratio']:.3f}",
+            f"{entry['ratio_min']:.3f}-{entry['ratio_max']:.3f}",
+            f"{1e3 * entry['bare_s']:.2f}",
         ]
-        for name, one in result["summary"].items()
+        for name, entry in result["summary"].items()
     ]
     return header, table

@@ -50,8 +50,8 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     for name in sizes.mechanisms:
         launches = [run_ranks(measure_on_rank, sizes.ranks, name, sizes, n % 2 == 0, timeout_s=600)[0]
                     for n in range(sizes.launches)]  # fmt: skip
-        samples[name] = {loop: [block for one in launches for block in one[loop]] for loop in launches[0]}
-    return {"samples": samples, "summary": {name: summary(one, sizes) for name, one in samples.items()}}
+        samples[name] = {loop: [block for entry in launches for block in entry[loop]] for loop in launches[0]}
+    return {"samples": samples, "summary": {name: summary(entry, sizes) for name, entry in samples.items()}}
 
 
 def summary(samples: dict[str, list[list[float]]], sizes: Sizes) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, lis
     for loop in sorted(makers, reverse=not tutti_first):
         loops[loop] = makers[loop]()
         next(loops[loop])
-    for one in loops.values():
-        _block(one, sizes.warmup)
+    for iterator in loops.values():
+        _block(iterator, sizes.warmup)
     times: dict[str, list[list[float]]] = {loop: [] for loop in loops}
     for repeat in range(sizes.repeats):
         for loop in sorted(loops, reverse=bool(repeat % 2)):
@@ -136,8 +136,8 @@ def tutti_loop(name: str, ranks: int) -> Iterator[None]:
     loss = next_byte_loss if name == "shard" else nn.functional.cross_entropy
     model, _, loader = job.prepare(model, _sgd(model), data, loss)
     for _ in job.epochs(1_000_000):
-        for one in loader:
-            job.step(one)
+        for samples in loader:
+            job.step(samples)
             yield
 
 
@@ -222,11 +222,11 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     table = [
         [
             name,
-            f"{1e3 * one['torch_s']:.1f}",
-            f"{1e3 * one['tutti_s']:.1f}",
-            f"{one['ratio']:.3f}",
-            f"{min(one['ratio_by_launch']):.3f}-{max(one['ratio_by_launch']):.3f}",
+            f"{1e3 * entry['torch_s']:.1f}",
+            f"{1e3 * entry['tutti_s']:.1f}",
+            f"{entry['ratio']:.3f}",
+            f"{min(entry['ratio_by_launch']):.3f}-{max(entry['ratio_by_launch']):.3f}",
         ]
-        for name, one in result["summary"].items()
+        for name, entry in result["summary"].items()
     ]
     return ["mechanism", "by hand ms", "tutti ms", "ratio", "(by launch)"], table

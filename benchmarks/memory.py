@@ -118,7 +118,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     for case in sizes.cases:
         name = workload_of(case)
         peaks = run_ranks(train, plan_of(case).world_size, case, sizes.steps, False, timeout_s=900)
-        first, beyond = ([peak - reserve[name] for peak in one] for one in zip(*peaks, strict=True))
+        first, beyond = ([peak - reserve[name] for peak in figures] for figures in zip(*peaks, strict=True))
         summary[case] = compared(first, beyond, arithmetic(described[name], case))
     return {"reserve_nbytes": reserve, "summary": summary}
 
@@ -191,12 +191,18 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     parts = ["states MB", "activations MB", "communication MB", "predicted MB"]
     header = ["case", *parts, "measured MB by rank", "ratio after first updates", "ratio"]
     table = []
-    for case, one in result["summary"].items():
-        said = {key: value / 1e6 for key, value in one["arithmetic"].items()}
-        states = said["parameters"] + said["gradients"] + said["optimizer"] + said["buffers"]
-        peaks = " ".join(f"{nbytes / 1e6:.0f}" for nbytes in one["beyond_nbytes"])
-        numbers = [states, said["activations"], said["communication"], said["total"]]
+    for case, entry in result["summary"].items():
+        megabytes = {key: value / 1e6 for key, value in entry["arithmetic"].items()}
+        states = megabytes["parameters"] + megabytes["gradients"] + megabytes["optimizer"] + megabytes["buffers"]
+        peaks = " ".join(f"{nbytes / 1e6:.0f}" for nbytes in entry["beyond_nbytes"])
+        numbers = [states, megabytes["activations"], megabytes["communication"], megabytes["total"]]
         table.append(
-            [case, *(f"{number:.0f}" for number in numbers), peaks, f"{one['first_ratio']:.2f}", f"{one['ratio']:.2f}"]
+            [
+                case,
+                *(f"{number:.0f}" for number in numbers),
+                peaks,
+                f"{entry['first_ratio']:.2f}",
+                f"{entry['ratio']:.2f}",
+            ]
         )
     return header, table

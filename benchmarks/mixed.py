@@ -89,7 +89,7 @@ def probed(lab: Lab, folder: Path, slow: str) -> ClusterSpec:
     words = ("--slow", slow, "probe", "--quick", "--no-plot", "--output", str(output))
     done = lab.train("--folder", str(folder / "run"), str(RANK), *words, cwd=folder, timeout_s=300)
     if not output.exists():
-        raise SystemExit("tutti probe failed on the lab's hosts\n" + "\n".join(one.err for one in done))
+        raise SystemExit("tutti probe failed on the lab's hosts\n" + "\n".join(host.err for host in done))
     return serialization.load(ClusterSpec, output)
 
 
@@ -109,11 +109,11 @@ def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) ->
     plans = {"even": even, "balanced": choice.best}
     slow = [node.name for node in ordered.nodes].index(cluster.nodes[SLOW].name)
     predicted = {which: predict(model, ordered, plan).step_time_s.value for which, plan in plans.items()}
-    found: dict[str, list[float]] = {which: [] for which in plans}
+    seconds_by_plan: dict[str, list[float]] = {which: [] for which in plans}
     for turn in range(sizes.turns):
         for which, seconds in timed(lab, folder / str(turn), name, plans, slow, sizes).items():
-            found[which] += seconds
-    measured = {which: statistics.median(seconds) for which, seconds in found.items()}
+            seconds_by_plan[which] += seconds
+    measured = {which: statistics.median(seconds) for which, seconds in seconds_by_plan.items()}
     verdict = verified(folder, name, BATCHES[name], choice.best)
     row = {
         "model": name,
@@ -127,7 +127,7 @@ def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) ->
         "verified": verdict,
         "predicted_s": predicted,
         "measured_s": measured,
-        "steps_s": found,
+        "steps_s": seconds_by_plan,
         "gain_predicted": 1 - predicted["balanced"] / predicted["even"],
         "gain_measured": 1 - measured["balanced"] / measured["even"],
     }
@@ -152,7 +152,7 @@ def run_capped(lab: Lab, folder: Path, equal: ClusterSpec, sizes: Sizes) -> dict
     rows = steps_of(lab, folder / "run", CAPPED, CAPPED_BATCH, {"even": even, "balanced": choice.best}, sizes,
                     ("--cap", f"{order.index('small')}:{cap}"))  # fmt: skip
     leave_groups()
-    found = {
+    result = {
         "model": CAPPED,
         "batch": CAPPED_BATCH,
         "memory_nbytes": cap,
@@ -162,8 +162,8 @@ def run_capped(lab: Lab, folder: Path, equal: ClusterSpec, sizes: Sizes) -> dict
         "rows": rows,
         "summary": {which: "trained" if "step_s" in row else row.get("failed") for which, row in rows.items()},
     }
-    print(f"little memory: shares {found['shares']}, {found['summary']}", file=sys.stderr)
-    return found
+    print(f"little memory: shares {result['shares']}, {result['summary']}", file=sys.stderr)
+    return result
 
 
 def described(name: str, batch: int) -> tuple[ModelSpec, Plan]:
@@ -181,18 +181,18 @@ def verified(folder: Path, name: str, batch: int, plan: Plan) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode not in (0, 1):
         return {"passed": False, "sentence": done.stderr[-2000:]}
-    said = json.loads(done.stdout)
-    return {"passed": done.returncode == 0, "sentence": said["sentence"]}
+    answer = json.loads(done.stdout)
+    return {"passed": done.returncode == 0, "sentence": answer["sentence"]}
 
 
 def timed(
     lab: Lab, folder: Path, name: str, plans: Mapping[str, Plan], slow: int, sizes: Sizes
 ) -> dict[str, list[float]]:
     """Return the seconds of each plan's steps, one plan after the other."""
-    found = steps_of(lab, folder, name, BATCHES[name], plans, sizes, ("--slow", str(slow)))
-    if any("step_s" not in row for row in found.values()):
-        raise SystemExit(f"{name}: {found}")
-    return {which: row["step_s"] for which, row in found.items()}
+    outcome_by_plan = steps_of(lab, folder, name, BATCHES[name], plans, sizes, ("--slow", str(slow)))
+    if any("step_s" not in row for row in outcome_by_plan.values()):
+        raise SystemExit(f"{name}: {outcome_by_plan}")
+    return {which: row["step_s"] for which, row in outcome_by_plan.items()}
 
 
 def steps_of(
@@ -213,10 +213,10 @@ def steps_of(
     limits = (f"--steps={sizes.steps}", "--seconds=6", "--again=2")
     run = ("--folder", str(folder / "run"), "--timeout", "60", str(RANK), *hosts, "steps")
     done = lab.train(*run, *words, *limits, cwd=folder, timeout_s=300)
-    found = outcomes(output, 2)
-    if len(found) < len(plans):
-        raise SystemExit(f"{name}: {found}\n" + "\n".join(one.err[-2000:] for one in done))
-    return found
+    outcome_by_plan = outcomes(output, 2)
+    if len(outcome_by_plan) < len(plans):
+        raise SystemExit(f"{name}: {outcome_by_plan}\n" + "\n".join(host.err[-2000:] for host in done))
+    return outcome_by_plan
 
 
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -237,13 +237,14 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     header.append("verified")
     table = []
     for case in result["cases"]:
-        one = result["summary"][f"{case['model']}, {case['axis']}"]
+        figures = result["summary"][f"{case['model']}, {case['axis']}"]
         ms = [1e3 * case[kind][which] for which in ("even", "balanced") for kind in ("measured_s", "predicted_s")]
-        part = "" if one["of_predicted"] is None else f"{one['of_predicted']:.0%}"
+        part = "" if figures["of_predicted"] is None else f"{figures['of_predicted']:.0%}"
         parts = case["shares"] or case["cuts"] or case["split_shares"]
         table.append([
             f"{case['model']}, {case['axis']}", " ".join(map(str, parts)),
-            *(f"{value:.1f}" for value in ms), f"{one['gain_measured']:.1%}", f"{one['gain_predicted']:.1%}", part,
+            *(f"{value:.1f}" for value in ms),
+            f"{figures['gain_measured']:.1%}", f"{figures['gain_predicted']:.1%}", part,
             "yes" if case["verified"]["passed"] else "NO",
         ])  # fmt: skip
     capped = result["capped"]

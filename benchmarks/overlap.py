@@ -48,9 +48,9 @@ def measure(sizes: Sizes) -> dict[str, Any]:
         launches = [
             run_ranks(measure_on_rank, sizes.ranks, name, sizes, n, timeout_s=600)[0] for n in range(sizes.launches)
         ]
-        samples[name] = {strategy: [row for one in launches for row in one[strategy]] for strategy in WAYS[name]}
+        samples[name] = {strategy: [row for launch in launches for row in launch[strategy]] for strategy in WAYS[name]}
     summaries = {
-        name: {strategy: summary(found) for strategy, found in strategies.items()}
+        name: {strategy: summary(step_rows) for strategy, step_rows in strategies.items()}
         for name, strategies in samples.items()
     }
     return {"samples": samples, "summary": summaries}
@@ -162,8 +162,8 @@ def _job(model: nn.Module, data: TensorDataset, batch: int) -> tuple[nn.Module, 
 
     def loop() -> Iterator[None]:
         for _ in job.epochs(1_000_000):
-            for one in loader:
-                job.step(one)
+            for samples in loader:
+                job.step(samples)
                 yield
 
     return model, loop()
@@ -173,8 +173,8 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the table: header and rows, times of a step in milliseconds."""
     table = []
     for strategies in result["summary"].values():
-        for strategy, one in strategies.items():
-            table.append([strategy, f"{1e3 * one['step_s']:.1f}", "", "", "", "", ""])
+        for strategy, entry in strategies.items():
+            table.append([strategy, f"{1e3 * entry['step_s']:.1f}", "", "", "", "", ""])
             table += [
                 [
                     f"  {carried}",
@@ -185,6 +185,6 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                     f"{1e3 * branch['exposed_s']:.2f}",
                     f"{branch['hidden']:.0%}",
                 ]
-                for carried, branch in one["lanes"].items()
+                for carried, branch in entry["lanes"].items()
             ]
     return ["variant", "step ms", "exchanges", "kB", "in flight ms", "exposed ms", "hidden"], table

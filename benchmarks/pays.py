@@ -87,9 +87,10 @@ def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
     folder = folder_of(sizes, resume=resume)
     sizes = replace(sizes, peers=tuple(filter(None, sizes.peers)), checked=tuple(filter(None, sizes.checked)))
     parts = [(model, int(hosts)) for model in sizes.models for hosts in sizes.hosts]
-    parts = [one for one in parts if not sizes.only or f"{one[0]}-{one[1]}" in sizes.only]
-    found = {f"{model}-{hosts}": run_part(model, hosts, sizes, folder, resume=resume) for model, hosts in parts}
-    found = json.loads(json.dumps(found).replace(f"{ROOT}/", ""))  # paths of plans, relative to the repository
+    parts = [part for part in parts if not sizes.only or f"{part[0]}-{part[1]}" in sizes.only]
+    rows_by_part = {f"{model}-{hosts}": run_part(model, hosts, sizes, folder, resume=resume) for model, hosts in parts}
+    # Name the files of plans relative to the repository.
+    rows_by_part = json.loads(json.dumps(rows_by_part).replace(f"{ROOT}/", ""))
     return {
         "works": {name: stated(name) for name in sizes.models},
         "methods": {
@@ -97,8 +98,8 @@ def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
             for name in (*sizes.methods, *sizes.peers)
             if name in METHODS
         },
-        "parts": found,
-        "summary": summary(found, (*sizes.methods, *sizes.peers)),
+        "parts": rows_by_part,
+        "summary": summary(rows_by_part, (*sizes.methods, *sizes.peers)),
     }
 
 
@@ -212,8 +213,8 @@ def units(model: str, hosts: int, sizes: Sizes, done: list[dict[str, Any]]) -> l
         dict.fromkeys([*(name for name in sizes.methods if name not in AUTOS), *(plan["name"] for plan in plans)])
     )
     new = {plan["name"]: plan for plan in plans if plan["name"] not in METHODS}
-    own = [name for name in names if name == "tutti plain" or not stood_for(name, new)]
-    wanted = [(name, seed, "unlimited") for name in own for seed in range(sizes.seeds)]
+    trained = [name for name in names if name == "tutti plain" or not stood_for(name, new)]
+    wanted = [(name, seed, "unlimited") for name in trained for seed in range(sizes.seeds)]
     wanted += [(name, 0, "unlimited") for name in CHECKED_ALIKE if name in sizes.methods]
     for words in sizes.checked:
         part, _, rate = words.partition("@")
@@ -230,8 +231,8 @@ def chosen_plans(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
     plans: dict[str, dict[str, Any]] = {}
     for row in done:
         if row["kind"] == "choice" and "name" in row:
-            for one in plans_of(row):
-                plan = plans.setdefault(one["name"], {**one, "rates": []})
+            for variant in plans_of(row):
+                plan = plans.setdefault(variant["name"], {**variant, "rates": []})
                 plan["rates"] += [row["rate"]] if row["rate"] not in plan["rates"] else []
     return list(plans.values())
 
@@ -295,8 +296,8 @@ def launch(model: str, hosts: int, wanted: list[Unit], file: Path) -> str | None
             done = lab.run(words, environment={"OMP_NUM_THREADS": "1"}, cwd=Path(folder), timeout_s=3600)
         except subprocess.TimeoutExpired:
             return "took longer than one hour"
-    bad = [one for one in done if one.code]
-    return "\n".join(one.err[-2000:] for one in bad) or f"exit code {bad[0].code}" if bad else None
+    bad = [host for host in done if host.code]
+    return "\n".join(host.err[-2000:] for host in bad) or f"exit code {bad[0].code}" if bad else None
 
 
 def rates_in(wanted: list[Unit]) -> set[str]:
@@ -308,17 +309,17 @@ def limits(record: LabRecord, rates: set[str]) -> dict[str, list[list[str]]]:
     """Map each limit to the commands that set it on all links in both directions, as `tutti lab` does."""
     devices = [(record.namespace(host), "eth0") for host in record.hosts]
     devices += [(record.switch, f"port{host}") for host in record.hosts]
-    found: dict[str, list[list[str]]] = {}
+    commands: dict[str, list[list[str]]] = {}
     for rate in rates:
         bits = parse_rate(rate)
-        found[rate] = []
+        commands[rate] = []
         for namespace, device in devices:
             words = ["tc", "-n", namespace, "qdisc", "del" if bits is None else "replace", "dev", device, "root"]
             if bits is not None:
                 burst = str(burst_nbytes(bits))
                 words += ["tbf", "rate", f"{bits}bit", "burst", burst, "latency", QUEUE]
-            found[rate].append(words)
-    return found
+            commands[rate].append(words)
+    return commands
 
 
 def lines(file: Path) -> list[dict[str, Any]]:

@@ -40,16 +40,16 @@ def choice(model: str, hosts: int, rate: str, listed: str, folder: Path) -> dict
     )
     row: dict[str, Any] = {"kind": "choice", "as": listed, "rate": rate, "dial": DIAL}
     try:
-        found = search(model_spec_of(captured, name=model), cluster_at(hosts, rate, folder), request)
+        result = search(model_spec_of(captured, name=model), cluster_at(hosts, rate, folder), request)
     except PlanError as error:
         return {**row, "failed": str(error)}
-    plan, relaxation = found.best, found.relaxation
+    plan, relaxation = result.best, result.relaxation
     name = name_of(plan, captured.plan, hosts)
     return {
         **row,
         "name": name,
-        "says": relaxation.sentence if relaxation is not None else " ".join(found.remarks),
-        "predicted_step_s": found.prediction.step_time_s.value,
+        "says": relaxation.sentence if relaxation is not None else " ".join(result.remarks),
+        "predicted_step_s": result.prediction.step_time_s.value,
         "exact": plan.sync.compress is None and plan.sync.mode == "synchronous",
         "period": plan.sync.relaxed.period or 1,
         "delay": plan.sync.relaxed.delay or 0,
@@ -101,5 +101,5 @@ def cluster_at(hosts: int, rate: str, folder: Path) -> ClusterSpec:
             words = ("tutti.cli.main", "probe", "--quick", "--no-plot", "--output", str(kept))
             done = lab.train("--folder", str(Path(run) / "probe"), "-m", *words, cwd=Path(run), timeout_s=300)
         if not kept.exists():
-            raise SystemExit("the probe failed\n" + "\n".join(one.err for one in done))
+            raise SystemExit("tutti probe failed on the lab's hosts\n" + "\n".join(host.err for host in done))
     return serialization.load(ClusterSpec, kept)

@@ -65,8 +65,8 @@ class TuttiLoop:
         return next(self._steps)
 
     def quality(self) -> tuple[float, float]:
-        found = self.job.evaluate(self._work.data()[1], {"accuracy": right}, batch_size=360)
-        return found["loss"], found["accuracy"]
+        values = self.job.evaluate(self._work.data()[1], {"accuracy": right}, batch_size=360)
+        return values["loss"], values["accuracy"]
 
     def close(self) -> None:
         """End the run but not its process group, which other loops still use."""
@@ -133,16 +133,16 @@ class TorchLoop:
 
     def quality(self) -> tuple[float, float]:
         """Evaluate the mean of the ranks' models if they differ."""
-        own = [parameter.detach().clone() for parameter in self._model.parameters()]
+        parameters = [parameter.detach().clone() for parameter in self._model.parameters()]
         if self._method.name == "ddp post-local":
             for parameter in self._model.parameters():
                 dist.all_reduce(parameter.data)
                 parameter.data /= dist.get_world_size()
-        found = judged(self._work, self._model)
+        values = judged(self._work, self._model)
         with torch.no_grad():
-            for parameter, value in zip(self._model.parameters(), own, strict=True):
+            for parameter, value in zip(self._model.parameters(), parameters, strict=True):
                 parameter.copy_(value)
-        return found
+        return values
 
     def close(self) -> None:
         self._replica = self._model

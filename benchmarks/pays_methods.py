@@ -49,8 +49,8 @@ def _compress(name: str, words: str) -> Method:
 def _delayed(name: str, code: str = "") -> Method:
     sync = f"local:period={PERIOD},delay={PERIOD}"
     words = (("TUTTI_SYNC", sync), *((("TUTTI_COMPRESS", code),) if code else ()))
-    said = f"--sync {sync} --compress {code}" if code else f"--sync {sync}"
-    return Method(name=name, side="tutti", period=PERIOD, delay=PERIOD, words=words, says=said)
+    options = f"--sync {sync} --compress {code}" if code else f"--sync {sync}"
+    return Method(name=name, side="tutti", period=PERIOD, delay=PERIOD, words=words, says=options)
 
 
 METHODS = {

@@ -52,8 +52,8 @@ def main() -> None:
             step()
     for rate in unit["rates"]:
         wire.limit(rate)
-        found = in_turns(steps, periods, unit, lambda name: None)
-        output.row({"kind": "peer", "method": args.peer, "rate": rate, **found})
+        result = in_turns(steps, periods, unit, lambda name: None)
+        output.row({"kind": "peer", "method": args.peer, "rate": rate, **result})
     wire.limit("unlimited")
     sys.stdout.flush()
     os._exit(0)  # do not wait for what peers leave running
@@ -160,13 +160,13 @@ def hivemind(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Step
 
     rank, size = dist.get_rank(), dist.get_world_size()
     listen = [f"/ip4/{unit['addresses'][rank]}/tcp/{31000 + rank}"]
-    found: list[Any] = [None]
+    addresses: list[Any] = [None]
     if rank == 0:
         dht = DHT(host_maddrs=listen, start=True)
-        found = [[str(address) for address in dht.get_visible_maddrs()]]
-    dist.broadcast_object_list(found, src=0)
+        addresses = [[str(address) for address in dht.get_visible_maddrs()]]
+    dist.broadcast_object_list(addresses, src=0)
     if rank:
-        dht = DHT(host_maddrs=listen, initial_peers=found[0], start=True)
+        dht = DHT(host_maddrs=listen, initial_peers=addresses[0], start=True)
     count, models = [0], []
     plain = uncontended(work, share(work, args.data), lambda model, own: models.append(model) or own)
     averager = DecentralizedAverager(

@@ -43,8 +43,8 @@ def measured(name: str, lab: Any, model: str, data: Path, unit: dict[str, Any], 
             done = lab.run(words, environment={"OMP_NUM_THREADS": "1"}, cwd=Path(folder), timeout_s=LIMIT_S)
         except subprocess.TimeoutExpired as error:
             return f"took longer than {LIMIT_S} s: {str(error.output or '').strip()[-300:]}"
-    bad = [one for one in done if one.code]
-    return ("\n".join(one.err[-1500:] for one in bad) or f"exit code {bad[0].code}") if bad else None
+    bad = [host for host in done if host.code]
+    return ("\n".join(host.err[-1500:] for host in bad) or f"exit code {bad[0].code}") if bad else None
 
 
 # Installing

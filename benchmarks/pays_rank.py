@@ -38,10 +38,10 @@ def main() -> None:
     for unit in json.loads(args.units.read_text()):
         output.row({**unit, "begun": True})
         if unit["kind"] == "quality":
-            found = trained(
+            result = trained(
                 method_of(unit["method"], unit["plans"]), work, unit["seed"], unit["most"], wire, unit["rate"]
             )
-            output.row({**unit, **found})
+            output.row({**unit, **result})
         else:
             timed(unit, work, wire, output)
     wire.limit("unlimited")
@@ -133,8 +133,8 @@ def timed(unit: dict[str, Any], work: Work, wire: Wire, output: Output) -> None:
         here = {name: loop for name, loop in loops.items() if rate in unit["plans"].get(name, unit)["rates"]}
         steps = {name: loop.step for name, loop in here.items()}
         periods = {name: methods[name].period for name in here}
-        found = in_turns(steps, periods, unit, lambda name: output.row({"kind": "time", "trying": name}))
-        output.row({"kind": "time", "rate": rate, **found})
+        result = in_turns(steps, periods, unit, lambda name: output.row({"kind": "time", "trying": name}))
+        output.row({"kind": "time", "rate": rate, **result})
     for loop in loops.values():
         loop.close()
 

@@ -145,10 +145,10 @@ def steps_of(period: int, step_s: float, block_s: float) -> int:
 
 def quiet_block(step: Callable[[], object], steps: int) -> tuple[float, float, float]:
     """Time a block during which the cores were not given to others; after some attempts, return the least disturbed."""
-    found = [block(step, steps)]
-    while found[-1][2] > MOST_STOLEN and len(found) <= MOST_AGAIN:
-        found.append(block(step, steps))
-    return min(found, key=lambda one: (one[2] > MOST_STOLEN, one[2]))
+    blocks = [block(step, steps)]
+    while blocks[-1][2] > MOST_STOLEN and len(blocks) <= MOST_AGAIN:
+        blocks.append(block(step, steps))
+    return min(blocks, key=lambda one: (one[2] > MOST_STOLEN, one[2]))
 
 
 def block(step: Callable[[], object], steps: int) -> tuple[float, float, float]:

@@ -103,7 +103,7 @@ def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
         "batches": plan_space.BATCHES,
         "resumed": resume,
         "took_s": time.monotonic() - begun,
-        "clusters": {name: serialization.to_data(one) for name, one in clusters.items()},
+        "clusters": {name: serialization.to_data(spec) for name, spec in clusters.items()},
         "models": {name: serialization.to_data(model) for name, (model, _) in described.items()},
         "scripts": {name: serialization.to_data(script) for name, (_, script) in described.items()},
         "cases": cases,
@@ -161,11 +161,11 @@ def probe(lab: Lab, folder: Path, journal: Journal, words: str, sizes: Sizes, us
     if kept is not None:
         return kept
     folder.mkdir()
-    found = []
-    while len(found) < PROBES and not (found and steadiness(found[-1], usual_pace) > STEADY):
+    clusters = []
+    while len(clusters) < PROBES and not (clusters and steadiness(clusters[-1], usual_pace) > STEADY):
         say(f"{words}: probing")
-        found.append(probe_once(lab, folder / f"probe-{len(found)}", sizes))
-    cluster = max(found, key=lambda one: steadiness(one, usual_pace))
+        clusters.append(probe_once(lab, folder / f"probe-{len(clusters)}", sizes))
+    cluster = max(clusters, key=lambda one: steadiness(one, usual_pace))
     journal.keep_cluster(words, cluster)
     return cluster
 
@@ -184,7 +184,7 @@ def steadiness(cluster: ClusterSpec, usual_pace: float) -> float:
 
 def usual(clusters: Iterable[ClusterSpec]) -> float:
     """Return the highest speed in any of the probes: FLOP/s of the product of median rate; 0 without probes."""
-    paces = [statistics.median(rate.flops_per_s for rate in product_rates(one)) for one in clusters]
+    paces = [statistics.median(rate.flops_per_s for rate in product_rates(cluster)) for cluster in clusters]
     return max(paces, default=0.0)
 
 
@@ -200,24 +200,24 @@ def probe_once(lab: Lab, folder: Path, sizes: Sizes) -> ClusterSpec:
     arguments = ("tutti.cli.main", "probe", *effort, "--no-plot", "--output", str(output))
     done = lab.train("--folder", str(folder / "run"), "-m", *arguments, cwd=folder, timeout_s=300)
     if not output.exists():
-        raise SystemExit("tutti probe failed on the lab's hosts\n" + "\n".join(one.err for one in done))
+        raise SystemExit("tutti probe failed on the lab's hosts\n" + "\n".join(host.err for host in done))
     return serialization.load(ClusterSpec, output)
 
 
 def predicted(case: Case, plan: Plan) -> dict[str, Any]:
     """Return what the cost model predicts for a plan's step and memory, or why it predicts nothing."""
     try:
-        found = predict(case.model, case.cluster, plan)
+        prediction = predict(case.model, case.cluster, plan)
     except Exception as error:  # a plan that cannot be predicted is a result; the others continue
         return {"not_predicted": reason(error)}
-    step = found.step_time_s
+    step = prediction.step_time_s
     return {
         "predicted_s": step.value,
         "predicted_low_s": step.low,
         "predicted_high_s": step.high,
-        "predicted_phases": {name: value for name, value in found.phases.items() if value},
-        "predicted_sent_nbytes": found.sent_nbytes_per_rank,
-        "predicted_peak_nbytes": found.memory_nbytes.value,
+        "predicted_phases": {name: value for name, value in prediction.phases.items() if value},
+        "predicted_sent_nbytes": prediction.sent_nbytes_per_rank,
+        "predicted_peak_nbytes": prediction.memory_nbytes.value,
     }
 
 
@@ -252,8 +252,8 @@ def reason(error: Exception) -> str:
 
 def differing(plan: Plan, script: Plan) -> dict[str, Any]:
     """Return the fields in which a plan differs from the script's."""
-    own, other = serialization.to_data(plan), serialization.to_data(script)
-    return {name: value for name, value in own.items() if value != other[name]}
+    fields, other = serialization.to_data(plan), serialization.to_data(script)
+    return {name: value for name, value in fields.items() if value != other[name]}
 
 
 # What is measured
@@ -262,22 +262,22 @@ def differing(plan: Plan, script: Plan) -> dict[str, Any]:
 def run_case(case: Case, lab: Lab, folder: Path, sizes: Sizes, journal: Journal) -> dict[str, Any]:
     """Predict, choose and measure all plans of one case."""
     space = plan_space.space(case.model, case.cluster, case.script, case.workload, case.ranks)
-    named = {name: one.plan for name, one in space.plans.items() if name.startswith(sizes.only or "")}
+    named = {name: entry.plan for name, entry in space.plans.items() if name.startswith(sizes.only or "")}
     best, remarks = chosen(case)
     name = None
     if best is not None:
         name = next((name for name, plan in named.items() if plan == best), plan_space.name_of(best))
         named[name] = best
     load, began = record.load(), time.monotonic()
-    found = measure_plans(lab, named, case, folder, sizes, journal)
+    outcome_by_plan = measure_plans(lab, named, case, folder, sizes, journal)
     outcomes = [
         {
             "name": label,
             "stands_for": space.plans[label].stands_for if label in space.plans else 0,
             "plan": differing(plan, case.script),
             **predicted(case, plan),
-            **found[label],
-            **predicted_at_pace(case, plan, found[label]),
+            **outcome_by_plan[label],
+            **predicted_at_pace(case, plan, outcome_by_plan[label]),
         }
         for label, plan in named.items()
     ]
@@ -304,9 +304,9 @@ def measure_plans(
     visits = []
     for number in range(sizes.visits):
         order = dict(reversed(plans.items()) if number % 2 else plans.items())
-        own, rows_file = folder / f"visit-{number}", journal.rows_file(f"{case.words}, visit {number}")
-        visits.append(visit(lab, order, case, own, sizes, rows_file))
-    return {name: over_visits([found[name] for found in visits]) for name in plans}
+        visit_folder, rows_file = folder / f"visit-{number}", journal.rows_file(f"{case.words}, visit {number}")
+        visits.append(visit(lab, order, case, visit_folder, sizes, rows_file))
+    return {name: over_visits([outcome_by_plan[name] for outcome_by_plan in visits]) for name in plans}
 
 
 def visit(
@@ -320,8 +320,8 @@ def visit(
     launches = fruitless = 0
     error: str | None = None
     while True:
-        found = outcomes(rows_file, case.ranks)
-        left = [name for name in plans if name not in found]
+        outcome_by_plan = outcomes(rows_file, case.ranks)
+        left = [name for name in plans if name not in outcome_by_plan]
         if not left or fruitless == FRUITLESS:
             break
         if error is not None:
@@ -333,9 +333,9 @@ def visit(
         words = launch_words(folder / f"run-{launches}", list_file, case, sizes, rows_file)
         error = trained(lab, words, folder, 120 + sizes.limit_s * len(left))
         launches += 1
-        fruitless = 0 if len(outcomes(rows_file, case.ranks)) > len(found) else fruitless + 1
+        fruitless = 0 if len(outcomes(rows_file, case.ranks)) > len(outcome_by_plan) else fruitless + 1
     untried = {"failed": f"not tried: {FRUITLESS} launches in a row measured nothing; the last said: {error}"}
-    return {name: found.get(name, untried) for name in plans}
+    return {name: outcome_by_plan.get(name, untried) for name in plans}
 
 
 def launch_words(run_folder: Path, list_file: Path, case: Case, sizes: Sizes, rows_file: Path) -> list[str]:
@@ -355,5 +355,5 @@ def trained(lab: Lab, words: Sequence[str], cwd: Path, limit_s: float) -> str | 
         done = lab.train(*words, cwd=cwd, timeout_s=limit_s)
     except subprocess.TimeoutExpired:
         return f"took longer than {limit_s:g} s"
-    bad = [one for one in done if one.code]
-    return "\n".join(one.err[-2000:] for one in bad) if bad else None
+    bad = [host for host in done if host.code]
+    return "\n".join(host.err[-2000:] for host in bad) if bad else None

@@ -39,11 +39,15 @@ class Journal:
 
 def outcomes(rows_file: Path, ranks: int) -> dict[str, Row]:
     """Return, by name, the outcome of each plan that every rank, or a rank that failed, has reported."""
-    found: dict[str, dict[int, Row]] = {}
+    rows_by_plan: dict[str, dict[int, Row]] = {}
     for line in rows_file.read_text(encoding="utf-8").splitlines() if rows_file.exists() else []:
         row = json.loads(line)
-        found.setdefault(row.pop("name"), {})[row.pop("rank")] = row
-    return {name: merged(rows) for name, rows in found.items() if len(rows) == ranks or any(map(_lost, rows.values()))}
+        rows_by_plan.setdefault(row.pop("name"), {})[row.pop("rank")] = row
+    return {
+        name: merged(rows)
+        for name, rows in rows_by_plan.items()
+        if len(rows) == ranks or any(map(_lost, rows.values()))
+    }
 
 
 def _lost(row: Row) -> bool:
@@ -96,13 +100,13 @@ def opened(folder: Path, sizes: Any, *, resume: bool) -> Journal:
     Raises:
         SystemExit: there is nothing to resume, or it was measured with other sizes.
     """
-    own = json.loads(json.dumps(dataclasses.asdict(sizes)))
+    wanted = json.loads(json.dumps(dataclasses.asdict(sizes)))
     file = folder / "sizes.json"
     if resume:
         if not file.exists():
             raise SystemExit(f"{folder} has no run to continue; run without --resume")
         other = json.loads(file.read_text(encoding="utf-8"))
-        if other != own:
+        if other != wanted:
             raise SystemExit(
                 f"{folder} was measured with other sizes: {other}; set the same ones, or run without --resume"
             )
@@ -112,5 +116,5 @@ def opened(folder: Path, sizes: Any, *, resume: bool) -> Journal:
         shutil.rmtree(before, ignore_errors=True)
         folder.rename(before)
     folder.mkdir(parents=True)
-    file.write_text(json.dumps(own), encoding="utf-8")
+    file.write_text(json.dumps(wanted), encoding="utf-8")
     return Journal(folder=folder)

@@ -50,19 +50,19 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     in_child(meet, args.limit)  # at the launcher's address: only then do other hosts start their ranks
     host, _, port = os.environ["TUTTI_RENDEZVOUS"].removeprefix("tcp://").rpartition(":")
-    own = Path(os.environ["TUTTI_RUN_FOLDER"])
+    run_folder = Path(os.environ["TUTTI_RUN_FOLDER"])
     gc.collect()
     gc.freeze()
     for number, (name, data) in enumerate(json.loads(args.plans.read_text())):
         # Each plan has its own process group at its own address, so that no plan affects the next one.
         os.environ["TUTTI_RENDEZVOUS"] = f"tcp://{host}:{int(port) + 1 + number}"
-        os.environ["TUTTI_RUN_FOLDER"] = str(own / f"plan-{number}")
+        os.environ["TUTTI_RUN_FOLDER"] = str(run_folder / f"plan-{number}")
         plan = serialization.from_data(Plan, data)
-        os.environ["TUTTI_PLAN"] = str(serialization.save(plan, own / f"plan-{number}-of-{rank}.json"))
+        os.environ["TUTTI_PLAN"] = str(serialization.save(plan, run_folder / f"plan-{number}-of-{rank}.json"))
         lost = in_child(lambda: write(args.output, {"name": name, "rank": rank, **timed(args)}), args.limit)  # noqa: B023
         if lost:
             write(args.output, {"name": name, "rank": rank, **lost})
-        wait_for_all(own / f"plan-{number}-ended", rank, args.limit)
+        wait_for_all(run_folder / f"plan-{number}-ended", rank, args.limit)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -103,8 +103,8 @@ def in_child(work: Callable[[], None], limit_s: float) -> dict[str, Any]:
             work()
         except BaseException as error:
             traceback.print_exc()
-            said = {"failed": f"{type(error).__name__}: {error}"[-1000:], "peer": is_peer_error(error)}
-            os.write(writing, json.dumps(said).encode())
+            failure = {"failed": f"{type(error).__name__}: {error}"[-1000:], "peer": is_peer_error(error)}
+            os.write(writing, json.dumps(failure).encode())
         sys.stderr.flush()
         os._exit(0)  # skip exit functions, which belong to the parent
     os.close(writing)
@@ -114,9 +114,9 @@ def in_child(work: Callable[[], None], limit_s: float) -> dict[str, Any]:
             os.kill(pid, signal.SIGKILL)
         os.close(ended)
         _, status = os.waitpid(pid, 0)
-        said = pipe.read()
-    if said:
-        return dict(json.loads(said))
+        failure = pipe.read()
+    if failure:
+        return dict(json.loads(failure))
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGKILL:
         return {"failed": f"took longer than {limit_s:g} s, or was killed", "peer": True}
@@ -152,8 +152,8 @@ def steps(name: str, batch: int) -> Iterator[tutti.Job]:
     model, _, loader = job.prepare(model, optimizer, workload.data(16 * batch), workload.loss)
     yield job
     for _ in job.epochs(1_000_000):
-        for one in loader:
-            job.step(one)
+        for samples in loader:
+            job.step(samples)
             yield job
 
 
@@ -172,14 +172,14 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
     except TuttiError as error:
         leave_world()
         return {"refused": str(error)}
-    found: dict[str, Any] = {"prepare_s": time.perf_counter() - start}
+    result: dict[str, Any] = {"prepare_s": time.perf_counter() - start}
     taken = take(loop, args)
     loop.close()
     ending = job._finalizer
     assert ending is not None
     ending.close()
     counted = [step for step in taken if step.counts]
-    return found | {
+    return result | {
         "warmup_s": [step.wall_s for step in taken if step.warm],
         "step_s": [step.wall_s for step in counted],
         "cpu_s": statistics.mean(step.cpu_s for step in counted),

@@ -116,10 +116,10 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the table."""
     header = ["case", "wall s", "CPU s", "target s", "considered", "costed", "gap", "step s", "plan"]
     table = []
-    for name, one in result["cases"].items():
+    for name, entry in result["cases"].items():
         table.append([
-            name, f"{min(one['wall_s']):.1f}", f"{min(one['cpu_s']):.1f}", f"{one['target_s']:.0f}",
-            f"{one['considered']:,}", f"{one['costed']:,}", f"{one['gap']:.0%}", f"{one['predicted_step_s']:.3g}",
-            f"{one['plan']}",
+            name, f"{min(entry['wall_s']):.1f}", f"{min(entry['cpu_s']):.1f}", f"{entry['target_s']:.0f}",
+            f"{entry['considered']:,}", f"{entry['costed']:,}", f"{entry['gap']:.0%}",
+            f"{entry['predicted_step_s']:.3g}", f"{entry['plan']}",
         ])  # fmt: skip
     return header, table

@@ -83,9 +83,9 @@ class Space:
             "enumerated": self.enumerated,
             "feasible": self.feasible,
             "not_feasible": self.reasons,
-            "folded_to": sum(one.stands_for > 0 for one in self.plans.values()) - self.orders,
+            "folded_to": sum(entry.stands_for > 0 for entry in self.plans.values()) - self.orders,
             "other_orders": self.orders,
-            "not_tried_by_the_planner": sum(one.stands_for == 0 for one in self.plans.values()),
+            "not_tried_by_the_planner": sum(entry.stands_for == 0 for entry in self.plans.values()),
         }
 
 
@@ -93,23 +93,23 @@ def space(model: ModelSpec, cluster: ClusterSpec, script: Plan, workload: str, r
     """Return all that is measured of one model on `ranks` ranks of `cluster`. `script` is the plan that its script
     implies.
     """
-    found = list(enumerated(model, cluster, script, ranks))
-    able, reasons = feasible(model, cluster, found)
+    candidates = list(enumerated(model, cluster, script, ranks))
+    able, reasons = feasible(model, cluster, candidates)
     folded = fold(able)
     plain = [
-        one.plan for one in folded if one.plan.pipeline == script.pipeline
+        entry.plan for entry in folded if entry.plan.pipeline == script.pipeline
     ]  # schedules are compared in one order of axes
     turned = [plan for plan in map(other_order, plain) if plan is not None]
     extra = [
         dataclasses.replace(script, mesh=dict(mesh)) for mesh in LEFT_OUT.get(workload, ()) if _ranks(mesh) == ranks
     ]
     wide = list(divided(model, cluster, plain, ranks))
-    grids = [dataclasses.replace(one.plan, space_grid=(2, 2)) for one in folded if one.plan.mesh == {"space": 4}]
+    grids = [dataclasses.replace(entry.plan, space_grid=(2, 2)) for entry in folded if entry.plan.mesh == {"space": 4}]
     rows = [*folded, *(Measured(plan=plan, stands_for=1) for plan in (*turned, *grids, *wide))]
     rows += [Measured(plan=plan, stands_for=0) for plan in extra]
     return Space(
         plans={name_of(row.plan): row for row in rows},
-        enumerated=len(found),
+        enumerated=len(candidates),
         feasible=len(able),
         orders=len(turned) + len(grids) + len(wide),
         reasons=reasons,
@@ -155,12 +155,12 @@ def fold(plans: Iterable[Plan]) -> list[Measured]:
     for family in families.values():
         counts = chosen_counts(family[0], {plan.batch.num_microbatches for plan in family})
         for plan in family:
-            own = plan.batch.num_microbatches
-            stands = max((count for count in counts if count <= own), default=counts[0])
-            for_it = [one for one in family if one.batch.num_microbatches == stands]
-            plainest = min(for_it, key=lambda one: (len(_again(one)), one.pipeline.stages_per_rank))
+            number = plan.batch.num_microbatches
+            stands = max((count for count in counts if count <= number), default=counts[0])
+            for_it = [candidate for candidate in family if candidate.batch.num_microbatches == stands]
+            plainest = min(for_it, key=lambda candidate: (len(_again(candidate)), candidate.pipeline.stages_per_rank))
             kept.setdefault(_same(plainest), []).extend([plainest, plan])
-    return [Measured(plan=found[0], stands_for=len(found) // 2) for found in kept.values()]
+    return [Measured(plan=equivalent[0], stands_for=len(equivalent) // 2) for equivalent in kept.values()]
 
 
 def chosen_counts(plan: Plan, counts: set[int]) -> list[int]:
@@ -171,7 +171,7 @@ def chosen_counts(plan: Plan, counts: set[int]) -> list[int]:
     if stages == 1:
         return ordered[: 2 if uncontended and "shard" not in plan.mesh else 1]
     wanted = STAGE_MICROBATCHES if uncontended and plan.pipeline.schedule == "1f1b" else STAGE_MICROBATCHES[1:2]
-    near = {min(ordered, key=lambda own: abs(own - each * stages)) for each in wanted}
+    near = {min(ordered, key=lambda number: abs(number - per_stage * stages)) for per_stage in wanted}
     return sorted(near)
 
 
@@ -224,8 +224,8 @@ def name_of(plan: Plan) -> str:
     if plan.degree("shard") > 1:
         words.append(f"level {plan.sharding.level}")
     if plan.degree("stage") > 1:
-        each = plan.pipeline.stages_per_rank
-        words.append(plan.pipeline.schedule + (f" of {each}" if each > 1 else ""))
+        per_rank = plan.pipeline.stages_per_rank
+        words.append(plan.pipeline.schedule + (f" of {per_rank}" if per_rank > 1 else ""))
     if plan.degree("context") > 1:
         words.append(plan.context)
     if plan.space_grid:

@@ -118,11 +118,11 @@ def by_kind(cases: list[Row]) -> dict[str, Row]:
 
 def summary(cases: list[Row]) -> Row:
     """Return regrets and errors over all cases, and the same for cases with a core for every rank."""
-    found = _total(cases)
+    result = _total(cases)
     uncontended = [case for case in cases if not case.get("ranks_beyond_cores")]
     if uncontended and len(uncontended) < len(cases):
-        found["with_a_core_for_each_rank"] = _total(uncontended)
-    return found | {"by_kind": by_kind(cases)}
+        result["with_a_core_for_each_rank"] = _total(uncontended)
+    return result | {"by_kind": by_kind(cases)}
 
 
 def _total(cases: list[Row]) -> Row:
@@ -131,7 +131,7 @@ def _total(cases: list[Row]) -> Row:
 
     plans = [row for case in cases for row in case["plans"]]
     errors = [row["error"] for row in plans if "error" in row]
-    found: Row = {
+    result: Row = {
         "cases": len(cases),
         "plans": len(plans),
         "plans_measured": sum(of("measured")),
@@ -141,11 +141,11 @@ def _total(cases: list[Row]) -> Row:
     }
     for key in ("planner_regret", "planner_regret_at_pace", "predicted_best_regret"):
         if values := of(key):
-            found[key] = {"median": statistics.median(values), "largest": max(values), "cases": len(values)}
+            result[key] = {"median": statistics.median(values), "largest": max(values), "cases": len(values)}
     for key, name in ERRORS.items():
         if values := [row[key] for row in plans if key in row]:
-            found[name] = spread_of(values)
-    return found
+            result[name] = spread_of(values)
+    return result
 
 
 def spread_of(errors: Iterable[float]) -> dict[str, float]:

@@ -112,13 +112,13 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 def summary(variant: Variant, samples: dict[str, list[float]]) -> dict[str, Any]:
     """Return median, spread, and the ratios of medians to torchrun with the same script and with the plain one."""
-    own = statistics.median(samples[variant.name])
+    median_s = statistics.median(samples[variant.name])
     plain = statistics.median(samples[VARIANTS[0].name])
     return {
-        "median_s": own,
+        "median_s": median_s,
         "spread": spread(samples[variant.name]),
-        "ratio_to_torchrun": own / statistics.median(samples[variant.against]) if variant.against else None,
-        "ratio_to_torchrun_all_reduce": own / plain,
+        "ratio_to_torchrun": median_s / statistics.median(samples[variant.against]) if variant.against else None,
+        "ratio_to_torchrun_all_reduce": median_s / plain,
     }
 
 
@@ -126,10 +126,10 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table."""
     header = ["command", "median s", "spread", "of torchrun, same script", "of torchrun, all-reduce"]
     table = []
-    for name, one in result["summary"].items():
-        same = "" if one["ratio_to_torchrun"] is None else f"{one['ratio_to_torchrun']:.2f}"
-        plain = f"{one['ratio_to_torchrun_all_reduce']:.2f}"
-        table.append([name, f"{one['median_s']:.2f}", f"{one['spread']:.0%}", same, plain])
+    for name, entry in result["summary"].items():
+        same = "" if entry["ratio_to_torchrun"] is None else f"{entry['ratio_to_torchrun']:.2f}"
+        plain = f"{entry['ratio_to_torchrun_all_reduce']:.2f}"
+        table.append([name, f"{entry['median_s']:.2f}", f"{entry['spread']:.0%}", same, plain])
     return header, table
 
 

@@ -47,7 +47,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     """Measure everything. Returns {"samples": mean seconds of a sum, block by block, "summary": medians and ratios},
     by limit and kind.
     """
-    found: dict[str, Any] = {}
+    samples: dict[str, Any] = {}
     for rate in sizes.rates:
         with Lab(HOSTS, rates=rate) as lab, tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "blocks.json"
@@ -55,9 +55,9 @@ def measure(sizes: Sizes) -> dict[str, Any]:
             words = ("--folder", str(Path(folder) / "run"), __file__, *given, f"--output={output}")
             done = lab.train(*words, cwd=Path(folder), timeout_s=300)
             if not output.exists():
-                raise SystemExit("the ranks failed\n" + "\n".join(one.err for one in done))
-            found |= {f"{rate}, {what}": blocks for what, blocks in json.loads(output.read_text()).items()}
-    return {"samples": found, "summary": {what: summary(blocks) for what, blocks in found.items()}}
+                raise SystemExit("the ranks failed\n" + "\n".join(host.err for host in done))
+            samples |= {f"{rate}, {what}": blocks for what, blocks in json.loads(output.read_text()).items()}
+    return {"samples": samples, "summary": {what: summary(blocks) for what, blocks in samples.items()}}
 
 
 def summary(blocks: dict[str, list[float]]) -> dict[str, Any]:
@@ -73,10 +73,10 @@ def summary(blocks: dict[str, list[float]]) -> dict[str, Any]:
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the table: a line for each limit, size, and with or without a product before."""
     table = []
-    for what, one in result["summary"].items():
-        low, high = one["ratio_range"]
-        times = [f"{1e3 * one['median_s'][side]:.2f}" for side in SIDES]
-        table.append([what, *times, f"{one['ratio']:.2f} ({low:.2f}-{high:.2f})"])
+    for what, entry in result["summary"].items():
+        low, high = entry["ratio_range"]
+        times = [f"{1e3 * entry['median_s'][side]:.2f}" for side in SIDES]
+        table.append([what, *times, f"{entry['ratio']:.2f} ({low:.2f}-{high:.2f})"])
     return ["sums", *(f"{side}, ms" for side in SIDES), "ratio"], table
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     world = join_world()
-    found: dict[str, dict[str, list[float]]] = {}
+    blocks_by_case: dict[str, dict[str, list[float]]] = {}
     for nbytes in map(int, args.nbytes.split(",")):
         for product in (False, True):
             blocks: dict[str, list[float]] = {side: [] for side in SIDES}
@@ -100,9 +100,9 @@ def main() -> None:
                 for side in SIDES:
                     set_threads(side)
                     blocks[side].append(block(nbytes, product, args.sums))
-            found[f"{nbytes} B" + (" after a product" if product else "")] = blocks
+            blocks_by_case[f"{nbytes} B" + (" after a product" if product else "")] = blocks
     if world.is_main:
-        args.output.write_text(json.dumps(found))
+        args.output.write_text(json.dumps(blocks_by_case))
     leave_world()
 
 

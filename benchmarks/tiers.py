@@ -87,34 +87,34 @@ def measure(sizes: Sizes) -> dict[str, Any]:
             timeout_s=900,
         )
         rows_of = lines(output)
-    if any(one.code for one in done):
-        raise SystemExit("\n".join(one.err for one in done))
-    found = {rate: {row["what"]: row for row in rows_of if row["rate"] == rate} for rate in sizes.rates}
-    return {"samples": found, "summary": {rate: summary(one) for rate, one in found.items()}}
+    if any(entry.code for entry in done):
+        raise SystemExit("\n".join(entry.err for entry in done))
+    rows_by_rate = {rate: {row["what"]: row for row in rows_of if row["rate"] == rate} for rate in sizes.rates}
+    return {"samples": rows_by_rate, "summary": {rate: summary(entry) for rate, entry in rows_by_rate.items()}}
 
 
 def summary(one: dict[str, Any]) -> dict[str, Any]:
     """Return medians of both kinds of blocks, bytes that left a host, and tutti's ratio, block by block."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for what, (ours, theirs) in {"sums": SUMS, "steps": ("tutti plain", "ddp")}.items():
         times, sent = one[what]["step_s"], one[what]["sent_nbytes"]
         ratios = [a / b for a, b in zip(times[ours], times[theirs], strict=False)]
-        found[what] = {
+        result[what] = {
             "median_s": {name: statistics.median(values) for name, values in times.items()},
             "spread": {name: spread(values) for name, values in times.items()},
             "sent_nbytes": sent,
             "ratio": statistics.median(ratios),
             "ratio_range": [min(ratios), max(ratios)],
         }
-    return found
+    return result
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the table: a line for the sums and one for the steps at each limit."""
     table = []
-    for rate, one in result["summary"].items():
+    for rate, entry in result["summary"].items():
         for what, names in (("sums", SUMS), ("steps", STEPS[1:])):
-            row, low_high = one[what], one[what]["ratio_range"]
+            row, low_high = entry[what], entry[what]["ratio_range"]
             cells = [f"{1e3 * row['median_s'][name]:.1f} ({row['sent_nbytes'][name] / 1e6:.1f} MB)" for name in names]
             ratio = f"{row['ratio']:.3f} ({low_high[0]:.2f}-{low_high[1]:.2f})"
             floor = f"{1e3 * row['median_s']['floor']:.1f}" if what == "steps" else ""
@@ -157,8 +157,8 @@ def main() -> None:
     for rate in given["rates"]:
         wire.limit(rate)
         for what, kind in calls.items():
-            found = in_turns(kind, dict.fromkeys(kind, 1), given, lambda name: None)
-            output.row({"rate": rate, "what": what, **found})
+            result = in_turns(kind, dict.fromkeys(kind, 1), given, lambda name: None)
+            output.row({"rate": rate, "what": what, **result})
     wire.limit("unlimited")
     for loop in loops.values():
         loop.close()
@@ -208,7 +208,7 @@ def flat(nbytes: int) -> Callable[[], None]:
     values = [torch.zeros(numel) for numel in buckets(nbytes)]
 
     def call() -> None:
-        for work in [dist.all_reduce(one, async_op=True) for one in values]:
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in values]:
             work.wait()
 
     return call

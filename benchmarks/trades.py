@@ -149,9 +149,9 @@ def _train_all(cases: dict[str, Case], sizes: Sizes) -> dict[str, list[dict[str,
 
     torch.set_num_threads(1)
     join_world()
-    found = {name: [train(case, seed, sizes.percent) for seed in range(sizes.seeds)] for name, case in cases.items()}
+    results = {name: [train(case, seed, sizes.percent) for seed in range(sizes.seeds)] for name, case in cases.items()}
     leave_world()
-    return found
+    return results
 
 
 def train(case: Case, seed: int, percent: int) -> dict[str, Any]:
@@ -204,10 +204,10 @@ def sent_nbytes(loop: TuttiLoop) -> list[int]:
 
 def summary(strategies: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return medians over the seeds, and ratios to those of the first case."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, runs in strategies.items():
         reached = [run["steps"] for run in runs if run["steps"] is not None]
-        one: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "steps": [run["steps"] for run in runs],
             "reached": len(reached) == len(runs),
             "best_loss": statistics.median(run["best_loss"] for run in runs),
@@ -215,17 +215,17 @@ def summary(strategies: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "sent_nbytes": statistics.median(run["sent_nbytes"] for run in runs),
             "step_s": statistics.median(run["step_s"] for run in runs),
         }
-        if one["reached"]:
-            one["median_steps"] = statistics.median(reached)
-            one["to_target_nbytes"] = statistics.median(run["sent_to_target_nbytes"] for run in runs)
-            one["to_target_s"] = one["median_steps"] * one["step_s"]
-        found[name] = one
-    plain = next(iter(found.values()))
-    for one in found.values():
+        if entry["reached"]:
+            entry["median_steps"] = statistics.median(reached)
+            entry["to_target_nbytes"] = statistics.median(run["sent_to_target_nbytes"] for run in runs)
+            entry["to_target_s"] = entry["median_steps"] * entry["step_s"]
+        result[name] = entry
+    plain = next(iter(result.values()))
+    for entry in result.values():
         for ratio, what in RATIOS.items():
-            if one.get(what) and plain.get(what):
-                one[ratio] = plain[what] / one[what]
-    return found
+            if entry.get(what) and plain.get(what):
+                entry[ratio] = plain[what] / entry[what]
+    return result
 
 
 RATIOS = {"fewer_bytes": "sent_nbytes", "fewer_bytes_to_target": "to_target_nbytes", "fewer_steps": "median_steps",
@@ -248,14 +248,14 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     lines = [
         [
             f"{claim}: {name}",
-            ", ".join(str(steps or "-") for steps in one["steps"]),
-            f"{one['best_loss']:.3f}",
-            f"{one['sent_nbytes'] / 1e6:.1f}",
-            *(f"{one[ratio]:.2f}" if ratio in one else "-" for ratio in ("fewer_bytes", "fewer_bytes_to_target")),
-            f"{one['step_s'] * 1e3:.1f}",
-            f"{one['sooner']:.2f}" if "sooner" in one else "-",
+            ", ".join(str(steps or "-") for steps in entry["steps"]),
+            f"{entry['best_loss']:.3f}",
+            f"{entry['sent_nbytes'] / 1e6:.1f}",
+            *(f"{entry[ratio]:.2f}" if ratio in entry else "-" for ratio in ("fewer_bytes", "fewer_bytes_to_target")),
+            f"{entry['step_s'] * 1e3:.1f}",
+            f"{entry['sooner']:.2f}" if "sooner" in entry else "-",
         ]
         for claim, strategies in result["summary"].items()
-        for name, one in strategies.items()
+        for name, entry in strategies.items()
     ]
     return header, lines

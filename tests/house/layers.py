@@ -65,16 +65,16 @@ def layer_of(module: str) -> str:
 
 def upward_imports(source: str, module: str, *, is_package: bool = False) -> list[str]:
     """A sentence for each import that does not point downward, or that a pure layer may not have."""
-    own = layer_of(module)
+    layer = layer_of(module)
     findings = []
     for line, name in imports(source, module, is_package=is_package):
         top = name.partition(".")[0]
         if top == "tutti":
             target = layer_of(name)
-            if target not in (own, *ALLOWED[own]):
-                findings.append(f"line {line}: {own or 'tutti'} may not import {target or 'the root'} ({name})")
-        elif top in EFFECTS.get(own, ()) or _foreign(top, own):
-            findings.append(f"line {line}: {own} may not import {top}")
+            if target not in (layer, *ALLOWED[layer]):
+                findings.append(f"line {line}: {layer or 'tutti'} may not import {target or 'the root'} ({name})")
+        elif top in EFFECTS.get(layer, ()) or _foreign(top, layer):
+            findings.append(f"line {line}: {layer} may not import {top}")
     return findings
 
 

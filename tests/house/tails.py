@@ -50,9 +50,9 @@ def machine_paths(text: str) -> list[str]:
 
 def _matches(pattern: re.Pattern[str], text: str) -> list[str]:
     return [
-        f"line {number}: {found.group()!r}"
+        f"line {number}: {match.group()!r}"
         for number, line in enumerate(text.splitlines(), 1)
-        for found in pattern.finditer(line)
+        for match in pattern.finditer(line)
     ]
 
 
