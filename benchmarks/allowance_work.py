@@ -1,6 +1,7 @@
-"""Trainings off which allowances are read: other models and data than those that `pays` judges the planner by.
+"""Trainings from which allowances are measured; models and data differ from those on which `pays` judges the planner.
 
-Five kinds of model, with SGD, Adam or AdamW, each to a held-out loss that exact sums reach in 50 to 160 steps.
+There are five kinds of model with SGD, Adam or AdamW. Each trains to a held-out loss that exact sums reach in 50 to
+160 steps.
 """
 
 import itertools
@@ -20,7 +21,7 @@ CONTEXT = 32
 
 
 class Recurrent(nn.Module):
-    """A GRU over bytes; it answers with scores of the next one, (samples, positions, 256)."""
+    """A GRU over bytes. It returns scores of the next byte: (samples, positions, 256)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -34,13 +35,13 @@ class Recurrent(nn.Module):
 
 
 class Rows(nn.Module):
-    """A transformer's encoder that reads an image of 8 x 8 pixels as 8 words."""
+    """A transformer encoder that reads an image of 8 x 8 pixels as 8 tokens."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.words, self.places = nn.Linear(8, width), nn.Parameter(torch.zeros(8, width))
-        one = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(one, layers, enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ def patches_model() -> nn.Module:
 
 
 def narrowed() -> nn.Module:
-    """An image of 64 pixels through 12 numbers and back, with GELU and layer norms."""
+    """An autoencoder with GELU and layer norms: 64 pixels through 12 numbers and back."""
     widths = (64, 256, 64, 12, 64, 256, 64)
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise(widths):
@@ -66,7 +67,7 @@ def narrowed() -> nn.Module:
 
 
 def table_model() -> nn.Module:
-    """30 measurements of a cell: two hidden layers with dropout."""
+    """An MLP over 30 measurements of a cell, with two hidden layers and dropout."""
     return nn.Sequential(
         nn.Linear(30, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2)
     )
@@ -74,7 +75,9 @@ def table_model() -> nn.Module:
 
 @cache
 def patches() -> Pair:
-    """Patches of 16 x 16 pixels of scikit-learn's two photographs: of which one? Judged by the lowest tenth of each."""
+    """Patches of 16 x 16 pixels; the label says from which of scikit-learn's two photographs. The lowest tenth of
+    each is held out.
+    """
     from sklearn.datasets import load_sample_images
 
     train: list[tuple[Tensor, Tensor]] = []
@@ -82,9 +85,9 @@ def patches() -> Pair:
     for label, photo in enumerate(load_sample_images().images):
         pixels = torch.tensor(photo).permute(2, 0, 1).float() / 255
         cut = pixels.shape[1] * 9 // 10
-        for part, found in ((pixels[:, :cut], train), (pixels[:, cut:], held)):
+        for part, pairs in ((pixels[:, :cut], train), (pixels[:, cut:], held)):
             small = part.unfold(1, 16, 8).unfold(2, 16, 8).permute(1, 2, 0, 3, 4).reshape(-1, 3, 16, 16)
-            found.append((small - 0.5, torch.full((len(small),), label)))
+            pairs.append((small - 0.5, torch.full((len(small),), label)))
     return _joined(train), _joined(held)
 
 
@@ -94,7 +97,7 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> TensorDataset:
 
 @cache
 def licences() -> Pair:
-    """Licence texts by the byte: nine tenths to train on, 256 windows of the rest to judge by."""
+    """Licence texts by the byte: nine tenths for training, 256 windows of the rest held out."""
     train, test = split_by_position(licence_text().content, 0.9)
     first, held = TextWindows(train, CONTEXT), TextWindows(test, CONTEXT, stride=len(test) // 257)
     return tensors(first, None), tensors(held, 256)
@@ -102,14 +105,14 @@ def licences() -> Pair:
 
 @cache
 def images_back() -> Pair:
-    """Digits as input and as what is asked for."""
+    """The digits as input and as target."""
     train, held = (TensorDataset(part.tensors[0], part.tensors[0]) for part in digits())
     return train, held
 
 
 @cache
 def cells() -> Pair:
-    """scikit-learn's table of breast tumours, 569 rows, a fifth to judge by; standardised by those to train on."""
+    """scikit-learn's table of breast tumours: 569 rows, a fifth held out; standardised by the training part."""
     from sklearn.datasets import load_breast_cancer
 
     values, labels = load_breast_cancer(return_X_y=True)

@@ -1,8 +1,9 @@
-"""Steps that each way of the dial takes to a quality, beside exact sums: what plan/ways.py counts ways with.
+"""Steps that each relaxed strategy needs to a quality, beside exact sums; the planner's allowances rest on them.
 
-The works (benchmarks/allowance_work.py) are others than those of `pays`, by which the planner is judged; those can be
-named too. Whole trainings, until their held-out loss is at the target. No trajectory here depends on timing, so the
-machine may be busy. Unbiased codes are counted by their variance: one can be trained to see whether that holds.
+The planner reads them in tutti/planner/relaxed_strategies.py. The works (benchmarks/allowance_work.py) differ from
+those of `pays`, on which the planner is judged; the latter can be named, too. Each figure comes from whole
+trainings until the held-out loss reaches the target. No trajectory depends on timing, so the machine may be busy.
+Unbiased codecs are counted by their variance; one of them can be trained to check that.
 """
 
 import math
@@ -26,15 +27,22 @@ from tutti.planner.relaxed_strategies import CORRECTABLE, RELAXED_STRATEGIES, Re
 KNOWN = OTHERS | WORKS
 EXACT = "exact sums"
 EVERY = 2
-"""Steps between two looks."""
+"""Steps between two evaluations."""
 
 PATIENCE = 4
-"""A training is given up after so many times the steps of the longest exact one."""
+"""A training is given up after this many times the steps of the longest exact one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """`strategies`: in words, none for all that stand on readings. `replicas`: how many ranks."""
+    """What is trained.
+
+    Attributes:
+        models: names of works.
+        replicas: numbers of ranks.
+        strategies: names of strategies; empty for all whose allowances are measured.
+        seeds: trainings of each.
+    """
 
     models: tuple[str, ...] = tuple(OTHERS)
     replicas: tuple[str, ...] = ("2", "4", "8")
@@ -46,8 +54,12 @@ QUICK = Sizes(models=("table",), replicas=("2",), strategies=("local:period=8",)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"steps": {part: {way: one entry a seed}}, "summary": {way: {part: ratio, "mean": .., "largest": ..}}};
-    a part is MODEL-REPLICAS, None a training that was given up."""
+    """Train everything.
+
+    Returns:
+        {"steps": {part: {strategy: one entry a seed}}, "summary": {strategy: {part: ratio, "mean of ..": ..,
+        "largest of ..": ..}}}. A part is MODEL-REPLICAS; None means a training that was given up.
+    """
     steps = {}
     for model in sizes.models:
         for replicas in map(int, sizes.replicas):
@@ -58,7 +70,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 
 def read(sizes: Sizes) -> list[RelaxedStrategy]:
-    """The ways that are trained."""
+    """Return the strategies that are trained."""
     if sizes.strategies:
         known = {strategy.words: strategy for strategy in RELAXED_STRATEGIES}
         return [known[words] for words in sizes.strategies]
@@ -66,36 +78,36 @@ def read(sizes: Sizes) -> list[RelaxedStrategy]:
 
 
 def _train_all(model: str, sizes: Sizes) -> dict[str, list[int | None]]:
-    """Steps of exact sums and of each way, seed by seed; on every rank."""
+    """Return the steps of exact sums and of each strategy, seed by seed; the same on every rank."""
     from tutti.comm.world import join_world, leave_world
 
     torch.set_num_threads(1)
     join_world()
     work = replace(KNOWN[model], every=EVERY)
-    found = {EXACT: [train(work, (), seed, work.most) for seed in range(sizes.seeds)]}
-    most = PATIENCE * max(steps or work.most for steps in found[EXACT])
+    taken = {EXACT: [train(work, (), seed, work.most) for seed in range(sizes.seeds)]}
+    most = PATIENCE * max(steps or work.most for steps in taken[EXACT])
     longer = replace(work, most=most)
     optimizer = type(work.optimizer(work.model())).__name__
     for strategy in read(sizes):
         if strategy.corrects and optimizer not in CORRECTABLE:
-            continue  # it has no second moments
-        found[strategy.words] = [train(longer, words_of(strategy), seed, most) for seed in range(sizes.seeds)]
+            continue  # this optimizer has no second moments to correct
+        taken[strategy.words] = [train(longer, words_of(strategy), seed, most) for seed in range(sizes.seeds)]
     leave_world()
-    return found
+    return taken
 
 
 def words_of(strategy: RelaxedStrategy) -> tuple[tuple[str, str], ...]:
-    """What a launcher would set."""
-    said = []
+    """Return the environment variables that a launcher would set."""
+    variables = []
     if strategy.compress is not None:
-        said.append(("TUTTI_COMPRESS", format_compression(strategy.compress)))
+        variables.append(("TUTTI_COMPRESS", format_compression(strategy.compress)))
     if strategy.mode != "synchronous":
-        said.append(("TUTTI_SYNC", format_sync(SyncPlan(mode=strategy.mode, relaxed=strategy.relaxed))))
-    return tuple(said)
+        variables.append(("TUTTI_SYNC", format_sync(SyncPlan(mode=strategy.mode, relaxed=strategy.relaxed))))
+    return tuple(variables)
 
 
 def train(work: Work, words: tuple[tuple[str, str], ...], seed: int, most: int) -> int | None:
-    """Steps to the target; None where `most` are not enough."""
+    """Return the steps to the target; None if `most` are not enough."""
     loop = TuttiLoop(Method(name="", side="tutti", words=words), work, seed)
     steps = None
     for step in range(work.every, most + 1, work.every):
@@ -109,35 +121,38 @@ def train(work: Work, words: tuple[tuple[str, str], ...], seed: int, most: int) 
 
 
 def summary(steps: dict[str, dict[str, list[int | None]]]) -> dict[str, dict[str, float | None]]:
-    """By way: how many times the steps of exact sums each part took, all seeds together; over the parts of as many
-    replicas the geometric mean and the largest. None where a seed was given up."""
+    """Return, for each strategy and part, the ratio of its steps to those of exact sums, over all seeds together.
+
+    Also gives the geometric mean and the largest ratio over the parts with equal numbers of replicas. None where
+    a seed was given up.
+    """
     names = list(dict.fromkeys(name for part in steps.values() for name in part if name != EXACT))
-    found: dict[str, dict[str, float | None]] = {}
+    ratios_by_strategy: dict[str, dict[str, float | None]] = {}
     for name in names:
-        one: dict[str, float | None] = {
+        ratios: dict[str, float | None] = {
             part: ratio(taken[name], taken[EXACT]) for part, taken in steps.items() if name in taken
         }
-        for replicas in dict.fromkeys(part.rpartition("-")[2] for part in one):
-            some = [value for part, value in one.items() if part.endswith(f"-{replicas}")]
-            known = [value for value in some if value is not None]
-            whole = len(known) == len(some)
-            one[f"mean of {replicas}"] = math.exp(statistics.fmean(map(math.log, known))) if whole else None
-            one[f"largest of {replicas}"] = max(known) if whole else None
-        found[name] = one
-    return found
+        for replicas in dict.fromkeys(part.rpartition("-")[2] for part in ratios):
+            values = [value for part, value in ratios.items() if part.endswith(f"-{replicas}")]
+            known = [value for value in values if value is not None]
+            whole = len(known) == len(values)
+            ratios[f"mean of {replicas}"] = math.exp(statistics.fmean(map(math.log, known))) if whole else None
+            ratios[f"largest of {replicas}"] = max(known) if whole else None
+        ratios_by_strategy[name] = ratios
+    return ratios_by_strategy
 
 
 def ratio(taken: list[int | None], exact: list[int | None]) -> float | None:
-    """Steps over those of exact sums, of the seeds together."""
-    mine, theirs = [one for one in taken if one], [one for one in exact if one]
-    return sum(mine) / sum(theirs) if len(mine) == len(taken) == len(theirs) else None
+    """Return the steps divided by those of exact sums, over all seeds together."""
+    counted, theirs = [count for count in taken if count], [count for count in exact if count]
+    return sum(counted) / sum(theirs) if len(counted) == len(taken) == len(theirs) else None
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table."""
     parts = list(next(iter(result["summary"].values())))
     table = [
-        [name, *("given up" if one.get(part) is None else f"{one[part]:.2f}" for part in parts)]
-        for name, one in result["summary"].items()
+        [name, *("given up" if ratios.get(part) is None else f"{ratios[part]:.2f}" for part in parts)]
+        for name, ratios in result["summary"].items()
     ]
-    return ["way", *parts], table
+    return ["strategy", *parts], table

@@ -1,8 +1,8 @@
-"""Attention against sequence length: block-sparse beside dense, seconds and memory of forward and backward.
+"""Attention by sequence length: block-sparse beside dense, seconds and memory of forward and backward.
 
-"softmax" is one masked softmax over all pairs, "dense" torch's own scaled_dot_product_attention (which sees every
-pair, and keeps no probabilities), "sparse" tutti's block-sparse attention by a BigBird pattern. Each is measured in a
-process of its own, so that its peak memory is its own.
+"softmax" is one masked softmax over all pairs. "dense" is torch's scaled_dot_product_attention, which computes
+every pair and keeps no probabilities. "sparse" is tutti's block-sparse attention with a BigBird pattern. Each runs
+in its own process, so that peaks of memory are its own.
 """
 
 import resource
@@ -22,7 +22,9 @@ KINDS = ("sparse", "dense", "softmax")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What is timed: sequences of 2 ** `shortest` to 2 ** `longest` tokens, `repeats` times after one that is not
-    counted. The masked softmax stops at 2 ** `softmax_longest`, where its memory ends.
+    counted.
+
+    The masked softmax stops at 2 ** `softmax_longest`; longer ones need too much memory.
     """
 
     shortest: int = 10
@@ -38,8 +40,12 @@ QUICK = Sizes(shortest=8, longest=9, softmax_longest=9, heads=2, width=16, block
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """{"samples": {kind: {length: {"s": [...], "peak_nbytes": ..}}}, "summary": {length: ..}}, seconds and bytes."""
-    from harness import run_ranks  # the tests' harness: a fresh process that has torch already
+    """Measure all lengths, in seconds and bytes.
+
+    Returns:
+        {"samples": {kind: {length: {"s": [...], "peak_nbytes": ..}}}, "summary": {length: ..}}.
+    """
+    from harness import run_ranks  # the tests' harness; a fresh process with torch loaded
 
     samples: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
     for power in range(sizes.shortest, sizes.longest + 1):
@@ -50,20 +56,20 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 
 def summary(samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """By length: median seconds and peak bytes of each kind, and both of dense over sparse."""
-    found: dict[str, Any] = {}
+    """Return, for each length, median seconds and peak bytes of each kind, and the time of dense over sparse."""
+    row_by_length: dict[str, Any] = {}
     for length in samples["sparse"]:
         row = {
             kind: {"s": statistics.median(runs[length]["s"]), "peak_nbytes": runs[length]["peak_nbytes"]}
             for kind, runs in samples.items()
             if length in runs
         }
-        found[length] = {**row, "dense_s_over_sparse": row["dense"]["s"] / row["sparse"]["s"]}
-    return found
+        row_by_length[length] = {**row, "dense_s_over_sparse": row["dense"]["s"] / row["sparse"]["s"]}
+    return row_by_length
 
 
 def _one(kind: str, length: int, sizes: Sizes) -> dict[str, Any]:
-    """Seconds of forward and backward, and the bytes they need beyond their inputs at their peak."""
+    """Return seconds of forward and backward, and the peak bytes that they need beyond their inputs."""
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = (1, sizes.heads, length, sizes.width)
@@ -94,18 +100,18 @@ def _timed(function: Callable[..., Tensor], tensors: list[Tensor], device: torch
 
 
 def _peak_nbytes(device: torch.device) -> int:
-    """The most memory this process has had at once."""
+    """Return the peak memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: milliseconds and mebibytes beside each other."""
+    """Return the table: milliseconds and mebibytes of all kinds."""
     header = ["tokens", *(f"{kind} ms" for kind in KINDS), "dense / sparse", *(f"{kind} MiB" for kind in KINDS)]
     table = []
-    for length, one in result["summary"].items():
-        times = [f"{1e3 * one[kind]['s']:.1f}" if kind in one else "" for kind in KINDS]
-        memory = [f"{one[kind]['peak_nbytes'] / 2**20:.1f}" if kind in one else "" for kind in KINDS]
-        table.append([length, *times, f"{one['dense_s_over_sparse']:.2f}", *memory])
+    for length, row in result["summary"].items():
+        times = [f"{1e3 * row[kind]['s']:.1f}" if kind in row else "" for kind in KINDS]
+        memory = [f"{row[kind]['peak_nbytes'] / 2**20:.1f}" if kind in row else "" for kind in KINDS]
+        table.append([length, *times, f"{row['dense_s_over_sparse']:.2f}", *memory])
     return header, table

@@ -1,6 +1,6 @@
-"""A step by the size of gradients' buckets, and the size that --bucket-mb auto chooses.
+"""Step time by the size of gradient buckets, and the size that --bucket-mb auto chooses.
 
-The same ranks take turns with all sizes, after a run has chosen one for itself over its first steps.
+The run first chooses a size by itself; then the same ranks take turns with all sizes.
 """
 
 import os
@@ -20,7 +20,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is timed: `repeats` turns of `steps` of each size, after one step that is not; `mib`: the sizes."""
+    """How much is timed: `repeats` turns of `steps` of each size in `mib`, after one step that is not counted."""
 
     ranks: int = 2
     steps: int = 6
@@ -33,18 +33,22 @@ QUICK = Sizes(steps=2, repeats=1, mib=("2", "25"), workloads=("mlp",))
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"samples": {workload: {MiB: seconds}}, "summary": {workload: {"chosen_mib", "tried", "step_s"}}}."""
+    """Measure all workloads.
+
+    Returns:
+        {"samples": {workload: {MiB: seconds}}, "summary": {workload: {"chosen_mib", "tried", "step_s"}}}.
+    """
     samples, summary = {}, {}
     for name in sizes.workloads:
         times, chosen = run_ranks(measure_on_rank, sizes.ranks, name, sizes, timeout_s=600)[0]
         samples[name] = times
-        medians = {size: statistics.median(found) for size, found in times.items()}
+        medians = {size: statistics.median(seconds) for size, seconds in times.items()}
         summary[name] = {"chosen_mib": chosen["chosen_mib"], "tried": chosen["step_s"], "step_s": medians}
     return {"samples": samples, "summary": summary}
 
 
 def measure_on_rank(name: str, sizes: Sizes) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Seconds of steps by size, and the row that says what the run chose (on rank 0)."""
+    """Return the seconds of steps by size, and on rank 0 the row in which the run says what it chose."""
     import tutti
     from tutti.parallel.data import bucket_size_tuner
     from tutti.trainer.metrics import read_rows
@@ -65,14 +69,14 @@ def measure_on_rank(name: str, sizes: Sizes) -> tuple[dict[str, list[float]], di
         job.step(next(batches))
     times: dict[str, list[float]] = {size: [] for size in sizes.mib}
     for _ in range(sizes.repeats):
-        for size, found in times.items():
+        for size, seconds in times.items():
             run.parallel.replica.rebuild_buckets(run.parallel.replica.order, None, int(float(size) * MIB))
             job.step(next(batches))
             for _ in range(sizes.steps):
                 batch = next(batches)
                 began = time.perf_counter()
                 job.step(batch)
-                found.append(time.perf_counter() - began)
+                seconds.append(time.perf_counter() - began)
     if job.rank:
         return times, {}
     written = [row for row in read_rows(run.output.folder.metrics) if row["kind"] == "buckets"]
@@ -80,11 +84,11 @@ def measure_on_rank(name: str, sizes: Sizes) -> tuple[dict[str, list[float]], di
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: header and rows, times of a step in milliseconds."""
+    """Return the table: header and rows, times of a step in milliseconds."""
     table = []
-    for name, found in result["summary"].items():
-        for size, seconds in found["step_s"].items():
-            tried = next((s for mib, s in found["tried"].items() if float(mib) == float(size)), None)
-            chosen = "chosen" if float(size) == found["chosen_mib"] else ""
+    for name, entry in result["summary"].items():
+        for size, seconds in entry["step_s"].items():
+            tried = next((s for mib, s in entry["tried"].items() if float(mib) == float(size)), None)
+            chosen = "chosen" if float(size) == entry["chosen_mib"] else ""
             table.append([f"{name}, {size} MiB", f"{1e3 * seconds:.2f}", f"{1e3 * tried:.2f}" if tried else "", chosen])
-    return ["buckets of", "step (ms)", "as auto saw it (ms)", ""], table
+    return ["buckets of", "step (ms)", "measured by auto (ms)", ""], table

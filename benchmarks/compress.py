@@ -1,9 +1,9 @@
-"""Compression kernels on one core: nanoseconds a parameter to encode and to decode and add, beside plain torch.
+"""Compression kernels on one core: nanoseconds a parameter to encode, and to decode and add, beside plain torch.
 
-The time is this process' CPU time, and of several passes the least counts: what else runs on the machine shows less.
-The gradient does not fit into the caches. Every encode has its error feedback, where the method has it, in the same
-pass. "torch" is the reference that the kernels are tested against bit for bit, not the fastest one could write. Where
-there is a CUDA device, the same on it: Triton's kernels beside plain torch, by the wall clock.
+Times are CPU times of this process, and the fastest of several passes counts, so that other work on the machine has
+little effect. The gradient does not fit into the caches. An encode includes the error feedback, if the codec has
+it. "torch" is the reference with which the kernels are compared bit for bit; it is not the fastest possible code.
+With a CUDA device, Triton's kernels and plain torch are also timed there, by the clock.
 """
 
 import time
@@ -36,12 +36,12 @@ CODECS: dict[str, tuple[Codec, float | None]] = {
     "DGC 0.1 %": (DGC(0.001), 6),
     "Top16_Q4, feedback": (TOP16_Q4, None),
 }
-"""By name: the codec, and the most nanoseconds that encoding should take; decoding and adding should take 2."""
+"""Name -> the codec, and the aim for encoding in nanoseconds; the aim for decoding and adding is 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is timed: gradients of `numel` float32 values, `repeats` passes of kernels and 3 of torch."""
+    """What is timed: gradients of `numel` float32 values, `repeats` passes of the kernels and 3 of torch."""
 
     numel: int = 2**24
     repeats: int = 15
@@ -51,7 +51,9 @@ QUICK = Sizes(numel=2**22, repeats=5)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """{"summary": {codec: {"bytes", "encode_ns", "decode_add_ns", "torch_encode_ns", ...}}}, all for one parameter."""
+    """Time all codecs. Returns {"summary": {codec: {"bytes", "encode_ns", "decode_add_ns", "torch_encode_ns",
+    ...}}}, for one parameter.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     values = torch.randn(sizes.numel)
@@ -63,7 +65,9 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 
 def on_device(codec: Codec, values: torch.Tensor, least_s: float = 0.5) -> dict[str, Any]:
-    """As `summary` has it, for where `values` are: medians of the wall clock's time until the device is done."""
+    """Return the entry of `summary` for the device of `values`: medians of the time by the clock until the device is
+    done.
+    """
     numel, device = values.numel(), values.device
     state, into = codec.state(numel, dtype=values.dtype, device=device), torch.zeros_like(values)
     message = torch.zeros(codec.nbytes(numel), dtype=torch.uint8, device=device)
@@ -107,7 +111,7 @@ def _one(codec: Codec, aim: float | None, values: torch.Tensor, sizes: Sizes) ->
 
 
 def _least_ns(call: Callable[[], None], repeats: int, numel: int) -> float:
-    """CPU nanoseconds a parameter of the quickest of `repeats` calls, after one that is not counted."""
+    """Return the CPU nanoseconds a parameter of the fastest of `repeats` calls, after one that is not counted."""
     call()
     seconds = []
     for _ in range(repeats):
@@ -118,12 +122,18 @@ def _least_ns(call: Callable[[], None], repeats: int, numel: int) -> float:
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: bytes and nanoseconds a parameter."""
-    header = ["code", "bytes", "encode ns", "aim", "decode-add ns", "aim", "torch encode ns", "torch decode-add ns"]
+    """Return the table: bytes and nanoseconds a parameter."""
+    header = ["codec", "bytes", "encode ns", "aim", "decode-add ns", "aim", "torch encode ns", "torch decode-add ns"]
     table = []
-    for name, one in result["summary"].items():
-        aim, decode_aim = ("" if one[key] is None else f"{one[key]:.0f}" for key in ("aim_ns", "decode_add_aim_ns"))
-        torch_ns = [f"{one[f'torch_{step}_ns']:.1f}" for step in ("encode", "decode_add")]
-        numbers = [f"{one['bytes']:.4f}", f"{one['encode_ns']:.2f}", aim, f"{one['decode_add_ns']:.2f}", decode_aim]
+    for name, entry in result["summary"].items():
+        aim, decode_aim = ("" if entry[key] is None else f"{entry[key]:.0f}" for key in ("aim_ns", "decode_add_aim_ns"))
+        torch_ns = [f"{entry[f'torch_{step}_ns']:.1f}" for step in ("encode", "decode_add")]
+        numbers = [
+            f"{entry['bytes']:.4f}",
+            f"{entry['encode_ns']:.2f}",
+            aim,
+            f"{entry['decode_add_ns']:.2f}",
+            decode_aim,
+        ]
         table.append([name, *numbers, *torch_ns])
     return header, table

@@ -1,8 +1,8 @@
-"""Exchanges in which two hosts send to each other at once: Gloo's own, beside tutti's messages of point_to_point.
+"""Exchanges in which two hosts send to each other at the same time: Gloo's own beside tutti's (comm.point_to_point).
 
-Both sides take turns in the same ranks of a lab (root): trains of exchanges, each waited for before the next begins, as
-in a step. Before a train one rank is late by a part of the time that the line needs for one exchange. That time, bytes
-over rate, is the yardstick: 1.0 is the line itself, both ways at once.
+Both sides take turns in the same ranks of a lab (root). A train of exchanges waits for each before the next begins,
+as in a step. Before a train, one rank is late by a part of the time that the link needs for one exchange. Times are
+relative to that time (bytes over rate): 1.0 is the full rate of the link in both directions at once.
 """
 
 import argparse
@@ -34,8 +34,15 @@ SIDES = ("Gloo", "tutti")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Trains of `exchanges`, in which each rank sends `nbytes` to the other; each side has `blocks` of them, in turns.
-    `late`: parts of an exchange's time, in hundredths."""
+    """What is measured.
+
+    Attributes:
+        rates: limits of the links.
+        nbytes: bytes that each rank sends to the other in an exchange.
+        late: lateness of one rank, in hundredths of an exchange's time.
+        blocks: trains of each side, in turns.
+        exchanges: exchanges of a train.
+    """
 
     rates: tuple[str, ...] = ("1gbit", "100mbit")
     nbytes: tuple[str, ...] = ("262144", "2097152")
@@ -48,8 +55,10 @@ QUICK = Sizes(rates=("1gbit",), nbytes=("2097152",), late=("50",), blocks=2)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"samples": times of the line's, block by block, "summary": medians} by limit, exchange, bytes, late."""
-    found: dict[str, Any] = {}
+    """Measure everything. Returns {"samples": times relative to the link's, block by block, "summary": medians}, by
+    limit, exchange, bytes and lateness.
+    """
+    samples: dict[str, Any] = {}
     for rate in sizes.rates:
         with Lab(HOSTS, rates=rate) as lab, tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "blocks.json"
@@ -58,9 +67,9 @@ def measure(sizes: Sizes) -> dict[str, Any]:
             words = ("--folder", str(Path(folder) / "run"), __file__, *given, f"--output={output}")
             done = lab.train(*words, cwd=Path(folder), timeout_s=500)
             if not output.exists():
-                raise SystemExit("the ranks failed\n" + "\n".join(one.err for one in done))
-            found |= {f"{rate}, {what}": blocks for what, blocks in json.loads(output.read_text()).items()}
-    return {"samples": found, "summary": {what: summary(blocks) for what, blocks in found.items()}}
+                raise SystemExit("the ranks failed\n" + "\n".join(host.err for host in done))
+            samples |= {f"{rate}, {what}": blocks for what, blocks in json.loads(output.read_text()).items()}
+    return {"samples": samples, "summary": {what: summary(blocks) for what, blocks in samples.items()}}
 
 
 def summary(blocks: dict[str, list[float]]) -> dict[str, Any]:
@@ -72,12 +81,12 @@ def summary(blocks: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: a line for each limit, exchange, size and lateness."""
+    """Return the table: a line for each limit, exchange, size and lateness."""
     table = []
-    for what, one in result["summary"].items():
-        times = [f"{one['of_line'][side]:.2f} ({one['spread'][side]:.0%})" for side in SIDES]
-        table.append([what, *times, f"{one['ratio']:.2f}"])
-    return ["exchange", *(f"{side}, of the line (spread)" for side in SIDES), "ratio"], table
+    for what, entry in result["summary"].items():
+        times = [f"{entry['of_line'][side]:.2f} ({entry['spread'][side]:.0%})" for side in SIDES]
+        table.append([what, *times, f"{entry['ratio']:.2f}"])
+    return ["exchange", *(f"{side}, of the link's time (spread)" for side in SIDES), "ratio"], table
 
 
 # What runs on every rank
@@ -94,8 +103,8 @@ def main() -> None:
     world = join_world()
     bits_per_s = parse_rate(args.rate)
     if bits_per_s is None:
-        raise SystemExit("crossing: an unlimited link has no time of its own to compare with; give a rate")
-    found: dict[str, dict[str, list[float]]] = {}
+        raise SystemExit("crossing: times are relative to the rate of a limited link; give --rate a limit")
+    blocks_by_case: dict[str, dict[str, list[float]]] = {}
     for name, sides in WAYS.items():
         for nbytes in map(int, args.nbytes.split(",")):
             for late in map(int, args.late.split(",")):
@@ -104,9 +113,9 @@ def main() -> None:
                     for side, begin in zip(SIDES, sides, strict=True):
                         took_s = train(begin, nbytes // 4, args.exchanges, late / 100 * line_s)
                         blocks[side].append(took_s / line_s)
-                found[f"{name}, {nbytes} B, late by {late} %"] = blocks
+                blocks_by_case[f"{name}, {nbytes} B, late by {late} %"] = blocks
     if world.is_main:
-        args.output.write_text(json.dumps(found))
+        args.output.write_text(json.dumps(blocks_by_case))
     leave_world()
 
 
@@ -114,7 +123,7 @@ Begin = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def train(begin: Begin, numel: int, exchanges: int, late_s: float) -> float:
-    """Seconds of one exchange, each waited for before the next."""
+    """Return the mean seconds of an exchange; each is waited for before the next."""
     rows, both = torch.ones(numel), torch.ones(2 * numel)
     begin(rows.clone(), both.clone()).wait()
     dist.barrier()

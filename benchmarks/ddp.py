@@ -1,9 +1,9 @@
-"""Step time under tutti against a hand-written DistributedDataParallel loop: same model, data, threads and processes.
+"""Step time of tutti beside a hand-written DistributedDataParallel loop: same model, data, threads and processes.
 
-Both loops live in the same ranks and take turns, block by block (A B A B ...), so that what the machine does
-meanwhile happens to both. A time is that of one whole step, its batch included. Beside them stand two floors: the
-same loop without communication, and the bare all-reduce of the same gradient bytes; and the hand-written loop in
-ranks of its own, which is without the allocator setting that a Job makes (`tutti.host_memory`).
+Both loops live in the same ranks and take turns, block by block (A B A B ...), so that disturbances of the machine
+affect both. A time is that of one whole step, including its batch. There are two lower bounds: the same loop
+without communication, and the bare all-reduce of as many bytes. The hand-written loop also runs in ranks of its
+own, without the allocator setting that a Job makes (`tutti.host_memory`).
 """
 
 import itertools
@@ -28,10 +28,11 @@ BUCKET_NBYTES = 25 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is timed: in each of `launches`, `repeats` blocks of `steps` of each loop, after `warmup` steps of each.
+    """How much is timed: in each of `launches`, `repeats` blocks of `steps` of each loop, after `warmup` steps of
+    each.
 
-    Blocks are short, so that both loops meet the same weather; launches are several, because where a process'
-    buffers happen to lie is settled once a process.
+    Blocks are short, so that the machine treats both loops alike. There are several launches, because the
+    addresses of a process's buffers affect its speed and are fixed when it starts.
     """
 
     ranks: int = 2
@@ -46,15 +47,15 @@ QUICK = Sizes(launches=1, warmup=2, repeats=3)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """All workloads, each in ranks of its own. Returns {"samples": .., "summary": {workload: ..}}, seconds."""
+    """Measure all workloads, each in its own ranks. Returns {"samples": .., "summary": {workload: ..}}, in seconds."""
     samples = {
         name: _pooled([_launch(name, sizes, number) for number in range(sizes.launches)]) for name in sizes.workloads
     }
-    return {"samples": samples, "summary": {name: summary(name, one) for name, one in samples.items()}}
+    return {"samples": samples, "summary": {name: summary(name, times) for name, times in samples.items()}}
 
 
 def _launch(name: str, sizes: Sizes, number: int) -> dict[str, Any]:
-    """One workload, in fresh ranks; launches take turns in which loop gets its memory first."""
+    """Measure one workload in fresh ranks; launches alternate in which loop allocates its memory first."""
     return {
         **run_ranks(measure_on_rank, sizes.ranks, name, sizes, number % 2 == 0, timeout_s=600)[0],
         "ddp_alone_s": run_ranks(ddp_alone_on_rank, sizes.ranks, name, sizes, timeout_s=600)[0],
@@ -62,7 +63,7 @@ def _launch(name: str, sizes: Sizes, number: int) -> dict[str, Any]:
 
 
 def _pooled(launches: list[dict[str, Any]]) -> dict[str, Any]:
-    """All launches' samples, one after another."""
+    """Concatenate the samples of all launches."""
     first = launches[0]
     loops = first["step_s"]
     return {
@@ -75,7 +76,7 @@ def _pooled(launches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summary(name: str, samples: dict[str, Any]) -> dict[str, Any]:
-    """Medians over blocks of the blocks' median step times, and the ratio block by block."""
+    """Return medians over blocks of the blocks' median step times, and the ratio block by block."""
     blocks = {loop: [statistics.median(block) for block in times] for loop, times in samples["step_s"].items()}
     ratios = [ours / theirs for ours, theirs in zip(blocks["tutti"], blocks["ddp"], strict=True)]
     floor = statistics.median(blocks["compute only"])
@@ -107,7 +108,9 @@ def _chunks(values: list[float], count: int) -> list[list[float]]:
 
 
 def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, Any]:
-    """Time all loops of one workload. The same on every rank, because each step ends in the same exchange."""
+    """Time all loops of one workload. The times are the same on every rank, because each step ends in the same
+    exchange.
+    """
     from tutti.comm.world import join_world
 
     join_world()
@@ -120,7 +123,7 @@ def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, Any
         _block(loop, sizes.warmup)
     step_s: dict[str, list[list[float]]] = {loop: [] for loop in loops}
     for repeat in range(sizes.repeats):
-        for loop in sorted(("ddp", "tutti"), reverse=bool(repeat % 2)):  # neither is always the one that comes first
+        for loop in sorted(("ddp", "tutti"), reverse=bool(repeat % 2)):  # neither loop is always first
             step_s[loop].append(_block(loops[loop], sizes.steps))
     step_s["compute only"].append(_block(loops["compute only"], sizes.steps))
     nbytes = sum(p.numel() * p.element_size() for p in workload.model().parameters())
@@ -134,7 +137,7 @@ def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, Any
 
 
 def ddp_alone_on_rank(name: str, sizes: Sizes) -> list[float]:
-    """The hand-written loop in ranks without a Job: shows that living beside tutti does not slow it."""
+    """Time the hand-written loop in ranks without a Job, to show that running beside tutti does not slow it down."""
     from tutti.comm.world import join_world
 
     join_world()
@@ -144,7 +147,7 @@ def ddp_alone_on_rank(name: str, sizes: Sizes) -> list[float]:
 
 
 def tutti_loop(workload: Workload, sizes: Sizes) -> Iterator[None]:
-    """The three lines; yields after each step."""
+    """Run tutti's three lines; yields after each step."""
     import tutti
 
     torch.manual_seed(0)
@@ -158,7 +161,7 @@ def tutti_loop(workload: Workload, sizes: Sizes) -> Iterator[None]:
 
 
 def ddp_loop(workload: Workload, sizes: Sizes, nn_replica: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
-    """The same by hand, as PyTorch's documentation advises; yields after each step."""
+    """Run the same loop by hand, as PyTorch's documentation advises; yields after each step."""
     torch.manual_seed(0)
     model = workload.model()
     data = workload.data(_samples(workload))
@@ -190,12 +193,12 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _samples(workload: Workload) -> int:
-    """Enough that an epoch's turn is rare, whole batches on any small number of ranks."""
+    """Return a number of samples that makes epochs long, and gives whole batches on any small number of ranks."""
     return workload.batch * 12 * 20
 
 
 def _block(loop: Iterator[None], steps: int) -> list[float]:
-    """Seconds of each of `steps` steps, begun together on all ranks."""
+    """Return the seconds of each of `steps` steps, which all ranks begin together."""
     dist.barrier()
     times = [time.perf_counter()]
     for _ in range(steps):
@@ -205,7 +208,7 @@ def _block(loop: Iterator[None], steps: int) -> list[float]:
 
 
 def _all_reduce(nbytes: int) -> float:
-    """Seconds to sum `nbytes` over the ranks in buckets, and nothing else."""
+    """Return the seconds of an all-reduce of `nbytes` in buckets, with nothing else to do."""
     sizes = [BUCKET_NBYTES] * (nbytes // BUCKET_NBYTES) + [nbytes % BUCKET_NBYTES]
     buckets = [torch.ones(size // 4) for size in sizes if size]
     dist.barrier()
@@ -230,14 +233,14 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     table = [
         [
             name,
-            f"{1e3 * one['ddp_alone_s']:.1f}",
-            f"{1e3 * one['ddp_s']:.1f}",
-            f"{1e3 * one['tutti_s']:.1f}",
-            f"{one['ratio']:.3f}",
-            f"{min(one['ratio_by_launch']):.3f}-{max(one['ratio_by_launch']):.3f}",
-            f"{1e3 * one['compute_floor_s']:.1f}",
-            f"{1e3 * one['bare_all_reduce_s']:.1f}",
+            f"{1e3 * entry['ddp_alone_s']:.1f}",
+            f"{1e3 * entry['ddp_s']:.1f}",
+            f"{1e3 * entry['tutti_s']:.1f}",
+            f"{entry['ratio']:.3f}",
+            f"{min(entry['ratio_by_launch']):.3f}-{max(entry['ratio_by_launch']):.3f}",
+            f"{1e3 * entry['compute_floor_s']:.1f}",
+            f"{1e3 * entry['bare_all_reduce_s']:.1f}",
         ]
-        for name, one in result["summary"].items()
+        for name, entry in result["summary"].items()
     ]
     return header, table

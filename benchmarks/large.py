@@ -1,7 +1,8 @@
-"""A GPT larger than a rank should hold: planned, built without memory, stepped; each rank's peak against arithmetic.
+"""A GPT larger than one rank should hold: planned, built without memory, stepped; peaks beside the prediction.
 
-Parameters are bfloat16 and divided among the ranks (level 3), and so are gradients and AdamW's two states: 8 bytes a
-parameter in all. Beside them a rank needs a few blocks at a time (`beside`). Run it on its own, it takes the machine:
+Parameters are bfloat16 and divided among the ranks (level 3), and so are gradients and AdamW's two states: 8 bytes
+a parameter in all. In addition a rank needs memory for a few blocks at a time (`beside`). Run this script while
+nothing else runs, because it needs the whole machine:
 
     python benchmarks/large.py --layers 20 --width 2048 --ranks 4
 """
@@ -37,7 +38,7 @@ CONTEXT, SAMPLES = 64, 8
 
 
 def gpt(layers: int, width: int) -> nn.Module:
-    """The example's GPT with parameters in bfloat16."""
+    """Return the example's GPT with parameters in bfloat16."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -51,14 +52,16 @@ def plan_of(ranks: int) -> Plan:
 
 
 def beside(block_nbytes: int) -> int:
-    """Bytes beside the divided states at the worst moment, backward of a block: the block, the one that is being
-    gathered and its way into place, the gradients, and the sums in flight, sent and received.
+    """Return the bytes beside the divided states at the peak, in the backward of a block.
+
+    They are the block, the block that is being gathered and its copy, the gradients, and the pending sums, sent
+    and received.
     """
     return block_nbytes * (1 + 2 + 1 + 2 * MAX_PENDING_SUMS)
 
 
 def predicted(layers: int, width: int, ranks: int) -> dict[str, int]:
-    """From shapes alone: of parameters, of the most that a rank holds at once."""
+    """Return the predicted parameters, and the peak bytes of a rank, from shapes alone."""
     model, _ = build_on_meta(lambda: gpt(layers, width))
     explained = explain_layout(model, plan_of(ranks))
     block = sum(p.numel() * p.element_size() for p in model.blocks[0].parameters())
@@ -72,7 +75,9 @@ def predicted(layers: int, width: int, ranks: int) -> dict[str, int]:
 
 
 def resident(key: str) -> int:
-    """VmRSS (now) or VmHWM (the most since `forget_peak`) of this process, bytes, without what it shares of others."""
+    """Return VmRSS (now) or VmHWM (the peak since `forget_peak`) of this process in bytes, without memory shared by
+    others.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key)) - attached_resident_nbytes()
 
@@ -82,22 +87,22 @@ def forget_peak() -> None:
 
 
 def warm_up(width: int) -> None:
-    """Have the libraries loaded and their scratch memory taken, with one block of the same width."""
+    """Load the libraries and allocate their scratch memory, with one block of the same width."""
     model = gpt(1, width)
     tokens = torch.zeros(2, CONTEXT, dtype=torch.long)
     gpt_tutti.loss_fn(model(tokens), tokens).backward()
 
 
 def train(layers: int, width: int, ranks: int, steps: int) -> dict[str, Any]:
-    """On one rank: build, prepare, step; bytes above those of the process before, seconds, losses."""
+    """On one rank: build, prepare and step; returns bytes beyond those of the process before, seconds and losses."""
     os.nice(10)
     os.environ["TUTTI_PLAN"] = str(serialization.save(plan_of(ranks), Path.cwd() / f"plan-{os.getpid()}.json"))
     warm_up(width)
-    start, found, began = resident("VmRSS"), {}, time.perf_counter()
+    start, figures, began = resident("VmRSS"), {}, time.perf_counter()
 
     def note(name: str) -> None:
-        found[f"{name}_peak_nbytes"] = resident("VmHWM") - start
-        found[f"{name}_s"] = round(time.perf_counter() - began, 2)
+        figures[f"{name}_peak_nbytes"] = resident("VmHWM") - start
+        figures[f"{name}_s"] = round(time.perf_counter() - began, 2)
         forget_peak()
 
     job = tutti.Job(global_batch_size=SAMPLES, keep_checkpoints=0)
@@ -108,11 +113,11 @@ def train(layers: int, width: int, ranks: int, steps: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     model, _, loader = job.prepare(model, optimizer, data, gpt_tutti.loss_fn)
     note("prepared")
-    found["losses"] = [job.step(batch) for _ in job.epochs(steps) for batch in loader]
+    figures["losses"] = [job.step(batch) for _ in job.epochs(steps) for batch in loader]
     note("stepped")
-    found["rest_nbytes"] = resident("VmRSS") - start
-    found["process_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - attached_resident_nbytes()
-    return found
+    figures["rest_nbytes"] = resident("VmRSS") - start
+    figures["process_nbytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - attached_resident_nbytes()
+    return figures
 
 
 def main() -> int:
@@ -124,7 +129,7 @@ def main() -> int:
     expected = predicted(args.layers, args.width, args.ranks)
     print(json.dumps(expected), file=sys.stderr)
     ranks = run_ranks(train, args.ranks, args.layers, args.width, args.ranks, args.steps, timeout_s=args.timeout)
-    peak = max(one["stepped_peak_nbytes"] for one in ranks)
+    peak = max(rank["stepped_peak_nbytes"] for rank in ranks)
     result = {"predicted": expected, "ranks": ranks, "summary": {"peak_over_predicted": peak / expected["peak_nbytes"]}}
     print(record.write("large", result, vars(args), load, quick=args.width < 1024))
     print(json.dumps(result["summary"]))

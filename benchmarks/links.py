@@ -1,7 +1,8 @@
-"""The rate that a laboratory's links really give: bytes arriving through sockets and in Gloo's all-reduces. Needs root.
+"""The real rate of a lab's links: bytes that arrive through sockets and in Gloo's all-reduces. Needs root.
 
-Every limit is tried between two hosts of one rank: a socket one way, sockets both ways at once, all-reduces. Payload is
-counted, so Ethernet's, IP's and TCP's headers (66 bytes of each 1514) make 95.6 % of a limit the most there can be.
+Every limit is tried between two hosts of one rank: a socket in one direction, sockets in both directions at once,
+and all-reduces. Only payload counts; the headers of Ethernet, IP and TCP (66 of each 1514 bytes) leave at most 95.6
+% of a limit.
 """
 
 import argparse
@@ -20,7 +21,9 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Each transfer lasts `seconds`; an all-reduce is of `mib` MiB, `repeats` times after one to warm up."""
+    """Each transfer lasts `seconds`. An all-reduce has `mib` MiB and is repeated `repeats` times, after one to warm
+    up.
+    """
 
     rates: tuple[str, ...] = ("unlimited", "10gbit", "1gbit", "100mbit")
     seconds: int = 5
@@ -32,28 +35,30 @@ QUICK = Sizes(rates=("1gbit", "100mbit"), seconds=1, mib=4, repeats=2)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"summary": {rate: bytes a second, one way, by kind of transfer, and the limit}}."""
+    """Measure all limits. Returns {"summary": {rate: bytes a second in one direction, by kind of transfer, and the
+    limit}}.
+    """
     from tutti.lab import Lab, parse_rate
 
-    found = {}
+    rates = {}
     for rate in sizes.rates:
         with Lab(2, rates=rate) as lab:
             words = (f"--seconds={sizes.seconds}", f"--mib={sizes.mib}", f"--repeats={sizes.repeats}")
             done = lab.run((sys.executable, __file__, *words), timeout_s=300)
-        if any(one.code for one in done):
-            raise SystemExit("\n".join(one.err for one in done))
+        if any(host.code for host in done):
+            raise SystemExit("\n".join(host.err for host in done))
         bits = parse_rate(rate)
-        found[rate] = {"limit_bytes_per_s": bits and bits / 8, **json.loads(done[0].out)}
-    return {"summary": found}
+        rates[rate] = {"limit_bytes_per_s": bits and bits / 8, **json.loads(done[0].out)}
+    return {"summary": rates}
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: header and rows, megabytes a second one way and parts of the limit."""
+    """Return the table: header and rows, megabytes a second in one direction and parts of the limit."""
     kinds = ("socket_bytes_per_s", "duplex_bytes_per_s", "all_reduce_bytes_per_s")
     table = []
-    for rate, one in result["summary"].items():
-        limit = one["limit_bytes_per_s"]
-        shown = [f"{one[kind] / 1e6:.1f}" + (f" ({one[kind] / limit:.1%})" if limit else "") for kind in kinds]
+    for rate, entry in result["summary"].items():
+        limit = entry["limit_bytes_per_s"]
+        shown = [f"{entry[kind] / 1e6:.1f}" + (f" ({entry[kind] / limit:.1%})" if limit else "") for kind in kinds]
         table.append([rate, *shown])
     return ["limit", "one way MB/s", "both ways MB/s", "all-reduce MB/s"], table
 
@@ -69,13 +74,13 @@ def main() -> None:
     first = os.environ["NODE_RANK"] == "0"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     with _connection(first, address, port) as wire:
-        found = {
+        rates = {
             "socket_bytes_per_s": _receive(wire) if first else _send(wire, sizes.seconds),
             "duplex_bytes_per_s": _both_ways(wire, sizes.seconds),
         }
-    found["all_reduce_bytes_per_s"] = _all_reduce(first, f"tcp://{address}:{port + 1}", sizes.mib, sizes.repeats)
+    rates["all_reduce_bytes_per_s"] = _all_reduce(first, f"tcp://{address}:{port + 1}", sizes.mib, sizes.repeats)
     if first:
-        print(json.dumps(found))
+        print(json.dumps(rates))
 
 
 def _connection(first: bool, address: str, port: int) -> socket.socket:
@@ -90,7 +95,7 @@ def _connection(first: bool, address: str, port: int) -> socket.socket:
 
 
 def _send(wire: socket.socket, seconds: float) -> float:
-    """Send pieces for some time, the last of them marked."""
+    """Send pieces for some time, and mark the last one."""
     until, piece = time.perf_counter() + seconds, bytes(PIECE)
     while time.perf_counter() < until:
         wire.sendall(piece)
@@ -99,7 +104,9 @@ def _send(wire: socket.socket, seconds: float) -> float:
 
 
 def _receive(wire: socket.socket) -> float:
-    """Bytes a second that arrive, from the first piece (slow start, buckets that are full) to the last."""
+    """Return the bytes a second that arrive until the last piece, without the first 0.3 s (slow start, full token
+    buckets).
+    """
     buffer, count, start, skipped = bytearray(PIECE), 0, time.perf_counter(), 0
     while True:
         view = memoryview(buffer)
@@ -121,7 +128,9 @@ def _both_ways(wire: socket.socket, seconds: float) -> float:
 
 
 def _all_reduce(first: bool, meet: str, mib: int, repeats: int) -> float:
-    """Bytes a second that each of the two ranks sends in an all-reduce: it sends as many as the tensor has."""
+    """Return the bytes a second that each of the two ranks sends in an all-reduce; it sends as many as the tensor
+    has.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""Data loading: tutti's loader against a hand-written DataLoader with a DistributedSampler, and the bare gather.
+"""Data loading: tutti's loader beside a hand-written DataLoader with a DistributedSampler, and a bare gather.
 
-One rank, no training: seconds a batch takes to arrive. tutti's loader also draws every sample under seeds of its
-own, so that augmentation does not depend on the number of ranks; what that costs shows here.
+One rank takes batches without training; measured are the seconds until a batch arrives. tutti's loader also seeds
+every sample, so that augmentation does not depend on the number of ranks; the cost of that shows here.
 """
 
 import itertools
@@ -35,7 +35,7 @@ QUICK = Sizes(samples=2048, batches=10, warmup=2, repeats=3)
 
 
 class Flipped(Dataset[tuple[Tensor, Tensor]]):
-    """Images mirrored at random when they are taken: a data set with augmentation."""
+    """Images mirrored at random when they are read: a data set with augmentation."""
 
     def __init__(self, data: TensorDataset) -> None:
         self.data = data
@@ -49,24 +49,24 @@ class Flipped(Dataset[tuple[Tensor, Tensor]]):
 
 
 def data_sets(samples: int) -> dict[str, Dataset[Any]]:
-    """In memory, and augmented; images of 3 x 32 x 32."""
+    """Return data sets of images of 3 x 32 x 32: one in memory, one augmented."""
     draw = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(samples, 3, 32, 32, generator=draw), torch.randint(10, (samples,), generator=draw))
     return {"tensors": data, "augmented": Flipped(data)}
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Both data sets with all loaders. Returns {"samples": .., "summary": {data set: ..}}, seconds."""
-    torch.set_num_threads(1)  # what a rank has
+    """Measure both data sets with all loaders. Returns {"samples": .., "summary": {data set: ..}}, in seconds."""
+    torch.set_num_threads(1)  # the threads of a rank
     samples = {}
     for name, data in data_sets(sizes.samples).items():
         loops = {"torch": torch_batches(data, sizes), "tutti": tutti_batches(data, sizes), "bare": bare(data, sizes)}
         samples[name] = interleaved(loops, sizes)
-    return {"samples": samples, "summary": {name: summary(one) for name, one in samples.items()}}
+    return {"samples": samples, "summary": {name: summary(times) for name, times in samples.items()}}
 
 
 def interleaved(loops: dict[str, Iterator[Any]], sizes: Sizes) -> dict[str, list[float]]:
-    """Seconds a batch, per block, the loops taking turns."""
+    """Return the seconds of a batch in each block; the loops take turns."""
     for loop in loops.values():
         _block(loop, sizes.warmup)
     times: dict[str, list[float]] = {name: [] for name in loops}
@@ -77,7 +77,7 @@ def interleaved(loops: dict[str, Iterator[Any]], sizes: Sizes) -> dict[str, list
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians over blocks, and the ratio block by block."""
+    """Return medians over blocks, and the ratio block by block."""
     ratios = [ours / theirs for ours, theirs in zip(times["tutti"], times["torch"], strict=True)]
     return {
         **{f"{name}_s": statistics.median(blocks) for name, blocks in times.items()},
@@ -89,7 +89,7 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def torch_batches(data: Dataset[Any], sizes: Sizes) -> Iterator[Any]:
-    """Batches by hand, epoch after epoch."""
+    """Yield batches of the hand-written loader, epoch after epoch."""
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0)
     loader = DataLoader(data, batch_size=sizes.batch, sampler=sampler)
     for epoch in itertools.count():
@@ -98,7 +98,7 @@ def torch_batches(data: Dataset[Any], sizes: Sizes) -> Iterator[Any]:
 
 
 def tutti_batches(data: Dataset[Any], sizes: Sizes) -> Iterator[Any]:
-    """Batches by `prepare`, epoch after epoch."""
+    """Yield batches of the loader that `prepare` returns, epoch after epoch."""
     import tutti
 
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
@@ -111,7 +111,7 @@ def tutti_batches(data: Dataset[Any], sizes: Sizes) -> Iterator[Any]:
 
 
 def bare(data: Dataset[Any], sizes: Sizes) -> Iterator[Any]:
-    """The floor: the tensors' rows in a random order, gathered by one indexing a batch."""
+    """Yield the lower bound: rows of the tensors in a random order, gathered with one indexing a batch."""
     tensors = (data.data if isinstance(data, Flipped) else data).tensors  # type: ignore[attr-defined]
     while True:
         for chosen in torch.randperm(len(tensors[0])).split(sizes.batch):
@@ -126,17 +126,17 @@ def _block(loop: Iterator[Any], batches: int) -> float:
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: header and rows, times in milliseconds a batch."""
+    """Return the table: header and rows, times in milliseconds a batch."""
     header = ["data", "DataLoader ms", "tutti ms", "ratio", "(min-max)", "bare gather ms"]
     table = [
         [
             name,
-            f"{1e3 * one['torch_s']:.2f}",
-            f"{1e3 * one['tutti_s']:.2f}",
-            f"{one['ratio']:.3f}",
-            f"{one['ratio_min']:.3f}-{one['ratio_max']:.3f}",
-            f"{1e3 * one['bare_s']:.2f}",
+            f"{1e3 * entry['torch_s']:.2f}",
+            f"{1e3 * entry['tutti_s']:.2f}",
+            f"{entry['ratio']:.3f}",
+            f"{entry['ratio_min']:.3f}-{entry['ratio_max']:.3f}",
+            f"{1e3 * entry['bare_s']:.2f}",
         ]
-        for name, one in result["summary"].items()
+        for name, entry in result["summary"].items()
     ]
     return header, table

@@ -1,7 +1,8 @@
-"""Step time of split, shard and stage against the hand-written PyTorch equivalent: same model, data, ranks, threads.
+"""Step time of split, shard and stage beside the hand-written PyTorch equivalent: same model, data, ranks and threads.
 
 As in the DDP suite, both loops live in the same ranks and take turns in short blocks. The hand-written sides are
-`parallelize_module` (tensor parallel), FSDP2's `fully_shard`, and `torch.distributed.pipelining`'s 1F1B schedule.
+`parallelize_module` (tensor parallelism), FSDP2's `fully_shard`, and the 1F1B schedule of
+`torch.distributed.pipelining`.
 """
 
 import itertools
@@ -42,17 +43,19 @@ BATCH, MICROBATCHES = 64, 4
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"samples": {mechanism: {loop: blocks of step seconds}}, "summary": {mechanism: ..}}."""
+    """Measure all mechanisms. Returns {"samples": {mechanism: {loop: blocks of step seconds}}, "summary":
+    {mechanism: ..}}.
+    """
     samples = {}
     for name in sizes.mechanisms:
         launches = [run_ranks(measure_on_rank, sizes.ranks, name, sizes, n % 2 == 0, timeout_s=600)[0]
                     for n in range(sizes.launches)]  # fmt: skip
-        samples[name] = {loop: [block for one in launches for block in one[loop]] for loop in launches[0]}
-    return {"samples": samples, "summary": {name: summary(one, sizes) for name, one in samples.items()}}
+        samples[name] = {loop: [block for entry in launches for block in entry[loop]] for loop in launches[0]}
+    return {"samples": samples, "summary": {name: summary(entry, sizes) for name, entry in samples.items()}}
 
 
 def summary(samples: dict[str, list[list[float]]], sizes: Sizes) -> dict[str, Any]:
-    """Medians of the blocks' medians, and the ratio block by block."""
+    """Return medians of the blocks' medians, and the ratio block by block."""
     blocks = {loop: [statistics.median(block) for block in times] for loop, times in samples.items()}
     ratios = [ours / theirs for ours, theirs in zip(blocks["tutti"], blocks["torch"], strict=True)]
     launches = [statistics.median(ratios[i : i + sizes.repeats]) for i in range(0, len(ratios), sizes.repeats)]
@@ -65,7 +68,7 @@ def summary(samples: dict[str, list[list[float]]], sizes: Sizes) -> dict[str, An
 
 
 def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, list[list[float]]]:
-    """Both loops of one mechanism."""
+    """Time both loops of one mechanism."""
     from tutti.comm.world import join_world
     from tutti.host_memory import keep_freed_memory
 
@@ -79,8 +82,8 @@ def measure_on_rank(name: str, sizes: Sizes, tutti_first: bool) -> dict[str, lis
     for loop in sorted(makers, reverse=not tutti_first):
         loops[loop] = makers[loop]()
         next(loops[loop])
-    for one in loops.values():
-        _block(one, sizes.warmup)
+    for iterator in loops.values():
+        _block(iterator, sizes.warmup)
     times: dict[str, list[list[float]]] = {loop: [] for loop in loops}
     for repeat in range(sizes.repeats):
         for loop in sorted(loops, reverse=bool(repeat % 2)):
@@ -112,7 +115,7 @@ def gpt() -> nn.Module:
 
 
 def tutti_loop(name: str, ranks: int) -> Iterator[None]:
-    """A Job under a plan with the mechanism; yields after each step."""
+    """Run a Job under a plan with the mechanism; yields after each step."""
     import tutti
     from tutti.config import serialization
     from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan
@@ -133,13 +136,13 @@ def tutti_loop(name: str, ranks: int) -> Iterator[None]:
     loss = next_byte_loss if name == "shard" else nn.functional.cross_entropy
     model, _, loader = job.prepare(model, _sgd(model), data, loss)
     for _ in job.epochs(1_000_000):
-        for one in loader:
-            job.step(one)
+        for samples in loader:
+            job.step(samples)
             yield
 
 
 def split_by_hand(ranks: int) -> Iterator[None]:
-    """Colwise and Rowwise pairs, as PyTorch's tensor-parallel tutorial writes them."""
+    """Pairs of ColwiseParallel and RowwiseParallel, as in PyTorch's tensor-parallel tutorial."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -164,7 +167,7 @@ def shard_by_hand(ranks: int) -> Iterator[None]:
 
 
 def stage_by_hand(ranks: int) -> Iterator[None]:
-    """Two stages cut in the middle, 1F1B."""
+    """Two stages, cut in the middle, with 1F1B."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     torch.manual_seed(0)
@@ -184,7 +187,7 @@ def stage_by_hand(ranks: int) -> Iterator[None]:
                 schedule.step(target=target, losses=losses)
             optimizer.step()
             loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
-            dist.broadcast(loss, src=ranks - 1)  # tutti, too, gives every rank the loss
+            dist.broadcast(loss, src=ranks - 1)  # tutti also gives every rank the loss
             loss.item()
             yield
 
@@ -219,11 +222,11 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     table = [
         [
             name,
-            f"{1e3 * one['torch_s']:.1f}",
-            f"{1e3 * one['tutti_s']:.1f}",
-            f"{one['ratio']:.3f}",
-            f"{min(one['ratio_by_launch']):.3f}-{max(one['ratio_by_launch']):.3f}",
+            f"{1e3 * entry['torch_s']:.1f}",
+            f"{1e3 * entry['tutti_s']:.1f}",
+            f"{entry['ratio']:.3f}",
+            f"{min(entry['ratio_by_launch']):.3f}-{max(entry['ratio_by_launch']):.3f}",
         ]
-        for name, one in result["summary"].items()
+        for name, entry in result["summary"].items()
     ]
     return ["mechanism", "by hand ms", "tutti ms", "ratio", "(by launch)"], table

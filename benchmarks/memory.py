@@ -1,9 +1,9 @@
-"""Peak memory of a rank against arithmetic: what a rank holds beyond a tiny model's, and what `tutti plan` says of it.
+"""Peak memory of a rank beyond a tiny model's, beside the prediction of `tutti plan`.
 
-Memory does not depend on load, so this suite may run beside others. The reserve is the peak of the same script with a
-tiny model: interpreter, libraries, connections. Each case is looked at twice: after the first updates, in which every
-large block has a mapping of its own (`tutti.host_memory`), and at the end, when one heap holds them: what the
-second is more is the heap's.
+Memory does not depend on load, so this suite may run beside others. The reserve is the peak of the same script with
+a tiny model: interpreter, libraries and connections. Each case is measured twice: after the first updates, when
+every large block still has its own mapping (`tutti.host_memory`), and at the end, when one heap holds them. The
+difference is the overhead of the heap.
 """
 
 import os
@@ -27,7 +27,7 @@ from unet3d_torch import UNet3d, datasets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Steps of each case, and the cases that are run."""
+    """Number of steps of each case, and the cases that are run."""
 
     steps: int = 6
     cases: tuple[str, ...] = (
@@ -41,7 +41,9 @@ QUICK = Sizes(steps=3, cases=("mlp-1", "split-2", "zero3-2"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model of a size, or a tiny one; `data(samples)`; `loss(output, target)`."""
+    """A model in its size or a tiny one (`model(tiny)`), with `data(samples, tiny)`, `loss(output, target)`,
+    optimizer and batch.
+    """
 
     model: Callable[[bool], nn.Module]
     data: Callable[[int, bool], Dataset[Any]]
@@ -87,17 +89,17 @@ AXES: dict[str, AxisName] = {"split": "split", "space": "space", **dict.fromkeys
 
 
 FRUGAL = "-frugal"
-"""Cases that end so give freed memory back, as under `tutti run --frugal`."""
+"""Cases with this suffix return freed memory, as `tutti run --frugal` does."""
 
 
 def workload_of(case: str) -> str:
-    """What a case trains: "mlp-2" an MLP, "zero3-4" a GPT."""
+    """Return the workload of a case: an MLP for "mlp-2", a GPT for "zero3-4"."""
     kind = case.removesuffix(FRUGAL).rpartition("-")[0]
     return {"space": "unet"}.get(kind, kind if kind in WORKLOADS else "gpt")
 
 
 def plan_of(case: str) -> Plan:
-    """ "zero3-4": sharding level 3 on 4 ranks; a workload's name: replicas."""
+    """Return the plan of a case: sharding level 3 on 4 ranks for "zero3-4"; replicas for a workload's name."""
     kind, _, ranks = case.removesuffix(FRUGAL).rpartition("-")
     sharding = ShardingPlan(level=LEVELS[kind]) if kind in LEVELS else ShardingPlan()
     batch = BatchPlan(global_batch_size=WORKLOADS[workload_of(case)].batch)
@@ -105,7 +107,9 @@ def plan_of(case: str) -> Plan:
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"reserve_nbytes": {workload: ..}, "summary": {case: bytes beside the reserve and by arithmetic}}."""
+    """Measure all cases. Returns {"reserve_nbytes": {workload: ..}, "summary": {case: bytes beyond the reserve, and
+    predicted}}.
+    """
     names = sorted({workload_of(case) for case in sizes.cases})
     described = {name: run_ranks(describe, 1, name, timeout_s=300)[0] for name in names}
     tiny = {name: run_ranks(train, 2, f"{name}-2", sizes.steps, True, timeout_s=600) for name in names}
@@ -114,13 +118,15 @@ def measure(sizes: Sizes) -> dict[str, Any]:
     for case in sizes.cases:
         name = workload_of(case)
         peaks = run_ranks(train, plan_of(case).world_size, case, sizes.steps, False, timeout_s=900)
-        first, beyond = ([peak - reserve[name] for peak in one] for one in zip(*peaks, strict=True))
+        first, beyond = ([peak - reserve[name] for peak in figures] for figures in zip(*peaks, strict=True))
         summary[case] = compared(first, beyond, arithmetic(described[name], case))
     return {"reserve_nbytes": reserve, "summary": summary}
 
 
 def compared(first: list[int], beyond: list[int], expected: dict[str, float]) -> dict[str, Any]:
-    """Bytes of each rank beyond the reserve, in the first updates and in all steps; ratios are of the fullest."""
+    """Return the bytes of each rank beyond the reserve, in the first updates and in all steps; ratios are those of
+    the fullest rank.
+    """
     return {
         "first_nbytes": first,
         "beyond_nbytes": beyond,
@@ -131,7 +137,7 @@ def compared(first: list[int], beyond: list[int], expected: dict[str, float]) ->
 
 
 def arithmetic(model: Any, case: str) -> dict[str, float]:
-    """Bytes on the fullest rank, by what holds them, without the reserve."""
+    """Return the predicted bytes of the fullest rank by kind, without the reserve."""
     import dataclasses
 
     from matrix.foreseen import HOST
@@ -143,7 +149,7 @@ def arithmetic(model: Any, case: str) -> dict[str, float]:
 
 
 def describe(name: str) -> Any:
-    """On a process of its own: the workload's ModelSpec."""
+    """Return the workload's ModelSpec; runs in its own process."""
     import tutti
     from tutti.cli.describe import describe_captured
     from tutti.trainer.capture import CaptureDone, capturing
@@ -160,7 +166,7 @@ def describe(name: str) -> Any:
 
 
 def train(case: str, steps: int, tiny: bool) -> tuple[int, int]:
-    """On one rank, some steps: the most bytes this process has held after the first updates, and at the end."""
+    """Make some steps on one rank; returns this process's peak in bytes after the first updates, and at the end."""
     import tutti
     from tutti.config import serialization
     from tutti.host_memory import WARMUP_UPDATES
@@ -182,15 +188,21 @@ def train(case: str, steps: int, tiny: bool) -> tuple[int, int]:
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    parts = ["states MB", "activations MB", "passing MB", "arithmetic MB"]
-    header = ["case", *parts, "measured MB by rank", "ratio of first updates", "ratio"]
+    parts = ["states MB", "activations MB", "communication MB", "predicted MB"]
+    header = ["case", *parts, "measured MB by rank", "ratio after first updates", "ratio"]
     table = []
-    for case, one in result["summary"].items():
-        said = {key: value / 1e6 for key, value in one["arithmetic"].items()}
-        states = said["parameters"] + said["gradients"] + said["optimizer"] + said["buffers"]
-        peaks = " ".join(f"{nbytes / 1e6:.0f}" for nbytes in one["beyond_nbytes"])
-        numbers = [states, said["activations"], said["communication"], said["total"]]
+    for case, entry in result["summary"].items():
+        megabytes = {key: value / 1e6 for key, value in entry["arithmetic"].items()}
+        states = megabytes["parameters"] + megabytes["gradients"] + megabytes["optimizer"] + megabytes["buffers"]
+        peaks = " ".join(f"{nbytes / 1e6:.0f}" for nbytes in entry["beyond_nbytes"])
+        numbers = [states, megabytes["activations"], megabytes["communication"], megabytes["total"]]
         table.append(
-            [case, *(f"{number:.0f}" for number in numbers), peaks, f"{one['first_ratio']:.2f}", f"{one['ratio']:.2f}"]
+            [
+                case,
+                *(f"{number:.0f}" for number in numbers),
+                peaks,
+                f"{entry['first_ratio']:.2f}",
+                f"{entry['ratio']:.2f}",
+            ]
         )
     return header, table

@@ -1,9 +1,9 @@
-"""Two hosts of a lab, one with a slower processor: plans balanced for both beside the same cut evenly. Needs root.
+"""Two hosts of a lab, one with a slower processor: plans balanced for both beside plans with equal parts. Needs root.
 
-The slow host is slower in earnest: its matrix products take the portable code of MKL and its convolutions oneDNN's for
-SSE 4.1, which machines like this compute at a fifth to a half of the pace of the usual ones; memory and link are as
-quick. Both hosts are probed at once before each case, as a user does it, and must be told apart by their pace.
-One case has equal processors and a host of little memory, which the kernel enforces. Every plan that was chosen is
+The slow host is really slower: its matrix products run MKL's portable code, and its convolutions oneDNN's code for
+SSE 4.1, which machines like this compute at a fifth to a half of the usual rate; memory and link are as fast.
+Before each case both hosts are probed at the same time, as a user would do it, and the probe must distinguish their
+speeds. One case has equal processors and a host of little memory, which the kernel enforces. Every chosen plan is
 verified against one device.
 """
 
@@ -32,22 +32,24 @@ from tutti.planner import PlanRequest, choose
 
 RANK = Path(__file__).with_name("mixed_rank.py")
 BATCHES = {"mlp": 512, "cnn": 32, "gpt": 16}
-"""The global batch of each, in samples: so many that products weigh more than what a rank does whatever its share."""
+"""The global batch of each model in samples: large enough that products take longer than work that does not depend on
+a rank's share.
+"""
 
 SLOW, NOBODY = 1, -1
-"""The rank that has the slower processor; none has it, while cores are kept at work."""
+"""The rank with the slower processor; NOBODY: no rank has it, but fillers keep the cores busy."""
 
 IMPOSSIBLE = (("cnn", "split"),)
-"""Convolutions are not split."""
+"""Convolutions cannot be split."""
 
 CAPPED, CAPPED_BATCH, CAP = "cnn", 512, 0.7
-"""The case of little memory: its host has this part of what equal shares are predicted to hold, a fifth of which are
-pages of libraries: the kernel counts them to whoever read them first."""
+"""The case of little memory: its model, its batch, and its host's memory as a part of the prediction for equal shares.
+A fifth of that prediction are pages of libraries, which the kernel counts for the process that reads them first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured: each plan `turns` times, in turns, `steps` steps each."""
+    """What is measured: each plan `turns` times, in turns, with `steps` steps each."""
 
     models: tuple[str, ...] = ("mlp", "cnn", "gpt")
     axes: tuple[str, ...] = ("replicate", "stage", "split")
@@ -60,7 +62,9 @@ QUICK = Sizes(models=("mlp",), axes=("replicate",), turns=1, steps=4)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"cases": a row for each model and axis, with its cluster, "capped": ..}."""
+    """Measure all cases. Returns {"cases": a row for each model and axis, with its cluster, "capped": .., "summary":
+    ..}.
+    """
     with Lab(2, rates=sizes.rate) as lab, tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         cases = [
@@ -79,22 +83,24 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 
 def probed(lab: Lab, folder: Path, slow: str) -> ClusterSpec:
-    """Both hosts as `tutti probe` measures them, where the rank `slow` has the slower processor."""
+    """Return both hosts as `tutti probe` measures them while rank `slow` has the slower processor."""
     folder.mkdir()
     output = folder / "cluster.json"
     words = ("--slow", slow, "probe", "--quick", "--no-plot", "--output", str(output))
     done = lab.train("--folder", str(folder / "run"), str(RANK), *words, cwd=folder, timeout_s=300)
     if not output.exists():
-        raise SystemExit("the probe failed\n" + "\n".join(one.err for one in done))
+        raise SystemExit("tutti probe failed on the lab's hosts\n" + "\n".join(host.err for host in done))
     return serialization.load(ClusterSpec, output)
 
 
 def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) -> dict[str, Any]:
-    """The planner's plan of two ranks along `axis`, and the same with equal shares and cuts by cost alone."""
+    """Measure the planner's plan of two ranks along `axis`, and the same plan with equal shares and with cuts by
+    cost only.
+    """
     folder.mkdir()
     cluster = probed(lab, folder / "probe", str(SLOW))
     if len(cluster.devices) != 2:
-        raise SystemExit(f"the probe did not tell the slow host from the quick one: {list(cluster.devices)}")
+        raise SystemExit(f"the probe did not distinguish the slow host from the fast one: {list(cluster.devices)}")
     model, script = described(name, BATCHES[name])
     choice = choose(model, cluster, PlanRequest(script=script, degree=2, mesh={axis: 2}, scope="all"))
     by_name = {node.name: node for node in cluster.nodes}
@@ -103,11 +109,11 @@ def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) ->
     plans = {"even": even, "balanced": choice.best}
     slow = [node.name for node in ordered.nodes].index(cluster.nodes[SLOW].name)
     predicted = {which: predict(model, ordered, plan).step_time_s.value for which, plan in plans.items()}
-    found: dict[str, list[float]] = {which: [] for which in plans}
+    seconds_by_plan: dict[str, list[float]] = {which: [] for which in plans}
     for turn in range(sizes.turns):
         for which, seconds in timed(lab, folder / str(turn), name, plans, slow, sizes).items():
-            found[which] += seconds
-    measured = {which: statistics.median(seconds) for which, seconds in found.items()}
+            seconds_by_plan[which] += seconds
+    measured = {which: statistics.median(seconds) for which, seconds in seconds_by_plan.items()}
     verdict = verified(folder, name, BATCHES[name], choice.best)
     row = {
         "model": name,
@@ -121,7 +127,7 @@ def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) ->
         "verified": verdict,
         "predicted_s": predicted,
         "measured_s": measured,
-        "steps_s": found,
+        "steps_s": seconds_by_plan,
         "gain_predicted": 1 - predicted["balanced"] / predicted["even"],
         "gain_measured": 1 - measured["balanced"] / measured["even"],
     }
@@ -131,7 +137,7 @@ def run_case(lab: Lab, folder: Path, name: str, axis: AxisName, sizes: Sizes) ->
 
 
 def run_capped(lab: Lab, folder: Path, equal: ClusterSpec, sizes: Sizes) -> dict[str, Any]:
-    """Equal shares, and the planner's, where the second host has too little memory for equal ones."""
+    """Train with equal shares and with the planner's, where the second host has too little memory for equal shares."""
     folder.mkdir()
     model, script = described(CAPPED, CAPPED_BATCH)
     even = replace(script, mesh={"replicate": 2})
@@ -146,7 +152,7 @@ def run_capped(lab: Lab, folder: Path, equal: ClusterSpec, sizes: Sizes) -> dict
     rows = steps_of(lab, folder / "run", CAPPED, CAPPED_BATCH, {"even": even, "balanced": choice.best}, sizes,
                     ("--cap", f"{order.index('small')}:{cap}"))  # fmt: skip
     leave_groups()
-    found = {
+    result = {
         "model": CAPPED,
         "batch": CAPPED_BATCH,
         "memory_nbytes": cap,
@@ -156,18 +162,18 @@ def run_capped(lab: Lab, folder: Path, equal: ClusterSpec, sizes: Sizes) -> dict
         "rows": rows,
         "summary": {which: "trained" if "step_s" in row else row.get("failed") for which, row in rows.items()},
     }
-    print(f"little memory: shares {found['shares']}, {found['summary']}", file=sys.stderr)
-    return found
+    print(f"little memory: shares {result['shares']}, {result['summary']}", file=sys.stderr)
+    return result
 
 
 def described(name: str, batch: int) -> tuple[ModelSpec, Plan]:
-    """The model's description and the plan that its script implies, as `tutti plan` finds them."""
+    """Return the model's description and the plan that its script implies, as `tutti plan` finds them."""
     captured = capture_script(RANK.with_name("plan_rank.py"), ("--workload", name, "--batch", str(batch)))
     return model_spec_of(captured, name=name), captured.plan
 
 
 def verified(folder: Path, name: str, batch: int, plan: Plan) -> dict[str, Any]:
-    """What `tutti verify` says of the plan: {"passed", "sentence"}."""
+    """Return the verdict of `tutti verify` on the plan: {"passed", "sentence"}."""
     file = serialization.save(plan, folder / "verified-plan.json")
     words = ("verify", "--json", "--steps", "1", "--plan", str(file))
     script = (str(RANK.with_name("plan_rank.py")), "--workload", name, "--batch", str(batch))
@@ -175,18 +181,18 @@ def verified(folder: Path, name: str, batch: int, plan: Plan) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode not in (0, 1):
         return {"passed": False, "sentence": done.stderr[-2000:]}
-    said = json.loads(done.stdout)
-    return {"passed": done.returncode == 0, "sentence": said["sentence"]}
+    answer = json.loads(done.stdout)
+    return {"passed": done.returncode == 0, "sentence": answer["sentence"]}
 
 
 def timed(
     lab: Lab, folder: Path, name: str, plans: Mapping[str, Plan], slow: int, sizes: Sizes
 ) -> dict[str, list[float]]:
-    """Seconds of each plan's steps, one plan after the other."""
-    found = steps_of(lab, folder, name, BATCHES[name], plans, sizes, ("--slow", str(slow)))
-    if any("step_s" not in row for row in found.values()):
-        raise SystemExit(f"{name}: {found}")
-    return {which: row["step_s"] for which, row in found.items()}
+    """Return the seconds of each plan's steps, one plan after the other."""
+    outcome_by_plan = steps_of(lab, folder, name, BATCHES[name], plans, sizes, ("--slow", str(slow)))
+    if any("step_s" not in row for row in outcome_by_plan.values()):
+        raise SystemExit(f"{name}: {outcome_by_plan}")
+    return {which: row["step_s"] for which, row in outcome_by_plan.items()}
 
 
 def steps_of(
@@ -198,7 +204,7 @@ def steps_of(
     sizes: Sizes,
     hosts: tuple[str, ...],
 ) -> dict[str, dict[str, Any]]:
-    """What became of each plan, on hosts as the words `hosts` make them."""
+    """Return the outcome of each plan, on hosts set up by the options `hosts` of mixed_rank.py."""
     folder.mkdir()
     list_file, output = folder / "plans.json", folder / "rows.jsonl"
     listed = [(which, serialization.to_data(plan)) for which, plan in plans.items()]
@@ -207,14 +213,14 @@ def steps_of(
     limits = (f"--steps={sizes.steps}", "--seconds=6", "--again=2")
     run = ("--folder", str(folder / "run"), "--timeout", "60", str(RANK), *hosts, "steps")
     done = lab.train(*run, *words, *limits, cwd=folder, timeout_s=300)
-    found = outcomes(output, 2)
-    if len(found) < len(plans):
-        raise SystemExit(f"{name}: {found}\n" + "\n".join(one.err[-2000:] for one in done))
-    return found
+    outcome_by_plan = outcomes(output, 2)
+    if len(outcome_by_plan) < len(plans):
+        raise SystemExit(f"{name}: {outcome_by_plan}\n" + "\n".join(host.err[-2000:] for host in done))
+    return outcome_by_plan
 
 
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """By case: the part of the predicted gain that was measured."""
+    """Return, for each case, the part of the predicted gain that was measured."""
     return {
         f"{case['model']}, {case['axis']}": {
             "gain_predicted": case["gain_predicted"],
@@ -231,13 +237,14 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     header.append("verified")
     table = []
     for case in result["cases"]:
-        one = result["summary"][f"{case['model']}, {case['axis']}"]
+        figures = result["summary"][f"{case['model']}, {case['axis']}"]
         ms = [1e3 * case[kind][which] for which in ("even", "balanced") for kind in ("measured_s", "predicted_s")]
-        part = "" if one["of_predicted"] is None else f"{one['of_predicted']:.0%}"
+        part = "" if figures["of_predicted"] is None else f"{figures['of_predicted']:.0%}"
         parts = case["shares"] or case["cuts"] or case["split_shares"]
         table.append([
             f"{case['model']}, {case['axis']}", " ".join(map(str, parts)),
-            *(f"{value:.1f}" for value in ms), f"{one['gain_measured']:.1%}", f"{one['gain_predicted']:.1%}", part,
+            *(f"{value:.1f}" for value in ms),
+            f"{figures['gain_measured']:.1%}", f"{figures['gain_predicted']:.1%}", part,
             "yes" if case["verified"]["passed"] else "NO",
         ])  # fmt: skip
     capped = result["capped"]

@@ -1,9 +1,9 @@
-"""What each rank of the benchmark of unequal hosts runs: `probe`, or `steps` of plan_rank.py; on a slower processor
-where its rank is among those of --slow, in less memory where it is that of --cap.
+"""What each rank of `mixed` runs: `probe`, or `steps` of plan_rank.py.
 
-Hosts of a laboratory may be two threads of one core: each is then quicker while the other waits, as no two machines
-are, and a plan that keeps one waiting seems better than it is. So a filler, which the kernel runs only while nothing
-else wants the host's core, keeps it at work.
+Ranks named by --slow have a slower processor; the rank named by --cap has less memory. Hosts of a lab may be two
+threads of one core. Each is then faster while the other waits, which is true of no two machines, and plans that
+keep one waiting would look better than they are. So a filler process, which the kernel runs only while nothing else
+needs the host's core, keeps it busy.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SLOWER = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
-"""Read by MKL and oneDNN when a process computes its first product and convolution."""
+"""MKL and oneDNN read these when a process computes its first product and convolution."""
 
 FILLER = """
 import os, torch
@@ -26,13 +26,13 @@ one = torch.randn(1536, 1536)
 while os.getppid() == {parent}:
     one @ one
 """
-"""Products larger than the caches near a core, as training has them, until the rank has ended."""
+"""Multiplies matrices larger than the caches near a core, as training does, until the rank has ended."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slow", default="", help="ranks with the slower processor")
-    parser.add_argument("--cap", default="", help="RANK:NBYTES, memory that its processes may hold")
+    parser.add_argument("--cap", default="", help="RANK:NBYTES, a rank and the memory that its processes may hold")
     parser.add_argument("what", choices=("probe", "steps"))
     args, words = parser.parse_known_args()
     if os.environ["RANK"] in args.slow.split(","):
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def work(what: str, words: list[str]) -> None:
-    """The rank's own work."""
+    """Do what the rank is to do."""
     if what == "probe":
         from tutti.cli.main import main as command
 
@@ -61,7 +61,7 @@ def work(what: str, words: list[str]) -> None:
 
 @contextlib.contextmanager
 def filled(wanted: bool) -> Iterator[None]:
-    """The host's core is at work in the block even where the rank waits."""
+    """Keep the host's core busy inside the block, also while the rank waits."""
     if not wanted:
         yield
         return
@@ -74,9 +74,12 @@ def filled(wanted: bool) -> Iterator[None]:
 
 
 def enter(nbytes: int) -> None:
-    """Put this process and what it starts into a control group that holds so much memory; the kernel ends what would
-    hold more. A host of a lab does not see them in its own /sys: they are mounted, for this process alone."""
-    first = ":memory:" in Path("/proc/self/cgroup").read_text()  # version 1 of control groups has one a resource
+    """Put this process and its children into a control group with this much memory; the kernel ends processes that
+    need more.
+
+    A host of a lab does not see control groups in its own /sys, so they are mounted for this process only.
+    """
+    first = ":memory:" in Path("/proc/self/cgroup").read_text()  # version 1 has a hierarchy for each resource
     mounted = tempfile.mkdtemp()
     kind = ["-t", "cgroup", "-o", "memory"] if first else ["-t", "cgroup2"]
     subprocess.run(["mount", *kind, "tutti", mounted], check=True)

@@ -1,8 +1,8 @@
-"""What a step exchanges under `space` and `expert`: time under way, exposed, and hidden behind compute.
+"""Exchanges of a step under `space` and `expert`: time in flight, exposed time, and time hidden behind computation.
 
-As a run's own timers see it, on rank 0. Convolutions compute their interior while halos travel; the same ranks also
-take turns in waiting for the halos first, which shows what that is worth. Experts compute the tokens that are on their
-rank while the others travel; results on their way back have nothing left to hide behind.
+The times are those of a run's own timers on rank 0. Convolutions compute their interior while halos are in flight.
+The same ranks also take turns in which they wait for the halos first, which shows the gain. Experts compute the
+tokens of their own rank while the others are in flight; nothing hides the results on their way back.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from harness import run_ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is timed: in each of `launches`, `repeats` blocks of `steps` of each way, after `warmup` steps."""
+    """How much is timed: in each of `launches`, `repeats` blocks of `steps` of each variant, after `warmup` steps."""
 
     ranks: int = 2
     launches: int = 3
@@ -40,22 +40,24 @@ Rows = list[dict[str, Any]]
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"samples": {case: {way: step rows}}, "summary": {case: {way: {"step_s", "lanes"}}}}."""
+    """Measure all cases. Returns {"samples": {case: {variant: step rows}}, "summary": {case: {variant: {"step_s",
+    "lanes"}}}}.
+    """
     samples: dict[str, dict[str, Rows]] = {}
     for name in sizes.cases:
         launches = [
             run_ranks(measure_on_rank, sizes.ranks, name, sizes, n, timeout_s=600)[0] for n in range(sizes.launches)
         ]
-        samples[name] = {strategy: [row for one in launches for row in one[strategy]] for strategy in WAYS[name]}
+        samples[name] = {strategy: [row for launch in launches for row in launch[strategy]] for strategy in WAYS[name]}
     summaries = {
-        name: {strategy: summary(found) for strategy, found in strategies.items()}
+        name: {strategy: summary(step_rows) for strategy, step_rows in strategies.items()}
         for name, strategies in samples.items()
     }
     return {"samples": samples, "summary": summaries}
 
 
 def summary(found: Rows) -> dict[str, Any]:
-    """Medians over steps; `hidden`: the part of the time under way in which rank 0 did not wait."""
+    """Return medians over steps; `hidden` is the part of the time in flight during which rank 0 did not wait."""
     branches: dict[str, list[dict[str, Any]]] = {}
     for row in found:
         for entry in row["communication"]:
@@ -83,7 +85,7 @@ def _branch(entries: Rows) -> dict[str, Any]:
 
 
 def measure_on_rank(name: str, sizes: Sizes, launch: int) -> dict[str, Rows]:
-    """The steps' rows of one case by way, as the run wrote them; on rank 0."""
+    """Return the rows of a case's steps by variant, as the run wrote them; empty on ranks other than 0."""
     from tutti.comm.world import join_world
     from tutti.host_memory import keep_freed_memory
     from tutti.trainer.metrics import read_rows
@@ -115,7 +117,7 @@ def measure_on_rank(name: str, sizes: Sizes, launch: int) -> dict[str, Rows]:
 
 
 def volumes() -> tuple[nn.Module, Iterator[None]]:
-    """Five 3-D convolutions of 16 channels on volumes of 48 x 32 x 32, two a step."""
+    """Five 3-D convolutions with 16 channels on volumes of 48 x 32 x 32, two volumes in a step."""
     widths = (1, 16, 16, 16, 16, 2)
     layers = [part for a, b in itertools.pairwise(widths) for part in (nn.Conv3d(a, b, 3, padding=1), nn.ReLU())]
     draw = torch.Generator().manual_seed(0)
@@ -142,7 +144,7 @@ class Mixtures(nn.Module):
 
 
 def tokens() -> tuple[nn.Module, Iterator[None]]:
-    """1024 tokens a step."""
+    """The two mixtures on 1024 tokens in a step."""
     draw = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(8192, 256, generator=draw), torch.randint(10, (8192,), generator=draw))
     return _job(Mixtures(), data, batch=1024)
@@ -160,19 +162,19 @@ def _job(model: nn.Module, data: TensorDataset, batch: int) -> tuple[nn.Module, 
 
     def loop() -> Iterator[None]:
         for _ in job.epochs(1_000_000):
-            for one in loader:
-                job.step(one)
+            for samples in loader:
+                job.step(samples)
                 yield
 
     return model, loop()
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: header and rows, times of a step in milliseconds."""
+    """Return the table: header and rows, times of a step in milliseconds."""
     table = []
     for strategies in result["summary"].values():
-        for strategy, one in strategies.items():
-            table.append([strategy, f"{1e3 * one['step_s']:.1f}", "", "", "", "", ""])
+        for strategy, entry in strategies.items():
+            table.append([strategy, f"{1e3 * entry['step_s']:.1f}", "", "", "", "", ""])
             table += [
                 [
                     f"  {carried}",
@@ -183,6 +185,6 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                     f"{1e3 * branch['exposed_s']:.2f}",
                     f"{branch['hidden']:.0%}",
                 ]
-                for carried, branch in one["lanes"].items()
+                for carried, branch in entry["lanes"].items()
             ]
-    return ["way", "step ms", "exchanges", "kB", "under way ms", "exposed ms", "hidden"], table
+    return ["variant", "step ms", "exchanges", "kB", "in flight ms", "exposed ms", "hidden"], table

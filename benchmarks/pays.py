@@ -1,11 +1,12 @@
-"""Time to a stated held-out quality on limited links: tutti, DDP with torch's hooks and peers beside free exchanges.
+"""Time to a stated held-out quality on limited links: tutti beside DDP, torch's hooks, peers and a free network.
 
-Steps to the quality are measured in whole trainings at an unlimited link, once a seed: no trajectory here depends on
-timing. Step times are measured at every limit, all methods in turns in the same ranks (peers in ranks of their own).
-Time to quality is their product, without evaluation. Methods that sum exactly (and fp16) take tutti's steps; the first
-seeds of DDP and of its fp16 hook are trained beside them. One cell is trained in full at its rate, and its time
-compared. Hosts are those of `tutti lab` (root). Done units are kept in benchmarks/out/pays: `--resume` goes on,
-`--set only=mlp-2,gpt-4` takes parts.
+Steps to the quality come from whole trainings at an unlimited link, one for each seed; no trajectory here depends
+on timing. Step times are measured at every limit, with all methods in turns in the same ranks; peers have ranks of
+their own. Time to quality is the product of both, without evaluation. Methods with exact sums (and fp16) use the
+steps of tutti's exact sums; as a check, DDP and its fp16 hook are trained with the first seed. One cell is trained
+in full at its rate, and its time compared with the product. The hosts are those of `tutti lab` (root). Finished
+units are kept in benchmarks/out/pays: `--resume` continues from them, and `--set only=mlp-2,gpt-4` measures some
+parts only.
 """
 
 import hashlib
@@ -42,9 +43,23 @@ RESUMABLE = True
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured. `most`: steps of a training, 0 for each model's own. `repeats`: blocks of each method at each
-    limit, of about `block_ms` each; 2 where they take more than `limit_s` seconds together, or of peers. `only`: parts,
-    MODEL-HOSTS."""
+    """What is measured.
+
+    Attributes:
+        models: names of works (pays_work.WORKS).
+        hosts: numbers of hosts.
+        rates: limits of the links.
+        methods: methods that are compared.
+        peers: other libraries that are compared.
+        seeds: trainings of each method.
+        most: steps of a training at most; 0 takes each model's own number.
+        repeats: blocks of each method at each limit. There are only 2 for peers, and where the blocks of a method
+            take more than `limit_s` seconds together.
+        block_ms: length of a block, about.
+        limit_s: seconds of a method's blocks at one limit.
+        checked: parts, MODEL-HOSTS@RATE, that are trained in full at their rate.
+        only: parts, MODEL-HOSTS, that are measured; empty for all.
+    """
 
     models: tuple[str, ...] = ("mlp", "cnn", "gpt")
     hosts: tuple[str, ...] = ("2", "4")
@@ -66,13 +81,16 @@ QUICK = Sizes(
 
 
 def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
-    """Returns {"works": .., "methods": .., "parts": {part: its rows}, "summary": one entry a cell}."""
+    """Measure all parts. Returns {"works": .., "methods": .., "parts": {part: its rows}, "summary": one entry a
+    cell}.
+    """
     folder = folder_of(sizes, resume=resume)
     sizes = replace(sizes, peers=tuple(filter(None, sizes.peers)), checked=tuple(filter(None, sizes.checked)))
     parts = [(model, int(hosts)) for model in sizes.models for hosts in sizes.hosts]
-    parts = [one for one in parts if not sizes.only or f"{one[0]}-{one[1]}" in sizes.only]
-    found = {f"{model}-{hosts}": run_part(model, hosts, sizes, folder, resume=resume) for model, hosts in parts}
-    found = json.loads(json.dumps(found).replace(f"{ROOT}/", ""))  # plans are named from here
+    parts = [part for part in parts if not sizes.only or f"{part[0]}-{part[1]}" in sizes.only]
+    rows_by_part = {f"{model}-{hosts}": run_part(model, hosts, sizes, folder, resume=resume) for model, hosts in parts}
+    # Name the files of plans relative to the repository.
+    rows_by_part = json.loads(json.dumps(rows_by_part).replace(f"{ROOT}/", ""))
     return {
         "works": {name: stated(name) for name in sizes.models},
         "methods": {
@@ -80,19 +98,19 @@ def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
             for name in (*sizes.methods, *sizes.peers)
             if name in METHODS
         },
-        "parts": found,
-        "summary": summary(found, (*sizes.methods, *sizes.peers)),
+        "parts": rows_by_part,
+        "summary": summary(rows_by_part, (*sizes.methods, *sizes.peers)),
     }
 
 
 def kept(sizes: Sizes) -> dict[str, Any]:
-    """The sizes by which parts that were measured belong together."""
+    """Return the sizes that must agree for measured parts to belong together."""
     left_out = ("only", "models", "hosts", "checked")
     return {name: value for name, value in asdict(sizes).items() if name not in left_out}
 
 
 def folder_of(sizes: Sizes, *, resume: bool) -> Path:
-    """Where the parts of such sizes are kept. What the lab's probes measured is measured again unless a run goes on."""
+    """Return the folder for parts of these sizes. Unless a run resumes, clusters probed before are deleted."""
     folder = PARTS / hashlib.sha256(json.dumps(kept(sizes)).encode()).hexdigest()[:8]
     folder.mkdir(parents=True, exist_ok=True)
     for file in () if resume else folder.glob("cluster-*.json"):
@@ -101,7 +119,7 @@ def folder_of(sizes: Sizes, *, resume: bool) -> Path:
 
 
 def stated(name: str) -> dict[str, Any]:
-    """A model's terms: what stands beside its times."""
+    """Describe a model and its training, for the result file."""
     work = WORKS[name]
     train, held = work.data()
     return {
@@ -117,22 +135,24 @@ def stated(name: str) -> dict[str, Any]:
     }
 
 
-# A part: one model on so many hosts
+# A part: one model on a number of hosts
 
 
 def run_part(model: str, hosts: int, sizes: Sizes, folder: Path, *, resume: bool) -> list[dict[str, Any]]:
-    """All units of a part, in launches that go on after a failure without what failed; the rows they left."""
+    """Do all units of a part and return the rows they left. After a failure, a new launch continues without what
+    failed.
+    """
     file = folder / f"{model}-{hosts}.jsonl"
     if not (resume and lines(file)):
         file.write_text(json.dumps({"kind": "sizes", **kept(sizes)}) + "\n", encoding="utf-8")
     choose(model, hosts, sizes, file)
     failures = 0
     while left := undone(units(model, hosts, sizes, lines(file)), lines(file)):
-        say(f"{model} on {hosts} hosts: {len(left)} units to do")
+        say(f"{model} on {hosts} hosts: {len(left)} units left")
         error = launch(model, hosts, left, file)
         if error is not None or undone(left, lines(file)) == left:
             failures += 1
-            blame(file, left, error or "the ranks ended before it was done")
+            blame(file, left, error or "the ranks ended before the unit was done")
         if failures > MOST_FAILURES:
             break
     measure_peers(model, hosts, sizes, file)
@@ -140,7 +160,7 @@ def run_part(model: str, hosts: int, sizes: Sizes, folder: Path, *, resume: bool
 
 
 def measure_peers(model: str, hosts: int, sizes: Sizes, file: Path) -> None:
-    """Step times of the peers that are installed, in ranks of their own on one lab after another."""
+    """Measure step times of the installed peers, each in its own ranks and in a new lab."""
     import torch
 
     done = {row["method"] for row in lines(file) if row["kind"] == "peer" and row.get("failed") != "not installed"}
@@ -173,7 +193,7 @@ def terms(sizes: Sizes) -> dict[str, Any]:
 
 
 def choose(model: str, hosts: int, sizes: Sizes, file: Path) -> None:
-    """Let the planner choose at every limit that has no choice yet, for each row that shows one."""
+    """Let the planner choose a plan for every limit and every row of automatic choices that has none yet."""
     from pays_auto import choice
 
     done = {(row["as"], row["rate"]) for row in lines(file) if row["kind"] == "choice"}
@@ -184,16 +204,17 @@ def choose(model: str, hosts: int, sizes: Sizes, file: Path) -> None:
 
 
 def units(model: str, hosts: int, sizes: Sizes, done: list[dict[str, Any]]) -> list[Unit]:
-    """What is to be done: trainings of methods that have their own trajectory, one of DDP, times at all limits, and
-    the part's real runs."""
+    """List what is to be done: trainings of methods with their own trajectory, trainings that check others, step
+    times at all limits, and the trainings in full at a limited rate.
+    """
     most = sizes.most or WORKS[model].most
     plans = chosen_plans(done)
     names = list(
         dict.fromkeys([*(name for name in sizes.methods if name not in AUTOS), *(plan["name"] for plan in plans)])
     )
     new = {plan["name"]: plan for plan in plans if plan["name"] not in METHODS}
-    own = [name for name in names if name == "tutti plain" or not stood_for(name, new)]
-    wanted = [(name, seed, "unlimited") for name in own for seed in range(sizes.seeds)]
+    trained = [name for name in names if name == "tutti plain" or not stood_for(name, new)]
+    wanted = [(name, seed, "unlimited") for name in trained for seed in range(sizes.seeds)]
     wanted += [(name, 0, "unlimited") for name in CHECKED_ALIKE if name in sizes.methods]
     for words in sizes.checked:
         part, _, rate = words.partition("@")
@@ -206,18 +227,20 @@ def units(model: str, hosts: int, sizes: Sizes, done: list[dict[str, Any]]) -> l
 
 
 def chosen_plans(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The plans that were chosen, each once, with the limits it was chosen at."""
+    """Return the plans that were chosen, each once, with the limits at which it was chosen."""
     plans: dict[str, dict[str, Any]] = {}
     for row in done:
         if row["kind"] == "choice" and "name" in row:
-            for one in plans_of(row):
-                plan = plans.setdefault(one["name"], {**one, "rates": []})
+            for variant in plans_of(row):
+                plan = plans.setdefault(variant["name"], {**variant, "rates": []})
                 plan["rates"] += [row["rate"]] if row["rate"] not in plan["rates"] else []
     return list(plans.values())
 
 
 def plans_of(choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The plan that was chosen and, where its first updates are others, the one that makes all so: it is timed too."""
+    """Yield the chosen plan. If its first updates differ, also yield the plan that makes all updates so; it is timed
+    as well.
+    """
     whole = {k: choice[k] for k in ("name", "exact", "period", "delay", "file")}
     yield {**whole, "begins": choice.get("begins", 0)}
     if choice.get("begins"):
@@ -226,7 +249,7 @@ def plans_of(choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def undone(wanted: list[Unit], done: list[dict[str, Any]]) -> list[Unit]:
-    """The units, or of the times the limits and methods, that have no result and did not fail."""
+    """Return the units without result or failure; of step times, the limits and methods that are missing."""
     finished = {key(row) for row in done if row["kind"] == "quality" and ("steps" in row or "failed" in row)}
     broken = {row["method"] for row in done if row["kind"] == "time" and "failed" in row}
     timed = {row["rate"] for row in done if row["kind"] == "time" and "step_s" in row}
@@ -248,7 +271,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def blame(file: Path, left: list[Unit], error: str) -> None:
-    """Write that what was begun last failed, so that the rest can go on without it."""
+    """Write that the unit or method that began last failed, so that the others can continue without it."""
     last = next((row for row in reversed(lines(file)) if "begun" in row or "trying" in row), left[0])
     named = last.get("trying") or last.get("method")
     row = {k: last[k] for k in ("kind", "seed", "rate") if k in last}
@@ -263,7 +286,7 @@ def add(file: Path, row: dict[str, Any]) -> None:
 
 
 def launch(model: str, hosts: int, wanted: list[Unit], file: Path) -> str | None:
-    """Do units on the ranks of a lab; None, or what was said where they failed."""
+    """Do units on the ranks of a lab. Returns None, or the error output if they failed."""
     with Lab(hosts) as lab, tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "units.json"
         listed.write_text(json.dumps(wanted), encoding="utf-8")
@@ -272,35 +295,35 @@ def launch(model: str, hosts: int, wanted: list[Unit], file: Path) -> str | None
         try:
             done = lab.run(words, environment={"OMP_NUM_THREADS": "1"}, cwd=Path(folder), timeout_s=3600)
         except subprocess.TimeoutExpired:
-            return "took longer than an hour"
-    bad = [one for one in done if one.code]
-    return "\n".join(one.err[-2000:] for one in bad) or f"exit code {bad[0].code}" if bad else None
+            return "took longer than one hour"
+    bad = [host for host in done if host.code]
+    return "\n".join(host.err[-2000:] for host in bad) or f"exit code {bad[0].code}" if bad else None
 
 
 def rates_in(wanted: list[Unit]) -> set[str]:
-    """All limits that units ask for."""
+    """Return all limits that units need."""
     return {rate for unit in wanted for rate in (unit["rates"] if unit["kind"] == "time" else [unit["rate"]])}
 
 
 def limits(record: LabRecord, rates: set[str]) -> dict[str, list[list[str]]]:
-    """By limit, the commands that give it to all links both ways, as `tutti lab` makes them (and lifts none)."""
+    """Map each limit to the commands that set it on all links in both directions, as `tutti lab` does."""
     devices = [(record.namespace(host), "eth0") for host in record.hosts]
     devices += [(record.switch, f"port{host}") for host in record.hosts]
-    found: dict[str, list[list[str]]] = {}
+    commands: dict[str, list[list[str]]] = {}
     for rate in rates:
         bits = parse_rate(rate)
-        found[rate] = []
+        commands[rate] = []
         for namespace, device in devices:
             words = ["tc", "-n", namespace, "qdisc", "del" if bits is None else "replace", "dev", device, "root"]
             if bits is not None:
                 burst = str(burst_nbytes(bits))
                 words += ["tbf", "rate", f"{bits}bit", "burst", burst, "latency", QUEUE]
-            found[rate].append(words)
-    return found
+            commands[rate].append(words)
+    return commands
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of a part's file; a last one that was cut off does not count."""
+    """Return the complete lines of a part's file; an incomplete last line is ignored."""
     if not file.exists():
         return []
     text = file.read_text(encoding="utf-8")

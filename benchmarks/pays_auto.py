@@ -1,4 +1,4 @@
-"""tutti's automatic choice for `pays`: the lab is probed at its rate, and the planner chooses with the dial open."""
+"""tutti's automatic choice for `pays`: the lab is probed at its rate; the planner chooses with `--relax relaxed`."""
 
 import tempfile
 from dataclasses import replace
@@ -24,8 +24,10 @@ DIAL = "relaxed"
 
 
 def choice(model: str, hosts: int, rate: str, listed: str, folder: Path) -> dict[str, Any]:
-    """What the planner chooses for so many hosts at a rate: the plan, which of the methods it is (or a new name), what
-    it was predicted to take and what is said of it; or why it chose nothing."""
+    """Return the planner's choice for some hosts at a rate, or why it chose nothing.
+
+    The row has the plan, the method it equals (or a new name), its predicted step time and the planner's remarks.
+    """
     captured = capture_script(SCRIPT, (f"--work={model}",))
     work = WORKS[model]
     request = PlanRequest(
@@ -38,16 +40,16 @@ def choice(model: str, hosts: int, rate: str, listed: str, folder: Path) -> dict
     )
     row: dict[str, Any] = {"kind": "choice", "as": listed, "rate": rate, "dial": DIAL}
     try:
-        found = search(model_spec_of(captured, name=model), cluster_at(hosts, rate, folder), request)
+        result = search(model_spec_of(captured, name=model), cluster_at(hosts, rate, folder), request)
     except PlanError as error:
         return {**row, "failed": str(error)}
-    plan, relaxation = found.best, found.relaxation
+    plan, relaxation = result.best, result.relaxation
     name = name_of(plan, captured.plan, hosts)
     return {
         **row,
         "name": name,
-        "says": relaxation.sentence if relaxation is not None else " ".join(found.remarks),
-        "predicted_step_s": found.prediction.step_time_s.value,
+        "says": relaxation.sentence if relaxation is not None else " ".join(result.remarks),
+        "predicted_step_s": result.prediction.step_time_s.value,
         "exact": plan.sync.compress is None and plan.sync.mode == "synchronous",
         "period": plan.sync.relaxed.period or 1,
         "delay": plan.sync.relaxed.delay or 0,
@@ -58,7 +60,9 @@ def choice(model: str, hosts: int, rate: str, listed: str, folder: Path) -> dict
 
 
 def begins(plan: Plan, file: Path) -> dict[str, Any]:
-    """How many updates the plan begins with before its replicas part, and the plan that makes all updates so."""
+    """Return how many updates are made before the replicas diverge, and the file of the plan that makes all updates
+    so.
+    """
     after = plan.sync.relaxed.after or 0
     if not after:
         return {"begins": 0}
@@ -66,7 +70,7 @@ def begins(plan: Plan, file: Path) -> dict[str, Any]:
 
 
 def name_of(plan: Plan, script: Plan, hosts: int) -> str:
-    """The method whose plan it is, or the plan in words."""
+    """Return the name of the method with this plan, or the plan in words."""
     for method in METHODS.values():
         if method.side == "tutti" and alike(plan, by_hand(method.name, script, hosts)):
             return method.name
@@ -76,7 +80,7 @@ def name_of(plan: Plan, script: Plan, hosts: int) -> str:
 
 
 def by_hand(name: str, script: Plan, hosts: int) -> Plan:
-    """The plan that `tutti run --nproc` makes of a method's words."""
+    """Return the plan that `tutti run --nproc` makes of a method's variables."""
     words = dict(METHODS[name].words)
     plan = replace(script, mesh={"replicate": hosts})
     if "TUTTI_COMPRESS" in words:
@@ -85,17 +89,17 @@ def by_hand(name: str, script: Plan, hosts: int) -> Plan:
 
 
 def alike(one: Plan, other: Plan) -> bool:
-    """Whether both compute and send the same: what a plan says of axes that it has not is left out."""
+    """Return whether two plans compute and send the same. Settings of axes that the plans do not have are ignored."""
     return all(getattr(one, name) == getattr(other, name) for name in ("mesh", "sync", "layout", "precision", "batch"))
 
 
 def cluster_at(hosts: int, rate: str, folder: Path) -> ClusterSpec:
-    """The hosts with one rank each, as `tutti probe` measures them at a rate; once."""
+    """Return the hosts with one rank each, as `tutti probe` measured them at a rate; they are probed once."""
     kept = folder / f"cluster-{hosts}-{rate}.json"
     if not kept.exists():
         with Lab(hosts, rates=rate) as lab, tempfile.TemporaryDirectory() as run:
             words = ("tutti.cli.main", "probe", "--quick", "--no-plot", "--output", str(kept))
             done = lab.train("--folder", str(Path(run) / "probe"), "-m", *words, cwd=Path(run), timeout_s=300)
         if not kept.exists():
-            raise SystemExit("the probe failed\n" + "\n".join(one.err for one in done))
+            raise SystemExit("tutti probe failed on the lab's hosts\n" + "\n".join(host.err for host in done))
     return serialization.load(ClusterSpec, kept)

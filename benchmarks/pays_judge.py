@@ -1,4 +1,4 @@
-"""What follows from the rows of `pays`: time to quality in every cell, beside the floor and the best of the others."""
+"""The summary of the rows of `pays`: time to quality in every cell, beside the floor and the best of the others."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from record import spread
 Rows = list[dict[str, Any]]
 
 AIMS = {"unlimited": None, "1gbit": 1.15, "100mbit": 1.3}
-"""The most that time to quality may be of the floor's."""
+"""By limit, the largest ratio of a time to quality to the floor's that meets the aim."""
 
 
 def summary(parts: dict[str, Rows], methods: Sequence[str]) -> dict[str, Any]:
-    """{"cells": {"PART@RATE": {method: ..}}, "exact": .., "checked": ..}."""
+    """Return {"cells": {"PART@RATE": {method: ..}}, "verdicts": .., "exact": .., "checked": ..}."""
     cells = {
         f"{part}@{times['rate']}": cell(rows, times, methods)
         for part, rows in parts.items()
@@ -22,56 +22,60 @@ def summary(parts: dict[str, Rows], methods: Sequence[str]) -> dict[str, Any]:
     }
     return {
         "cells": cells,
-        "verdicts": {name: verdict(one, name.partition("@")[2]) for name, one in cells.items()},
+        "verdicts": {name: verdict(entry, name.partition("@")[2]) for name, entry in cells.items()},
         "exact": {part: same_steps(rows) for part, rows in parts.items()},
-        "checked": [one for part, rows in parts.items() for one in checks(part, rows, cells)],
+        "checked": [entry for part, rows in parts.items() for entry in checks(part, rows, cells)],
     }
 
 
 def times_of(rows: Rows) -> Rows:
-    """Step times limit by limit, the peers' among the others'; not the floor that was measured again beside a peer."""
-    found = [
+    """Return step times by limit, with the peers' among them. Leaves out the floor measured again beside a peer."""
+    times_by_limit = [
         {"rate": row["rate"], "step_s": dict(row["step_s"]), "sent_nbytes": dict(row["sent_nbytes"])}
         for row in rows
         if row["kind"] == "time" and "step_s" in row
     ]
     for row in rows:
-        for times in found:
+        for times in times_by_limit:
             if row["kind"] == "peer" and row.get("rate") == times["rate"]:
                 for kind in ("step_s", "sent_nbytes"):
                     times[kind][row["method"]] = row[kind][row["method"]]
-    return found
+    return times_by_limit
 
 
 def steps_of(rows: Rows, method: str) -> list[int | None] | None:
-    """Steps to quality, one a seed (None: not reached); of tutti's exact sums for all that sum exactly."""
+    """Return the steps to quality, one for each seed (None: not reached). All exact methods use those of tutti's
+    exact sums.
+    """
     plans = {row["name"]: row for row in rows if row["kind"] == "choice" and "name" in row}
     source = stood_for(method, plans) or method
-    found = {
+    steps_by_seed = {
         row["seed"]: row["steps"]
         for row in rows
         if row["kind"] == "quality" and row["method"] == source and row["rate"] == "unlimited" and "steps" in row
     }
-    return [found[seed] for seed in sorted(found)] or None
+    return [steps_by_seed[seed] for seed in sorted(steps_by_seed)] or None
 
 
 def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """Every method at one limit: its step, its steps, and its time to quality where all seeds reached it."""
-    found: dict[str, Any] = {}
+    """Return, for every method at one limit, its step time, its steps, and its time to quality if all seeds reached
+    it.
+    """
+    entries: dict[str, Any] = {}
     failed = {row["method"]: row["failed"] for row in rows if "failed" in row}
     choices = {row["as"]: row for row in rows if row["kind"] == "choice" and row["rate"] == times["rate"]}
     for listed in methods:
         choice = choices.get(listed, {})
         name = choice.get("name", listed)
         if name in AUTOS:
-            found[listed] = {"failed": choice.get("failed", "not chosen")}
+            entries[listed] = {"failed": choice.get("failed", "not chosen")}
             continue
         steps = steps_of(rows, name)
         if not times["step_s"].get(name) or steps is None:
-            found[listed] = {"failed": failed.get(name, "not measured")}
+            entries[listed] = {"failed": failed.get(name, "not measured")}
             continue
         step_s = times["step_s"][name]
-        one: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "step_s": statistics.median(step_s),
             "step_spread": spread(step_s),
             "blocks": len(step_s),
@@ -80,29 +84,34 @@ def cell(rows: Rows, times: dict[str, Any], methods: Sequence[str]) -> dict[str,
         }
         reached = [count for count in steps if count is not None]
         if len(reached) == len(steps):
-            begun = first_s(name, one["step_s"], times["step_s"], choice.get("begins", 0))
-            one["to_quality_s"] = begun + statistics.median(reached) * one["step_s"]
-            one["to_quality_range_s"] = [begun + count * one["step_s"] for count in (min(reached), max(reached))]
+            begun = first_s(name, entry["step_s"], times["step_s"], choice.get("begins", 0))
+            entry["to_quality_s"] = begun + statistics.median(reached) * entry["step_s"]
+            entry["to_quality_range_s"] = [begun + count * entry["step_s"] for count in (min(reached), max(reached))]
         if listed in AUTOS:
-            one |= {"is": name, "predicted_step_s": choice["predicted_step_s"]}
-        found[listed] = one
-    floor = found.get("floor", {}).get("to_quality_s")
-    for one in found.values():
-        if floor and "to_quality_s" in one:
-            one["of_floor"] = one["to_quality_s"] / floor
-    return found
+            entry |= {"is": name, "predicted_step_s": choice["predicted_step_s"]}
+        entries[listed] = entry
+    floor = entries.get("floor", {}).get("to_quality_s")
+    for entry in entries.values():
+        if floor and "to_quality_s" in entry:
+            entry["of_floor"] = entry["to_quality_s"] / floor
+    return entries
 
 
 def first_s(name: str, step_s: float, times: Mapping[str, Sequence[float]], begins: int = 0) -> float:
-    """Seconds that a method's first updates take beyond those of its others: of a chosen plan that `begins` with some
-    as it does not go on, and of torch's ways those that it makes like DDP, where DDP was timed beside it."""
+    """Return the additional seconds of a method's first updates, which are made in another way than the later ones.
+
+    A chosen plan says with `begins` how many there are. Torch's methods make theirs like DDP, and count only if
+    DDP was timed beside them.
+    """
     begins, like = (METHODS[name].begins, "ddp") if name in METHODS else (begins, at_first(name))
     return begins * (statistics.median(times[like]) - step_s) if begins and times.get(like) else 0.0
 
 
 def verdict(one: dict[str, Any], rate: str) -> dict[str, Any]:
-    """How a cell went for tutti: by its automatic choice, or by its best method where none was made. `regret`: how much
-    longer each choice takes than tutti's best method that was measured."""
+    """Judge a cell by tutti's automatic choice, or by its best method if there was no choice.
+
+    `regret` says how much longer each choice takes than tutti's best measured method.
+    """
     reached = {name: row["to_quality_s"] for name, row in one.items() if "to_quality_s" in row}
     others = {name: s for name, s in reached.items() if name in METHODS and METHODS[name].side in ("torch", "peer")}
     ours = {name: s for name, s in reached.items() if name.startswith("tutti")}
@@ -110,43 +119,45 @@ def verdict(one: dict[str, Any], rate: str) -> dict[str, Any]:
         return {}
     best = min(ours, key=lambda name: ours[name])
     judged = next((name for name in AUTOS if name in ours), best)
-    found: dict[str, Any] = {"judged": one[judged].get("is", judged), "best_of_tutti": one[best].get("is", best)}
-    found["regret"] = {name: ours[name] / ours[best] - 1 for name in AUTOS if name in ours}
-    found["of_floor"] = one[judged].get("of_floor")
+    result: dict[str, Any] = {"judged": one[judged].get("is", judged), "best_of_tutti": one[best].get("is", best)}
+    result["regret"] = {name: ours[name] / ours[best] - 1 for name in AUTOS if name in ours}
+    result["of_floor"] = one[judged].get("of_floor")
     aim = AIMS.get(rate)
-    if aim is not None and found["of_floor"] is not None:
-        found |= {"aim": aim, "met": found["of_floor"] <= aim}
+    if aim is not None and result["of_floor"] is not None:
+        result |= {"aim": aim, "met": result["of_floor"] <= aim}
     if others:
-        found["best_of_others"] = other = min(others, key=lambda name: others[name])
-        found["of_best_of_others"] = ours[judged] / others[other]
+        result["best_of_others"] = other = min(others, key=lambda name: others[name])
+        result["of_best_of_others"] = ours[judged] / others[other]
     if "ddp" in reached:
-        found["of_ddp"] = ours[judged] / reached["ddp"]
-    return found
+        result["of_ddp"] = ours[judged] / reached["ddp"]
+    return result
 
 
 def same_steps(rows: Rows) -> dict[str, Any]:
-    """By method that takes tutti's steps: whether its training is tutti's, on the first seed: the largest difference of
-    held-out losses at equal steps."""
+    """Compare methods that use tutti's steps with tutti's training of the first seed.
+
+    Returns for each method the largest difference of held-out losses after equal numbers of steps.
+    """
     looks = {
         row["method"]: row["looks"]
         for row in rows
         if row["kind"] == "quality" and row["seed"] == 0 and row["rate"] == "unlimited" and "looks" in row
     }
-    found = {}
+    comparisons = {}
     for name in CHECKED_ALIKE:
         if name in looks and "tutti plain" in looks:
             pairs = list(zip(looks[name], looks["tutti plain"], strict=False))
-            found[name] = {
+            comparisons[name] = {
                 "looks": len(pairs),
                 "same_number_of_steps": len(looks[name]) == len(looks["tutti plain"]),
                 "largest_difference_of_losses": max(abs(a[1] - b[1]) for a, b in pairs),
             }
-    return found
+    return comparisons
 
 
 def checks(part: str, rows: Rows, cells: dict[str, Any]) -> Rows:
-    """Real runs at a limited rate beside steps times step time."""
-    found = []
+    """Compare trainings in full at a limited rate with the product of steps and step time."""
+    comparisons = []
     for row in rows:
         if row["kind"] != "quality" or row["rate"] == "unlimited" or "looks" not in row:
             continue
@@ -158,17 +169,17 @@ def checks(part: str, rows: Rows, cells: dict[str, Any]) -> Rows:
         steps = row["looks"][-1][0]
         ddp = timed.get("ddp", {}).get("step_s")
         product = steps * step_s + first_s(row["method"], step_s, {"ddp": [ddp] if ddp else []})
-        found.append({"cell": cell_name, "method": row["method"], "steps": steps, "run_s": row["train_s"],
+        comparisons.append({"cell": cell_name, "method": row["method"], "steps": steps, "run_s": row["train_s"],
                       "product_s": product, "run_of_product": row["train_s"] / product})  # fmt: skip
-    return found
+    return comparisons
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: a line for every method of every cell."""
+    """Return the table: a line for every method of every cell."""
     header = ["cell", "method", "step ms", "spread", "sent KB", "steps by seed", "to quality s", "of floor"]
     table = []
-    for name, one in result["summary"]["cells"].items():
-        for method, row in one.items():
+    for name, methods in result["summary"]["cells"].items():
+        for method, row in methods.items():
             if "failed" in row:
                 table.append([name, method, row["failed"].splitlines()[-1][:40], *[""] * 5])
                 continue

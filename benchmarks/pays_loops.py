@@ -1,4 +1,4 @@
-"""The methods that are compared as loops over the same batches: tutti's, torch's, and the step with nothing sent."""
+"""The compared methods as loops over the same batches: tutti's, torch's, and the step without communication."""
 
 import atexit
 import contextlib
@@ -23,25 +23,25 @@ from pays_work import Work, fresh, sequence
 
 
 class Loop(Protocol):
-    """One model in training. All ranks call alike."""
+    """One model in training. All ranks make the same calls."""
 
     def step(self) -> float:
-        """One update on the next global batch; the loss this rank sees."""
+        """Make one update on the next global batch; returns the loss that this rank sees."""
 
     def quality(self) -> tuple[float, float]:
-        """Held-out mean loss and accuracy of the model that would be left now; the same on all ranks."""
+        """Return held-out mean loss and accuracy of the model as training would end now; the same on all ranks."""
 
     def close(self) -> None:
-        """Hold nothing any more."""
+        """Free everything."""
 
 
 def loop_of(method: Method, work: Work, seed: int) -> Loop:
-    """The loop that `method` names."""
+    """Return the loop of a method."""
     return TuttiLoop(method, work, seed) if method.side == "tutti" else TorchLoop(method, work, seed)
 
 
 class TuttiLoop:
-    """The three lines, as `tutti run` would start them with the method's words."""
+    """The three lines of tutti, started as `tutti run` would with the method's variables."""
 
     def __init__(self, method: Method, work: Work, seed: int) -> None:
         import tutti
@@ -65,11 +65,11 @@ class TuttiLoop:
         return next(self._steps)
 
     def quality(self) -> tuple[float, float]:
-        found = self.job.evaluate(self._work.data()[1], {"accuracy": right}, batch_size=360)
-        return found["loss"], found["accuracy"]
+        values = self.job.evaluate(self._work.data()[1], {"accuracy": right}, batch_size=360)
+        return values["loss"], values["accuracy"]
 
     def close(self) -> None:
-        """Leave the run but not its world, in which others go on."""
+        """End the run but not its process group, which other loops still use."""
         self._steps.close()  # type: ignore[attr-defined]
         run, ending = self.job._prepared, self.job._finalizer
         assert run is not None
@@ -84,7 +84,7 @@ class TuttiLoop:
 
 @contextlib.contextmanager
 def environment(words: dict[str, str]) -> Iterator[None]:
-    """Variables that are there inside the block only."""
+    """Set variables inside the block only."""
     before = {name: os.environ.get(name) for name in words}
     os.environ.update(words)
     try:
@@ -95,7 +95,7 @@ def environment(words: dict[str, str]) -> Iterator[None]:
 
 
 class TorchLoop:
-    """By hand: DDP with torch's own hooks, or a model that nobody shares."""
+    """The loop by hand: DDP with torch's own hooks, or a model without communication."""
 
     def __init__(self, method: Method, work: Work, seed: int) -> None:
         self._work, self._method = work, method
@@ -106,7 +106,7 @@ class TorchLoop:
 
     def _distributed(self) -> nn.Module:
         name = self._method.name
-        cap = 1024 if name == "ddp powersgd" else 25  # with several buckets the hook aborts under Gloo
+        cap = 1024 if name == "ddp powersgd" else 25  # under Gloo the PowerSGD hook aborts with several buckets
         replica = DistributedDataParallel(self._model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
         if name == "ddp fp16":
             replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -132,17 +132,17 @@ class TorchLoop:
         return loss.item()
 
     def quality(self) -> tuple[float, float]:
-        """Of the mean of the ranks' models where they differ."""
-        own = [parameter.detach().clone() for parameter in self._model.parameters()]
+        """Evaluate the mean of the ranks' models if they differ."""
+        parameters = [parameter.detach().clone() for parameter in self._model.parameters()]
         if self._method.name == "ddp post-local":
             for parameter in self._model.parameters():
                 dist.all_reduce(parameter.data)
                 parameter.data /= dist.get_world_size()
-        found = judged(self._work, self._model)
+        values = judged(self._work, self._model)
         with torch.no_grad():
-            for parameter, value in zip(self._model.parameters(), own, strict=True):
+            for parameter, value in zip(self._model.parameters(), parameters, strict=True):
                 parameter.copy_(value)
-        return found
+        return values
 
     def close(self) -> None:
         self._replica = self._model
@@ -150,7 +150,7 @@ class TorchLoop:
 
 
 def share(work: Work, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's contiguous part of each global batch of a seed, round and round."""
+    """Yield this rank's contiguous part of each global batch of a seed, again and again."""
     tensors = sequence(work, seed).tensors
     part = work.batch // dist.get_world_size()
     while True:
@@ -161,12 +161,12 @@ def share(work: Work, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def right(output: Tensor, target: Tensor) -> Tensor:
-    """Share of right answers of each sample."""
+    """Return the share of right answers of each sample."""
     return (output.argmax(dim=-1) == target).float().reshape(len(target), -1).mean(dim=1)
 
 
 def judged(work: Work, model: nn.Module) -> tuple[float, float]:
-    """Held-out loss and accuracy, each rank computing its part of the samples."""
+    """Return held-out loss and accuracy; each rank evaluates its part of the samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     inputs, target = (tensor[rank::ranks] for tensor in work.data()[1].tensors)
     with torch.no_grad():

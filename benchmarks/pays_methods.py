@@ -1,24 +1,34 @@
-"""The ways of exchanging that are compared, by name: tutti's, torch's, peers', and none at all."""
+"""The methods that are compared, by name: tutti's, torch's, peers', and no communication at all."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 PERIOD = 8
-"""Updates between two averages of the methods that average models."""
+"""Updates between two averages, for methods that average models."""
 
 POST_LOCAL_START, POWERSGD_START = 4, 2
-"""Updates before which torch's two ways sum exactly."""
+"""First updates that torch's post-local SGD and its PowerSGD hook make exactly."""
 
 RANK = 2
+"""Rank of PowerSGD's approximations, in torch and in tutti."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """`exact`: its sums are those of one device, so it takes as many steps as the others that are. `period`: steps
-    between two exchanges, `delay`: in which one travels. `same_steps_as`: the method whose trainings stand for it,
-    being the same algorithm. `begins`: the first updates, which torch's make as DDP does, and a chosen plan as the one
-    that `at_first` names. `words`: for tutti, what the launcher would set.
+    """One method of training.
+
+    Attributes:
+        name: its name in tables and results.
+        side: whose it is; "floor" communicates nothing.
+        exact: its sums equal those of one device, so it takes as many steps as the other exact methods.
+        period: steps between two exchanges.
+        delay: steps for which an exchange may be in flight.
+        words: environment variables that a launcher of tutti would set.
+        same_steps_as: a method with the same algorithm, whose trainings give its steps.
+        begins: number of first updates that differ from the later ones. Torch's methods make them like DDP, a
+            chosen plan like the plan that `at_first` names.
+        says: description for result files.
     """
 
     name: str
@@ -39,14 +49,14 @@ def _compress(name: str, words: str) -> Method:
 def _delayed(name: str, code: str = "") -> Method:
     sync = f"local:period={PERIOD},delay={PERIOD}"
     words = (("TUTTI_SYNC", sync), *((("TUTTI_COMPRESS", code),) if code else ()))
-    said = f"--sync {sync} --compress {code}" if code else f"--sync {sync}"
-    return Method(name=name, side="tutti", period=PERIOD, delay=PERIOD, words=words, says=said)
+    options = f"--sync {sync} --compress {code}" if code else f"--sync {sync}"
+    return Method(name=name, side="tutti", period=PERIOD, delay=PERIOD, words=words, says=options)
 
 
 METHODS = {
     method.name: method
     for method in (
-        Method(name="floor", side="floor", exact=True, says="the same step, nothing sent"),
+        Method(name="floor", side="floor", exact=True, says="the same step, with nothing sent"),
         Method(name="tutti plain", side="tutti", exact=True, says="tutti run"),
         _compress("tutti powersgd", f"powersgd,rank={RANK}"),
         _compress("tutti top16-q4", "top16-q4"),
@@ -91,21 +101,23 @@ METHODS = {
 
 AUTO = "tutti auto"
 AUTOS = {AUTO: "all", "tutti auto copies": "data"}
-"""What the planner chose, of every mesh and of copies alone (its scope): rows of their own in every cell, whichever
-methods those are."""
+"""Rows of every cell for the planner's choice, and the meshes among which it chose: all, or data parallelism only.
+They are rows of their own, whichever methods were chosen.
+"""
 
 
 ON_REQUEST = ("tutti top16-q4", "tutti top-k", "tutti delayed", "tutti delayed 8-bit", "tutti delayed 4-bit")
-"""Left out unless they are asked for or chosen, for time: tried by hand (one seed, 2 hosts) top-k took 44, 100 and 88
-steps for the MLP, the CNN and the GPT, and Top16_Q4 128 and 80 for the latter two, beside 24, 48 and 28 of exact sums.
+"""Left out, to save time, unless they are asked for or chosen. Tried by hand (one seed, 2 hosts), top-k took 44, 100
+and 88 steps for the MLP, the CNN and the GPT, and Top16_Q4 128 and 80 for the latter two. Exact sums took 24, 48
+and 28.
 """
 
 CHECKED_ALIKE = ("ddp", "ddp fp16")
-"""Methods whose first seed is trained beside the one that stands for them."""
+"""Methods that use another method's steps; their first seed is trained as a check."""
 
 
 def method_of(name: str, plans: Mapping[str, Mapping[str, Any]]) -> Method:
-    """A method by its name, or the one that a chosen plan of that name is."""
+    """Return the method of this name, or the one that stands for a chosen plan."""
     if name in METHODS:
         return METHODS[name]
     plan = plans[name]
@@ -123,12 +135,14 @@ def method_of(name: str, plans: Mapping[str, Mapping[str, Any]]) -> Method:
 
 
 def at_first(name: str) -> str:
-    """What the plan is called that makes all updates as the one of this `name` makes its first."""
+    """Return the name of the plan that makes all updates as the plan `name` makes its first ones."""
     return f"{name}, at first"
 
 
 def stood_for(name: str, plans: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The method whose trainings give the steps of another: tutti's plain sums for all exact ones; None for its own."""
+    """Return the method whose trainings give the steps of another, or None if it is trained itself. Exact methods
+    use tutti's.
+    """
     known = method_of(name, plans)
     if known.exact:
         return "tutti plain"

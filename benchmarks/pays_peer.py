@@ -1,7 +1,7 @@
-"""Step times of one peer for `pays`: Horovod, DeepSpeed or Hivemind, in a virtual environment of its own.
+"""Step times of one peer for `pays`: Horovod, DeepSpeed or Hivemind, in its own virtual environment.
 
-Runs on each host of the lab under the peer's Python, which has torch and the peer and not tutti's dependencies. Blocks
-of the peer and of the same step with nothing sent take turns.
+Runs on each host of the lab under the peer's Python, which has torch and the peer but not tutti's dependencies.
+Blocks of the peer and of the same step without communication take turns.
 """
 
 import argparse
@@ -31,7 +31,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer", choices=list(PEERS), required=True)
     parser.add_argument("--work", choices=list(WORKS), required=True)
-    parser.add_argument("--unit", type=Path, required=True, help="JSON: limits, rates, terms, hosts' addresses")
+    parser.add_argument(
+        "--unit", type=Path, required=True, help="JSON file: limits, rates, terms and the hosts' addresses"
+    )
     parser.add_argument("--data", type=Path, required=True, help="the global batches of seed 0, saved by torch")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
@@ -50,15 +52,15 @@ def main() -> None:
             step()
     for rate in unit["rates"]:
         wire.limit(rate)
-        found = in_turns(steps, periods, unit, lambda name: None)
-        output.row({"kind": "peer", "method": args.peer, "rate": rate, **found})
+        result = in_turns(steps, periods, unit, lambda name: None)
+        output.row({"kind": "peer", "method": args.peer, "rate": rate, **result})
     wire.limit("unlimited")
     sys.stdout.flush()
-    os._exit(0)  # what peers leave running is not waited for
+    os._exit(0)  # do not wait for what peers leave running
 
 
 def share(work: Work, data: Path) -> Batches:
-    """This rank's contiguous part of each global batch, round and round."""
+    """Yield this rank's contiguous part of each global batch, again and again."""
     inputs, target = torch.load(data)
     part = work.batch // dist.get_world_size()
     while True:
@@ -68,7 +70,7 @@ def share(work: Work, data: Path) -> Batches:
 
 
 def uncontended(work: Work, batches: Batches, optimizer_of: Callable[..., Any] = lambda model, own: own) -> Step:
-    """The plain step; `optimizer_of` may wrap its optimizer."""
+    """Return the plain step; `optimizer_of` may wrap its optimizer."""
     model = fresh(work, 0)
     optimizer = optimizer_of(model, work.optimizer(model))
 
@@ -84,7 +86,7 @@ def uncontended(work: Work, batches: Batches, optimizer_of: Callable[..., Any] =
 
 
 def horovod(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Step:
-    """Its DistributedOptimizer over Gloo, as `horovodrun --gloo` would place the ranks."""
+    """Horovod's DistributedOptimizer over Gloo, with the ranks placed as `horovodrun --gloo` would."""
     rank, size, port = dist.get_rank(), dist.get_world_size(), [0]
     if rank == 0:
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
@@ -116,12 +118,15 @@ def horovod(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Step:
 
 
 def deepspeed(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Step:
-    """ZeRO-2 in float32 with our optimizer. Its op for ranks of one host is left out: these hosts share memory only
-    because they are a laboratory's."""
+    """DeepSpeed's ZeRO-2 in float32 with the work's optimizer.
+
+    Its operator for ranks of one host is switched off: these hosts share memory only because they are parts of a
+    lab.
+    """
     os.environ.update(DS_ACCELERATOR="cpu", DS_SKIP_CUDA_CHECK="1")
     import deepspeed as ds
 
-    # By its full name: the package's attribute of that name is torch itself.
+    # Imported by its full name, because the package's attribute `torch` is torch itself.
     backend = importlib.import_module("deepspeed.comm.torch")
     vars(backend)["build_shm_op"] = lambda: None
     ds.init_distributed(dist_backend="gloo")
@@ -146,20 +151,22 @@ def deepspeed(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Ste
 
 
 def hivemind(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Step:
-    """Models averaged by its DecentralizedAverager in float16 every `period` steps, with its search for partners."""
+    """Models averaged by Hivemind's DecentralizedAverager in float16 every `period` steps, including its search for
+    partners.
+    """
     from hivemind import DHT
     from hivemind.averaging import DecentralizedAverager
     from hivemind.compression import Float16Compression
 
     rank, size = dist.get_rank(), dist.get_world_size()
     listen = [f"/ip4/{unit['addresses'][rank]}/tcp/{31000 + rank}"]
-    found: list[Any] = [None]
+    addresses: list[Any] = [None]
     if rank == 0:
         dht = DHT(host_maddrs=listen, start=True)
-        found = [[str(address) for address in dht.get_visible_maddrs()]]
-    dist.broadcast_object_list(found, src=0)
+        addresses = [[str(address) for address in dht.get_visible_maddrs()]]
+    dist.broadcast_object_list(addresses, src=0)
     if rank:
-        dht = DHT(host_maddrs=listen, initial_peers=found[0], start=True)
+        dht = DHT(host_maddrs=listen, initial_peers=addresses[0], start=True)
     count, models = [0], []
     plain = uncontended(work, share(work, args.data), lambda model, own: models.append(model) or own)
     averager = DecentralizedAverager(
@@ -183,7 +190,7 @@ def hivemind(work: Work, args: argparse.Namespace, unit: dict[str, Any]) -> Step
 
 
 def average(averager: Any, model: torch.nn.Module) -> None:
-    """Put the mean of all hosts' models into this one; partners that are not there yet are waited for."""
+    """Replace this model by the mean of all hosts' models; waits for partners that are not there yet."""
     with averager.get_tensors() as tensors, torch.no_grad():
         for tensor, parameter in zip(tensors, model.parameters(), strict=True):
             tensor.copy_(parameter)

@@ -1,7 +1,7 @@
-"""Peers of `pays`: where they are installed, how (python benchmarks/pays_peers.py [NAME ...]), and how they are run.
+"""Peers of `pays`: where they are installed, how to install them, and how they are run.
 
-Each has a virtual environment of its own, in TUTTI_PEERS or ~/.cache/tutti-peers; one that is not there is a row
-"not installed".
+`python benchmarks/pays_peers.py [NAME ...]` installs them. Each has its own virtual environment in TUTTI_PEERS or
+~/.cache/tutti-peers. A peer that is not installed gives a row "not installed".
 """
 
 import json
@@ -18,17 +18,19 @@ FOLDER = Path(os.environ.get("TUTTI_PEERS") or Path.home() / ".cache" / "tutti-p
 NAMES = ("horovod", "deepspeed", "hivemind")
 SCRIPT = Path(__file__).with_name("pays_peer.py")
 LIMIT_S = 300
-"""Of one peer's part: what takes longer is a row that says so."""
+"""Seconds for one peer's part; a longer one becomes a row that says so."""
 
 
 def python_of(name: str) -> Path | None:
-    """The interpreter that has a peer, or None."""
+    """Return the Python interpreter that has a peer, or None."""
     path = FOLDER / name / "bin" / "python"
     return path if path.exists() and (FOLDER / name / "installed").exists() else None
 
 
 def measured(name: str, lab: Any, model: str, data: Path, unit: dict[str, Any], output: Path) -> str | None:
-    """Measure one peer on the ranks of a lab, which write to `output`; None, or why there is no more of it."""
+    """Measure one peer on the ranks of a lab, which write to `output`. Returns None, or why the measurement is
+    incomplete.
+    """
     python = python_of(name)
     if python is None:
         return "not installed"
@@ -41,15 +43,15 @@ def measured(name: str, lab: Any, model: str, data: Path, unit: dict[str, Any], 
             done = lab.run(words, environment={"OMP_NUM_THREADS": "1"}, cwd=Path(folder), timeout_s=LIMIT_S)
         except subprocess.TimeoutExpired as error:
             return f"took longer than {LIMIT_S} s: {str(error.output or '').strip()[-300:]}"
-    bad = [one for one in done if one.code]
-    return ("\n".join(one.err[-1500:] for one in bad) or f"exit code {bad[0].code}") if bad else None
+    bad = [host for host in done if host.code]
+    return ("\n".join(host.err[-1500:] for host in bad) or f"exit code {bad[0].code}") if bad else None
 
 
 # Installing
 
 
 def install(names: Sequence[str]) -> None:
-    """Make the virtual environments, with the torch that tutti is tested with."""
+    """Make the virtual environments, with the version of torch that tutti is tested with."""
     constraints = ROOT / "constraints.txt"
     torch = next(line for line in constraints.read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
     for name in names:
@@ -71,7 +73,9 @@ def _hivemind(pip: list[str], torch: str, folder: Path) -> None:
 
 
 def _horovod(pip: list[str], torch: str, folder: Path) -> None:
-    """From its sources, for C++17, which torch's headers ask for: about seven minutes on two cores."""
+    """Build Horovod from its sources for C++17, which torch's headers need; this takes about seven minutes on two
+    cores.
+    """
     source = folder / "source"
     source.mkdir(exist_ok=True)
     download = [*pip[:-2], "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]

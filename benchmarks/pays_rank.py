@@ -1,7 +1,7 @@
-"""What each host of the lab runs for `pays`: units of work, each a line in the output once it is done.
+"""What each host of the lab runs for `pays`: units of work. Each becomes a line of the output once it is done.
 
-A unit is a training to the target quality, the step times of all methods at one limit of the links, or one real run at
-a limited rate that checks the two against each other.
+A unit is a training to the target quality, the step times of all methods at some limits of the links, or a training
+in full at a limited rate, which checks the other two.
 """
 
 import argparse
@@ -38,30 +38,32 @@ def main() -> None:
     for unit in json.loads(args.units.read_text()):
         output.row({**unit, "begun": True})
         if unit["kind"] == "quality":
-            found = trained(
+            result = trained(
                 method_of(unit["method"], unit["plans"]), work, unit["seed"], unit["most"], wire, unit["rate"]
             )
-            output.row({**unit, **found})
+            output.row({**unit, **result})
         else:
             timed(unit, work, wire, output)
     wire.limit("unlimited")
     leave_world()
-    os._exit(0)  # groups of loops that are gone would be waited for
+    os._exit(0)  # a normal exit would wait for the process groups of closed loops
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", choices=list(WORKS), required=True)
     parser.add_argument(
-        "--units", type=Path, help="a JSON list; without it this is a plain script, which the planner describes"
+        "--units",
+        type=Path,
+        help="a JSON list of units; without it, this is a plain script for the planner to describe",
     )
-    parser.add_argument("--output", type=Path, help="gets a line for each unit")
-    parser.add_argument("--limits", default="{}", help="by limit, the commands that set it")
+    parser.add_argument("--output", type=Path, help="file that gets a line for each unit")
+    parser.add_argument("--limits", default="{}", help="JSON: for each limit, the commands that set it")
     return parser.parse_args()
 
 
 def meet() -> None:
-    """One rank a host, one thread a rank."""
+    """Join the world: one rank a host, one thread a rank."""
     torch.set_num_threads(1)
     os.environ.update(
         RANK=os.environ["NODE_RANK"],
@@ -74,12 +76,16 @@ def meet() -> None:
     join_world()
 
 
-# To a quality
+# Training to a quality
 
 
 def trained(method: Method, work: Work, seed: int, most: int, wire: Wire, rate: str) -> dict[str, Any]:
-    """Train until the held-out loss is at the target: {"steps": how many, None where `most` were not enough,
-    "train_s": without the looks, "looks": [[steps, held-out loss, accuracy], ..]}."""
+    """Train until the held-out loss reaches the target.
+
+    Returns:
+        {"steps": their number, None if `most` were not enough, "train_s": seconds without evaluations,
+        "last_loss": .., "looks": [[steps, held-out loss, accuracy], ..]}.
+    """
     wire.limit("unlimited")
     loop = loop_of(method, work, seed)
     wire.limit(rate)
@@ -96,7 +102,9 @@ def trained(method: Method, work: Work, seed: int, most: int, wire: Wire, rate: 
             steps = step
             break
     if steps == work.first:
-        raise SystemExit(f"pays: {method.name} is there at the first look, after {steps} steps; look sooner")
+        raise SystemExit(
+            f"pays: {method.name} meets its target at the first evaluation (step {steps}); lower Work.first"
+        )
     loop.close()
     del loop
     gc.collect()
@@ -107,7 +115,7 @@ def trained(method: Method, work: Work, seed: int, most: int, wire: Wire, rate: 
 
 
 def timed(unit: dict[str, Any], work: Work, wire: Wire, output: Output) -> None:
-    """Step times of all methods in turns at each of the unit's limits, all of them warm from an unlimited link.
+    """Time the steps of all methods in turns at each of the unit's limits. All methods warm up at an unlimited link.
 
     Writes a row for each limit, as `in_turns` returns it.
     """
@@ -125,8 +133,8 @@ def timed(unit: dict[str, Any], work: Work, wire: Wire, output: Output) -> None:
         here = {name: loop for name, loop in loops.items() if rate in unit["plans"].get(name, unit)["rates"]}
         steps = {name: loop.step for name, loop in here.items()}
         periods = {name: methods[name].period for name in here}
-        found = in_turns(steps, periods, unit, lambda name: output.row({"kind": "time", "trying": name}))
-        output.row({"kind": "time", "rate": rate, **found})
+        result = in_turns(steps, periods, unit, lambda name: output.row({"kind": "time", "trying": name}))
+        output.row({"kind": "time", "rate": rate, **result})
     for loop in loops.values():
         loop.close()
 

@@ -1,6 +1,6 @@
-"""The lab's links as ranks of `pays` see them: limits that change while they live, and blocks of steps timed together.
+"""The lab's links as ranks of `pays` use them: limits that change during a run, and blocks of steps timed in turns.
 
-Imports nothing of tutti's: peers run it in virtual environments of their own.
+Imports nothing of tutti: peers run this file in their own virtual environments.
 """
 
 import json
@@ -19,22 +19,27 @@ WARM_STEPS = 3
 MOST_STEPS = 64
 
 MOST_STOLEN, MOST_AGAIN = 0.05, 4
-"""Blocks in which a hypervisor gave a larger part of the cores' time to others are timed again, so many times."""
+"""Blocks in which a hypervisor gave more than MOST_STOLEN of the cores' time to others are timed again, at most
+MOST_AGAIN times."""
 
 CALM, MOST_MORE = 0.15, 4
-"""A method whose blocks are further apart than this part of their median gets so many more at most, while they take
-twice its limit: what else slows a machine down for a while (its memory, in a hypervisor's other guests) counts as
-nothing stolen."""
+"""If a method's blocks differ by more than the part CALM of their median, it gets up to MOST_MORE more blocks, as long
+as they take at most twice its limit. Other guests of a hypervisor may slow the machine's memory down for a while, which
+does not count as stolen time."""
 
 
 class Wire:
-    """The hosts' links. `commands`: by limit, the `tc` commands that set it, run by rank 0."""
+    """The links of the hosts.
+
+    Args:
+        commands: by limit, the `tc` commands that set it; rank 0 runs them.
+    """
 
     def __init__(self, commands: Mapping[str, list[list[str]]]) -> None:
         self._commands = commands
 
     def limit(self, rate: str) -> None:
-        """Limit every link both ways; all ranks call it. Lifting a limit that is not there does nothing."""
+        """Limit every link in both directions; all ranks call it. Lifting a limit that is not set does nothing."""
         dist.barrier()
         if dist.get_rank() == 0:
             for words in self._commands[rate]:
@@ -43,14 +48,14 @@ class Wire:
 
     @staticmethod
     def sent_nbytes() -> int:
-        """What this host's interface has sent since it was made, headers included."""
+        """Return the bytes that this host's interface has sent since it was made, headers included."""
         lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
         row = next(line for line in lines if line.strip().startswith("eth0:"))
         return int(row.partition(":")[2].split()[8])
 
 
 class Output:
-    """Rank 0's lines; the others' go nowhere."""
+    """A file to which rank 0 writes lines; other ranks write nothing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path if dist.get_rank() == 0 else None
@@ -62,8 +67,11 @@ class Output:
 
 
 def warm_steps(period: int, delay: int = 0) -> int:
-    """A period and a half where there is one: its exchange then falls in the middle of a block. One that is taken in
-    `delay` steps later begins with a block's first step instead: what a block began is over when its clock stops."""
+    """Return the number of steps before timing begins.
+
+    With a period, these are one and a half periods, so that the exchange falls into the middle of a block. A
+    delayed exchange begins with the first step of a block instead, so that it is over when the block ends.
+    """
     if period == 1:
         return WARM_STEPS
     return 2 * period - 1 if delay else period + period // 2
@@ -75,12 +83,22 @@ def in_turns(
     terms: Mapping[str, Any],
     trying: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Blocks of each loop, A B C, C B A, ...; a method leaves the turns once its blocks took `limit_s` together, or,
-    where they are far apart, some turns later. What shows first how many steps a block is to have counts where it is as
-    long as one.
+    """Time blocks of each loop in turns: A B C, C B A, ...
 
-    Returns {"step_s": {method: seconds of a step, one a block}, "sent_nbytes": the most a host sent a step, median,
-    "stolen": the largest part of the cores' time that others had in a block that counts}.
+    A loop drops out once its blocks took `limit_s` seconds together; if they differ much, it stays some turns
+    longer. The first run of a loop determines how many steps its blocks have; it counts itself if it was as long
+    as a block.
+
+    Args:
+        steps: by method, a function that makes one step.
+        periods: by method, the steps between two of its exchanges.
+        terms: "repeats", "block_s" and "limit_s".
+        trying: called with a method's name before each of its blocks.
+
+    Returns:
+        {"step_s": {method: seconds of a step, one entry a block}, "sent_nbytes": {method: bytes a step of the
+        host that sent most, median of blocks}, "stolen": {method: largest part of the cores' time that others had
+        in a block}}.
     """
     step_s: dict[str, list[float]] = {name: [] for name in steps}
     sent: dict[str, list[float]] = {name: [] for name in steps}
@@ -114,26 +132,32 @@ def in_turns(
 
 
 def calm(blocks: list[float]) -> bool:
-    """Whether blocks are close to each other."""
+    """Return whether blocks are close to each other."""
     return max(blocks) - min(blocks) <= CALM * statistics.median(blocks)
 
 
 def steps_of(period: int, step_s: float, block_s: float) -> int:
-    """Whole periods, one at least, as many as `block_s` holds of steps so long; about `MOST_STEPS` at most."""
+    """Return the steps of a block: whole periods, at least one, for about `block_s` seconds, and about `MOST_STEPS`
+    at most.
+    """
     return period * max(1, int(min(MOST_STEPS, block_s / step_s) / period))
 
 
 def quiet_block(step: Callable[[], object], steps: int) -> tuple[float, float, float]:
-    """A block in which the cores were not given to others; else, after some, the least disturbed."""
-    found = [block(step, steps)]
-    while found[-1][2] > MOST_STOLEN and len(found) <= MOST_AGAIN:
-        found.append(block(step, steps))
-    return min(found, key=lambda one: (one[2] > MOST_STOLEN, one[2]))
+    """Time a block during which the cores were not given to others; after some attempts, return the least disturbed."""
+    blocks = [block(step, steps)]
+    while blocks[-1][2] > MOST_STOLEN and len(blocks) <= MOST_AGAIN:
+        blocks.append(block(step, steps))
+    return min(blocks, key=lambda one: (one[2] > MOST_STOLEN, one[2]))
 
 
 def block(step: Callable[[], object], steps: int) -> tuple[float, float, float]:
-    """Of some steps begun together: seconds of the slowest rank, bytes of the host that sent most, and which part of
-    the cores' time a hypervisor gave to others."""
+    """Time some steps that all ranks begin together.
+
+    Returns:
+        Seconds of the slowest rank, bytes of the host that sent most, and the part of the cores' time that a
+        hypervisor gave to others.
+    """
     dist.barrier()
     stolen, before, start = stolen_s(), Wire.sent_nbytes(), time.perf_counter()
     for _ in range(steps):
@@ -143,12 +167,14 @@ def block(step: Callable[[], object], steps: int) -> tuple[float, float, float]:
 
 
 SILENCE_S, POLL_S, NOISE_NBYTES = 0.02, 0.001, 2000
-"""A host sends nothing any more when it has sent no more than so many bytes from one look to the next for so long: a
-link of 100 Mbit/s takes six times as many. What answers TCP's segments is less."""
+"""A host has stopped sending when, for SILENCE_S seconds, it sends at most NOISE_NBYTES every POLL_S seconds. A link of
+100 Mbit/s carries six times as many bytes in POLL_S; TCP's acknowledgements are fewer."""
 
 
 def last_sent() -> float:
-    """Wait until this host sends nothing; when it last did, or now. Some methods' exchanges outlast a step."""
+    """Wait until this host has stopped sending, and return when it last sent. Exchanges of some methods outlast a
+    step.
+    """
     last, sent = time.perf_counter(), Wire.sent_nbytes()
     while time.perf_counter() - last < SILENCE_S:
         time.sleep(POLL_S)
@@ -160,13 +186,13 @@ def last_sent() -> float:
 
 
 def stolen_s() -> float:
-    """Seconds of all cores' time, since the machine began, that a hypervisor gave to others."""
+    """Return the seconds of all cores' time that a hypervisor gave to others since the machine started."""
     with open("/proc/stat", encoding="ascii") as file:
         return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def slowest(value: float) -> float:
-    """The largest of all ranks'."""
+    """Return the largest value of all ranks."""
     tensor = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.item()

@@ -1,7 +1,7 @@
-"""What is trained to a stated held-out quality: an MLP, a CNN and a GPT, on data that every machine already has.
+"""The works of `pays`: an MLP, a CNN and a GPT, trained to a stated held-out quality on data that every machine has.
 
-Every method of a seed begins with the same values and takes the same global batches in the same order; ranks take
-contiguous parts of them. So methods whose sums are exact have one trajectory, on any number of ranks.
+All methods of a seed start with the same parameters and take the same global batches in the same order; ranks take
+contiguous parts of them. So all methods with exact sums have one trajectory, on any number of ranks.
 """
 
 import itertools
@@ -22,11 +22,20 @@ Pair = tuple[TensorDataset, TensorDataset]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One model with its data. `data`: what to train on, what to judge by. `batch`: global, in samples.
+    """One model with its data and its aim.
 
-    `target`: the mean held-out loss at which training has reached its quality. `most`: steps after which it is given
-    up. `every`: steps between two looks. `first`: those before the first, sooner than any method gets there; 0: the
-    same.
+    Attributes:
+        name: its name in `--set models=..`.
+        says: description for result files.
+        model: makes the model.
+        data: makes (training data, held-out data).
+        loss: (output, target) -> mean loss.
+        optimizer: makes the optimizer of a model.
+        batch: global batch, in samples.
+        target: mean held-out loss at which training has reached its quality.
+        most: steps after which a training is given up.
+        every: steps between two evaluations.
+        first: steps before the first evaluation, fewer than any method needs; 0 for `every`.
     """
 
     name: str
@@ -43,7 +52,7 @@ class Work:
 
 
 def sequence(work: Work, seed: int) -> TensorDataset:
-    """The global batches of a seed one after another, `most` of them: epochs of the data, each in its own order."""
+    """Return the `most` global batches of a seed, one after another: epochs of the data, each in its own order."""
     train = work.data()[0]
     draw = torch.Generator().manual_seed(seed)
     wanted = work.most * work.batch
@@ -53,7 +62,7 @@ def sequence(work: Work, seed: int) -> TensorDataset:
 
 
 def fresh(work: Work, seed: int) -> nn.Module:
-    """The model as every method of a seed begins."""
+    """Return the model with the parameters with which every method of a seed starts."""
     torch.manual_seed(seed)
     return work.model()
 
@@ -77,7 +86,7 @@ def cnn() -> nn.Module:
 
 
 def gpt() -> nn.Module:
-    """7.9 M parameters: 2 blocks of width 560 over bytes, context 64; wide, so that few steps teach it something."""
+    """7.9 M parameters: 2 blocks of width 560 over bytes, context 64. It is wide, so that it learns in few steps."""
     model = GPT(layers=2, width=560, heads=8, context=64)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     nn.init.normal_(model.tokens.weight, std=0.3)
@@ -85,7 +94,7 @@ def gpt() -> nn.Module:
 
 
 def begun(model: nn.Module) -> nn.Module:
-    """Weights as He et al. 2015 begin, biases zero: such a model learns from its first steps on."""
+    """Initialise weights as He et al. 2015 and biases to zero: such a model learns from its first steps on."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -96,7 +105,7 @@ def begun(model: nn.Module) -> nn.Module:
 
 @cache
 def digits() -> Pair:
-    """scikit-learn's handwritten digits: 1437 to train on, 360 to judge by, drawn once."""
+    """scikit-learn's handwritten digits: 1437 for training, 360 held out, drawn once."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -107,21 +116,23 @@ def digits() -> Pair:
 
 @cache
 def digit_images() -> Pair:
-    """The same as images of one channel."""
+    """The digits as images of one channel."""
     train, held = (TensorDataset(part.tensors[0].view(-1, 1, 8, 8), part.tensors[1]) for part in digits())
     return train, held
 
 
 @cache
 def source_text() -> Pair:
-    """Sources of Python's standard library, windows of 64 bytes: 90 % to train on, 64 of the rest to judge by."""
+    """Sources of Python's standard library in windows of 64 bytes: 90 % for training, 64 windows of the rest held
+    out.
+    """
     train, test = split_by_position(standard_library_text().content, 0.9)
     held = TextWindows(test, 64, stride=len(test) // 65)
     return tensors(TextWindows(train, 64), None), tensors(held, 64)
 
 
 def tensors(windows: TextWindows, count: int | None) -> TensorDataset:
-    """The first `count` windows, or all, and the bytes that follow."""
+    """Return the first `count` windows (None: all) and the bytes that follow each."""
     pairs = [windows[index] for index in range(len(windows) if count is None else count)]
     return TensorDataset(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))
 

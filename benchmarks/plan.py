@@ -1,9 +1,9 @@
-"""Every plan of 2 and 4 ranks measured between two hosts of a lab, beside what was predicted and chosen. Needs root.
+"""Every plan of 2 and 4 ranks between two hosts of a lab: measured times, predictions, and the planner's choice (root).
 
-For each limit of the links and each model the cluster is probed as a user would, plans are predicted and one is chosen;
-then every plan runs for a few steps. Regret: how much longer than the best measured plan the chosen one takes. What is
-measured is kept plan by plan: --resume goes on with a run that was interrupted. A plan that fails is a row that says
-why.
+For each limit of the links and each model, the cluster is probed as a user would do it; then all plans are predicted
+and one is chosen. Afterwards every plan runs for a few steps. Regret is how much longer the chosen plan takes than the
+best measured one. Measurements are kept plan by plan, so --resume continues an interrupted run. A plan that fails
+becomes a row that says why.
 """
 
 import json
@@ -39,20 +39,30 @@ __all__ = ["QUICK", "RESUMABLE", "Sizes", "measure", "rows"]
 RANK = Path(__file__).with_name("plan_rank.py")
 HOSTS = 2
 FRUITLESS = 3
-"""Launches in a row that measured nothing before the rest of a case's plans is given up."""
+"""After this many launches in a row without a measurement, the rest of a case's plans is given up."""
 
 RESUMABLE = True
-"""run.py: `measure` takes `resume`."""
+"""Tells run.py that `measure` takes `resume`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured. Of each plan at most `steps` steps are timed, fewer where they take more than `milliseconds`
-    (but two, or one where even that takes longer); a first step above `patience_s` is the only one. `again_s`: for
-    steps in place of disturbed ones. `limit_s`: after which a plan is given up. `visits`: how often every plan has its
-    turn, minutes apart, for steps of one second say what the machine was like in that second.
+    """What is measured.
 
-    `full`: 1 for the probe's longer measurement. `only`: words that a plan's name begins with, all of them when empty.
+    Attributes:
+        rates: limits of the links.
+        ranks: numbers of ranks.
+        models: names of workloads.
+        steps: steps of each plan that are timed, at most.
+        milliseconds: time for the timed steps of a plan. At least two steps are timed, or one if even that takes
+            longer.
+        visits: how often every plan is measured, minutes apart. Steps of one second only show the machine's state
+            in that second.
+        limit_s: seconds after which a plan is given up.
+        patience_s: a first step that takes longer is the only one.
+        again_s: seconds for repeating disturbed steps.
+        full: 1 for the probe's longer measurement.
+        only: prefix of the names of plans that are measured; empty for all.
     """
 
     rates: tuple[str, ...] = ("unlimited", "1gbit", "100mbit")
@@ -72,7 +82,9 @@ QUICK = Sizes(rates=("1gbit",), ranks=("2",), models=("mlp",), steps=2, millisec
 
 
 def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
-    """Returns {"clusters": .., "models": .., "cases": one for each limit, number of ranks and model, "summary": ..}."""
+    """Measure all cases. Returns {"clusters": .., "models": .., "cases": one for each limit, number of ranks and
+    model, "summary": ..}, among others.
+    """
     begun = time.monotonic()
     journal = opened(record.QUICK_RESULTS / "plan-bench", sizes, resume=resume)
     described = {name: describe(name) for name in sizes.models}
@@ -91,7 +103,7 @@ def measure(sizes: Sizes, *, resume: bool = False) -> dict[str, Any]:
         "batches": plan_space.BATCHES,
         "resumed": resume,
         "took_s": time.monotonic() - begun,
-        "clusters": {name: serialization.to_data(one) for name, one in clusters.items()},
+        "clusters": {name: serialization.to_data(spec) for name, spec in clusters.items()},
         "models": {name: serialization.to_data(model) for name, (model, _) in described.items()},
         "scripts": {name: serialization.to_data(script) for name, (_, script) in described.items()},
         "cases": cases,
@@ -109,7 +121,7 @@ def case_words(rate: str, ranks: int, workload: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One limit, number of ranks and model. `script`: the plan that its script implies on one device."""
+    """One limit, number of ranks and model. `script` is the plan that the model's script implies on one device."""
 
     rate: str
     ranks: int
@@ -127,42 +139,52 @@ class Case:
 
 
 def describe(name: str) -> tuple[ModelSpec, Plan]:
-    """The model's description and the plan that its script implies, as `tutti plan` finds them."""
+    """Return the model's description and the plan that its script implies, as `tutti plan` finds them."""
     captured = capture_script(RANK, ("--workload", name, "--batch", str(plan_space.BATCHES[name])))
     return model_spec_of(captured, name=name), captured.plan
 
 
 def probe(lab: Lab, folder: Path, journal: Journal, words: str, sizes: Sizes, usual_pace: float) -> ClusterSpec:
-    """The lab as `tutti probe` measures it from all its ranks before each case (a machine may change its pace in the
-    course of minutes), or as it was measured before an interruption. `usual_pace`: of the probes before."""
+    """Probe the lab with `tutti probe` from all its ranks, or return what was probed before an interruption.
+
+    Every case is probed anew, because a machine may change its speed within minutes.
+
+    Args:
+        lab: the hosts.
+        folder: for the probe's files.
+        journal: where the cluster is kept.
+        words: name of the case.
+        sizes: what is measured.
+        usual_pace: FLOP/s of products in the earlier probes, 0 if there are none.
+    """
     kept = journal.cluster(words)
     if kept is not None:
         return kept
     folder.mkdir()
-    found = []
-    while len(found) < PROBES and not (found and steadiness(found[-1], usual_pace) > STEADY):
+    clusters = []
+    while len(clusters) < PROBES and not (clusters and steadiness(clusters[-1], usual_pace) > STEADY):
         say(f"{words}: probing")
-        found.append(probe_once(lab, folder / f"probe-{len(found)}", sizes))
-    cluster = max(found, key=lambda one: steadiness(one, usual_pace))
+        clusters.append(probe_once(lab, folder / f"probe-{len(clusters)}", sizes))
+    cluster = max(clusters, key=lambda one: steadiness(one, usual_pace))
     journal.keep_cluster(words, cluster)
     return cluster
 
 
 PROBES, STEADY = 4, 0.88
-"""How often a cluster is probed until rates of products of all sizes are so near each other, and the usual pace: the
-machine changed its own in between otherwise, or was in a slow spell of minutes, and a prediction would be of no machine
-that steps run on."""
+"""A cluster is probed up to PROBES times, until the lowest rate of a product is at least STEADY of the highest and the
+usual one. Otherwise the machine changed its speed during the probe, or was slow for some minutes, and predictions would
+describe no machine on which steps run."""
 
 
 def steadiness(cluster: ClusterSpec, usual_pace: float) -> float:
-    """The lowest float32 rate of one process' products, beside the highest and the usual one."""
+    """Return the lowest float32 rate of one process's products, divided by the highest and the usual one."""
     rates = [rate.flops_per_s for rate in product_rates(cluster)]
     return min(rates) / max(*rates, usual_pace)
 
 
 def usual(clusters: Iterable[ClusterSpec]) -> float:
-    """The highest pace that any of the probes found: FLOP/s of a product, in the middle of all sizes; 0 of none."""
-    paces = [statistics.median(rate.flops_per_s for rate in product_rates(one)) for one in clusters]
+    """Return the highest speed in any of the probes: FLOP/s of the product of median rate; 0 without probes."""
+    paces = [statistics.median(rate.flops_per_s for rate in product_rates(cluster)) for cluster in clusters]
     return max(paces, default=0.0)
 
 
@@ -178,31 +200,33 @@ def probe_once(lab: Lab, folder: Path, sizes: Sizes) -> ClusterSpec:
     arguments = ("tutti.cli.main", "probe", *effort, "--no-plot", "--output", str(output))
     done = lab.train("--folder", str(folder / "run"), "-m", *arguments, cwd=folder, timeout_s=300)
     if not output.exists():
-        raise SystemExit("the probe failed\n" + "\n".join(one.err for one in done))
+        raise SystemExit("tutti probe failed on the lab's hosts\n" + "\n".join(host.err for host in done))
     return serialization.load(ClusterSpec, output)
 
 
 def predicted(case: Case, plan: Plan) -> dict[str, Any]:
-    """What predict says of a plan's step and memory, or why it says nothing."""
+    """Return what the cost model predicts for a plan's step and memory, or why it predicts nothing."""
     try:
-        found = predict(case.model, case.cluster, plan)
-    except Exception as error:  # what predict cannot cost, or fails at, is a finding; the other plans go on
+        prediction = predict(case.model, case.cluster, plan)
+    except Exception as error:  # a plan that cannot be predicted is a result; the others continue
         return {"not_predicted": reason(error)}
-    step = found.step_time_s
+    step = prediction.step_time_s
     return {
         "predicted_s": step.value,
         "predicted_low_s": step.low,
         "predicted_high_s": step.high,
-        "predicted_phases": {name: value for name, value in found.phases.items() if value},
-        "predicted_sent_nbytes": found.sent_nbytes_per_rank,
-        "predicted_peak_nbytes": found.memory_nbytes.value,
+        "predicted_phases": {name: value for name, value in prediction.phases.items() if value},
+        "predicted_sent_nbytes": prediction.sent_nbytes_per_rank,
+        "predicted_peak_nbytes": prediction.memory_nbytes.value,
     }
 
 
 def predicted_at_pace(case: Case, plan: Plan, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The machine's pace while the plan ran, as a part of the probe's, and what predict says of a cluster whose devices
-    have that pace, links as they were; nothing where either is not known. Virtual machines change theirs by a fifth
-    from one minute to the next: what is predicted from the probe's minute is then of another machine."""
+    """Return the machine's speed while the plan ran, and a prediction for devices of that speed on the same links.
+
+    Empty if either is unknown. The speed is a fraction of that in the probe. Virtual machines change their speed
+    by a fifth from one minute to the next, and then a prediction from the probe describes another machine.
+    """
     probed = usual([case.cluster])
     if not found.get("pace") or not probed:
         return {}
@@ -212,24 +236,24 @@ def predicted_at_pace(case: Case, plan: Plan, found: Mapping[str, Any]) -> dict[
 
 
 def chosen(case: Case) -> tuple[Plan | None, str]:
-    """The planner's choice among all meshes of exactly these ranks, and what it says of it."""
+    """Return the planner's choice among all meshes of exactly these ranks, and its remarks."""
     request = PlanRequest(script=case.script, degree=case.ranks, scope="all")
     try:
         choice = choose(case.model, case.cluster, request)
-    except Exception as error:  # as above
+    except Exception as error:  # a failure is a result, as in `predicted`
         return None, reason(error)
     return choice.best, " ".join(choice.remarks)
 
 
 def reason(error: Exception) -> str:
-    """What an error says; of one that nobody raised on purpose, also its kind."""
+    """Return the message of an error; for an error that was not raised on purpose, also its type."""
     return str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
 
 
 def differing(plan: Plan, script: Plan) -> dict[str, Any]:
-    """The fields of a plan that are not the script's."""
-    own, other = serialization.to_data(plan), serialization.to_data(script)
-    return {name: value for name, value in own.items() if value != other[name]}
+    """Return the fields in which a plan differs from the script's."""
+    fields, other = serialization.to_data(plan), serialization.to_data(script)
+    return {name: value for name, value in fields.items() if value != other[name]}
 
 
 # What is measured
@@ -238,22 +262,22 @@ def differing(plan: Plan, script: Plan) -> dict[str, Any]:
 def run_case(case: Case, lab: Lab, folder: Path, sizes: Sizes, journal: Journal) -> dict[str, Any]:
     """Predict, choose and measure all plans of one case."""
     space = plan_space.space(case.model, case.cluster, case.script, case.workload, case.ranks)
-    named = {name: one.plan for name, one in space.plans.items() if name.startswith(sizes.only or "")}
+    named = {name: entry.plan for name, entry in space.plans.items() if name.startswith(sizes.only or "")}
     best, remarks = chosen(case)
     name = None
     if best is not None:
         name = next((name for name, plan in named.items() if plan == best), plan_space.name_of(best))
         named[name] = best
     load, began = record.load(), time.monotonic()
-    found = measure_plans(lab, named, case, folder, sizes, journal)
+    outcome_by_plan = measure_plans(lab, named, case, folder, sizes, journal)
     outcomes = [
         {
             "name": label,
             "stands_for": space.plans[label].stands_for if label in space.plans else 0,
             "plan": differing(plan, case.script),
             **predicted(case, plan),
-            **found[label],
-            **predicted_at_pace(case, plan, found[label]),
+            **outcome_by_plan[label],
+            **predicted_at_pace(case, plan, outcome_by_plan[label]),
         }
         for label, plan in named.items()
     ]
@@ -276,26 +300,28 @@ def run_case(case: Case, lab: Lab, folder: Path, sizes: Sizes, journal: Journal)
 def measure_plans(
     lab: Lab, plans: Mapping[str, Plan], case: Case, folder: Path, sizes: Sizes, journal: Journal
 ) -> dict[str, dict[str, Any]]:
-    """What became of each plan in all visits, of which every second one goes through them backwards."""
+    """Return the outcome of each plan over all visits. Every second visit runs the plans in reverse order."""
     visits = []
     for number in range(sizes.visits):
         order = dict(reversed(plans.items()) if number % 2 else plans.items())
-        own, rows_file = folder / f"visit-{number}", journal.rows_file(f"{case.words}, visit {number}")
-        visits.append(visit(lab, order, case, own, sizes, rows_file))
-    return {name: over_visits([found[name] for found in visits]) for name in plans}
+        visit_folder, rows_file = folder / f"visit-{number}", journal.rows_file(f"{case.words}, visit {number}")
+        visits.append(visit(lab, order, case, visit_folder, sizes, rows_file))
+    return {name: over_visits([outcome_by_plan[name] for outcome_by_plan in visits]) for name in plans}
 
 
 def visit(
     lab: Lab, plans: Mapping[str, Plan], case: Case, folder: Path, sizes: Sizes, rows_file: Path
 ) -> dict[str, dict[str, Any]]:
-    """What became of each plan: its steps' seconds, why tutti refuses it, or how it failed. Where the ranks end before
-    all plans have had their turn, the others go on with new ranks."""
+    """Return the outcome of each plan: its step times, why tutti refuses it, or how it failed.
+
+    If the ranks end before all plans have run, new ranks continue with the others.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     launches = fruitless = 0
     error: str | None = None
     while True:
-        found = outcomes(rows_file, case.ranks)
-        left = [name for name in plans if name not in found]
+        outcome_by_plan = outcomes(rows_file, case.ranks)
+        left = [name for name in plans if name not in outcome_by_plan]
         if not left or fruitless == FRUITLESS:
             break
         if error is not None:
@@ -307,9 +333,9 @@ def visit(
         words = launch_words(folder / f"run-{launches}", list_file, case, sizes, rows_file)
         error = trained(lab, words, folder, 120 + sizes.limit_s * len(left))
         launches += 1
-        fruitless = 0 if len(outcomes(rows_file, case.ranks)) > len(found) else fruitless + 1
+        fruitless = 0 if len(outcomes(rows_file, case.ranks)) > len(outcome_by_plan) else fruitless + 1
     untried = {"failed": f"not tried: {FRUITLESS} launches in a row measured nothing; the last said: {error}"}
-    return {name: found.get(name, untried) for name in plans}
+    return {name: outcome_by_plan.get(name, untried) for name in plans}
 
 
 def launch_words(run_folder: Path, list_file: Path, case: Case, sizes: Sizes, rows_file: Path) -> list[str]:
@@ -324,10 +350,10 @@ def launch_words(run_folder: Path, list_file: Path, case: Case, sizes: Sizes, ro
 
 
 def trained(lab: Lab, words: Sequence[str], cwd: Path, limit_s: float) -> str | None:
-    """Run the list of plans on the lab's ranks; None, or what was said where it failed or took too long."""
+    """Run the list of plans on the lab's ranks. Returns None, or the error output if that failed or took too long."""
     try:
         done = lab.train(*words, cwd=cwd, timeout_s=limit_s)
     except subprocess.TimeoutExpired:
         return f"took longer than {limit_s:g} s"
-    bad = [one for one in done if one.code]
-    return "\n".join(one.err[-2000:] for one in bad) if bad else None
+    bad = [host for host in done if host.code]
+    return "\n".join(host.err[-2000:] for host in bad) if bad else None

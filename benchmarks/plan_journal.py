@@ -1,4 +1,4 @@
-"""What the plan benchmark has measured so far, in a folder: a run that was interrupted goes on from there."""
+"""What the plan benchmark has measured so far, in a folder, so that an interrupted run can be continued."""
 
 import dataclasses
 import json
@@ -16,13 +16,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Journal:
-    """A folder with the sizes, a file for each cluster that was probed, and one of rows for each visit of a case: a
-    line for each plan and rank."""
+    """A folder with the sizes, a file for each probed cluster, and a file for each visit of a case, with a line for
+    each plan and rank.
+    """
 
     folder: Path
 
     def cluster(self, words: str) -> ClusterSpec | None:
-        """The cluster as it was probed for the links and ranks that `words` say, if it was."""
+        """Return the cluster probed for the case `words`, or None."""
         path = self._path(words, "json")
         return serialization.load(ClusterSpec, path) if path.exists() else None
 
@@ -37,12 +38,16 @@ class Journal:
 
 
 def outcomes(rows_file: Path, ranks: int) -> dict[str, Row]:
-    """Name -> what became of a plan, for those of which every rank, or a failed one, has said it."""
-    found: dict[str, dict[int, Row]] = {}
+    """Return, by name, the outcome of each plan that every rank, or a rank that failed, has reported."""
+    rows_by_plan: dict[str, dict[int, Row]] = {}
     for line in rows_file.read_text(encoding="utf-8").splitlines() if rows_file.exists() else []:
         row = json.loads(line)
-        found.setdefault(row.pop("name"), {})[row.pop("rank")] = row
-    return {name: merged(rows) for name, rows in found.items() if len(rows) == ranks or any(map(_lost, rows.values()))}
+        rows_by_plan.setdefault(row.pop("name"), {})[row.pop("rank")] = row
+    return {
+        name: merged(rows)
+        for name, rows in rows_by_plan.items()
+        if len(rows) == ranks or any(map(_lost, rows.values()))
+    }
 
 
 def _lost(row: Row) -> bool:
@@ -50,11 +55,14 @@ def _lost(row: Row) -> bool:
 
 
 def merged(rows: dict[int, Row]) -> Row:
-    """One outcome of a plan from those of its ranks: the cause of a failure; else rank 0's times and paces, every
-    rank's phases, processor time and bytes, and the fullest rank's memory."""
+    """Merge the rows of a plan's ranks into one outcome.
+
+    If it failed, that is the cause. Otherwise it has rank 0's times and speeds, every rank's phases, CPU time and
+    bytes, and the largest peak of memory.
+    """
     lost = {rank: row for rank, row in rows.items() if _lost(row)}
     if lost:
-        rank = min(lost, key=lambda rank: (lost[rank]["peer"], rank))  # a rank that lost another only says so
+        rank = min(lost, key=lambda rank: (lost[rank]["peer"], rank))  # a rank that only lost its peer is not the cause
         return {"failed": f"rank {rank}: {lost[rank]['failed']}"}
     refused = next((row["refused"] for row in rows.values() if "refused" in row), None)
     if refused is not None:
@@ -69,8 +77,12 @@ def merged(rows: dict[int, Row]) -> Row:
 
 
 def over_visits(visits: list[Row]) -> Row:
-    """One outcome of a plan from those of its visits: the first that is no measurement; else all steps' times, visit by
-    visit, phases and processor time of the middle visit, and the most memory, stolen time and steps set aside."""
+    """Merge the outcomes of a plan's visits into one.
+
+    If a visit has no measurement, its outcome is returned. Otherwise the result has all steps' times, visit by
+    visit, phases and CPU time of the median visit, and the largest memory, stolen time and number of discarded
+    steps.
+    """
     if not all("step_s" in row for row in visits):
         return next(row for row in visits if "step_s" not in row)
     middle = sorted(visits, key=lambda row: statistics.median(row["step_s"]))[len(visits) // 2]
@@ -82,23 +94,27 @@ def over_visits(visits: list[Row]) -> Row:
 
 
 def opened(folder: Path, sizes: Any, *, resume: bool) -> Journal:
-    """The journal in `folder`: what is there if `resume`, else a new one, what was there moved beside it.
+    """Open the journal in `folder`: with `resume` the existing one, else a new one; an existing one is moved beside
+    it.
 
-    Raises SystemExit where what is to be gone on with was measured with other sizes, or is not there.
+    Raises:
+        SystemExit: there is nothing to resume, or it was measured with other sizes.
     """
-    own = json.loads(json.dumps(dataclasses.asdict(sizes)))
+    wanted = json.loads(json.dumps(dataclasses.asdict(sizes)))
     file = folder / "sizes.json"
     if resume:
         if not file.exists():
-            raise SystemExit(f"there is no run to go on with in {folder}; run without --resume")
+            raise SystemExit(f"{folder} has no run to continue; run without --resume")
         other = json.loads(file.read_text(encoding="utf-8"))
-        if other != own:
-            raise SystemExit(f"{folder} was measured with {other}; set the same sizes, or run without --resume")
+        if other != wanted:
+            raise SystemExit(
+                f"{folder} was measured with other sizes: {other}; set the same ones, or run without --resume"
+            )
         return Journal(folder=folder)
     before = folder.with_name(folder.name + "-before")
     if folder.exists():
         shutil.rmtree(before, ignore_errors=True)
         folder.rename(before)
     folder.mkdir(parents=True)
-    file.write_text(json.dumps(own), encoding="utf-8")
+    file.write_text(json.dumps(wanted), encoding="utf-8")
     return Journal(folder=folder)

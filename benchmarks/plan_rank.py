@@ -1,8 +1,8 @@
-"""What each rank of the plan benchmark runs: the plans of a list, one after another, each in a process of its own.
+"""What each rank of the plan benchmark runs: the plans of a list, one after another, each in its own process.
 
-A plan's process is forked from one that has imported all and touched no device and no network, so that every plan
-begins alike, has its own peak of memory, and can fail without ending the others. Without --plans it is a plain script,
-which the planner describes.
+These processes are forked from one that has imported everything and has used no device and no network. So every
+plan starts from the same state, has its own peak of memory, and can fail without ending the others. Without --plans
+this is a plain script for the planner to describe.
 """
 
 import argparse
@@ -45,37 +45,41 @@ def main() -> None:
     args = parse_arguments()
     if args.plans is None:
         for _ in islice(steps(args.workload, args.batch), 1 + args.steps):
-            pass  # the planner needs no step, `tutti verify` some
+            pass  # the planner needs no step, but `tutti verify` does
         return
     rank = int(os.environ["RANK"])
-    in_child(meet, args.limit)  # where `tutti run` looks for it: only then other hosts start their ranks
+    in_child(meet, args.limit)  # at the launcher's address: only then do other hosts start their ranks
     host, _, port = os.environ["TUTTI_RENDEZVOUS"].removeprefix("tcp://").rpartition(":")
-    own = Path(os.environ["TUTTI_RUN_FOLDER"])
+    run_folder = Path(os.environ["TUTTI_RUN_FOLDER"])
     gc.collect()
     gc.freeze()
     for number, (name, data) in enumerate(json.loads(args.plans.read_text())):
-        # A world for each plan, which meets elsewhere: what one leaves behind cannot touch the next.
+        # Each plan has its own process group at its own address, so that no plan affects the next one.
         os.environ["TUTTI_RENDEZVOUS"] = f"tcp://{host}:{int(port) + 1 + number}"
-        os.environ["TUTTI_RUN_FOLDER"] = str(own / f"plan-{number}")
+        os.environ["TUTTI_RUN_FOLDER"] = str(run_folder / f"plan-{number}")
         plan = serialization.from_data(Plan, data)
-        os.environ["TUTTI_PLAN"] = str(serialization.save(plan, own / f"plan-{number}-of-{rank}.json"))
+        os.environ["TUTTI_PLAN"] = str(serialization.save(plan, run_folder / f"plan-{number}-of-{rank}.json"))
         lost = in_child(lambda: write(args.output, {"name": name, "rank": rank, **timed(args)}), args.limit)  # noqa: B023
         if lost:
             write(args.output, {"name": name, "rank": rank, **lost})
-        wait_for_all(own / f"plan-{number}-ended", rank, args.limit)
+        wait_for_all(run_folder / f"plan-{number}-ended", rank, args.limit)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", choices=list(WORKLOADS), required=True)
     parser.add_argument("--batch", type=int, required=True, help="the global batch")
-    parser.add_argument("--plans", type=Path, help="a JSON list of (name, plan)")
-    parser.add_argument("--output", type=Path, help="gets a line for each plan and rank")
-    parser.add_argument("--steps", type=int, default=3, help="timed at most")
-    parser.add_argument("--seconds", type=float, default=2, help="of timed steps, unless one takes longer")
-    parser.add_argument("--patience", type=float, default=6, help="seconds of a first step that is repeated")
-    parser.add_argument("--again", type=float, default=8, help="seconds for steps in place of disturbed ones")
-    parser.add_argument("--pace", type=float, default=0, help="FLOP/s of a product when predictions were made; 0: any")
+    parser.add_argument("--plans", type=Path, help="JSON file with a list of (name, plan)")
+    parser.add_argument("--output", type=Path, help="file that gets a line for each plan and rank")
+    parser.add_argument("--steps", type=int, default=3, help="steps to be timed, at most")
+    parser.add_argument("--seconds", type=float, default=2, help="time for the timed steps, unless one takes longer")
+    parser.add_argument(
+        "--patience", type=float, default=6, help="a first step that takes more seconds is not repeated"
+    )
+    parser.add_argument("--again", type=float, default=8, help="seconds for repeating disturbed steps")
+    parser.add_argument(
+        "--pace", type=float, default=0, help="FLOP/s of a product in the probe; 0: any speed is accepted"
+    )
     parser.add_argument("--limit", type=float, default=90, help="seconds after which a plan is given up")
     return parser.parse_args()
 
@@ -84,8 +88,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def in_child(work: Callable[[], None], limit_s: float) -> dict[str, Any]:
-    """Do `work` in a forked process; {} where it came to its end, else {"failed": why, "peer": whether another rank's
-    failure is all that is known}."""
+    """Run `work` in a forked process.
+
+    Returns:
+        {} if it ended normally, else {"failed": why, "peer": whether only another rank's failure is known}.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
@@ -96,10 +103,10 @@ def in_child(work: Callable[[], None], limit_s: float) -> dict[str, Any]:
             work()
         except BaseException as error:
             traceback.print_exc()
-            said = {"failed": f"{type(error).__name__}: {error}"[-1000:], "peer": is_peer_error(error)}
-            os.write(writing, json.dumps(said).encode())
+            failure = {"failed": f"{type(error).__name__}: {error}"[-1000:], "peer": is_peer_error(error)}
+            os.write(writing, json.dumps(failure).encode())
         sys.stderr.flush()
-        os._exit(0)  # exit functions are the parent's
+        os._exit(0)  # skip exit functions, which belong to the parent
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         ended = os.pidfd_open(pid)
@@ -107,9 +114,9 @@ def in_child(work: Callable[[], None], limit_s: float) -> dict[str, Any]:
             os.kill(pid, signal.SIGKILL)
         os.close(ended)
         _, status = os.waitpid(pid, 0)
-        said = pipe.read()
-    if said:
-        return dict(json.loads(said))
+        failure = pipe.read()
+    if failure:
+        return dict(json.loads(failure))
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGKILL:
         return {"failed": f"took longer than {limit_s:g} s, or was killed", "peer": True}
@@ -117,7 +124,9 @@ def in_child(work: Callable[[], None], limit_s: float) -> dict[str, Any]:
 
 
 def wait_for_all(folder: Path, rank: int, limit_s: float) -> None:
-    """Wait until every rank is done with a plan: nobody may wait in the next one for a rank that is still in this."""
+    """Wait until every rank has finished a plan, so that no rank of the next plan waits for one that is still in
+    this plan.
+    """
     folder.mkdir(exist_ok=True)
     (folder / str(rank)).touch()
     deadline = time.monotonic() + 2 * limit_s
@@ -135,7 +144,7 @@ def meet() -> None:
 
 
 def steps(name: str, batch: int) -> Iterator[tutti.Job]:
-    """The three lines; yields after each step."""
+    """Run tutti's three lines; yields after each step."""
     workload = WORKLOADS[name]
     job = tutti.Job(global_batch_size=batch, seed=0, keep_checkpoints=0)
     model = workload.model()
@@ -143,17 +152,18 @@ def steps(name: str, batch: int) -> Iterator[tutti.Job]:
     model, _, loader = job.prepare(model, optimizer, workload.data(16 * batch), workload.loss)
     yield job
     for _ in job.epochs(1_000_000):
-        for one in loader:
-            job.step(one)
+        for samples in loader:
+            job.step(samples)
             yield job
 
 
 def timed(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of some steps by the plan in the environment, or why tutti refuses it. Leaves its world. `cpu_s`: of a
-    step, all threads of this rank: what other work on the machine lengthens least. A first step that takes longer than
-    `patience` is the measurement: what it does once is little beside it. Steps in which the machine's cores were given
-    to others, or were not as fast as when they were probed, do not count, as long as there is time for others in their
-    place; then those count in which that was least so.
+    """Time some steps of the plan in the environment, or return why tutti refuses it. Leaves the plan's world.
+
+    If the first step takes longer than `patience`, it is the only measurement: one-time work is small beside it.
+    Steps are disturbed if the machine's cores were given to others, or were not as fast as when they were probed.
+    They are repeated as long as there is time; after that, the least disturbed steps count. `cpu_s` is the CPU
+    time of a step over all threads of this rank, on which other work on the machine has the least effect.
     """
     loop = steps(args.workload, args.batch)
     start = time.perf_counter()
@@ -162,14 +172,14 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
     except TuttiError as error:
         leave_world()
         return {"refused": str(error)}
-    found: dict[str, Any] = {"prepare_s": time.perf_counter() - start}
+    result: dict[str, Any] = {"prepare_s": time.perf_counter() - start}
     taken = take(loop, args)
     loop.close()
     ending = job._finalizer
     assert ending is not None
     ending.close()
     counted = [step for step in taken if step.counts]
-    return found | {
+    return result | {
         "warmup_s": [step.wall_s for step in taken if step.warm],
         "step_s": [step.wall_s for step in counted],
         "cpu_s": statistics.mean(step.cpu_s for step in counted),
@@ -181,15 +191,23 @@ def timed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 WARM_STEPS, MOST_WARM, SETTLED = 4, 8, 0.1
-"""Before steps count: so many, and more until two in a row differ by less than `SETTLED`. The first three to six took
-up to twice as long as those after (memory is touched for the first time, connections fill their buffers)."""
+"""Before steps count, at least WARM_STEPS and at most MOST_WARM are made, until two in a row differ by less than
+SETTLED. The first three to six took up to twice as long as later ones, because memory is touched for the first time and
+connections fill their buffers."""
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """Seconds of one step: by the clock on the slowest rank, and of this rank's processors; which part of the machine's
-    core time was stolen meanwhile, on the rank that saw most; FLOP/s of a product before and after it, the least of any
-    core."""
+    """One step.
+
+    Attributes:
+        wall_s: seconds by the clock on the slowest rank.
+        cpu_s: seconds of this rank's processors.
+        stolen: part of the machine's core time that was stolen meanwhile, on the rank where it was largest.
+        pace: FLOP/s of a product before and after the step, the lowest of all ranks.
+        warm: it is one of the steps for warming up.
+        counts: it is one of the measurements.
+    """
 
     wall_s: float
     cpu_s: float
@@ -200,7 +218,7 @@ class Step:
 
 
 def take(loop: Iterator[tutti.Job], args: argparse.Namespace) -> list[Step]:
-    """All steps: those that warm up, those that count and those that were disturbed. Ranks decide alike."""
+    """Make all steps: those that warm up, those that count, and disturbed ones. All ranks decide alike."""
     taken = [one_step(loop)]
     if taken[0].wall_s > args.patience and disturbance(taken[0], args.pace) <= 1:
         return taken
@@ -222,7 +240,7 @@ def take(loop: Iterator[tutti.Job], args: argparse.Namespace) -> list[Step]:
 
 
 def settled(taken: Sequence[Step]) -> bool:
-    """Whether steps last as long as those before."""
+    """Return whether steps take as long as those before."""
     if len(taken) < WARM_STEPS:
         return False
     before, last = (step.wall_s for step in taken[-2:])
@@ -230,31 +248,33 @@ def settled(taken: Sequence[Step]) -> bool:
 
 
 PACE_N, AS_PROBED = 512, 0.12
-"""The product by which the machine's pace is told, and how far it may be from the probe's. Virtual machines change
-their pace in spells of seconds with no word of it: one product ran at 126 GFLOP/s and at 80."""
+"""Size of the product that measures the machine's speed, and how far its rate may be from the probe's. Virtual machines
+change their speed for seconds without a sign: one product ran at 126 and at 80 GFLOP/s."""
 
 
 def disturbance(step: Step, probed: float) -> float:
-    """Of cores that were given to others, or ran at another pace than `probed`; up to 1 it is let pass."""
+    """Return how far cores were given to others, or ran at another speed than `probed`; a step is accepted up to 1."""
     pace_off = abs(step.pace / probed - 1) / AS_PROBED if probed > 0 else 0.0
     return max(step.stolen / MOST_STOLEN, pace_off)
 
 
 def one_step(loop: Iterator[tutti.Job]) -> Step:
     before = pace()
-    dist.barrier()  # or a rank whose product took less would begin earlier, and its step would have the difference
+    dist.barrier()  # else a rank with a faster product would start its step earlier and wait in it
     stolen, busy, start = StolenTime(), time.process_time(), time.perf_counter()
     next(loop)
     wall, busy, share = time.perf_counter() - start, time.process_time() - busy, stolen.share()
-    dist.barrier()  # a rank whose part ends later may be on this core
+    dist.barrier()  # another rank on this core may still be computing its step
     agreed = torch.tensor([wall, share, -min(before, pace())], dtype=torch.float64)
     dist.all_reduce(agreed, dist.ReduceOp.MAX)
     return Step(wall_s=agreed[0].item(), cpu_s=busy, stolen=agreed[1].item(), pace=-agreed[2].item())
 
 
 def pace() -> float:
-    """FLOP/s of the better of two products of `PACE_N` square float32 matrices, while further ranks of this core
-    wait; of those, infinite."""
+    """Return FLOP/s of the faster of two products of square float32 matrices of size `PACE_N`.
+
+    Only one rank of each core computes. The others wait, and return infinity.
+    """
     if int(os.environ["LOCAL_RANK"]) >= len(os.sched_getaffinity(0)):
         return math.inf
     a = torch.ones(PACE_N, PACE_N)
@@ -267,8 +287,9 @@ def pace() -> float:
 
 
 def recorded(counted: list[int]) -> dict[str, Any]:
-    """What the run kept of this rank's steps that are `counted`: medians of the phases' seconds and of bytes sent,
-    and the most memory that it held."""
+    """Return what the run recorded for this rank's steps in `counted`: median seconds of phases, median bytes sent,
+    and peak memory.
+    """
     file = RunFolder(Path(os.environ["TUTTI_RUN_FOLDER"])).rank(int(os.environ["RANK"])) / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     timings = [row for row in rows if row["kind"] == "step"]
@@ -282,7 +303,7 @@ def recorded(counted: list[int]) -> dict[str, Any]:
 
 
 def write(path: Path, row: dict[str, Any]) -> None:
-    """Append one line, whole: several ranks write to the file."""
+    """Append one complete line; several ranks write to the file."""
     with path.open("ab", buffering=0) as file:
         file.write((json.dumps(row) + "\n").encode())
 

@@ -1,7 +1,8 @@
-"""How long a search for the best plan takes: large uniform clusters, mixed ones, a mixture of experts on mixed devices.
+"""Time of the search for the best plan: large uniform clusters, mixed clusters, a mixture of experts on mixed devices.
 
-No device is used: clusters are written down from data sheets, models by name. Wall and CPU seconds are of a whole
-search, under the limits that `tutti plan` sets; targets are 10 s for equal devices and 60 s for mixed ones, on 2 cores.
+No device is used: clusters come from data sheets, models from the catalogue. Wall and CPU seconds are those of a
+whole search under the limits that `tutti plan` sets. Targets are 10 s for equal devices and 60 s for mixed ones, on
+2 cores.
 """
 
 import time
@@ -19,7 +20,16 @@ from tutti.profile.architectures import architecture
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model of the catalog of architectures on nodes of 8 devices: (device, nodes) each. `target_s`: of wall time."""
+    """A named model on nodes of 8 devices.
+
+    Attributes:
+        name: its name in the table.
+        model: name of an architecture or a published model.
+        sizes: sizes of the architecture.
+        nodes: (device, number of nodes) of each group.
+        batch: global batch, in samples.
+        target_s: aim for the wall time.
+    """
 
     name: str
     model: str
@@ -48,7 +58,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How many of the cases, in order, are searched, and how often each."""
+    """How many of the cases are searched, in order, and how often each."""
 
     cases: int = len(CASES)
     repeats: int = 1
@@ -58,7 +68,7 @@ QUICK = Sizes(cases=2)
 
 
 def cluster_of(case: Case) -> ClusterSpec:
-    """The cluster of a case: NVLink within nodes, 8 ports of InfiniBand NDR each."""
+    """Return the cluster of a case: NVLink within nodes, 8 ports of InfiniBand NDR for each node."""
     whole = catalog.cluster_from_parts(
         case.name, H100, devices_per_node=8, nodes=2, node_link="NVLink4", network="InfiniBand-NDR-400", network_ports=8
     )
@@ -71,7 +81,7 @@ def cluster_of(case: Case) -> ClusterSpec:
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Search every case. Returns {"cases": {name: measurements and what was found}}."""
+    """Search every case. Returns {"cases": {name: times and the plan found}}."""
     return {"cases": {case.name: _measured(case, sizes.repeats) for case in CASES[: sizes.cases]}}
 
 
@@ -80,7 +90,7 @@ def _measured(case: Case, repeats: int) -> dict[str, Any]:
     script = Plan(batch=BatchPlan(global_batch_size=case.batch), precision="bfloat16")
     wall, cpu = [], []
     for _ in range(repeats):
-        model = architecture(case.model, dict(case.sizes))  # a new one: nothing is remembered of it
+        model = architecture(case.model, dict(case.sizes))  # a new object, so that no cache has results for it
         began, used = time.perf_counter(), time.process_time()
         choice = search(model, machines, PlanRequest(script=script, scope="all"))
         wall.append(time.perf_counter() - began)
@@ -103,13 +113,13 @@ def _measured(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table."""
+    """Return header and rows of the table."""
     header = ["case", "wall s", "CPU s", "target s", "considered", "costed", "gap", "step s", "plan"]
     table = []
-    for name, one in result["cases"].items():
+    for name, entry in result["cases"].items():
         table.append([
-            name, f"{min(one['wall_s']):.1f}", f"{min(one['cpu_s']):.1f}", f"{one['target_s']:.0f}",
-            f"{one['considered']:,}", f"{one['costed']:,}", f"{one['gap']:.0%}", f"{one['predicted_step_s']:.3g}",
-            f"{one['plan']}",
+            name, f"{min(entry['wall_s']):.1f}", f"{min(entry['cpu_s']):.1f}", f"{entry['target_s']:.0f}",
+            f"{entry['considered']:,}", f"{entry['costed']:,}", f"{entry['gap']:.0%}",
+            f"{entry['predicted_step_s']:.3g}", f"{entry['plan']}",
         ])  # fmt: skip
     return header, table

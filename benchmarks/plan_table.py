@@ -1,4 +1,4 @@
-"""What follows from the measured plans: regret of the choice, error of predictions by case and by kind of plan."""
+"""The summary of the measured plans: regret of the choice, and errors of predictions by case and by kind of plan."""
 
 import statistics
 from collections.abc import Iterable
@@ -17,14 +17,17 @@ ERRORS = {
     "error_at_pace": "step_time_error_at_pace",
     "memory_error": "memory_error",
 }
-"""A plan's errors, and what they are called in the summary."""
+"""By entry of a plan, the name of its errors in the summary."""
 
 
 def judged(rows: list[Row], planner: str | None) -> Row:
-    """The best plan measured, the two that were chosen (by the planner, and as the shortest predicted of these), their
-    regret, and the error of the predictions: (predicted - measured) / measured, of time and of memory. Beside these,
-    where the machine's pace is known: the error of what is predicted for the pace at which each plan ran, and the
-    planner's regret among times that are made those of one pace by the ratio of the two predictions.
+    """Return the judgement of a case, and add each row's error: (predicted - measured) / measured, of time and of
+    memory.
+
+    The judgement has the best measured plan, the planner's choice and the plan of shortest predicted time, with
+    the regret of both, and the mean errors. If the machine's speed during the plans is known, it also has the
+    error of predictions for that speed, and the planner's regret among times that are scaled to one speed by the
+    ratio of the two predictions.
     """
     for row in rows:
         if "step_s" in row:
@@ -63,7 +66,7 @@ def judged(rows: list[Row], planner: str | None) -> Row:
 
 
 def _at_pace(rows: list[Row], planner: str | None) -> Row:
-    """Error and regret of rows that say at which pace they ran."""
+    """Return error and regret of the rows whose speed is known."""
     known = {row["name"]: row for row in rows if "error_at_pace" in row}
     if not known:
         return {}
@@ -81,7 +84,7 @@ def _at_pace(rows: list[Row], planner: str | None) -> Row:
 
 
 def kind_of(plan_name: str) -> str:
-    """The axes of a plan, and what runs them: what predictions of equal kind have in common."""
+    """Return the axes of a plan and its strategies: predictions of one kind have errors in common."""
     mesh, _, strategies = plan_name.partition(", ")
     axes = " x ".join(parse_mesh(mesh))
     words = [word for word in strategies.split(", ") if word and "microbatches" not in word]
@@ -89,8 +92,11 @@ def kind_of(plan_name: str) -> str:
 
 
 def by_kind(cases: list[Row]) -> dict[str, Row]:
-    """Kind of plan -> predicted / measured, its median over all cases, and relative to replicas alone of the same case,
-    which load on the machine and the rates of the probe touch alike."""
+    """Return, for each kind of plan, the median of predicted / measured over all cases.
+
+    `beside_replicas` is relative to the `replicate` plan of the same case, on which the machine's load and the
+    probed rates have the same effect.
+    """
     plain: dict[str, list[float]] = {}
     relative: dict[str, list[float]] = {}
     for case in cases:
@@ -111,12 +117,12 @@ def by_kind(cases: list[Row]) -> dict[str, Row]:
 
 
 def summary(cases: list[Row]) -> Row:
-    """Over all cases: regrets, and errors of all plans together; the same of those with a core for every rank."""
-    found = _total(cases)
+    """Return regrets and errors over all cases, and the same for cases with a core for every rank."""
+    result = _total(cases)
     uncontended = [case for case in cases if not case.get("ranks_beyond_cores")]
     if uncontended and len(uncontended) < len(cases):
-        found["with_a_core_for_each_rank"] = _total(uncontended)
-    return found | {"by_kind": by_kind(cases)}
+        result["with_a_core_for_each_rank"] = _total(uncontended)
+    return result | {"by_kind": by_kind(cases)}
 
 
 def _total(cases: list[Row]) -> Row:
@@ -125,7 +131,7 @@ def _total(cases: list[Row]) -> Row:
 
     plans = [row for case in cases for row in case["plans"]]
     errors = [row["error"] for row in plans if "error" in row]
-    found: Row = {
+    result: Row = {
         "cases": len(cases),
         "plans": len(plans),
         "plans_measured": sum(of("measured")),
@@ -135,15 +141,15 @@ def _total(cases: list[Row]) -> Row:
     }
     for key in ("planner_regret", "planner_regret_at_pace", "predicted_best_regret"):
         if values := of(key):
-            found[key] = {"median": statistics.median(values), "largest": max(values), "cases": len(values)}
+            result[key] = {"median": statistics.median(values), "largest": max(values), "cases": len(values)}
     for key, name in ERRORS.items():
         if values := [row[key] for row in plans if key in row]:
-            found[name] = spread_of(values)
-    return found
+            result[name] = spread_of(values)
+    return result
 
 
 def spread_of(errors: Iterable[float]) -> dict[str, float]:
-    """Mean, median and ninth decile of errors' absolute values; their mean with sign."""
+    """Return mean, median and ninth decile of the errors' absolute values, and their mean with sign."""
     values = list(errors)
     absolute = sorted(map(abs, values))
     return {
@@ -155,12 +161,12 @@ def spread_of(errors: Iterable[float]) -> dict[str, float]:
 
 
 def say_case(case: Row) -> str:
-    """One line of a case, while others still run."""
+    """Return one line about a case, to be printed while others still run."""
     return " | ".join(_cells(case))
 
 
 def rows(result: Row) -> tuple[list[str], list[list[str]]]:
-    """The table: header and rows, one a case, and the summary."""
+    """Return the table: header, a row for each case, and the summary."""
     header = ["case", "measured", "best", "planner's choice", "loss", "by prediction", "loss", "|error|", "error"]
     header += ["|error| at its pace", "loss at one pace"]
     total = result["summary"]

@@ -32,9 +32,9 @@ DETAIL = frozenset(
         "pace",
     )
 )
-"""Entries of samples that a summary leaves out: specifications, and what a step's figures were made of."""
+"""Entries of samples that a summary leaves out: specifications, and the details of a step's times."""
 SAMPLES_NOTE = (
-    "summarised: lists of four or more samples are count, least, quartiles and largest; "
+    "summarised: lists of four or more samples are given as count, minimum, quartiles and maximum; "
     "specifications and phases are left out"
 )
 DISTRIBUTIONS = ("torch", "numpy", "numba", "tutti", "tensorboardX", "pydantic")
@@ -46,12 +46,12 @@ def spread(values: list[float]) -> float:
 
 
 def load() -> float:
-    """Runnable processes, averaged over the last minute."""
+    """Return the number of runnable processes, averaged over the last minute."""
     return os.getloadavg()[0]
 
 
 def conditions(load_at_start: float) -> dict[str, Any]:
-    """Machine, versions and commit, as they were when the suite ended."""
+    """Return machine, versions and commit, as they are when the suite ends."""
     import psutil
 
     return {
@@ -78,15 +78,15 @@ def write(
     quick: bool,
     samples: bool = False,
 ) -> Path:
-    """Write one suite's dated file and return its path; a second file of a day gets a number.
+    """Write one suite's dated file and return its path; further files of a day get a number.
 
     Args:
         suite: name of the suite, part of the file's name.
-        result: what the suite measured; its `summary` is always written as it is.
+        result: what the suite measured; its `summary` is always written in full.
         configuration: sizes of the suite.
         load_at_start: runnable processes before the suite began.
         quick: write to `benchmarks/out`, which git ignores.
-        samples: write every sample; without it, lists of samples are written as quartiles.
+        samples: write every sample; otherwise lists of samples are written as quartiles.
     """
     now = datetime.now(UTC)
     document = {
@@ -106,7 +106,7 @@ def write(
 
 
 def as_text(document: dict[str, Any]) -> str:
-    """The document as JSON, one line for each entry of at most 120 characters."""
+    """Return the document as JSON. An entry of at most 120 characters is written on one line."""
     return _lines(document, 0) + "\n"
 
 
@@ -124,7 +124,7 @@ def _lines(value: Any, depth: int) -> str:
 
 
 def summarised(document: dict[str, Any]) -> dict[str, Any]:
-    """A result document with its lists of samples replaced by quartiles; `WHOLE` entries stay as they are."""
+    """Return a result document with quartiles instead of lists of samples; `WHOLE` entries do not change."""
     parts = {
         key: value if key in WHOLE else _summarised(value)
         for key, value in document.items()
@@ -156,7 +156,7 @@ def _is_detail(key: str, value: Any) -> bool:
 
 
 def _merged(rows: list[Any]) -> Any:
-    """Rows of one structure as one row of quartiles; None if they differ in more than their numbers."""
+    """Merge rows of one structure into one row of quartiles; None if they differ in more than their numbers."""
     if all(isinstance(row, dict) for row in rows):
         if any(row.keys() != rows[0].keys() for row in rows):
             return None
@@ -174,7 +174,7 @@ def _merged(rows: list[Any]) -> Any:
 
 
 def _numbers(values: list[Any]) -> list[float] | None:
-    """The numbers of a list, or of a list of lists; None if there is anything else."""
+    """Return the numbers of a list, or of a list of lists; None if it contains anything else."""
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     if flat and all(isinstance(item, int | float) and not isinstance(item, bool) for item in flat):
         return [float(item) for item in flat]
@@ -182,7 +182,7 @@ def _numbers(values: list[Any]) -> list[float] | None:
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
-    """Count, least, quartiles and largest of samples; the one value there is, if they are all equal."""
+    """Return count, minimum, quartiles and maximum of samples; only the value if all are equal."""
     if len(values) < 2 or min(values) == max(values):
         return {"n": len(values), "median": _rounded(values[0])}
     low, middle, high = (_rounded(part) for part in quantiles(values, n=4, method="inclusive"))
@@ -197,12 +197,12 @@ def quartiles(values: list[float]) -> dict[str, float]:
 
 
 def _rounded(value: Any) -> Any:
-    """A fraction to six digits; anything else as it is."""
+    """Round a float to six digits; return anything else unchanged."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def free_path(folder: Path, stem: str) -> Path:
-    """`stem`.json in `folder`, or the first of `stem`-2.json, `stem`-3.json, ... that does not exist."""
+    """Return `stem`.json in `folder`, or the first of `stem`-2.json, `stem`-3.json, ... that does not exist."""
     path, number = folder / f"{stem}.json", 2
     while path.exists():
         path, number = folder / f"{stem}-{number}.json", number + 1

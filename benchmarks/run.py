@@ -1,9 +1,9 @@
-"""`make bench`: measures tutti against plain PyTorch and writes a dated file per suite.
+"""`make bench`: measures tutti against plain PyTorch and writes a dated file for each suite.
 
 python benchmarks/run.py                  all suites
-python benchmarks/run.py ddp --quick      one suite, a short look (written to benchmarks/out)
-python benchmarks/run.py ddp --set launches=8 --set workloads=mlp,gpt      other sizes than the suite's own
-python benchmarks/run.py plan --resume                                     go on with a run that was interrupted
+python benchmarks/run.py ddp --quick      one suite, a short run (written to benchmarks/out)
+python benchmarks/run.py ddp --set launches=8 --set workloads=mlp,gpt      with other sizes
+python benchmarks/run.py plan --resume                                     continue an interrupted run
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# The tests' harness starts the ranks, and the examples have the GPT: neither is part of the package.
+# The tests' harness starts ranks, and the examples define the GPT; neither is part of the package.
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples"), str(ROOT / "tests")]
 
 import record  # noqa: E402
@@ -31,11 +31,11 @@ SUITES = (
     "plan_search",
 )
 ON_REQUEST = ("allowances", "crossing", "links", "mixed", "plan", "pays", "threads", "tiers", "trades")
-"""Suites that run when they are named: they need root, or minutes."""
+"""Suites that run only when they are named: they need root, or many minutes."""
 
 
 def run(suite: str, *, quick: bool, settings: list[str], resume: bool = False, samples: bool = False) -> Path:
-    """Measure one suite, print its table and return the file it was written to."""
+    """Measure one suite, print its table and return the file that was written."""
     from importlib import import_module
 
     module = import_module(suite)
@@ -49,13 +49,14 @@ def run(suite: str, *, quick: bool, settings: list[str], resume: bool = False, s
 
 
 def changed(sizes: Any, settings: list[str]) -> Any:
-    """`sizes` with "field=value" settings: whole numbers, or words with commas between them, or semicolons where words
-    have commas."""
+    """Return `sizes` with "field=value" settings: integers, or words separated by commas; by semicolons if words
+    contain commas.
+    """
     values: dict[str, Any] = {}
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in {field.name for field in dataclasses.fields(sizes)}:
-            raise SystemExit(f"--set {setting}: this suite has no size {name!r}; it has {sizes}")
+            raise SystemExit(f"--set {setting}: this suite has no size {name!r}; its sizes are {sizes}")
         words = value.strip(";").split(";" if ";" in value else ",")
         values[name] = tuple(words) if isinstance(getattr(sizes, name), tuple) else int(value)
     return dataclasses.replace(sizes, **values)
@@ -71,7 +72,7 @@ def _print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     console = Console()
-    console.width = max(console.width, 160)  # in a log too, no figure is cut short
+    console.width = max(console.width, 160)  # no figure is cut short, even in a log
     console.print(table)
 
 
@@ -81,18 +82,18 @@ def main() -> None:
         "suites",
         nargs="*",
         metavar="SUITE",
-        help=f"of {', '.join(SUITES)} (all without any), or {', '.join(ON_REQUEST)}",
+        help=f"any of {', '.join(SUITES)} (default: all of these), or {', '.join(ON_REQUEST)}",
     )
-    parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs; not for quoting")
+    parser.add_argument("--quick", action="store_true", help="run few steps, only to see that a suite works")
     parser.add_argument("--set", action="append", default=[], metavar="SIZE=VALUE", help="change a suite's size")
-    parser.add_argument("--samples", action="store_true", help="write every sample, not only quartiles")
-    parser.add_argument("--resume", action="store_true", help="plan only: go on with a run that was interrupted")
+    parser.add_argument("--samples", action="store_true", help="write every sample instead of quartiles")
+    parser.add_argument("--resume", action="store_true", help="plan and pays only: continue an interrupted run")
     arguments = parser.parse_args()
     unknown = set(arguments.suites) - {*SUITES, *ON_REQUEST}
     if unknown:
-        parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose of {', '.join((*SUITES, *ON_REQUEST))}")
+        parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose from {', '.join((*SUITES, *ON_REQUEST))}")
     if arguments.resume and arguments.suites not in (["plan"], ["pays"]):
-        parser.error("only plan and pays go on with a run that was interrupted: name one of them alone with --resume")
+        parser.error("--resume continues only plan or pays: name exactly one of them")
     for suite in arguments.suites or SUITES:
         written = run(
             suite, quick=arguments.quick, settings=arguments.set, resume=arguments.resume, samples=arguments.samples

@@ -1,8 +1,8 @@
-"""Time from a command's start until all its ranks have done their first collective: tutti run against torchrun.
+"""Time from a command's start until all its ranks have done their first collective: tutti run beside torchrun.
 
-The same two scripts under both: a plain one that joins a process group and all-reduces, and one whose Job makes a
-training step. The commands take turns, so that what the machine does meanwhile happens to all of them. Clocks are
-those of one host.
+Both run the same two scripts: a plain one that joins a process group and all-reduces, and one whose Job makes a
+training step. The commands take turns, so that disturbances of the machine affect all of them. All clocks are those
+of one host.
 """
 
 import os
@@ -69,7 +69,14 @@ QUICK = Sizes(ranks=2, repeats=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to start one script. `against`: the variant of torchrun with the same script."""
+    """One command for one script.
+
+    Attributes:
+        name: its name in the table.
+        script: file name of the script.
+        predicted: `tutti run` predicts the step first.
+        against: the variant of torchrun with the same script; None for torchrun's own.
+    """
 
     name: str
     script: str
@@ -77,7 +84,7 @@ class Variant:
     against: str | None = None
 
     def command(self, ranks: int, folder: Path) -> tuple[str, ...]:
-        """The command line; `folder` holds the scripts and a cluster file."""
+        """Return the command line; `folder` holds the scripts and a cluster file."""
         script = str(folder / self.script)
         if self.against is None:
             return (*TORCHRUN, "--nproc-per-node", str(ranks), script)
@@ -95,7 +102,7 @@ VARIANTS = (
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """All variants in turn. Returns {"samples": {variant: [seconds]}, "summary": {variant: ..}}."""
+    """Time all variants in turns. Returns {"samples": {variant: [seconds]}, "summary": {variant: ..}}."""
     samples: dict[str, list[float]] = {variant.name: [] for variant in VARIANTS}
     for _ in range(sizes.repeats):
         for variant in VARIANTS:
@@ -104,30 +111,30 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 
 def summary(variant: Variant, samples: dict[str, list[float]]) -> dict[str, Any]:
-    """Median and spread; the ratio of medians to torchrun with the same script, and with the plain one."""
-    own = statistics.median(samples[variant.name])
+    """Return median, spread, and the ratios of medians to torchrun with the same script and with the plain one."""
+    median_s = statistics.median(samples[variant.name])
     plain = statistics.median(samples[VARIANTS[0].name])
     return {
-        "median_s": own,
+        "median_s": median_s,
         "spread": spread(samples[variant.name]),
-        "ratio_to_torchrun": own / statistics.median(samples[variant.against]) if variant.against else None,
-        "ratio_to_torchrun_all_reduce": own / plain,
+        "ratio_to_torchrun": median_s / statistics.median(samples[variant.against]) if variant.against else None,
+        "ratio_to_torchrun_all_reduce": median_s / plain,
     }
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table."""
-    header = ["command", "median s", "spread", "to torchrun, same script", "to torchrun, all-reduce"]
+    header = ["command", "median s", "spread", "of torchrun, same script", "of torchrun, all-reduce"]
     table = []
-    for name, one in result["summary"].items():
-        same = "" if one["ratio_to_torchrun"] is None else f"{one['ratio_to_torchrun']:.2f}"
-        plain = f"{one['ratio_to_torchrun_all_reduce']:.2f}"
-        table.append([name, f"{one['median_s']:.2f}", f"{one['spread']:.0%}", same, plain])
+    for name, entry in result["summary"].items():
+        same = "" if entry["ratio_to_torchrun"] is None else f"{entry['ratio_to_torchrun']:.2f}"
+        plain = f"{entry['ratio_to_torchrun_all_reduce']:.2f}"
+        table.append([name, f"{entry['median_s']:.2f}", f"{entry['spread']:.0%}", same, plain])
     return header, table
 
 
 def first_collective_s(variant: Variant, ranks: int, timeout_s: float = 300) -> float:
-    """Seconds from the command's start until the last rank was past its first collective."""
+    """Return the seconds from the command's start until the last rank has finished its first collective."""
     folder = Path(tempfile.mkdtemp(prefix="startup-"))
     try:
         (folder / "plain.py").write_text(PLAIN)
@@ -141,14 +148,16 @@ def first_collective_s(variant: Variant, ranks: int, timeout_s: float = 300) -> 
         )  # fmt: skip
         ends = [folder / str(rank) for rank in range(ranks)]
         if not all(end.exists() for end in ends):
-            raise RuntimeError(f"{variant.name}: not every rank arrived (exit code {done.returncode}):\n{done.stderr}")
+            raise RuntimeError(
+                f"{variant.name}: not every rank finished its collective (exit code {done.returncode}):\n{done.stderr}"
+            )
         return max(float(end.read_text()) for end in ends) - started
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def any_cluster(ranks: int) -> ClusterSpec:
-    """A cluster written down, so that predicting measures nothing: its rates do not matter here."""
+    """Return a cluster with invented rates, so that predictions need no measurement; the rates do not matter here."""
     device = DeviceSpec(
         name="cpu", kind="cpu", memory_nbytes=2**34, memory_bandwidth_bytes_per_s=1e10,
         peak_flops_per_s={"float32": 1e11}, cores=ranks, source="made up", evidence="assumed",

@@ -1,7 +1,7 @@
-"""Exchanges between two hosts of one core each: Gloo's network threads as tutti sets them, beside as they come.
+"""All-reduces between two hosts of one core: Gloo's network threads at the priority that tutti sets, and unchanged.
 
-Both sides take turns in the same ranks of a lab (root): sums that ranks wait for, of few bytes and of many, at once and
-after a product on which they compute meanwhile. What the threads' policy is changes between blocks; nothing else does.
+Both sides take turns in the same ranks of a lab (root). Ranks wait for sums of few and of many bytes, either at
+once or after a matrix product. Only the scheduling policy of the threads changes between blocks.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PRODUCT_N = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sums of `nbytes`; each side has `blocks` blocks of `sums`, in turns."""
+    """Sums of `nbytes`; each side has `blocks` blocks of `sums` sums, in turns."""
 
     rates: tuple[str, ...] = ("unlimited", "1gbit")
     nbytes: tuple[str, ...] = ("4096", "524288", "4194304")
@@ -44,8 +44,10 @@ QUICK = Sizes(rates=("unlimited",), nbytes=("4096",), blocks=2, sums=10)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"samples": mean seconds of a sum, block by block, "summary": medians and ratios} by limit and what."""
-    found: dict[str, Any] = {}
+    """Measure everything. Returns {"samples": mean seconds of a sum, block by block, "summary": medians and ratios},
+    by limit and kind.
+    """
+    samples: dict[str, Any] = {}
     for rate in sizes.rates:
         with Lab(HOSTS, rates=rate) as lab, tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "blocks.json"
@@ -53,9 +55,9 @@ def measure(sizes: Sizes) -> dict[str, Any]:
             words = ("--folder", str(Path(folder) / "run"), __file__, *given, f"--output={output}")
             done = lab.train(*words, cwd=Path(folder), timeout_s=300)
             if not output.exists():
-                raise SystemExit("the ranks failed\n" + "\n".join(one.err for one in done))
-            found |= {f"{rate}, {what}": blocks for what, blocks in json.loads(output.read_text()).items()}
-    return {"samples": found, "summary": {what: summary(blocks) for what, blocks in found.items()}}
+                raise SystemExit("the ranks failed\n" + "\n".join(host.err for host in done))
+            samples |= {f"{rate}, {what}": blocks for what, blocks in json.loads(output.read_text()).items()}
+    return {"samples": samples, "summary": {what: summary(blocks) for what, blocks in samples.items()}}
 
 
 def summary(blocks: dict[str, list[float]]) -> dict[str, Any]:
@@ -69,12 +71,12 @@ def summary(blocks: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: a line for each limit, size and whether ranks compute before."""
+    """Return the table: a line for each limit, size, and with or without a product before."""
     table = []
-    for what, one in result["summary"].items():
-        low, high = one["ratio_range"]
-        times = [f"{1e3 * one['median_s'][side]:.2f}" for side in SIDES]
-        table.append([what, *times, f"{one['ratio']:.2f} ({low:.2f}-{high:.2f})"])
+    for what, entry in result["summary"].items():
+        low, high = entry["ratio_range"]
+        times = [f"{1e3 * entry['median_s'][side]:.2f}" for side in SIDES]
+        table.append([what, *times, f"{entry['ratio']:.2f} ({low:.2f}-{high:.2f})"])
     return ["sums", *(f"{side}, ms" for side in SIDES), "ratio"], table
 
 
@@ -89,7 +91,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     world = join_world()
-    found: dict[str, dict[str, list[float]]] = {}
+    blocks_by_case: dict[str, dict[str, list[float]]] = {}
     for nbytes in map(int, args.nbytes.split(",")):
         for product in (False, True):
             blocks: dict[str, list[float]] = {side: [] for side in SIDES}
@@ -98,9 +100,9 @@ def main() -> None:
                 for side in SIDES:
                     set_threads(side)
                     blocks[side].append(block(nbytes, product, args.sums))
-            found[f"{nbytes} B" + (" after a product" if product else "")] = blocks
+            blocks_by_case[f"{nbytes} B" + (" after a product" if product else "")] = blocks
     if world.is_main:
-        args.output.write_text(json.dumps(found))
+        args.output.write_text(json.dumps(blocks_by_case))
     leave_world()
 
 
@@ -113,7 +115,7 @@ def set_threads(side: str) -> None:
 
 
 def block(nbytes: int, product: bool, sums: int) -> float:
-    """Mean seconds that this rank waits for a sum."""
+    """Return the mean seconds that this rank waits for a sum."""
     values, a, waited = torch.ones(nbytes // 4), torch.ones(PRODUCT_N, PRODUCT_N), 0.0
     dist.barrier()
     for _ in range(sums):

@@ -1,7 +1,8 @@
-"""Two tiers on two hosts of two ranks each: sums inside a host first and once between hosts, beside flat all-reduces.
+"""Hierarchical all-reduces on two hosts of two ranks each (inside a host, then once between hosts) beside flat ones.
 
-Both sides take turns in the same ranks of a lab (root): bare sums of a model's gradient bytes, tutti's against Gloo's
-between all four; and whole steps of the 10 M MLP, a Job's against DDP's. Four ranks share the machine's cores.
+Both sides take turns in the same ranks of a lab (root). Compared are bare sums of as many bytes as a model's
+gradients, by tutti and by Gloo between all four ranks, and whole steps of the 10 M MLP, by a Job and by DDP. Four
+ranks share the machine's cores.
 """
 
 import argparse
@@ -41,8 +42,16 @@ SUMS = ("tiers", "gloo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """`megabytes` are summed in buckets of 25 MiB; each side has `repeats` blocks of sums and of steps at each limit, 2
-    where they take more than `limit_s` seconds together."""
+    """What is measured.
+
+    Attributes:
+        rates: limits of the links.
+        megabytes: size of a sum; it is divided into buckets of 25 MiB.
+        repeats: blocks of sums and of steps of each side at each limit; 2 where they take more than `limit_s`
+            together.
+        limit_s: seconds of a side's blocks at one limit.
+        warmup: calls of each side before timing begins.
+    """
 
     rates: tuple[str, ...] = ("unlimited", "1gbit", "100mbit")
     megabytes: int = 40
@@ -55,7 +64,9 @@ QUICK = Sizes(rates=("unlimited", "1gbit"), megabytes=8, repeats=2, limit_s=1, w
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"samples": rows of `in_turns` by limit, "summary": medians and ratios by limit}."""
+    """Measure at all limits. Returns {"samples": rows of `in_turns` by limit, "summary": medians and ratios by
+    limit}.
+    """
     with Lab(HOSTS, ranks_per_host=RANKS_PER_HOST) as lab, tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.jsonl"
         given = {
@@ -76,39 +87,46 @@ def measure(sizes: Sizes) -> dict[str, Any]:
             timeout_s=900,
         )
         rows_of = lines(output)
-    if any(one.code for one in done):
-        raise SystemExit("\n".join(one.err for one in done))
-    found = {rate: {row["what"]: row for row in rows_of if row["rate"] == rate} for rate in sizes.rates}
-    return {"samples": found, "summary": {rate: summary(one) for rate, one in found.items()}}
+    if any(entry.code for entry in done):
+        raise SystemExit("\n".join(entry.err for entry in done))
+    rows_by_rate = {rate: {row["what"]: row for row in rows_of if row["rate"] == rate} for rate in sizes.rates}
+    return {"samples": rows_by_rate, "summary": {rate: summary(entry) for rate, entry in rows_by_rate.items()}}
 
 
 def summary(one: dict[str, Any]) -> dict[str, Any]:
-    """Medians of both kinds of blocks, bytes that left a host, and tutti's ratio, block by block."""
-    found: dict[str, Any] = {}
+    """Return medians of both kinds of blocks, bytes that left a host, and tutti's ratio, block by block."""
+    result: dict[str, Any] = {}
     for what, (ours, theirs) in {"sums": SUMS, "steps": ("tutti plain", "ddp")}.items():
         times, sent = one[what]["step_s"], one[what]["sent_nbytes"]
         ratios = [a / b for a, b in zip(times[ours], times[theirs], strict=False)]
-        found[what] = {
+        result[what] = {
             "median_s": {name: statistics.median(values) for name, values in times.items()},
             "spread": {name: spread(values) for name, values in times.items()},
             "sent_nbytes": sent,
             "ratio": statistics.median(ratios),
             "ratio_range": [min(ratios), max(ratios)],
         }
-    return found
+    return result
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table: a line for the sums and one for the steps at each limit."""
+    """Return the table: a line for the sums and one for the steps at each limit."""
     table = []
-    for rate, one in result["summary"].items():
+    for rate, entry in result["summary"].items():
         for what, names in (("sums", SUMS), ("steps", STEPS[1:])):
-            row, low_high = one[what], one[what]["ratio_range"]
+            row, low_high = entry[what], entry[what]["ratio_range"]
             cells = [f"{1e3 * row['median_s'][name]:.1f} ({row['sent_nbytes'][name] / 1e6:.1f} MB)" for name in names]
             ratio = f"{row['ratio']:.3f} ({low_high[0]:.2f}-{low_high[1]:.2f})"
             floor = f"{1e3 * row['median_s']['floor']:.1f}" if what == "steps" else ""
             table.append([rate, what, *cells, ratio, floor])
-    return ["limit", "what", "tutti ms (sent a host)", "flat Gloo or DDP ms (sent)", "ratio", "nothing sent ms"], table
+    return [
+        "limit",
+        "what",
+        "tutti ms (sent by a host)",
+        "flat Gloo or DDP ms (sent)",
+        "ratio",
+        "nothing sent ms",
+    ], table
 
 
 # What runs on every rank
@@ -139,8 +157,8 @@ def main() -> None:
     for rate in given["rates"]:
         wire.limit(rate)
         for what, kind in calls.items():
-            found = in_turns(kind, dict.fromkeys(kind, 1), given, lambda name: None)
-            output.row({"rate": rate, "what": what, **found})
+            result = in_turns(kind, dict.fromkeys(kind, 1), given, lambda name: None)
+            output.row({"rate": rate, "what": what, **result})
     wire.limit("unlimited")
     for loop in loops.values():
         loop.close()
@@ -149,19 +167,23 @@ def main() -> None:
 
 
 def buckets(nbytes: int) -> list[int]:
-    """Values of each bucket."""
+    """Return the number of values in each bucket."""
     sizes = [BUCKET_NBYTES] * (nbytes // BUCKET_NBYTES) + [nbytes % BUCKET_NBYTES]
     return [size // 4 for size in sizes if size]
 
 
 def tiered(nbytes: int) -> Callable[[], None]:
-    """Sums as a Job makes them here: all buckets begun, then all waited for. Checked once."""
+    """Return a call that sums as a Job does on these hosts: it starts all buckets, then waits for all. Its first
+    result is checked.
+    """
     from tutti.comm.hierarchical import CommThread, HierarchicalAllReduce
     from tutti.comm.rendezvous import HostHierarchy, make_local_group_or_hierarchy
 
     hierarchy = make_local_group_or_hierarchy(dist.group.WORLD)
     if not isinstance(hierarchy, HostHierarchy):
-        raise SystemExit("ranks of one host share no memory here, so there are no two tiers to measure")
+        raise SystemExit(
+            "ranks of one host cannot share memory here, so there is no hierarchical all-reduce to measure"
+        )
     comm_thread = CommThread()
     segments = []
     for numel in buckets(nbytes):
@@ -174,7 +196,7 @@ def tiered(nbytes: int) -> Callable[[], None]:
 
     call()
     if any((values != dist.get_world_size()).any() for _, _, values in segments):
-        raise SystemExit("a sum in two tiers is wrong")
+        raise SystemExit("the hierarchical all-reduce gave a wrong sum")
     for _, _, values in segments:
         values.zero_()
     dist.barrier()
@@ -182,11 +204,11 @@ def tiered(nbytes: int) -> Callable[[], None]:
 
 
 def flat(nbytes: int) -> Callable[[], None]:
-    """The same by Gloo between all ranks."""
+    """Return a call that does the same with Gloo between all ranks."""
     values = [torch.zeros(numel) for numel in buckets(nbytes)]
 
     def call() -> None:
-        for work in [dist.all_reduce(one, async_op=True) for one in values]:
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in values]:
             work.wait()
 
     return call

@@ -1,7 +1,7 @@
-"""What methods trade for fewer bytes or less waiting: steps and bytes to a held-out quality, in whole trainings.
+"""What methods give up for fewer bytes or less waiting: steps and bytes to a held-out quality, in whole trainings.
 
-Steps and bytes do not depend on the machine's load, but where ranks do not wait for each other. In those trainings
-every rank sleeps in some of its steps, and seconds say how much of that the others wait for.
+Steps and bytes do not depend on the machine's load, except where ranks do not wait for each other. In those
+trainings every rank sleeps in some of its steps, and the seconds show how much of that time the others wait.
 """
 
 import json
@@ -25,7 +25,13 @@ from pays_work import WORKS, Work, begun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """`claims`: which of them. `percent`: of each training's steps, 100 but to see that it runs."""
+    """What is trained.
+
+    Attributes:
+        claims: names of claims.
+        seeds: trainings of each case.
+        percent: part of each training's steps; less than 100 only shows that it runs.
+    """
 
     claims: tuple[str, ...] = ("one-bit-adam", "top16-q4", "staleness", "adasum")
     seeds: int = 3
@@ -37,8 +43,14 @@ QUICK = Sizes(seeds=1, percent=10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One way to train. `words`: what the launcher would set. `nap_s`: what a rank sleeps in a tenth of its steps, each
-    in steps of its own."""
+    """One method of training.
+
+    Attributes:
+        work: what is trained.
+        ranks: number of ranks.
+        words: environment variables that the launcher would set.
+        nap_s: seconds for which a rank sleeps in a tenth of its steps; each rank does so in different steps.
+    """
 
     work: Work
     ranks: int
@@ -83,9 +95,9 @@ def _sync(work: Work, words: str, nap_s: float = 0.0) -> Case:
 
 
 NAP_S, NAPS = 0.1, 0.1
-"""How long a nap takes, and in which part of its steps a rank has one."""
+"""Seconds of a nap, and the part of its steps in which a rank has one."""
 
-SELDOM = replace(DIGITS, every=20)  # where replicas are looked at they wait for each other
+SELDOM = replace(DIGITS, every=20)  # evaluations are rare, because replicas wait for each other there
 CLAIMS: dict[str, dict[str, Case]] = {
     "one-bit-adam": {
         "Adam": Case(work=TEXT, ranks=2),
@@ -108,11 +120,13 @@ CLAIMS: dict[str, dict[str, Case]] = {
         **{f"Adasum, rate {rate}": _sync(_at(rate), "adasum") for rate in (0.01, 0.02, 0.04)},
     },
 }
-"""Claim -> ways of training it compares, the plain one first."""
+"""Claim -> the cases that it compares, the plain one first."""
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
-    """Returns {"trainings": {claim: {way: one entry a seed}}, "summary": {claim: {way: medians}}}."""
+    """Train all claims. Returns {"trainings": {claim: {case: one entry a seed}}, "summary": {claim: {case:
+    medians}}}, and the works.
+    """
     trainings = {}
     for claim in sizes.claims:
         trainings[claim] = trained_all(CLAIMS[claim], sizes)
@@ -125,7 +139,7 @@ def measure(sizes: Sizes) -> dict[str, Any]:
 
 
 def trained_all(cases: dict[str, Case], sizes: Sizes) -> dict[str, list[dict[str, Any]]]:
-    """All trainings of a claim, in one launch."""
+    """Run all trainings of a claim in one launch."""
     (ranks,) = {case.ranks for case in cases.values()}
     return dict(run_ranks(_train_all, ranks, cases, sizes, timeout_s=3600)[0])
 
@@ -135,14 +149,19 @@ def _train_all(cases: dict[str, Case], sizes: Sizes) -> dict[str, list[dict[str,
 
     torch.set_num_threads(1)
     join_world()
-    found = {name: [train(case, seed, sizes.percent) for seed in range(sizes.seeds)] for name, case in cases.items()}
+    results = {name: [train(case, seed, sizes.percent) for seed in range(sizes.seeds)] for name, case in cases.items()}
     leave_world()
-    return found
+    return results
 
 
 def train(case: Case, seed: int, percent: int) -> dict[str, Any]:
-    """One training: {"looks": [[steps, held-out loss, accuracy], ..], "steps": to the target or None,
-    "sent_nbytes": by rank 0 in all steps, "sent_to_target_nbytes", "step_s": mean seconds of a step, without looks}."""
+    """Run one training.
+
+    Returns:
+        {"looks": [[steps, held-out loss, accuracy], ..], "steps": to the target, or None, "last_loss": ..,
+        "best_loss": .., "sent_nbytes": by rank 0 in all steps, "sent_to_target_nbytes": .., "step_s": mean
+        seconds of a step, without evaluations}.
+    """
     import torch.distributed as dist
 
     loop = TuttiLoop(Method(name="", side="tutti", words=case.words), case.work, seed)
@@ -173,7 +192,7 @@ def train(case: Case, seed: int, percent: int) -> dict[str, Any]:
 
 
 def sent_nbytes(loop: TuttiLoop) -> list[int]:
-    """What this rank sent, step by step."""
+    """Return the bytes that this rank sent, step by step."""
     import torch.distributed as dist
 
     prepared = loop.job._prepared
@@ -184,11 +203,11 @@ def sent_nbytes(loop: TuttiLoop) -> list[int]:
 
 
 def summary(strategies: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over the seeds, beside those of the first way."""
-    found: dict[str, Any] = {}
+    """Return medians over the seeds, and ratios to those of the first case."""
+    result: dict[str, Any] = {}
     for name, runs in strategies.items():
         reached = [run["steps"] for run in runs if run["steps"] is not None]
-        one: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "steps": [run["steps"] for run in runs],
             "reached": len(reached) == len(runs),
             "best_loss": statistics.median(run["best_loss"] for run in runs),
@@ -196,28 +215,28 @@ def summary(strategies: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "sent_nbytes": statistics.median(run["sent_nbytes"] for run in runs),
             "step_s": statistics.median(run["step_s"] for run in runs),
         }
-        if one["reached"]:
-            one["median_steps"] = statistics.median(reached)
-            one["to_target_nbytes"] = statistics.median(run["sent_to_target_nbytes"] for run in runs)
-            one["to_target_s"] = one["median_steps"] * one["step_s"]
-        found[name] = one
-    plain = next(iter(found.values()))
-    for one in found.values():
+        if entry["reached"]:
+            entry["median_steps"] = statistics.median(reached)
+            entry["to_target_nbytes"] = statistics.median(run["sent_to_target_nbytes"] for run in runs)
+            entry["to_target_s"] = entry["median_steps"] * entry["step_s"]
+        result[name] = entry
+    plain = next(iter(result.values()))
+    for entry in result.values():
         for ratio, what in RATIOS.items():
-            if one.get(what) and plain.get(what):
-                one[ratio] = plain[what] / one[what]
-    return found
+            if entry.get(what) and plain.get(what):
+                entry[ratio] = plain[what] / entry[what]
+    return result
 
 
 RATIOS = {"fewer_bytes": "sent_nbytes", "fewer_bytes_to_target": "to_target_nbytes", "fewer_steps": "median_steps",
           "sooner": "to_target_s"}  # fmt: skip
-"""Of the plain way over this one: above 1, this one needs less."""
+"""Value of the plain case divided by that of this one: above 1, this one needs less."""
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """For the terminal."""
+    """Return the table for the terminal."""
     header = [
-        "claim, way",
+        "claim: case",
         "steps to target",
         "best loss",
         "sent MB",
@@ -229,14 +248,14 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     lines = [
         [
             f"{claim}: {name}",
-            ", ".join(str(steps or "-") for steps in one["steps"]),
-            f"{one['best_loss']:.3f}",
-            f"{one['sent_nbytes'] / 1e6:.1f}",
-            *(f"{one[ratio]:.2f}" if ratio in one else "-" for ratio in ("fewer_bytes", "fewer_bytes_to_target")),
-            f"{one['step_s'] * 1e3:.1f}",
-            f"{one['sooner']:.2f}" if "sooner" in one else "-",
+            ", ".join(str(steps or "-") for steps in entry["steps"]),
+            f"{entry['best_loss']:.3f}",
+            f"{entry['sent_nbytes'] / 1e6:.1f}",
+            *(f"{entry[ratio]:.2f}" if ratio in entry else "-" for ratio in ("fewer_bytes", "fewer_bytes_to_target")),
+            f"{entry['step_s'] * 1e3:.1f}",
+            f"{entry['sooner']:.2f}" if "sooner" in entry else "-",
         ]
         for claim, strategies in result["summary"].items()
-        for name, one in strategies.items()
+        for name, entry in strategies.items()
     ]
     return header, lines

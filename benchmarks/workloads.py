@@ -1,4 +1,4 @@
-"""The models that are timed: an MLP whose gradients dwarf its compute, a CNN, the same with BatchNorm, and a GPT."""
+"""The models that are timed: an MLP with more gradients than compute, a CNN with and without BatchNorm, and a GPT."""
 
 import itertools
 from collections.abc import Callable
@@ -16,7 +16,16 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One model with its data. `batch`: samples a rank computes in a step. `note`: what the comparison is not."""
+    """One model with its data.
+
+    Attributes:
+        name: its name in `--set workloads=..`.
+        model: makes the model.
+        data: (samples) -> data set.
+        loss: (output, target) -> mean loss.
+        batch: samples that a rank computes in a step.
+        note: a limit of the comparison.
+    """
 
     name: str
     model: Callable[[], nn.Module]
@@ -34,7 +43,7 @@ def mlp() -> nn.Module:
 
 
 def cnn(*, norm: bool) -> nn.Module:
-    """2.7 M parameters on 3 x 32 x 32 images; with `norm` a BatchNorm after each convolution."""
+    """2.7 M parameters on 3 x 32 x 32 images; with `norm`, a BatchNorm follows each convolution."""
     layers: list[nn.Module] = []
     widths = (3, 64, 128, 256, 512, 256)
     for position, (a, b) in enumerate(itertools.pairwise(widths)):

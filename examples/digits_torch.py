@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def datasets() -> tuple[TensorDataset, TensorDataset]:
-    """The first 1437 images to train on, the last 360 to test on."""
+    """Return the first 1437 images for training and the last 360 for testing."""
     images, labels = load_digits(return_X_y=True)
     inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     target = torch.tensor(labels)
@@ -37,7 +37,7 @@ def make_model(dropout: float) -> nn.Module:
 
 
 def correct(output: Tensor, target: Tensor) -> Tensor:
-    """1 for each sample whose class is right, else 0."""
+    """Return 1 for each sample with the right class, else 0."""
     return (output.argmax(dim=1) == target).float()
 
 

@@ -24,9 +24,10 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 class DLRM(nn.Module):
-    """13 numbers and 26 categories -> the logit of a click (Naumov et al. 2019, arXiv 1906.00091).
+    """Predict the logit of a click from 13 numbers and 26 categories (Naumov et al. 2019, arXiv 1906.00091).
 
-    Numbers pass an MLP while the categories' vectors are looked up; all pairs of these 27 vectors are multiplied.
+    An MLP maps the numbers to a vector while the categories' vectors are looked up; all pairs of the 27 vectors are
+    multiplied.
     """
 
     def __init__(self, sizes: Sequence[int], width: int) -> None:
@@ -46,7 +47,7 @@ class DLRM(nn.Module):
 
 
 def made_clicks(displays: int, seed: int) -> ClickLog:
-    """A made-up log, written and read back."""
+    """Write a synthetic log, and read it back."""
     with tempfile.TemporaryDirectory() as folder:
         write_clicks(Path(folder) / "train.txt", displays, seed)
         return read_clicks(Path(folder) / "train.txt")
@@ -56,8 +57,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {"displays": 7000, "width": 16, "epochs": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--data", help="a log of your own, such as Criteo's train.txt; else one is made up")
-    parser.add_argument("--max-rows", type=int, help="categories are taken modulo this")
+    parser.add_argument("--data", help="your own log, such as Criteo's train.txt (default: a synthetic one)")
+    parser.add_argument("--max-rows", type=int, help="rows of a table at most; categories are taken modulo this")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""A small GPT over bytes, trained on text that this machine already has: plain PyTorch on one device.
+"""A small GPT over bytes, trained on text that every machine has: plain PyTorch on one device.
 
 gpt_tutti.py is the same program on any number of devices.
 """
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (batch, seq) -> logits of the next byte (batch, seq, 256); the embedding is also the output layer."""
+    """Predict logits of the next byte (batch, seq, 256) from bytes (batch, seq); the output layer is the embedding."""
 
     def __init__(self, layers: int, width: int, heads: int, context: int, vocabulary: int = 256) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {"layers": 4, "width": 128, "heads": 4, "context": 64, "epochs": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--batch-size", type=int, default=16, help="windows of `context` bytes an update")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows of `context` bytes in an update")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

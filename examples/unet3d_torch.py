@@ -1,6 +1,6 @@
 """A small 3-D U-Net that finds balls in noisy volumes: plain PyTorch on one device.
 
-unet3d_tutti.py is the same program on any number of devices, also with each volume cut among them.
+unet3d_tutti.py is the same program on any number of devices, which may also divide each volume.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def datasets(count: int, size: int) -> tuple[TensorDataset, TensorDataset]:
-    """Volumes of `size` ** 3 voxels with a ball in noise, and for each voxel whether it is in the ball."""
+    """Return volumes of `size` ** 3 voxels with a ball in noise; the labels say which voxels are in the ball."""
     generator = torch.Generator().manual_seed(0)
     axis = torch.arange(size) + 0.5
     grid = torch.stack(torch.meshgrid(axis, axis, axis, indexing="ij"))
@@ -40,7 +40,7 @@ class Block(nn.Sequential):
 
 
 class UNet3d(nn.Module):
-    """A 3-D U-Net (arXiv 1606.06650): `levels` times down by pooling, and up again with the skipped features."""
+    """A 3-D U-Net (arXiv 1606.06650): `levels` levels of pooling, and back up with skip connections."""
 
     def __init__(self, width: int, levels: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class UNet3d(nn.Module):
 
 
 def correct(output: Tensor, target: Tensor) -> Tensor:
-    """For each sample, the share of voxels whose class is right."""
+    """Return the share of voxels with the right class, for each sample."""
     return (output.argmax(dim=1) == target).float().mean(dim=(1, 2, 3))
 
 

@@ -234,11 +234,11 @@ def test_an_outcome_is_whole_when_all_ranks_have_said_it_and_a_failure_when_one_
 
 def test_going_on_needs_the_same_sizes_and_starting_anew_keeps_what_was_there(bench: Any, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
-    with pytest.raises(SystemExit, match="no run to go on with"):
+    with pytest.raises(SystemExit, match="has no run to continue"):
         bench.opened(folder, bench.QUICK, resume=True)
     bench.opened(folder, bench.QUICK, resume=False).keep_cluster("1gbit, 2 ranks", cluster())
     assert bench.opened(folder, bench.QUICK, resume=True).cluster("1gbit, 2 ranks") == cluster()
-    with pytest.raises(SystemExit, match="set the same sizes"):
+    with pytest.raises(SystemExit, match="set the same ones"):
         bench.opened(folder, bench.Sizes(), resume=True)
     assert bench.opened(folder, bench.Sizes(), resume=False).cluster("1gbit, 2 ranks") is None
     assert (tmp_path / "kept-before/1gbit-2-ranks.json").exists()

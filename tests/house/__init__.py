@@ -1,1 +1,1 @@
-"""The rules of the house as checkers: each takes source text and returns its findings as sentences."""
+"""The rules of the house as checkers. Each takes source text and returns its findings as sentences."""

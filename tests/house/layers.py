@@ -1,4 +1,4 @@
-"""The layers: which part of tutti may import which, and which libraries the pure parts may stand on."""
+"""The layers: which part of tutti may import which other parts, and which libraries the pure parts may use."""
 
 import ast
 import sys
@@ -36,11 +36,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "lab": frozenset({"errors", "config"}),
     "report": frozenset({"errors", "config"}),
 }
-"""Layer -> the layers below it that it may import (itself always). `cli` stands on all; nobody imports it."""
+"""Layer -> the lower layers that it may import, besides itself. `cli` may import all; no other layer imports it."""
 
 ALLOWED["cli"] = frozenset(ALLOWED) | {""}
 ALLOWED[""] = frozenset({"errors", "config", "nn", "optim", "data", "parallel", "trainer"})
-"""The root, tutti/__init__.py: the public names, loaded when asked for."""
+"""The root, tutti/__init__.py, has the public names, which are loaded when they are first used."""
 
 LIBRARIES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -49,42 +49,42 @@ LIBRARIES: dict[str, frozenset[str]] = {
     "planner": frozenset({"numpy"}),
     "validate": frozenset({"numpy"}),
 }
-"""Pure layers -> the only libraries beside the standard one they may import: none of them loads torch."""
+"""Pure layer -> the only libraries outside the standard library that it may import; none of them loads torch."""
 
 EFFECTS: dict[str, frozenset[str]] = {
     "cost_model": frozenset({"io", "os", "pathlib", "random", "socket", "subprocess", "tempfile", "time"}),
 }
-"""Layer -> parts of the standard library it may not import: cost_model touches no clock and no file."""
+"""Layer -> modules of the standard library that it may not import: cost_model uses no clock and no file."""
 
 
 def layer_of(module: str) -> str:
-    """The layer of a dotted name: `tutti.config.plan` is of `spec`; the root's is the empty string."""
+    """Return the layer of a dotted name: "config" for `tutti.config.plan`, and the empty string for the root."""
     part = module.partition(".")[2].partition(".")[0]
     return part if part in ALLOWED else ""
 
 
 def upward_imports(source: str, module: str, *, is_package: bool = False) -> list[str]:
-    """A sentence for each import that does not point downward, or that a pure layer may not have."""
-    own = layer_of(module)
+    """Return a sentence for each import that does not point downward, or that a pure layer may not have."""
+    layer = layer_of(module)
     findings = []
     for line, name in imports(source, module, is_package=is_package):
         top = name.partition(".")[0]
         if top == "tutti":
             target = layer_of(name)
-            if target not in (own, *ALLOWED[own]):
-                findings.append(f"line {line}: {own or 'tutti'} may not import {target or 'the root'} ({name})")
-        elif top in EFFECTS.get(own, ()) or _foreign(top, own):
-            findings.append(f"line {line}: {own} may not import {top}")
+            if target not in (layer, *ALLOWED[layer]):
+                findings.append(f"line {line}: {layer or 'tutti'} may not import {target or 'the root'} ({name})")
+        elif top in EFFECTS.get(layer, ()) or _foreign(top, layer):
+            findings.append(f"line {line}: {layer} may not import {top}")
     return findings
 
 
 def _foreign(top: str, layer: str) -> bool:
-    """Whether a library is none of those a pure layer stands on."""
+    """Return whether a pure layer may not use this library."""
     return layer in LIBRARIES and top not in sys.stdlib_module_names and top not in LIBRARIES[layer]
 
 
 def import_circle(files: list[Path]) -> list[str]:
-    """The modules of a circle of imports, type-checking and deferred ones included; empty where there is none."""
+    """Return the modules of a circle of imports, or an empty list; type-checking and deferred imports count."""
     known = {module_name(path): path for path in files}
     graph = {}
     for module, path in known.items():
@@ -97,7 +97,7 @@ def import_circle(files: list[Path]) -> list[str]:
 
 
 def _executed(tree: ast.AST) -> set[str]:
-    """Dotted names that imports may load: of `from a import b`, a and a.b; of `import a.b`, a.b."""
+    """Return the dotted names that imports may load: a and a.b for `from a import b`, a.b for `import a.b`."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:

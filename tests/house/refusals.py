@@ -1,6 +1,6 @@
-"""The page of refusals: docs/refusals.md, written from the registry and from every `raise PlanError` of the source.
+"""The page docs/refusals.md, written from the registry and from every `raise PlanError` of the source.
 
-`python -m house.refusals`, in tests/, writes the page again.
+`python -m house.refusals`, run in tests/, writes the page again.
 """
 
 import ast
@@ -35,7 +35,7 @@ The code is the place that refuses: module and function. `...` stands for the va
 
 
 def _template(node: ast.expr) -> str:
-    """The text of a message, with `...` for what is filled in."""
+    """Return the text of a message, with `...` for values that are filled in."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -46,7 +46,7 @@ def _template(node: ast.expr) -> str:
 
 
 def _raised(tree: ast.AST, module: str) -> Iterator[tuple[str, str]]:
-    """(code, message template) of each PlanError that a module raises in a function."""
+    """Yield (code, message template) of each PlanError that a module raises in a function."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             for node in _own_nodes(function):
@@ -56,7 +56,7 @@ def _raised(tree: ast.AST, module: str) -> Iterator[tuple[str, str]]:
 
 
 def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """The nodes of a function without those of functions within it."""
+    """Yield the nodes of a function without those of functions within it."""
     todo: list[ast.AST] = list(function.body)
     while todo:
         node = todo.pop()
@@ -66,7 +66,7 @@ def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def page() -> str:
-    """The text of docs/refusals.md."""
+    """Return the text of docs/refusals.md."""
     rows = [f"| `{name}` | {refusal.summary} |" for name, refusal in REFUSALS.items()]
     places = sorted(
         entry
@@ -78,7 +78,7 @@ def page() -> str:
 
 
 def _cell(text: str) -> str:
-    """A message as a cell of a Markdown table."""
+    """Return a message as a cell of a Markdown table."""
     for mark in "\\|<>*_[]`":
         text = text.replace(mark, f"\\{mark}")
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""Budgets of size, marks of unfinished work, docstrings, and reads of the environment."""
+"""Checkers of size budgets, marks of unfinished work, docstrings, and reads of the environment."""
 
 import ast
 import re
@@ -7,13 +7,13 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_METHODS = 20
 
-# Written apart so that this file does not carry the marks it looks for.
+# The words are divided so that this file does not contain the marks that it searches for.
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|raise NotImplemented" + r"Error)\b")
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:wo" + r"rk|ro" + r"ot|tmp/ve" + r"nv|home/\w+)/|\.\./sha" + r"red")
 
 
 def oversized(source: str) -> list[str]:
-    """A sentence for the file, and each function and class of it, that exceeds its budget."""
+    """Return a sentence for the file, and for each of its functions and classes, that exceeds its budget."""
     findings = []
     lines = len(source.splitlines())
     if lines > MAX_FILE_LINES:
@@ -31,7 +31,7 @@ def oversized(source: str) -> list[str]:
 
 
 def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function from `def` to its end, its docstring not counted."""
+    """Return the number of lines of a function from `def` to its end, without the docstring."""
     length = (function.end_lineno or function.lineno) - function.lineno + 1
     if ast.get_docstring(function) is not None:
         length -= (function.body[0].end_lineno or 0) - function.body[0].lineno + 1
@@ -39,31 +39,33 @@ def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def unfinished(text: str) -> list[str]:
-    """A sentence for each mark of unfinished work."""
+    """Return a sentence for each mark of unfinished work."""
     return _matches(UNFINISHED, text)
 
 
 def machine_paths(text: str) -> list[str]:
-    """A sentence for each path that exists on one machine only."""
+    """Return a sentence for each path that exists on one machine only."""
     return _matches(MACHINE_PATHS, text)
 
 
 def _matches(pattern: re.Pattern[str], text: str) -> list[str]:
     return [
-        f"line {number}: {found.group()!r}"
+        f"line {number}: {match.group()!r}"
         for number, line in enumerate(text.splitlines(), 1)
-        for found in pattern.finditer(line)
+        for match in pattern.finditer(line)
     ]
 
 
 def undocumented(source: str) -> list[str]:
-    """A sentence if the module has no docstring; a file that only marks a folder as a package needs none."""
+    """Return a sentence if the module has no docstring; an empty file, which only marks a package, needs none."""
     tree = ast.parse(source)
     return ["the module has no docstring"] if tree.body and not ast.get_docstring(tree) else []
 
 
 def environment_uses(source: str) -> list[str]:
-    """A sentence for each use of the environment: `os.environ`, `os.getenv`, imports of them and the like."""
+    """Return a sentence for each use of environment variables: `os.environ`, `os.getenv`, imports of them and the
+    like.
+    """
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     findings = []
     for node in ast.walk(ast.parse(source)):

@@ -1,4 +1,4 @@
-"""The vocabulary: words that are retired, and names that must mean one thing."""
+"""The vocabulary: retired words, and names that may have only one meaning."""
 
 import ast
 import re
@@ -32,32 +32,32 @@ RETIRED: dict[str, str] = {
     "way": "the noun that is meant: strategy, direction, route",
     "wish": "option",
 }
-"""Retired word -> the standard term. As identifiers and file names none of them may stand, in singular or plural."""
+"""Retired word -> the standard term. No identifier and no file name may contain the word, in singular or plural."""
 
 IN_MESSAGES = frozenset(
     {"courier", "crowd", "desk", "dial", "errand", "gauge", "lane", "momenta", "parcel", "seat", "wards", "wish"}
 )
-"""Retired words that plain English does not need either: no message to the user may have them."""
+"""Retired words that plain English does not need either: no message to the user may contain them."""
 
 _SIMD_FILES = ("cpu_kernels", "blocks", "one_bit", "qsgd")
 
 OTHER_MEANINGS: dict[tuple[str, str], str] = {
     (f"src/tutti/compression/{file}.py", "lane"): "a lane of a SIMD register" for file in _SIMD_FILES
 }
-"""(File, word) -> the standard meaning that the word has there."""
+"""(File, word) -> the standard meaning that the word has in this file."""
 
 _WORD = re.compile(r"_+|(?<=[a-z0-9])(?=[A-Z])")
 _SENTENCE = re.compile(r"[A-Za-z]+")
 
 
 def _retired(word: str) -> str | None:
-    """The retired word that this is a form of, or None."""
+    """Return the retired word of which this is a form, or None."""
     lower = word.lower()
     return next((form for form in (lower, lower.removesuffix("s"), lower.removesuffix("es")) if form in RETIRED), None)
 
 
 def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, name) of every identifier that a module writes: names, attributes, parameters, keywords."""
+    """Yield (line, name) of every identifier in a module: names, attributes, parameters, keywords."""
     for node in ast.walk(tree):
         for field in ("name", "id", "arg", "attr", "asname"):
             name = getattr(node, field, None)
@@ -66,7 +66,7 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def retired_identifiers(source: str, name: str) -> list[str]:
-    """A sentence for each identifier of a file, or its own name, that has a retired word in it."""
+    """Return a sentence for each identifier of a file, and for its own name, that contains a retired word."""
     findings = []
     for line, identifier in [(1, Path(name).stem), *identifiers(ast.parse(source))]:
         for part in _WORD.split(identifier):
@@ -77,7 +77,7 @@ def retired_identifiers(source: str, name: str) -> list[str]:
 
 
 def retired_in_messages(source: str, name: str) -> list[str]:
-    """A sentence for each text of a file, docstrings aside, in which a retired word stands."""
+    """Return a sentence for each text of a file, without docstrings, that contains a retired word."""
     tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     findings = []
@@ -91,7 +91,7 @@ def retired_in_messages(source: str, name: str) -> list[str]:
 
 
 def repeated_classes(files: list[Path]) -> list[str]:
-    """A sentence for each class name that several files define at module level."""
+    """Return a sentence for each class name that several files define at module level."""
     places = defaultdict(list)
     for path in files:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -103,7 +103,7 @@ def repeated_classes(files: list[Path]) -> list[str]:
 
 
 def repeated_files(files: list[Path]) -> list[str]:
-    """A sentence for each file name that stands in several folders; a command's file has the command's name."""
+    """Return a sentence for each file name that occurs in several folders. A command's file has the command's name."""
     places = defaultdict(list)
     for path in files:
         if path.name not in ("__init__.py", "__main__.py") and path.parent.name != "cli":

@@ -1,4 +1,4 @@
-"""What the checkers look at: the project's files, and the imports of a syntax tree."""
+"""What the checkers read: the project's files, and the imports of a syntax tree."""
 
 import ast
 import subprocess
@@ -10,12 +10,12 @@ PACKAGE = ROOT / "src" / "tutti"
 
 
 def python_files(*folders: str) -> list[Path]:
-    """All Python files under these folders of the project, in order."""
+    """Return all Python files under these folders of the project, sorted."""
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 def tracked_files() -> list[Path] | None:
-    """The files under version control that exist, or None outside a checkout."""
+    """Return the files under version control that exist, or None outside a checkout."""
     listing = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=False)
     if listing.returncode != 0:
         return None
@@ -24,21 +24,21 @@ def tracked_files() -> list[Path] | None:
 
 
 def name_of(path: Path) -> str:
-    """A path as the tables and findings write it: relative to the project, with forward slashes."""
+    """Return a path as tables and findings write it: relative to the project, with forward slashes."""
     return path.relative_to(ROOT).as_posix()
 
 
 def module_name(path: Path) -> str:
-    """The dotted name of a file of the package."""
+    """Return the dotted name of a file of the package."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(source: str, module: str, *, is_package: bool = False) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything a module imports, wherever the import stands.
+    """Yield (line, dotted name) of everything that a module imports.
 
     Covers imports inside functions, under TYPE_CHECKING, relative ones, and `import_module`, `__import__` and
-    `find_spec` given a string. `from a import b` yields `a.b`, because b may be a module.
+    `find_spec` with a string. `from a import b` yields `a.b`, because b may be a module.
     """
     package = module if is_package else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(source)):
