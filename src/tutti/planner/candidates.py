@@ -79,15 +79,15 @@ def precisions(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> 
         return [request.script.precision]
     if request.precision != "auto":
         return [request.precision]
-    found = [precision for precision in LOWER if possible(model, cluster, precision)]
-    if "bfloat16" in found and "float16" in found:
+    lower = [precision for precision in LOWER if possible(model, cluster, precision)]
+    if "bfloat16" in lower and "float16" in lower:
         devices = [cluster.devices[node.device] for node in cluster.nodes]
         if all(best_rate(device, "bfloat16") >= best_rate(device, "float16") for device in devices):
-            found.remove("float16")
+            lower.remove("float16")
     code = request.script.sync.compress
-    if code is not None and code.method in MOMENTUM_CODECS and "float16" in found:
-        found.remove("float16")
-    return ["full", *found]
+    if code is not None and code.method in MOMENTUM_CODECS and "float16" in lower:
+        lower.remove("float16")
+    return ["full", *lower]
 
 
 def possible(model: ModelSpec, cluster: ClusterSpec, precision: Precision) -> bool:
@@ -103,12 +103,12 @@ def microbatches(model: ModelSpec, request: PlanRequest, samples: int, degree: i
 
     Numbers that leave a microbatch with fewer samples than ranks are not tried.
     """
-    own = request.script.batch.num_microbatches
+    script_count = request.script.batch.num_microbatches
     fixed = request.keep_microbatches or (model.batch_statistics and not request.allow_microbatches)
     if fixed:
-        return [own]
-    counts = {own} | {2**power for power in range(samples.bit_length())}
-    return sorted(count for count in counts if samples // count >= degree) or [own]
+        return [script_count]
+    counts = {script_count} | {2**power for power in range(samples.bit_length())}
+    return sorted(count for count in counts if samples // count >= degree) or [script_count]
 
 
 def _shares(model: ModelSpec, cluster: ClusterSpec, plan: Plan, samples: int) -> tuple[float, ...]:
@@ -274,7 +274,7 @@ def _splits(model: ModelSpec, most: int, per_node: int) -> tuple[int, ...]:
     weights = {id(module): 1.0 + sum(op.flops_forward for op in module.ops) for module in divided}
     total = sum(weights.values())
     highest = min(most, MOST_SPLIT, max(8, 2 * per_node))
-    found = []
+    degrees = []
     for degree in range(1, highest + 1):
         if degree > per_node and degree & (degree - 1):
             continue
@@ -283,8 +283,8 @@ def _splits(model: ModelSpec, most: int, per_node: int) -> tuple[int, ...]:
             continue
         uneven = sum(weights[id(module)] for module in limited if _uneven(module.split_limit, degree))
         if uneven < 0.5 * total:
-            found.append(degree)
-    return tuple(found) or (1,)
+            degrees.append(degree)
+    return tuple(degrees) or (1,)
 
 
 def _uneven(units: int, degree: int) -> bool:
@@ -297,7 +297,7 @@ def _stages(blocks: int, cuts: int, most: int) -> tuple[int, ...]:
     if cuts:
         return tuple(dict.fromkeys(degree for degree in (1, cuts + 1) if degree <= most))
     highest = min(most, blocks)
-    wanted = {1} | set(_powers(highest)) | {-(-blocks // each) for each in range(1, blocks + 1)}
+    wanted = {1} | set(_powers(highest)) | {-(-blocks // blocks_per_rank) for blocks_per_rank in range(1, blocks + 1)}
     if highest <= 8:
         wanted |= set(range(1, highest + 1))
     return tuple(sorted(degree for degree in wanted if degree == 1 or degree <= highest))
@@ -341,19 +341,19 @@ def speeds(model: ModelSpec, host_groups: tuple[HostGroup, ...], precision: Prec
     `loads[r]`.
     """
     table, modules = model_table(model).ops, len(model.modules)
-    found, known, first = np.ones(len(loads)), {}, 0
+    rates, known, first = np.ones(len(loads)), {}, 0
     for host_group in host_groups:
         worker = worker_at(host_group, model.dtype, precision)
-        own = np.maximum(1, np.round(loads[first : first + host_group.ranks])).astype(np.int64)
-        for count in np.unique(own).tolist():
+        rank_samples = np.maximum(1, np.round(loads[first : first + host_group.ranks])).astype(np.int64)
+        for count in np.unique(rank_samples).tolist():
             key = (host_group.device.name, host_group.sharing, host_group.threads, count)
             if key not in known:
                 passes = (compute_cost.forward, compute_cost.backward)
-                whole = sum(float(one(table, worker, count, modules).seconds.sum()) for one in passes)
+                whole = sum(float(cost_of_pass(table, worker, count, modules).seconds.sum()) for cost_of_pass in passes)
                 known[key] = count / whole if whole > 0 else 1.0
-            found[first : first + host_group.ranks][own == count] = known[key]
+            rates[first : first + host_group.ranks][rank_samples == count] = known[key]
         first += host_group.ranks
-    return np.asarray(found / found.max(), dtype=np.float64)
+    return np.asarray(rates / rates.max(), dtype=np.float64)
 
 
 def proportional_shares(

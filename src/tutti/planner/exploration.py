@@ -133,12 +133,12 @@ class Explorer:
         self._lessons: dict[int, Lesson] = {}
         self._counts = {"considered": 0, "too_large": 0, "too_slow": 0, "refused": 0}
         self.best = math.inf
-        found = shapes(self.limits, request)
+        meshes = shapes(self.limits, request)
         self.branches = [
             branch
             for cluster in clusters
             for precision in precisions
-            if (branch := self._branch(cluster, precision, found))
+            if (branch := self._branch(cluster, precision, meshes))
         ]
 
     def run(self, *, than: float | None = None) -> None:
@@ -186,17 +186,17 @@ class Explorer:
             self._counts["refused"] += 1
             return None
         totals = objectives.totals(cluster, self.request, plan, prediction)
-        one = Costed(
+        costed = Costed(
             plan=plan,
             prediction=prediction,
             cluster=cluster,
             value=objectives.value(cluster, self.request, plan, prediction),
             broken=objectives.broken_limit(self.request, totals, prediction),
         )
-        self.costed.append(one)
-        if one.good:
-            self.best = min(self.best, one.value)
-        return one
+        self.costed.append(costed)
+        if costed.good:
+            self.best = min(self.best, costed.value)
+        return costed
 
     def add(self, found: Costed | None) -> None:
         """Add a plan that was predicted elsewhere."""
@@ -237,8 +237,8 @@ class Explorer:
             ground = best_case.ground(world)
             return (ground.least_nbytes if tightest else ground.memory_nbytes,)
 
-        (own,) = by_kind((found.world,), room)
-        return np.minimum(own, self.request.memory_nbytes or math.inf)
+        (capacity,) = by_kind((found.world,), room)
+        return np.minimum(capacity, self.request.memory_nbytes or math.inf)
 
     def over(self, part: float = 1.0) -> bool:
         """Whether this fraction of the time is used up. While no plan fits yet, several times as much is allowed."""
@@ -331,11 +331,11 @@ class Explorer:
             variant_rows, at = pool.variant_rows[int(pool.part[row])], int(pool.row[row])
             plan = plan_of(self.model, self.request, branch.shapes, variant_rows, at, branch.precision)
             lesson = self._lessons.setdefault(int(pool.family[row]), Lesson())
-            found = self._cost_all(branch, plan)
-            if not found:
+            costed = self._cost_all(branch, plan)
+            if not costed:
                 lesson.refused += 1
                 continue
-            best = min(found, key=lambda one: (not one.good, one.value))
+            best = min(costed, key=lambda candidate: (not candidate.good, candidate.value))
             lesson.count += 1
             lesson.time += math.log(max(best.value, 1e-300) / max(float(pool.likely[row]), 1e-300))
             lesson.memory += math.log(best.prediction.memory.total / max(float(pool.memory[row]), 1.0))
@@ -350,7 +350,7 @@ class Explorer:
         others: list[Plan] = []
         if branch.best_case.mixed and plan.world_size > 1:
             others = improved(branch.best_memory, branch.cluster, plan, whole.prediction, self.samples)
-        return [whole, *[one for each in others if (one := self.cost(each, branch.cluster)) is not None]]
+        return [whole, *[costed for other in others if (costed := self.cost(other, branch.cluster)) is not None]]
 
 
 def _now(clock: Clock | None) -> float:
@@ -364,7 +364,7 @@ def _timed(explorer: Explorer) -> bool:
 def _enough(explorer: Explorer, idle: int, gained_s: float) -> bool:
     """Whether the plans since the last gain are so many, and took so long, that more are not worth their time."""
     if not math.isfinite(explorer.best):
-        return idle >= _HOPELESS and not any(one.prediction.fits for one in explorer.costed)
+        return idle >= _HOPELESS and not any(candidate.prediction.fits for candidate in explorer.costed)
     waited = not _timed(explorer) or _now(explorer._clock) >= gained_s + _QUIET * explorer._limit_s
     return idle >= _PATIENCE and waited and not _in_time(explorer)
 
@@ -389,7 +389,7 @@ def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:
     hopeful = [
         (int(kind), int(first)) for kind, first in zip(kinds, firsts, strict=True) if math.isfinite(order[first])
     ]
-    hopeful.sort(key=lambda one: order[one[1]])
-    plain = sorted(hopeful[: 3 * _FAMILIES], key=lambda one: (plainness(one[0]), order[one[1]]))
-    chosen = [*hopeful[:4], *[one for one in plain if one not in hopeful[:4]]][:_FAMILIES]
-    return [first for _, first in sorted(chosen, key=lambda one: takes_long(one[0]))]
+    hopeful.sort(key=lambda pair: order[pair[1]])
+    plain = sorted(hopeful[: 3 * _FAMILIES], key=lambda pair: (plainness(pair[0]), order[pair[1]]))
+    chosen = [*hopeful[:4], *[pair for pair in plain if pair not in hopeful[:4]]][:_FAMILIES]
+    return [first for _, first in sorted(chosen, key=lambda pair: takes_long(pair[0]))]

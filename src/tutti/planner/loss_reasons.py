@@ -45,22 +45,24 @@ def why(request: PlanRequest, loser: Costed, best: Costed) -> str:
         return _tie(loser, best, ratio)
     if request.objective == "throughput":
         return f"{ratio:.2f}x slower: {_cause(loser, best)}"
-    own, chosen = (
+    lost, chosen = (
         objectives.shown_value(
-            request, objectives.totals(one.cluster, request, one.plan, one.prediction), one.prediction
+            request,
+            objectives.totals(candidate.cluster, request, candidate.plan, candidate.prediction),
+            candidate.prediction,
         )
-        for one in (loser, best)
+        for candidate in (loser, best)
     )
     steps = f"a step takes {seconds(prediction.step_time_s.value)}, not {seconds(best.prediction.step_time_s.value)}"
-    return f"{ratio:.2f}x as much: {own} against {chosen}; {steps}"
+    return f"{ratio:.2f}x as much: {lost} against {chosen}; {steps}"
 
 
 def _tie(loser: Costed, best: Costed, ratio: float) -> str:
     same = "as good within 2 %" if ratio >= 0.995 else f"{1 - ratio:.1%} better, which is within the error"
     plan, chosen = loser.plan, best.plan
-    own, least = loser.prediction.step_time_s.value, best.prediction.step_time_s.value
-    if own > 1.02 * least and abs(own / least - ratio) > 0.02:  # time is not the objective
-        return f"{same}, but a step takes {seconds(own)}, not {seconds(least)}"
+    step_s, best_step_s = loser.prediction.step_time_s.value, best.prediction.step_time_s.value
+    if step_s > 1.02 * best_step_s and abs(step_s / best_step_s - ratio) > 0.02:  # time is not the objective
+        return f"{same}, but a step takes {seconds(step_s)}, not {seconds(best_step_s)}"
     if plan.world_size > chosen.world_size:
         return f"{same}, but takes {plan.world_size} devices instead of {chosen.world_size}"
     if plan.precision != chosen.precision:
@@ -77,14 +79,14 @@ def _tie(loser: Costed, best: Costed, ratio: float) -> str:
 def _cause(loser: Costed, best: Costed) -> str:
     """The phase of the step that makes the largest difference."""
     slow, fast = loser.prediction, best.prediction
-    own = {
+    differences = {
         "compute": _compute_s(slow) - _compute_s(fast),
         "communication": slow.phases["exposed_communication"] - fast.phases["exposed_communication"],
         "data": slow.phases["data"] - fast.phases["data"],
         "optimizer": slow.phases["optimizer"] - fast.phases["optimizer"],
         "other": slow.phases["other"] - fast.phases["other"],
     }
-    part = max(own, key=lambda name: own[name])
+    part = max(differences, key=lambda name: differences[name])
     if part == "communication":
         return _communication_cause(loser.cluster, loser.plan, slow)
     if part == "optimizer":
@@ -216,10 +218,10 @@ def remarks(
         names = ", ".join(node.name for node in best.cluster.nodes)
         sentences.append(f"Start the nodes in this order, which is not the cluster file's: {names}")
     if plan.batch.global_batch_size != request.script.batch.global_batch_size:
-        own = request.script.batch
+        script_batch = request.script.batch
         sentences.append(
-            f"The global batch is {plan.batch.global_batch_size} instead of {own.global_batch_size} "
-            f"{own.unit}, because the quality is reached sooner: this changes what is computed"
+            f"The global batch is {plan.batch.global_batch_size} instead of {script_batch.global_batch_size} "
+            f"{script_batch.unit}, because the quality is reached sooner: this changes what is computed"
         )
     return tuple(sentences)
 
@@ -276,8 +278,8 @@ def _mesh_remark(model: ModelSpec, request: PlanRequest, best: Costed) -> str:
     if not one_device.good:
         return f"{mesh}; one device {'is ' if one_device.prediction.fits else ''}{why(request, one_device, best)}"
     if request.objective != "throughput":
-        own = objectives.totals(one_device.cluster, request, one_device.plan, one_device.prediction)
-        return f"{mesh}; one device would take {objectives.shown_value(request, own, one_device.prediction)}"
+        totals = objectives.totals(one_device.cluster, request, one_device.plan, one_device.prediction)
+        return f"{mesh}; one device would take {objectives.shown_value(request, totals, one_device.prediction)}"
     ratio = one_device.value / best.value
     words = f"{ratio:.2f}x slower" if ratio >= 1 else f"{1 / ratio:.2f}x as fast"
     return f"{mesh}; one device would be {words}{_doubt(best.prediction, one_device.prediction)}"
@@ -287,7 +289,7 @@ def _single_device_plan(model: ModelSpec, request: PlanRequest, best: Costed) ->
     """The better of two plans on one device: with the script's microbatches, and with those of `best`. None where
     neither can be predicted.
     """
-    script, found = request.script, []
+    script, costed = request.script, []
     for many in {script.batch.num_microbatches, best.plan.batch.num_microbatches}:
         batch = replace(best.plan.batch, num_microbatches=many)
         plan = replace(
@@ -307,8 +309,8 @@ def _single_device_plan(model: ModelSpec, request: PlanRequest, best: Costed) ->
         broken = objectives.broken_limit(
             request, objectives.totals(best.cluster, request, plan, prediction), prediction
         )
-        found.append(Costed(plan=plan, prediction=prediction, cluster=best.cluster, value=value, broken=broken))
-    return min(found, key=lambda one: (not one.good, one.value), default=None)
+        costed.append(Costed(plan=plan, prediction=prediction, cluster=best.cluster, value=value, broken=broken))
+    return min(costed, key=lambda candidate: (not candidate.good, candidate.value), default=None)
 
 
 def _doubt(best: Prediction, other: Prediction) -> str:
@@ -371,7 +373,7 @@ unknown.
 
 def sample_nbytes(model: ModelSpec) -> float:
     """Bytes of one sample as the model's input; stored samples may be smaller (compressed) or larger."""
-    return float(sum(math.prod(each.shape) * _width(each.dtype) for each in model.inputs))
+    return float(sum(math.prod(tensor.shape) * _width(tensor.dtype) for tensor in model.inputs))
 
 
 def _width(dtype: str) -> float:
@@ -431,7 +433,7 @@ def _with_more_loaders(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load:
     if workers <= model.loading.workers:
         return ""
     ahead = replace(model, loading=replace(model.loading, workers=workers))
-    now_s, then_s = (predict(one, cluster, plan).step_time_s.value for one in (model, ahead))
+    now_s, then_s = (predict(variant, cluster, plan).step_time_s.value for variant in (model, ahead))
     return (
         f"; with prepare(..., num_workers={workers}) it would take {seconds(then_s)}" if then_s < _WORTH * now_s else ""
     )

@@ -65,19 +65,19 @@ def _of_inner(limits: Limits, request: PlanRequest, inner: tuple[int, ...]) -> N
 
 def _copies(limits: Limits, whole: int, divided: int) -> list[int]:
     """Degrees of replicate times shard. Expert and table contribute `divided` further data-parallel ranks."""
-    each = whole * divided
-    most = min(limits.most_ranks // each, limits.samples // divided)
-    least = max(2 if limits.must_shard else 1, -(-limits.least_ranks // each))
+    ranks_per_copy = whole * divided
+    most = min(limits.most_ranks // ranks_per_copy, limits.samples // divided)
+    least = max(2 if limits.must_shard else 1, -(-limits.least_ranks // ranks_per_copy))
     if most < least:
         return []
     if limits.least_ranks == limits.most_ranks:
-        return [most] if most * each == limits.most_ranks else []
+        return [most] if most * ranks_per_copy == limits.most_ranks else []
     wanted = {most} | {2**power for power in range(most.bit_length())}
     if limits.most_ranks <= SMALL:
         wanted |= set(range(1, most + 1))
     even = next((many for many in range(most, 0, -1) if limits.samples % (many * divided) == 0), 1)
-    node = limits.per_node * (most * each // limits.per_node) // each  # whole nodes
-    wanted |= {even, max(1, node), max(1, min(most, limits.devices // each))}
+    node = limits.per_node * (most * ranks_per_copy // limits.per_node) // ranks_per_copy  # whole nodes
+    wanted |= {even, max(1, node), max(1, min(most, limits.devices // ranks_per_copy))}
     if limits.axes is not None:
         wanted = {many for many in wanted if many == limits.axes.get("copies", many)}
     return sorted(many for many in wanted if least <= many <= most)
@@ -88,14 +88,16 @@ def _slices(limits: Limits, data: int, stages: int) -> list[int]:
     if limits.microbatches is not None:
         # one microbatch keeps one stage busy and all others waiting
         return [limits.microbatches] if limits.microbatches > 1 or stages == 1 or limits.staged else []
-    each = limits.samples // data
-    wanted = {2**power for power in range(each.bit_length())}
+    rank_samples = limits.samples // data
+    wanted = {2**power for power in range(rank_samples.bit_length())}
     if limits.samples % data == 0:
-        wanted |= set(_thinned([count for count in range(1, min(each, 4096) + 1) if each % count == 0]))
-        wanted.add(each)
-    if limits.own_microbatches <= each:
+        wanted |= set(_thinned([count for count in range(1, min(rank_samples, 4096) + 1) if rank_samples % count == 0]))
+        wanted.add(rank_samples)
+    if limits.own_microbatches <= rank_samples:
         wanted.add(limits.own_microbatches)
-    return sorted(count for count in wanted if count <= each and (stages == 1 or count > 1 or each == 1))
+    return sorted(
+        count for count in wanted if count <= rank_samples and (stages == 1 or count > 1 or rank_samples == 1)
+    )
 
 
 def _thinned(counts: list[int]) -> list[int]:
@@ -140,7 +142,7 @@ def _variants(table: NDArray[np.int64]) -> Variants:
 
 def _variant_columns(limits: Limits, kind: tuple[int, ...], *, offload: bool) -> NDArray[np.int64]:
     stage, copies, context = kind
-    sharding = [one for one in _shardings(limits, copies) if stage == 1 or one[1] <= 1]
+    sharding = [pair for pair in _shardings(limits, copies) if stage == 1 or pair[1] <= 1]
     recompute = limits.recompute
     contexts = range(len(CONTEXTS)) if context > 1 else (0,)
     offloads = (1, 2) if offload else (0,)
@@ -156,18 +158,18 @@ def _variant_columns(limits: Limits, kind: tuple[int, ...], *, offload: bool) ->
 
 def _shardings(limits: Limits, copies: int) -> list[tuple[int, int]]:
     """(shard degree, level): over all copies, within a node, and for level 3 also degrees in between."""
-    found = [] if limits.must_shard else [(1, 0)]
+    pairs = [] if limits.must_shard else [(1, 0)]
     if copies == 1 or not limits.may_shard:
         return [(1, 0)]
     degrees = {copies} | {2**power for power in range(1, copies.bit_length()) if copies % 2**power == 0}
     near = {copies, max((many for many in degrees if many <= limits.per_node), default=copies)}
     for level in limits.levels:
-        found += [(many, level) for many in sorted(degrees if level == 3 else near)]
+        pairs += [(many, level) for many in sorted(degrees if level == 3 else near)]
     if limits.axes is not None and "shard" in limits.axes:
-        found = [(many, level) for many, level in found if many == limits.axes["shard"]]
-        if not found:
-            found = [(limits.axes["shard"], level) for level in (limits.levels if limits.axes["shard"] > 1 else (0,))]
-    return found
+        pairs = [(many, level) for many, level in pairs if many == limits.axes["shard"]]
+        if not pairs:
+            pairs = [(limits.axes["shard"], level) for level in (limits.levels if limits.axes["shard"] > 1 else (0,))]
+    return pairs
 
 
 def _pipelines(limits: Limits, stage: int) -> list[tuple[int, int]]:
@@ -176,12 +178,12 @@ def _pipelines(limits: Limits, stage: int) -> list[tuple[int, int]]:
     """
     if stage == 1:
         return [(0, 1)]
-    own = limits.pipeline
-    if own is not None:
-        return [(SCHEDULES.index(own.schedule), own.stages_per_rank)]
-    found = [(index, 1) for index, name in enumerate(SCHEDULES) if name != "interleaved"]
+    asked = limits.pipeline
+    if asked is not None:
+        return [(SCHEDULES.index(asked.schedule), asked.stages_per_rank)]
+    pairs = [(index, 1) for index, name in enumerate(SCHEDULES) if name != "interleaved"]
     chunks = [many for many in CHUNKS if many == 1 or (stage * many <= limits.blocks and limits.cuts == 0)]
-    return found + [(SCHEDULES.index("interleaved"), many) for many in chunks]
+    return pairs + [(SCHEDULES.index("interleaved"), many) for many in chunks]
 
 
 ORDER: tuple[AxisName, ...] = ("stage", "replicate", "shard", "table", "expert", "context", "space", "split")

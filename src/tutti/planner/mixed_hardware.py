@@ -53,18 +53,18 @@ def orders(
     if fed_alike and joined_alike and not is_mixed(cluster):
         return (cluster,)
     kinds = [_kind(cluster, node) for node in cluster.nodes]
-    own = sorted(range(len(kinds)), key=lambda i: (kinds[i], feeding[i], -joined[i], cluster.nodes[i].name))
-    wanted = [own]
+    fastest_first = sorted(range(len(kinds)), key=lambda i: (kinds[i], feeding[i], -joined[i], cluster.nodes[i].name))
+    wanted = [fastest_first]
     if not fed_alike:
-        wanted.append(sorted(own, key=lambda i: feeding[i], reverse=True))
+        wanted.append(sorted(fastest_first, key=lambda i: feeding[i], reverse=True))
     if not joined_alike:
-        wanted.append(sorted(own, key=lambda i: -joined[i]))
+        wanted.append(sorted(fastest_first, key=lambda i: -joined[i]))
     paid = [_paid(cluster, node, objective) for node in cluster.nodes]
-    wanted.append(sorted(own, key=lambda i: paid[i]))
-    wanted.append(sorted(own, key=lambda i: -cluster.devices[cluster.nodes[i].device].memory_nbytes))
+    wanted.append(sorted(fastest_first, key=lambda i: paid[i]))
+    wanted.append(sorted(fastest_first, key=lambda i: -cluster.devices[cluster.nodes[i].device].memory_nbytes))
     for kind in dict.fromkeys(kinds[i] for i in wanted[-2]):
-        wanted.append(sorted(own, key=lambda i: kinds[i] != kind))
-    wanted.append(own[::-1])
+        wanted.append(sorted(fastest_first, key=lambda i: kinds[i] != kind))
+    wanted.append(fastest_first[::-1])
     distinct = list(dict.fromkeys(map(tuple, wanted)))[:MOST_ORDERS]
     return tuple(dataclasses.replace(cluster, nodes=tuple(cluster.nodes[i] for i in order)) for order in distinct)
 
@@ -83,8 +83,8 @@ def _kind(cluster: ClusterSpec, node: NodeSpec) -> tuple[float | str, ...]:
 def _paid(cluster: ClusterSpec, node: NodeSpec, objective: Objective) -> float:
     """Price or power for each FLOP/s under an objective that counts it, else 0."""
     device = cluster.devices[node.device]
-    own = {"cost": device.price_per_device_hour, "energy": device.power_w}.get(objective)
-    return (own or 0.0) / max(_peak(device), 1.0)
+    rate = {"cost": device.price_per_device_hour, "energy": device.power_w}.get(objective)
+    return (rate or 0.0) / max(_peak(device), 1.0)
 
 
 def _feeding(node: NodeSpec, loading: Loading | None) -> tuple[float, int]:
@@ -110,23 +110,23 @@ def improved(
     anything. `prediction`: of the plan as it is.
     """
     host_groups, plan, best_case = place_ranks(cluster, one.world_size), one, best_memory.best_case
-    each = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
-    rates = speeds(best_case.model, host_groups, best_case.precision, np.full(plan.world_size, float(each)))
-    found: list[Plan] = []
+    rank_samples = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
+    rates = speeds(best_case.model, host_groups, best_case.precision, np.full(plan.world_size, float(rank_samples)))
+    plans: list[Plan] = []
     if plan.mesh.get("stage", 1) > 1 and not plan.pipeline.cuts:
-        cuts = uneven_cuts(best_memory, plan, host_groups, rates, each)
+        cuts = uneven_cuts(best_memory, plan, host_groups, rates, rank_samples)
         if cuts:
             plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cuts=cuts))
-            found.append(plan)
+            plans.append(plan)
     share = shares(best_case, plan, prediction.memory, host_groups, samples)
     if share:
-        found.append(dataclasses.replace(plan, shares=share))
-    own = split_shares(best_memory, plan, prediction.memory, host_groups, each)
-    if own:
-        plan = dataclasses.replace(plan, split_shares=own)
+        plans.append(dataclasses.replace(plan, shares=share))
+    parts_by_speed = split_shares(best_memory, plan, prediction.memory, host_groups, rank_samples)
+    if parts_by_speed:
+        plan = dataclasses.replace(plan, split_shares=parts_by_speed)
         share = shares(best_case, plan, prediction.memory, host_groups, samples)
-        found += [plan, dataclasses.replace(plan, shares=share)] if share else [plan]
-    return found
+        plans += [plan, dataclasses.replace(plan, shares=share)] if share else [plan]
+    return plans
 
 
 def shares(
@@ -146,8 +146,8 @@ def shares(
     loads = np.full(degree, slices / degree)
     data_degrees = [plan.mesh[axis] if axis in DATA_AXES else 1 for axis in plan.mesh]
     for _ in range(ROUNDS):
-        each = np.broadcast_to(loads.reshape(data_degrees), list(plan.mesh.values())).reshape(-1)
-        rates = _together(plan, speeds(best_case.model, host_groups, best_case.precision, each))
+        rank_loads = np.broadcast_to(loads.reshape(data_degrees), list(plan.mesh.values())).reshape(-1)
+        rates = _together(plan, speeds(best_case.model, host_groups, best_case.precision, rank_loads))
         # cutting a slice into whole samples may give a rank one more than its share
         loads = balanced(rates, np.maximum(1.0, most - 1), slices)
     return listed(loads)
@@ -160,11 +160,11 @@ def _together(plan: Plan, rates: Array) -> Array:
     if plan.split_weights:
         grid, at = rates.reshape(list(plan.mesh.values())), list(plan.mesh).index("split")
         rates = np.broadcast_to(grid.mean(axis=at, keepdims=True), grid.shape).reshape(-1)
-    own = by_axes(rates, plan, (*DATA_AXES, "stage"), np.minimum)
+    place_rates = by_axes(rates, plan, (*DATA_AXES, "stage"), np.minimum)
     if plan.mesh.get("stage", 1) == 1:
-        return own
+        return place_rates
     axes = tuple(axis for axis in plan.mesh if axis in (*DATA_AXES, "stage"))
-    grid, over = own.reshape([plan.mesh[axis] for axis in axes]), axes.index("stage")
+    grid, over = place_rates.reshape([plan.mesh[axis] for axis in axes]), axes.index("stage")
     return np.asarray((grid.mean(axis=over) if plan.pipeline.cuts else grid.min(axis=over)).reshape(-1))
 
 
@@ -207,8 +207,12 @@ def uneven_cuts(
     memory = by_axes(_memory(host_groups), plan, ("stage",), np.minimum)
     free = (memory - best_memory.reserve) / (1 + best_memory.fragments) - passing
     live = times_held(plan.pipeline.schedule, chunks, degree, plan.batch.num_microbatches).reshape(-1)
-    own = by_axes(rates, plan, ("stage",), np.minimum)
-    starts = cut(blocks, np.tile(own, chunks), np.tile(free / chunks, chunks), live) if len(blocks.names) > 1 else None
+    stage_rates = by_axes(rates, plan, ("stage",), np.minimum)
+    starts = (
+        cut(blocks, np.tile(stage_rates, chunks), np.tile(free / chunks, chunks), live)
+        if len(blocks.names) > 1
+        else None
+    )
     return tuple(blocks.names[start] for start in starts or ())
 
 
@@ -216,8 +220,8 @@ def state_of(columns: ModelTable, part: Division, plan: Plan) -> Array:
     """Bytes of parameters, gradients and optimizer state of each module on a rank."""
     shard = plan.mesh.get("shard", 1)
     level = plan.sharding.level if shard > 1 else 0
-    own, summed, updated = (1.0 / shard if level >= least else 1.0 for least in (3, 2, 1))
-    return part.weight * (own * columns.parameters + summed * columns.gradients + updated * columns.optimizer)
+    held, reduced, updated = (1.0 / shard if level >= least else 1.0 for least in (3, 2, 1))
+    return part.weight * (held * columns.parameters + reduced * columns.gradients + updated * columns.optimizer)
 
 
 def _memory(host_groups: tuple[HostGroup, ...]) -> Array:
@@ -242,27 +246,31 @@ def split_shares(
     microbatch_times = [_microbatch_time(best_memory, plan, host_group, samples) for host_group in host_groups]
     of_places = by_place(plan, host_groups)
     slowest = [
-        max((microbatch_times[host_group] for host_group in some), key=lambda one: one.total_s(1 / degree))
-        for some in of_places
+        max(
+            (microbatch_times[host_group] for host_group in members),
+            key=lambda microbatch_time: microbatch_time.total_s(1 / degree),
+        )
+        for members in of_places
     ]
     free = np.array(
-        [min(host_groups[host_group].memory_nbytes for host_group in some) for some in of_places], dtype=np.float64
+        [min(host_groups[host_group].memory_nbytes for host_group in members) for members in of_places],
+        dtype=np.float64,
     )
     if len(set(slowest)) == 1 and len(set(free.tolist())) == 1:
         return ()
     growing = max(1.0, _growing(best_memory, plan, memory))
     least, most = _least(best_memory, plan), np.maximum(0.0, 1 + (free - memory.total) / growing) / degree
     whole = np.floor(most / least) * least  # a part is cut to the nearest head, which may be one more
-    found = listed(together(slowest, whole if whole.sum() > 1 else most, least))
-    if not found or min(found) <= 0:
+    new_shares = listed(together(slowest, whole if whole.sum() > 1 else most, least))
+    if not new_shares or min(new_shares) <= 0:
         return ()
-    divided = dataclasses.replace(plan, split_shares=found)
+    divided = dataclasses.replace(plan, split_shares=new_shares)
     try:
         check_plan(divided)
         parts(best_memory.best_case.model, divided)
     except PlanError:
         return ()
-    return found
+    return new_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +294,8 @@ def together(microbatch_times: list[MicrobatchTime], most: Array, least: float) 
     """
     if most.sum() <= 1:
         return np.asarray(most / max(most.sum(), 1e-300), dtype=np.float64)
-    a = np.array([one.whole_s for one in microbatch_times])
-    b = np.maximum(np.array([one.part_s for one in microbatch_times]), 1e-300)
+    a = np.array([microbatch_time.whole_s for microbatch_time in microbatch_times])
+    b = np.maximum(np.array([microbatch_time.part_s for microbatch_time in microbatch_times]), 1e-300)
     low, high = float(a.min()), float((a + b).max())
 
     def within(until_s: float) -> Array:
@@ -296,8 +304,8 @@ def together(microbatch_times: list[MicrobatchTime], most: Array, least: float) 
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if within(middle).sum() > 1 else (middle, high)
-    found = within(high)
-    return np.asarray(found / found.sum(), dtype=np.float64)
+    result = within(high)
+    return np.asarray(result / result.sum(), dtype=np.float64)
 
 
 def _growing(best_memory: BestCaseMemory, plan: Plan, memory: RankMemory) -> float:
@@ -330,7 +338,8 @@ def _microbatch_time(best_memory: BestCaseMemory, plan: Plan, host_group: HostGr
     model, columns = best_memory.best_case.model, best_memory.work.columns
     part, worker = best_memory.work.part(_degrees(plan)), worker_at(host_group, model.dtype, plan.precision)
     ahead, back = (
-        one(part.ops, worker, samples, len(columns)) for one in (compute_cost.forward, compute_cost.backward)
+        cost_of_pass(part.ops, worker, samples, len(columns))
+        for cost_of_pass in (compute_cost.forward, compute_cost.backward)
     )
     updated = update_nbytes(model, columns.gradients, columns.optimizer, on_cpu=host_group.device.kind == "cpu")
     updated = updated * part.weight / plan.degree("shard")
@@ -390,15 +399,17 @@ def cut(blocks: Blocks, speeds: Array, room: Array, live: Array) -> tuple[int, .
     count, stages = len(blocks.seconds), len(speeds)
     if stages > count:
         return None
-    time, state, kept = (np.concatenate([[0.0], np.cumsum(one)]) for one in (blocks.seconds, blocks.state, blocks.kept))
+    time, state, kept = (
+        np.concatenate([[0.0], np.cumsum(values)]) for values in (blocks.seconds, blocks.state, blocks.kept)
+    )
     best = np.full(count + 1, np.inf)
     best[0] = 0.0
     begins: list[NDArray[np.intp]] = []
     for stage in range(stages):
-        own = (time[None, :] - time[:, None]) / speeds[stage]
+        stage_s = (time[None, :] - time[:, None]) / speeds[stage]
         held = (state[None, :] - state[:, None]) + live[stage] * (kept[None, :] - kept[:, None])
         valid = (np.arange(count + 1)[None, :] > np.arange(count + 1)[:, None]) & (held <= room[stage])
-        reached = np.where(valid, np.maximum(best[:, None], own), np.inf)
+        reached = np.where(valid, np.maximum(best[:, None], stage_s), np.inf)
         begins.append(np.argmin(reached, axis=0))
         best = np.min(reached, axis=0)
     if not np.isfinite(best[count]):

@@ -43,26 +43,26 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
         precision = request.precision
     try:
         limits = limits_of(model, cluster, request)
-        found, best_case = shapes(limits, request), BestCase(model, cluster, precision, request.script.layout)
-        _, least = shape_bounds(best_case, found, limits.samples)
+        meshes, best_case = shapes(limits, request), BestCase(model, cluster, precision, request.script.layout)
+        _, least = shape_bounds(best_case, meshes, limits.samples)
     except PlanError:
         return None
-    each = np.maximum(1, limits.samples // found.data)
+    rank_samples = np.maximum(1, limits.samples // meshes.data)
     rows = np.flatnonzero(
-        (found.microbatches == 1) | (found.microbatches >= each)
+        (meshes.microbatches == 1) | (meshes.microbatches >= rank_samples)
     )  # numbers in between need no less memory
     order = rows[np.argsort(least[rows], kind="stable")][:_MESHES]
     levels = tuple(sorted({limits.levels[0], limits.levels[-1]}))
     strategies = variants(
-        dataclasses.replace(limits, recompute=limits.recompute[-1:], levels=levels, blocks=0), found, order
+        dataclasses.replace(limits, recompute=limits.recompute[-1:], levels=levels, blocks=0), meshes, order
     )
     if not len(strategies):
         return None
-    sizes = variant_bounds(BestCaseMemory(best_case, request.script), found, strategies, limits.samples).memory
+    sizes = variant_bounds(BestCaseMemory(best_case, request.script), meshes, strategies, limits.samples).memory
     costed: list[Costed] = []
     refused: dict[tuple[str, ...], int] = {}
     for row in np.argsort(sizes, kind="stable").tolist():
-        plan = plan_of(model, request, found, strategies, row, precision)
+        plan = plan_of(model, request, meshes, strategies, row, precision)
         kind = tuple(sorted(axis for axis, degree in plan.mesh.items() if degree > 1))
         if refused.get(kind, 0) >= _REFUSALS:
             continue
@@ -75,49 +75,51 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
         costed.append(Costed(plan=plan, prediction=prediction, cluster=cluster, value=value))
         if len(costed) == _PREDICTED or prediction.fits:
             break
-    return min(costed, key=lambda one: (not one.prediction.fits, one.value), default=None)
+    return min(costed, key=lambda candidate: (not candidate.prediction.fits, candidate.value), default=None)
 
 
 def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: list[Costed]) -> str:
     """The sentence for a search whose plans are all too large, break a limit, or have a value that is not finite."""
-    fitting = [one for one in costed if one.prediction.fits]
+    fitting = [candidate for candidate in costed if candidate.prediction.fits]
     if not fitting:
         return no_fit(model, cluster, request, costed)
-    if any(one.broken for one in fitting):
+    if any(candidate.broken for candidate in fitting):
         return nothing_keeps(request, fitting)
     return _not_finite(model, cluster, request, fitting[0])
 
 
 def no_fit(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: list[Costed]) -> str:
     """The sentence that refuses a model which no candidate can hold: its smallest need against what the cluster has."""
-    one = min(
+    nearest = min(
         costed,
-        key=lambda one: one.prediction.memory.total - objectives.room_nbytes(one.cluster, one.plan),
+        key=lambda candidate: (
+            candidate.prediction.memory.total - objectives.room_nbytes(candidate.cluster, candidate.plan)
+        ),
         default=None,
     )
     wide = request.scope == "all"
     if wide:
-        found = smallest(model, cluster, request)
-        if found is not None and (one is None or found.prediction.memory.total < one.prediction.memory.total):
-            one = found
-    if one is None:
+        least = smallest(model, cluster, request)
+        if least is not None and (nearest is None or least.prediction.memory.total < nearest.prediction.memory.total):
+            nearest = least
+    if nearest is None:
         return _refused(model, cluster, request) or (
             f"model {model.name!r} does not fit on cluster {cluster.name!r}, and no plan of it can be costed"
         )
-    plan, memory, room = one.plan, one.prediction.memory, objectives.room_nbytes(one.cluster, one.plan)
-    device = place_ranks(one.cluster, plan.world_size)[0].device.name
+    plan, memory, room = nearest.plan, nearest.prediction.memory, objectives.room_nbytes(nearest.cluster, nearest.plan)
+    device = place_ranks(nearest.cluster, plan.world_size)[0].device.name
     if not wide:
         return (
             f"model {model.name!r} does not fit on cluster {cluster.name!r}: the smallest plan "
             f"({count(plan.world_size, 'rank')}, {count(plan.batch.num_microbatches, 'microbatch')}) needs "
-            f"{_need(one.prediction)}, but {device} has {nbytes(room)}; {_remedy(one, room)}"
+            f"{_need(nearest.prediction)}, but {device} has {nbytes(room)}; {_remedy(nearest, room)}"
         )
     state = sum(module.parameter_nbytes + module.gradient_nbytes + module.optimizer_nbytes for module in model.modules)
     return (
         f"model {model.name!r} does not fit on cluster {cluster.name!r}: it needs {gigabytes(state)} for parameters, "
         f"gradients and {model.optimizer or 'the optimizer'}'s state; the smallest plan of "
         f"{count(plan.world_size, 'rank')} ({plan_words(plan)}) needs {gigabytes(memory.total)} a rank "
-        f"({_parts(one.prediction)}), but {device} has {gigabytes(room)}; {what_fits(model, cluster, request, one)}"
+        f"({_parts(nearest.prediction)}), but {device} has {gigabytes(room)}; {what_fits(model, cluster, request, nearest)}"
     )
 
 
@@ -175,17 +177,17 @@ def what_fits(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, leas
     memory = f"on these {least.plan.world_size} with {gigabytes(least.prediction.memory.total)} each"
     if least.plan.world_size == 1:
         memory = f"on one rank with {gigabytes(least.prediction.memory.total)}"
-    found = enough(model, cluster, request)
-    if found is None:
+    solution = enough(model, cluster, request)
+    if solution is None:
         return (
             f"no number of ranks of this kind holds it with a global batch of {request.script.batch.global_batch_size} "
             f"{request.script.batch.unit}; it would fit {memory}"
         )
-    grown, one = found
+    grown, fitting = solution
     nodes = sum(node.count for node in grown.nodes)
-    ranks = f"{one.plan.world_size} or more ranks of this kind"
-    where = f" ({nodes} nodes)" if nodes > 1 and nodes != one.plan.world_size else ""
-    return f"it would fit on {ranks}{where} as {plan_words(one.plan)}, or {memory}"
+    ranks = f"{fitting.plan.world_size} or more ranks of this kind"
+    where = f" ({nodes} nodes)" if nodes > 1 and nodes != fitting.plan.world_size else ""
+    return f"it would fit on {ranks}{where} as {plan_words(fitting.plan)}, or {memory}"
 
 
 def enough(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> tuple[ClusterSpec, Costed] | None:
@@ -199,20 +201,20 @@ def enough(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> tupl
         free_of = dataclasses.replace(free, max_devices=devices)
         nodes = tuple(dataclasses.replace(node, count=node.count * factor) for node in cluster.nodes)
         grown = dataclasses.replace(cluster, nodes=nodes, links=_links(cluster))
-        one = smallest(model, grown, free_of)
-        return (grown, one) if one is not None and one.prediction.fits else None
+        candidate = smallest(model, grown, free_of)
+        return (grown, candidate) if candidate is not None and candidate.prediction.fits else None
 
     high = 1
-    while (found := fits(high)) is None:
+    while (result := fits(high)) is None:
         high *= 2
         if high * cluster.device_count > _MOST_RANKS:
             return None
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        one = fits(middle)
-        low, high, found = (low, middle, one) if one is not None else (middle, high, found)
-    return found
+        trial = fits(middle)
+        low, high, result = (low, middle, trial) if trial is not None else (middle, high, result)
+    return result
 
 
 def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
@@ -226,16 +228,16 @@ def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
 
 def nothing_keeps(request: PlanRequest, costed: list[Costed]) -> str:
     """The sentence for plans that fit but all break a limit of the request; it names the plan that is nearest to it."""
-    fitting = [one for one in costed if one.broken]
+    fitting = [candidate for candidate in costed if candidate.broken]
 
     def over(one: Costed) -> float:
-        found = objectives.totals(one.cluster, request, one.plan, one.prediction)
-        return objectives.over_limits(request, found, one.prediction)
+        totals = objectives.totals(one.cluster, request, one.plan, one.prediction)
+        return objectives.over_limits(request, totals, one.prediction)
 
     best = min(fitting, key=over)
-    found = objectives.totals(best.cluster, request, best.plan, best.prediction)
+    totals = objectives.totals(best.cluster, request, best.plan, best.prediction)
     return (
-        f"no plan keeps the limits: the nearest ({plan_words(best.plan)}, {objectives.duration(found.time_s)}) "
+        f"no plan keeps the limits: the nearest ({plan_words(best.plan)}, {objectives.duration(totals.time_s)}) "
         f"{best.broken}; relax that limit, or allow other devices"
     )
 

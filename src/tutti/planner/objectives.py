@@ -78,9 +78,9 @@ def _time_s(request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
 def _warmup_s(prediction: Prediction, count: int | None) -> float:
     """Seconds that the first of `count` steps take more than as many later ones; may be negative."""
     beyond, done = 0.0, 0
-    for one in prediction.first if count is not None else ():
-        until = min(one.until, count or 0)
-        beyond += (until - done) * (one.step_time_s - prediction.step_time_s.value)
+    for phase in prediction.first if count is not None else ():
+        until = min(phase.until, count or 0)
+        beyond += (until - done) * (phase.step_time_s - prediction.step_time_s.value)
         done = until
     return beyond
 

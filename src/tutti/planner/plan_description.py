@@ -66,10 +66,10 @@ def plan_words(plan: Plan) -> str:
 
 def recompute_words(plan: Plan) -> str:
     """none, selective or full: the most that the layout recomputes."""
-    found = [rule.recompute for rule in plan.layout if rule.recompute]
-    if not found:
+    settings = [rule.recompute for rule in plan.layout if rule.recompute]
+    if not settings:
         return "none"
-    return "full" if True in found else "selective"
+    return "full" if True in settings else "selective"
 
 
 def wide_layers(plan: Plan) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def changed_modules(plan: Plan, model: ModelSpec) -> str:
     """A sentence naming the modules that were added, removed or changed in `model` since the plan was made; empty where
     none were, or this is unknown.
     """
-    found = differences(plan.made_for, _entries(model))
-    if not found:
+    changed = differences(plan.made_for, _entries(model))
+    if not changed:
         return ""
-    return f"this plan ({mesh_words(plan)}) was made for another model: {found}; plan again with tutti plan"
+    return f"this plan ({mesh_words(plan)}) was made for another model: {changed}; plan again with tutti plan"

@@ -115,8 +115,8 @@ def whole_words(totals: Totals | None) -> tuple[str, ...]:
         parts.append(f"a cost of {money(totals.cost)}")
     if totals.energy_kwh is not None:
         parts.append(f"{totals.energy_kwh:,.4g} kWh at the devices' full power")
-    said = {"predicted": "", "measured": "; the number of steps follows from a run's measured noise scale"}
-    note = said.get(totals.evidence, f"; the number of steps is {totals.evidence}")
+    notes = {"predicted": "", "measured": "; the number of steps follows from a run's measured noise scale"}
+    note = notes.get(totals.evidence, f"; the number of steps is {totals.evidence}")
     if totals.steps is None:
         return (f"A step: {', '.join(parts)}; give --samples or --epochs for the whole training",)
     return (f"The whole training: {', '.join(parts)}{note}",)
@@ -140,36 +140,36 @@ def difference(first: Plan, second: Plan, names: tuple[str, str] = ("A", "B")) -
     Fields without effect in either plan (settings of an axis that it does not have) are named only where nothing
     else differs.
     """
-    said = _told(first, second, *names)
-    return said or tuple(_unsaid(_leaves(first), _leaves(second), *names))
+    sentences = _told(first, second, *names)
+    return sentences or tuple(_unsaid(_leaves(first), _leaves(second), *names))
 
 
 def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
-    said = []
+    sentences = []
     if first.world_size != second.world_size:
-        said.append(f"Ranks: {first.world_size} in {a}, {second.world_size} in {b}")
+        sentences.append(f"Ranks: {first.world_size} in {a}, {second.world_size} in {b}")
     axes: tuple[AxisName, ...] = get_args(AxisName)
     for axis in axes:
-        one, other = first.mesh.get(axis, 1), second.mesh.get(axis, 1)
-        if one != other:
-            said.append(f"{axis.capitalize()}: {_degree(one)} in {a}, {_degree(other)} in {b}")
+        degree, other = first.mesh.get(axis, 1), second.mesh.get(axis, 1)
+        if degree != other:
+            sentences.append(f"{axis.capitalize()}: {_degree(degree)} in {a}, {_degree(other)} in {b}")
     shared = [axis for axis in first.mesh if first.mesh[axis] > 1 and second.mesh.get(axis, 1) > 1]
     turned = [axis for axis in second.mesh if axis in shared]
     if shared != turned:
-        said.append(f"Order of axes, outermost first: {', '.join(shared)} in {a}, {', '.join(turned)} in {b}")
-    said += _batches(first, second, a, b)
-    said += _compared_settings(first, second, a, b)
+        sentences.append(f"Order of axes, outermost first: {', '.join(shared)} in {a}, {', '.join(turned)} in {b}")
+    sentences += _batches(first, second, a, b)
+    sentences += _compared_settings(first, second, a, b)
     if first.shares != second.shares:
-        said.append(f"Shares of the data-parallel ranks: {_shares(first)} in {a}, {_shares(second)} in {b}")
+        sentences.append(f"Shares of the data-parallel ranks: {_shares(first)} in {a}, {_shares(second)} in {b}")
     if first.split_weights != second.split_weights:
-        said.append(f"Parts of layers along split: {parts_words(first)} in {a}, {parts_words(second)} in {b}")
+        sentences.append(f"Parts of layers along split: {parts_words(first)} in {a}, {parts_words(second)} in {b}")
     if _replicas(first) != _replicas(second):
-        said.append(f"Replicas: {_replicas(first)} in {a}, {_replicas(second)} in {b}")
+        sentences.append(f"Replicas: {_replicas(first)} in {a}, {_replicas(second)} in {b}")
     if first.sync.gradient_code != second.sync.gradient_code:
-        said.append(f"Gradients are reduced {_written(first)} in {a}, {_written(second)} in {b}")
+        sentences.append(f"Gradients are reduced {_written(first)} in {a}, {_written(second)} in {b}")
     if _buckets(first) != _buckets(second):
-        said.append(f"Gradients are fused into buckets of {_buckets(first)} in {a}, {_buckets(second)} in {b}")
-    return (*said, *_rules(first, second, a, b), *_models(first, second, a, b))
+        sentences.append(f"Gradients are fused into buckets of {_buckets(first)} in {a}, {_buckets(second)} in {b}")
+    return (*sentences, *_rules(first, second, a, b), *_models(first, second, a, b))
 
 
 def _buckets(plan: Plan) -> str:
@@ -191,20 +191,22 @@ def _degree(degree: int) -> str:
 
 
 def _batches(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    said = []
+    sentences = []
     for field, words in (
         ("global_batch_size", "The global batch"),
         ("unit", "The batch counts"),
         ("num_microbatches", "Microbatches"),
         ("last_batch", "A short last batch"),
     ):
-        one, other = getattr(first.batch, field), getattr(second.batch, field)
-        if one != other:
+        value, other = getattr(first.batch, field), getattr(second.batch, field)
+        if value != other:
             changes = ": this changes what is computed" if field != "num_microbatches" else ""
-            said.append(f"{words}: {one} in {a}, {other} in {b}{changes}")
+            sentences.append(f"{words}: {value} in {a}, {other} in {b}{changes}")
     if first.batch.ramp != second.batch.ramp:
-        said.append(f"The batch grows: {_ramp(first)} in {a}, {_ramp(second)} in {b}: this changes what is computed")
-    return said
+        sentences.append(
+            f"The batch grows: {_ramp(first)} in {a}, {_ramp(second)} in {b}: this changes what is computed"
+        )
+    return sentences
 
 
 def _ramp(plan: Plan) -> str:
@@ -214,35 +216,35 @@ def _ramp(plan: Plan) -> str:
 
 def _compared_settings(first: Plan, second: Plan, a: str, b: str) -> list[str]:
     """Differences that the mesh does not show, where they matter for one or both plans."""
-    said = []
+    sentences = []
     if first.precision != second.precision:
-        said.append(f"Precision: {first.precision} in {a}, {second.precision} in {b}: this changes the numbers")
+        sentences.append(f"Precision: {first.precision} in {a}, {second.precision} in {b}: this changes the numbers")
     if recompute_words(first) != recompute_words(second):
-        said.append(f"Recompute: {recompute_words(first)} in {a}, {recompute_words(second)} in {b}")
+        sentences.append(f"Recompute: {recompute_words(first)} in {a}, {recompute_words(second)} in {b}")
     both = first.degree("shard") > 1 and second.degree("shard") > 1
     if (both or first.sharding.offload != second.sharding.offload) and first.sharding != second.sharding:
-        said.append(f"Sharding: {_words(first.sharding)} in {a}, {_words(second.sharding)} in {b}")
+        sentences.append(f"Sharding: {_words(first.sharding)} in {a}, {_words(second.sharding)} in {b}")
     if first.degree("stage") > 1 and second.degree("stage") > 1 and first.pipeline != second.pipeline:
-        said.append(f"Pipeline: {_words(first.pipeline)} in {a}, {_words(second.pipeline)} in {b}")
+        sentences.append(f"Pipeline: {_words(first.pipeline)} in {a}, {_words(second.pipeline)} in {b}")
     if first.degree("context") > 1 and second.degree("context") > 1 and first.context != second.context:
-        said.append(f"Attention over the context axis: {first.context} in {a}, {second.context} in {b}")
+        sentences.append(f"Attention over the context axis: {first.context} in {a}, {second.context} in {b}")
     if first.space_grid != second.space_grid:
-        said.append(f"Space is cut as {list(first.space_grid)} in {a}, {list(second.space_grid)} in {b}")
+        sentences.append(f"Space is cut as {list(first.space_grid)} in {a}, {list(second.space_grid)} in {b}")
     lone = [
         (plan, name)
         for plan, other, name in ((first, second, a), (second, first, b))
         if settings_words(plan) and {axis for axis, degree in plan.mesh.items() if degree > 1}
         != {axis for axis, degree in other.mesh.items() if degree > 1}
     ]  # fmt: skip
-    return said + [f"{name} runs as {settings_words(plan)}" for plan, name in lone]
+    return sentences + [f"{name} runs as {settings_words(plan)}" for plan, name in lone]
 
 
 def _words(value: Any) -> str:
     parts = []
     for field in dataclasses.fields(value):
-        own = getattr(value, field.name)
-        if own not in ((), "none"):
-            shown = ", ".join(own) if isinstance(own, tuple) else own
+        setting = getattr(value, field.name)
+        if setting not in ((), "none"):
+            shown = ", ".join(setting) if isinstance(setting, tuple) else setting
             parts.append(f"{field.name.replace('_', ' ')} {shown}")
     return "; ".join(parts)
 
@@ -258,17 +260,17 @@ def _rules(first: Plan, second: Plan, a: str, b: str) -> list[str]:
     """Layout rules that only one of the plans has. Recompute is left out where it was compared as a whole."""
     above = recompute_words(first) != recompute_words(second)
     pairs = ((first, second, a), (second, first, b))
-    said = [
+    sentences = [
         f"Only {name} has a rule for modules {rule.modules}: {', '.join(parts)}"
         for plan, other, name in pairs
         for rule in plan.layout
         if rule not in other.layout and (parts := _opinions(rule, recompute=not above))
     ]
-    if not said and not above:
+    if not sentences and not above:
         rules = [[rule for rule in plan.layout if _opinions(rule, recompute=True)] for plan in (first, second)]
         if rules[0] != rules[1]:
-            said.append(f"The layout's rules, of which the last match counts, are in another order in {a} and {b}")
-    return said
+            sentences.append(f"The layout's rules, of which the last match counts, are in another order in {a} and {b}")
+    return sentences
 
 
 def _opinions(rule: LayoutRule, *, recompute: bool) -> list[str]:
@@ -284,13 +286,15 @@ def _models(first: Plan, second: Plan, a: str, b: str) -> list[str]:
     """The models for which the plans were made, where they differ."""
     if first.made_for == second.made_for:
         return []
-    only = [_modules(one.made_for, other.made_for) for one, other in ((first, second), (second, first))]
+    only = [_modules(plan.made_for, other.made_for) for plan, other in ((first, second), (second, first))]
     return [f"Made for different models: only in {a} {only[0]}; only in {b} {only[1]}"]
 
 
 def _modules(own: dict[str, str], other: dict[str, str]) -> str:
-    found = [f"{name} ({words})" for name, words in own.items() if other.get(name) != words]
-    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "") or "none"
+    changed = [f"{name} ({words})" for name, words in own.items() if other.get(name) != words]
+    return (
+        ", ".join(changed[:_SHOWN]) + (f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else "") or "none"
+    )
 
 
 def _leaves(value: Any, name: str = "") -> dict[str, Any]:
@@ -298,8 +302,8 @@ def _leaves(value: Any, name: str = "") -> dict[str, Any]:
     if not dataclasses.is_dataclass(value):
         return {name: value}
     fields = [field.name for field in dataclasses.fields(value) if field.name not in ("mesh", "split_shares")]
-    found = [_leaves(getattr(value, field), f"{name}.{field}" if name else field) for field in fields]
-    return {leaf: each for part in found for leaf, each in part.items()}
+    parts = [_leaves(getattr(value, field), f"{name}.{field}" if name else field) for field in fields]
+    return {leaf: content for part in parts for leaf, content in part.items()}
 
 
 def _unsaid(first: dict[str, Any], second: dict[str, Any], a: str, b: str) -> list[str]:

@@ -40,16 +40,18 @@ def polish(explorer: Explorer) -> None:
     gains.
     """
     widen(explorer)
-    seen = {_key(one.plan) for one in explorer.costed}
+    seen = {_key(candidate.plan) for candidate in explorer.costed}
     for _ in range(_ROUNDS):
-        good = sorted((one for one in explorer.costed if one.good), key=lambda one: one.value)[:_BEST]
+        good = sorted(
+            (candidate for candidate in explorer.costed if candidate.good), key=lambda candidate: candidate.value
+        )[:_BEST]
         before = good[0].value if good else 0.0
-        for one in good:
-            for plan in neighbours(one, explorer):
+        for candidate in good:
+            for plan in neighbours(candidate, explorer):
                 if _key(plan) not in seen and not explorer.over():
                     seen.add(_key(plan))
-                    explorer.cost(plan, one.cluster)
-        if not good or min(one.value for one in explorer.costed if one.good) >= before:
+                    explorer.cost(plan, candidate.cluster)
+        if not good or min(candidate.value for candidate in explorer.costed if candidate.good) >= before:
             break
     _relieve(explorer)
 
@@ -60,23 +62,29 @@ def _relieve(explorer: Explorer) -> None:
     """
     if len(explorer.limits.recompute) == 1:
         return
-    again = [one for one in explorer.costed if one.good and any(rule.recompute for rule in one.plan.layout)]
-    ranked = sorted(again, key=lambda one: one.value)
-    meshes = {tuple(one.plan.mesh.items()): one for one in reversed(ranked)}  # the best of each mesh
-    for one in sorted(meshes.values(), key=lambda one: one.value)[:_RELIEVED]:
-        best = min(each.value for each in explorer.costed if each.good)
-        bare = explorer.cost(dataclasses.replace(one.plan, layout=explorer.request.script.layout), one.cluster)
+    again = [
+        candidate
+        for candidate in explorer.costed
+        if candidate.good and any(rule.recompute for rule in candidate.plan.layout)
+    ]
+    ranked = sorted(again, key=lambda candidate: candidate.value)
+    meshes = {tuple(candidate.plan.mesh.items()): candidate for candidate in reversed(ranked)}  # the best of each mesh
+    for candidate in sorted(meshes.values(), key=lambda candidate: candidate.value)[:_RELIEVED]:
+        best = min(rival.value for rival in explorer.costed if rival.good)
+        bare = explorer.cost(
+            dataclasses.replace(candidate.plan, layout=explorer.request.script.layout), candidate.cluster
+        )
         if bare is None or bare.value >= best or explorer.over():
             continue
 
-        def fits(plan: Plan, cluster: ClusterSpec = one.cluster) -> bool:
-            found = None if explorer.over() else explorer.cost(plan, cluster)
-            return found is not None and found.good
+        def fits(plan: Plan, cluster: ClusterSpec = candidate.cluster) -> bool:
+            costed = None if explorer.over() else explorer.cost(plan, cluster)
+            return costed is not None and costed.good
 
-        alike = (branch for branch in explorer.branches if branch.precision == one.plan.precision)
-        best_memory = next((branch.best_memory for branch in alike if branch.cluster is one.cluster), None)
+        alike = (branch for branch in explorer.branches if branch.precision == candidate.plan.precision)
+        best_memory = next((branch.best_memory for branch in alike if branch.cluster is candidate.cluster), None)
         if best_memory is not None:  # what a part of the cluster computes in, all of it may not
-            relieve(best_memory, one.plan, explorer.samples, fits)
+            relieve(best_memory, candidate.plan, explorer.samples, fits)
 
 
 def _key(plan: Plan) -> tuple[object, ...]:
@@ -91,9 +99,15 @@ def neighbours(one: Costed, explorer: Explorer) -> Iterator[Plan]:
     plan = one.plan
     if explorer.limits.microbatches is None:
         most = explorer.samples // plan.data_parallel_degree
-        own = plan.batch.num_microbatches
-        wanted = {own + plan.mesh.get("stage", 1), 2 * own, own // 2, own * 3 // 2, own * 3 // 4}
-        for count in sorted(count for count in wanted if 1 <= count <= most and count != own):
+        microbatches = plan.batch.num_microbatches
+        wanted = {
+            microbatches + plan.mesh.get("stage", 1),
+            2 * microbatches,
+            microbatches // 2,
+            microbatches * 3 // 2,
+            microbatches * 3 // 4,
+        }
+        for count in sorted(count for count in wanted if 1 <= count <= most and count != microbatches):
             yield dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, num_microbatches=count))
     if explorer.request.mesh is None:
         for mesh in _orders(plan.mesh):
@@ -187,33 +201,41 @@ def load_of(best_memory: BestCaseMemory, plan: Plan, samples: int) -> BlockLoad 
     model, work = best_memory.best_case.model, best_memory.work
     roots, stage, chunks = block_roots(model), plan.degree("stage"), plan.pipeline.stages_per_rank
     chunks = chunks if stage > 1 else 1
-    found = work.stages(stage, chunks)
+    assignment = work.stages(stage, chunks)
     degrees = tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
     count = plan.batch.num_microbatches
-    each = max(1, -(-(samples // count) // plan.data_parallel_degree))
-    passes = work.passes((*degrees, each, best_memory.best_case.ground(plan.world_size).best))
-    block = np.array([list(roots).index(one.block) if one.block >= 0 else -1 for one in model.modules], dtype=np.intp)
-    if not roots or found is None or passes is None or plan.pipeline.cuts or all(not name for name in roots.values()):
+    rank_samples = max(1, -(-(samples // count) // plan.data_parallel_degree))
+    passes = work.passes((*degrees, rank_samples, best_memory.best_case.ground(plan.world_size).best))
+    block = np.array(
+        [list(roots).index(module.block) if module.block >= 0 else -1 for module in model.modules], dtype=np.intp
+    )
+    if (
+        not roots
+        or assignment is None
+        or passes is None
+        or plan.pipeline.cuts
+        or all(not name for name in roots.values())
+    ):
         return None
-    inside, place = np.flatnonzero(block >= 0), found.stage % stage
-    first = np.array([place[np.flatnonzero(block == one)[0]] for one in range(len(roots))], dtype=np.intp)
+    inside, place = np.flatnonzero(block >= 0), assignment.stage % stage
+    first = np.array([place[np.flatnonzero(block == number)[0]] for number in range(len(roots))], dtype=np.intp)
     if (first[block[inside]] != place[inside]).any():
         return None
     part = work.part(degrees)
-    often = times_held(plan.pipeline.schedule, chunks, stage, count).reshape(-1)[found.stage] * each
+    often = times_held(plan.pipeline.schedule, chunks, stage, count).reshape(-1)[assignment.stage] * rank_samples
     keeps = [kept(work.columns, part, regions, half=best_memory.best_case.half) for regions in work.regions]
     beside = np.where(block < 0, often * keeps[0].always, 0.0) + state_of(work.columns, part, plan)
     fixed = np.bincount(place, weights=beside, minlength=stage)
     most = np.zeros(stage)
-    np.maximum.at(most, place, each * keeps[0].output)
+    np.maximum.at(most, place, rank_samples * keeps[0].output)
 
     def by_block(values: Array) -> Array:
         return np.bincount(block[inside], weights=values[inside], minlength=len(roots)).astype(np.float64)
 
     return BlockLoad(
         names=tuple(roots.values()),
-        nbytes=np.stack([by_block(often * one.always) for one in keeps]),
-        within=np.stack([by_block(each * one.within) for one in keeps]),
+        nbytes=np.stack([by_block(often * saved.always) for saved in keeps]),
+        within=np.stack([by_block(rank_samples * saved.within) for saved in keeps]),
         seconds=np.stack([by_block(count * again) for again in passes.again]),
         place=first,
         fixed=np.asarray(fixed + most, dtype=np.float64),
@@ -226,14 +248,16 @@ def chosen(load: BlockLoad, budget: Array) -> NDArray[np.intp] | None:
     """
     forms = np.zeros(len(load.names), dtype=np.intp)
     for place, most in enumerate(budget.tolist()):
-        mine = np.flatnonzero(load.place == place)
+        members = np.flatnonzero(load.place == place)
         free = most - float(load.fixed[place])
-        if float(load.nbytes[0, mine].sum() + load.within[0, mine].max(initial=0.0)) <= free:
+        if float(load.nbytes[0, members].sum() + load.within[0, members].max(initial=0.0)) <= free:
             continue
-        picked = _knapsack(load.nbytes[:, mine], load.seconds[:, mine], free - float(load.within[:, mine].max()))
+        picked = _knapsack(
+            load.nbytes[:, members], load.seconds[:, members], free - float(load.within[:, members].max())
+        )
         if picked is None:
             return None
-        forms[mine] = picked
+        forms[members] = picked
     return forms
 
 
@@ -256,22 +280,22 @@ def _knapsack(nbytes: Array, seconds: Array, capacity: float) -> NDArray[np.intp
         best = options.min(axis=0)
     if not np.isfinite(best[-1]):
         return None
-    found, left = np.zeros(nbytes.shape[1], dtype=np.intp), _UNITS
+    forms, left = np.zeros(nbytes.shape[1], dtype=np.intp), _UNITS
     for block in range(nbytes.shape[1] - 1, -1, -1):
-        found[block] = picks[block][left]
-        left -= int(sizes[found[block], block])
-    return found
+        forms[block] = picks[block][left]
+        left -= int(sizes[forms[block], block])
+    return forms
 
 
 def with_forms(plan: Plan, names: tuple[str, ...], forms: tuple[int, ...]) -> Plan:
     """The plan with a rule for every block that recomputes, instead of rules that name all blocks."""
-    own = tuple(rule for rule in plan.layout if rule.recompute is None)
+    others = tuple(rule for rule in plan.layout if rule.recompute is None)
     rules = tuple(
         LayoutRule(modules=name, recompute=True if RECOMPUTE[form] == "full" else "selective")
         for name, form in zip(names, forms, strict=True)
         if RECOMPUTE[form] != "none"
     )
-    return dataclasses.replace(plan, layout=(*own, *rules))
+    return dataclasses.replace(plan, layout=(*others, *rules))
 
 
 MOST_TABLE = 64
@@ -299,10 +323,10 @@ def widen(explorer: Explorer) -> None:
         return
     for plan, cluster in list(_bases(explorer)):
         for degree in _degrees(plan.degree("replicate"), explorer.limits.per_node):
-            for one in able_plans(plan, cluster, columns, explorer.samples, degree):
+            for wide_plan in able_plans(plan, cluster, columns, explorer.samples, degree):
                 if explorer.over():
                     return
-                explorer.cost(one, cluster)
+                explorer.cost(wide_plan, cluster)
 
 
 def able_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int, degree: int) -> list[Plan]:
@@ -334,7 +358,7 @@ def wide_rules(plan: Plan, cluster: ClusterSpec, columns: ModelTable, samples: i
     """
     group = network(cluster, place_ranks(cluster, plan.world_size), plan).group("table")
     waits = _WAITS * plan.batch.num_microbatches * group.all_to_all(1.0) * group.link.bandwidth_bytes_per_s
-    found = []
+    gains = []
     for index in (columns.linear * columns.gradients).nonzero()[0].tolist():
         name = columns.names[index]
         if find_placement(plan.layout, name) != "auto" or columns.parameters[index] < (4 * plan.degree("table")) ** 2:
@@ -343,9 +367,9 @@ def wide_rules(plan: Plan, cluster: ClusterSpec, columns: ModelTable, samples: i
         sent, spared = _traffic(columns, index, plan, samples, by_outputs=by_outputs)
         if spared > sent + waits:
             rule = LayoutRule(modules=name, placement="column" if by_outputs else "row")
-            found.append((spared - sent, rule))
-    found.sort(key=lambda pair: -pair[0])
-    return tuple(rule for _, rule in found[:MOST_LAYERS])
+            gains.append((spared - sent, rule))
+    gains.sort(key=lambda pair: -pair[0])
+    return tuple(rule for _, rule in gains[:MOST_LAYERS])
 
 
 def _traffic(columns: ModelTable, index: int, plan: Plan, samples: int, *, by_outputs: bool) -> tuple[float, float]:
@@ -382,22 +406,26 @@ def wide_remark(model: ModelSpec, plan: Plan) -> str:
 
 def _degrees(ranks: int, per_node: int) -> list[int]:
     """Degrees of `table` that divide `ranks`: all ranks, those of a host, two."""
-    return sorted({one for one in (ranks, per_node, 2) if 1 < one <= MOST_TABLE and ranks % one == 0}, reverse=True)
+    return sorted(
+        {degree for degree in (ranks, per_node, 2) if 1 < degree <= MOST_TABLE and ranks % degree == 0}, reverse=True
+    )
 
 
 def _bases(explorer: Explorer) -> Iterator[tuple[Plan, ClusterSpec]]:
     """Plans of replicas: the best that were predicted, and one for each power of two of ranks for which none was."""
-    alike = sorted((one for one in explorer.costed if set(one.plan.mesh) == {"replicate"}), key=_rank)
+    alike = sorted((candidate for candidate in explorer.costed if set(candidate.plan.mesh) == {"replicate"}), key=_rank)
     best: dict[int, Costed] = {}
-    for one in alike:
-        best.setdefault(one.plan.degree("replicate"), one)
-    known = [one for degree, one in best.items() if degree > 1]
-    yield from ((one.plan, one.cluster) for one in known[:_BASES])
+    for candidate in alike:
+        best.setdefault(candidate.plan.degree("replicate"), candidate)
+    known = [candidate for degree, candidate in best.items() if degree > 1]
+    yield from ((candidate.plan, candidate.cluster) for candidate in known[:_BASES])
     limits, branch = explorer.limits, next(iter(explorer.branches), None)
     most = min(limits.most_ranks, limits.samples)
     wanted = {most} | {2**power for power in range(1, most.bit_length())}
-    tried = {one.plan.degree("replicate") for one in known[:_BASES]}
-    for degree in sorted(one for one in wanted - tried if max(2, limits.least_ranks) <= one and branch is not None):
+    tried = {candidate.plan.degree("replicate") for candidate in known[:_BASES]}
+    for degree in sorted(
+        ranks for ranks in wanted - tried if max(2, limits.least_ranks) <= ranks and branch is not None
+    ):
         assert branch is not None
         count = limits.microbatches or max(1, min(limits.own_microbatches, limits.samples // degree))
         script = explorer.request.script

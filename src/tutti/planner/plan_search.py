@@ -100,7 +100,7 @@ def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest)
     costed, impossible = _cost(model, cluster, request, candidates(model, cluster, request))
     if not costed:
         return impossible[0].reason
-    if not any(one.good for one in costed):
+    if not any(candidate.good for candidate in costed):
         return nothing_good(model, cluster, request, costed)
     coverage = Coverage(
         considered=len(costed) + len(impossible), too_large=0, too_slow=0, costed=len(costed),
@@ -125,26 +125,26 @@ def _search(
     impossible: list[Alternative] = []
     parts: list[Coverage] = []
     whole_s, seatings = limit_s, orders(cluster, model.loading, request.objective)
-    for index, one in enumerate(requests):
+    for index, sized_request in enumerate(requests):
         remaining = limit_s / (len(requests) - index) if math.isfinite(limit_s) else limit_s
         began = clock() if clock is not None else 0.0
         try:
-            explorer = Explorer(model, seatings, one, given, clock, remaining)
+            explorer = Explorer(model, seatings, sized_request, given, clock, remaining)
         except PlanError as error:
             if len(requests) == 1:
                 raise
-            impossible.append(Alternative(plan=one.script, prediction=None, reason=str(error)))
+            impossible.append(Alternative(plan=sized_request.script, prediction=None, reason=str(error)))
             continue
         search_parts(explorer, seatings, clock, remaining)
         explorer.run()
-        if not any(each.prediction.fits for each in explorer.costed) and explorer.limits.may_shard:
+        if not any(predicted.prediction.fits for predicted in explorer.costed) and explorer.limits.may_shard:
             remaining -= clock() - began if clock is not None else 0.0
             remaining = max(remaining, 0.3 * limit_s)
-            explorer = Explorer(model, seatings, one, given, clock, remaining, offload=True)
+            explorer = Explorer(model, seatings, sized_request, given, clock, remaining, offload=True)
             explorer.run()
-        if not any(each.good for each in explorer.costed):
+        if not any(predicted.good for predicted in explorer.costed):
             # The search minimised the objective, and no plan kept the limits: minimise what is limited instead.
-            explorer.add(_frugal(model, cluster, one, given, clock, remaining))
+            explorer.add(_frugal(model, cluster, sized_request, given, clock, remaining))
         polish(explorer)
         costed += explorer.costed
         impossible += explorer.impossible.values()
@@ -152,7 +152,7 @@ def _search(
         limit_s -= clock() - began if clock is not None else 0.0
     if not costed and impossible and not any(part.too_large for part in parts):
         raise PlanError(impossible[0].reason)
-    if not any(one.good for one in costed):
+    if not any(candidate.good for candidate in costed):
         raise PlanError(nothing_good(model, cluster, request, costed))
     over = _ending(clock, CHANGES * whole_s)
     return _choice(model, cluster, request, costed, impossible, _together(parts), over)
@@ -181,7 +181,11 @@ def _frugal(
     free = dataclasses.replace(request, objective=objective, budget=None, deadline_s=None)
     explorer = Explorer(model, orders(cluster, model.loading, objective), free, given, clock, limit_s)
     explorer.run()
-    return min((one for one in explorer.costed if one.good), key=lambda one: one.value, default=None)
+    return min(
+        (candidate for candidate in explorer.costed if candidate.good),
+        key=lambda candidate: candidate.value,
+        default=None,
+    )
 
 
 def _with_batch(request: PlanRequest, size: int) -> PlanRequest:
@@ -204,17 +208,19 @@ def _choice(
     coverage: Coverage,
     over: Callable[[], bool] = lambda: False,
 ) -> Choice:
-    best = _as_written(cluster, _best([one for one in costed if one.good], request))
+    best = _as_written(cluster, _best([candidate for candidate in costed if candidate.good], request))
     wide = request.scope != "data" or request.mesh is not None
     others = _families(costed, best) if wide else _representatives(costed, best)
     lost = [
         Alternative(
-            plan=one.plan,
-            prediction=one.prediction,
-            reason=why(request, one, best),
-            totals=objectives.totals(one.cluster, request, one.plan, one.prediction),
+            plan=candidate.plan,
+            prediction=candidate.prediction,
+            reason=why(request, candidate, best),
+            totals=objectives.totals(candidate.cluster, request, candidate.plan, candidate.prediction),
         )
-        for one in sorted(others, key=lambda one: (not one.good, not one.prediction.fits, one.value))
+        for candidate in sorted(
+            others, key=lambda candidate: (not candidate.good, not candidate.prediction.fits, candidate.value)
+        )
     ]
     alternatives = (*lost, *_not_allowed(model, cluster, request, best), *impossible)
     nodes = tuple(node.name for node in best.cluster.nodes)
@@ -227,7 +233,9 @@ def _choice(
         alternatives=alternatives,
         remarks=remarks(model, cluster, request, best, alternatives),
         totals=objectives.totals(best.cluster, request, best.plan, best.prediction),
-        changes=changes(model, best, [one for one in others if one.good], request, over) if wide else (),
+        changes=changes(model, best, [candidate for candidate in others if candidate.good], request, over)
+        if wide
+        else (),
         coverage=coverage,
         nodes=() if best.cluster.nodes == cluster.nodes else nodes,
     )
@@ -259,14 +267,14 @@ def _cost(
 
 
 def _best(good: list[Costed], request: PlanRequest) -> Costed:
-    least = min(one.value for one in good)
-    equal = [one for one in good if one.value <= least * (1 + TIE)]
+    least = min(candidate.value for candidate in good)
+    equal = [candidate for candidate in good if candidate.value <= least * (1 + TIE)]
     if request.objective not in (
         "throughput",
         "time-to-quality",
     ):  # many devices may cost no more than few, in less time
-        fastest = min(one.prediction.step_time_s.value for one in equal)
-        equal = [one for one in equal if one.prediction.step_time_s.value <= fastest * (1 + TIE)]
+        fastest = min(candidate.prediction.step_time_s.value for candidate in equal)
+        equal = [candidate for candidate in equal if candidate.prediction.step_time_s.value <= fastest * (1 + TIE)]
     script = request.script
 
     def modesty(one: Costed) -> tuple[object, ...]:
@@ -311,10 +319,12 @@ def _representatives(costed: list[Costed], best: Costed) -> list[Costed]:
     def group(one: Costed) -> tuple[int, str, bool]:
         return (one.plan.world_size, one.plan.precision, bool(one.plan.shares))
 
-    chosen = _firsts([one for one in costed if group(one) != group(best)], group)
-    same = sorted((one for one in costed if group(one) == group(best) and one is not best), key=_rank)
-    too_large = [one for one in same if not one.prediction.fits]
-    return [*chosen, *too_large, *[one for one in same if one.prediction.fits][:2]]
+    chosen = _firsts([candidate for candidate in costed if group(candidate) != group(best)], group)
+    same = sorted(
+        (candidate for candidate in costed if group(candidate) == group(best) and candidate is not best), key=_rank
+    )
+    too_large = [candidate for candidate in same if not candidate.prediction.fits]
+    return [*chosen, *too_large, *[candidate for candidate in same if candidate.prediction.fits][:2]]
 
 
 def _families(costed: list[Costed], best: Costed) -> list[Costed]:
@@ -328,21 +338,25 @@ def _families(costed: list[Costed], best: Costed) -> list[Costed]:
         axes = tuple(sorted(axis for axis, degree in one.plan.mesh.items() if degree > 1))
         return (axes, _level(one.plan), one.plan.precision if one.plan.precision != best.plan.precision else "")
 
-    meshes = [one for one in _firsts(costed, mesh) if mesh(one) != mesh(best)]
+    meshes = [candidate for candidate in _firsts(costed, mesh) if mesh(candidate) != mesh(best)]
     nearest = sorted(meshes, key=_rank)[:SHOWN_FAMILIES]
-    kinds = sorted(_firsts([one for one in meshes if one not in nearest], kind), key=_rank)
-    simple = sorted(kinds, key=lambda one: (mechanisms(one.plan), _rank(one)))[:SHOWN_FAMILIES]
-    same = [one for one in costed if mesh(one) == mesh(best) and one is not best and one.plan != best.plan]
+    kinds = sorted(_firsts([candidate for candidate in meshes if candidate not in nearest], kind), key=_rank)
+    simple = sorted(kinds, key=lambda candidate: (mechanisms(candidate.plan), _rank(candidate)))[:SHOWN_FAMILIES]
+    same = [
+        candidate
+        for candidate in costed
+        if mesh(candidate) == mesh(best) and candidate is not best and candidate.plan != best.plan
+    ]
     return [*nearest, *simple, *sorted(same, key=_rank)[:2]]
 
 
 def _firsts(costed: Sequence[Costed], key: Callable[[Costed], object]) -> list[Costed]:
     """The best plan of each group."""
     chosen: dict[object, Costed] = {}
-    for one in costed:
-        rival = chosen.get(key(one))
-        if rival is None or _rank(one) < _rank(rival):
-            chosen[key(one)] = one
+    for candidate in costed:
+        rival = chosen.get(key(candidate))
+        if rival is None or _rank(candidate) < _rank(rival):
+            chosen[key(candidate)] = candidate
     return list(chosen.values())
 
 
@@ -406,9 +420,11 @@ def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Cloc
             continue
         explorer.run(than=whole.best)
         polish(explorer)
-        good = sorted((one for one in explorer.costed if one.good), key=lambda one: one.value)
-        for one in good[:_TAKEN]:
-            whole.cost(one.plan, cluster)
+        good = sorted(
+            (candidate for candidate in explorer.costed if candidate.good), key=lambda candidate: candidate.value
+        )
+        for candidate in good[:_TAKEN]:
+            whole.cost(candidate.plan, cluster)
         share_s /= 2
 
 

@@ -65,14 +65,16 @@ def search_relaxed(
         return _exact(request, exact, best, [], "no strategy that sends less takes less memory")
     trial = _Trial(model, request, clock, limit_s)
     plans = [best, *trial.exact_plans(best, exact)]
-    bases = sorted((one for one in plans if one.plan.data_parallel_degree > 1 and _floor(one) < best.value), key=_floor)
+    bases = sorted(
+        (base for base in plans if base.plan.data_parallel_degree > 1 and _floor(base) < best.value), key=_floor
+    )
     tried = _ranked(trial.all_strategies([*bases[:BASES], *filter(_copies, bases[BASES:])]))
-    for one in _better(tried, best.value):
-        doubt = _doubt(one.one)
-        if trial.value(one, doubt) < min(trial.doubted(plan, doubt) for plan in _near(plans, best, doubt)):
-            return _relaxed(request, exact, best, one, doubt, tried)
+    for candidate in _better(tried, best.value):
+        doubt = _doubt(candidate.one)
+        if trial.value(candidate, doubt) < min(trial.doubted(plan, doubt) for plan in _near(plans, best, doubt)):
+            return _relaxed(request, exact, best, candidate, doubt, tried)
     if not bases:
-        several = any(one.plan.data_parallel_degree > 1 for one in plans)
+        several = any(base.plan.data_parallel_degree > 1 for base in plans)
         slow = "no plan of several ranks would be faster even if nothing had to be sent"
         return _exact(request, exact, best, [], slow if several else "one rank sends nothing")
     return _exact(request, exact, best, tried, "")
@@ -155,19 +157,19 @@ class _Trial:
         # A reduce-scatter leaves each rank a part of the gradient; strategies need the whole. ZeRO-1 can use them.
         for plan in known if self.request.mesh is not None else ():
             if plan.degree("shard") > 1 and plan.sharding.level > 1:
-                one = self._cost(replace(plan, sharding=replace(plan.sharding, level=1)), best.cluster)
-                if one is not None and one.good:
-                    yield one
+                costed = self._cost(replace(plan, sharding=replace(plan.sharding, level=1)), best.cluster)
+                if costed is not None and costed.good:
+                    yield costed
         if self.request.mesh is not None or self.request.demanded:
             return
         by_degree: dict[int, list[Costed]] = {}
         for plan in candidates(self.model, best.cluster, self.request):
-            if plan.data_parallel_degree > 1 and (one := self._cost(plan, best.cluster)) is not None and one.good:
-                by_degree.setdefault(plan.data_parallel_degree, []).append(one)
+            if plan.data_parallel_degree > 1 and (costed := self._cost(plan, best.cluster)) is not None and costed.good:
+                by_degree.setdefault(plan.data_parallel_degree, []).append(costed)
         for same in by_degree.values():
             least = sorted(same, key=_floor)
             yield from least[:2]
-            yield from [one for one in filter(_copies, least) if one not in least[:2]][:2]
+            yield from [candidate for candidate in filter(_copies, least) if candidate not in least[:2]][:2]
 
     def all_strategies(self, bases: Sequence[Costed]) -> Iterator[Tried]:
         """Every strategy on every plan that can use it, where the result fits and keeps the request's limits."""
@@ -176,13 +178,15 @@ class _Trial:
             for strategy in strategies(self.request, objectives.steps(self.request, base.plan), corrected=corrected):
                 if strategy.relaxation == "exact" and len(base.cluster.devices) > 1:
                     continue  # every rank reduces by itself, and unlike devices round differently
-                one = self._cost(strategy.of(base.plan), base.cluster)
-                if one is None or not one.prediction.fits:
+                costed = self._cost(strategy.of(base.plan), base.cluster)
+                if costed is None or not costed.prediction.fits:
                     continue
-                samples, evidence = samples_of(strategy, self.request, one.plan, self.model.optimizer)
-                totals = _times(objectives.totals(one.cluster, self.request, one.plan, one.prediction), samples)
-                if not objectives.broken_limit(self.request, totals, one.prediction):
-                    yield Tried(strategy=strategy, one=one, samples=samples, evidence=evidence, totals=totals)
+                samples, evidence = samples_of(strategy, self.request, costed.plan, self.model.optimizer)
+                totals = _times(
+                    objectives.totals(costed.cluster, self.request, costed.plan, costed.prediction), samples
+                )
+                if not objectives.broken_limit(self.request, totals, costed.prediction):
+                    yield Tried(strategy=strategy, one=costed, samples=samples, evidence=evidence, totals=totals)
 
     def value(self, tried: Tried, doubt: Doubt) -> float:
         """The objective's value of a strategy, with its additional samples, if the prediction is wrong by `doubt`."""
@@ -238,7 +242,11 @@ def _copies(one: Costed) -> bool:
 
 def _near(plans: Sequence[Costed], best: Costed, doubt: Doubt) -> list[Costed]:
     """Exact plans that might be the best if links were faster: no plan gains more than all its waiting."""
-    return [one for one in plans if one is best or (one.good and one.value < doubt.links * best.value)]
+    return [
+        candidate
+        for candidate in plans
+        if candidate is best or (candidate.good and candidate.value < doubt.links * best.value)
+    ]
 
 
 def _ranked(tried: Iterator[Tried]) -> list[Tried]:
@@ -246,12 +254,12 @@ def _ranked(tried: Iterator[Tried]) -> list[Tried]:
     change.
     """
     best: dict[str, Tried] = {}
-    for one in tried:
-        rival = best.get(one.strategy.words)
-        if rival is None or one.counted < rival.counted:
-            best[one.strategy.words] = one
-    order = sorted(best.values(), key=lambda one: one.counted)
-    equal = [one for one in order if _equal(one.counted, order[0].counted) == order[0].counted]
+    for candidate in tried:
+        rival = best.get(candidate.strategy.words)
+        if rival is None or candidate.counted < rival.counted:
+            best[candidate.strategy.words] = candidate
+    order = sorted(best.values(), key=lambda candidate: candidate.counted)
+    equal = [candidate for candidate in order if _equal(candidate.counted, order[0].counted) == order[0].counted]
     return [*sorted(equal, key=_changes), *order[len(equal) :]]
 
 
@@ -262,9 +270,15 @@ def _better(tried: Sequence[Tried], exact: float) -> list[Tried]:
     codec that takes a thousandth less would be chosen where nothing else saves enough.
     """
     least: dict[Relaxation, float] = {}
-    for one in tried:
-        least[one.strategy.relaxation] = min(one.counted, least.get(one.strategy.relaxation, one.counted))
-    return [one for one in tried if _equal(one.counted, least[one.strategy.relaxation]) < (1 - one.worth) * exact]
+    for candidate in tried:
+        least[candidate.strategy.relaxation] = min(
+            candidate.counted, least.get(candidate.strategy.relaxation, candidate.counted)
+        )
+    return [
+        candidate
+        for candidate in tried
+        if _equal(candidate.counted, least[candidate.strategy.relaxation]) < (1 - candidate.worth) * exact
+    ]
 
 
 def _equal(counted: float, least: float) -> float:
@@ -318,7 +332,7 @@ def _relaxed(
         plan=exact.best, prediction=exact.prediction, reason=why_exact_lost(best, one), totals=exact.totals
     )
     others = tuple(
-        replace(each, reason=f"compared with the best exact plan: {each.reason}") for each in exact.alternatives
+        replace(other, reason=f"compared with the best exact plan: {other.reason}") for other in exact.alternatives
     )
     return replace(
         exact,
@@ -326,7 +340,7 @@ def _relaxed(
         best=one.one.plan,
         prediction=one.one.prediction,
         totals=one.totals,
-        alternatives=(first, *_runners_up([each for each in tried if each is not one], one.counted), *others),
+        alternatives=(first, *_runners_up([other for other in tried if other is not one], one.counted), *others),
         remarks=(sentence, *(f"With exact gradient reduction: {remark}" for remark in exact.remarks)),
         changes=tuple(f"With exact gradient reduction: {change}" for change in exact.changes),
         relaxation=replace(_relaxation(request, best, one, sentence, doubt), chosen=True),
@@ -350,9 +364,12 @@ def _exact(request: PlanRequest, exact: Choice, best: Costed, tried: Sequence[Tr
 def _runners_up(tried: Sequence[Tried], chosen: float) -> tuple[Alternative, ...]:
     return tuple(
         Alternative(
-            plan=one.one.plan, prediction=one.one.prediction, reason=why_strategy_lost(one, chosen), totals=one.totals
+            plan=candidate.one.plan,
+            prediction=candidate.one.prediction,
+            reason=why_strategy_lost(candidate, chosen),
+            totals=candidate.totals,
         )
-        for one in tried[:RUNNERS_UP]
+        for candidate in tried[:RUNNERS_UP]
     )
 
 

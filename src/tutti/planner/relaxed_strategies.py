@@ -233,12 +233,14 @@ def _local(
 ) -> RelaxedStrategy:
     codec = None if bits is None else Compression(method="qsgd", bits=bits)
     samples = 1.0 if bits is None else CHANGES[bits]
-    each = _added(delay / period, begun=bool(after))[corrected]
+    per_replica = _added(delay / period, begun=bool(after))[corrected]
     relaxed = Relaxed(
         period=period, delay=delay or None, after=after or None, optimizer_state="corrected" if corrected else None
     )
     mode: str = "post-local" if after else "local"
-    return RelaxedStrategy(relaxation="relaxed", mode=mode, relaxed=relaxed, compress=codec, samples=samples, each=each)
+    return RelaxedStrategy(
+        relaxation="relaxed", mode=mode, relaxed=relaxed, compress=codec, samples=samples, each=per_replica
+    )
 
 
 def _added(late: float, *, begun: bool) -> tuple[Each, Each]:
@@ -365,8 +367,8 @@ def samples_of(strategy: RelaxedStrategy, request: PlanRequest, plan: Plan, opti
     if measured is not None:
         return measured, "measured"
     if strategy.variance is None:
-        each = strategy.each.sgd if optimizer == "SGD" else strategy.each.others
-        return strategy.samples * (1.0 + each * (plan.data_parallel_degree - 1)), "assumed"
+        per_replica = strategy.each.sgd if optimizer == "SGD" else strategy.each.others
+        return strategy.samples * (1.0 + per_replica * (plan.data_parallel_degree - 1)), "assumed"
     if request.noise is None:
         return 1.0 + strategy.variance, "assumed"
     batch, critical = plan.batch.global_batch_size, request.noise.critical_batch

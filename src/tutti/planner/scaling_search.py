@@ -34,11 +34,13 @@ def scaling(request: PlanRequest, counts: Sequence[int], search: Callable[[PlanR
         raise PlanError("a scaling curve varies the number of ranks, but --nproc or --mesh fixes it; leave them out")
     points: list[ScalingPoint] = []
     for count in counts:
-        one = _point(count, dataclasses.replace(request, objective="throughput", max_devices=count, noise=None), search)
-        before = max(points, key=lambda point: point.throughput_per_s, default=one)
-        if one.throughput_per_s < before.throughput_per_s:  # the search was cut short: more devices can idle
-            one = dataclasses.replace(before, devices=count)
-        points.append(dataclasses.replace(one, worth=_worth(points, one)))
+        current = _point(
+            count, dataclasses.replace(request, objective="throughput", max_devices=count, noise=None), search
+        )
+        before = max(points, key=lambda point: point.throughput_per_s, default=current)
+        if current.throughput_per_s < before.throughput_per_s:  # the search was cut short: more devices can idle
+            current = dataclasses.replace(before, devices=count)
+        points.append(dataclasses.replace(current, worth=_worth(points, current)))
     until = pays_until(points)
     return ScalingCurve(
         unit=request.script.batch.unit,

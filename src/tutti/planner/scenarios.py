@@ -60,12 +60,12 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
 
 def _number(value: str, text: str, units: dict[str, float], example: str, *, bare: bool = False) -> float:
     """Parses 10gbit, 80gb, 2x, 256 into numbers of the unit; `bare`: a number without a unit is allowed."""
-    found = parse_quantity(value, units)
-    if found is None or (not bare and value.strip()[-1:].isdecimal()):
+    number = parse_quantity(value, units)
+    if number is None or (not bare and value.strip()[-1:].isdecimal()):
         raise PlanError(f"--what-if {text}: {value!r} is not understood; write it like {example}")
-    if not 0 < found < math.inf:
+    if not 0 < number < math.inf:
         raise PlanError(f"--what-if {text}: {value!r} is not a finite number above 0; write it like {example}")
-    return found
+    return number
 
 
 def _with_link(cluster: ClusterSpec, key: str, value: str) -> tuple[ClusterSpec, str]:
@@ -124,13 +124,17 @@ def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
             device,
             memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * factor,
             peak_flops_per_s={dtype: rate * factor for dtype, rate in device.peak_flops_per_s.items()},
-            gemm=tuple(dataclasses.replace(one, flops_per_s=one.flops_per_s * factor) for one in device.gemm),
-            gemm_concurrent=tuple(
-                dataclasses.replace(one, flops_per_s=one.flops_per_s * factor) for one in device.gemm_concurrent
+            gemm=tuple(
+                dataclasses.replace(measured, flops_per_s=measured.flops_per_s * factor) for measured in device.gemm
             ),
-            weight_rates=tuple(_weights_at(one, factor) for one in device.weight_rates),
+            gemm_concurrent=tuple(
+                dataclasses.replace(measured, flops_per_s=measured.flops_per_s * factor)
+                for measured in device.gemm_concurrent
+            ),
+            weight_rates=tuple(_weights_at(measured, factor) for measured in device.weight_rates),
             memory_rates=tuple(
-                dataclasses.replace(one, bytes_per_s=one.bytes_per_s * factor) for one in device.memory_rates
+                dataclasses.replace(measured, bytes_per_s=measured.bytes_per_s * factor)
+                for measured in device.memory_rates
             ),
             kernel_overhead_s=device.kernel_overhead_s / factor,
         )
@@ -153,17 +157,19 @@ def _with_devices(cluster: ClusterSpec, value: str, text: str) -> tuple[ClusterS
         )
     words = f"{count} devices"
     if len(cluster.nodes) > 1:
-        words += " (" + ", ".join(f"{one.count} x {one.devices_per_node} of {one.name}" for one in nodes) + ")"
+        words += " (" + ", ".join(f"{kind.count} x {kind.devices_per_node} of {kind.name}" for kind in nodes) + ")"
     return dataclasses.replace(cluster, nodes=nodes), words
 
 
 def _one_kind(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ...]:
     """Whole nodes of the only kind with this many devices; for fewer than a node has, a part of one node."""
     node = cluster.nodes[0]
-    each = min(node.devices_per_node, count)
-    if count % each:
-        raise PlanError(f"--what-if {text}: nodes of {cluster.name!r} have {each} devices; give a multiple of {each}")
-    return (dataclasses.replace(node, devices_per_node=each, count=count // each),)
+    per_node = min(node.devices_per_node, count)
+    if count % per_node:
+        raise PlanError(
+            f"--what-if {text}: nodes of {cluster.name!r} have {per_node} devices; give a multiple of {per_node}"
+        )
+    return (dataclasses.replace(node, devices_per_node=per_node, count=count // per_node),)
 
 
 def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ...]:
@@ -180,21 +186,21 @@ def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpe
     for node in cluster.nodes:
         wanted = count * node.count * node.devices_per_node / whole
         nearest = int(wanted / node.devices_per_node)
-        some = range(max(0, nearest - _AROUND), nearest + _AROUND + 1)
-        found, chosen = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
-        for many in some:
+        counts_to_try = range(max(0, nearest - _AROUND), nearest + _AROUND + 1)
+        reached, chosen = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
+        for many in counts_to_try:
             devices = many * node.devices_per_node
             if devices > count:
                 break
             moved = least[: count + 1 - devices] + (devices - wanted) ** 2
-            better = moved < found[devices:]
-            found[devices:][better], chosen[devices:][better] = moved[better], many
-        least, taken = found, [*taken, chosen]
+            better = moved < reached[devices:]
+            reached[devices:][better], chosen[devices:][better] = moved[better], many
+        least, taken = reached, [*taken, chosen]
     if not np.isfinite(least[count]):
-        each = ", ".join(f"{node.devices_per_node} ({node.name})" for node in cluster.nodes)
+        sizes = ", ".join(f"{node.devices_per_node} ({node.name})" for node in cluster.nodes)
         raise PlanError(
             f"--what-if {text}: {count} devices are not whole nodes of the kinds of {cluster.name!r}, which have "
-            f"{each} devices each; give a multiple of {whole}, or another number"
+            f"{sizes} devices each; give a multiple of {whole}, or another number"
         )
     counts, rest = [], count
     for node, chosen in zip(reversed(cluster.nodes), reversed(taken), strict=True):
@@ -212,15 +218,15 @@ def changes(
     """
     if request.objective not in ("throughput", "time-to-quality"):
         return ()
-    told: list[str] = []
-    rivals = [one for one in others if one.plan.mesh != best.plan.mesh][: 3 * _RIVALS]
+    sentences: list[str] = []
+    rivals = [rival for rival in others if rival.plan.mesh != best.plan.mesh][: 3 * _RIVALS]
     tiers: tuple[LinkTier, ...] = ("network", "node")
     for tier in tiers:
         if _link_of(best, tier) is None:
             continue
         sentence = _at_which_link(model, best, rivals[:_RIVALS], tier, over)
-        told += [sentence] if sentence else []
-    return tuple(told[:_TOLD])
+        sentences += [sentence] if sentence else []
+    return tuple(sentences[:_TOLD])
 
 
 def _at_which_link(
@@ -235,15 +241,15 @@ def _at_which_link(
                 return ""
             bandwidth = link.bandwidth_bytes_per_s * factor
             cluster = with_bandwidth(best.cluster, tier, bandwidth)
-            own = _step(model, cluster, best)
+            own_s = _step(model, cluster, best)
             for rival in rivals:
-                other = _step(model, with_bandwidth(rival.cluster, tier, bandwidth), rival)
-                gained = rival.prediction.step_time_s.value / best.prediction.step_time_s.value - other / own
-                if other < 0.98 * own and gained > 0.02:  # else it was as good before
+                rival_s = _step(model, with_bandwidth(rival.cluster, tier, bandwidth), rival)
+                gained = rival.prediction.step_time_s.value / best.prediction.step_time_s.value - rival_s / own_s
+                if rival_s < 0.98 * own_s and gained > 0.02:  # else it was as good before
                     return (
                         f"At {bits_per_s(bandwidth)} on {tier} links instead of "
                         f"{bits_per_s(link.bandwidth_bytes_per_s)}, {plan_words(rival.plan)} would be "
-                        f"{own / other:.2f}x as fast as this plan"
+                        f"{own_s / rival_s:.2f}x as fast as this plan"
                     )
     return ""
 
