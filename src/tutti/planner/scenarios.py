@@ -1,4 +1,4 @@
-"""What-if questions: a cluster changed as a user asks, and what would have to change for other plans to win."""
+"""What-if questions: change the cluster as a user asks, and find the changes with which another plan would win."""
 
 import dataclasses
 import math
@@ -25,15 +25,21 @@ _TOLD = 3
 _MOST_DEVICES = 2**24
 
 _AROUND = 64
-"""How many nodes more or fewer than a kind's proportional part are tried to reach a number of devices."""
+"""How far the search for a number of devices goes, in nodes of a kind above and below its proportional count."""
 
 
 def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
-    """The cluster changed as `text` says, and the change as text.
+    """Return the cluster changed as the user asks, and a description of the change.
 
-    link=10gbit (between hosts, or the only links; node-link, network-link for one tier), devices=256,
-    memory=80gb, speed=2x (devices, relative to now), storage=2GB/s (each host's reads, or the shared storage's).
-    Raises PlanError for anything else.
+    Args:
+        cluster: the machines as they are.
+        text: one change, as typed after `--what-if`. `link=10gbit` sets the links between hosts, or the only links
+            there are; `node-link=` and `network-link=` name the tier. `devices=256` sets the number of devices,
+            `memory=80gb` the memory of each. `speed=2x` is relative to the present speed of the devices.
+            `storage=2GB/s` sets the read rate of the shared storage, or else of every host.
+
+    Raises:
+        PlanError: the text is not understood, or this cluster cannot be changed that way.
     """
     name, _, value = text.strip().partition("=")
     key = name.strip().lower()
@@ -59,7 +65,15 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
 
 
 def _number(value: str, text: str, units: dict[str, float], example: str, *, bare: bool = False) -> float:
-    """Parses 10gbit, 80gb, 2x, 256 into numbers of the unit; `bare`: a number without a unit is allowed."""
+    """Return the number that a text such as 10gbit, 80gb, 2x or 256 gives, in the base unit.
+
+    Args:
+        value: the text after the equals sign.
+        text: the whole change, for messages.
+        units: factor of each unit.
+        example: a correct change, for messages.
+        bare: whether a number without a unit is allowed.
+    """
     number = parse_quantity(value, units)
     if number is None or (not bare and value.strip()[-1:].isdecimal()):
         raise PlanError(f"--what-if {text}: {value!r} is not understood; write it like {example}")
@@ -69,6 +83,7 @@ def _number(value: str, text: str, units: dict[str, float], example: str, *, bar
 
 
 def _with_link(cluster: ClusterSpec, key: str, value: str) -> tuple[ClusterSpec, str]:
+    """Return the cluster with the bandwidth of a tier of links changed, and a description of the change."""
     rate = _number(value, f"{key}={value}", BYTES_PER_S, f"{key}=10gbit")
     tiers = {link.tier for link in cluster.every_link}
     tier: LinkTier = "node" if key == "node-link" or (key == "link" and "network" not in tiers) else "network"
@@ -78,7 +93,7 @@ def _with_link(cluster: ClusterSpec, key: str, value: str) -> tuple[ClusterSpec,
 
 
 def with_bandwidth(cluster: ClusterSpec, tier: LinkTier, bandwidth: float) -> ClusterSpec:
-    """The cluster with another bandwidth on a tier of links, on every host."""
+    """Return the cluster with this bandwidth, in bytes per second, on all links of a tier."""
 
     def other(link: LinkSpec) -> LinkSpec:
         quicker = scale_bandwidth(link, bandwidth / link.bandwidth_bytes_per_s)
@@ -88,7 +103,10 @@ def with_bandwidth(cluster: ClusterSpec, tier: LinkTier, bandwidth: float) -> Cl
 
 
 def with_memory(cluster: ClusterSpec, size: float) -> ClusterSpec:
-    """The cluster with this much memory on every device, and on every host for each of its devices."""
+    """Return the cluster with `size` bytes of memory on every device.
+
+    Hosts that compute on their CPU get `size` bytes for each of their devices.
+    """
     devices = {name: dataclasses.replace(device, memory_nbytes=int(size)) for name, device in cluster.devices.items()}
     nodes = tuple(
         dataclasses.replace(node, memory_nbytes=int(size) * node.devices_per_node)
@@ -100,6 +118,7 @@ def with_memory(cluster: ClusterSpec, size: float) -> ClusterSpec:
 
 
 def _weights_at(rate: WeightRate, factor: float) -> WeightRate:
+    """Return the rate of passes over weights, `factor` times as fast."""
     return dataclasses.replace(
         rate,
         forward=rate.forward * factor,
@@ -109,7 +128,7 @@ def _weights_at(rate: WeightRate, factor: float) -> WeightRate:
 
 
 def with_storage(cluster: ClusterSpec, rate: float) -> ClusterSpec:
-    """The cluster with another storage rate: of the shared storage where there is one, else of each host's own."""
+    """Return the cluster with another read rate, in bytes per second, of its shared storage or else of every host."""
     if cluster.shared_read_bytes_per_s is not None:
         return dataclasses.replace(cluster, shared_read_bytes_per_s=rate)
     nodes = tuple(dataclasses.replace(node, disk_read_bytes_per_s=rate) for node in cluster.nodes)
@@ -117,7 +136,7 @@ def with_storage(cluster: ClusterSpec, rate: float) -> ClusterSpec:
 
 
 def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    """The cluster with devices that compute and copy `factor` times as fast."""
+    """Return the cluster with devices that compute and copy `factor` times as fast."""
     devices = {}
     for name, device in cluster.devices.items():
         devices[name] = dataclasses.replace(
@@ -142,6 +161,7 @@ def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
 
 
 def _with_devices(cluster: ClusterSpec, value: str, text: str) -> tuple[ClusterSpec, str]:
+    """Return the cluster with another number of devices, and a description of the change."""
     number = _number(value, text, {"": 1.0, "devices": 1.0}, "devices=256", bare=True)
     count = int(number)
     if count != number or not 1 <= count <= _MOST_DEVICES:
@@ -162,7 +182,10 @@ def _with_devices(cluster: ClusterSpec, value: str, text: str) -> tuple[ClusterS
 
 
 def _one_kind(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ...]:
-    """Whole nodes of the only kind with this many devices; for fewer than a node has, a part of one node."""
+    """Return nodes of the only kind with `count` devices in total.
+
+    If `count` is less than a node has, the result is one node with only that many devices.
+    """
     node = cluster.nodes[0]
     per_node = min(node.devices_per_node, count)
     if count % per_node:
@@ -173,11 +196,10 @@ def _one_kind(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ..
 
 
 def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ...]:
-    """Whole nodes of several kinds with exactly this many devices, as near as possible to the kinds' present
-    proportions.
+    """Return whole nodes of several kinds with exactly `count` devices, as near as possible to the present proportions.
 
-    Dynamic programming over the kinds: `least[d]` is the smallest sum of squared differences in devices with
-    which the kinds so far have d of them. Kinds that get no node are left out.
+    This is dynamic programming over the kinds. `least[d]` is the smallest sum of squared deviations, in devices,
+    with which the kinds so far have d devices together. Kinds that get no node are left out.
     """
     whole = cluster.device_count
     least = np.full(count + 1, np.inf)
@@ -213,8 +235,14 @@ def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpe
 def changes(
     model: ModelSpec, best: Costed, others: list[Costed], request: PlanRequest, over: Callable[[], bool] = lambda: False
 ) -> tuple[str, ...]:
-    """What would have to change for the nearest alternatives to win: links faster or slower. Stops when `over`
-    returns true.
+    """Return sentences saying at which link bandwidth another plan would win.
+
+    Args:
+        model: what is trained.
+        best: the chosen plan.
+        others: the other plans, the best first.
+        request: what was asked. Only for throughput and time to quality is there an answer.
+        over: returns true when time is up; no further bandwidth is tried then.
     """
     if request.objective not in ("throughput", "time-to-quality"):
         return ()
@@ -232,7 +260,10 @@ def changes(
 def _at_which_link(
     model: ModelSpec, best: Costed, rivals: list[Costed], tier: LinkTier, over: Callable[[], bool]
 ) -> str:
-    """The bandwidth of a tier at which one of the rivals first is faster, trying powers of two up and down."""
+    """Name the first bandwidth of a tier at which one of the rivals wins, or return an empty text.
+
+    Powers of two of the present bandwidth are tried, upwards and downwards.
+    """
     link = _link_of(best, tier)
     assert link is not None
     for power in _FACTORS:
@@ -245,7 +276,7 @@ def _at_which_link(
             for rival in rivals:
                 rival_s = _step(model, with_bandwidth(rival.cluster, tier, bandwidth), rival)
                 gained = rival.prediction.step_time_s.value / best.prediction.step_time_s.value - rival_s / own_s
-                if rival_s < 0.98 * own_s and gained > 0.02:  # else it was as good before
+                if rival_s < 0.98 * own_s and gained > 0.02:  # otherwise the rival was as good at the present bandwidth
                     return (
                         f"At {bits_per_s(bandwidth)} on {tier} links instead of "
                         f"{bits_per_s(link.bandwidth_bytes_per_s)}, {plan_words(rival.plan)} would be "
@@ -255,10 +286,12 @@ def _at_which_link(
 
 
 def _link_of(one: Costed, tier: LinkTier) -> LinkSpec | None:
+    """Return the link of a tier that the ranks of a plan use; None where they use none."""
     return seated_link(one.cluster, place_ranks(one.cluster, one.plan.world_size), tier)
 
 
 def _step(model: ModelSpec, cluster: ClusterSpec, one: Costed) -> float:
+    """Predict the step time of a plan on a changed cluster, in seconds; infinite where that is impossible."""
     try:
         return predict(model, cluster, one.plan).step_time_s.value
     except TuttiError:
