@@ -42,7 +42,7 @@ def _have(devices: list[DeviceSpec], name: str, words: str, cluster: ClusterSpec
         if getattr(device, name) is None:
             raise PlanError(
                 f"device {device.name!r} of cluster {cluster.name!r} has no {name}, needed to compare plans by "
-                f"{words.removeprefix('a ')}; write it into the cluster file"
+                f"{words.removeprefix('a ')}; add it to the cluster file"
             )
 
 

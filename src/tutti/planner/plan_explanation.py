@@ -1,4 +1,4 @@
-"""A Choice for a reader: sentences, and the rows of a table."""
+"""A Choice for a reader, as sentences and as the rows of a table; and the differences between two plans."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,12 +16,22 @@ from tutti.planner.plan_request import Alternative, Choice, Coverage, Totals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """A row of the table of plans. Texts are empty where there is no prediction.
+    """One row of the table of plans. Texts that need a prediction are empty where there is none.
 
     Attributes:
+        chosen: whether this is the chosen plan.
+        ranks: number of ranks.
         mesh: the mesh as text.
         settings: what the mesh does not say, as text.
-        value: what the objective compares, as text.
+        microbatches: number of microbatches.
+        precision: number format of the computation.
+        shares: "by speed" or "equal".
+        step: predicted step time.
+        exposed: predicted time of exposed communication.
+        memory: predicted memory of the fullest rank.
+        value: the quantity that the objective compares.
+        fits: whether the plan fits into memory.
+        reason: why the plan was or was not chosen.
     """
 
     chosen: bool
@@ -40,7 +50,7 @@ class PlanRow:
 
 
 def rows(choice: Choice) -> tuple[PlanRow, ...]:
-    """The chosen plan, then the alternatives in the order of the choice."""
+    """Return a row for the chosen plan and one for each alternative, in the order of the choice."""
     chosen = Alternative(plan=choice.best, prediction=choice.prediction, reason="chosen", totals=choice.totals)
     return (
         _row(choice, chosen, chosen=True),
@@ -49,6 +59,7 @@ def rows(choice: Choice) -> tuple[PlanRow, ...]:
 
 
 def _row(choice: Choice, one: Alternative, *, chosen: bool) -> PlanRow:
+    """Return the table row of one plan."""
     plan, prediction = one.plan, one.prediction
     value = shown_value(choice.request, one.totals, prediction) if one.totals and prediction else ""
     return PlanRow(
@@ -69,7 +80,7 @@ def _row(choice: Choice, one: Alternative, *, chosen: bool) -> PlanRow:
 
 
 def explain(choice: Choice) -> str:
-    """The choice as text: what was chosen, what it is predicted to cost, and the remarks."""
+    """Describe a choice in lines of text: what was chosen, what it is predicted to cost, and what the choice means."""
     plan, prediction = choice.best, choice.prediction
     time = prediction.step_time_s
     batch = plan.batch
@@ -89,12 +100,13 @@ def explain(choice: Choice) -> str:
 
 
 def _of_ranks(plan: Plan) -> str:
-    """Whose memory is predicted: the fullest rank's where stages, shares or parts are unequal, else every rank's."""
+    """Say whose memory is predicted: the fullest rank's where ranks hold unequal parts, else every rank's."""
     unequal = plan.shares or plan.split_weights or plan.degree("stage") > 1
     return "on the fullest rank" if unequal else "for each rank"
 
 
 def _ranks(plan: Plan) -> str:
+    """Describe the number of ranks, the mesh and its settings."""
     settings, mesh = settings_words(plan), mesh_words(plan)
     if mesh in ("1 rank", f"replicate {plan.world_size}"):
         return count(plan.world_size, "rank") + (f" ({settings})" if plan.sync != SyncPlan() and settings else "")
@@ -102,9 +114,9 @@ def _ranks(plan: Plan) -> str:
 
 
 def whole_words(totals: Totals | None) -> tuple[str, ...]:
-    """The cost of the whole training in one sentence.
+    """Return a sentence with the cost of the whole training.
 
-    Where the length of training is unknown, it is the cost of one step if prices or powers are known, else nothing.
+    Where the length of training is unknown, the sentence gives the cost of one step, if prices or powers are known.
     """
     if totals is None or (totals.steps is None and totals.cost is None and totals.energy_kwh is None):
         return ()
@@ -123,7 +135,7 @@ def whole_words(totals: Totals | None) -> tuple[str, ...]:
 
 
 def _searched(coverage: Coverage) -> str:
-    """What the search left open."""
+    """Say what the search left open."""
     return (
         f"{coverage.costed:,} plans were predicted, {coverage.too_slow + coverage.too_large:,} ruled out by bounds, "
         f"{coverage.left:,} not examined: none of those can be better by more than {coverage.gap:.0%}"
@@ -135,16 +147,22 @@ _SHOWN = 8
 
 
 def difference(first: Plan, second: Plan, names: tuple[str, str] = ("A", "B")) -> tuple[str, ...]:
-    """The differences between two plans, a sentence each; empty where they mean the same.
+    """Return the differences between two plans, a sentence each; empty where the plans mean the same.
 
-    Fields without effect in either plan (settings of an axis that it does not have) are named only where nothing
+    Settings without effect in either plan, such as those of an axis that neither has, are named only where nothing
     else differs.
+
+    Args:
+        first: one plan.
+        second: the other plan.
+        names: what the sentences call the two plans.
     """
     sentences = _told(first, second, *names)
     return sentences or tuple(_unsaid(_leaves(first), _leaves(second), *names))
 
 
 def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
+    """Return the differences that have an effect."""
     sentences = []
     if first.world_size != second.world_size:
         sentences.append(f"Ranks: {first.world_size} in {a}, {second.world_size} in {b}")
@@ -173,24 +191,29 @@ def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
 
 
 def _buckets(plan: Plan) -> str:
+    """Describe the size of the gradient buckets."""
     measured = " at first, then of the size measured as fastest" if plan.sync.bucket_sizes == "measured" else ""
     return f"{plan.sync.bucket_nbytes:,} bytes{measured}"
 
 
 def _replicas(plan: Plan) -> str:
+    """Describe how replicas are kept together."""
     return plan.sync.mode if plan.sync.mode == "synchronous" else format_relaxation(plan.sync)
 
 
 def _written(plan: Plan) -> str:
+    """Describe how gradients are encoded."""
     code = plan.sync.gradient_code
     return "exactly" if code is None else f"as {format_compression(code)}"
 
 
 def _degree(degree: int) -> str:
+    """Return a degree as text; "none" where the axis has one rank."""
     return str(degree) if degree > 1 else "none"
 
 
 def _batches(first: Plan, second: Plan, a: str, b: str) -> list[str]:
+    """Return the differences between the two batches."""
     sentences = []
     for field, words in (
         ("global_batch_size", "The global batch"),
@@ -210,12 +233,13 @@ def _batches(first: Plan, second: Plan, a: str, b: str) -> list[str]:
 
 
 def _ramp(plan: Plan) -> str:
+    """Describe how the global batch grows."""
     sizes = [f"{size} until batch {until}" for until, size in plan.batch.ramp[:_SHOWN]]
     return ", ".join([*sizes, *(["..."] if len(plan.batch.ramp) > _SHOWN else [])]) or "never"
 
 
 def _compared_settings(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    """Differences that the mesh does not show, where they matter for one or both plans."""
+    """Return the differences that the mesh does not show, where they have an effect in at least one of the plans."""
     sentences = []
     if first.precision != second.precision:
         sentences.append(f"Precision: {first.precision} in {a}, {second.precision} in {b}: this changes the numbers")
@@ -240,6 +264,7 @@ def _compared_settings(first: Plan, second: Plan, a: str, b: str) -> list[str]:
 
 
 def _words(value: Any) -> str:
+    """Return the settings of a dataclass as text, without those that are empty."""
     parts = []
     for field in dataclasses.fields(value):
         setting = getattr(value, field.name)
@@ -250,6 +275,7 @@ def _words(value: Any) -> str:
 
 
 def _shares(plan: Plan) -> str:
+    """Describe the shares of the data-parallel ranks."""
     if not plan.shares:
         return "equal"
     shown = ", ".join(f"{share:.12g}" for share in plan.shares[:_SHOWN])
@@ -257,7 +283,10 @@ def _shares(plan: Plan) -> str:
 
 
 def _rules(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    """Layout rules that only one of the plans has. Recompute is left out where it was compared as a whole."""
+    """Return the layout rules that only one of the plans has.
+
+    Recompute is left out of the rules where it was already compared for the whole plan.
+    """
     above = recompute_words(first) != recompute_words(second)
     pairs = ((first, second, a), (second, first, b))
     sentences = [
@@ -269,12 +298,14 @@ def _rules(first: Plan, second: Plan, a: str, b: str) -> list[str]:
     if not sentences and not above:
         rules = [[rule for rule in plan.layout if _opinions(rule, recompute=True)] for plan in (first, second)]
         if rules[0] != rules[1]:
-            sentences.append(f"The layout's rules, of which the last match counts, are in another order in {a} and {b}")
+            sentences.append(
+                f"The layout's rules, of which the last match counts, are in different orders in {a} and {b}"
+            )
     return sentences
 
 
 def _opinions(rule: LayoutRule, *, recompute: bool) -> list[str]:
-    """What a rule sets for its modules."""
+    """Return the settings of a rule, as text."""
     parts = [f"chunks {rule.chunks}"] if rule.chunks is not None else []
     parts += [rule.placement] if rule.placement != "auto" else []
     if recompute and rule.recompute is not None:
@@ -283,7 +314,7 @@ def _opinions(rule: LayoutRule, *, recompute: bool) -> list[str]:
 
 
 def _models(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    """The models for which the plans were made, where they differ."""
+    """Say which modules differ between the models for which the plans were made."""
     if first.made_for == second.made_for:
         return []
     only = [_modules(plan.made_for, other.made_for) for plan, other in ((first, second), (second, first))]
@@ -291,6 +322,7 @@ def _models(first: Plan, second: Plan, a: str, b: str) -> list[str]:
 
 
 def _modules(own: dict[str, str], other: dict[str, str]) -> str:
+    """Return the modules of `own` that `other` does not have or describes differently, as text."""
     changed = [f"{name} ({words})" for name, words in own.items() if other.get(name) != words]
     return (
         ", ".join(changed[:_SHOWN]) + (f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else "") or "none"
@@ -298,7 +330,7 @@ def _modules(own: dict[str, str], other: dict[str, str]) -> str:
 
 
 def _leaves(value: Any, name: str = "") -> dict[str, Any]:
-    """Fields by dotted names, without the mesh and the parts along split, which are compared elsewhere."""
+    """Return all fields by dotted names, without the mesh and the parts along split, which are compared elsewhere."""
     if not dataclasses.is_dataclass(value):
         return {name: value}
     fields = [field.name for field in dataclasses.fields(value) if field.name not in ("mesh", "split_shares")]
@@ -307,6 +339,7 @@ def _leaves(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _unsaid(first: dict[str, Any], second: dict[str, Any], a: str, b: str) -> list[str]:
+    """Return the differences between fields that have no effect."""
     names = [*first, *(name for name in second if name not in first)]
     return [
         f"{name}: {first.get(name)} in {a}, {second.get(name)} in {b}"

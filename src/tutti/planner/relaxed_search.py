@@ -397,13 +397,13 @@ def chosen_words(request: PlanRequest, best: Costed, one: Tried, doubt: Doubt) -
     counted = counted_words(one.samples, one.evidence)
     if one.strategy.relaxation == "exact":
         return (
-            f"{_describe_strategy(one)}, which takes fewer bytes and loses nothing: a step takes {_step(one.one)} "
+            f"{_describe_strategy(one)}, which sends fewer bytes and loses nothing: a step takes {_step(one.one)} "
             f"instead of {_step(best)} where gradients are reduced directly. That pays even if "
             f"{doubt_words(one, doubt)}"
         )
     return (
         f"{_describe_strategy(one)}, as --relax {request.relax} allows: a step takes {_step(one.one)} instead "
-        f"of {_step(best)} with exact gradient reduction. Counted with {counted}, that pays even if "
+        f"of {_step(best)} with exact gradient reduction. Counting {counted}, that pays even if "
         f"{doubt_words(one, doubt)}. The results differ from those of one device: compare the quality with that of "
         "an exact run"
     )
@@ -419,12 +419,14 @@ def exact_words(request: PlanRequest, best: Costed, near: Tried | None, doubt: D
     if near.one.value >= best.value:
         return f"{begin}the best of them is no faster; {comparison}"
     if near.counted >= best.value:
-        return f"{begin}{comparison}, but counted with {counted} that is no gain"
+        return f"{begin}{comparison}, but counting {counted} that is no gain"
     gain = 1 - near.counted / best.value
     if gain < near.worth:
-        return f"{begin}{comparison}, counted with {counted} a gain of {gain:.0%}, too small to change training for"
-    unsure = f"counted with {counted}, is no sure gain: none if {doubt_words(near, doubt)}"
-    return f"{begin}{comparison}, which, {unsure}"
+        return (
+            f"{begin}{comparison}; counting {counted}, that is a gain of {gain:.0%}, too small to change training for"
+        )
+    unsure = f"counting {counted}, that would be no gain if {doubt_words(near, doubt)}"
+    return f"{begin}{comparison}; {unsure}"
 
 
 def doubt_words(one: Tried, doubt: Doubt) -> str:
@@ -436,7 +438,7 @@ def doubt_words(one: Tried, doubt: Doubt) -> str:
 def counted_words(samples: float, evidence: Evidence) -> str:
     """The assumed or measured number of samples of a strategy as text."""
     if abs(samples - 1) < 0.005:
-        return "as many samples" + ("" if evidence == "measured" else f" ({evidence})")
+        return "the same number of samples" + ("" if evidence == "measured" else f" ({evidence})")
     return f"{samples:.3g} times the samples ({evidence})"
 
 
@@ -450,8 +452,8 @@ def why_strategy_lost(one: Tried, chosen: float) -> str:
     """Why a strategy was not chosen; `chosen` is the value of the one that was."""
     ratio, counted = one.counted / chosen, counted_words(one.samples, one.evidence)
     if ratio < 1:
-        return f"{1 - ratio:.0%} less, counted with {counted}, which is within the prediction's error"
-    return f"{ratio:.2f}x as long, counted with {counted}"
+        return f"{1 - ratio:.0%} less, counting {counted}, which is within the prediction's error"
+    return f"{ratio:.2f}x as long, counting {counted}"
 
 
 def _describe_strategy(one: Tried, *, small: bool = False) -> str:

@@ -94,12 +94,12 @@ def _sentence(points: Sequence[ScalingPoint], until: int) -> str:
     at = next(point for point in points if point.devices == until)
     after = next((point for point in points if point.devices > until), None)
     if after is None:
-        return f"more devices pay up to all {until}: each adds at least half of what one before it does"
+        return f"more devices pay up to all {until}: each adds at least half of the speed that one before it adds"
     if after.worth is None:
         return f"beyond {until} devices there is no plan: {after.reason}"
     if after.throughput_per_s <= at.throughput_per_s:
         return f"more devices stop paying at {until}: {after.devices} are not faster"
     return (
         f"more devices stop paying at {until}: up to {after.devices}, each additional one adds {after.worth:.0%} of "
-        "what one before does"
+        "the speed that one before it adds"
     ).replace("%", " %")

@@ -88,7 +88,9 @@ def _with_link(cluster: ClusterSpec, key: str, value: str) -> tuple[ClusterSpec,
     tiers = {link.tier for link in cluster.every_link}
     tier: LinkTier = "node" if key == "node-link" or (key == "link" and "network" not in tiers) else "network"
     if tier not in tiers:
-        raise PlanError(f"--what-if {key}={value}: cluster {cluster.name!r} has no {tier} link; write one into it")
+        raise PlanError(
+            f"--what-if {key}={value}: cluster {cluster.name!r} has no {tier} link; add one to the cluster file"
+        )
     return with_bandwidth(cluster, tier, rate), f"{bits_per_s(rate)} on {tier} links"
 
 
@@ -166,14 +168,14 @@ def _with_devices(cluster: ClusterSpec, value: str, text: str) -> tuple[ClusterS
     count = int(number)
     if count != number or not 1 <= count <= _MOST_DEVICES:
         raise PlanError(
-            f"--what-if {text}: {value!r} is not a number of devices up to {_MOST_DEVICES:,}; write a whole one, such "
-            "as 256"
+            f"--what-if {text}: {value!r} is not a number of devices up to {_MOST_DEVICES:,}; write a whole "
+            "number, such as 256"
         )
     nodes = _one_kind(cluster, count, text) if len(cluster.nodes) == 1 else _in_proportion(cluster, count, text)
     many = sum(node.count for node in nodes)
     if many > 1 and any(cluster.link_at(node, "network") is None for node in nodes):
         raise PlanError(
-            f"--what-if {text}: {many} nodes need a link between them; add one of tier network to the cluster"
+            f"--what-if {text}: {many} nodes need a link between them; add a network link to the cluster file"
         )
     words = f"{count} devices"
     if len(cluster.nodes) > 1:
@@ -221,8 +223,8 @@ def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpe
     if not np.isfinite(least[count]):
         sizes = ", ".join(f"{node.devices_per_node} ({node.name})" for node in cluster.nodes)
         raise PlanError(
-            f"--what-if {text}: {count} devices are not whole nodes of the kinds of {cluster.name!r}, which have "
-            f"{sizes} devices each; give a multiple of {whole}, or another number"
+            f"--what-if {text}: {count} devices cannot be made up of whole nodes of {cluster.name!r}, whose kinds "
+            f"have {sizes} devices each; give a multiple of {whole}, or another number"
         )
     counts, rest = [], count
     for node, chosen in zip(reversed(cluster.nodes), reversed(taken), strict=True):
