@@ -1,8 +1,8 @@
-"""From the best exact plan to one that sends less, where that pays by more than predictions may be wrong.
+"""Replace the best exact plan by one that sends less, if that gains more than the predictions may be wrong.
 
-Every strategy of relaxed_strategies.py is predicted on the plans that would be fastest if nothing had to be
-sent. The best one is counted with the additional samples that it may need. It is chosen only if it still beats
-every exact plan when links are faster, and its kernels slower, by the prediction's own margins of error. On a
+Every strategy of relaxed_strategies.py is predicted on the plans that would be fastest if nothing had to be sent.
+The best result is counted with the additional samples that it may need. It is chosen only if it still beats every
+exact plan when links are faster and its kernels slower than predicted, by the prediction's own margins of error. On a
 fast network, or where a link was measured as too slow, gradient reduction therefore stays exact.
 """
 
@@ -36,21 +36,23 @@ from tutti.planner.relaxed_strategies import (
 )
 
 BASES = 8
-"""Exact plans on which strategies are predicted: those with the least value if no communication were waited for.
-All plans of pure replication are added, because many strategies need whole replicas.
+"""Number of exact plans on which strategies are predicted: those with the least value if no rank waited for
+communication. All plans of pure replication are added, because many strategies need whole replicas.
 """
 
 TIE = 0.02
-"""Strategies within this fraction of the best count as equal; the one that changes least is chosen."""
+"""Strategies within this fraction of the best count as equal; among them, the one that changes least is chosen."""
 
 RUNNERS_UP = 6
-"""Strategies that were not chosen and are listed."""
+"""Largest number of strategies that are listed without being chosen."""
 
 
 def search_relaxed(
     model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, exact: Choice, clock: Clock | None, limit_s: float
 ) -> Choice:
-    """`exact`, or a plan with one of the strategies that the request allows; `relaxation` says what was compared.
+    """Return `exact`, or a plan that sends less, if the request allows it and it pays.
+
+    The `relaxation` of the result says what was compared.
 
     Args:
         model: what is trained.
@@ -82,7 +84,7 @@ def search_relaxed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A plan with a strategy.
+    """A plan with a strategy that sends less.
 
     Attributes:
         strategy: how it sends less.
@@ -100,7 +102,7 @@ class Tried:
 
     @property
     def counted(self) -> float:
-        """The objective's value with the additional samples."""
+        """The objective's value, including the additional samples."""
         return self.one.value * self.samples
 
     @property
@@ -120,15 +122,15 @@ class Doubt:
     """How far a prediction may be wrong in a strategy's favour.
 
     Attributes:
-        links: how many times faster links may be.
-        kernels: how many times slower the codec's kernels may be.
+        links: how many times as fast as predicted links may be.
+        kernels: how many times as slow as predicted the codec's kernels may be.
     """
 
     links: float
     kernels: float
 
     def of(self, cluster: ClusterSpec) -> ClusterSpec:
-        """The cluster with these faster links and slower kernels."""
+        """Return the cluster with these faster links and slower kernels."""
         devices = {name: slowed(device, self.kernels) for name, device in cluster.devices.items()}
         return replace(cluster, devices=devices).relinked(
             lambda link: replace(scale_bandwidth(link, self.links), latency_s=link.latency_s / self.links)
@@ -136,25 +138,26 @@ class Doubt:
 
 
 class _Trial:
-    """Predicts plans of one request until its time is up."""
+    """Predicts plans for one request until its time is up."""
 
     def __init__(self, model: ModelSpec, request: PlanRequest, clock: Clock | None, limit_s: float) -> None:
         self.model, self.request, self._clock = model, request, clock
         self._until = clock() + limit_s if clock is not None else math.inf
 
     def exact_plans(self, best: Costed, exact: Choice) -> Iterator[Costed]:
-        """Other exact plans: those that the search listed, and some of every data-parallel degree.
+        """Yield other exact plans: those that the search listed, and some with every data-parallel degree.
 
-        Of every degree: the two with the least value if no communication were waited for, and two of pure replication.
-        The exact search rules out plans that wait long for gradients, but a strategy may make them the best.
+        For every degree these are the two plans with the least value if no rank waited for communication, and two of
+        pure replication. The exact search rules out plans that wait long for gradients, but a strategy may make them
+        the best.
         """
         known = [best.plan]
-        allowed = precisions(self.model, best.cluster, self.request)  # plans in others are only listed
+        allowed = precisions(self.model, best.cluster, self.request)  # plans in other precisions are only listed
         for other in exact.alternatives:
             if other.prediction is not None and other.plan.precision in allowed:
                 known.append(other.plan)
                 yield _costed(best.cluster, self.request, other.plan, other.prediction)
-        # A reduce-scatter leaves each rank a part of the gradient; strategies need the whole. ZeRO-1 can use them.
+        # Strategies need whole gradients. Above ZeRO-1, a reduce-scatter leaves each rank only a part.
         for plan in known if self.request.mesh is not None else ():
             if plan.degree("shard") > 1 and plan.sharding.level > 1:
                 costed = self._cost(replace(plan, sharding=replace(plan.sharding, level=1)), best.cluster)
@@ -172,12 +175,12 @@ class _Trial:
             yield from [candidate for candidate in filter(_copies, least) if candidate not in least[:2]][:2]
 
     def all_strategies(self, bases: Sequence[Costed]) -> Iterator[Tried]:
-        """Every strategy on every plan that can use it, where the result fits and keeps the request's limits."""
+        """Yield every strategy on every plan that can use it, where the result fits and keeps the request's limits."""
         corrected = correctable(self.model)
         for base in bases:
             for strategy in strategies(self.request, objectives.steps(self.request, base.plan), corrected=corrected):
                 if strategy.relaxation == "exact" and len(base.cluster.devices) > 1:
-                    continue  # every rank reduces by itself, and unlike devices round differently
+                    continue  # every rank reduces by itself, and devices of different kinds round differently
                 costed = self._cost(strategy.of(base.plan), base.cluster)
                 if costed is None or not costed.prediction.fits:
                     continue
@@ -189,15 +192,16 @@ class _Trial:
                     yield Tried(strategy=strategy, one=costed, samples=samples, evidence=evidence, totals=totals)
 
     def value(self, tried: Tried, doubt: Doubt) -> float:
-        """The objective's value of a strategy, with its additional samples, if the prediction is wrong by `doubt`."""
+        """Return a strategy's objective, with its additional samples, if the prediction is wrong by `doubt`."""
         return self.doubted(tried.one, doubt) * tried.samples
 
     def doubted(self, one: Costed, doubt: Doubt) -> float:
-        """The objective's value of a plan if the prediction is wrong by `doubt`."""
+        """Return a plan's objective if its prediction is wrong by `doubt`."""
         cluster = doubt.of(one.cluster)
         return _value(one.cluster, self.request, one.plan, predict(self.model, cluster, one.plan))
 
     def _cost(self, plan: Plan, cluster: ClusterSpec) -> Costed | None:
+        """Predict a plan; return None when time is up or the strategy does not apply to the plan."""
         if self._clock is not None and self._clock() >= self._until:
             return None
         try:
@@ -207,6 +211,7 @@ class _Trial:
 
 
 def _costed(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> Costed:
+    """Attach to a plan its prediction, the objective's value, and the limit that it breaks."""
     totals = objectives.totals(cluster, request, plan, prediction)
     return Costed(
         plan=plan,
@@ -218,30 +223,30 @@ def _costed(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: 
 
 
 def _value(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
-    """The objective's value (not memory), including what the first steps of a training take in addition."""
+    """Return the objective's value (not memory), including the additional time of the first steps of a training."""
     return objectives.value(cluster, request, plan, prediction) * objectives.begun(request, plan, prediction)
 
 
 def _in_order(cluster: ClusterSpec, choice: Choice) -> ClusterSpec:
-    """The cluster with its nodes in the order in which the choice places ranks."""
+    """Return the cluster with its nodes in the order in which the choice places ranks."""
     if not choice.nodes:
         return cluster
     return replace(cluster, nodes=tuple(sorted(cluster.nodes, key=lambda node: choice.nodes.index(node.name))))
 
 
 def _floor(one: Costed) -> float:
-    """The objective's value if no communication were waited for; no strategy has less."""
+    """Return the objective's value if no rank waited for communication; no strategy can have less."""
     step = one.prediction.step_time_s.value
     return one.value * (1 - one.prediction.phases["exposed_communication"] / step) if step else one.value
 
 
 def _copies(one: Costed) -> bool:
-    """Whether every rank has the whole model and optimizer."""
+    """Return whether every rank has the whole model and optimizer."""
     return one.plan.degree("replicate") == one.plan.world_size
 
 
 def _near(plans: Sequence[Costed], best: Costed, doubt: Doubt) -> list[Costed]:
-    """Exact plans that might be the best if links were faster: no plan gains more than all its waiting."""
+    """Return the exact plans that might be the best if links were faster: none gains more than all its waiting."""
     return [
         candidate
         for candidate in plans
@@ -250,8 +255,9 @@ def _near(plans: Sequence[Costed], best: Costed, doubt: Doubt) -> list[Costed]:
 
 
 def _ranked(tried: Iterator[Tried]) -> list[Tried]:
-    """The best plan of each strategy, the least value first; strategies equal to the first are ordered by how much they
-    change.
+    """Return the best plan of each strategy, in order of the value with its additional samples.
+
+    Strategies that count as equal to the first are ordered by how much they change, the least first.
     """
     best: dict[str, Tried] = {}
     for candidate in tried:
@@ -264,10 +270,11 @@ def _ranked(tried: Iterator[Tried]) -> list[Tried]:
 
 
 def _better(tried: Sequence[Tried], exact: float) -> list[Tried]:
-    """Those of `_ranked` that save enough against exact gradient reduction to be worth a change.
+    """Return those of `_ranked` that save enough, compared with exact gradient reduction, to be worth a change.
 
-    A strategy that counts as equal to the best of its relaxation level is compared with that best value. Otherwise a
-    codec that takes a thousandth less would be chosen where nothing else saves enough.
+    A strategy that counts as equal to the best of its relaxation level is judged by the value of that best one.
+    Otherwise a codec that saves only a thousandth more could be chosen, just because the strategies before it miss
+    the required saving by less than that.
     """
     least: dict[Relaxation, float] = {}
     for candidate in tried:
@@ -282,12 +289,12 @@ def _better(tried: Sequence[Tried], exact: float) -> list[Tried]:
 
 
 def _equal(counted: float, least: float) -> float:
-    """`least`, if `counted` is equal to it within TIE; else `counted`."""
+    """Return `least` if `counted` is equal to it within TIE, else `counted`."""
     return least if counted <= (1 + TIE) * least else counted
 
 
 def _changes(one: Tried) -> tuple[float, ...]:
-    """Sort key: the less a strategy changes, the smaller."""
+    """Return a sort key that is smaller the less a strategy changes."""
     relaxed = one.strategy.relaxed
     coded = one.strategy.compress is not None
     return (
@@ -301,7 +308,7 @@ def _changes(one: Tried) -> tuple[float, ...]:
 
 
 def _doubt(one: Costed) -> Doubt:
-    """The margins of error of the measurements on which a strategy's prediction rests."""
+    """Return the margins of error of the measurements on which a strategy's prediction rests."""
     group = network(one.cluster, place_ranks(one.cluster, one.plan.world_size), one.plan).group(*one.plan.mesh)
     evidence: Evidence = "assumed" if disturbed(one.cluster) else group.link.evidence
     device = place_ranks(one.cluster, one.plan.world_size)[0].device
@@ -309,7 +316,7 @@ def _doubt(one: Costed) -> Doubt:
 
 
 def _times(totals: Totals, samples: float) -> Totals:
-    """The whole training with `samples` times the steps; totals of a single step do not change."""
+    """Return the whole training with `samples` times the steps. Totals of a single step do not change."""
     if totals.steps is None:
         return totals
     return replace(
@@ -326,7 +333,7 @@ def _times(totals: Totals, samples: float) -> Totals:
 def _relaxed(
     request: PlanRequest, exact: Choice, best: Costed, one: Tried, doubt: Doubt, tried: Sequence[Tried]
 ) -> Choice:
-    """The choice of the strategy `one`."""
+    """Return the choice of the strategy `one`."""
     sentence = chosen_words(request, best, one, doubt)
     first = Alternative(
         plan=exact.best, prediction=exact.prediction, reason=why_exact_lost(best, one), totals=exact.totals
@@ -348,7 +355,7 @@ def _relaxed(
 
 
 def _exact(request: PlanRequest, exact: Choice, best: Costed, tried: Sequence[Tried], why: str) -> Choice:
-    """The exact choice, with the strategies that it was compared with."""
+    """Return the exact choice, with the strategies that it was compared with."""
     near = tried[0] if tried else None
     doubt = _doubt(near.one) if near is not None else None
     sentence = exact_words(request, best, near, doubt, why)
@@ -362,6 +369,7 @@ def _exact(request: PlanRequest, exact: Choice, best: Costed, tried: Sequence[Tr
 
 
 def _runners_up(tried: Sequence[Tried], chosen: float) -> tuple[Alternative, ...]:
+    """Return the strategies to list, each with the reason why it was not chosen."""
     return tuple(
         Alternative(
             plan=candidate.one.plan,
@@ -376,6 +384,7 @@ def _runners_up(tried: Sequence[Tried], chosen: float) -> tuple[Alternative, ...
 def _relaxation(
     request: PlanRequest, best: Costed, one: Tried | None, sentence: str, doubt: Doubt | None
 ) -> RelaxationGain:
+    """Return what the best strategy would bring, as data."""
     step_s = best.prediction.step_time_s.value
     if one is None or doubt is None:
         return RelaxationGain(relax=request.relax, exact_step_s=step_s, step_s=step_s, sentence=sentence)
@@ -393,7 +402,14 @@ def _relaxation(
 
 
 def chosen_words(request: PlanRequest, best: Costed, one: Tried, doubt: Doubt) -> str:
-    """The sentence that says why a plan that sends less was chosen, and what that changes."""
+    """Return the sentence that says why a plan that sends less was chosen, and what that changes.
+
+    Args:
+        request: what was asked.
+        best: the best exact plan.
+        one: the plan that was chosen.
+        doubt: margins of error with which it still wins.
+    """
     counted = counted_words(one.samples, one.evidence)
     if one.strategy.relaxation == "exact":
         return (
@@ -410,7 +426,15 @@ def chosen_words(request: PlanRequest, best: Costed, one: Tried, doubt: Doubt) -
 
 
 def exact_words(request: PlanRequest, best: Costed, near: Tried | None, doubt: Doubt | None, why: str) -> str:
-    """Say why gradient reduction stays exact although the request allows strategies that send less."""
+    """Return the sentence that says why gradient reduction stays exact although the request allows strategies.
+
+    Args:
+        request: what was asked.
+        best: the best exact plan.
+        near: the best plan with a strategy, if there is one.
+        doubt: margins of error of its prediction.
+        why: the reason where no strategy was tried.
+    """
     begin = f"Gradient reduction stays exact, although --relax {request.relax} allows other strategies: "
     if near is None or doubt is None:
         return begin + (why or "no strategy that sends less applies to these plans")
@@ -430,26 +454,26 @@ def exact_words(request: PlanRequest, best: Costed, near: Tried | None, doubt: D
 
 
 def doubt_words(one: Tried, doubt: Doubt) -> str:
-    """The margins of error as text."""
+    """Return the margins of error as text."""
     links = f"links are {doubt.links:.2g} times as fast as predicted"
     return f"{links} and the codec's kernels {doubt.kernels:.2g} times as slow" if doubt.kernels > 1 else links
 
 
 def counted_words(samples: float, evidence: Evidence) -> str:
-    """The assumed or measured number of samples of a strategy as text."""
+    """Return the assumed or measured number of samples of a strategy as text."""
     if abs(samples - 1) < 0.005:
         return "the same number of samples" + ("" if evidence == "measured" else f" ({evidence})")
     return f"{samples:.3g} times the samples ({evidence})"
 
 
 def why_exact_lost(best: Costed, one: Tried) -> str:
-    """Why the best exact plan was not chosen."""
+    """Return a phrase saying why the best exact plan was not chosen."""
     ratio = best.value / one.counted
     return f"exact gradient reduction; {ratio:.2f}x as long as {one.strategy.words} with its additional samples"
 
 
 def why_strategy_lost(one: Tried, chosen: float) -> str:
-    """Why a strategy was not chosen; `chosen` is the value of the one that was."""
+    """Return a phrase saying why a strategy was not chosen; `chosen` is the value of the plan that was."""
     ratio, counted = one.counted / chosen, counted_words(one.samples, one.evidence)
     if ratio < 1:
         return f"{1 - ratio:.0%} less, counting {counted}, which is within the prediction's error"
@@ -457,10 +481,12 @@ def why_strategy_lost(one: Tried, chosen: float) -> str:
 
 
 def _describe_strategy(one: Tried, *, small: bool = False) -> str:
+    """Return a clause that says what is sent; `small` starts it with a small letter."""
     verb = "gradients are sent as" if one.strategy.mode == "synchronous" else "replicas are synchronised by"
     words = f"{verb} {one.strategy.words}"
     return words if small else words[0].upper() + words[1:]
 
 
 def _step(one: Costed) -> str:
+    """Return a plan's step time as text."""
     return seconds(one.prediction.step_time_s.value)
