@@ -28,13 +28,13 @@ from tutti.planner.relaxed_search import search_relaxed
 from tutti.planner.scenarios import changes
 
 TIE = 0.02
-"""Plans within this fraction of the best value count as equal; the most modest of them is chosen."""
+"""Plans within this fraction of the best value count as equal; `choose` says which of them is taken."""
 
 CHANGES = 0.1
-"""Extra time, as a fraction of a search's time limit, for finding what would have to change for other plans to win."""
+"""Additional time for finding what would have to change for other plans to win, as a fraction of the time limit."""
 
 SHOWN_FAMILIES = 12
-"""How many kinds of plans have their best listed among the alternatives, in addition to the nearest plans."""
+"""Largest number of plans with other meshes, and again of kinds of meshes, that are listed among the alternatives."""
 
 
 def choose(
@@ -60,7 +60,7 @@ def choose(
         limit_s: seconds after which a long search ends early. The choice's coverage says what was left open.
 
     Raises:
-        PlanError: no plan fits, or none can be predicted; the message has the numbers.
+        PlanError: no plan fits, or none can be predicted. The message has the numbers.
     """
     choice = _exact_choice(model, cluster, dataclasses.replace(request, relax="exact"), clock, limit_s)
     plain = _is_plain(request.script) and len(cluster.devices) == 1
@@ -68,19 +68,19 @@ def choose(
         return choice
     opened = search_relaxed(model, cluster, request, choice, clock, limit_s / 2)
     if request.relax == "exact" and not (opened.relaxation is not None and opened.relaxation.chosen):
-        return choice  # strategies that lose nothing are mentioned only where one is taken
+        return choice  # a strategy that loses nothing is mentioned only if it is chosen
     return opened
 
 
 def _is_plain(script: Plan) -> bool:
-    """Whether the script leaves open how gradients are reduced."""
+    """Return whether the script leaves open how gradients are reduced."""
     return script.sync.compress is None and script.sync.mode == "synchronous"
 
 
 def _exact_choice(
     model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, clock: Clock | None, limit_s: float
 ) -> Choice:
-    """The best plan that reduces gradients as the script does."""
+    """Return the best plan that reduces gradients as the script does."""
     objectives.check(cluster, request)
     if request.scope == "all" or request.mesh is not None or request.demanded:
         return _search(model, cluster, request, clock, limit_s)
@@ -96,7 +96,7 @@ def _exact_choice(
 
 
 def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Choice | str:
-    """The best of all data-parallel plans, each of them predicted; or the reason why none is possible."""
+    """Predict all data-parallel plans and return the best, or the reason why none is possible."""
     costed, impossible = _cost(model, cluster, request, candidates(model, cluster, request))
     if not costed:
         return impossible[0].reason
@@ -112,13 +112,16 @@ def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest)
 def _search(
     model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, clock: Clock | None, limit_s: float
 ) -> Choice:
-    """The best plan of all meshes. Several global batch sizes are tried where the objective lets the size change."""
+    """Return the best plan of all meshes.
+
+    Several global batch sizes are tried where the objective lets the size change.
+    """
     given = precisions(model, cluster, request)
     requests = [request]
     batch = request.script.batch
     if (
         request.objective == "time-to-quality" and request.noise is not None and not batch.ramp
-    ):  # a ramp is the user's choice
+    ):  # a growing batch is the user's choice
         sizes = batches_to_try(batch.global_batch_size, request.noise, cluster.device_count)
         requests = [_with_batch(request, size) for size in sizes]
     costed: list[Costed] = []
@@ -143,7 +146,7 @@ def _search(
             explorer = Explorer(model, seatings, sized_request, given, clock, remaining, offload=True)
             explorer.run()
         if not any(predicted.good for predicted in explorer.costed):
-            # The search minimised the objective, and no plan kept the limits: minimise what is limited instead.
+            # No plan with a low value of the objective keeps the limits: minimise the limited quantity instead.
             explorer.add(_frugal(model, cluster, sized_request, given, clock, remaining))
         polish(explorer)
         costed += explorer.costed
@@ -159,7 +162,7 @@ def _search(
 
 
 def _ending(clock: Clock | None, seconds: float) -> Callable[[], bool]:
-    """A function that says whether this many seconds from now have passed."""
+    """Return a function that says whether this many seconds from now have passed."""
     if clock is None:
         return lambda: False
     end = clock() + seconds
@@ -174,7 +177,7 @@ def _frugal(
     clock: Clock | None,
     limit_s: float,
 ) -> Costed | None:
-    """The plan with the least of the quantity that a limit restricts: price, time or memory."""
+    """Return the plan with the least of the quantity that a limit restricts: price, time or memory."""
     if request.budget is None and request.deadline_s is None:
         return smallest(model, cluster, request)
     objective: Objective = "cost" if request.budget is not None else "throughput"
@@ -189,11 +192,13 @@ def _frugal(
 
 
 def _with_batch(request: PlanRequest, size: int) -> PlanRequest:
+    """Return the request with another global batch size."""
     batch = dataclasses.replace(request.script.batch, global_batch_size=size)
     return dataclasses.replace(request, script=dataclasses.replace(request.script, batch=batch))
 
 
 def _together(parts: Sequence[Coverage]) -> Coverage:
+    """Add up the coverage of several searches."""
     names = [field.name for field in dataclasses.fields(Coverage) if field.name != "gap"]
     counts = {name: sum(getattr(part, name) for part in parts) for name in names}
     return Coverage(**counts, gap=max((part.gap for part in parts), default=0.0))
@@ -208,6 +213,7 @@ def _choice(
     coverage: Coverage,
     over: Callable[[], bool] = lambda: False,
 ) -> Choice:
+    """Choose the best of the predicted plans, and explain the choice."""
     best = _as_written(cluster, _best([candidate for candidate in costed if candidate.good], request))
     wide = request.scope != "data" or request.mesh is not None
     others = _families(costed, best) if wide else _representatives(costed, best)
@@ -244,7 +250,7 @@ def _choice(
 def _cost(
     model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, plans: list[Plan]
 ) -> tuple[list[Costed], list[Alternative]]:
-    """Predictions of all plans, and one unpredictable plan for each reason of refusal."""
+    """Predict all plans; return the predicted ones, and one unpredictable plan for each reason of refusal."""
     costed: list[Costed] = []
     impossible: dict[str, Alternative] = {}
     for plan in plans:
@@ -267,12 +273,13 @@ def _cost(
 
 
 def _best(good: list[Costed], request: PlanRequest) -> Costed:
+    """Return the plainest of the plans that count as equal to the best."""
     least = min(candidate.value for candidate in good)
     equal = [candidate for candidate in good if candidate.value <= least * (1 + TIE)]
     if request.objective not in (
         "throughput",
         "time-to-quality",
-    ):  # many devices may cost no more than few, in less time
+    ):  # many devices may cost no more than few and take less time
         fastest = min(candidate.prediction.step_time_s.value for candidate in equal)
         equal = [candidate for candidate in equal if candidate.prediction.step_time_s.value <= fastest * (1 + TIE)]
     script = request.script
@@ -282,7 +289,7 @@ def _best(good: list[Costed], request: PlanRequest) -> Costed:
             one.plan.world_size,
             one.plan.precision != script.precision,
             mechanisms(one.plan),
-            one.plan.degree("replicate") < one.plan.world_size,  # plain replication needs no change of the model
+            one.plan.degree("replicate") < one.plan.world_size,  # pure replication needs no change of the model
             one.plan.batch.num_microbatches,
             len(one.plan.shares) + len(one.plan.split_shares),
             len(one.plan.layout),
@@ -293,7 +300,7 @@ def _best(good: list[Costed], request: PlanRequest) -> Costed:
 
 
 def _as_written(cluster: ClusterSpec, best: Costed) -> Costed:
-    """The best plan with the cluster's own order of nodes, where that places its ranks on the same nodes."""
+    """Return the best plan with the cluster's own order of nodes, if that places its ranks on the same nodes."""
     if best.cluster.nodes == cluster.nodes:
         return best
     world = best.plan.world_size
@@ -302,7 +309,7 @@ def _as_written(cluster: ClusterSpec, best: Costed) -> Costed:
 
 
 def mechanisms(plan: Plan) -> int:
-    """The number of axes and settings that a plan combines."""
+    """Return the number of axes and settings that a plan combines."""
     axes = sum(degree > 1 for degree in plan.mesh.values())
     extra = plan.mesh.get("stage", 1) > 1 and plan.pipeline.schedule != "1f1b"
     recompute = any(rule.recompute for rule in plan.layout)
@@ -310,10 +317,10 @@ def mechanisms(plan: Plan) -> int:
 
 
 def _representatives(costed: list[Costed], best: Costed) -> list[Costed]:
-    """The data-parallel plans to list besides the chosen one.
+    """Return the data-parallel plans to list besides the chosen one.
 
-    These are the best of every group of degree, precision and equal or unequal shares. From the chosen plan's own
-    group: the numbers of microbatches that do not fit, and the two fastest that do.
+    These are the best plans of every group with the same degree, precision and kind of shares (equal or not). From the
+    group of the chosen plan, these are the plans that do not fit and the two fastest that do.
     """
 
     def group(one: Costed) -> tuple[int, str, bool]:
@@ -328,7 +335,7 @@ def _representatives(costed: list[Costed], best: Costed) -> list[Costed]:
 
 
 def _families(costed: list[Costed], best: Costed) -> list[Costed]:
-    """The plans to list besides the chosen one: the nearest with other meshes, and the best of each kind of mesh."""
+    """Return the plans to list besides the chosen one: the best with other meshes, and the best of each kind."""
 
     def mesh(one: Costed) -> object:
         by_speed = bool(one.plan.shares or one.plan.split_shares)
@@ -351,7 +358,7 @@ def _families(costed: list[Costed], best: Costed) -> list[Costed]:
 
 
 def _firsts(costed: Sequence[Costed], key: Callable[[Costed], object]) -> list[Costed]:
-    """The best plan of each group."""
+    """Return the best plan of each group."""
     chosen: dict[object, Costed] = {}
     for candidate in costed:
         rival = chosen.get(key(candidate))
@@ -361,17 +368,18 @@ def _firsts(costed: Sequence[Costed], key: Callable[[Costed], object]) -> list[C
 
 
 def _level(plan: Plan) -> int:
+    """Return the sharding level of a plan; 0 where nothing is sharded."""
     return plan.sharding.level if plan.mesh.get("shard", 1) > 1 else 0
 
 
 def _rank(one: Costed) -> tuple[bool, bool, float]:
-    """Sort key within a group: plans that fit, by value; then the others, by the memory they need."""
+    """Return a sort key within a group: plans that fit, by value; then the others, by the memory they need."""
     fits = one.prediction.fits
     return (not fits, bool(one.broken), one.value if fits else one.prediction.memory.total)
 
 
 def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, best: Costed) -> tuple[Alternative, ...]:
-    """Faster plans in a lower precision that the request rules out, listed so that the user can choose them."""
+    """Return faster plans in a lower precision that the request rules out, so that the user can choose them."""
     if request.precision != "script" or best.plan.precision != "full":
         return ()
     faster = []
@@ -391,26 +399,25 @@ def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, b
 
 
 _TIME = 0.35
-"""Largest fraction of the time limit for the first part of the cluster; each later part has half of the one before."""
+"""Fraction of the time limit for the first part of the cluster at most. Each later part has half of the one before."""
 
 _MOST = 4
 """Largest number of parts of the cluster that are searched."""
 
 _TAKEN = 6
-"""Plans of each part with which the search of the whole cluster begins."""
+"""Number of plans from each part with which the search of the whole cluster begins."""
 
 
 def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Clock | None, limit_s: float) -> None:
     """Seed a search, before it runs, with the best plans for parts of its cluster.
 
-    A part may compute in a precision that not all devices of the cluster have; only its fastest precision is
-    searched.
+    Each part is searched only in its fastest precision, which may be one that not all devices of the cluster have.
 
     Args:
         whole: the search of the whole cluster; it receives the plans.
         clusters: the cluster, once for every order of its nodes.
         clock: returns seconds; needed for `limit_s`.
-        limit_s: time limit of the whole search.
+        limit_s: time limit of the whole search, in seconds.
     """
     model, request, share_s = whole.model, whole.request, limit_s * _TIME
     for cluster, part in islice(parts(clusters, request), _MOST):
@@ -429,7 +436,7 @@ def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Cloc
 
 
 def _quickest(model: ModelSpec, part: ClusterSpec, request: PlanRequest) -> Precision:
-    """The allowed precision in which the slowest device has the highest rate."""
+    """Return the allowed precision in which the slowest device has the highest rate."""
     devices = [part.devices[node.device] for node in part.nodes]
 
     def rate(precision: Precision) -> float:
@@ -440,10 +447,13 @@ def _quickest(model: ModelSpec, part: ClusterSpec, request: PlanRequest) -> Prec
 
 
 def parts(clusters: tuple[ClusterSpec, ...], request: PlanRequest) -> Iterator[tuple[ClusterSpec, ClusterSpec]]:
-    """Pairs of a cluster and its first nodes, where the request lets the other nodes be idle.
+    """Yield pairs of a cluster and its first nodes, if the request lets the other nodes stay idle.
 
-    For the first order of nodes, the first 1, 2, 4 ... kinds of nodes are taken; for the other orders, the first
-    kind.
+    For the first order of nodes, these are the first 1, 2, 4 ... kinds of nodes; for the other orders, the first kind.
+
+    Args:
+        clusters: the cluster, once for every order of its nodes.
+        request: what was asked.
     """
     if request.degree is not None or request.mesh is not None:
         return
@@ -460,7 +470,7 @@ def parts(clusters: tuple[ClusterSpec, ...], request: PlanRequest) -> Iterator[t
 
 
 def _ends(cluster: ClusterSpec) -> list[int]:
-    """For every run of equal nodes, the index after its last node."""
+    """Return for every run of equal nodes the index after its last node."""
     nodes, starts = cluster.nodes, [0]
     for at in range(1, len(nodes)):
         if is_mixed(dataclasses.replace(cluster, nodes=nodes[starts[-1] : at + 1])):
