@@ -154,8 +154,8 @@ with a delay of 4: 1.04, 1.25 and 1.20; in the geometric mean 1.16. Whole period
 
 CORRECTED_SOON: Final = Each(others=0.035)
 """For CORRECTED averages that are applied at most a quarter of a period after they were started. Measured every 8
-updates with a delay of 1: 1.04, 1.15 and 1.07; with a delay of 2: 1.04, 1.19 and 1.07. The geometric means are 1.09 and 1.10
-(`2026-11-25-allowances-5`).
+updates with a delay of 1: 1.04, 1.15 and 1.07; with a delay of 2: 1.04, 1.19 and 1.07. The geometric means are 1.09
+and 1.10 (`2026-11-25-allowances-5`).
 """
 
 CORRECTABLE = ("Adam", "AdamW", "NAdam", "RAdam")
