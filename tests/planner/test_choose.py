@@ -83,7 +83,7 @@ def test_a_model_that_does_not_fit_at_once_gets_microbatches() -> None:
     choice = choose(model, cards(), ask(1024, degree=1))
     assert choice.best.batch.num_microbatches == 8  # 64 GiB of activations, 8 GiB at once in 16 GiB
     assert other(choice, microbatches=4).reason.startswith("does not fit: needs ")
-    assert "there are 16.0 GiB" in other(choice, microbatches=4).reason
+    assert "but a rank has 16.0 GiB" in other(choice, microbatches=4).reason
     assert "instead of 1" in explain(choice)
 
 

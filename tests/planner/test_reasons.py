@@ -56,7 +56,7 @@ def test_one_rank_shares_nothing_and_recomputes_a_part() -> None:
 @pytest.mark.parametrize(
     ("factor", "reason", "words"),
     [
-        (0.981, "1.9% better, which is within the error, but takes 2 devices instead of 1", "2 ranks: 1.9%"),
+        (0.981, "1.9% better, which is within the error, but with 2 devices instead of 1", "2 ranks: 1.9%"),
         (1.5, "1.50x slower: a cause", "One device is predicted to be the fastest; 2 ranks would be 1.50x slower"),
     ],
 )

@@ -38,7 +38,10 @@ def test_devices_pay_while_one_more_brings_half_of_one_before() -> None:
     curve = curve_of({1: 100.0, 2: 190.0, 4: 330.0, 8: 380.0, 16: 800.0})
     assert [point.worth for point in curve.points] == pytest.approx([None, 0.9, 14 / 19, 5 / 33, 42 / 38])
     assert curve.pays_until == 4
-    assert "stop paying at 4: up to 8, each additional one adds 15 % of what one before does" in curve.sentence
+    assert (
+        "stop paying at 4: up to 8, each additional one adds 15 % of the speed that one before it adds"
+        in curve.sentence
+    )
 
 
 def test_a_hurried_search_does_not_make_more_devices_slower() -> None:

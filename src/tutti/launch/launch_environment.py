@@ -14,7 +14,7 @@ _ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=1"}
 """Settings of glibc's malloc.
 
 With its caches of small blocks per thread, malloc cannot reuse the memory of a freed large tensor, because blocks of
-32 to 96 bytes remain beside it. The heap of a pipeline grew by 100 MB per step (docs/architecture.md).
+32 to 96 bytes remain beside it. The heap of a pipeline grew by 100 MB per step (docs/traps.md).
 """
 
 

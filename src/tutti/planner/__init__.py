@@ -1,4 +1,4 @@
-"""The planner: enumerate plans, predict their cost, choose the best, and say why."""
+"""The planner: enumerate plans, predict what they cost, choose the best, and say why."""
 
 from tutti.planner.candidates import candidates
 from tutti.planner.plan_description import changed_modules, plan_words, stamp

@@ -1,4 +1,4 @@
-"""The data-parallel plans worth predicting: degrees, microbatches, precisions and shares for a request."""
+"""What the planner tries: data-parallel plans, and for other meshes the degrees of every axis."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -20,11 +20,19 @@ from tutti.errors import PlanError
 from tutti.planner.plan_request import PlanRequest
 
 LOWER: tuple[Precision, ...] = ("tf32", "bfloat16", "float16")
-"""Precisions below full, those that keep float32's range first: float16 needs loss scaling."""
+"""Precisions below full. Those that keep the range of float32 come first; float16 needs loss scaling."""
 
 
 def candidates(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> list[Plan]:
-    """Every plan to predict: one-device and data-parallel plans of the script's batch, none with an idle rank."""
+    """Return all data-parallel plans of the script's batch that are worth predicting, one device included.
+
+    No plan leaves a rank idle. On unequal devices, each plan is also tried with shares by speed.
+
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        request: what may vary.
+    """
     samples = samples_of(request.script.batch.global_batch_size, request.script.batch.unit, model.tokens_per_sample)
     plans = []
     for degree in degrees(cluster, request, samples):
@@ -46,9 +54,18 @@ def candidates(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> 
 
 
 def degrees(cluster: ClusterSpec, request: PlanRequest, samples: int) -> list[int]:
-    """Data-parallel degrees: all up to 16, then divisors of the batch, whole nodes, powers of two, and the largest.
+    """Return the data-parallel degrees to try, ascending.
 
-    CPU hosts can take a rank for each core. Raises PlanError for a fixed degree above the batch.
+    These are all up to 16, then divisors of the batch, whole nodes, powers of two and the largest possible. CPU hosts
+    can take a rank for each core.
+
+    Args:
+        cluster: the machines.
+        request: what was asked.
+        samples: samples in the global batch.
+
+    Raises:
+        PlanError: the request fixes a degree above the number of samples.
     """
     if request.degree is not None:
         if request.degree > samples:
@@ -69,29 +86,29 @@ def degrees(cluster: ClusterSpec, request: PlanRequest, samples: int) -> list[in
 
 
 def precisions(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> list[Precision]:
-    """The precisions to try: a single one, unless the request leaves the choice. All devices must have a rate for
-    it.
+    """Return the precisions to try: a single one, unless the request leaves the choice.
 
-    float16 is tried where a device is faster in it than in bfloat16. It takes as much memory and needs loss
-    scaling, with which momentum compression does not work.
+    Where the choice is open, every device must have a rate for a precision. float16 is tried only where a device is
+    faster in it than in bfloat16, because it takes as much memory and needs loss scaling. Momentum compression does
+    not work with loss scaling, so float16 is not tried with it either.
     """
     if request.precision == "script":
         return [request.script.precision]
     if request.precision != "auto":
         return [request.precision]
-    found = [precision for precision in LOWER if possible(model, cluster, precision)]
-    if "bfloat16" in found and "float16" in found:
+    lower = [precision for precision in LOWER if possible(model, cluster, precision)]
+    if "bfloat16" in lower and "float16" in lower:
         devices = [cluster.devices[node.device] for node in cluster.nodes]
         if all(best_rate(device, "bfloat16") >= best_rate(device, "float16") for device in devices):
-            found.remove("float16")
+            lower.remove("float16")
     code = request.script.sync.compress
-    if code is not None and code.method in MOMENTUM_CODECS and "float16" in found:
-        found.remove("float16")
-    return ["full", *found]
+    if code is not None and code.method in MOMENTUM_CODECS and "float16" in lower:
+        lower.remove("float16")
+    return ["full", *lower]
 
 
 def possible(model: ModelSpec, cluster: ClusterSpec, precision: Precision) -> bool:
-    """Whether every device of the cluster has a rate in this precision, and it is lower than the model's."""
+    """Return whether every device has a rate in this precision, and the model is float32, so that it may be lowered."""
     if model.dtype != "float32":
         return False
     dtype = matrix_dtype(model.dtype, precision)
@@ -99,19 +116,26 @@ def possible(model: ModelSpec, cluster: ClusterSpec, precision: Precision) -> bo
 
 
 def microbatches(model: ModelSpec, request: PlanRequest, samples: int, degree: int) -> list[int]:
-    """Numbers of microbatches: the script's, and the powers of two where results allow a change.
+    """Return the numbers of microbatches to try: the script's, and powers of two where results allow a change.
 
-    Numbers that leave a microbatch with fewer samples than ranks are not tried.
+    Numbers that leave a microbatch with fewer samples than ranks are left out.
+
+    Args:
+        model: what is trained.
+        request: what was asked.
+        samples: samples in the global batch.
+        degree: number of data-parallel ranks.
     """
-    own = request.script.batch.num_microbatches
+    script_count = request.script.batch.num_microbatches
     fixed = request.keep_microbatches or (model.batch_statistics and not request.allow_microbatches)
     if fixed:
-        return [own]
-    counts = {own} | {2**power for power in range(samples.bit_length())}
-    return sorted(count for count in counts if samples // count >= degree) or [own]
+        return [script_count]
+    counts = {script_count} | {2**power for power in range(samples.bit_length())}
+    return sorted(count for count in counts if samples // count >= degree) or [script_count]
 
 
 def _shares(model: ModelSpec, cluster: ClusterSpec, plan: Plan, samples: int) -> tuple[float, ...]:
+    """Return shares by speed for a data-parallel plan; empty where ranks are equal or the plan is impossible."""
     if plan.world_size == 1:
         return ()
     try:
@@ -119,7 +143,7 @@ def _shares(model: ModelSpec, cluster: ClusterSpec, plan: Plan, samples: int) ->
             model, cluster, plan.world_size, plan.precision, samples // plan.batch.num_microbatches
         )
     except PlanError:
-        return ()  # the prediction of this plan will say why it is impossible
+        return ()  # predicting this plan will raise the same error, with its reason
 
 
 MOST_SPLIT = 64
@@ -130,7 +154,7 @@ LEAST_TOKENS = 256
 """The context axis is not used where a rank would have fewer tokens than this."""
 
 UNEVEN = 1.1
-"""A degree counts as dividing a layer only if no rank has more than this multiple of an equal share."""
+"""A degree divides a layer well only if no rank has more than this multiple of an equal share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +162,24 @@ class Limits:
     """The degrees to try along every axis, and what else restricts the search.
 
     Attributes:
-        devices: number of devices (CPU cores count); more ranks than this share them.
-        axes: the mesh that was asked for, if any, with `copies` for replicate times shard.
-        microbatches: the only number allowed, if it is fixed.
-        pipeline: schedule and stages per rank that the script asks for.
-        cuts: stages that the script marks.
-        recompute: indices into mesh_enumeration.RECOMPUTE.
-        single_device: whether one rank is tried too, where annotations ask for axes that it does not have.
-        staged: whether stages are asked for.
+        samples: samples in the global batch.
+        least_ranks: smallest number of ranks.
+        most_ranks: largest number of ranks.
+        devices: number of devices of the cluster; more ranks than this share them.
+        per_node: most ranks that a node takes without two of them sharing a core.
+        splits, stages, contexts, experts, tables, spaces: degrees to try along each axis.
+        blocks: number of blocks between which a pipeline can be cut.
+        cuts: number of cuts that the script marks.
+        levels: sharding levels to try.
+        may_shard: whether the shard axis is tried.
+        must_shard: whether the script asks for the shard axis.
+        recompute: indices into plan_table.RECOMPUTE to try.
+        microbatches: the only number that is allowed, if it is fixed.
+        own_microbatches: the script's number of microbatches.
+        pipeline: schedule and stages per rank that the script asks for, if any.
+        axes: fixed degrees of "shard" and of "copies" (replicate times shard), if any.
+        single_device: whether one rank is tried too, although the script asks for axes that need several.
+        staged: whether pipeline stages are asked for.
     """
 
     samples: int
@@ -174,7 +208,12 @@ class Limits:
 
 
 def limits_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Limits:
-    """The limits for a request. Raises PlanError for more ranks than possible, or a batch of unknown size."""
+    """Return the limits that model, cluster and request set to a search.
+
+    Raises:
+        PlanError: the script asks for an axis along which nothing of the model can be divided, or the number of
+            samples in the batch is unknown.
+    """
     script = request.script
     samples = samples_of(script.batch.global_batch_size, script.batch.unit, model.tokens_per_sample)
     most = host_groups(cluster)
@@ -220,11 +259,12 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> L
 
 
 def host_groups(cluster: ClusterSpec) -> int:
-    """The number of ranks that the cluster takes without two ranks sharing a core."""
+    """Return the number of ranks that the cluster takes without two ranks sharing a core."""
     return sum(node.count * ranks_of_node(cluster, node) for node in cluster.nodes)
 
 
 def _product(mesh: dict[AxisName, int]) -> int:
+    """Return the number of ranks of a mesh."""
     total = 1
     for degree in mesh.values():
         total *= degree
@@ -232,6 +272,7 @@ def _product(mesh: dict[AxisName, int]) -> int:
 
 
 def _fixed_axes(request: PlanRequest) -> dict[str, int] | None:
+    """Return the degrees of shard and of replicate times shard that the request fixes; None where it fixes neither."""
     mesh = request.mesh
     if mesh is None:
         shard = request.demanded.get("shard", 0)
@@ -240,11 +281,12 @@ def _fixed_axes(request: PlanRequest) -> dict[str, int] | None:
 
 
 def _may_shard(request: PlanRequest) -> bool:
+    """Return whether the request lets plans use the shard axis."""
     return request.scope != "data" and (request.mesh is None or request.mesh.get("shard", 1) > 1)
 
 
 def _axis(request: PlanRequest, axis: AxisName, able: tuple[int, ...]) -> tuple[int, ...]:
-    """The degrees of one axis: those that the model allows, or the one that was asked for."""
+    """Return the degrees to try along one axis: those that the model allows, or the one that was asked for."""
     if request.mesh is not None:
         return (request.mesh.get(axis, 1),)
     if request.scope == "data":
@@ -257,24 +299,29 @@ def _axis(request: PlanRequest, axis: AxisName, able: tuple[int, ...]) -> tuple[
     divided = tuple(degree for degree in able if degree > 1)
     if wanted == 0 and not divided:
         raise PlanError(
-            f"the script asks for the {axis} axis, but nothing of the model can be divided over 2 or more ranks"
+            f"the script asks for the {axis} axis, but no part of the model can be divided over 2 or more ranks; "
+            "remove it from the script"
         )
     return divided if wanted == 0 else (1,)
 
 
 def _powers(most: int) -> list[int]:
+    """Return the powers of two up to `most`."""
     return [2**power for power in range(max(1, most).bit_length())]
 
 
 def _splits(model: ModelSpec, most: int, per_node: int) -> tuple[int, ...]:
-    """Degrees that divide most of the layers that can be split: within a node, and powers of two a little beyond."""
+    """Return the degrees that divide most of the work of the layers that can be split.
+
+    All degrees within a node are considered, and powers of two up to 8 or twice a node.
+    """
     divided = [module for module in model.modules if module.split]
     if not divided:
         return (1,)
     weights = {id(module): 1.0 + sum(op.flops_forward for op in module.ops) for module in divided}
     total = sum(weights.values())
     highest = min(most, MOST_SPLIT, max(8, 2 * per_node))
-    found = []
+    degrees = []
     for degree in range(1, highest + 1):
         if degree > per_node and degree & (degree - 1):
             continue
@@ -283,33 +330,35 @@ def _splits(model: ModelSpec, most: int, per_node: int) -> tuple[int, ...]:
             continue
         uneven = sum(weights[id(module)] for module in limited if _uneven(module.split_limit, degree))
         if uneven < 0.5 * total:
-            found.append(degree)
-    return tuple(found) or (1,)
+            degrees.append(degree)
+    return tuple(degrees) or (1,)
 
 
 def _uneven(units: int, degree: int) -> bool:
-    """Whether one of `degree` ranks gets more of a layer's units than `UNEVEN` times an equal share."""
+    """Return whether one of `degree` ranks gets more of a layer's units than `UNEVEN` times an equal share."""
     return -(-units // degree) * degree > UNEVEN * units
 
 
 def _stages(blocks: int, cuts: int, most: int) -> tuple[int, ...]:
-    """Numbers of pipeline ranks: the fewest for each number of blocks on the fullest rank, and powers of two."""
+    """Return numbers of pipeline ranks: the fewest for each number of blocks on the fullest rank, and powers of two."""
     if cuts:
         return tuple(dict.fromkeys(degree for degree in (1, cuts + 1) if degree <= most))
     highest = min(most, blocks)
-    wanted = {1} | set(_powers(highest)) | {-(-blocks // each) for each in range(1, blocks + 1)}
+    wanted = {1} | set(_powers(highest)) | {-(-blocks // blocks_per_rank) for blocks_per_rank in range(1, blocks + 1)}
     if highest <= 8:
         wanted |= set(range(1, highest + 1))
     return tuple(sorted(degree for degree in wanted if degree == 1 or degree <= highest))
 
 
 def _contexts(model: ModelSpec, most: int) -> tuple[int, ...]:
+    """Return the degrees along which each sequence is divided; 1 for short sequences and models without attention."""
     if not any(module.key_value_nbytes for module in model.modules) or model.tokens_per_sample < 2 * LEAST_TOKENS:
         return (1,)
     return tuple(_powers(min(most, model.tokens_per_sample // LEAST_TOKENS, MOST_SPLIT)))
 
 
 def _experts(model: ModelSpec, most: int) -> tuple[int, ...]:
+    """Return the degrees over which experts are divided: powers of two, and three times these."""
     if not any(module.expert for module in model.modules):
         return (1,)
     highest = min(most, MOST_EXPERT)
@@ -318,51 +367,62 @@ def _experts(model: ModelSpec, most: int) -> tuple[int, ...]:
 
 
 def _tables(model: ModelSpec, most: int) -> tuple[int, ...]:
+    """Return the degrees over which embedding tables are divided."""
     return tuple(_powers(min(most, MOST_TABLE))) if any(module.table for module in model.modules) else (1,)
 
 
 def _spaces(model: ModelSpec, most: int) -> tuple[int, ...]:
+    """Return the degrees over which images or volumes are divided."""
     return tuple(_powers(min(most, MOST_SPACE))) if any(module.spatial for module in model.modules) else (1,)
 
 
 def marked(script: Plan) -> bool:
-    """Whether the plan that a script implies says more than data parallelism."""
+    """Return whether the script's own plan asks for more than data parallelism."""
     return bool(script.pipeline.cuts) or any(rule.placement != "auto" for rule in script.layout)
 
 
 ROUNDS = 4
-"""How often shares are recomputed for the speeds that devices have with them. Work that does not depend on the
-share, such as reading weights, weighs more in a small one.
+"""How often shares are recomputed at the speeds that they lead to. Work that does not depend on the share, such as
+reading weights, weighs more in a small share.
 """
 
 
 def speeds(model: ModelSpec, host_groups: tuple[HostGroup, ...], precision: Precision, loads: Array) -> Array:
-    """Samples per second of the whole model on every rank, relative to the fastest, where rank r computes
-    `loads[r]`.
+    """Return the samples per second of the whole model on every rank, relative to the fastest rank, (ranks,).
+
+    Args:
+        model: what is trained.
+        host_groups: where the ranks run.
+        precision: precision of the computation.
+        loads: samples that each rank computes at once, (ranks,).
     """
     table, modules = model_table(model).ops, len(model.modules)
-    found, known, first = np.ones(len(loads)), {}, 0
+    rates, known, first = np.ones(len(loads)), {}, 0
     for host_group in host_groups:
         worker = worker_at(host_group, model.dtype, precision)
-        own = np.maximum(1, np.round(loads[first : first + host_group.ranks])).astype(np.int64)
-        for count in np.unique(own).tolist():
+        rank_samples = np.maximum(1, np.round(loads[first : first + host_group.ranks])).astype(np.int64)
+        for count in np.unique(rank_samples).tolist():
             key = (host_group.device.name, host_group.sharing, host_group.threads, count)
             if key not in known:
                 passes = (compute_cost.forward, compute_cost.backward)
-                whole = sum(float(one(table, worker, count, modules).seconds.sum()) for one in passes)
+                whole = sum(float(cost_of_pass(table, worker, count, modules).seconds.sum()) for cost_of_pass in passes)
                 known[key] = count / whole if whole > 0 else 1.0
-            found[first : first + host_group.ranks][own == count] = known[key]
+            rates[first : first + host_group.ranks][rank_samples == count] = known[key]
         first += host_group.ranks
-    return np.asarray(found / found.max(), dtype=np.float64)
+    return np.asarray(rates / rates.max(), dtype=np.float64)
 
 
 def proportional_shares(
     model: ModelSpec, cluster: ClusterSpec, ranks: int, precision: Precision, samples: int
 ) -> tuple[float, ...]:
-    """A share for each rank such that all finish together, relative to the fastest's; empty where all ranks are
-    equal.
+    """Return a share for each rank such that all finish together, relative to the largest; empty where all are equal.
 
-    `samples`: samples of a microbatch.
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        ranks: number of data-parallel ranks.
+        precision: precision of the computation.
+        samples: samples in a microbatch, over all ranks.
     """
     host_groups, loads = place_ranks(cluster, ranks), np.full(ranks, samples / ranks)
     for _ in range(ROUNDS):
@@ -372,6 +432,6 @@ def proportional_shares(
 
 
 def listed(loads: Array) -> tuple[float, ...]:
-    """Loads as the shares of a plan: relative to the largest, in thousandths; empty where all are equal."""
+    """Return loads as the shares of a plan, relative to the largest, in thousandths; empty where all are equal."""
     shares = tuple(round(float(load), 3) for load in loads / loads.max())
     return shares if min(shares) < 1 else ()

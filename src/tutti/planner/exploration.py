@@ -1,7 +1,7 @@
-"""The search: meshes in order of their bounds, their variants in order of corrected estimates.
+"""The search: examine meshes in order of their bounds, and their variants in order of corrected estimates.
 
-It ends when nothing that is left can be better, or time is up. Plans are ruled out only by lower bounds of
-their predictions.
+It ends when nothing that is left can be better, or time is up. Plans are ruled out only by lower bounds of their
+predicted value and memory.
 """
 
 import math
@@ -33,24 +33,24 @@ from tutti.planner.search_pool import Lesson, Pool, plainness, takes_long
 Clock = Callable[[], float]
 
 _CHUNK = 300
-"""Meshes whose variants are made at once."""
+"""Number of meshes whose variants are made at once."""
 
 _AT_ONCE = 12
-"""Plans predicted before the order is computed anew."""
+"""Number of plans that are predicted before the order is computed anew."""
 
 _PATIENCE = 150
 """The search ends when this many plans in a row brought no gain and more than this many are left."""
 
 _QUIET = 0.125
-"""With a time limit, it ends only if no gain came for this fraction of the limit, too. Plans that are left may
-be better, and the time was given to examine them.
+"""With a time limit, the search ends early only if there was also no gain for this fraction of the limit. Plans that
+are left may be better, and the time was given to examine them.
 """
 
 _EACH = 4
-"""Plans that a mesh counts for whose variants were not made yet."""
+"""Number of plans for which a mesh counts as long as its variants are not made."""
 
 _SURE = 6
-"""Plans that are predicted however short the time is."""
+"""Number of plans that are predicted however short the time is."""
 
 _UNTIL_ONE = 3.0
 """Multiple of the time limit that a search may take as long as no plan fits."""
@@ -59,21 +59,27 @@ _HOPELESS = 60
 """The search ends when this many plans in a row brought no gain and none at all fits."""
 
 _FIRST, _SEARCH = 0.5, 0.85
-"""Parts of the time after which the first look and the search end; the rest is for neighbours of the best."""
+"""Fractions of the time after which the first look and the search end; the rest is for neighbours of the best plans."""
 
 _GAIN = 0.002
 """The smallest relative improvement that counts as a gain."""
 
 _FAMILIES = 24
-"""Number of kinds of plans of which the best of the first meshes is always predicted, so that every kind is
-judged once.
+"""Number of families of plans whose best plan among the first meshes is always predicted, so that each family is judged
+once.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costed:
-    """A plan, its prediction on a cluster with a given order of nodes, the objective's value, and the limit that it
-    breaks.
+    """A plan with its prediction and value.
+
+    Attributes:
+        plan: the plan.
+        prediction: its prediction.
+        cluster: the machines, in the order in which ranks are placed.
+        value: the objective's value; less is better.
+        broken: the limit of the request that the plan breaks, as text; empty where it keeps all.
     """
 
     plan: Plan
@@ -84,7 +90,7 @@ class Costed:
 
     @property
     def good(self) -> bool:
-        """Whether it fits, keeps every limit of the request and has a finite value."""
+        """Whether the plan fits, keeps every limit of the request and has a finite value."""
         return self.prediction.fits and not self.broken and math.isfinite(self.value)
 
 
@@ -93,8 +99,14 @@ class SearchBranch:
     """The meshes of one order of nodes and one precision.
 
     Attributes:
-        waiting: rows whose variants were not made yet, the most promising first.
-        least: lower bound of the objective, by row.
+        cluster: the machines, in the order in which ranks are placed.
+        precision: precision of the plans.
+        best_case: the model at the best rates of the cluster.
+        best_memory: the memory and work of the model in the best case.
+        shapes: all meshes.
+        least: lower bound of the objective of each mesh, (meshes,).
+        waiting: rows of the meshes whose variants are not made yet, the most promising first.
+        pool: plans that wait to be predicted.
     """
 
     cluster: ClusterSpec
@@ -108,8 +120,19 @@ class SearchBranch:
 
 
 class Explorer:
-    """One search. `clock` and `limit_s` end it early; without them it ends by itself. `offload`: search plans that
-    keep state in the host's memory.
+    """One search for the best plan.
+
+    Args:
+        model: what is trained.
+        clusters: the machines, once for every order of nodes to try.
+        request: what may vary, the objective and the limits.
+        precisions: precisions to try.
+        clock: returns seconds; needed for `limit_s`.
+        limit_s: seconds after which the search ends early.
+        offload: whether plans that keep state in the host's memory are searched, instead of those that do not.
+
+    Raises:
+        PlanError: no mesh serves the request.
     """
 
     def __init__(
@@ -133,18 +156,19 @@ class Explorer:
         self._lessons: dict[int, Lesson] = {}
         self._counts = {"considered": 0, "too_large": 0, "too_slow": 0, "refused": 0}
         self.best = math.inf
-        found = shapes(self.limits, request)
+        meshes = shapes(self.limits, request)
         self.branches = [
             branch
             for cluster in clusters
             for precision in precisions
-            if (branch := self._branch(cluster, precision, found))
+            if (branch := self._branch(cluster, precision, meshes))
         ]
 
     def run(self, *, than: float | None = None) -> None:
-        """Search until nothing left can be better, no gain came for long, or time is up.
+        """Search until nothing that is left can be better, there was no gain for long, or time is up.
 
-        `than`: only plans below this value are wanted, so no additional time is taken where none fits.
+        Args:
+            than: only plans with a value below this are wanted, so no additional time is taken where none fits.
         """
         if than is not None:
             self.best, self._until_one = min(self.best, than), 1.0
@@ -157,7 +181,7 @@ class Explorer:
             grown = self._expand()
             if not costed and not grown:
                 break
-            if grown:  # better plans found now may rule out meshes before their variants are made
+            if grown:  # better plans, found first, may rule out meshes before their variants are made
                 continue
             better = self.best < before * (1 - _GAIN)
             idle, gained_s = (0, _now(self._clock)) if better else (idle + _AT_ONCE, gained_s)
@@ -166,7 +190,7 @@ class Explorer:
         self._prune()
 
     def coverage(self) -> Coverage:
-        """How far the search got."""
+        """Return how far the search got."""
         left, least = 0, math.inf
         for branch in self.branches:
             left += len(branch.pool) + len(branch.waiting)
@@ -178,7 +202,7 @@ class Explorer:
         return Coverage(**self._counts, costed=len(self.costed), left=left, gap=gap if math.isfinite(gap) else 0.0)
 
     def cost(self, plan: Plan, cluster: ClusterSpec) -> Costed | None:
-        """Predict one plan; None where it cannot be predicted, and the reason is recorded."""
+        """Predict one plan and record it; return None, and record the reason, where it cannot be predicted."""
         try:
             prediction = predict(self.model, cluster, plan)
         except PlanError as error:
@@ -186,24 +210,25 @@ class Explorer:
             self._counts["refused"] += 1
             return None
         totals = objectives.totals(cluster, self.request, plan, prediction)
-        one = Costed(
+        costed = Costed(
             plan=plan,
             prediction=prediction,
             cluster=cluster,
             value=objectives.value(cluster, self.request, plan, prediction),
             broken=objectives.broken_limit(self.request, totals, prediction),
         )
-        self.costed.append(one)
-        if one.good:
-            self.best = min(self.best, one.value)
-        return one
+        self.costed.append(costed)
+        if costed.good:
+            self.best = min(self.best, costed.value)
+        return costed
 
     def add(self, found: Costed | None) -> None:
-        """Add a plan that was predicted elsewhere."""
+        """Predict and record a plan that another search found, if it found any."""
         if found is not None:
             self.cost(found.plan, found.cluster)
 
     def _branch(self, cluster: ClusterSpec, precision: Precision, found: MeshTable) -> SearchBranch | None:
+        """Bound all meshes for one order of nodes and one precision; return None where that precision is impossible."""
         try:
             best_case = BestCase(self.model, cluster, precision, self.request.script.layout)
             seconds, memory = shape_bounds(best_case, found, self.samples, offload=self._offload)
@@ -211,7 +236,7 @@ class Explorer:
             nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))
             self.impossible.setdefault(str(error), nothing)
             return None
-        # Where parts along split may be unequal, a prediction may report the memory of a rank with a small part.
+        # Where parts along split may be unequal, the memory in a prediction may be that of a rank with a small part.
         (uneven_rows,) = by_kind((found.world, found.split), partial(uneven, best_case))
         shown = np.where(uneven_rows > 0, 0.0, memory)
         least = objectives.bound(cluster, self.request, seconds, found.world, shown)
@@ -231,25 +256,26 @@ class Explorer:
         )
 
     def _room(self, best_case: BestCase, found: MeshTable, *, tightest: bool = False) -> Array:
-        """Memory of each row's largest (or smallest) rank, in bytes."""
+        """Return the memory of the largest (or smallest) rank of each mesh in bytes, (meshes,)."""
 
         def room(world: int) -> tuple[float]:
             ground = best_case.ground(world)
             return (ground.least_nbytes if tightest else ground.memory_nbytes,)
 
-        (own,) = by_kind((found.world,), room)
-        return np.minimum(own, self.request.memory_nbytes or math.inf)
+        (capacity,) = by_kind((found.world,), room)
+        return np.minimum(capacity, self.request.memory_nbytes or math.inf)
 
     def over(self, part: float = 1.0) -> bool:
-        """Whether this fraction of the time is used up. While no plan fits yet, several times as much is allowed."""
+        """Return whether this fraction of the time is used up. While no plan fits, several times as much is allowed."""
         if self._clock is None:
             return False
         patience = 1.0 if math.isfinite(self.best) else self._until_one
         return self._clock() >= self._began + patience * part * self._limit_s
 
     def _first(self) -> None:
-        """Predict the best of every kind of plan in a sample of all meshes. This gives a plan to beat, and the error of
-        the estimates for each kind.
+        """Predict the best plan of every family in a sample of all meshes.
+
+        This gives a plan to beat, and for each family the error of the estimates.
         """
         for branch in self.branches:
             world, rows = branch.shapes.world[branch.waiting], branch.waiting
@@ -267,7 +293,7 @@ class Explorer:
             branch.pool.drop(branch.pool.done)
 
     def _expand(self) -> bool:
-        """Make the variants of the next meshes that may still be better. Returns whether there were any."""
+        """Make the variants of the next meshes that may still be better; return whether there were any."""
         branch = min(
             (branch for branch in self.branches if len(branch.waiting)),
             key=lambda branch: float(branch.least[branch.waiting[0]]),
@@ -280,12 +306,13 @@ class Explorer:
         return True
 
     def _make(self, branch: SearchBranch, rows: NDArray[np.intp]) -> None:
+        """Make the variants of these meshes, and add to the pool those that fit and may be the best."""
         variant_rows = variants(self.limits, branch.shapes, rows, offload=self._offload)
         if not len(variant_rows):
             return
         bounds = variant_bounds(branch.best_memory, branch.shapes, variant_rows, self.samples)
         world = branch.shapes.world[variant_rows.shape]
-        # On unequal devices a prediction reports the memory of the tightest rank, which may not be the fullest.
+        # On unequal devices, a prediction reports the rank with the least memory left, which may not be the fullest.
         shown = bounds.least_memory if branch.best_case.mixed else bounds.memory
         least = objectives.bound(branch.cluster, self.request, bounds.step_s, world, shown)
         likely = objectives.bound(branch.cluster, self.request, bounds.likely_s, world, bounds.memory)
@@ -298,7 +325,7 @@ class Explorer:
         branch.pool.add(branch.shapes, variant_rows, fits & quick, least, likely, bounds, tight)
 
     def _prune(self) -> None:
-        """Drop plans that cannot be better than the best so far."""
+        """Drop plans and meshes that cannot be better than the best so far."""
         for branch in self.branches:
             slow = branch.pool.least >= self.best
             late = branch.least[branch.waiting] >= self.best
@@ -308,7 +335,7 @@ class Explorer:
             branch.waiting = branch.waiting[~late]
 
     def _cost_next(self) -> bool:
-        """Predict the most promising plans. Returns whether there were any."""
+        """Predict the most promising plans; return whether there were any."""
         orders = [branch.pool.corrected(self._lessons) for branch in self.branches]
         branch_of = np.concatenate([np.full(len(order), index) for index, order in enumerate(orders)] or [np.empty(0)])
         row_of = np.concatenate([np.arange(len(order)) for order in orders] or [np.empty(0, dtype=np.intp)])
@@ -322,7 +349,7 @@ class Explorer:
         return True
 
     def _cost_rows(self, branch: SearchBranch, rows: NDArray[np.intp], *, keep: bool = False) -> None:
-        """Predict these rows of a branch's pool and learn from them; `keep`: only mark them as done."""
+        """Predict rows of a branch's pool and learn from the result; `keep` leaves them in the pool, marked as done."""
         pool = branch.pool
         for row in rows.tolist():
             if self.over(_SEARCH) and not keep:
@@ -331,11 +358,11 @@ class Explorer:
             variant_rows, at = pool.variant_rows[int(pool.part[row])], int(pool.row[row])
             plan = plan_of(self.model, self.request, branch.shapes, variant_rows, at, branch.precision)
             lesson = self._lessons.setdefault(int(pool.family[row]), Lesson())
-            found = self._cost_all(branch, plan)
-            if not found:
+            costed = self._cost_all(branch, plan)
+            if not costed:
                 lesson.refused += 1
                 continue
-            best = min(found, key=lambda one: (not one.good, one.value))
+            best = min(costed, key=lambda candidate: (not candidate.good, candidate.value))
             lesson.count += 1
             lesson.time += math.log(max(best.value, 1e-300) / max(float(pool.likely[row]), 1e-300))
             lesson.memory += math.log(best.prediction.memory.total / max(float(pool.memory[row]), 1.0))
@@ -343,34 +370,36 @@ class Explorer:
             pool.drop(pool.done)
 
     def _cost_all(self, branch: SearchBranch, plan: Plan) -> list[Costed]:
-        """The plan itself and, on unequal devices, the same with shares and cuts by speed."""
+        """Predict a plan and, on unequal devices, its variants with shares, parts and cuts by speed."""
         whole = self.cost(plan, branch.cluster)
         if whole is None:
             return []
         others: list[Plan] = []
         if branch.best_case.mixed and plan.world_size > 1:
             others = improved(branch.best_memory, branch.cluster, plan, whole.prediction, self.samples)
-        return [whole, *[one for each in others if (one := self.cost(each, branch.cluster)) is not None]]
+        return [whole, *[costed for other in others if (costed := self.cost(other, branch.cluster)) is not None]]
 
 
 def _now(clock: Clock | None) -> float:
+    """Return the time of the clock in seconds, or 0 without one."""
     return clock() if clock is not None else 0.0
 
 
 def _timed(explorer: Explorer) -> bool:
+    """Return whether the search has a time limit."""
     return explorer._clock is not None and math.isfinite(explorer._limit_s)
 
 
 def _enough(explorer: Explorer, idle: int, gained_s: float) -> bool:
-    """Whether the plans since the last gain are so many, and took so long, that more are not worth their time."""
+    """Return whether there was no gain for so long that predicting more plans is not worth its time."""
     if not math.isfinite(explorer.best):
-        return idle >= _HOPELESS and not any(one.prediction.fits for one in explorer.costed)
+        return idle >= _HOPELESS and not any(candidate.prediction.fits for candidate in explorer.costed)
     waited = not _timed(explorer) or _now(explorer._clock) >= gained_s + _QUIET * explorer._limit_s
     return idle >= _PATIENCE and waited and not _in_time(explorer)
 
 
 def _in_time(explorer: Explorer) -> bool:
-    """Whether all plans that are left can be predicted in the remaining time."""
+    """Return whether all plans that are left can be predicted in the remaining time."""
     left = sum(len(branch.pool) + _EACH * len(branch.waiting) for branch in explorer.branches)
     return left <= _PATIENCE or (
         _timed(explorer) and not explorer.over(_SEARCH / (1 + left / max(1, len(explorer.costed))))
@@ -378,8 +407,10 @@ def _in_time(explorer: Explorer) -> bool:
 
 
 def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:
-    """The most promising row of each family. The plainest families come first; those that are probably too large,
-    and those that take long to predict, last.
+    """Return the most promising row of each of at most `_FAMILIES` families.
+
+    The four most promising families come first, then the plainest of the others. Families that are slow to predict
+    come last.
     """
     order = pool.corrected(lessons)
     kinds, at = np.unique(pool.family, return_inverse=True)
@@ -389,7 +420,7 @@ def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:
     hopeful = [
         (int(kind), int(first)) for kind, first in zip(kinds, firsts, strict=True) if math.isfinite(order[first])
     ]
-    hopeful.sort(key=lambda one: order[one[1]])
-    plain = sorted(hopeful[: 3 * _FAMILIES], key=lambda one: (plainness(one[0]), order[one[1]]))
-    chosen = [*hopeful[:4], *[one for one in plain if one not in hopeful[:4]]][:_FAMILIES]
-    return [first for _, first in sorted(chosen, key=lambda one: takes_long(one[0]))]
+    hopeful.sort(key=lambda pair: order[pair[1]])
+    plain = sorted(hopeful[: 3 * _FAMILIES], key=lambda pair: (plainness(pair[0]), order[pair[1]]))
+    chosen = [*hopeful[:4], *[pair for pair in plain if pair not in hopeful[:4]]][:_FAMILIES]
+    return [first for _, first in sorted(chosen, key=lambda pair: takes_long(pair[0]))]

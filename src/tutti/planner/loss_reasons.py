@@ -1,4 +1,4 @@
-"""Why a plan lost, and what a choice means, as sentences with numbers."""
+"""Sentences with numbers on why a plan lost and what a choice means."""
 
 import math
 import re
@@ -31,12 +31,12 @@ _MOST = {
 
 
 def why(request: PlanRequest, loser: Costed, best: Costed) -> str:
-    """Why `loser` was not chosen over `best`, in one phrase."""
+    """Return one phrase saying why `loser` was not chosen instead of `best`."""
     plan, prediction = loser.plan, loser.prediction
     if not prediction.fits:
         return (
             f"does not fit: needs {nbytes(prediction.memory.total)} for each rank ({_largest_part(prediction)}), "
-            f"but there are {nbytes(objectives.room_nbytes(loser.cluster, plan))}"
+            f"but a rank has {nbytes(objectives.room_nbytes(loser.cluster, plan))}"
         )
     if loser.broken:
         return f"not allowed: {loser.broken}"
@@ -45,24 +45,27 @@ def why(request: PlanRequest, loser: Costed, best: Costed) -> str:
         return _tie(loser, best, ratio)
     if request.objective == "throughput":
         return f"{ratio:.2f}x slower: {_cause(loser, best)}"
-    own, chosen = (
+    lost, chosen = (
         objectives.shown_value(
-            request, objectives.totals(one.cluster, request, one.plan, one.prediction), one.prediction
+            request,
+            objectives.totals(candidate.cluster, request, candidate.plan, candidate.prediction),
+            candidate.prediction,
         )
-        for one in (loser, best)
+        for candidate in (loser, best)
     )
     steps = f"a step takes {seconds(prediction.step_time_s.value)}, not {seconds(best.prediction.step_time_s.value)}"
-    return f"{ratio:.2f}x as much: {own} against {chosen}; {steps}"
+    return f"{ratio:.2f}x as much: {lost} against {chosen}; {steps}"
 
 
 def _tie(loser: Costed, best: Costed, ratio: float) -> str:
+    """Say why a plan lost whose value is about as good as the best."""
     same = "as good within 2 %" if ratio >= 0.995 else f"{1 - ratio:.1%} better, which is within the error"
     plan, chosen = loser.plan, best.plan
-    own, least = loser.prediction.step_time_s.value, best.prediction.step_time_s.value
-    if own > 1.02 * least and abs(own / least - ratio) > 0.02:  # time is not the objective
-        return f"{same}, but a step takes {seconds(own)}, not {seconds(least)}"
+    step_s, best_step_s = loser.prediction.step_time_s.value, best.prediction.step_time_s.value
+    if step_s > 1.02 * best_step_s and abs(step_s / best_step_s - ratio) > 0.02:  # the objective is not time
+        return f"{same}, but a step takes {seconds(step_s)}, not {seconds(best_step_s)}"
     if plan.world_size > chosen.world_size:
-        return f"{same}, but takes {plan.world_size} devices instead of {chosen.world_size}"
+        return f"{same}, but with {plan.world_size} devices instead of {chosen.world_size}"
     if plan.precision != chosen.precision:
         return f"{same}, but computes in {plan.precision}"
     if len(axes_of(plan)) > len(axes_of(chosen)):
@@ -75,16 +78,16 @@ def _tie(loser: Costed, best: Costed, ratio: float) -> str:
 
 
 def _cause(loser: Costed, best: Costed) -> str:
-    """The phase of the step that makes the largest difference."""
+    """Name the phase of the step that makes the largest difference, with both times."""
     slow, fast = loser.prediction, best.prediction
-    own = {
+    differences = {
         "compute": _compute_s(slow) - _compute_s(fast),
         "communication": slow.phases["exposed_communication"] - fast.phases["exposed_communication"],
         "data": slow.phases["data"] - fast.phases["data"],
         "optimizer": slow.phases["optimizer"] - fast.phases["optimizer"],
         "other": slow.phases["other"] - fast.phases["other"],
     }
-    part = max(own, key=lambda name: own[name])
+    part = max(differences, key=lambda name: differences[name])
     if part == "communication":
         return _communication_cause(loser.cluster, loser.plan, slow)
     if part == "optimizer":
@@ -101,11 +104,12 @@ def _cause(loser: Costed, best: Costed) -> str:
 
 
 def _sharing_memory(host_groups: tuple[HostGroup, ...]) -> list[int]:
-    """For each host group, the number of ranks of a host that share one memory; 1 on GPUs, which have their own."""
+    """Return for each host group how many ranks of a host share one memory; 1 on GPUs, which have their own."""
     return [host_group.ranks_per_host if host_group.device.kind == "cpu" else 1 for host_group in host_groups]
 
 
 def _compute_cause(loser: Costed, best: Costed) -> str:
+    """Say why a plan computes longer than the best one."""
     plan, chosen = loser.plan, best.plan
     against = f"{seconds(_compute_s(loser.prediction))} of compute against {seconds(_compute_s(best.prediction))}"
     host_groups = place_ranks(loser.cluster, plan.world_size)
@@ -146,6 +150,7 @@ def _compute_cause(loser: Costed, best: Costed) -> str:
 
 
 def _communication_cause(cluster: ClusterSpec, plan: Plan, slow: Prediction) -> str:
+    """Name the exposed communication of a plan and the link that it waits for."""
     host_groups = place_ranks(cluster, plan.world_size)
     link = ring_link(cluster, host_groups)
     over = "" if set(axes_of(plan)) <= {"replicate"} else f" over {mesh_words(plan)}"
@@ -156,10 +161,12 @@ def _communication_cause(cluster: ClusterSpec, plan: Plan, slow: Prediction) -> 
 
 
 def _compute_s(prediction: Prediction) -> float:
+    """Return the seconds of forward and backward."""
     return prediction.phases["forward"] + prediction.phases["backward"]
 
 
 def _largest_part(prediction: Prediction) -> str:
+    """Name the two largest parts of a rank's memory."""
     memory = prediction.memory
     parts = {
         "parameters": memory.parameters,
@@ -180,7 +187,15 @@ def remarks(
     best: Costed,
     alternatives: Sequence[Alternative],
 ) -> tuple[str, ...]:
-    """What the choice means: the number of devices and why no more, what limits it, what was held fixed."""
+    """Return sentences on what the choice means: why this many devices, what limits the plan, what was held fixed.
+
+    Args:
+        model: what is trained.
+        cluster: the machines, in their own order.
+        request: what was asked.
+        best: the chosen plan.
+        alternatives: plans that were not chosen, the best first.
+    """
     plan, prediction = best.plan, best.prediction
     sentences = [
         _mesh_remark(model, request, best) if request.mesh is not None else _devices_remark(request, best, alternatives)
@@ -198,7 +213,7 @@ def remarks(
         sentences.append(
             f"{count(idle, 'device')} of {cluster.device_count} {'stays' if idle == 1 else 'stay'} idle: "
             + (
-                f"with more of them it is only {gained:.1%} better"
+                f"the best plan with more of them is only {gained:.1%} better"
                 if gained >= 0.001
                 else "no better plan with them was found"
             )
@@ -216,16 +231,16 @@ def remarks(
         names = ", ".join(node.name for node in best.cluster.nodes)
         sentences.append(f"Start the nodes in this order, which is not the cluster file's: {names}")
     if plan.batch.global_batch_size != request.script.batch.global_batch_size:
-        own = request.script.batch
+        script_batch = request.script.batch
         sentences.append(
-            f"The global batch is {plan.batch.global_batch_size} instead of {own.global_batch_size} "
-            f"{own.unit}, because the quality is reached sooner: this changes what is computed"
+            f"The global batch is {plan.batch.global_batch_size} instead of {script_batch.global_batch_size} "
+            f"{script_batch.unit}, because the quality is reached sooner: this changes what is computed"
         )
     return tuple(sentences)
 
 
 def _with_more(request: PlanRequest, best: Costed, alternatives: Sequence[Alternative]) -> float:
-    """The fraction by which the best plan on more devices is better; 0 if none is."""
+    """Return the fraction by which the best plan on more devices is better than the chosen one; 0 if none is."""
     values = [
         objectives.value(best.cluster, request, other.plan, other.prediction)
         for other in alternatives
@@ -239,7 +254,7 @@ def _with_more(request: PlanRequest, best: Costed, alternatives: Sequence[Altern
 
 
 def _held_remarks(model: ModelSpec, request: PlanRequest, plan: Plan, alternatives: Sequence[Alternative]) -> list[str]:
-    """What stays as the script has it, and what changed although results do not."""
+    """Say which settings stay as the script has them, and which changed without an effect on results."""
     sentences = []
     if request.precision == "script" and plan.precision == "full":
         faster = [a for a in alternatives if a.prediction and a.plan.precision != "full" and a.prediction.fits]
@@ -268,7 +283,7 @@ def _held_remarks(model: ModelSpec, request: PlanRequest, plan: Plan, alternativ
 
 
 def _mesh_remark(model: ModelSpec, request: PlanRequest, best: Costed) -> str:
-    """Says that the mesh is the user's, and what one device would do, which the search does not try in this case."""
+    """Say that the mesh is the user's, and compare it with one device, which the search does not try in this case."""
     mesh = f"The mesh is {mesh_words(best.plan)}, as asked"
     one_device = _single_device_plan(model, request, best) if best.plan.world_size > 1 else None
     if one_device is None:
@@ -276,18 +291,19 @@ def _mesh_remark(model: ModelSpec, request: PlanRequest, best: Costed) -> str:
     if not one_device.good:
         return f"{mesh}; one device {'is ' if one_device.prediction.fits else ''}{why(request, one_device, best)}"
     if request.objective != "throughput":
-        own = objectives.totals(one_device.cluster, request, one_device.plan, one_device.prediction)
-        return f"{mesh}; one device would take {objectives.shown_value(request, own, one_device.prediction)}"
+        totals = objectives.totals(one_device.cluster, request, one_device.plan, one_device.prediction)
+        return f"{mesh}; one device would take {objectives.shown_value(request, totals, one_device.prediction)}"
     ratio = one_device.value / best.value
     words = f"{ratio:.2f}x slower" if ratio >= 1 else f"{1 / ratio:.2f}x as fast"
     return f"{mesh}; one device would be {words}{_doubt(best.prediction, one_device.prediction)}"
 
 
 def _single_device_plan(model: ModelSpec, request: PlanRequest, best: Costed) -> Costed | None:
-    """The better of two plans on one device: with the script's microbatches, and with those of `best`. None where
-    neither can be predicted.
+    """Return the better of two plans on one device; None where neither can be predicted.
+
+    One has the script's number of microbatches, the other that of `best`.
     """
-    script, found = request.script, []
+    script, costed = request.script, []
     for many in {script.batch.num_microbatches, best.plan.batch.num_microbatches}:
         batch = replace(best.plan.batch, num_microbatches=many)
         plan = replace(
@@ -307,12 +323,12 @@ def _single_device_plan(model: ModelSpec, request: PlanRequest, best: Costed) ->
         broken = objectives.broken_limit(
             request, objectives.totals(best.cluster, request, plan, prediction), prediction
         )
-        found.append(Costed(plan=plan, prediction=prediction, cluster=best.cluster, value=value, broken=broken))
-    return min(found, key=lambda one: (not one.good, one.value), default=None)
+        costed.append(Costed(plan=plan, prediction=prediction, cluster=best.cluster, value=value, broken=broken))
+    return min(costed, key=lambda candidate: (not candidate.good, candidate.value), default=None)
 
 
 def _doubt(best: Prediction, other: Prediction) -> str:
-    """A warning where another plan's step time lies in the interval of the best plan's; else empty."""
+    """Warn if another plan's step time lies within the interval of the best plan's; else return an empty text."""
     time = best.step_time_s
     if not time.low <= other.step_time_s.value <= time.high:
         return ""
@@ -322,19 +338,21 @@ def _doubt(best: Prediction, other: Prediction) -> str:
 
 
 def _one_device(request: PlanRequest, chosen: Costed, more: Alternative) -> str:
-    """Says that one device was chosen, and what the nearest plan of more would be."""
+    """Say that one device was chosen, and how the nearest plan on several devices compares."""
     ranks, best = more.plan.world_size, _MOST.get(request.objective, "to be the fastest")
     if more.prediction is None or not more.prediction.fits or more.reason.startswith("not allowed"):
         return f"One device is predicted {best}; {ranks} ranks: {more.reason}"
     ratio = objectives.value(chosen.cluster, request, more.plan, more.prediction) / chosen.value
-    if ratio <= 1.02:  # chosen because fewer devices are preferred among equals
+    if ratio <= 1.02:  # among equal plans, fewer devices are preferred
         return (
-            f"One device is chosen, because more gain no more than the prediction's error; {ranks} ranks: {more.reason}"
+            f"One device is chosen, because the gain of more is within the prediction's error; {ranks} ranks: "
+            f"{more.reason}"
         )
     return f"One device is predicted {best}; {ranks} ranks would be {more.reason}"
 
 
 def _devices_remark(request: PlanRequest, chosen: Costed, alternatives: Sequence[Alternative]) -> str:
+    """Say how many devices were chosen, and how one device compares."""
     plan = chosen.plan
     if request.degree is not None and set(axes_of(plan)) <= {"replicate"}:
         return f"{count(plan.world_size, 'rank')}, as asked"
@@ -345,7 +363,7 @@ def _devices_remark(request: PlanRequest, chosen: Costed, alternatives: Sequence
         return _one_device(request, chosen, more[0])
     fewer = [
         a for a in alternatives if a.prediction and a.plan.world_size == 1 and a.plan.precision == plan.precision
-    ]  # in another precision, that would be compared instead
+    ]  # in another precision, the comparison would be one of precisions
     text = f"{count(plan.world_size, 'rank')}, data parallel"
     if not set(axes_of(plan)) <= {"replicate"}:
         text = f"{count(plan.world_size, 'rank')} as {plan_words(plan)}"
@@ -358,30 +376,30 @@ def _devices_remark(request: PlanRequest, chosen: Costed, alternatives: Sequence
 
 
 _TOLD = 0.02
-"""Waiting for data below this fraction of a step is not reported."""
+"""Waiting for data is not reported where it takes less than this fraction of a step."""
 
 _WORTH = 0.95
-"""More workers are advised where a step with them takes less than this fraction of its time."""
+"""More workers are advised only where they bring the step below this fraction of its time."""
 
 _MOST_WORKERS = 16
-"""Largest number of workers for a rank that is advised; also the cores assumed for a host where the number is
-unknown.
+"""Largest number of workers per rank that is advised; also the number of cores assumed for a host that does not
+tell.
 """
 
 
 def sample_nbytes(model: ModelSpec) -> float:
-    """Bytes of one sample as the model's input; stored samples may be smaller (compressed) or larger."""
-    return float(sum(math.prod(each.shape) * _width(each.dtype) for each in model.inputs))
+    """Return the bytes of one sample as the model's input. As stored, it may be smaller (compressed) or larger."""
+    return float(sum(math.prod(tensor.shape) * _width(tensor.dtype) for tensor in model.inputs))
 
 
 def _width(dtype: str) -> float:
-    """Bytes of a value by its dtype's name: float32, int64, bool."""
+    """Return the bytes of a value from the name of its dtype: float32, int64, bool."""
     bits = re.search(r"\d+", dtype)
     return int(bits.group()) / 8 if bits else 1.0
 
 
 def starved(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
-    """A sentence where a step waits for data, or may wait because the cost of samples is unknown; else empty."""
+    """Return a sentence if a step waits for data, or may wait and the cost of samples is unknown; else nothing."""
     if model.loading is None:
         return _perhaps(model, cluster, plan, prediction)
     step_s, data_s = prediction.step_time_s.value, prediction.phases["data"]
@@ -395,8 +413,9 @@ def starved(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Pred
 
 
 def _perhaps(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
-    """A warning if reading may be slower than a step. Assumes samples stored as the model takes them, and workers that
-    load ahead in no time.
+    """Return a warning if reading samples may take longer than a step.
+
+    Samples are assumed to be stored as the model takes them, and to be loaded ahead by workers at no cost.
     """
     as_taken = Loading(stored_nbytes=sample_nbytes(model), workers=1)
     batch_s = load_of(replace(model, loading=as_taken), cluster, plan).batch_s
@@ -409,7 +428,7 @@ def _perhaps(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Pre
 
 
 def _because(loading: Loading, load: BatchLoad, rest_s: float) -> str:
-    """Which part of loading is slower than the rest of the step."""
+    """Name the part of loading that is slower than the rest of the step."""
     if load.storage_s >= max(load.loaders_s, rest_s):
         return f"storage gives a batch every {seconds(load.storage_s)}; faster storage or smaller files would help"
     if not load.ahead:
@@ -422,7 +441,7 @@ def _because(loading: Loading, load: BatchLoad, rest_s: float) -> str:
 
 
 def _with_more_loaders(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load: BatchLoad, rest_s: float) -> str:
-    """The advice to use more workers: as many as keep up, limited by the cores. Empty where they save little."""
+    """Advise as many workers as keep up with the step and the cores allow; empty where they save little."""
     assert model.loading is not None
     host_groups = place_ranks(cluster, plan.world_size)
     most = min((host_cores(host_group) or _MOST_WORKERS) // host_group.ranks_per_host for host_group in host_groups)
@@ -431,7 +450,7 @@ def _with_more_loaders(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load:
     if workers <= model.loading.workers:
         return ""
     ahead = replace(model, loading=replace(model.loading, workers=workers))
-    now_s, then_s = (predict(one, cluster, plan).step_time_s.value for one in (model, ahead))
+    now_s, then_s = (predict(variant, cluster, plan).step_time_s.value for variant in (model, ahead))
     return (
         f"; with prepare(..., num_workers={workers}) it would take {seconds(then_s)}" if then_s < _WORTH * now_s else ""
     )

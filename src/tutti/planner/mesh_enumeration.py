@@ -1,8 +1,8 @@
 """Every plan worth predicting, as columns of numbers: meshes first, then the variants of each mesh.
 
-A `MeshTable` row has the degree of every axis (replicate and shard together) and the number of microbatches.
-A `Variants` row says for one such row how it is sharded, scheduled and recomputed. Both are made by vector
-operations, so hundreds of thousands of rows take less than a second.
+A row of a `MeshTable` has the degree of every axis (replicate and shard as one product) and the number of
+microbatches. A row of `Variants` says how the plan on one such mesh is sharded, scheduled and recomputed. Both are
+made by vector operations, so hundreds of thousands of rows take less than a second.
 """
 
 import dataclasses
@@ -21,38 +21,46 @@ from tutti.planner.candidates import Limits
 from tutti.planner.plan_request import PlanRequest
 
 SMALL = 64
-"""Up to this many ranks every degree is tried; beyond, only powers of two, divisors of the batch and the
-largest.
+"""Up to this many ranks every data-parallel degree is tried. Above it, only powers of two, whole nodes, the
+largest degree and the largest one that divides the batch are.
 """
 
 CHUNKS = (1, 2, 3, 4, 6, 8)
-"""Stages per rank of interleaved schedules that are tried. With one stage, the schedule is 1F1B with up to twice
-as many microbatches in flight, which hides slow messages.
+"""Stages per rank that are tried with the interleaved schedule. With one stage per rank it is 1F1B with up to twice as
+many microbatches in flight, which hides slow messages.
 """
 
 
 def shapes(limits: Limits, request: PlanRequest) -> MeshTable:
-    """All meshes for a request. Raises PlanError where a mesh that was asked for is impossible."""
+    """Return all meshes that a request allows.
+
+    Args:
+        limits: degrees to try along each axis.
+        request: what was asked.
+
+    Raises:
+        PlanError: no mesh serves the request.
+    """
     parts = []
     for inner in product(limits.splits, limits.stages, limits.contexts, limits.experts, limits.tables, limits.spaces):
         _, stage, context, _, _, space = inner
         if request.mesh is None and (stage > 1) + (context > 1) + (space > 1) > 1:
-            continue  # refusals.check_plan: these axes exclude each other
+            continue  # these axes exclude each other (refusals.check_plan)
         parts.append(_of_inner(limits, request, inner))
     if limits.single_device:
         parts.append(_of_inner(dataclasses.replace(limits, most_ranks=1, must_shard=False), request, (1,) * 6))
     rows = np.concatenate([part for part in parts if len(part)] or [np.empty((0, 8), dtype=np.int64)])
     if not len(rows):
         raise PlanError(
-            f"no mesh of {limits.least_ranks} to {limits.most_ranks} ranks serves a global batch of {limits.samples} "
-            "samples as asked; ask for other ranks or another global_batch_size"
+            f"no mesh of {limits.least_ranks} to {limits.most_ranks} ranks fits the request with a global batch of "
+            f"{limits.samples} samples; ask for another number of ranks or another global_batch_size"
         )
     names = [field.name for field in dataclasses.fields(MeshTable)]
     return MeshTable(**{name: np.ascontiguousarray(rows[:, column]) for column, name in enumerate(names)})
 
 
 def _of_inner(limits: Limits, request: PlanRequest, inner: tuple[int, ...]) -> NDArray[np.int64]:
-    """Rows of (inner degrees, copies, microbatches) for one setting of the inner axes."""
+    """Return rows of (inner degrees, copies, microbatches) for one setting of the inner axes, (meshes, 8)."""
     split, stage, context, expert, table, space = inner
     whole = split * stage * context * space
     rows = [
@@ -64,42 +72,50 @@ def _of_inner(limits: Limits, request: PlanRequest, inner: tuple[int, ...]) -> N
 
 
 def _copies(limits: Limits, whole: int, divided: int) -> list[int]:
-    """Degrees of replicate times shard. Expert and table contribute `divided` further data-parallel ranks."""
-    each = whole * divided
-    most = min(limits.most_ranks // each, limits.samples // divided)
-    least = max(2 if limits.must_shard else 1, -(-limits.least_ranks // each))
+    """Return the degrees of replicate times shard to try.
+
+    Args:
+        limits: what restricts the search.
+        whole: ranks that hold one copy of the model without its experts and tables.
+        divided: the product of the expert and table degrees, whose ranks are data parallel too.
+    """
+    ranks_per_copy = whole * divided
+    most = min(limits.most_ranks // ranks_per_copy, limits.samples // divided)
+    least = max(2 if limits.must_shard else 1, -(-limits.least_ranks // ranks_per_copy))
     if most < least:
         return []
     if limits.least_ranks == limits.most_ranks:
-        return [most] if most * each == limits.most_ranks else []
+        return [most] if most * ranks_per_copy == limits.most_ranks else []
     wanted = {most} | {2**power for power in range(most.bit_length())}
     if limits.most_ranks <= SMALL:
         wanted |= set(range(1, most + 1))
     even = next((many for many in range(most, 0, -1) if limits.samples % (many * divided) == 0), 1)
-    node = limits.per_node * (most * each // limits.per_node) // each  # whole nodes
-    wanted |= {even, max(1, node), max(1, min(most, limits.devices // each))}
+    node = limits.per_node * (most * ranks_per_copy // limits.per_node) // ranks_per_copy  # whole nodes
+    wanted |= {even, max(1, node), max(1, min(most, limits.devices // ranks_per_copy))}
     if limits.axes is not None:
         wanted = {many for many in wanted if many == limits.axes.get("copies", many)}
     return sorted(many for many in wanted if least <= many <= most)
 
 
 def _slices(limits: Limits, data: int, stages: int) -> list[int]:
-    """Numbers of microbatches for a data-parallel degree."""
+    """Return the numbers of microbatches to try for a data-parallel degree."""
     if limits.microbatches is not None:
-        # one microbatch keeps one stage busy and all others waiting
+        # with a single microbatch, one stage computes while all others wait
         return [limits.microbatches] if limits.microbatches > 1 or stages == 1 or limits.staged else []
-    each = limits.samples // data
-    wanted = {2**power for power in range(each.bit_length())}
+    rank_samples = limits.samples // data
+    wanted = {2**power for power in range(rank_samples.bit_length())}
     if limits.samples % data == 0:
-        wanted |= set(_thinned([count for count in range(1, min(each, 4096) + 1) if each % count == 0]))
-        wanted.add(each)
-    if limits.own_microbatches <= each:
+        wanted |= set(_thinned([count for count in range(1, min(rank_samples, 4096) + 1) if rank_samples % count == 0]))
+        wanted.add(rank_samples)
+    if limits.own_microbatches <= rank_samples:
         wanted.add(limits.own_microbatches)
-    return sorted(count for count in wanted if count <= each and (stages == 1 or count > 1 or each == 1))
+    return sorted(
+        count for count in wanted if count <= rank_samples and (stages == 1 or count > 1 or rank_samples == 1)
+    )
 
 
 def _thinned(counts: list[int]) -> list[int]:
-    """From increasing numbers, those at least a quarter larger than the one before."""
+    """Return those of the increasing numbers that are at least a quarter larger than the one returned before them."""
     kept: list[int] = []
     for count in counts:
         if not kept or count >= 1.25 * kept[-1]:
@@ -108,7 +124,14 @@ def _thinned(counts: list[int]) -> list[int]:
 
 
 def variants(limits: Limits, found: MeshTable, rows: NDArray[np.intp], *, offload: bool = False) -> Variants:
-    """All ways of sharding, scheduling and recomputing the meshes in `rows` of `found`."""
+    """Return all combinations of sharding, schedule, recompute and attention for some meshes.
+
+    Args:
+        limits: what restricts the search.
+        found: all meshes.
+        rows: the rows of `found` to combine.
+        offload: whether plans that keep state in the host's memory are made, instead of those that do not.
+    """
     parts: list[NDArray[np.int64]] = []
     if not len(rows):
         return _variants(np.empty((0, 8), dtype=np.int64))
@@ -126,6 +149,7 @@ def variants(limits: Limits, found: MeshTable, rows: NDArray[np.intp], *, offloa
 
 
 def _variants(table: NDArray[np.int64]) -> Variants:
+    """Name the columns of a table: mesh, shard, level, schedule, chunks, recompute, attention, offload."""
     return Variants(
         shape=table[:, 0].astype(np.intp),
         shard=table[:, 1],
@@ -139,8 +163,9 @@ def _variants(table: NDArray[np.int64]) -> Variants:
 
 
 def _variant_columns(limits: Limits, kind: tuple[int, ...], *, offload: bool) -> NDArray[np.int64]:
+    """Return the rows of a `Variants` table, without the mesh, for this (stages, copies, context degree)."""
     stage, copies, context = kind
-    sharding = [one for one in _shardings(limits, copies) if stage == 1 or one[1] <= 1]
+    sharding = [pair for pair in _shardings(limits, copies) if stage == 1 or pair[1] <= 1]
     recompute = limits.recompute
     contexts = range(len(CONTEXTS)) if context > 1 else (0,)
     offloads = (1, 2) if offload else (0,)
@@ -155,38 +180,39 @@ def _variant_columns(limits: Limits, kind: tuple[int, ...], *, offload: bool) ->
 
 
 def _shardings(limits: Limits, copies: int) -> list[tuple[int, int]]:
-    """(shard degree, level): over all copies, within a node, and for level 3 also degrees in between."""
-    found = [] if limits.must_shard else [(1, 0)]
+    """Return pairs (shard degree, level): all copies, those within a node, and for level 3 also degrees in between."""
+    pairs = [] if limits.must_shard else [(1, 0)]
     if copies == 1 or not limits.may_shard:
         return [(1, 0)]
     degrees = {copies} | {2**power for power in range(1, copies.bit_length()) if copies % 2**power == 0}
     near = {copies, max((many for many in degrees if many <= limits.per_node), default=copies)}
     for level in limits.levels:
-        found += [(many, level) for many in sorted(degrees if level == 3 else near)]
+        pairs += [(many, level) for many in sorted(degrees if level == 3 else near)]
     if limits.axes is not None and "shard" in limits.axes:
-        found = [(many, level) for many, level in found if many == limits.axes["shard"]]
-        if not found:
-            found = [(limits.axes["shard"], level) for level in (limits.levels if limits.axes["shard"] > 1 else (0,))]
-    return found
+        pairs = [(many, level) for many, level in pairs if many == limits.axes["shard"]]
+        if not pairs:
+            pairs = [(limits.axes["shard"], level) for level in (limits.levels if limits.axes["shard"] > 1 else (0,))]
+    return pairs
 
 
 def _pipelines(limits: Limits, stage: int) -> list[tuple[int, int]]:
-    """(schedule, stages per rank) of all possible schedules. GPipe and interleaved schedules hold more activations
-    than 1F1B, but wait less for slow messages.
+    """Return pairs (schedule, stages per rank) of all possible schedules.
+
+    GPipe and interleaved schedules hold more activations than 1F1B, but wait less for slow messages.
     """
     if stage == 1:
         return [(0, 1)]
-    own = limits.pipeline
-    if own is not None:
-        return [(SCHEDULES.index(own.schedule), own.stages_per_rank)]
-    found = [(index, 1) for index, name in enumerate(SCHEDULES) if name != "interleaved"]
+    asked = limits.pipeline
+    if asked is not None:
+        return [(SCHEDULES.index(asked.schedule), asked.stages_per_rank)]
+    pairs = [(index, 1) for index, name in enumerate(SCHEDULES) if name != "interleaved"]
     chunks = [many for many in CHUNKS if many == 1 or (stage * many <= limits.blocks and limits.cuts == 0)]
-    return found + [(SCHEDULES.index("interleaved"), many) for many in chunks]
+    return pairs + [(SCHEDULES.index("interleaved"), many) for many in chunks]
 
 
 ORDER: tuple[AxisName, ...] = ("stage", "replicate", "shard", "table", "expert", "context", "space", "split")
-"""Axes by how much their ranks communicate, the least first. The outermost lie across nodes, the innermost
-within one. A split rank reduces activations in every layer; a stage sends one activation in each microbatch.
+"""Axes by how much their ranks communicate, the least first. The first axes reach across nodes, the last stay within
+one: a split rank reduces activations in every layer, a stage sends one activation in each microbatch.
 """
 
 _LEVELS: dict[int, ShardLevel] = {1: 1, 2: 2, 3: 3}
@@ -195,7 +221,16 @@ _LEVELS: dict[int, ShardLevel] = {1: 1, 2: 2, 3: 3}
 def plan_of(
     model: ModelSpec, request: PlanRequest, shapes: MeshTable, variant_rows: Variants, row: int, precision: Precision
 ) -> Plan:
-    """The plan of a row of `variant_rows`."""
+    """Return the plan that a row of `variant_rows` stands for.
+
+    Args:
+        model: what is trained.
+        request: what was asked; the script's plan supplies what a row does not say.
+        shapes: the meshes.
+        variant_rows: the plans on these meshes.
+        row: row of `variant_rows`.
+        precision: precision of the plan.
+    """
     at, script = int(variant_rows.shape[row]), request.script
     shard = int(variant_rows.shard[row])
     degrees: dict[AxisName, int] = {
@@ -234,14 +269,19 @@ def plan_of(
 
 
 def mesh_of(request: PlanRequest, degrees: dict[AxisName, int]) -> dict[AxisName, int]:
-    """The axes above one in their order; for a mesh that was asked for, in the order in which it was written."""
+    """Return a mesh of the axes above degree one in link order, or the mesh that was asked for as it was written."""
     if request.mesh is not None:
         return dict(request.mesh)
     return {axis: degrees[axis] for axis in ORDER if degrees[axis] > 1} or {"replicate": 1}
 
 
 def recompute_rules(model: ModelSpec, how: str) -> tuple[LayoutRule, ...]:
-    """Layout rules that recompute every block; or every direct child of the model where it has no blocks."""
+    """Return layout rules that recompute every block, or every direct child of a model without blocks.
+
+    Args:
+        model: what is trained.
+        how: "none", "selective" or "full".
+    """
     if how == "none":
         return ()
     return tuple(

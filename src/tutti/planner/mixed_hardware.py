@@ -1,5 +1,7 @@
-"""Devices of unequal speed and memory: each rank's number of samples, the cuts of a pipeline, the order of
-nodes.
+"""Plans for devices of unequal speed or memory.
+
+Here are chosen each rank's number of samples, the cuts of a pipeline, the parts of layers that are split, and
+the order of the nodes.
 """
 
 import dataclasses
@@ -33,18 +35,24 @@ from tutti.planner.plan_request import Objective
 
 MOST_ORDERS = 6
 MOST_SHARES = 4096
-"""Largest number of data-parallel ranks for which shares are listed one by one."""
+"""Largest number of data-parallel ranks for which shares are chosen; a plan lists every one of them."""
 
 
 def orders(
     cluster: ClusterSpec, loading: Loading | None = None, objective: Objective = "throughput"
 ) -> tuple[ClusterSpec, ...]:
-    """The cluster with its nodes in each order worth trying. Ranks are placed in this order, so the first nodes get
-    the first stages and the last are left idle.
+    """Return the cluster with its nodes in each order that is worth trying.
 
-    The orders are: the fastest first; the fastest data loading first; the fastest network first; for cost and
-    energy, the most computation for its price or power first; the most memory first; every kind first once; the
-    slowest first. They do not depend on the cluster's own order of nodes.
+    Ranks are placed in the order of the nodes, so the first nodes get the first stages and the last may stay idle.
+    The orders are: the fastest first; the fastest data loading first; the fastest network first; the most computation
+    for its price or power first (for the objectives cost and energy); the most memory first; each kind of node first
+    once; the slowest first. At most `MOST_ORDERS` of them are returned. The result does not depend on the order in
+    which the cluster file lists its nodes.
+
+    Args:
+        cluster: the machines.
+        loading: how samples are loaded, or None where that is unknown.
+        objective: what the best plan minimises.
     """
     feeding = [_feeding(node, loading) for node in cluster.nodes]
     network = [cluster.link_at(node, "network") for node in cluster.nodes]
@@ -53,49 +61,60 @@ def orders(
     if fed_alike and joined_alike and not is_mixed(cluster):
         return (cluster,)
     kinds = [_kind(cluster, node) for node in cluster.nodes]
-    own = sorted(range(len(kinds)), key=lambda i: (kinds[i], feeding[i], -joined[i], cluster.nodes[i].name))
-    wanted = [own]
+    fastest_first = sorted(range(len(kinds)), key=lambda i: (kinds[i], feeding[i], -joined[i], cluster.nodes[i].name))
+    wanted = [fastest_first]
     if not fed_alike:
-        wanted.append(sorted(own, key=lambda i: feeding[i], reverse=True))
+        wanted.append(sorted(fastest_first, key=lambda i: feeding[i], reverse=True))
     if not joined_alike:
-        wanted.append(sorted(own, key=lambda i: -joined[i]))
+        wanted.append(sorted(fastest_first, key=lambda i: -joined[i]))
     paid = [_paid(cluster, node, objective) for node in cluster.nodes]
-    wanted.append(sorted(own, key=lambda i: paid[i]))
-    wanted.append(sorted(own, key=lambda i: -cluster.devices[cluster.nodes[i].device].memory_nbytes))
+    wanted.append(sorted(fastest_first, key=lambda i: paid[i]))
+    wanted.append(sorted(fastest_first, key=lambda i: -cluster.devices[cluster.nodes[i].device].memory_nbytes))
     for kind in dict.fromkeys(kinds[i] for i in wanted[-2]):
-        wanted.append(sorted(own, key=lambda i: kinds[i] != kind))
-    wanted.append(own[::-1])
+        wanted.append(sorted(fastest_first, key=lambda i: kinds[i] != kind))
+    wanted.append(fastest_first[::-1])
     distinct = list(dict.fromkeys(map(tuple, wanted)))[:MOST_ORDERS]
     return tuple(dataclasses.replace(cluster, nodes=tuple(cluster.nodes[i] for i in order)) for order in distinct)
 
 
 def _peak(device: DeviceSpec) -> float:
+    """Return the highest rate of a device in any number format, in FLOPs per second."""
     return max([*device.peak_flops_per_s.values(), *(rate.flops_per_s for rate in device.gemm)], default=0.0)
 
 
 def _kind(cluster: ClusterSpec, node: NodeSpec) -> tuple[float | str, ...]:
-    """Sort key that distinguishes kinds of nodes, the fastest first."""
+    """Return a sort key that is equal for nodes of one kind and least for the fastest kind."""
     device = cluster.devices[node.device]
     paid = (device.price_per_device_hour or 0.0, device.power_w or 0.0)
     return (-_peak(device), -device.memory_nbytes, *paid, -node.devices_per_node, -node.memory_nbytes, node.device)
 
 
 def _paid(cluster: ClusterSpec, node: NodeSpec, objective: Objective) -> float:
-    """Price or power for each FLOP/s under an objective that counts it, else 0."""
+    """Return the price or power per FLOP/s under an objective that counts it, else 0."""
     device = cluster.devices[node.device]
-    own = {"cost": device.price_per_device_hour, "energy": device.power_w}.get(objective)
-    return (own or 0.0) / max(_peak(device), 1.0)
+    rate = {"cost": device.price_per_device_hour, "energy": device.power_w}.get(objective)
+    return (rate or 0.0) / max(_peak(device), 1.0)
 
 
 def _feeding(node: NodeSpec, loading: Loading | None) -> tuple[float, int]:
-    """What limits a host's data loading, where samples are loaded: its disk's rate, and its cores."""
+    """Return what limits data loading on a host: its disk's read rate and its cores; 0 for what does not matter."""
     stored = loading is not None and loading.stored_nbytes > 0
     worked = loading is not None and loading.core_s > 0 and loading.workers > 0
     return (node.disk_read_bytes_per_s or math.inf) if stored else 0.0, node.cores if worked else 0
 
 
 def by_axes(values: Array, plan: Plan, keep: tuple[AxisName, ...], how: np.ufunc) -> Array:
-    """Values of all ranks, reduced by `how` over all axes but `keep`; row-major in the mesh's order."""
+    """Reduce a value of every rank over all axes but `keep`.
+
+    Args:
+        values: one value per rank, (ranks,).
+        plan: the plan that has these ranks.
+        keep: axes that remain.
+        how: the reduction, such as `np.minimum`.
+
+    Returns:
+        (product of the degrees of `keep`,), row-major in the order of the mesh.
+    """
     axes = list(plan.mesh)
     grid = values.reshape([plan.mesh[axis] for axis in axes])
     gone = tuple(position for position, axis in enumerate(axes) if axis not in keep)
@@ -106,36 +125,50 @@ def by_axes(values: Array, plan: Plan, keep: tuple[AxisName, ...], how: np.ufunc
 def improved(
     best_memory: BestCaseMemory, cluster: ClusterSpec, one: Plan, prediction: Prediction, samples: int
 ) -> list[Plan]:
-    """The plan with shares and parts of layers by speed, and with stages cut by speed and memory, where these change
-    anything. `prediction`: of the plan as it is.
+    """Return variants of a plan that suit unequal devices better; empty where none differs from it.
+
+    Samples and the parts along split are divided by speed. Stages are cut by speed and memory.
+
+    Args:
+        best_memory: the memory and work of the model on this cluster.
+        cluster: the machines, in the order in which ranks are placed.
+        one: the plan, with equal shares.
+        prediction: the prediction for that plan.
+        samples: samples in the global batch.
     """
     host_groups, plan, best_case = place_ranks(cluster, one.world_size), one, best_memory.best_case
-    each = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
-    rates = speeds(best_case.model, host_groups, best_case.precision, np.full(plan.world_size, float(each)))
-    found: list[Plan] = []
+    rank_samples = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
+    rates = speeds(best_case.model, host_groups, best_case.precision, np.full(plan.world_size, float(rank_samples)))
+    plans: list[Plan] = []
     if plan.mesh.get("stage", 1) > 1 and not plan.pipeline.cuts:
-        cuts = uneven_cuts(best_memory, plan, host_groups, rates, each)
+        cuts = uneven_cuts(best_memory, plan, host_groups, rates, rank_samples)
         if cuts:
             plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, cuts=cuts))
-            found.append(plan)
+            plans.append(plan)
     share = shares(best_case, plan, prediction.memory, host_groups, samples)
     if share:
-        found.append(dataclasses.replace(plan, shares=share))
-    own = split_shares(best_memory, plan, prediction.memory, host_groups, each)
-    if own:
-        plan = dataclasses.replace(plan, split_shares=own)
+        plans.append(dataclasses.replace(plan, shares=share))
+    parts_by_speed = split_shares(best_memory, plan, prediction.memory, host_groups, rank_samples)
+    if parts_by_speed:
+        plan = dataclasses.replace(plan, split_shares=parts_by_speed)
         share = shares(best_case, plan, prediction.memory, host_groups, samples)
-        found += [plan, dataclasses.replace(plan, shares=share)] if share else [plan]
-    return found
+        plans += [plan, dataclasses.replace(plan, shares=share)] if share else [plan]
+    return plans
 
 
 def shares(
     best_case: BestCase, plan: Plan, memory: RankMemory, host_groups: tuple[HostGroup, ...], samples: int
 ) -> tuple[float, ...]:
-    """A share for each data-parallel rank such that all finish together, limited by memory; empty if equal.
+    """Return a share for each data-parallel rank such that all finish together; empty if the shares are equal.
 
-    A data-parallel rank has the memory of its smallest device. `memory`: of the fullest rank at equal shares;
-    only its activations grow with samples.
+    Shares are limited by memory. A data-parallel rank of several devices has the memory of the smallest one.
+
+    Args:
+        best_case: the model at the best rates of this cluster.
+        plan: the plan, with equal shares.
+        memory: memory of the fullest rank with equal shares. Only its activations grow with the number of samples.
+        host_groups: where the ranks run.
+        samples: samples in the global batch.
     """
     degree = plan.data_parallel_degree
     if degree == 1 or degree > MOST_SHARES:
@@ -146,33 +179,39 @@ def shares(
     loads = np.full(degree, slices / degree)
     data_degrees = [plan.mesh[axis] if axis in DATA_AXES else 1 for axis in plan.mesh]
     for _ in range(ROUNDS):
-        each = np.broadcast_to(loads.reshape(data_degrees), list(plan.mesh.values())).reshape(-1)
-        rates = _together(plan, speeds(best_case.model, host_groups, best_case.precision, each))
-        # cutting a slice into whole samples may give a rank one more than its share
+        rank_loads = np.broadcast_to(loads.reshape(data_degrees), list(plan.mesh.values())).reshape(-1)
+        rates = _together(plan, speeds(best_case.model, host_groups, best_case.precision, rank_loads))
+        # rounding to whole samples may give a rank one more than its share
         loads = balanced(rates, np.maximum(1.0, most - 1), slices)
     return listed(loads)
 
 
 def _together(plan: Plan, rates: Array) -> Array:
-    """The speed of each data-parallel rank. With several devices, it is that of the slowest, or, along stages and
-    parts of layers that are cut by speed, their mean.
+    """Return the speed of each data-parallel rank, (data-parallel degree,), from that of every rank.
+
+    With several devices, the slowest one counts; along stages and parts of layers that are cut by speed, the mean.
     """
     if plan.split_weights:
         grid, at = rates.reshape(list(plan.mesh.values())), list(plan.mesh).index("split")
         rates = np.broadcast_to(grid.mean(axis=at, keepdims=True), grid.shape).reshape(-1)
-    own = by_axes(rates, plan, (*DATA_AXES, "stage"), np.minimum)
+    place_rates = by_axes(rates, plan, (*DATA_AXES, "stage"), np.minimum)
     if plan.mesh.get("stage", 1) == 1:
-        return own
+        return place_rates
     axes = tuple(axis for axis in plan.mesh if axis in (*DATA_AXES, "stage"))
-    grid, over = own.reshape([plan.mesh[axis] for axis in axes]), axes.index("stage")
+    grid, over = place_rates.reshape([plan.mesh[axis] for axis in axes]), axes.index("stage")
     return np.asarray((grid.mean(axis=over) if plan.pipeline.cuts else grid.min(axis=over)).reshape(-1))
 
 
 def balanced(rates: Array, room: Array, total: float) -> Array:
-    """Loads in proportion to `rates` that sum to `total`, none above its `room`.
+    """Return loads in proportion to `rates` that sum to `total`, each at most its `room`.
 
-    What exceeds a rank's room goes to the others in proportion, so to those with room that are least loaded for
-    their speed. If all together have too little room, loads are in proportion to it.
+    What exceeds one rank's room is divided among the others, again in proportion to their rates. If all ranks
+    together have too little room, loads are in proportion to the room instead.
+
+    Args:
+        rates: speed of each rank, (ranks,).
+        room: largest load of each rank, (ranks,).
+        total: the sum of all loads.
     """
     if room.sum() <= total:
         return np.asarray(room * (total / room.sum()), dtype=np.float64)
@@ -189,8 +228,16 @@ def balanced(rates: Array, room: Array, total: float) -> Array:
 def uneven_cuts(
     best_memory: BestCaseMemory, plan: Plan, host_groups: tuple[HostGroup, ...], rates: Array, samples: int
 ) -> tuple[str, ...]:
-    """Names of the modules at which stages begin, cut by the stages' speeds and memory; empty where no such cut
-    exists.
+    """Return the names of the modules at which stages begin, cut by the speed and memory of the stages.
+
+    The result is empty where no such cut exists.
+
+    Args:
+        best_memory: the memory and work of the model on this cluster.
+        plan: a plan with pipeline stages.
+        host_groups: where the ranks run.
+        rates: speed of each rank, (ranks,).
+        samples: samples of a data-parallel rank in a microbatch.
     """
     degree, chunks = plan.mesh["stage"], plan.pipeline.stages_per_rank
     best_case, columns = best_memory.best_case, best_memory.work.columns
@@ -207,20 +254,31 @@ def uneven_cuts(
     memory = by_axes(_memory(host_groups), plan, ("stage",), np.minimum)
     free = (memory - best_memory.reserve) / (1 + best_memory.fragments) - passing
     live = times_held(plan.pipeline.schedule, chunks, degree, plan.batch.num_microbatches).reshape(-1)
-    own = by_axes(rates, plan, ("stage",), np.minimum)
-    starts = cut(blocks, np.tile(own, chunks), np.tile(free / chunks, chunks), live) if len(blocks.names) > 1 else None
+    stage_rates = by_axes(rates, plan, ("stage",), np.minimum)
+    starts = (
+        cut(blocks, np.tile(stage_rates, chunks), np.tile(free / chunks, chunks), live)
+        if len(blocks.names) > 1
+        else None
+    )
     return tuple(blocks.names[start] for start in starts or ())
 
 
 def state_of(columns: ModelTable, part: Division, plan: Plan) -> Array:
-    """Bytes of parameters, gradients and optimizer state of each module on a rank."""
+    """Return the bytes of parameters, gradients and optimizer state that a rank holds of each module, (modules,).
+
+    Args:
+        columns: the model's modules.
+        part: the fraction of each module that a rank has.
+        plan: the plan, whose sharding level says which state is sharded.
+    """
     shard = plan.mesh.get("shard", 1)
     level = plan.sharding.level if shard > 1 else 0
-    own, summed, updated = (1.0 / shard if level >= least else 1.0 for least in (3, 2, 1))
-    return part.weight * (own * columns.parameters + summed * columns.gradients + updated * columns.optimizer)
+    held, reduced, updated = (1.0 / shard if level >= least else 1.0 for least in (3, 2, 1))
+    return part.weight * (held * columns.parameters + reduced * columns.gradients + updated * columns.optimizer)
 
 
 def _memory(host_groups: tuple[HostGroup, ...]) -> Array:
+    """Return the memory of each rank in bytes, (ranks,)."""
     return np.array([host_group.memory_nbytes for host_group in host_groups for _ in range(host_group.ranks)])
 
 
@@ -230,11 +288,17 @@ _HALVINGS = 60
 def split_shares(
     best_memory: BestCaseMemory, plan: Plan, memory: RankMemory, host_groups: tuple[HostGroup, ...], samples: int
 ) -> tuple[float, ...]:
-    """A part of the divided layers for each place along the split axis such that all finish together, limited by
-    memory, each with at least one head or unit; empty where places are equal, or parts must be.
+    """Return the part of the divided layers for each place along the split axis such that all finish together.
 
-    A place has the speed and memory of the least of its ranks. `memory`: of the fullest rank at equal parts;
-    `samples`: of a microbatch.
+    Parts are limited by memory, and each has at least one head or unit. The result is empty where the places are
+    alike, or the model or the plan needs equal parts. A place has the speed and memory of its weakest rank.
+
+    Args:
+        best_memory: the memory and work of the model on this cluster.
+        plan: the plan, with equal parts.
+        memory: memory of the fullest rank with equal parts.
+        host_groups: where the ranks run.
+        samples: samples of a data-parallel rank in a microbatch.
     """
     degree = plan.mesh.get("split", 1)
     if degree == 1 or len(host_groups) == 1:
@@ -242,52 +306,66 @@ def split_shares(
     microbatch_times = [_microbatch_time(best_memory, plan, host_group, samples) for host_group in host_groups]
     of_places = by_place(plan, host_groups)
     slowest = [
-        max((microbatch_times[host_group] for host_group in some), key=lambda one: one.total_s(1 / degree))
-        for some in of_places
+        max(
+            (microbatch_times[host_group] for host_group in members),
+            key=lambda microbatch_time: microbatch_time.total_s(1 / degree),
+        )
+        for members in of_places
     ]
     free = np.array(
-        [min(host_groups[host_group].memory_nbytes for host_group in some) for some in of_places], dtype=np.float64
+        [min(host_groups[host_group].memory_nbytes for host_group in members) for members in of_places],
+        dtype=np.float64,
     )
     if len(set(slowest)) == 1 and len(set(free.tolist())) == 1:
         return ()
     growing = max(1.0, _growing(best_memory, plan, memory))
     least, most = _least(best_memory, plan), np.maximum(0.0, 1 + (free - memory.total) / growing) / degree
-    whole = np.floor(most / least) * least  # a part is cut to the nearest head, which may be one more
-    found = listed(together(slowest, whole if whole.sum() > 1 else most, least))
-    if not found or min(found) <= 0:
+    whole = np.floor(most / least) * least  # parts are rounded to whole heads, possibly upwards
+    new_shares = listed(together(slowest, whole if whole.sum() > 1 else most, least))
+    if not new_shares or min(new_shares) <= 0:
         return ()
-    divided = dataclasses.replace(plan, split_shares=found)
+    divided = dataclasses.replace(plan, split_shares=new_shares)
     try:
         check_plan(divided)
         parts(best_memory.best_case.model, divided)
     except PlanError:
         return ()
-    return found
+    return new_shares
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchTime:
-    """Seconds that a rank needs for a microbatch: a constant, and a part that is proportional to the rank's part."""
+    """Seconds that a rank needs for one microbatch.
+
+    Attributes:
+        whole_s: what does not depend on the rank's part of the divided layers.
+        part_s: what is proportional to the part, for a part of 1.
+    """
 
     whole_s: float
     part_s: float
 
     def total_s(self, part: float) -> float:
+        """Return the seconds with this part of the divided layers."""
         return self.whole_s + part * self.part_s
 
 
 def together(microbatch_times: list[MicrobatchTime], most: Array, least: float) -> Array:
-    """Parts that add up to 1, none above its `most`, with which all places that have best_memory take the same time. A
-    place that is late with less than `least` gets `least`. Where all have too little best_memory, parts are in
-    proportion to it.
+    """Return parts that add up to 1 with which all places take the same time, as far as the limits allow.
 
-    Each part is (T - a) / b within these limits, with a the constant seconds and b those in proportion to the
-    part. Their sum grows with T, which is found by bisection.
+    Each part is (T - a) / b, at least `least` and at most the place's `most`. Here a is the time that does not depend
+    on the part, and b the time that is proportional to it. The sum of the parts grows with T, so T is found by
+    bisection. If the places have too little memory together, parts are in proportion to `most` instead.
+
+    Args:
+        microbatch_times: time of each place.
+        most: largest part of each place, (places,).
+        least: smallest part of any place.
     """
     if most.sum() <= 1:
         return np.asarray(most / max(most.sum(), 1e-300), dtype=np.float64)
-    a = np.array([one.whole_s for one in microbatch_times])
-    b = np.maximum(np.array([one.part_s for one in microbatch_times]), 1e-300)
+    a = np.array([microbatch_time.whole_s for microbatch_time in microbatch_times])
+    b = np.maximum(np.array([microbatch_time.part_s for microbatch_time in microbatch_times]), 1e-300)
     low, high = float(a.min()), float((a + b).max())
 
     def within(until_s: float) -> Array:
@@ -296,13 +374,14 @@ def together(microbatch_times: list[MicrobatchTime], most: Array, least: float) 
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if within(middle).sum() > 1 else (middle, high)
-    found = within(high)
-    return np.asarray(found / found.sum(), dtype=np.float64)
+    result = within(high)
+    return np.asarray(result / result.sum(), dtype=np.float64)
 
 
 def _growing(best_memory: BestCaseMemory, plan: Plan, memory: RankMemory) -> float:
-    """The bytes of `memory` that are proportional to a rank's part. A layer divided by its outputs holds its whole
-    input for any part.
+    """Return the bytes of `memory` that are proportional to a rank's part of the divided layers.
+
+    A layer divided by its outputs keeps its whole input, whatever its part is.
     """
     columns, part = best_memory.work.columns, best_memory.work.part(_degrees(plan))
     state = (columns.parameters + columns.gradients + columns.optimizer) * part.weight
@@ -316,21 +395,26 @@ def _growing(best_memory: BestCaseMemory, plan: Plan, memory: RankMemory) -> flo
 
 
 def _least(best_memory: BestCaseMemory, plan: Plan) -> float:
-    """The part with which a rank has one of the fewest heads or units; small where their number is unknown."""
+    """Return the part that has one head or unit of the layer with the fewest; a small part where that is unknown."""
     limits = best_memory.work.columns.limit[best_memory.work.part(_degrees(plan)).split]
     return 1.0 / int(limits[limits > 0].min(initial=1000 * plan.degree("split")))
 
 
 def _degrees(plan: Plan) -> tuple[int, ...]:
+    """Return the degrees of the axes that divide a model's work, in the order in which BestCaseWork takes them."""
     return tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
 
 
 def _microbatch_time(best_memory: BestCaseMemory, plan: Plan, host_group: HostGroup, samples: int) -> MicrobatchTime:
-    """For a rank on `host_group`: forward and backward, and its part of the update, which happens once per step."""
+    """Estimate the time of a microbatch for a rank on `host_group`: forward, backward and its part of the update.
+
+    The update happens once per step, so each microbatch counts a fraction of it.
+    """
     model, columns = best_memory.best_case.model, best_memory.work.columns
     part, worker = best_memory.work.part(_degrees(plan)), worker_at(host_group, model.dtype, plan.precision)
     ahead, back = (
-        one(part.ops, worker, samples, len(columns)) for one in (compute_cost.forward, compute_cost.backward)
+        cost_of_pass(part.ops, worker, samples, len(columns))
+        for cost_of_pass in (compute_cost.forward, compute_cost.backward)
     )
     updated = update_nbytes(model, columns.gradients, columns.optimizer, on_cpu=host_group.device.kind == "cpu")
     updated = updated * part.weight / plan.degree("shard")
@@ -342,14 +426,15 @@ def _microbatch_time(best_memory: BestCaseMemory, plan: Plan, host_group: HostGr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """What pipeline cuts can separate, in order. The first entry includes all before the first block, the last all
-    after the last.
+    """The blocks between which a pipeline can be cut, in order.
+
+    The first entry includes all modules before the first block, the last all modules after the last block.
 
     Attributes:
-        names: the module with which each begins.
-        seconds: of each.
-        state: bytes of each.
-        kept: bytes of activations of each.
+        names: module with which each block begins.
+        seconds: forward and backward of a microbatch, (blocks,).
+        state: bytes of parameters, gradients and optimizer state, (blocks,).
+        kept: bytes of activations saved for backward, (blocks,).
     """
 
     names: tuple[str, ...]
@@ -359,7 +444,14 @@ class Blocks:
 
 
 def blocks_of(model: ModelSpec, seconds: Array, state: Array, kept: Array) -> Blocks:
-    """The model's blocks with the sums over their modules; columns are by module."""
+    """Sum values of the modules over the model's blocks.
+
+    Args:
+        model: what is trained.
+        seconds: seconds of each module, (modules,).
+        state: bytes of parameters, gradients and optimizer state of each module, (modules,).
+        kept: bytes of activations that each module saves, (modules,).
+    """
     roots = block_roots(model)
     order = list(dict.fromkeys(module.block for module in model.modules if module.block >= 0))
     place, current = [], 0
@@ -381,24 +473,31 @@ def blocks_of(model: ModelSpec, seconds: Array, state: Array, kept: Array) -> Bl
 
 
 def cut(blocks: Blocks, speeds: Array, room: Array, live: Array) -> tuple[int, ...] | None:
-    """The first block of stages 1, 2, ... such that the slowest stage is as fast as possible; None if none fits.
+    """Return the first block of stages 1, 2, ... such that the slowest stage is as fast as possible; None if none fits.
 
-    `speeds`: of each stage's ranks; `room`: bytes each has for state and activations; `live`: how many
-    microbatches' activations each holds. Every stage has a block. Min-max over contiguous cuts: best[s][j] = min
-    over i of max(best[s - 1][i], time(i..j) / speed_s).
+    Every stage has at least one block. This is dynamic programming over contiguous cuts:
+    best[s][j] = min over i of max(best[s - 1][i], time(i..j) / speed_s).
+
+    Args:
+        blocks: time and memory of each block.
+        speeds: speed of each stage's ranks, (stages,).
+        room: bytes that each stage has for state and activations, (stages,).
+        live: number of microbatches whose activations each stage holds at once, (stages,).
     """
     count, stages = len(blocks.seconds), len(speeds)
     if stages > count:
         return None
-    time, state, kept = (np.concatenate([[0.0], np.cumsum(one)]) for one in (blocks.seconds, blocks.state, blocks.kept))
+    time, state, kept = (
+        np.concatenate([[0.0], np.cumsum(values)]) for values in (blocks.seconds, blocks.state, blocks.kept)
+    )
     best = np.full(count + 1, np.inf)
     best[0] = 0.0
     begins: list[NDArray[np.intp]] = []
     for stage in range(stages):
-        own = (time[None, :] - time[:, None]) / speeds[stage]
+        stage_s = (time[None, :] - time[:, None]) / speeds[stage]
         held = (state[None, :] - state[:, None]) + live[stage] * (kept[None, :] - kept[:, None])
         valid = (np.arange(count + 1)[None, :] > np.arange(count + 1)[:, None]) & (held <= room[stage])
-        reached = np.where(valid, np.maximum(best[:, None], own), np.inf)
+        reached = np.where(valid, np.maximum(best[:, None], stage_s), np.inf)
         begins.append(np.argmin(reached, axis=0))
         best = np.min(reached, axis=0)
     if not np.isfinite(best[count]):
@@ -411,7 +510,13 @@ def cut(blocks: Blocks, speeds: Array, room: Array, live: Array) -> tuple[int, .
 
 
 def slowest(blocks: Blocks, speeds: Array, starts: tuple[int, ...]) -> float:
-    """Time of the slowest stage for cuts at `starts`."""
+    """Return the time of the slowest stage.
+
+    Args:
+        blocks: time of each block.
+        speeds: speed of each stage's ranks.
+        starts: first block of stages 1, 2, ...
+    """
     edges = [0, *starts, len(blocks.seconds)]
     return max(
         float(blocks.seconds[first:last].sum() / speed)

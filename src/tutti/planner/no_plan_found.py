@@ -1,4 +1,4 @@
-"""The sentence for a model that no plan can hold: what it needs, what the cluster has, and what would fit."""
+"""Messages for a model that no plan can hold: what it needs, what the cluster has, and what would be enough."""
 
 import dataclasses
 
@@ -25,44 +25,49 @@ from tutti.planner.plan_description import plan_words
 from tutti.planner.plan_request import PlanRequest
 
 _MOST_RANKS = 2**20
-"""Clusters larger than this are not suggested."""
+"""Clusters with more ranks than this are not suggested."""
 
 _MESHES = 3000
 _PREDICTED = 6
 _REFUSALS = 5
-"""After this many refusals, a combination of axes is not tried again."""
+"""A combination of axes is not tried again after this many refusals."""
 
 
 def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Costed | None:
-    """The plan whose fullest rank needs the least memory, preferring plans that fit; None if none can be predicted.
+    """Return the plan whose fullest rank needs the least memory; None if no plan can be predicted.
 
-    Only the plans with the least estimated memory are predicted.
+    Plans that fit are preferred. Only the plans with the least estimated memory are predicted.
+
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        request: what may vary.
     """
     precision: Precision = request.script.precision
     if request.precision != "script" and request.precision != "auto":
         precision = request.precision
     try:
         limits = limits_of(model, cluster, request)
-        found, best_case = shapes(limits, request), BestCase(model, cluster, precision, request.script.layout)
-        _, least = shape_bounds(best_case, found, limits.samples)
+        meshes, best_case = shapes(limits, request), BestCase(model, cluster, precision, request.script.layout)
+        _, least = shape_bounds(best_case, meshes, limits.samples)
     except PlanError:
         return None
-    each = np.maximum(1, limits.samples // found.data)
+    rank_samples = np.maximum(1, limits.samples // meshes.data)
     rows = np.flatnonzero(
-        (found.microbatches == 1) | (found.microbatches >= each)
-    )  # numbers in between need no less memory
+        (meshes.microbatches == 1) | (meshes.microbatches >= rank_samples)
+    )  # numbers of microbatches in between need no less memory
     order = rows[np.argsort(least[rows], kind="stable")][:_MESHES]
     levels = tuple(sorted({limits.levels[0], limits.levels[-1]}))
     strategies = variants(
-        dataclasses.replace(limits, recompute=limits.recompute[-1:], levels=levels, blocks=0), found, order
+        dataclasses.replace(limits, recompute=limits.recompute[-1:], levels=levels, blocks=0), meshes, order
     )
     if not len(strategies):
         return None
-    sizes = variant_bounds(BestCaseMemory(best_case, request.script), found, strategies, limits.samples).memory
+    sizes = variant_bounds(BestCaseMemory(best_case, request.script), meshes, strategies, limits.samples).memory
     costed: list[Costed] = []
     refused: dict[tuple[str, ...], int] = {}
     for row in np.argsort(sizes, kind="stable").tolist():
-        plan = plan_of(model, request, found, strategies, row, precision)
+        plan = plan_of(model, request, meshes, strategies, row, precision)
         kind = tuple(sorted(axis for axis, degree in plan.mesh.items() if degree > 1))
         if refused.get(kind, 0) >= _REFUSALS:
             continue
@@ -75,59 +80,76 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
         costed.append(Costed(plan=plan, prediction=prediction, cluster=cluster, value=value))
         if len(costed) == _PREDICTED or prediction.fits:
             break
-    return min(costed, key=lambda one: (not one.prediction.fits, one.value), default=None)
+    return min(costed, key=lambda candidate: (not candidate.prediction.fits, candidate.value), default=None)
 
 
 def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: list[Costed]) -> str:
-    """The sentence for a search whose plans are all too large, break a limit, or have a value that is not finite."""
-    fitting = [one for one in costed if one.prediction.fits]
+    """Explain a search without a usable plan: all are too large, break a limit, or have a value that is not finite.
+
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        request: what was asked.
+        costed: all plans that were predicted.
+    """
+    fitting = [candidate for candidate in costed if candidate.prediction.fits]
     if not fitting:
         return no_fit(model, cluster, request, costed)
-    if any(one.broken for one in fitting):
+    if any(candidate.broken for candidate in fitting):
         return nothing_keeps(request, fitting)
     return _not_finite(model, cluster, request, fitting[0])
 
 
 def no_fit(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: list[Costed]) -> str:
-    """The sentence that refuses a model which no candidate can hold: its smallest need against what the cluster has."""
-    one = min(
+    """Explain that no plan fits: compare the smallest need with the memory of the cluster, and name a remedy.
+
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        request: what was asked.
+        costed: all plans that were predicted.
+    """
+    nearest = min(
         costed,
-        key=lambda one: one.prediction.memory.total - objectives.room_nbytes(one.cluster, one.plan),
+        key=lambda candidate: (
+            candidate.prediction.memory.total - objectives.room_nbytes(candidate.cluster, candidate.plan)
+        ),
         default=None,
     )
     wide = request.scope == "all"
     if wide:
-        found = smallest(model, cluster, request)
-        if found is not None and (one is None or found.prediction.memory.total < one.prediction.memory.total):
-            one = found
-    if one is None:
+        least = smallest(model, cluster, request)
+        if least is not None and (nearest is None or least.prediction.memory.total < nearest.prediction.memory.total):
+            nearest = least
+    if nearest is None:
         return _refused(model, cluster, request) or (
-            f"model {model.name!r} does not fit on cluster {cluster.name!r}, and no plan of it can be costed"
+            f"model {model.name!r} does not fit on cluster {cluster.name!r}, and no plan can be predicted for it"
         )
-    plan, memory, room = one.plan, one.prediction.memory, objectives.room_nbytes(one.cluster, one.plan)
-    device = place_ranks(one.cluster, plan.world_size)[0].device.name
+    plan, memory, room = nearest.plan, nearest.prediction.memory, objectives.room_nbytes(nearest.cluster, nearest.plan)
+    device = place_ranks(nearest.cluster, plan.world_size)[0].device.name
     if not wide:
         return (
             f"model {model.name!r} does not fit on cluster {cluster.name!r}: the smallest plan "
             f"({count(plan.world_size, 'rank')}, {count(plan.batch.num_microbatches, 'microbatch')}) needs "
-            f"{_need(one.prediction)}, but {device} has {nbytes(room)}; {_remedy(one, room)}"
+            f"{_need(nearest.prediction)}, but {device} has {nbytes(room)}; {_remedy(nearest, room)}"
         )
     state = sum(module.parameter_nbytes + module.gradient_nbytes + module.optimizer_nbytes for module in model.modules)
     return (
         f"model {model.name!r} does not fit on cluster {cluster.name!r}: it needs {gigabytes(state)} for parameters, "
         f"gradients and {model.optimizer or 'the optimizer'}'s state; the smallest plan of "
         f"{count(plan.world_size, 'rank')} ({plan_words(plan)}) needs {gigabytes(memory.total)} a rank "
-        f"({_parts(one.prediction)}), but {device} has {gigabytes(room)}; {what_fits(model, cluster, request, one)}"
+        f"({_parts(nearest.prediction)}), but {device} has {gigabytes(room)}; "
+        f"{what_fits(model, cluster, request, nearest)}"
     )
 
 
 def _refused(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> str:
-    """Why the request contradicts itself, or is impossible with this model; empty where neither is so."""
+    """Return why the request contradicts itself or is impossible with this model; empty where neither is so."""
     script = request.script
     asked = request.mesh or {axis: max(2, degree) for axis, degree in request.demanded.items()} or script.mesh
     sharding = script.sharding
     if "shard" in asked and "stage" in asked and sharding == ShardingPlan():
-        sharding = ShardingPlan(level=1)  # as the search does
+        sharding = ShardingPlan(level=1)  # the search does so too
     try:
         plan = dataclasses.replace(script, mesh=asked, shares=(), sharding=sharding)
         check_plan(plan)
@@ -138,6 +160,7 @@ def _refused(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> st
 
 
 def _need(prediction: Prediction) -> str:
+    """Describe the memory of a rank, part by part."""
     memory = prediction.memory
     return (
         f"{nbytes(memory.total)} for each rank (parameters {nbytes(memory.parameters)}, gradients "
@@ -147,6 +170,7 @@ def _need(prediction: Prediction) -> str:
 
 
 def _parts(prediction: Prediction) -> str:
+    """Name the two largest parts of a rank's memory, in decimal units."""
     memory = prediction.memory
     state = memory.parameters + memory.gradients + memory.optimizer
     parts = {
@@ -161,6 +185,7 @@ def _parts(prediction: Prediction) -> str:
 
 
 def _remedy(one: Costed, room: float) -> str:
+    """Name what would make a data-parallel plan fit."""
     memory = one.prediction.memory
     if memory.parameters + memory.gradients + memory.optimizer > room:
         copies = "data parallelism keeps a copy of all of that on every rank"
@@ -169,55 +194,69 @@ def _remedy(one: Costed, room: float) -> str:
 
 
 def what_fits(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, least: Costed) -> str:
-    """The smallest number of ranks of this kind that holds the model, with the plan, and the memory that would be
-    enough.
+    """Return a phrase with the smallest number of such ranks that holds the model, and the memory that would be enough.
+
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        request: what was asked.
+        least: the plan that needs the least memory on this cluster.
     """
     memory = f"on these {least.plan.world_size} with {gigabytes(least.prediction.memory.total)} each"
     if least.plan.world_size == 1:
         memory = f"on one rank with {gigabytes(least.prediction.memory.total)}"
-    found = enough(model, cluster, request)
-    if found is None:
+    solution = enough(model, cluster, request)
+    if solution is None:
         return (
             f"no number of ranks of this kind holds it with a global batch of {request.script.batch.global_batch_size} "
             f"{request.script.batch.unit}; it would fit {memory}"
         )
-    grown, one = found
+    grown, fitting = solution
     nodes = sum(node.count for node in grown.nodes)
-    ranks = f"{one.plan.world_size} or more ranks of this kind"
-    where = f" ({nodes} nodes)" if nodes > 1 and nodes != one.plan.world_size else ""
-    return f"it would fit on {ranks}{where} as {plan_words(one.plan)}, or {memory}"
+    ranks = f"{fitting.plan.world_size} or more ranks of this kind"
+    where = f" ({nodes} nodes)" if nodes > 1 and nodes != fitting.plan.world_size else ""
+    return f"it would fit on {ranks}{where} as {plan_words(fitting.plan)}, or {memory}"
 
 
 def enough(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> tuple[ClusterSpec, Costed] | None:
-    """The cluster, with each node repeated until some plan fits, and that plan. Found by doubling, then bisection."""
+    """Return the smallest multiple of the cluster on which some plan fits, and that plan; None if there is none.
+
+    The multiple is found by doubling and then bisection.
+
+    Args:
+        model: what is trained.
+        cluster: the machines, of which every node is repeated.
+        request: what was asked. Its mesh, number of ranks, scope and objective are ignored.
+    """
     free = dataclasses.replace(
         request, degree=None, max_devices=None, mesh=None, demanded={}, scope="all", objective="memory"
     )
 
     def fits(factor: int) -> tuple[ClusterSpec, Costed] | None:
-        devices = factor * cluster.device_count  # on the CPU, more ranks would share the hosts' memory
+        devices = factor * cluster.device_count  # more CPU ranks would only share the hosts' memory
         free_of = dataclasses.replace(free, max_devices=devices)
         nodes = tuple(dataclasses.replace(node, count=node.count * factor) for node in cluster.nodes)
         grown = dataclasses.replace(cluster, nodes=nodes, links=_links(cluster))
-        one = smallest(model, grown, free_of)
-        return (grown, one) if one is not None and one.prediction.fits else None
+        candidate = smallest(model, grown, free_of)
+        return (grown, candidate) if candidate is not None and candidate.prediction.fits else None
 
     high = 1
-    while (found := fits(high)) is None:
+    while (result := fits(high)) is None:
         high *= 2
         if high * cluster.device_count > _MOST_RANKS:
             return None
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        one = fits(middle)
-        low, high, found = (low, middle, one) if one is not None else (middle, high, found)
-    return found
+        trial = fits(middle)
+        low, high, result = (low, middle, trial) if trial is not None else (middle, high, result)
+    return result
 
 
 def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
-    """The cluster's links. A single node, without a network, gets one like its own first link: only memory matters
-    here.
+    """Return the links of a repeated cluster.
+
+    A cluster without a network gets one like its own first link. Its speed has no effect: only memory is compared.
     """
     if any(link.tier == "network" for link in cluster.every_link) or not cluster.links:
         return cluster.links
@@ -225,22 +264,28 @@ def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
 
 
 def nothing_keeps(request: PlanRequest, costed: list[Costed]) -> str:
-    """The sentence for plans that fit but all break a limit of the request; it names the plan that is nearest to it."""
-    fitting = [one for one in costed if one.broken]
+    """Explain that all plans that fit break a limit of the request, and name the plan that is nearest to keeping it.
+
+    Args:
+        request: what was asked.
+        costed: plans that fit.
+    """
+    fitting = [candidate for candidate in costed if candidate.broken]
 
     def over(one: Costed) -> float:
-        found = objectives.totals(one.cluster, request, one.plan, one.prediction)
-        return objectives.over_limits(request, found, one.prediction)
+        totals = objectives.totals(one.cluster, request, one.plan, one.prediction)
+        return objectives.over_limits(request, totals, one.prediction)
 
     best = min(fitting, key=over)
-    found = objectives.totals(best.cluster, request, best.plan, best.prediction)
+    totals = objectives.totals(best.cluster, request, best.plan, best.prediction)
     return (
-        f"no plan keeps the limits: the nearest ({plan_words(best.plan)}, {objectives.duration(found.time_s)}) "
+        f"no plan keeps the limits: the nearest ({plan_words(best.plan)}, {objectives.duration(totals.time_s)}) "
         f"{best.broken}; relax that limit, or allow other devices"
     )
 
 
 def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, one: Costed) -> str:
+    """Explain that the value of the objective is not a finite number."""
     return (
         f"no plan of model {model.name!r} on cluster {cluster.name!r} has a {request.objective} that can be compared "
         f"(the first, {plan_words(one.plan)}, has {one.value}): a rate, size or price is out of range; "
@@ -249,7 +294,7 @@ def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, on
 
 
 def gigabytes(value: float) -> str:
-    """Bytes in decimal units, as in data sheets: 1,120 GB, 9.85 GB, 350 MB."""
+    """Return bytes as text in decimal units, as data sheets do: 1,120 GB, 9.85 GB, 350 MB."""
     if value >= 1e9:
         return f"{value / 1e9:,.0f} GB" if value >= 99.5e9 else f"{value / 1e9:.3g} GB"
     return f"{value / 1e6:,.0f} MB"

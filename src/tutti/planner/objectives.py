@@ -1,6 +1,4 @@
-"""What a plan costs beyond its step: the whole training's time, device-hours, price and energy; and the
-objective's value.
-"""
+"""What a plan costs beyond one step: the training's time, device-hours, price and energy; the objective's value."""
 
 import math
 from functools import partial
@@ -23,7 +21,11 @@ _WH_PER_J = 1.0 / 3600.0
 
 
 def check(cluster: ClusterSpec, request: PlanRequest) -> None:
-    """Raises PlanError where an objective or a limit needs what the cluster or the request does not say."""
+    """Check that the cluster and the request say what the objective and the limits need.
+
+    Raises:
+        PlanError: a price, a power or the length of the training is missing.
+    """
     used = {node.device for node in cluster.nodes}
     devices = [cluster.devices[name] for name in sorted(used)]
     if request.objective == "cost" or request.budget is not None:
@@ -38,16 +40,17 @@ def check(cluster: ClusterSpec, request: PlanRequest) -> None:
 
 
 def _have(devices: list[DeviceSpec], name: str, words: str, cluster: ClusterSpec) -> None:
+    """Refuse the cluster unless each of the devices has the field `name`."""
     for device in devices:
         if getattr(device, name) is None:
             raise PlanError(
                 f"device {device.name!r} of cluster {cluster.name!r} has no {name}, needed to compare plans by "
-                f"{words.removeprefix('a ')}; write it into the cluster file"
+                f"{words.removeprefix('a ')}; add it to the cluster file"
             )
 
 
 def steps(request: PlanRequest, plan: Plan) -> int | None:
-    """Steps of the whole training with a plan's global batch; None where the length of training is unknown."""
+    """Return the steps of the whole training with a plan's global batch; None where its length is unknown."""
     batch = plan.batch.global_batch_size
     if plan.batch.ramp and (sizes := _sizes(request, plan)) is not None:
         return sum(many for _, many in sizes)
@@ -57,14 +60,14 @@ def steps(request: PlanRequest, plan: Plan) -> int | None:
 
 
 def _sizes(request: PlanRequest, plan: Plan) -> list[tuple[int, int]] | None:
-    """(size, steps) of a batch that grows; None where the length of training is unknown."""
+    """Return pairs (size, steps) of a growing batch; None where the length of training is unknown."""
     if request.noise is not None:
         return plan_request.sizes_to_quality(plan.batch, request.noise)
     return None if request.train_samples is None else plan_request.sizes_of(plan.batch, request.train_samples)
 
 
 def _time_s(request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
-    """Seconds of all steps, or of one where their number is unknown."""
+    """Return the seconds of all steps, or of one step where their number is unknown."""
     sizes = _sizes(request, plan) if plan.batch.ramp else None
     count = steps(request, plan)
     if sizes is None:
@@ -76,28 +79,35 @@ def _time_s(request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
 
 
 def _warmup_s(prediction: Prediction, count: int | None) -> float:
-    """Seconds that the first of `count` steps take more than as many later ones; may be negative."""
+    """Return by how many seconds the first of `count` steps exceed as many later ones; may be negative."""
     beyond, done = 0.0, 0
-    for one in prediction.first if count is not None else ():
-        until = min(one.until, count or 0)
-        beyond += (until - done) * (one.step_time_s - prediction.step_time_s.value)
+    for phase in prediction.first if count is not None else ():
+        until = min(phase.until, count or 0)
+        beyond += (until - done) * (phase.step_time_s - prediction.step_time_s.value)
         done = until
     return beyond
 
 
 def begun(request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
-    """The time of all steps relative to that of as many later ones, because of the first steps; 1 where their number
-    is unknown.
+    """Return the time of all steps relative to that of as many later ones; 1 where their number is unknown.
+
+    The first steps of a training may take longer or shorter than later ones.
     """
     count = steps(request, plan)
     return 1.0 + _warmup_s(prediction, count) / (count * prediction.step_time_s.value) if count else 1.0
 
 
 def totals(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> Totals:
-    """Time, device-hours, price and energy of the training, or of one step where its length is unknown.
+    """Return time, device-hours, price and energy of the training, or of one step where its length is unknown.
 
-    Devices that the plan leaves idle are not paid for. A device that is used counts for all of the time, at its
-    full power. Where the batch grows, each size counts with its own step time.
+    Devices that the plan leaves idle are not counted. A device in use counts for the whole time, at its full power.
+    Where the batch grows, each size counts with its own step time.
+
+    Args:
+        cluster: the machines, in the order in which ranks are placed.
+        request: what was asked; it has the length of the training.
+        plan: the plan.
+        prediction: the prediction for that plan.
     """
     used = place_ranks(cluster, plan.world_size)
     count = steps(request, plan)
@@ -116,17 +126,22 @@ def totals(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: P
 
 
 def room_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
-    """Memory that each rank of a plan may fill, on its smallest device."""
+    """Return the bytes that each rank of a plan may fill, on its smallest device."""
     return min(host_group.memory_nbytes for host_group in place_ranks(cluster, plan.world_size))
 
 
 def devices_of(host_group: HostGroup) -> int:
-    """Number of devices that the ranks of a host group keep busy."""
+    """Return the number of devices that the ranks of a host group use."""
     return host_group.hosts * -(-host_group.ranks_per_host // host_group.sharing)
 
 
 def rate_of(host_groups: tuple[HostGroup, ...], name: str) -> float | None:
-    """Price an hour, or power, of all used devices together; None where a device does not have it."""
+    """Return the sum of a rate over all devices in use; None where a device does not have it.
+
+    Args:
+        host_groups: where the ranks run.
+        name: "price_per_device_hour" or "power_w".
+    """
     values = [getattr(host_group.device, name) for host_group in host_groups]
     if any(value is None for value in values):
         return None
@@ -134,13 +149,21 @@ def rate_of(host_groups: tuple[HostGroup, ...], name: str) -> float | None:
 
 
 def value(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
-    """The objective's value; less is better."""
+    """Return the objective's value of a plan; less is better.
+
+    Args:
+        cluster: the machines, in the order in which ranks are placed.
+        request: what was asked.
+        plan: the plan.
+        prediction: the prediction for that plan.
+    """
     if request.objective == "memory":
         return prediction.memory.total
     return prediction.step_time_s.value * factor(cluster, request, plan.world_size) * _repeats(request, plan)
 
 
 def _repeats(request: PlanRequest, plan: Plan) -> float:
+    """Return the number of steps to the quality where the objective is time to quality, else 1."""
     noise = request.noise
     if request.objective != "time-to-quality" or noise is None:
         return 1.0
@@ -148,7 +171,7 @@ def _repeats(request: PlanRequest, plan: Plan) -> float:
 
 
 def factor(cluster: ClusterSpec, request: PlanRequest, world: int) -> float:
-    """Weight of a second of a step of `world` ranks under the objective. Not for the objective memory."""
+    """Return how much one second of a step of `world` ranks counts under an objective other than memory."""
     if request.objective in ("throughput", "time-to-quality", "memory"):
         return 1.0
     used = place_ranks(cluster, world)
@@ -159,7 +182,15 @@ def factor(cluster: ClusterSpec, request: PlanRequest, world: int) -> float:
 
 
 def bound(cluster: ClusterSpec, request: PlanRequest, step_s: Array, world: NDArray[np.int64], memory: Array) -> Array:
-    """The objective's value for steps of at least `step_s` seconds and at least `memory` bytes, row by row."""
+    """Return lower bounds of the objective's value, (plans,).
+
+    Args:
+        cluster: the machines, in the order in which ranks are placed.
+        request: what was asked.
+        step_s: lower bounds of the step time in seconds, (plans,).
+        world: numbers of ranks, (plans,).
+        memory: lower bounds of the memory of the fullest rank in bytes, (plans,).
+    """
     if request.objective == "memory":
         return memory
     unit = _repeats(request, request.script)
@@ -171,7 +202,13 @@ def bound(cluster: ClusterSpec, request: PlanRequest, step_s: Array, world: NDAr
 
 
 def broken_limit(request: PlanRequest, found: Totals, prediction: Prediction) -> str:
-    """The limit of the request that a plan breaks, as text; empty where it keeps all."""
+    """Return a phrase with the limit of the request that a plan breaks; empty where the plan keeps all.
+
+    Args:
+        request: what was asked.
+        found: the whole training with the plan.
+        prediction: the prediction for that plan.
+    """
     if request.memory_nbytes is not None and prediction.memory.total > request.memory_nbytes:
         return f"takes {nbytes(prediction.memory.total)} a rank, but the limit is {nbytes(request.memory_nbytes)}"
     if request.budget is not None and found.cost is not None and found.cost > request.budget:
@@ -182,7 +219,13 @@ def broken_limit(request: PlanRequest, found: Totals, prediction: Prediction) ->
 
 
 def over_limits(request: PlanRequest, found: Totals, prediction: Prediction) -> float:
-    """The factor by which a plan exceeds the limit that it breaks most; at most 1 where it keeps all."""
+    """Return the factor by which a plan exceeds the limit that it breaks most; at most 1 where it keeps all.
+
+    Args:
+        request: what was asked.
+        found: the whole training with the plan.
+        prediction: the prediction for that plan.
+    """
     limits = (
         (request.memory_nbytes, prediction.memory.total),
         (request.budget, found.cost),
@@ -192,7 +235,7 @@ def over_limits(request: PlanRequest, found: Totals, prediction: Prediction) -> 
 
 
 def duration(value: float) -> str:
-    """A time as text: 45.6 ms, 12.3 s, 5.1 h, 3.2 days."""
+    """Return a time in seconds as text: 45.6 ms, 12.3 s, 5.1 h, 3.2 days."""
     if value >= 2 * 86400:
         return f"{value / 86400:.1f} days"
     if value >= 5400:
@@ -201,12 +244,18 @@ def duration(value: float) -> str:
 
 
 def money(value: float) -> str:
-    """A price, to four digits: 1,234,568; 0.01038."""
+    """Return a price as text, to four digits: 1,234,568; 0.01038."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def shown_value(request: PlanRequest, found: Totals, prediction: Prediction) -> str:
-    """The objective's value of a plan as text."""
+    """Return the objective's value of a plan as text.
+
+    Args:
+        request: what was asked.
+        found: the whole training with the plan, or one step of it.
+        prediction: the prediction for that plan.
+    """
     whole = "" if found.steps is not None else " a step"
     if request.objective == "device-hours":
         return f"{found.device_hours:,.3g} device-hours{whole}"

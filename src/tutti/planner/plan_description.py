@@ -1,4 +1,4 @@
-"""Plans as text: what a mesh consists of, how it is sharded, scheduled and recomputed."""
+"""Plans as text: the mesh of a plan, and how it is sharded, scheduled and recomputed."""
 
 from tutti.config.compression import format_compression
 from tutti.config.model import ModelSpec
@@ -12,14 +12,17 @@ _ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
 def mesh_words(plan: Plan) -> str:
-    """The mesh: replicate 4 x split 2; split 2 (1:0.5) for unequal parts; "1 rank" where nothing is divided."""
+    """Return the mesh as text: "replicate 4 x split 2"; "1 rank" where nothing is divided.
+
+    Unequal parts along split follow the degree in parentheses: "split 2 (1:0.5)".
+    """
     axes = {axis: degree for axis, degree in plan.mesh.items() if degree > 1}
     parts = {"split": f" ({parts_words(plan)})"} if plan.split_weights else {}
     return " x ".join(f"{axis} {degree}{parts.get(axis, '')}" for axis, degree in axes.items()) or "1 rank"
 
 
 def parts_words(plan: Plan) -> str:
-    """The parts of layers along the split axis: equal, or 1:0.5:0.5. Only the first eight are listed."""
+    """Return the relative sizes of the parts along the split axis as text: "equal", or the first eight, "1:0.5:0.5"."""
     if not plan.split_weights:
         return "equal"
     parts = ":".join(f"{share:g}" for share in plan.split_weights[:8])
@@ -27,7 +30,7 @@ def parts_words(plan: Plan) -> str:
 
 
 def settings_words(plan: Plan) -> str:
-    """What the mesh does not say: ZeRO-3, 1f1b, recompute; empty where there is nothing to add."""
+    """Return what the mesh does not say, as text: "ZeRO-3, 1f1b, recompute"; empty where there is nothing to add."""
     settings = []
     if plan.mesh.get("shard", 1) > 1:
         settings.append(_ZERO[plan.sharding.level])
@@ -58,38 +61,43 @@ def settings_words(plan: Plan) -> str:
 
 
 def plan_words(plan: Plan) -> str:
-    """The whole plan in one phrase: shard 8 with ZeRO-3, recompute, 4 microbatches."""
+    """Return the whole plan as one phrase: "shard 8 with ZeRO-3, recompute, 4 microbatches"."""
     settings = settings_words(plan)
     words = mesh_words(plan) + (f" with {settings}" if settings else "")
     return f"{words}, {count(plan.batch.num_microbatches, 'microbatch')}"
 
 
 def recompute_words(plan: Plan) -> str:
-    """none, selective or full: the most that the layout recomputes."""
-    found = [rule.recompute for rule in plan.layout if rule.recompute]
-    if not found:
+    """Return "none", "selective" or "full": the most that any rule of the layout recomputes."""
+    settings = [rule.recompute for rule in plan.layout if rule.recompute]
+    if not settings:
         return "none"
-    return "full" if True in found else "selective"
+    return "full" if True in settings else "selective"
 
 
 def wide_layers(plan: Plan) -> tuple[str, ...]:
-    """The modules that the layout's rules divide along the `table` axis."""
+    """Return the modules that the layout divides along the `table` axis."""
     if plan.degree("table") == 1 or plan.degree("split") > 1:
         return ()
     return tuple(rule.modules for rule in plan.layout if rule.placement not in ("auto", "replicate"))
 
 
 def axes_of(plan: Plan) -> tuple[AxisName, ...]:
-    """The axes with more than one rank."""
+    """Return the axes with more than one rank."""
     return tuple(axis for axis, degree in plan.mesh.items() if degree > 1)
 
 
 def stamp(model: ModelSpec) -> dict[str, str]:
-    """Every module with parameters -> kind and parameter count; equal siblings are merged: layers.0-11.query."""
+    """Describe every module that has parameters by its kind and number of parameters.
+
+    Equal siblings share an entry, under a name such as `layers.0-11.query`. A plan stores the result, so that a run
+    can tell whether its model is the one that was planned for.
+    """
     return merge_siblings(_entries(model))
 
 
 def _entries(model: ModelSpec) -> dict[str, str]:
+    """Describe every module that has parameters, by name."""
     return {
         module.name or "(model)": describe_module(module.kind, module.parameters)
         for module in model.modules
@@ -98,10 +106,11 @@ def _entries(model: ModelSpec) -> dict[str, str]:
 
 
 def changed_modules(plan: Plan, model: ModelSpec) -> str:
-    """A sentence naming the modules that were added, removed or changed in `model` since the plan was made; empty where
-    none were, or this is unknown.
+    """Return a sentence naming the modules of `model` that were added, removed or changed since the plan was made.
+
+    The result is empty where nothing changed, or the plan does not say for which model it was made.
     """
-    found = differences(plan.made_for, _entries(model))
-    if not found:
+    changed = differences(plan.made_for, _entries(model))
+    if not changed:
         return ""
-    return f"this plan ({mesh_words(plan)}) was made for another model: {found}; plan again with tutti plan"
+    return f"this plan ({mesh_words(plan)}) was made for another model: {changed}; plan again with tutti plan"

@@ -1,4 +1,4 @@
-"""A Choice for a reader: sentences, and the rows of a table."""
+"""A Choice for a reader, as sentences and as the rows of a table; and the differences between two plans."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,12 +16,22 @@ from tutti.planner.plan_request import Alternative, Choice, Coverage, Totals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """A row of the table of plans. Texts are empty where there is no prediction.
+    """One row of the table of plans. Texts that need a prediction are empty where there is none.
 
     Attributes:
+        chosen: whether this is the chosen plan.
+        ranks: number of ranks.
         mesh: the mesh as text.
         settings: what the mesh does not say, as text.
-        value: what the objective compares, as text.
+        microbatches: number of microbatches.
+        precision: number format of the computation.
+        shares: "by speed" or "equal".
+        step: predicted step time.
+        exposed: predicted time of exposed communication.
+        memory: predicted memory of the fullest rank.
+        value: the quantity that the objective compares.
+        fits: whether the plan fits into memory.
+        reason: why the plan was or was not chosen.
     """
 
     chosen: bool
@@ -40,7 +50,7 @@ class PlanRow:
 
 
 def rows(choice: Choice) -> tuple[PlanRow, ...]:
-    """The chosen plan, then the alternatives in the order of the choice."""
+    """Return a row for the chosen plan and one for each alternative, in the order of the choice."""
     chosen = Alternative(plan=choice.best, prediction=choice.prediction, reason="chosen", totals=choice.totals)
     return (
         _row(choice, chosen, chosen=True),
@@ -49,6 +59,7 @@ def rows(choice: Choice) -> tuple[PlanRow, ...]:
 
 
 def _row(choice: Choice, one: Alternative, *, chosen: bool) -> PlanRow:
+    """Return the table row of one plan."""
     plan, prediction = one.plan, one.prediction
     value = shown_value(choice.request, one.totals, prediction) if one.totals and prediction else ""
     return PlanRow(
@@ -69,7 +80,7 @@ def _row(choice: Choice, one: Alternative, *, chosen: bool) -> PlanRow:
 
 
 def explain(choice: Choice) -> str:
-    """The choice as text: what was chosen, what it is predicted to cost, and the remarks."""
+    """Describe a choice in lines of text: what was chosen, what it is predicted to cost, and what the choice means."""
     plan, prediction = choice.best, choice.prediction
     time = prediction.step_time_s
     batch = plan.batch
@@ -89,12 +100,13 @@ def explain(choice: Choice) -> str:
 
 
 def _of_ranks(plan: Plan) -> str:
-    """Whose memory is predicted: the fullest rank's where stages, shares or parts are unequal, else every rank's."""
+    """Say whose memory is predicted: the fullest rank's where ranks hold unequal parts, else every rank's."""
     unequal = plan.shares or plan.split_weights or plan.degree("stage") > 1
     return "on the fullest rank" if unequal else "for each rank"
 
 
 def _ranks(plan: Plan) -> str:
+    """Describe the number of ranks, the mesh and its settings."""
     settings, mesh = settings_words(plan), mesh_words(plan)
     if mesh in ("1 rank", f"replicate {plan.world_size}"):
         return count(plan.world_size, "rank") + (f" ({settings})" if plan.sync != SyncPlan() and settings else "")
@@ -102,9 +114,9 @@ def _ranks(plan: Plan) -> str:
 
 
 def whole_words(totals: Totals | None) -> tuple[str, ...]:
-    """The cost of the whole training in one sentence.
+    """Return a sentence with the cost of the whole training.
 
-    Where the length of training is unknown, it is the cost of one step if prices or powers are known, else nothing.
+    Where the length of training is unknown, the sentence gives the cost of one step, if prices or powers are known.
     """
     if totals is None or (totals.steps is None and totals.cost is None and totals.energy_kwh is None):
         return ()
@@ -115,15 +127,15 @@ def whole_words(totals: Totals | None) -> tuple[str, ...]:
         parts.append(f"a cost of {money(totals.cost)}")
     if totals.energy_kwh is not None:
         parts.append(f"{totals.energy_kwh:,.4g} kWh at the devices' full power")
-    said = {"predicted": "", "measured": "; the number of steps follows from a run's measured noise scale"}
-    note = said.get(totals.evidence, f"; the number of steps is {totals.evidence}")
+    notes = {"predicted": "", "measured": "; the number of steps follows from a run's measured noise scale"}
+    note = notes.get(totals.evidence, f"; the number of steps is {totals.evidence}")
     if totals.steps is None:
         return (f"A step: {', '.join(parts)}; give --samples or --epochs for the whole training",)
     return (f"The whole training: {', '.join(parts)}{note}",)
 
 
 def _searched(coverage: Coverage) -> str:
-    """What the search left open."""
+    """Say what the search left open."""
     return (
         f"{coverage.costed:,} plans were predicted, {coverage.too_slow + coverage.too_large:,} ruled out by bounds, "
         f"{coverage.left:,} not examined: none of those can be better by more than {coverage.gap:.0%}"
@@ -135,119 +147,135 @@ _SHOWN = 8
 
 
 def difference(first: Plan, second: Plan, names: tuple[str, str] = ("A", "B")) -> tuple[str, ...]:
-    """The differences between two plans, a sentence each; empty where they mean the same.
+    """Return the differences between two plans, a sentence each; empty where the plans mean the same.
 
-    Fields without effect in either plan (settings of an axis that it does not have) are named only where nothing
+    Settings without effect in either plan, such as those of an axis that neither has, are named only where nothing
     else differs.
+
+    Args:
+        first: one plan.
+        second: the other plan.
+        names: what the sentences call the two plans.
     """
-    said = _told(first, second, *names)
-    return said or tuple(_unsaid(_leaves(first), _leaves(second), *names))
+    sentences = _told(first, second, *names)
+    return sentences or tuple(_unsaid(_leaves(first), _leaves(second), *names))
 
 
 def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
-    said = []
+    """Return the differences that have an effect."""
+    sentences = []
     if first.world_size != second.world_size:
-        said.append(f"Ranks: {first.world_size} in {a}, {second.world_size} in {b}")
+        sentences.append(f"Ranks: {first.world_size} in {a}, {second.world_size} in {b}")
     axes: tuple[AxisName, ...] = get_args(AxisName)
     for axis in axes:
-        one, other = first.mesh.get(axis, 1), second.mesh.get(axis, 1)
-        if one != other:
-            said.append(f"{axis.capitalize()}: {_degree(one)} in {a}, {_degree(other)} in {b}")
+        degree, other = first.mesh.get(axis, 1), second.mesh.get(axis, 1)
+        if degree != other:
+            sentences.append(f"{axis.capitalize()}: {_degree(degree)} in {a}, {_degree(other)} in {b}")
     shared = [axis for axis in first.mesh if first.mesh[axis] > 1 and second.mesh.get(axis, 1) > 1]
     turned = [axis for axis in second.mesh if axis in shared]
     if shared != turned:
-        said.append(f"Order of axes, outermost first: {', '.join(shared)} in {a}, {', '.join(turned)} in {b}")
-    said += _batches(first, second, a, b)
-    said += _compared_settings(first, second, a, b)
+        sentences.append(f"Order of axes, outermost first: {', '.join(shared)} in {a}, {', '.join(turned)} in {b}")
+    sentences += _batches(first, second, a, b)
+    sentences += _compared_settings(first, second, a, b)
     if first.shares != second.shares:
-        said.append(f"Shares of the data-parallel ranks: {_shares(first)} in {a}, {_shares(second)} in {b}")
+        sentences.append(f"Shares of the data-parallel ranks: {_shares(first)} in {a}, {_shares(second)} in {b}")
     if first.split_weights != second.split_weights:
-        said.append(f"Parts of layers along split: {parts_words(first)} in {a}, {parts_words(second)} in {b}")
+        sentences.append(f"Parts of layers along split: {parts_words(first)} in {a}, {parts_words(second)} in {b}")
     if _replicas(first) != _replicas(second):
-        said.append(f"Replicas: {_replicas(first)} in {a}, {_replicas(second)} in {b}")
+        sentences.append(f"Replicas: {_replicas(first)} in {a}, {_replicas(second)} in {b}")
     if first.sync.gradient_code != second.sync.gradient_code:
-        said.append(f"Gradients are reduced {_written(first)} in {a}, {_written(second)} in {b}")
+        sentences.append(f"Gradients are reduced {_written(first)} in {a}, {_written(second)} in {b}")
     if _buckets(first) != _buckets(second):
-        said.append(f"Gradients are fused into buckets of {_buckets(first)} in {a}, {_buckets(second)} in {b}")
-    return (*said, *_rules(first, second, a, b), *_models(first, second, a, b))
+        sentences.append(f"Gradients are fused into buckets of {_buckets(first)} in {a}, {_buckets(second)} in {b}")
+    return (*sentences, *_rules(first, second, a, b), *_models(first, second, a, b))
 
 
 def _buckets(plan: Plan) -> str:
+    """Describe the size of the gradient buckets."""
     measured = " at first, then of the size measured as fastest" if plan.sync.bucket_sizes == "measured" else ""
     return f"{plan.sync.bucket_nbytes:,} bytes{measured}"
 
 
 def _replicas(plan: Plan) -> str:
+    """Describe how replicas are kept together."""
     return plan.sync.mode if plan.sync.mode == "synchronous" else format_relaxation(plan.sync)
 
 
 def _written(plan: Plan) -> str:
+    """Describe how gradients are encoded."""
     code = plan.sync.gradient_code
     return "exactly" if code is None else f"as {format_compression(code)}"
 
 
 def _degree(degree: int) -> str:
+    """Return a degree as text; "none" where the axis has one rank."""
     return str(degree) if degree > 1 else "none"
 
 
 def _batches(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    said = []
+    """Return the differences between the two batches."""
+    sentences = []
     for field, words in (
         ("global_batch_size", "The global batch"),
         ("unit", "The batch counts"),
         ("num_microbatches", "Microbatches"),
         ("last_batch", "A short last batch"),
     ):
-        one, other = getattr(first.batch, field), getattr(second.batch, field)
-        if one != other:
+        value, other = getattr(first.batch, field), getattr(second.batch, field)
+        if value != other:
             changes = ": this changes what is computed" if field != "num_microbatches" else ""
-            said.append(f"{words}: {one} in {a}, {other} in {b}{changes}")
+            sentences.append(f"{words}: {value} in {a}, {other} in {b}{changes}")
     if first.batch.ramp != second.batch.ramp:
-        said.append(f"The batch grows: {_ramp(first)} in {a}, {_ramp(second)} in {b}: this changes what is computed")
-    return said
+        sentences.append(
+            f"The batch grows: {_ramp(first)} in {a}, {_ramp(second)} in {b}: this changes what is computed"
+        )
+    return sentences
 
 
 def _ramp(plan: Plan) -> str:
+    """Describe how the global batch grows."""
     sizes = [f"{size} until batch {until}" for until, size in plan.batch.ramp[:_SHOWN]]
     return ", ".join([*sizes, *(["..."] if len(plan.batch.ramp) > _SHOWN else [])]) or "never"
 
 
 def _compared_settings(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    """Differences that the mesh does not show, where they matter for one or both plans."""
-    said = []
+    """Return the differences that the mesh does not show, where they have an effect in at least one of the plans."""
+    sentences = []
     if first.precision != second.precision:
-        said.append(f"Precision: {first.precision} in {a}, {second.precision} in {b}: this changes the numbers")
+        sentences.append(f"Precision: {first.precision} in {a}, {second.precision} in {b}: this changes the numbers")
     if recompute_words(first) != recompute_words(second):
-        said.append(f"Recompute: {recompute_words(first)} in {a}, {recompute_words(second)} in {b}")
+        sentences.append(f"Recompute: {recompute_words(first)} in {a}, {recompute_words(second)} in {b}")
     both = first.degree("shard") > 1 and second.degree("shard") > 1
     if (both or first.sharding.offload != second.sharding.offload) and first.sharding != second.sharding:
-        said.append(f"Sharding: {_words(first.sharding)} in {a}, {_words(second.sharding)} in {b}")
+        sentences.append(f"Sharding: {_words(first.sharding)} in {a}, {_words(second.sharding)} in {b}")
     if first.degree("stage") > 1 and second.degree("stage") > 1 and first.pipeline != second.pipeline:
-        said.append(f"Pipeline: {_words(first.pipeline)} in {a}, {_words(second.pipeline)} in {b}")
+        sentences.append(f"Pipeline: {_words(first.pipeline)} in {a}, {_words(second.pipeline)} in {b}")
     if first.degree("context") > 1 and second.degree("context") > 1 and first.context != second.context:
-        said.append(f"Attention over the context axis: {first.context} in {a}, {second.context} in {b}")
+        sentences.append(f"Attention over the context axis: {first.context} in {a}, {second.context} in {b}")
     if first.space_grid != second.space_grid:
-        said.append(f"Space is cut as {list(first.space_grid)} in {a}, {list(second.space_grid)} in {b}")
+        sentences.append(f"Space is cut as {list(first.space_grid)} in {a}, {list(second.space_grid)} in {b}")
     lone = [
         (plan, name)
         for plan, other, name in ((first, second, a), (second, first, b))
         if settings_words(plan) and {axis for axis, degree in plan.mesh.items() if degree > 1}
         != {axis for axis, degree in other.mesh.items() if degree > 1}
     ]  # fmt: skip
-    return said + [f"{name} runs as {settings_words(plan)}" for plan, name in lone]
+    return sentences + [f"{name} runs as {settings_words(plan)}" for plan, name in lone]
 
 
 def _words(value: Any) -> str:
+    """Return the settings of a dataclass as text, without those that are empty."""
     parts = []
     for field in dataclasses.fields(value):
-        own = getattr(value, field.name)
-        if own not in ((), "none"):
-            shown = ", ".join(own) if isinstance(own, tuple) else own
+        setting = getattr(value, field.name)
+        if setting not in ((), "none"):
+            shown = ", ".join(setting) if isinstance(setting, tuple) else setting
             parts.append(f"{field.name.replace('_', ' ')} {shown}")
     return "; ".join(parts)
 
 
 def _shares(plan: Plan) -> str:
+    """Describe the shares of the data-parallel ranks."""
     if not plan.shares:
         return "equal"
     shown = ", ".join(f"{share:.12g}" for share in plan.shares[:_SHOWN])
@@ -255,24 +283,29 @@ def _shares(plan: Plan) -> str:
 
 
 def _rules(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    """Layout rules that only one of the plans has. Recompute is left out where it was compared as a whole."""
+    """Return the layout rules that only one of the plans has.
+
+    Recompute is left out of the rules where it was already compared for the whole plan.
+    """
     above = recompute_words(first) != recompute_words(second)
     pairs = ((first, second, a), (second, first, b))
-    said = [
+    sentences = [
         f"Only {name} has a rule for modules {rule.modules}: {', '.join(parts)}"
         for plan, other, name in pairs
         for rule in plan.layout
         if rule not in other.layout and (parts := _opinions(rule, recompute=not above))
     ]
-    if not said and not above:
+    if not sentences and not above:
         rules = [[rule for rule in plan.layout if _opinions(rule, recompute=True)] for plan in (first, second)]
         if rules[0] != rules[1]:
-            said.append(f"The layout's rules, of which the last match counts, are in another order in {a} and {b}")
-    return said
+            sentences.append(
+                f"The layout's rules, of which the last match counts, are in different orders in {a} and {b}"
+            )
+    return sentences
 
 
 def _opinions(rule: LayoutRule, *, recompute: bool) -> list[str]:
-    """What a rule sets for its modules."""
+    """Return the settings of a rule, as text."""
     parts = [f"chunks {rule.chunks}"] if rule.chunks is not None else []
     parts += [rule.placement] if rule.placement != "auto" else []
     if recompute and rule.recompute is not None:
@@ -281,28 +314,32 @@ def _opinions(rule: LayoutRule, *, recompute: bool) -> list[str]:
 
 
 def _models(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    """The models for which the plans were made, where they differ."""
+    """Say which modules differ between the models for which the plans were made."""
     if first.made_for == second.made_for:
         return []
-    only = [_modules(one.made_for, other.made_for) for one, other in ((first, second), (second, first))]
+    only = [_modules(plan.made_for, other.made_for) for plan, other in ((first, second), (second, first))]
     return [f"Made for different models: only in {a} {only[0]}; only in {b} {only[1]}"]
 
 
 def _modules(own: dict[str, str], other: dict[str, str]) -> str:
-    found = [f"{name} ({words})" for name, words in own.items() if other.get(name) != words]
-    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "") or "none"
+    """Return the modules of `own` that `other` does not have or describes differently, as text."""
+    changed = [f"{name} ({words})" for name, words in own.items() if other.get(name) != words]
+    return (
+        ", ".join(changed[:_SHOWN]) + (f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else "") or "none"
+    )
 
 
 def _leaves(value: Any, name: str = "") -> dict[str, Any]:
-    """Fields by dotted names, without the mesh and the parts along split, which are compared elsewhere."""
+    """Return all fields by dotted names, without the mesh and the parts along split, which are compared elsewhere."""
     if not dataclasses.is_dataclass(value):
         return {name: value}
     fields = [field.name for field in dataclasses.fields(value) if field.name not in ("mesh", "split_shares")]
-    found = [_leaves(getattr(value, field), f"{name}.{field}" if name else field) for field in fields]
-    return {leaf: each for part in found for leaf, each in part.items()}
+    parts = [_leaves(getattr(value, field), f"{name}.{field}" if name else field) for field in fields]
+    return {leaf: content for part in parts for leaf, content in part.items()}
 
 
 def _unsaid(first: dict[str, Any], second: dict[str, Any], a: str, b: str) -> list[str]:
+    """Return the differences between fields that have no effect."""
     names = [*first, *(name for name in second if name not in first)]
     return [
         f"{name}: {first.get(name)} in {a}, {second.get(name)} in {b}"

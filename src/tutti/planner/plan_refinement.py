@@ -1,5 +1,7 @@
-"""Small changes to the best plans that enumeration leaves out: the order of axes, uneven cuts, numbers of
-microbatches between powers of two, blocks that need not recompute.
+"""Small changes to the best plans that enumeration leaves out.
+
+These are the order of axes, numbers of microbatches between powers of two, divisions of space in several dims,
+blocks that need not recompute, and wide layers that are divided.
 """
 
 import dataclasses
@@ -27,73 +29,88 @@ from tutti.planner.exploration import Costed, Explorer
 from tutti.planner.mixed_hardware import state_of
 
 _BEST = 4
-"""Plans whose neighbours are predicted."""
+"""Number of plans whose neighbours are predicted."""
 
 _ROUNDS = 3
 
 _RELIEVED = 6
-"""Meshes for which the fewest recomputing blocks are searched."""
+"""Number of meshes for which the fewest recomputing blocks are searched."""
 
 
 def polish(explorer: Explorer) -> None:
-    """Predict data-parallel plans with wide layers divided, then neighbours of the best plans, repeatedly while that
-    gains.
-    """
+    """Predict data-parallel plans with wide layers divided, then neighbours of the best plans as long as that gains."""
     widen(explorer)
-    seen = {_key(one.plan) for one in explorer.costed}
+    seen = {_key(candidate.plan) for candidate in explorer.costed}
     for _ in range(_ROUNDS):
-        good = sorted((one for one in explorer.costed if one.good), key=lambda one: one.value)[:_BEST]
+        good = sorted(
+            (candidate for candidate in explorer.costed if candidate.good), key=lambda candidate: candidate.value
+        )[:_BEST]
         before = good[0].value if good else 0.0
-        for one in good:
-            for plan in neighbours(one, explorer):
+        for candidate in good:
+            for plan in neighbours(candidate, explorer):
                 if _key(plan) not in seen and not explorer.over():
                     seen.add(_key(plan))
-                    explorer.cost(plan, one.cluster)
-        if not good or min(one.value for one in explorer.costed if one.good) >= before:
+                    explorer.cost(plan, candidate.cluster)
+        if not good or min(candidate.value for candidate in explorer.costed if candidate.good) >= before:
             break
     _relieve(explorer)
 
 
 def _relieve(explorer: Explorer) -> None:
-    """For the best plans that recompute all blocks: plans that recompute only some, where recomputing none would
-    win.
+    """For the best plans that recompute all blocks, predict plans that recompute only some of them.
+
+    This is done where the plan would win if it did not recompute at all.
     """
     if len(explorer.limits.recompute) == 1:
         return
-    again = [one for one in explorer.costed if one.good and any(rule.recompute for rule in one.plan.layout)]
-    ranked = sorted(again, key=lambda one: one.value)
-    meshes = {tuple(one.plan.mesh.items()): one for one in reversed(ranked)}  # the best of each mesh
-    for one in sorted(meshes.values(), key=lambda one: one.value)[:_RELIEVED]:
-        best = min(each.value for each in explorer.costed if each.good)
-        bare = explorer.cost(dataclasses.replace(one.plan, layout=explorer.request.script.layout), one.cluster)
+    again = [
+        candidate
+        for candidate in explorer.costed
+        if candidate.good and any(rule.recompute for rule in candidate.plan.layout)
+    ]
+    ranked = sorted(again, key=lambda candidate: candidate.value)
+    meshes = {tuple(candidate.plan.mesh.items()): candidate for candidate in reversed(ranked)}  # the best of each mesh
+    for candidate in sorted(meshes.values(), key=lambda candidate: candidate.value)[:_RELIEVED]:
+        best = min(rival.value for rival in explorer.costed if rival.good)
+        bare = explorer.cost(
+            dataclasses.replace(candidate.plan, layout=explorer.request.script.layout), candidate.cluster
+        )
         if bare is None or bare.value >= best or explorer.over():
             continue
 
-        def fits(plan: Plan, cluster: ClusterSpec = one.cluster) -> bool:
-            found = None if explorer.over() else explorer.cost(plan, cluster)
-            return found is not None and found.good
+        def fits(plan: Plan, cluster: ClusterSpec = candidate.cluster) -> bool:
+            costed = None if explorer.over() else explorer.cost(plan, cluster)
+            return costed is not None and costed.good
 
-        alike = (branch for branch in explorer.branches if branch.precision == one.plan.precision)
-        best_memory = next((branch.best_memory for branch in alike if branch.cluster is one.cluster), None)
-        if best_memory is not None:  # what a part of the cluster computes in, all of it may not
-            relieve(best_memory, one.plan, explorer.samples, fits)
+        alike = (branch for branch in explorer.branches if branch.precision == candidate.plan.precision)
+        best_memory = next((branch.best_memory for branch in alike if branch.cluster is candidate.cluster), None)
+        if (
+            best_memory is not None
+        ):  # None for a plan of a part of the cluster, in a precision that the whole does not have
+            relieve(best_memory, candidate.plan, explorer.samples, fits)
 
 
 def _key(plan: Plan) -> tuple[object, ...]:
-    """What identifies a plan, including the order of the mesh's axes."""
+    """Return what identifies a plan, including the order of the mesh's axes."""
     return (tuple(plan.mesh.items()), plan.batch, plan.layout, plan.shares, plan.split_shares,
             plan.precision, plan.sharding,
             plan.pipeline, plan.space_grid, plan.context)  # fmt: skip
 
 
 def neighbours(one: Costed, explorer: Explorer) -> Iterator[Plan]:
-    """Plans that differ in one setting."""
+    """Yield the plans that differ from `one` in one setting."""
     plan = one.plan
     if explorer.limits.microbatches is None:
         most = explorer.samples // plan.data_parallel_degree
-        own = plan.batch.num_microbatches
-        wanted = {own + plan.mesh.get("stage", 1), 2 * own, own // 2, own * 3 // 2, own * 3 // 4}
-        for count in sorted(count for count in wanted if 1 <= count <= most and count != own):
+        microbatches = plan.batch.num_microbatches
+        wanted = {
+            microbatches + plan.mesh.get("stage", 1),
+            2 * microbatches,
+            microbatches // 2,
+            microbatches * 3 // 2,
+            microbatches * 3 // 4,
+        }
+        for count in sorted(count for count in wanted if 1 <= count <= most and count != microbatches):
             yield dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, num_microbatches=count))
     if explorer.request.mesh is None:
         for mesh in _orders(plan.mesh):
@@ -102,7 +119,7 @@ def neighbours(one: Costed, explorer: Explorer) -> Iterator[Plan]:
 
 
 def _orders(mesh: dict[AxisName, int]) -> Iterator[dict[AxisName, int]]:
-    """The mesh with two neighbouring axes swapped."""
+    """Yield the mesh with two neighbouring axes swapped."""
     axes = list(mesh)
     for at in range(len(axes) - 1):
         changed = [*axes[:at], axes[at + 1], axes[at], *axes[at + 2 :]]
@@ -110,7 +127,7 @@ def _orders(mesh: dict[AxisName, int]) -> Iterator[dict[AxisName, int]]:
 
 
 def _grids(plan: Plan, explorer: Explorer) -> Iterator[tuple[int, ...]]:
-    """Divisions of space in two or three dims at once."""
+    """Yield divisions of space in two or three dims at once."""
     degree = plan.mesh.get("space", 1)
     dims = max((len(module.halo_nbytes_by_dim) for module in explorer.model.modules), default=0)
     if plan.space_grid or degree < 4 or dims < 2:
@@ -124,22 +141,25 @@ def _grids(plan: Plan, explorer: Explorer) -> Iterator[tuple[int, ...]]:
 
 
 _UNITS = 400
-"""Units into which a budget of bytes is divided; what a block holds is rounded up to units."""
+"""Number of units into which a budget of bytes is divided. What a block holds is rounded up to whole units."""
 
 _TRIES = 7
-"""Steps of the bisection that finds the budget."""
+"""Number of steps of the bisection that finds the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLoad:
-    """What blocks hold and cost by form of recompute, (forms, blocks).
+    """What blocks hold and cost in each form of recompute (none, selective, full).
+
+    A place is one of the pipeline's ranks.
 
     Attributes:
-        nbytes: bytes at the peak of the block's place.
-        within: bytes while the block is recomputed.
-        seconds: seconds of recomputing.
-        place: place of each block.
-        fixed: by place, bytes for any form.
+        names: the blocks.
+        nbytes: bytes that the block holds when its place holds most, (forms, blocks).
+        within: bytes that the block holds while it is recomputed, (forms, blocks).
+        seconds: time of recomputing the block in a step, (forms, blocks).
+        place: place of each block, (blocks,).
+        fixed: bytes that do not depend on the form, (places,).
     """
 
     names: tuple[str, ...]
@@ -150,7 +170,7 @@ class BlockLoad:
     fixed: Array
 
     def needed(self, form: int) -> Array:
-        """Bytes of each place where all of its blocks have the form."""
+        """Return the bytes of each place if all of its blocks have this form, (places,)."""
         sums = self.fixed.copy()
         np.add.at(sums, self.place, self.nbytes[form])
         most = np.zeros(len(sums))
@@ -159,9 +179,15 @@ class BlockLoad:
 
 
 def relieve(best_memory: BestCaseMemory, plan: Plan, samples: int, fits: Callable[[Plan], bool]) -> None:
-    """Offer plans to `fits` that recompute less than `plan` does, the largest budget found last.
+    """Offer plans to `fits` that recompute less than `plan` does, and search for the largest budget of bytes that fits.
 
     Nothing is offered where the model has no blocks, or a block lies on several places.
+
+    Args:
+        best_memory: the memory and work of the model on this cluster.
+        plan: a plan that recomputes all blocks.
+        samples: samples in the global batch.
+        fits: predicts a plan and returns whether it fits.
     """
     load = load_of(best_memory, plan, samples)
     if load is None:
@@ -183,37 +209,54 @@ def relieve(best_memory: BestCaseMemory, plan: Plan, samples: int, fits: Callabl
 
 
 def load_of(best_memory: BestCaseMemory, plan: Plan, samples: int) -> BlockLoad | None:
-    """The blocks of the model under the mesh and schedule of `plan`."""
+    """Return what the blocks of the model hold and cost under the mesh and schedule of a plan.
+
+    The result is None where the model has no blocks, a block lies on several places, or the plan has cuts of its own
+    or is impossible.
+
+    Args:
+        best_memory: the memory and work of the model on this cluster.
+        plan: the plan.
+        samples: samples in the global batch.
+    """
     model, work = best_memory.best_case.model, best_memory.work
     roots, stage, chunks = block_roots(model), plan.degree("stage"), plan.pipeline.stages_per_rank
     chunks = chunks if stage > 1 else 1
-    found = work.stages(stage, chunks)
+    assignment = work.stages(stage, chunks)
     degrees = tuple(plan.degree(axis) for axis in ("split", "context", "expert", "table", "space"))
     count = plan.batch.num_microbatches
-    each = max(1, -(-(samples // count) // plan.data_parallel_degree))
-    passes = work.passes((*degrees, each, best_memory.best_case.ground(plan.world_size).best))
-    block = np.array([list(roots).index(one.block) if one.block >= 0 else -1 for one in model.modules], dtype=np.intp)
-    if not roots or found is None or passes is None or plan.pipeline.cuts or all(not name for name in roots.values()):
+    rank_samples = max(1, -(-(samples // count) // plan.data_parallel_degree))
+    passes = work.passes((*degrees, rank_samples, best_memory.best_case.ground(plan.world_size).best))
+    block = np.array(
+        [list(roots).index(module.block) if module.block >= 0 else -1 for module in model.modules], dtype=np.intp
+    )
+    if (
+        not roots
+        or assignment is None
+        or passes is None
+        or plan.pipeline.cuts
+        or all(not name for name in roots.values())
+    ):
         return None
-    inside, place = np.flatnonzero(block >= 0), found.stage % stage
-    first = np.array([place[np.flatnonzero(block == one)[0]] for one in range(len(roots))], dtype=np.intp)
+    inside, place = np.flatnonzero(block >= 0), assignment.stage % stage
+    first = np.array([place[np.flatnonzero(block == number)[0]] for number in range(len(roots))], dtype=np.intp)
     if (first[block[inside]] != place[inside]).any():
         return None
     part = work.part(degrees)
-    often = times_held(plan.pipeline.schedule, chunks, stage, count).reshape(-1)[found.stage] * each
+    often = times_held(plan.pipeline.schedule, chunks, stage, count).reshape(-1)[assignment.stage] * rank_samples
     keeps = [kept(work.columns, part, regions, half=best_memory.best_case.half) for regions in work.regions]
     beside = np.where(block < 0, often * keeps[0].always, 0.0) + state_of(work.columns, part, plan)
     fixed = np.bincount(place, weights=beside, minlength=stage)
     most = np.zeros(stage)
-    np.maximum.at(most, place, each * keeps[0].output)
+    np.maximum.at(most, place, rank_samples * keeps[0].output)
 
     def by_block(values: Array) -> Array:
         return np.bincount(block[inside], weights=values[inside], minlength=len(roots)).astype(np.float64)
 
     return BlockLoad(
         names=tuple(roots.values()),
-        nbytes=np.stack([by_block(often * one.always) for one in keeps]),
-        within=np.stack([by_block(each * one.within) for one in keeps]),
+        nbytes=np.stack([by_block(often * saved.always) for saved in keeps]),
+        within=np.stack([by_block(rank_samples * saved.within) for saved in keeps]),
         seconds=np.stack([by_block(count * again) for again in passes.again]),
         place=first,
         fixed=np.asarray(fixed + most, dtype=np.float64),
@@ -221,27 +264,35 @@ def load_of(best_memory: BestCaseMemory, plan: Plan, samples: int) -> BlockLoad 
 
 
 def chosen(load: BlockLoad, budget: Array) -> NDArray[np.intp] | None:
-    """The form of each block that keeps every place within its `budget` of bytes and recomputes least; None if none
-    does.
+    """Return the form of each block that keeps every place within its budget and recomputes least, (blocks,).
+
+    Args:
+        load: what the blocks hold and cost.
+        budget: bytes that each place may hold, (places,).
+
+    Returns:
+        Indices into the forms, or None where no choice of forms keeps the budget.
     """
     forms = np.zeros(len(load.names), dtype=np.intp)
     for place, most in enumerate(budget.tolist()):
-        mine = np.flatnonzero(load.place == place)
+        members = np.flatnonzero(load.place == place)
         free = most - float(load.fixed[place])
-        if float(load.nbytes[0, mine].sum() + load.within[0, mine].max(initial=0.0)) <= free:
+        if float(load.nbytes[0, members].sum() + load.within[0, members].max(initial=0.0)) <= free:
             continue
-        picked = _knapsack(load.nbytes[:, mine], load.seconds[:, mine], free - float(load.within[:, mine].max()))
+        picked = _knapsack(
+            load.nbytes[:, members], load.seconds[:, members], free - float(load.within[:, members].max())
+        )
         if picked is None:
             return None
-        forms[mine] = picked
+        forms[members] = picked
     return forms
 
 
 def _knapsack(nbytes: Array, seconds: Array, capacity: float) -> NDArray[np.intp] | None:
-    """One form for each block, (forms, blocks), with the least seconds within the capacity; None where there is
-    none.
+    """Return the form of each block with which all fit into the capacity in the least seconds, (blocks,).
 
-    best[j] after block b is the least of best[j - size] + seconds over b's forms, for j units of the capacity.
+    The result is None where no forms fit. `nbytes` and `seconds` are (forms, blocks). After block b, best[j] is the
+    least of best[j - size] + seconds over the forms of b, for j units of the capacity.
     """
     if capacity <= 0:
         return None
@@ -256,41 +307,47 @@ def _knapsack(nbytes: Array, seconds: Array, capacity: float) -> NDArray[np.intp
         best = options.min(axis=0)
     if not np.isfinite(best[-1]):
         return None
-    found, left = np.zeros(nbytes.shape[1], dtype=np.intp), _UNITS
+    forms, left = np.zeros(nbytes.shape[1], dtype=np.intp), _UNITS
     for block in range(nbytes.shape[1] - 1, -1, -1):
-        found[block] = picks[block][left]
-        left -= int(sizes[found[block], block])
-    return found
+        forms[block] = picks[block][left]
+        left -= int(sizes[forms[block], block])
+    return forms
 
 
 def with_forms(plan: Plan, names: tuple[str, ...], forms: tuple[int, ...]) -> Plan:
-    """The plan with a rule for every block that recomputes, instead of rules that name all blocks."""
-    own = tuple(rule for rule in plan.layout if rule.recompute is None)
+    """Return the plan with a rule for every block that recomputes, instead of rules that name all blocks.
+
+    Args:
+        plan: the plan.
+        names: the blocks.
+        forms: for each block, the index of its form in plan_table.RECOMPUTE.
+    """
+    others = tuple(rule for rule in plan.layout if rule.recompute is None)
     rules = tuple(
         LayoutRule(modules=name, recompute=True if RECOMPUTE[form] == "full" else "selective")
         for name, form in zip(names, forms, strict=True)
         if RECOMPUTE[form] != "none"
     )
-    return dataclasses.replace(plan, layout=(*own, *rules))
+    return dataclasses.replace(plan, layout=(*others, *rules))
 
 
 MOST_TABLE = 64
 MOST_LAYERS = 32
-"""Largest number of layers that a plan divides; those that gain most are taken."""
+"""Largest number of layers that a plan divides. Those that gain most are taken."""
 
 _BASES = 4
-"""Number of the best data-parallel plans that are tried with divided layers, besides one for every power of two
-of ranks.
+"""Number of the best data-parallel plans that are tried with divided layers. Plans for other powers of two of ranks are
+tried too.
 """
 
 _WAITS = 5
-"""Number of exposed communications of a divided layer in a microbatch: two in each direction, and one for the
-row counts.
+"""Number of exposed communications of a divided layer in a microbatch: two in each direction, and one for the row
+counts.
 """
 
 
 def widen(explorer: Explorer) -> None:
-    """Predict data-parallel plans with their wide linear layers divided, where that may send less."""
+    """Predict data-parallel plans whose wide linear layers are divided, where that may send less."""
     request = explorer.request
     columns = model_table(explorer.model)
     if request.mesh is not None or request.demanded or not (columns.linear > 0).any():
@@ -299,14 +356,14 @@ def widen(explorer: Explorer) -> None:
         return
     for plan, cluster in list(_bases(explorer)):
         for degree in _degrees(plan.degree("replicate"), explorer.limits.per_node):
-            for one in able_plans(plan, cluster, columns, explorer.samples, degree):
+            for wide_plan in able_plans(plan, cluster, columns, explorer.samples, degree):
                 if explorer.over():
                     return
-                explorer.cost(one, cluster)
+                explorer.cost(wide_plan, cluster)
 
 
 def able_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int, degree: int) -> list[Plan]:
-    """`wide_plans`; none where the cluster does not describe a link that they need."""
+    """Return `wide_plans` as a list; empty where the cluster does not describe a link that they need."""
     try:
         return list(wide_plans(base, cluster, columns, samples, degree))
     except PlanError:
@@ -314,8 +371,14 @@ def able_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: i
 
 
 def wide_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int, degree: int) -> Iterator[Plan]:
-    """`base` (replicas only) with layers divided over `degree` of its ranks: once all layers that gain, once the
-    best one.
+    """Yield variants of a plan with linear layers divided: all layers that gain, then only the one that gains most.
+
+    Args:
+        base: a plan of replicas only.
+        cluster: the machines, in the order in which ranks are placed.
+        columns: the model's modules.
+        samples: samples in the global batch.
+        degree: number of ranks over which layers are divided.
     """
     ranks = base.degree("replicate")
     mesh: dict[AxisName, int] = {"replicate": ranks // degree, "table": degree} if degree < ranks else {"table": degree}
@@ -326,15 +389,20 @@ def wide_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: i
 
 
 def wide_rules(plan: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int) -> tuple[LayoutRule, ...]:
-    """Rules for the linear layers that would send fewer bytes over the plan's `table` axis than their gradients
-    have.
+    """Return rules for the linear layers that send fewer bytes if they are divided over the `table` axis.
 
-    The largest gain comes first. Each additional exposed communication counts as the bytes that its link could
-    send meanwhile.
+    A divided layer sends activations instead of the gradients of its weights. The largest gain comes first. Each
+    additional exposed communication counts as the bytes that its link could send meanwhile.
+
+    Args:
+        plan: the plan with the `table` axis.
+        cluster: the machines, in the order in which ranks are placed.
+        columns: the model's modules.
+        samples: samples in the global batch.
     """
     group = network(cluster, place_ranks(cluster, plan.world_size), plan).group("table")
     waits = _WAITS * plan.batch.num_microbatches * group.all_to_all(1.0) * group.link.bandwidth_bytes_per_s
-    found = []
+    gains = []
     for index in (columns.linear * columns.gradients).nonzero()[0].tolist():
         name = columns.names[index]
         if find_placement(plan.layout, name) != "auto" or columns.parameters[index] < (4 * plan.degree("table")) ** 2:
@@ -343,15 +411,13 @@ def wide_rules(plan: Plan, cluster: ClusterSpec, columns: ModelTable, samples: i
         sent, spared = _traffic(columns, index, plan, samples, by_outputs=by_outputs)
         if spared > sent + waits:
             rule = LayoutRule(modules=name, placement="column" if by_outputs else "row")
-            found.append((spared - sent, rule))
-    found.sort(key=lambda pair: -pair[0])
-    return tuple(rule for _, rule in found[:MOST_LAYERS])
+            gains.append((spared - sent, rule))
+    gains.sort(key=lambda pair: -pair[0])
+    return tuple(rule for _, rule in gains[:MOST_LAYERS])
 
 
 def _traffic(columns: ModelTable, index: int, plan: Plan, samples: int, *, by_outputs: bool) -> tuple[float, float]:
-    """Bytes that a rank sends in a step for a divided layer's rows, and the bytes of its gradient that it need not
-    send.
-    """
+    """Return the bytes that a rank sends in a step for a divided layer's rows, and the bytes of gradient it saves."""
     n, ranks = plan.degree("table"), plan.data_parallel_degree
     here = samples / ranks * (0.5 if plan.precision in ("bfloat16", "float16") else 1.0)
     into, out = float(columns.linear[index]), float(columns.outputs[index])
@@ -362,7 +428,7 @@ def _traffic(columns: ModelTable, index: int, plan: Plan, samples: int, *, by_ou
 
 
 def wide_remark(model: ModelSpec, plan: Plan) -> str:
-    """A sentence on what a plan gains by dividing linear layers over `table`; empty for other plans."""
+    """Return a sentence on what a plan gains by dividing linear layers over `table`; empty for other plans."""
     if plan.degree("table") == 1:
         return ""
     columns, part = model_table(model), division(model, plan)
@@ -381,23 +447,27 @@ def wide_remark(model: ModelSpec, plan: Plan) -> str:
 
 
 def _degrees(ranks: int, per_node: int) -> list[int]:
-    """Degrees of `table` that divide `ranks`: all ranks, those of a host, two."""
-    return sorted({one for one in (ranks, per_node, 2) if 1 < one <= MOST_TABLE and ranks % one == 0}, reverse=True)
+    """Return the degrees of `table` that divide `ranks`: all ranks, those of a host, and two."""
+    return sorted(
+        {degree for degree in (ranks, per_node, 2) if 1 < degree <= MOST_TABLE and ranks % degree == 0}, reverse=True
+    )
 
 
 def _bases(explorer: Explorer) -> Iterator[tuple[Plan, ClusterSpec]]:
-    """Plans of replicas: the best that were predicted, and one for each power of two of ranks for which none was."""
-    alike = sorted((one for one in explorer.costed if set(one.plan.mesh) == {"replicate"}), key=_rank)
+    """Yield plans of replicas: the best that were predicted, and one for each other power of two of ranks."""
+    alike = sorted((candidate for candidate in explorer.costed if set(candidate.plan.mesh) == {"replicate"}), key=_rank)
     best: dict[int, Costed] = {}
-    for one in alike:
-        best.setdefault(one.plan.degree("replicate"), one)
-    known = [one for degree, one in best.items() if degree > 1]
-    yield from ((one.plan, one.cluster) for one in known[:_BASES])
+    for candidate in alike:
+        best.setdefault(candidate.plan.degree("replicate"), candidate)
+    known = [candidate for degree, candidate in best.items() if degree > 1]
+    yield from ((candidate.plan, candidate.cluster) for candidate in known[:_BASES])
     limits, branch = explorer.limits, next(iter(explorer.branches), None)
     most = min(limits.most_ranks, limits.samples)
     wanted = {most} | {2**power for power in range(1, most.bit_length())}
-    tried = {one.plan.degree("replicate") for one in known[:_BASES]}
-    for degree in sorted(one for one in wanted - tried if max(2, limits.least_ranks) <= one and branch is not None):
+    tried = {candidate.plan.degree("replicate") for candidate in known[:_BASES]}
+    for degree in sorted(
+        ranks for ranks in wanted - tried if max(2, limits.least_ranks) <= ranks and branch is not None
+    ):
         assert branch is not None
         count = limits.microbatches or max(1, min(limits.own_microbatches, limits.samples // degree))
         script = explorer.request.script
@@ -411,4 +481,5 @@ def _bases(explorer: Explorer) -> Iterator[tuple[Plan, ClusterSpec]]:
 
 
 def _rank(one: Costed) -> tuple[bool, float]:
+    """Return a sort key: good plans first, by value."""
     return not one.good, one.value

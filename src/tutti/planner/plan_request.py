@@ -1,4 +1,4 @@
-"""What a planner is asked and what it answers: PlanRequest, Alternative, Choice. Plain frozen data, as all specs."""
+"""What the planner is asked and what it answers: PlanRequest, Alternative and Choice, as frozen data."""
 
 import math
 from collections.abc import Callable
@@ -13,19 +13,25 @@ from tutti.config.vocabulary import AxisName, Evidence, Precision, Relaxation
 from tutti.errors import PlanError
 
 PrecisionPolicy = Literal["script", "auto"] | Precision
-"""script: the script's own precision; auto: chosen by predicted time; otherwise exactly this precision."""
+"""How a precision is chosen.
+
+"script" keeps the script's own, "auto" takes the one that is predicted to be fastest, and anything else is the
+precision to use.
+"""
 
 Scope = Literal["data", "prefer-data", "all"]
 """data: data parallelism only; prefer-data: other meshes only where no data-parallel plan fits; all: every mesh."""
 
 Objective = Literal["throughput", "device-hours", "cost", "energy", "memory", "time-to-quality"]
-"""The quantity that the best plan minimises: step time, devices times time, price, energy, memory of the fullest
-rank, or time until a quality is reached. For the last of them the global batch size may change.
+"""The quantity that the best plan minimises.
+
+It is the step time, device-hours, the price, the energy, the memory of the fullest rank, or the time until a quality is
+reached. Only for the last may the global batch size change.
 """
 
 
 _NUMBERS = {
-    "train_samples": "the length of the whole training, in what the batch counts",
+    "train_samples": "the length of the whole training, in the batch's unit",
     "memory_nbytes": "the bytes that a rank may take",
     "budget": "what the whole training may cost",
     "deadline_s": "the seconds that the whole training may take",
@@ -34,16 +40,17 @@ _NUMBERS = {
 
 
 def _finite(value: float, name: str, meaning: str) -> None:
+    """Refuse a value that is not a finite number above 0."""
     if not (value > 0 and math.isfinite(value)):
         raise PlanError(f"{name} = {value} ({meaning}); give a finite number above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseScale:
-    """How many samples a quality takes, by global batch size, in the plan's unit.
+    """How many samples a quality takes with each global batch size, in the plan's unit.
 
     Attributes:
-        critical_batch: batch size at which twice `least_samples` are needed.
+        critical_batch: batch size with which twice `least_samples` are needed.
         least_samples: samples needed with very small batches.
         evidence: where the two numbers come from.
     """
@@ -67,16 +74,16 @@ class PlanRequest:
     """What the planner may vary, what it minimises, and which limits hold.
 
     Attributes:
-        script: the plan that the script's Job implies on one device: its batch, precision, layout, sync.
+        script: the plan that the script's Job implies on one device: its batch, precision, layout and synchronisation.
         max_devices: largest number of ranks.
         degree: exact number of ranks.
         precision: the script's precision, a given one, or the fastest.
-        allow_microbatches: num_microbatches may change even where that changes results (models with batch
+        allow_microbatches: the number of microbatches may change even where that changes results (models with batch
             statistics).
-        keep_microbatches: num_microbatches may not change at all.
+        keep_microbatches: the number of microbatches may not change at all.
         scope: which meshes are tried.
         mesh: exactly this mesh.
-        demanded: degrees that the script's annotations require from two ranks on; 0 means any degree above one.
+        demanded: degrees that the script's annotations require from two ranks on; 0 means any degree above 1.
         objective: what the best plan minimises.
         train_samples: length of the whole training, in the plan's unit.
         noise: samples to a quality by batch size; needed for the objective time-to-quality.
@@ -84,9 +91,9 @@ class PlanRequest:
         budget: limit on the price of the whole training, in the cluster's currency.
         deadline_s: limit on the seconds of the whole training.
         relax: how far strategies that send less may change what is computed.
-        samples: measured samples to the same quality, as a multiple of exact training, by strategy as a user types
-            it ("powersgd,rank=1", "local:period=8"). None: the runs did not reach the quality, or the model cannot
-            use it.
+        samples: measured samples to the same quality, as a multiple of exact training. The keys are strategies as a
+            user types them ("powersgd,rank=1", "local:period=8"). None: the runs did not reach the quality, or the
+            model cannot use the strategy.
     """
 
     script: Plan
@@ -146,6 +153,7 @@ class PlanRequest:
             )
 
     def _check_relax(self) -> None:
+        """Refuse to choose a strategy where the script already has one, and numbers of samples that are not above 0."""
         sync = self.script.sync
         if self.relax != "exact" and (sync.mode != "synchronous" or sync.compress is not None):
             raise PlanError(
@@ -180,7 +188,14 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan that was not chosen, and the reason as text. `prediction` is None where the plan cannot be predicted."""
+    """A plan that was not chosen.
+
+    Attributes:
+        plan: the plan.
+        prediction: its prediction; None where it cannot be predicted.
+        reason: why it was not chosen.
+        totals: the whole training with this plan.
+    """
 
     plan: Plan
     prediction: Prediction | None
@@ -213,15 +228,15 @@ class Coverage:
 
 
 def step_s(prediction: Prediction, size: int, whole: int) -> float:
-    """Seconds of a step with another batch size than the predicted one.
+    """Return the seconds of a step with another batch size than the predicted one.
 
-    Loading, forward and backward are scaled with the batch. The rest depends on parameters and calls, and stays as
-    it is. Communication that was hidden is assumed to stay hidden.
+    Loading, forward and backward scale with the batch size. The rest depends on parameters and calls, and stays the
+    same. Communication that was hidden is assumed to stay hidden.
 
     Args:
-        prediction: of a step with a batch of `whole`.
-        size: the other batch size.
-        whole: the batch size of the prediction.
+        prediction: prediction of a step with a global batch of `whole`.
+        size: the other global batch size.
+        whole: the global batch size of the prediction.
     """
     passes = prediction.phases["data"] + prediction.phases["forward"] + prediction.phases["backward"]
     return prediction.step_time_s.value - passes * (1.0 - size / whole)
@@ -229,13 +244,13 @@ def step_s(prediction: Prediction, size: int, whole: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxationGain:
-    """What strategies that send less would bring.
+    """What strategies that send less would gain.
 
     Attributes:
         relax: the relaxation level that was allowed.
-        chosen: whether the strategy was taken. It must take less, with its `samples`, than every exact plan, even if
-            links are `links` times as fast as predicted and the codec's kernels `kernels` times as slow.
-        strategy: the best strategy, as a user types it; empty where none is better.
+        chosen: whether the strategy was chosen. It must take less, including its additional samples, than every exact
+            plan, even if links are `links` times as fast as predicted and the codec's kernels `kernels` times as slow.
+        strategy: the best strategy, as a user types it; empty where none could be tried.
         exact_step_s: step time of the best exact plan.
         step_s: step time of the best plan with the strategy.
         samples: samples to the same quality, as a multiple of exact training.
@@ -266,15 +281,15 @@ class Choice:
         cluster: name of the cluster.
         request: what was asked.
         best: the chosen plan.
-        prediction: of the chosen plan.
+        prediction: prediction for the chosen plan.
         alternatives: plans that were not chosen, the best first.
-        remarks: what the choice means, in sentences.
-        totals: the chosen plan over the whole training.
-        changes: what would have to change for another plan to win, in sentences.
+        remarks: sentences on what the choice means.
+        totals: the whole training with the chosen plan.
+        changes: sentences on what would have to change for another plan to win.
         coverage: how far the search went.
         nodes: names of the nodes in the order in which ranks are placed; empty for the cluster's own order.
-        relaxation: what strategies that send less would bring, where the request allows any.
-        version: of this format.
+        relaxation: what strategies that send less would gain, where the request allows any.
+        version: version of this format.
     """
 
     model: str
@@ -297,25 +312,29 @@ MOST_DOUBLINGS = 16
 
 
 def samples_to_quality(batch: float, noise: NoiseScale) -> float:
-    """Samples needed with a global batch B: E = E_min (1 + B / B_crit), with B in the noise scale's unit.
+    """Return the samples needed with a global batch B: E = E_min (1 + B / B_crit).
 
-    McCandlish, Kaplan, Amodei and others 2018, arXiv 1812.06162, equations 2.11 and 2.12: steps S and samples E = S
-    B obey (S / S_min - 1) (E / E_min - 1) = 1. The result is only as reliable as the noise scale's evidence, which
-    is reported with it.
+    McCandlish, Kaplan, Amodei and others 2018, arXiv 1812.06162, equations 2.11 and 2.12: the steps S and the samples
+    E = S B obey (S / S_min - 1) (E / E_min - 1) = 1. The result is only as reliable as the evidence of the noise scale,
+    which is reported with it.
+
+    Args:
+        batch: the global batch size B, in the unit of the noise scale.
+        noise: samples to a quality by batch size.
     """
     return noise.least_samples * (1.0 + batch / noise.critical_batch)
 
 
 def steps_to_quality(batch: float, noise: NoiseScale) -> float:
-    """Steps needed with a global batch B: S = S_min (1 + B_crit / B)."""
+    """Return the steps needed with a global batch B: S = S_min (1 + B_crit / B)."""
     return samples_to_quality(batch, noise) / batch
 
 
 def batches_to_try(own: int, noise: NoiseScale, ranks: int) -> tuple[int, ...]:
-    """Global batch sizes worth a search: the script's own, multiplied and divided by powers of two.
+    """Return the global batch sizes that are worth a search: the script's own, multiplied and divided by powers of two.
 
-    None is above 4 times the critical batch, or above the samples that the quality takes at least. Beyond that, any
-    larger batch saves less than a fifth of the steps, while the samples grow in proportion.
+    None is above 4 times the critical batch, or above the least samples that the quality takes. Beyond that, a larger
+    batch saves less than a fifth of the steps, while the samples grow in proportion to it.
 
     Args:
         own: the script's global batch size.
@@ -337,19 +356,25 @@ def batches_to_try(own: int, noise: NoiseScale, ranks: int) -> tuple[int, ...]:
 
 
 def sizes_of(batch: BatchPlan, samples: float) -> list[tuple[int, int]]:
-    """(batch size, steps), in order, of a training over this many samples in the batch's unit."""
+    """Return pairs (batch size, steps), in order, of a training over this many samples, in the batch's unit."""
     return _walk(batch, samples, float)
 
 
 def sizes_to_quality(batch: BatchPlan, noise: NoiseScale) -> list[tuple[int, int]]:
-    """(batch size, steps), in order, of a training to a quality, also with a batch that grows.
+    """Return pairs (batch size, steps), in order, of a training to a quality, also where the batch grows.
 
-    A step with batch B counts as B / (1 + B / B_crit) of the least samples (see samples_to_quality).
+    A step with batch B brings the training as far as B / (1 + B / B_crit) samples with very small batches do (see
+    samples_to_quality).
+
+    Args:
+        batch: the global batch size and how it grows.
+        noise: samples to a quality by batch size.
     """
     return _walk(batch, noise.least_samples, lambda size: size / (1.0 + size / noise.critical_batch))
 
 
 def _walk(batch: BatchPlan, needed: float, worth: Callable[[int], float]) -> list[tuple[int, int]]:
+    """Return pairs (batch size, steps) until `needed` is reached, if a step with batch B counts as `worth(B)`."""
     sizes, left, done = list[tuple[int, int]](), needed, 0
     for until, size in (*batch.ramp, (None, batch.global_batch_size)):
         steps = math.ceil(left / worth(size))

@@ -28,13 +28,13 @@ from tutti.planner.relaxed_search import search_relaxed
 from tutti.planner.scenarios import changes
 
 TIE = 0.02
-"""Plans within this fraction of the best value count as equal; the most modest of them is chosen."""
+"""Plans within this fraction of the best value count as equal; `choose` says which of them is taken."""
 
 CHANGES = 0.1
-"""Extra time, as a fraction of a search's time limit, for finding what would have to change for other plans to win."""
+"""Additional time for finding what would have to change for other plans to win, as a fraction of the time limit."""
 
 SHOWN_FAMILIES = 12
-"""How many kinds of plans have their best listed among the alternatives, in addition to the nearest plans."""
+"""Largest number of plans with other meshes, and again of kinds of meshes, that are listed among the alternatives."""
 
 
 def choose(
@@ -60,7 +60,7 @@ def choose(
         limit_s: seconds after which a long search ends early. The choice's coverage says what was left open.
 
     Raises:
-        PlanError: no plan fits, or none can be predicted; the message has the numbers.
+        PlanError: no plan fits, or none can be predicted. The message has the numbers.
     """
     choice = _exact_choice(model, cluster, dataclasses.replace(request, relax="exact"), clock, limit_s)
     plain = _is_plain(request.script) and len(cluster.devices) == 1
@@ -68,19 +68,19 @@ def choose(
         return choice
     opened = search_relaxed(model, cluster, request, choice, clock, limit_s / 2)
     if request.relax == "exact" and not (opened.relaxation is not None and opened.relaxation.chosen):
-        return choice  # strategies that lose nothing are mentioned only where one is taken
+        return choice  # a strategy that loses nothing is mentioned only if it is chosen
     return opened
 
 
 def _is_plain(script: Plan) -> bool:
-    """Whether the script leaves open how gradients are reduced."""
+    """Return whether the script leaves open how gradients are reduced."""
     return script.sync.compress is None and script.sync.mode == "synchronous"
 
 
 def _exact_choice(
     model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, clock: Clock | None, limit_s: float
 ) -> Choice:
-    """The best plan that reduces gradients as the script does."""
+    """Return the best plan that reduces gradients as the script does."""
     objectives.check(cluster, request)
     if request.scope == "all" or request.mesh is not None or request.demanded:
         return _search(model, cluster, request, clock, limit_s)
@@ -96,11 +96,11 @@ def _exact_choice(
 
 
 def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Choice | str:
-    """The best of all data-parallel plans, each of them predicted; or the reason why none is possible."""
+    """Predict all data-parallel plans and return the best, or the reason why none is possible."""
     costed, impossible = _cost(model, cluster, request, candidates(model, cluster, request))
     if not costed:
         return impossible[0].reason
-    if not any(one.good for one in costed):
+    if not any(candidate.good for candidate in costed):
         return nothing_good(model, cluster, request, costed)
     coverage = Coverage(
         considered=len(costed) + len(impossible), too_large=0, too_slow=0, costed=len(costed),
@@ -112,39 +112,42 @@ def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest)
 def _search(
     model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, clock: Clock | None, limit_s: float
 ) -> Choice:
-    """The best plan of all meshes. Several global batch sizes are tried where the objective lets the size change."""
+    """Return the best plan of all meshes.
+
+    Several global batch sizes are tried where the objective lets the size change.
+    """
     given = precisions(model, cluster, request)
     requests = [request]
     batch = request.script.batch
     if (
         request.objective == "time-to-quality" and request.noise is not None and not batch.ramp
-    ):  # a ramp is the user's choice
+    ):  # a growing batch is the user's choice
         sizes = batches_to_try(batch.global_batch_size, request.noise, cluster.device_count)
         requests = [_with_batch(request, size) for size in sizes]
     costed: list[Costed] = []
     impossible: list[Alternative] = []
     parts: list[Coverage] = []
     whole_s, seatings = limit_s, orders(cluster, model.loading, request.objective)
-    for index, one in enumerate(requests):
+    for index, sized_request in enumerate(requests):
         remaining = limit_s / (len(requests) - index) if math.isfinite(limit_s) else limit_s
         began = clock() if clock is not None else 0.0
         try:
-            explorer = Explorer(model, seatings, one, given, clock, remaining)
+            explorer = Explorer(model, seatings, sized_request, given, clock, remaining)
         except PlanError as error:
             if len(requests) == 1:
                 raise
-            impossible.append(Alternative(plan=one.script, prediction=None, reason=str(error)))
+            impossible.append(Alternative(plan=sized_request.script, prediction=None, reason=str(error)))
             continue
         search_parts(explorer, seatings, clock, remaining)
         explorer.run()
-        if not any(each.prediction.fits for each in explorer.costed) and explorer.limits.may_shard:
+        if not any(predicted.prediction.fits for predicted in explorer.costed) and explorer.limits.may_shard:
             remaining -= clock() - began if clock is not None else 0.0
             remaining = max(remaining, 0.3 * limit_s)
-            explorer = Explorer(model, seatings, one, given, clock, remaining, offload=True)
+            explorer = Explorer(model, seatings, sized_request, given, clock, remaining, offload=True)
             explorer.run()
-        if not any(each.good for each in explorer.costed):
-            # The search minimised the objective, and no plan kept the limits: minimise what is limited instead.
-            explorer.add(_frugal(model, cluster, one, given, clock, remaining))
+        if not any(predicted.good for predicted in explorer.costed):
+            # No plan with a low value of the objective keeps the limits: minimise the limited quantity instead.
+            explorer.add(_frugal(model, cluster, sized_request, given, clock, remaining))
         polish(explorer)
         costed += explorer.costed
         impossible += explorer.impossible.values()
@@ -152,14 +155,14 @@ def _search(
         limit_s -= clock() - began if clock is not None else 0.0
     if not costed and impossible and not any(part.too_large for part in parts):
         raise PlanError(impossible[0].reason)
-    if not any(one.good for one in costed):
+    if not any(candidate.good for candidate in costed):
         raise PlanError(nothing_good(model, cluster, request, costed))
     over = _ending(clock, CHANGES * whole_s)
     return _choice(model, cluster, request, costed, impossible, _together(parts), over)
 
 
 def _ending(clock: Clock | None, seconds: float) -> Callable[[], bool]:
-    """A function that says whether this many seconds from now have passed."""
+    """Return a function that says whether this many seconds from now have passed."""
     if clock is None:
         return lambda: False
     end = clock() + seconds
@@ -174,22 +177,28 @@ def _frugal(
     clock: Clock | None,
     limit_s: float,
 ) -> Costed | None:
-    """The plan with the least of the quantity that a limit restricts: price, time or memory."""
+    """Return the plan with the least of the quantity that a limit restricts: price, time or memory."""
     if request.budget is None and request.deadline_s is None:
         return smallest(model, cluster, request)
     objective: Objective = "cost" if request.budget is not None else "throughput"
     free = dataclasses.replace(request, objective=objective, budget=None, deadline_s=None)
     explorer = Explorer(model, orders(cluster, model.loading, objective), free, given, clock, limit_s)
     explorer.run()
-    return min((one for one in explorer.costed if one.good), key=lambda one: one.value, default=None)
+    return min(
+        (candidate for candidate in explorer.costed if candidate.good),
+        key=lambda candidate: candidate.value,
+        default=None,
+    )
 
 
 def _with_batch(request: PlanRequest, size: int) -> PlanRequest:
+    """Return the request with another global batch size."""
     batch = dataclasses.replace(request.script.batch, global_batch_size=size)
     return dataclasses.replace(request, script=dataclasses.replace(request.script, batch=batch))
 
 
 def _together(parts: Sequence[Coverage]) -> Coverage:
+    """Add up the coverage of several searches."""
     names = [field.name for field in dataclasses.fields(Coverage) if field.name != "gap"]
     counts = {name: sum(getattr(part, name) for part in parts) for name in names}
     return Coverage(**counts, gap=max((part.gap for part in parts), default=0.0))
@@ -204,17 +213,20 @@ def _choice(
     coverage: Coverage,
     over: Callable[[], bool] = lambda: False,
 ) -> Choice:
-    best = _as_written(cluster, _best([one for one in costed if one.good], request))
+    """Choose the best of the predicted plans, and explain the choice."""
+    best = _as_written(cluster, _best([candidate for candidate in costed if candidate.good], request))
     wide = request.scope != "data" or request.mesh is not None
     others = _families(costed, best) if wide else _representatives(costed, best)
     lost = [
         Alternative(
-            plan=one.plan,
-            prediction=one.prediction,
-            reason=why(request, one, best),
-            totals=objectives.totals(one.cluster, request, one.plan, one.prediction),
+            plan=candidate.plan,
+            prediction=candidate.prediction,
+            reason=why(request, candidate, best),
+            totals=objectives.totals(candidate.cluster, request, candidate.plan, candidate.prediction),
         )
-        for one in sorted(others, key=lambda one: (not one.good, not one.prediction.fits, one.value))
+        for candidate in sorted(
+            others, key=lambda candidate: (not candidate.good, not candidate.prediction.fits, candidate.value)
+        )
     ]
     alternatives = (*lost, *_not_allowed(model, cluster, request, best), *impossible)
     nodes = tuple(node.name for node in best.cluster.nodes)
@@ -227,7 +239,9 @@ def _choice(
         alternatives=alternatives,
         remarks=remarks(model, cluster, request, best, alternatives),
         totals=objectives.totals(best.cluster, request, best.plan, best.prediction),
-        changes=changes(model, best, [one for one in others if one.good], request, over) if wide else (),
+        changes=changes(model, best, [candidate for candidate in others if candidate.good], request, over)
+        if wide
+        else (),
         coverage=coverage,
         nodes=() if best.cluster.nodes == cluster.nodes else nodes,
     )
@@ -236,7 +250,7 @@ def _choice(
 def _cost(
     model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, plans: list[Plan]
 ) -> tuple[list[Costed], list[Alternative]]:
-    """Predictions of all plans, and one unpredictable plan for each reason of refusal."""
+    """Predict all plans; return the predicted ones, and one unpredictable plan for each reason of refusal."""
     costed: list[Costed] = []
     impossible: dict[str, Alternative] = {}
     for plan in plans:
@@ -259,14 +273,15 @@ def _cost(
 
 
 def _best(good: list[Costed], request: PlanRequest) -> Costed:
-    least = min(one.value for one in good)
-    equal = [one for one in good if one.value <= least * (1 + TIE)]
+    """Return the plainest of the plans that count as equal to the best."""
+    least = min(candidate.value for candidate in good)
+    equal = [candidate for candidate in good if candidate.value <= least * (1 + TIE)]
     if request.objective not in (
         "throughput",
         "time-to-quality",
-    ):  # many devices may cost no more than few, in less time
-        fastest = min(one.prediction.step_time_s.value for one in equal)
-        equal = [one for one in equal if one.prediction.step_time_s.value <= fastest * (1 + TIE)]
+    ):  # many devices may cost no more than few and take less time
+        fastest = min(candidate.prediction.step_time_s.value for candidate in equal)
+        equal = [candidate for candidate in equal if candidate.prediction.step_time_s.value <= fastest * (1 + TIE)]
     script = request.script
 
     def modesty(one: Costed) -> tuple[object, ...]:
@@ -274,7 +289,7 @@ def _best(good: list[Costed], request: PlanRequest) -> Costed:
             one.plan.world_size,
             one.plan.precision != script.precision,
             mechanisms(one.plan),
-            one.plan.degree("replicate") < one.plan.world_size,  # plain replication needs no change of the model
+            one.plan.degree("replicate") < one.plan.world_size,  # pure replication needs no change of the model
             one.plan.batch.num_microbatches,
             len(one.plan.shares) + len(one.plan.split_shares),
             len(one.plan.layout),
@@ -285,7 +300,7 @@ def _best(good: list[Costed], request: PlanRequest) -> Costed:
 
 
 def _as_written(cluster: ClusterSpec, best: Costed) -> Costed:
-    """The best plan with the cluster's own order of nodes, where that places its ranks on the same nodes."""
+    """Return the best plan with the cluster's own order of nodes, if that places its ranks on the same nodes."""
     if best.cluster.nodes == cluster.nodes:
         return best
     world = best.plan.world_size
@@ -294,7 +309,7 @@ def _as_written(cluster: ClusterSpec, best: Costed) -> Costed:
 
 
 def mechanisms(plan: Plan) -> int:
-    """The number of axes and settings that a plan combines."""
+    """Return the number of axes and settings that a plan combines."""
     axes = sum(degree > 1 for degree in plan.mesh.values())
     extra = plan.mesh.get("stage", 1) > 1 and plan.pipeline.schedule != "1f1b"
     recompute = any(rule.recompute for rule in plan.layout)
@@ -302,23 +317,25 @@ def mechanisms(plan: Plan) -> int:
 
 
 def _representatives(costed: list[Costed], best: Costed) -> list[Costed]:
-    """The data-parallel plans to list besides the chosen one.
+    """Return the data-parallel plans to list besides the chosen one.
 
-    These are the best of every group of degree, precision and equal or unequal shares. From the chosen plan's own
-    group: the numbers of microbatches that do not fit, and the two fastest that do.
+    These are the best plans of every group with the same degree, precision and kind of shares (equal or not). From the
+    group of the chosen plan, these are the plans that do not fit and the two fastest that do.
     """
 
     def group(one: Costed) -> tuple[int, str, bool]:
         return (one.plan.world_size, one.plan.precision, bool(one.plan.shares))
 
-    chosen = _firsts([one for one in costed if group(one) != group(best)], group)
-    same = sorted((one for one in costed if group(one) == group(best) and one is not best), key=_rank)
-    too_large = [one for one in same if not one.prediction.fits]
-    return [*chosen, *too_large, *[one for one in same if one.prediction.fits][:2]]
+    chosen = _firsts([candidate for candidate in costed if group(candidate) != group(best)], group)
+    same = sorted(
+        (candidate for candidate in costed if group(candidate) == group(best) and candidate is not best), key=_rank
+    )
+    too_large = [candidate for candidate in same if not candidate.prediction.fits]
+    return [*chosen, *too_large, *[candidate for candidate in same if candidate.prediction.fits][:2]]
 
 
 def _families(costed: list[Costed], best: Costed) -> list[Costed]:
-    """The plans to list besides the chosen one: the nearest with other meshes, and the best of each kind of mesh."""
+    """Return the plans to list besides the chosen one: the best with other meshes, and the best of each kind."""
 
     def mesh(one: Costed) -> object:
         by_speed = bool(one.plan.shares or one.plan.split_shares)
@@ -328,36 +345,41 @@ def _families(costed: list[Costed], best: Costed) -> list[Costed]:
         axes = tuple(sorted(axis for axis, degree in one.plan.mesh.items() if degree > 1))
         return (axes, _level(one.plan), one.plan.precision if one.plan.precision != best.plan.precision else "")
 
-    meshes = [one for one in _firsts(costed, mesh) if mesh(one) != mesh(best)]
+    meshes = [candidate for candidate in _firsts(costed, mesh) if mesh(candidate) != mesh(best)]
     nearest = sorted(meshes, key=_rank)[:SHOWN_FAMILIES]
-    kinds = sorted(_firsts([one for one in meshes if one not in nearest], kind), key=_rank)
-    simple = sorted(kinds, key=lambda one: (mechanisms(one.plan), _rank(one)))[:SHOWN_FAMILIES]
-    same = [one for one in costed if mesh(one) == mesh(best) and one is not best and one.plan != best.plan]
+    kinds = sorted(_firsts([candidate for candidate in meshes if candidate not in nearest], kind), key=_rank)
+    simple = sorted(kinds, key=lambda candidate: (mechanisms(candidate.plan), _rank(candidate)))[:SHOWN_FAMILIES]
+    same = [
+        candidate
+        for candidate in costed
+        if mesh(candidate) == mesh(best) and candidate is not best and candidate.plan != best.plan
+    ]
     return [*nearest, *simple, *sorted(same, key=_rank)[:2]]
 
 
 def _firsts(costed: Sequence[Costed], key: Callable[[Costed], object]) -> list[Costed]:
-    """The best plan of each group."""
+    """Return the best plan of each group."""
     chosen: dict[object, Costed] = {}
-    for one in costed:
-        rival = chosen.get(key(one))
-        if rival is None or _rank(one) < _rank(rival):
-            chosen[key(one)] = one
+    for candidate in costed:
+        rival = chosen.get(key(candidate))
+        if rival is None or _rank(candidate) < _rank(rival):
+            chosen[key(candidate)] = candidate
     return list(chosen.values())
 
 
 def _level(plan: Plan) -> int:
+    """Return the sharding level of a plan; 0 where nothing is sharded."""
     return plan.sharding.level if plan.mesh.get("shard", 1) > 1 else 0
 
 
 def _rank(one: Costed) -> tuple[bool, bool, float]:
-    """Sort key within a group: plans that fit, by value; then the others, by the memory they need."""
+    """Return a sort key within a group: plans that fit, by value; then the others, by the memory they need."""
     fits = one.prediction.fits
     return (not fits, bool(one.broken), one.value if fits else one.prediction.memory.total)
 
 
 def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, best: Costed) -> tuple[Alternative, ...]:
-    """Faster plans in a lower precision that the request rules out, listed so that the user can choose them."""
+    """Return faster plans in a lower precision that the request rules out, so that the user can choose them."""
     if request.precision != "script" or best.plan.precision != "full":
         return ()
     faster = []
@@ -377,26 +399,25 @@ def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, b
 
 
 _TIME = 0.35
-"""Largest fraction of the time limit for the first part of the cluster; each later part has half of the one before."""
+"""Fraction of the time limit for the first part of the cluster at most. Each later part has half of the one before."""
 
 _MOST = 4
 """Largest number of parts of the cluster that are searched."""
 
 _TAKEN = 6
-"""Plans of each part with which the search of the whole cluster begins."""
+"""Number of plans from each part with which the search of the whole cluster begins."""
 
 
 def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Clock | None, limit_s: float) -> None:
     """Seed a search, before it runs, with the best plans for parts of its cluster.
 
-    A part may compute in a precision that not all devices of the cluster have; only its fastest precision is
-    searched.
+    Each part is searched only in its fastest precision, which may be one that not all devices of the cluster have.
 
     Args:
         whole: the search of the whole cluster; it receives the plans.
         clusters: the cluster, once for every order of its nodes.
         clock: returns seconds; needed for `limit_s`.
-        limit_s: time limit of the whole search.
+        limit_s: time limit of the whole search, in seconds.
     """
     model, request, share_s = whole.model, whole.request, limit_s * _TIME
     for cluster, part in islice(parts(clusters, request), _MOST):
@@ -406,14 +427,16 @@ def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Cloc
             continue
         explorer.run(than=whole.best)
         polish(explorer)
-        good = sorted((one for one in explorer.costed if one.good), key=lambda one: one.value)
-        for one in good[:_TAKEN]:
-            whole.cost(one.plan, cluster)
+        good = sorted(
+            (candidate for candidate in explorer.costed if candidate.good), key=lambda candidate: candidate.value
+        )
+        for candidate in good[:_TAKEN]:
+            whole.cost(candidate.plan, cluster)
         share_s /= 2
 
 
 def _quickest(model: ModelSpec, part: ClusterSpec, request: PlanRequest) -> Precision:
-    """The allowed precision in which the slowest device has the highest rate."""
+    """Return the allowed precision in which the slowest device has the highest rate."""
     devices = [part.devices[node.device] for node in part.nodes]
 
     def rate(precision: Precision) -> float:
@@ -424,10 +447,13 @@ def _quickest(model: ModelSpec, part: ClusterSpec, request: PlanRequest) -> Prec
 
 
 def parts(clusters: tuple[ClusterSpec, ...], request: PlanRequest) -> Iterator[tuple[ClusterSpec, ClusterSpec]]:
-    """Pairs of a cluster and its first nodes, where the request lets the other nodes be idle.
+    """Yield pairs of a cluster and its first nodes, if the request lets the other nodes stay idle.
 
-    For the first order of nodes, the first 1, 2, 4 ... kinds of nodes are taken; for the other orders, the first
-    kind.
+    For the first order of nodes, these are the first 1, 2, 4 ... kinds of nodes; for the other orders, the first kind.
+
+    Args:
+        clusters: the cluster, once for every order of its nodes.
+        request: what was asked.
     """
     if request.degree is not None or request.mesh is not None:
         return
@@ -444,7 +470,7 @@ def parts(clusters: tuple[ClusterSpec, ...], request: PlanRequest) -> Iterator[t
 
 
 def _ends(cluster: ClusterSpec) -> list[int]:
-    """For every run of equal nodes, the index after its last node."""
+    """Return for every run of equal nodes the index after its last node."""
     nodes, starts = cluster.nodes, [0]
     for at in range(1, len(nodes)):
         if is_mixed(dataclasses.replace(cluster, nodes=nodes[starts[-1] : at + 1])):

@@ -1,8 +1,8 @@
-"""From the best exact plan to one that sends less, where that pays by more than predictions may be wrong.
+"""Replace the best exact plan by one that sends less, if that gains more than the predictions may be wrong.
 
-Every strategy of relaxed_strategies.py is predicted on the plans that would be fastest if nothing had to be
-sent. The best one is counted with the additional samples that it may need. It is chosen only if it still beats
-every exact plan when links are faster, and its kernels slower, by the prediction's own margins of error. On a
+Every strategy of relaxed_strategies.py is predicted on the plans that would be fastest if nothing had to be sent.
+The best result is counted with the additional samples that it may need. It is chosen only if it still beats every
+exact plan when links are faster and its kernels slower than predicted, by the prediction's own margins of error. On a
 fast network, or where a link was measured as too slow, gradient reduction therefore stays exact.
 """
 
@@ -36,21 +36,23 @@ from tutti.planner.relaxed_strategies import (
 )
 
 BASES = 8
-"""Exact plans on which strategies are predicted: those with the least value if no communication were waited for.
-All plans of pure replication are added, because many strategies need whole replicas.
+"""Number of exact plans on which strategies are predicted: those with the least value if no rank waited for
+communication. All plans of pure replication are added, because many strategies need whole replicas.
 """
 
 TIE = 0.02
-"""Strategies within this fraction of the best count as equal; the one that changes least is chosen."""
+"""Strategies within this fraction of the best count as equal; among them, the one that changes least is chosen."""
 
 RUNNERS_UP = 6
-"""Strategies that were not chosen and are listed."""
+"""Largest number of strategies that are listed without being chosen."""
 
 
 def search_relaxed(
     model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, exact: Choice, clock: Clock | None, limit_s: float
 ) -> Choice:
-    """`exact`, or a plan with one of the strategies that the request allows; `relaxation` says what was compared.
+    """Return `exact`, or a plan that sends less, if the request allows it and it pays.
+
+    The `relaxation` of the result says what was compared.
 
     Args:
         model: what is trained.
@@ -65,14 +67,16 @@ def search_relaxed(
         return _exact(request, exact, best, [], "no strategy that sends less takes less memory")
     trial = _Trial(model, request, clock, limit_s)
     plans = [best, *trial.exact_plans(best, exact)]
-    bases = sorted((one for one in plans if one.plan.data_parallel_degree > 1 and _floor(one) < best.value), key=_floor)
+    bases = sorted(
+        (base for base in plans if base.plan.data_parallel_degree > 1 and _floor(base) < best.value), key=_floor
+    )
     tried = _ranked(trial.all_strategies([*bases[:BASES], *filter(_copies, bases[BASES:])]))
-    for one in _better(tried, best.value):
-        doubt = _doubt(one.one)
-        if trial.value(one, doubt) < min(trial.doubted(plan, doubt) for plan in _near(plans, best, doubt)):
-            return _relaxed(request, exact, best, one, doubt, tried)
+    for candidate in _better(tried, best.value):
+        doubt = _doubt(candidate.one)
+        if trial.value(candidate, doubt) < min(trial.doubted(plan, doubt) for plan in _near(plans, best, doubt)):
+            return _relaxed(request, exact, best, candidate, doubt, tried)
     if not bases:
-        several = any(one.plan.data_parallel_degree > 1 for one in plans)
+        several = any(base.plan.data_parallel_degree > 1 for base in plans)
         slow = "no plan of several ranks would be faster even if nothing had to be sent"
         return _exact(request, exact, best, [], slow if several else "one rank sends nothing")
     return _exact(request, exact, best, tried, "")
@@ -80,7 +84,7 @@ def search_relaxed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A plan with a strategy.
+    """A plan with a strategy that sends less.
 
     Attributes:
         strategy: how it sends less.
@@ -98,7 +102,7 @@ class Tried:
 
     @property
     def counted(self) -> float:
-        """The objective's value with the additional samples."""
+        """The objective's value, including the additional samples."""
         return self.one.value * self.samples
 
     @property
@@ -118,15 +122,15 @@ class Doubt:
     """How far a prediction may be wrong in a strategy's favour.
 
     Attributes:
-        links: how many times faster links may be.
-        kernels: how many times slower the codec's kernels may be.
+        links: how many times as fast as predicted links may be.
+        kernels: how many times as slow as predicted the codec's kernels may be.
     """
 
     links: float
     kernels: float
 
     def of(self, cluster: ClusterSpec) -> ClusterSpec:
-        """The cluster with these faster links and slower kernels."""
+        """Return the cluster with these faster links and slower kernels."""
         devices = {name: slowed(device, self.kernels) for name, device in cluster.devices.items()}
         return replace(cluster, devices=devices).relinked(
             lambda link: replace(scale_bandwidth(link, self.links), latency_s=link.latency_s / self.links)
@@ -134,66 +138,70 @@ class Doubt:
 
 
 class _Trial:
-    """Predicts plans of one request until its time is up."""
+    """Predicts plans for one request until its time is up."""
 
     def __init__(self, model: ModelSpec, request: PlanRequest, clock: Clock | None, limit_s: float) -> None:
         self.model, self.request, self._clock = model, request, clock
         self._until = clock() + limit_s if clock is not None else math.inf
 
     def exact_plans(self, best: Costed, exact: Choice) -> Iterator[Costed]:
-        """Other exact plans: those that the search listed, and some of every data-parallel degree.
+        """Yield other exact plans: those that the search listed, and some with every data-parallel degree.
 
-        Of every degree: the two with the least value if no communication were waited for, and two of pure replication.
-        The exact search rules out plans that wait long for gradients, but a strategy may make them the best.
+        For every degree these are the two plans with the least value if no rank waited for communication, and two of
+        pure replication. The exact search rules out plans that wait long for gradients, but a strategy may make them
+        the best.
         """
         known = [best.plan]
-        allowed = precisions(self.model, best.cluster, self.request)  # plans in others are only listed
+        allowed = precisions(self.model, best.cluster, self.request)  # plans in other precisions are only listed
         for other in exact.alternatives:
             if other.prediction is not None and other.plan.precision in allowed:
                 known.append(other.plan)
                 yield _costed(best.cluster, self.request, other.plan, other.prediction)
-        # A reduce-scatter leaves each rank a part of the gradient; strategies need the whole. ZeRO-1 can use them.
+        # Strategies need whole gradients. Above ZeRO-1, a reduce-scatter leaves each rank only a part.
         for plan in known if self.request.mesh is not None else ():
             if plan.degree("shard") > 1 and plan.sharding.level > 1:
-                one = self._cost(replace(plan, sharding=replace(plan.sharding, level=1)), best.cluster)
-                if one is not None and one.good:
-                    yield one
+                costed = self._cost(replace(plan, sharding=replace(plan.sharding, level=1)), best.cluster)
+                if costed is not None and costed.good:
+                    yield costed
         if self.request.mesh is not None or self.request.demanded:
             return
         by_degree: dict[int, list[Costed]] = {}
         for plan in candidates(self.model, best.cluster, self.request):
-            if plan.data_parallel_degree > 1 and (one := self._cost(plan, best.cluster)) is not None and one.good:
-                by_degree.setdefault(plan.data_parallel_degree, []).append(one)
+            if plan.data_parallel_degree > 1 and (costed := self._cost(plan, best.cluster)) is not None and costed.good:
+                by_degree.setdefault(plan.data_parallel_degree, []).append(costed)
         for same in by_degree.values():
             least = sorted(same, key=_floor)
             yield from least[:2]
-            yield from [one for one in filter(_copies, least) if one not in least[:2]][:2]
+            yield from [candidate for candidate in filter(_copies, least) if candidate not in least[:2]][:2]
 
     def all_strategies(self, bases: Sequence[Costed]) -> Iterator[Tried]:
-        """Every strategy on every plan that can use it, where the result fits and keeps the request's limits."""
+        """Yield every strategy on every plan that can use it, where the result fits and keeps the request's limits."""
         corrected = correctable(self.model)
         for base in bases:
             for strategy in strategies(self.request, objectives.steps(self.request, base.plan), corrected=corrected):
                 if strategy.relaxation == "exact" and len(base.cluster.devices) > 1:
-                    continue  # every rank reduces by itself, and unlike devices round differently
-                one = self._cost(strategy.of(base.plan), base.cluster)
-                if one is None or not one.prediction.fits:
+                    continue  # every rank reduces by itself, and devices of different kinds round differently
+                costed = self._cost(strategy.of(base.plan), base.cluster)
+                if costed is None or not costed.prediction.fits:
                     continue
-                samples, evidence = samples_of(strategy, self.request, one.plan, self.model.optimizer)
-                totals = _times(objectives.totals(one.cluster, self.request, one.plan, one.prediction), samples)
-                if not objectives.broken_limit(self.request, totals, one.prediction):
-                    yield Tried(strategy=strategy, one=one, samples=samples, evidence=evidence, totals=totals)
+                samples, evidence = samples_of(strategy, self.request, costed.plan, self.model.optimizer)
+                totals = _times(
+                    objectives.totals(costed.cluster, self.request, costed.plan, costed.prediction), samples
+                )
+                if not objectives.broken_limit(self.request, totals, costed.prediction):
+                    yield Tried(strategy=strategy, one=costed, samples=samples, evidence=evidence, totals=totals)
 
     def value(self, tried: Tried, doubt: Doubt) -> float:
-        """The objective's value of a strategy, with its additional samples, if the prediction is wrong by `doubt`."""
+        """Return a strategy's objective, with its additional samples, if the prediction is wrong by `doubt`."""
         return self.doubted(tried.one, doubt) * tried.samples
 
     def doubted(self, one: Costed, doubt: Doubt) -> float:
-        """The objective's value of a plan if the prediction is wrong by `doubt`."""
+        """Return a plan's objective if its prediction is wrong by `doubt`."""
         cluster = doubt.of(one.cluster)
         return _value(one.cluster, self.request, one.plan, predict(self.model, cluster, one.plan))
 
     def _cost(self, plan: Plan, cluster: ClusterSpec) -> Costed | None:
+        """Predict a plan; return None when time is up or the strategy does not apply to the plan."""
         if self._clock is not None and self._clock() >= self._until:
             return None
         try:
@@ -203,6 +211,7 @@ class _Trial:
 
 
 def _costed(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> Costed:
+    """Attach to a plan its prediction, the objective's value, and the limit that it breaks."""
     totals = objectives.totals(cluster, request, plan, prediction)
     return Costed(
         plan=plan,
@@ -214,66 +223,78 @@ def _costed(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: 
 
 
 def _value(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: Prediction) -> float:
-    """The objective's value (not memory), including what the first steps of a training take in addition."""
+    """Return the objective's value (not memory), including the additional time of the first steps of a training."""
     return objectives.value(cluster, request, plan, prediction) * objectives.begun(request, plan, prediction)
 
 
 def _in_order(cluster: ClusterSpec, choice: Choice) -> ClusterSpec:
-    """The cluster with its nodes in the order in which the choice places ranks."""
+    """Return the cluster with its nodes in the order in which the choice places ranks."""
     if not choice.nodes:
         return cluster
     return replace(cluster, nodes=tuple(sorted(cluster.nodes, key=lambda node: choice.nodes.index(node.name))))
 
 
 def _floor(one: Costed) -> float:
-    """The objective's value if no communication were waited for; no strategy has less."""
+    """Return the objective's value if no rank waited for communication; no strategy can have less."""
     step = one.prediction.step_time_s.value
     return one.value * (1 - one.prediction.phases["exposed_communication"] / step) if step else one.value
 
 
 def _copies(one: Costed) -> bool:
-    """Whether every rank has the whole model and optimizer."""
+    """Return whether every rank has the whole model and optimizer."""
     return one.plan.degree("replicate") == one.plan.world_size
 
 
 def _near(plans: Sequence[Costed], best: Costed, doubt: Doubt) -> list[Costed]:
-    """Exact plans that might be the best if links were faster: no plan gains more than all its waiting."""
-    return [one for one in plans if one is best or (one.good and one.value < doubt.links * best.value)]
+    """Return the exact plans that might be the best if links were faster: none gains more than all its waiting."""
+    return [
+        candidate
+        for candidate in plans
+        if candidate is best or (candidate.good and candidate.value < doubt.links * best.value)
+    ]
 
 
 def _ranked(tried: Iterator[Tried]) -> list[Tried]:
-    """The best plan of each strategy, the least value first; strategies equal to the first are ordered by how much they
-    change.
+    """Return the best plan of each strategy, in order of the value with its additional samples.
+
+    Strategies that count as equal to the first are ordered by how much they change, the least first.
     """
     best: dict[str, Tried] = {}
-    for one in tried:
-        rival = best.get(one.strategy.words)
-        if rival is None or one.counted < rival.counted:
-            best[one.strategy.words] = one
-    order = sorted(best.values(), key=lambda one: one.counted)
-    equal = [one for one in order if _equal(one.counted, order[0].counted) == order[0].counted]
+    for candidate in tried:
+        rival = best.get(candidate.strategy.words)
+        if rival is None or candidate.counted < rival.counted:
+            best[candidate.strategy.words] = candidate
+    order = sorted(best.values(), key=lambda candidate: candidate.counted)
+    equal = [candidate for candidate in order if _equal(candidate.counted, order[0].counted) == order[0].counted]
     return [*sorted(equal, key=_changes), *order[len(equal) :]]
 
 
 def _better(tried: Sequence[Tried], exact: float) -> list[Tried]:
-    """Those of `_ranked` that save enough against exact gradient reduction to be worth a change.
+    """Return those of `_ranked` that save enough, compared with exact gradient reduction, to be worth a change.
 
-    A strategy that counts as equal to the best of its relaxation level is compared with that best value. Otherwise a
-    codec that takes a thousandth less would be chosen where nothing else saves enough.
+    A strategy that counts as equal to the best of its relaxation level is judged by the value of that best one.
+    Otherwise a codec that saves only a thousandth more could be chosen, just because the strategies before it miss
+    the required saving by less than that.
     """
     least: dict[Relaxation, float] = {}
-    for one in tried:
-        least[one.strategy.relaxation] = min(one.counted, least.get(one.strategy.relaxation, one.counted))
-    return [one for one in tried if _equal(one.counted, least[one.strategy.relaxation]) < (1 - one.worth) * exact]
+    for candidate in tried:
+        least[candidate.strategy.relaxation] = min(
+            candidate.counted, least.get(candidate.strategy.relaxation, candidate.counted)
+        )
+    return [
+        candidate
+        for candidate in tried
+        if _equal(candidate.counted, least[candidate.strategy.relaxation]) < (1 - candidate.worth) * exact
+    ]
 
 
 def _equal(counted: float, least: float) -> float:
-    """`least`, if `counted` is equal to it within TIE; else `counted`."""
+    """Return `least` if `counted` is equal to it within TIE, else `counted`."""
     return least if counted <= (1 + TIE) * least else counted
 
 
 def _changes(one: Tried) -> tuple[float, ...]:
-    """Sort key: the less a strategy changes, the smaller."""
+    """Return a sort key that is smaller the less a strategy changes."""
     relaxed = one.strategy.relaxed
     coded = one.strategy.compress is not None
     return (
@@ -287,7 +308,7 @@ def _changes(one: Tried) -> tuple[float, ...]:
 
 
 def _doubt(one: Costed) -> Doubt:
-    """The margins of error of the measurements on which a strategy's prediction rests."""
+    """Return the margins of error of the measurements on which a strategy's prediction rests."""
     group = network(one.cluster, place_ranks(one.cluster, one.plan.world_size), one.plan).group(*one.plan.mesh)
     evidence: Evidence = "assumed" if disturbed(one.cluster) else group.link.evidence
     device = place_ranks(one.cluster, one.plan.world_size)[0].device
@@ -295,7 +316,7 @@ def _doubt(one: Costed) -> Doubt:
 
 
 def _times(totals: Totals, samples: float) -> Totals:
-    """The whole training with `samples` times the steps; totals of a single step do not change."""
+    """Return the whole training with `samples` times the steps. Totals of a single step do not change."""
     if totals.steps is None:
         return totals
     return replace(
@@ -312,13 +333,13 @@ def _times(totals: Totals, samples: float) -> Totals:
 def _relaxed(
     request: PlanRequest, exact: Choice, best: Costed, one: Tried, doubt: Doubt, tried: Sequence[Tried]
 ) -> Choice:
-    """The choice of the strategy `one`."""
+    """Return the choice of the strategy `one`."""
     sentence = chosen_words(request, best, one, doubt)
     first = Alternative(
         plan=exact.best, prediction=exact.prediction, reason=why_exact_lost(best, one), totals=exact.totals
     )
     others = tuple(
-        replace(each, reason=f"compared with the best exact plan: {each.reason}") for each in exact.alternatives
+        replace(other, reason=f"compared with the best exact plan: {other.reason}") for other in exact.alternatives
     )
     return replace(
         exact,
@@ -326,7 +347,7 @@ def _relaxed(
         best=one.one.plan,
         prediction=one.one.prediction,
         totals=one.totals,
-        alternatives=(first, *_runners_up([each for each in tried if each is not one], one.counted), *others),
+        alternatives=(first, *_runners_up([other for other in tried if other is not one], one.counted), *others),
         remarks=(sentence, *(f"With exact gradient reduction: {remark}" for remark in exact.remarks)),
         changes=tuple(f"With exact gradient reduction: {change}" for change in exact.changes),
         relaxation=replace(_relaxation(request, best, one, sentence, doubt), chosen=True),
@@ -334,7 +355,7 @@ def _relaxed(
 
 
 def _exact(request: PlanRequest, exact: Choice, best: Costed, tried: Sequence[Tried], why: str) -> Choice:
-    """The exact choice, with the strategies that it was compared with."""
+    """Return the exact choice, with the strategies that it was compared with."""
     near = tried[0] if tried else None
     doubt = _doubt(near.one) if near is not None else None
     sentence = exact_words(request, best, near, doubt, why)
@@ -348,17 +369,22 @@ def _exact(request: PlanRequest, exact: Choice, best: Costed, tried: Sequence[Tr
 
 
 def _runners_up(tried: Sequence[Tried], chosen: float) -> tuple[Alternative, ...]:
+    """Return the strategies to list, each with the reason why it was not chosen."""
     return tuple(
         Alternative(
-            plan=one.one.plan, prediction=one.one.prediction, reason=why_strategy_lost(one, chosen), totals=one.totals
+            plan=candidate.one.plan,
+            prediction=candidate.one.prediction,
+            reason=why_strategy_lost(candidate, chosen),
+            totals=candidate.totals,
         )
-        for one in tried[:RUNNERS_UP]
+        for candidate in tried[:RUNNERS_UP]
     )
 
 
 def _relaxation(
     request: PlanRequest, best: Costed, one: Tried | None, sentence: str, doubt: Doubt | None
 ) -> RelaxationGain:
+    """Return what the best strategy would bring, as data."""
     step_s = best.prediction.step_time_s.value
     if one is None or doubt is None:
         return RelaxationGain(relax=request.relax, exact_step_s=step_s, step_s=step_s, sentence=sentence)
@@ -376,24 +402,39 @@ def _relaxation(
 
 
 def chosen_words(request: PlanRequest, best: Costed, one: Tried, doubt: Doubt) -> str:
-    """The sentence that says why a plan that sends less was chosen, and what that changes."""
+    """Return the sentence that says why a plan that sends less was chosen, and what that changes.
+
+    Args:
+        request: what was asked.
+        best: the best exact plan.
+        one: the plan that was chosen.
+        doubt: margins of error with which it still wins.
+    """
     counted = counted_words(one.samples, one.evidence)
     if one.strategy.relaxation == "exact":
         return (
-            f"{_describe_strategy(one)}, which takes fewer bytes and loses nothing: a step takes {_step(one.one)} "
+            f"{_describe_strategy(one)}, which sends fewer bytes and loses nothing: a step takes {_step(one.one)} "
             f"instead of {_step(best)} where gradients are reduced directly. That pays even if "
             f"{doubt_words(one, doubt)}"
         )
     return (
         f"{_describe_strategy(one)}, as --relax {request.relax} allows: a step takes {_step(one.one)} instead "
-        f"of {_step(best)} with exact gradient reduction. Counted with {counted}, that pays even if "
+        f"of {_step(best)} with exact gradient reduction. Counting {counted}, that pays even if "
         f"{doubt_words(one, doubt)}. The results differ from those of one device: compare the quality with that of "
         "an exact run"
     )
 
 
 def exact_words(request: PlanRequest, best: Costed, near: Tried | None, doubt: Doubt | None, why: str) -> str:
-    """Say why gradient reduction stays exact although the request allows strategies that send less."""
+    """Return the sentence that says why gradient reduction stays exact although the request allows strategies.
+
+    Args:
+        request: what was asked.
+        best: the best exact plan.
+        near: the best plan with a strategy, if there is one.
+        doubt: margins of error of its prediction.
+        why: the reason where no strategy was tried.
+    """
     begin = f"Gradient reduction stays exact, although --relax {request.relax} allows other strategies: "
     if near is None or doubt is None:
         return begin + (why or "no strategy that sends less applies to these plans")
@@ -402,46 +443,50 @@ def exact_words(request: PlanRequest, best: Costed, near: Tried | None, doubt: D
     if near.one.value >= best.value:
         return f"{begin}the best of them is no faster; {comparison}"
     if near.counted >= best.value:
-        return f"{begin}{comparison}, but counted with {counted} that is no gain"
+        return f"{begin}{comparison}, but counting {counted} that is no gain"
     gain = 1 - near.counted / best.value
     if gain < near.worth:
-        return f"{begin}{comparison}, counted with {counted} a gain of {gain:.0%}, too small to change training for"
-    unsure = f"counted with {counted}, is no sure gain: none if {doubt_words(near, doubt)}"
-    return f"{begin}{comparison}, which, {unsure}"
+        return (
+            f"{begin}{comparison}; counting {counted}, that is a gain of {gain:.0%}, too small to change training for"
+        )
+    unsure = f"counting {counted}, that would be no gain if {doubt_words(near, doubt)}"
+    return f"{begin}{comparison}; {unsure}"
 
 
 def doubt_words(one: Tried, doubt: Doubt) -> str:
-    """The margins of error as text."""
+    """Return the margins of error as text."""
     links = f"links are {doubt.links:.2g} times as fast as predicted"
     return f"{links} and the codec's kernels {doubt.kernels:.2g} times as slow" if doubt.kernels > 1 else links
 
 
 def counted_words(samples: float, evidence: Evidence) -> str:
-    """The assumed or measured number of samples of a strategy as text."""
+    """Return the assumed or measured number of samples of a strategy as text."""
     if abs(samples - 1) < 0.005:
-        return "as many samples" + ("" if evidence == "measured" else f" ({evidence})")
+        return "the same number of samples" + ("" if evidence == "measured" else f" ({evidence})")
     return f"{samples:.3g} times the samples ({evidence})"
 
 
 def why_exact_lost(best: Costed, one: Tried) -> str:
-    """Why the best exact plan was not chosen."""
+    """Return a phrase saying why the best exact plan was not chosen."""
     ratio = best.value / one.counted
     return f"exact gradient reduction; {ratio:.2f}x as long as {one.strategy.words} with its additional samples"
 
 
 def why_strategy_lost(one: Tried, chosen: float) -> str:
-    """Why a strategy was not chosen; `chosen` is the value of the one that was."""
+    """Return a phrase saying why a strategy was not chosen; `chosen` is the value of the plan that was."""
     ratio, counted = one.counted / chosen, counted_words(one.samples, one.evidence)
     if ratio < 1:
-        return f"{1 - ratio:.0%} less, counted with {counted}, which is within the prediction's error"
-    return f"{ratio:.2f}x as long, counted with {counted}"
+        return f"{1 - ratio:.0%} less, counting {counted}, which is within the prediction's error"
+    return f"{ratio:.2f}x as long, counting {counted}"
 
 
 def _describe_strategy(one: Tried, *, small: bool = False) -> str:
+    """Return a clause that says what is sent; `small` starts it with a small letter."""
     verb = "gradients are sent as" if one.strategy.mode == "synchronous" else "replicas are synchronised by"
     words = f"{verb} {one.strategy.words}"
     return words if small else words[0].upper() + words[1:]
 
 
 def _step(one: Costed) -> str:
+    """Return a plan's step time as text."""
     return seconds(one.prediction.step_time_s.value)

@@ -1,4 +1,4 @@
-"""How the best plan's speed grows with the number of devices, and where more of them stop paying."""
+"""How the best plan's speed grows with the number of devices, and from where more devices do not pay."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,12 +11,13 @@ from tutti.planner.plan_description import plan_words
 from tutti.planner.plan_request import Choice, PlanRequest
 
 LEAST_WORTH = 0.5
-"""Assumed: a device pays as long as it adds half of what each device before it adds on average."""
+"""A device pays as long as it adds at least this fraction of what each device before it adds on average. Assumed."""
 
 
 def device_counts(cluster: ClusterSpec, most: int | None = None) -> tuple[int, ...]:
-    """1, 2, 4 ... and the number of devices, or `most`. Each core of a CPU counts as a device, because it can have a
-    rank.
+    """Return 1, 2, 4 ... and the number of devices, or `most` if that is smaller.
+
+    Each core of a CPU counts as a device, because it can have a rank.
     """
     limit = min(host_groups(cluster), most or host_groups(cluster))
     counts = [1]
@@ -26,19 +27,29 @@ def device_counts(cluster: ClusterSpec, most: int | None = None) -> tuple[int, .
 
 
 def scaling(request: PlanRequest, counts: Sequence[int], search: Callable[[PlanRequest], Choice]) -> ScalingCurve:
-    """The fastest plan with at most this many devices, for each of `counts`, ascending.
+    """Find the fastest plan with at most as many devices as each of `counts` says.
 
-    Raises PlanError where the request fixes the number of ranks.
+    Args:
+        request: what was asked. Its objective is replaced by throughput.
+        counts: numbers of devices, ascending.
+        search: returns the best plan for a request.
+
+    Raises:
+        PlanError: the request fixes the number of ranks.
     """
     if request.degree is not None or request.mesh is not None:
         raise PlanError("a scaling curve varies the number of ranks, but --nproc or --mesh fixes it; leave them out")
     points: list[ScalingPoint] = []
     for count in counts:
-        one = _point(count, dataclasses.replace(request, objective="throughput", max_devices=count, noise=None), search)
-        before = max(points, key=lambda point: point.throughput_per_s, default=one)
-        if one.throughput_per_s < before.throughput_per_s:  # the search was cut short: more devices can idle
-            one = dataclasses.replace(before, devices=count)
-        points.append(dataclasses.replace(one, worth=_worth(points, one)))
+        current = _point(
+            count, dataclasses.replace(request, objective="throughput", max_devices=count, noise=None), search
+        )
+        before = max(points, key=lambda point: point.throughput_per_s, default=current)
+        if (
+            current.throughput_per_s < before.throughput_per_s
+        ):  # a search ended early: the additional devices can stay idle
+            current = dataclasses.replace(before, devices=count)
+        points.append(dataclasses.replace(current, worth=_worth(points, current)))
     until = pays_until(points)
     return ScalingCurve(
         unit=request.script.batch.unit,
@@ -50,6 +61,7 @@ def scaling(request: PlanRequest, counts: Sequence[int], search: Callable[[PlanR
 
 
 def _point(count: int, request: PlanRequest, search: Callable[[PlanRequest], Choice]) -> ScalingPoint:
+    """Return the best plan with at most `count` devices as a point of the curve."""
     try:
         choice = search(request)
     except PlanError as error:
@@ -64,9 +76,7 @@ def _point(count: int, request: PlanRequest, search: Callable[[PlanRequest], Cho
 
 
 def _worth(before: list[ScalingPoint], one: ScalingPoint) -> float | None:
-    """The speed that each additional device adds, relative to what each device adds on average at the last point
-    with a plan.
-    """
+    """Return what each additional device adds in speed, relative to the average per device of the last plan."""
     known = [point for point in before if point.throughput_per_s]
     if not known or not one.throughput_per_s:
         return None
@@ -75,7 +85,7 @@ def _worth(before: list[ScalingPoint], one: ScalingPoint) -> float | None:
 
 
 def pays_until(points: Sequence[ScalingPoint]) -> int:
-    """The devices of the last point before the first one that is not worth its devices; 0 without any plan."""
+    """Return the largest number of devices that pays, before the first point that does not; 0 without any plan."""
     until = 0
     for point in points:
         if not point.throughput_per_s or (point.worth is not None and point.worth < LEAST_WORTH):
@@ -87,17 +97,18 @@ def pays_until(points: Sequence[ScalingPoint]) -> int:
 
 
 def _sentence(points: Sequence[ScalingPoint], until: int) -> str:
+    """Say up to which number more devices pay, and why not beyond it."""
     if not until:
         return "no number of these devices has a plan: " + (points[-1].reason if points else "there is none")
     at = next(point for point in points if point.devices == until)
     after = next((point for point in points if point.devices > until), None)
     if after is None:
-        return f"more devices pay up to all {until}: each adds at least half of what one before it does"
+        return f"more devices pay up to all {until}: each adds at least half of the speed that one before it adds"
     if after.worth is None:
         return f"beyond {until} devices there is no plan: {after.reason}"
     if after.throughput_per_s <= at.throughput_per_s:
         return f"more devices stop paying at {until}: {after.devices} are not faster"
     return (
         f"more devices stop paying at {until}: up to {after.devices}, each additional one adds {after.worth:.0%} of "
-        "what one before does"
+        "the speed that one before it adds"
     ).replace("%", " %")

@@ -1,4 +1,4 @@
-"""What-if questions: a cluster changed as a user asks, and what would have to change for other plans to win."""
+"""What-if questions: change the cluster as a user asks, and find the changes with which another plan would win."""
 
 import dataclasses
 import math
@@ -25,15 +25,21 @@ _TOLD = 3
 _MOST_DEVICES = 2**24
 
 _AROUND = 64
-"""How many nodes more or fewer than a kind's proportional part are tried to reach a number of devices."""
+"""How far the search for a number of devices goes, in nodes of a kind above and below its proportional count."""
 
 
 def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
-    """The cluster changed as `text` says, and the change as text.
+    """Return the cluster changed as the user asks, and a description of the change.
 
-    link=10gbit (between hosts, or the only links; node-link, network-link for one tier), devices=256,
-    memory=80gb, speed=2x (devices, relative to now), storage=2GB/s (each host's reads, or the shared storage's).
-    Raises PlanError for anything else.
+    Args:
+        cluster: the machines as they are.
+        text: one change, as typed after `--what-if`. `link=10gbit` sets the links between hosts, or the only links
+            there are; `node-link=` and `network-link=` name the tier. `devices=256` sets the number of devices,
+            `memory=80gb` the memory of each. `speed=2x` is relative to the present speed of the devices.
+            `storage=2GB/s` sets the read rate of the shared storage, or else of every host.
+
+    Raises:
+        PlanError: the text is not understood, or this cluster cannot be changed that way.
     """
     name, _, value = text.strip().partition("=")
     key = name.strip().lower()
@@ -59,26 +65,37 @@ def what_if(cluster: ClusterSpec, text: str) -> tuple[ClusterSpec, str]:
 
 
 def _number(value: str, text: str, units: dict[str, float], example: str, *, bare: bool = False) -> float:
-    """Parses 10gbit, 80gb, 2x, 256 into numbers of the unit; `bare`: a number without a unit is allowed."""
-    found = parse_quantity(value, units)
-    if found is None or (not bare and value.strip()[-1:].isdecimal()):
+    """Return the number that a text such as 10gbit, 80gb, 2x or 256 gives, in the base unit.
+
+    Args:
+        value: the text after the equals sign.
+        text: the whole change, for messages.
+        units: factor of each unit.
+        example: a correct change, for messages.
+        bare: whether a number without a unit is allowed.
+    """
+    number = parse_quantity(value, units)
+    if number is None or (not bare and value.strip()[-1:].isdecimal()):
         raise PlanError(f"--what-if {text}: {value!r} is not understood; write it like {example}")
-    if not 0 < found < math.inf:
+    if not 0 < number < math.inf:
         raise PlanError(f"--what-if {text}: {value!r} is not a finite number above 0; write it like {example}")
-    return found
+    return number
 
 
 def _with_link(cluster: ClusterSpec, key: str, value: str) -> tuple[ClusterSpec, str]:
+    """Return the cluster with the bandwidth of a tier of links changed, and a description of the change."""
     rate = _number(value, f"{key}={value}", BYTES_PER_S, f"{key}=10gbit")
     tiers = {link.tier for link in cluster.every_link}
     tier: LinkTier = "node" if key == "node-link" or (key == "link" and "network" not in tiers) else "network"
     if tier not in tiers:
-        raise PlanError(f"--what-if {key}={value}: cluster {cluster.name!r} has no {tier} link; write one into it")
+        raise PlanError(
+            f"--what-if {key}={value}: cluster {cluster.name!r} has no {tier} link; add one to the cluster file"
+        )
     return with_bandwidth(cluster, tier, rate), f"{bits_per_s(rate)} on {tier} links"
 
 
 def with_bandwidth(cluster: ClusterSpec, tier: LinkTier, bandwidth: float) -> ClusterSpec:
-    """The cluster with another bandwidth on a tier of links, on every host."""
+    """Return the cluster with this bandwidth, in bytes per second, on all links of a tier."""
 
     def other(link: LinkSpec) -> LinkSpec:
         quicker = scale_bandwidth(link, bandwidth / link.bandwidth_bytes_per_s)
@@ -88,7 +105,10 @@ def with_bandwidth(cluster: ClusterSpec, tier: LinkTier, bandwidth: float) -> Cl
 
 
 def with_memory(cluster: ClusterSpec, size: float) -> ClusterSpec:
-    """The cluster with this much memory on every device, and on every host for each of its devices."""
+    """Return the cluster with `size` bytes of memory on every device.
+
+    Hosts that compute on their CPU get `size` bytes for each of their devices.
+    """
     devices = {name: dataclasses.replace(device, memory_nbytes=int(size)) for name, device in cluster.devices.items()}
     nodes = tuple(
         dataclasses.replace(node, memory_nbytes=int(size) * node.devices_per_node)
@@ -100,6 +120,7 @@ def with_memory(cluster: ClusterSpec, size: float) -> ClusterSpec:
 
 
 def _weights_at(rate: WeightRate, factor: float) -> WeightRate:
+    """Return the rate of passes over weights, `factor` times as fast."""
     return dataclasses.replace(
         rate,
         forward=rate.forward * factor,
@@ -109,7 +130,7 @@ def _weights_at(rate: WeightRate, factor: float) -> WeightRate:
 
 
 def with_storage(cluster: ClusterSpec, rate: float) -> ClusterSpec:
-    """The cluster with another storage rate: of the shared storage where there is one, else of each host's own."""
+    """Return the cluster with another read rate, in bytes per second, of its shared storage or else of every host."""
     if cluster.shared_read_bytes_per_s is not None:
         return dataclasses.replace(cluster, shared_read_bytes_per_s=rate)
     nodes = tuple(dataclasses.replace(node, disk_read_bytes_per_s=rate) for node in cluster.nodes)
@@ -117,20 +138,24 @@ def with_storage(cluster: ClusterSpec, rate: float) -> ClusterSpec:
 
 
 def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
-    """The cluster with devices that compute and copy `factor` times as fast."""
+    """Return the cluster with devices that compute and copy `factor` times as fast."""
     devices = {}
     for name, device in cluster.devices.items():
         devices[name] = dataclasses.replace(
             device,
             memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * factor,
             peak_flops_per_s={dtype: rate * factor for dtype, rate in device.peak_flops_per_s.items()},
-            gemm=tuple(dataclasses.replace(one, flops_per_s=one.flops_per_s * factor) for one in device.gemm),
-            gemm_concurrent=tuple(
-                dataclasses.replace(one, flops_per_s=one.flops_per_s * factor) for one in device.gemm_concurrent
+            gemm=tuple(
+                dataclasses.replace(measured, flops_per_s=measured.flops_per_s * factor) for measured in device.gemm
             ),
-            weight_rates=tuple(_weights_at(one, factor) for one in device.weight_rates),
+            gemm_concurrent=tuple(
+                dataclasses.replace(measured, flops_per_s=measured.flops_per_s * factor)
+                for measured in device.gemm_concurrent
+            ),
+            weight_rates=tuple(_weights_at(measured, factor) for measured in device.weight_rates),
             memory_rates=tuple(
-                dataclasses.replace(one, bytes_per_s=one.bytes_per_s * factor) for one in device.memory_rates
+                dataclasses.replace(measured, bytes_per_s=measured.bytes_per_s * factor)
+                for measured in device.memory_rates
             ),
             kernel_overhead_s=device.kernel_overhead_s / factor,
         )
@@ -138,40 +163,45 @@ def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
 
 
 def _with_devices(cluster: ClusterSpec, value: str, text: str) -> tuple[ClusterSpec, str]:
+    """Return the cluster with another number of devices, and a description of the change."""
     number = _number(value, text, {"": 1.0, "devices": 1.0}, "devices=256", bare=True)
     count = int(number)
     if count != number or not 1 <= count <= _MOST_DEVICES:
         raise PlanError(
-            f"--what-if {text}: {value!r} is not a number of devices up to {_MOST_DEVICES:,}; write a whole one, such "
-            "as 256"
+            f"--what-if {text}: {value!r} is not a number of devices up to {_MOST_DEVICES:,}; write a whole "
+            "number, such as 256"
         )
     nodes = _one_kind(cluster, count, text) if len(cluster.nodes) == 1 else _in_proportion(cluster, count, text)
     many = sum(node.count for node in nodes)
     if many > 1 and any(cluster.link_at(node, "network") is None for node in nodes):
         raise PlanError(
-            f"--what-if {text}: {many} nodes need a link between them; add one of tier network to the cluster"
+            f"--what-if {text}: {many} nodes need a link between them; add a network link to the cluster file"
         )
     words = f"{count} devices"
     if len(cluster.nodes) > 1:
-        words += " (" + ", ".join(f"{one.count} x {one.devices_per_node} of {one.name}" for one in nodes) + ")"
+        words += " (" + ", ".join(f"{kind.count} x {kind.devices_per_node} of {kind.name}" for kind in nodes) + ")"
     return dataclasses.replace(cluster, nodes=nodes), words
 
 
 def _one_kind(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ...]:
-    """Whole nodes of the only kind with this many devices; for fewer than a node has, a part of one node."""
+    """Return nodes of the only kind with `count` devices in total.
+
+    If `count` is less than a node has, the result is one node with only that many devices.
+    """
     node = cluster.nodes[0]
-    each = min(node.devices_per_node, count)
-    if count % each:
-        raise PlanError(f"--what-if {text}: nodes of {cluster.name!r} have {each} devices; give a multiple of {each}")
-    return (dataclasses.replace(node, devices_per_node=each, count=count // each),)
+    per_node = min(node.devices_per_node, count)
+    if count % per_node:
+        raise PlanError(
+            f"--what-if {text}: nodes of {cluster.name!r} have {per_node} devices; give a multiple of {per_node}"
+        )
+    return (dataclasses.replace(node, devices_per_node=per_node, count=count // per_node),)
 
 
 def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ...]:
-    """Whole nodes of several kinds with exactly this many devices, as near as possible to the kinds' present
-    proportions.
+    """Return whole nodes of several kinds with exactly `count` devices, as near as possible to the present proportions.
 
-    Dynamic programming over the kinds: `least[d]` is the smallest sum of squared differences in devices with
-    which the kinds so far have d of them. Kinds that get no node are left out.
+    This is dynamic programming over the kinds. `least[d]` is the smallest sum of squared deviations, in devices,
+    with which the kinds so far have d devices together. Kinds that get no node are left out.
     """
     whole = cluster.device_count
     least = np.full(count + 1, np.inf)
@@ -180,21 +210,21 @@ def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpe
     for node in cluster.nodes:
         wanted = count * node.count * node.devices_per_node / whole
         nearest = int(wanted / node.devices_per_node)
-        some = range(max(0, nearest - _AROUND), nearest + _AROUND + 1)
-        found, chosen = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
-        for many in some:
+        counts_to_try = range(max(0, nearest - _AROUND), nearest + _AROUND + 1)
+        reached, chosen = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
+        for many in counts_to_try:
             devices = many * node.devices_per_node
             if devices > count:
                 break
             moved = least[: count + 1 - devices] + (devices - wanted) ** 2
-            better = moved < found[devices:]
-            found[devices:][better], chosen[devices:][better] = moved[better], many
-        least, taken = found, [*taken, chosen]
+            better = moved < reached[devices:]
+            reached[devices:][better], chosen[devices:][better] = moved[better], many
+        least, taken = reached, [*taken, chosen]
     if not np.isfinite(least[count]):
-        each = ", ".join(f"{node.devices_per_node} ({node.name})" for node in cluster.nodes)
+        sizes = ", ".join(f"{node.devices_per_node} ({node.name})" for node in cluster.nodes)
         raise PlanError(
-            f"--what-if {text}: {count} devices are not whole nodes of the kinds of {cluster.name!r}, which have "
-            f"{each} devices each; give a multiple of {whole}, or another number"
+            f"--what-if {text}: {count} devices cannot be made up of whole nodes of {cluster.name!r}, whose kinds "
+            f"have {sizes} devices each; give a multiple of {whole}, or another number"
         )
     counts, rest = [], count
     for node, chosen in zip(reversed(cluster.nodes), reversed(taken), strict=True):
@@ -207,26 +237,35 @@ def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpe
 def changes(
     model: ModelSpec, best: Costed, others: list[Costed], request: PlanRequest, over: Callable[[], bool] = lambda: False
 ) -> tuple[str, ...]:
-    """What would have to change for the nearest alternatives to win: links faster or slower. Stops when `over`
-    returns true.
+    """Return sentences saying at which link bandwidth another plan would win.
+
+    Args:
+        model: what is trained.
+        best: the chosen plan.
+        others: the other plans, the best first.
+        request: what was asked. Only for throughput and time to quality is there an answer.
+        over: returns true when time is up; no further bandwidth is tried then.
     """
     if request.objective not in ("throughput", "time-to-quality"):
         return ()
-    told: list[str] = []
-    rivals = [one for one in others if one.plan.mesh != best.plan.mesh][: 3 * _RIVALS]
+    sentences: list[str] = []
+    rivals = [rival for rival in others if rival.plan.mesh != best.plan.mesh][: 3 * _RIVALS]
     tiers: tuple[LinkTier, ...] = ("network", "node")
     for tier in tiers:
         if _link_of(best, tier) is None:
             continue
         sentence = _at_which_link(model, best, rivals[:_RIVALS], tier, over)
-        told += [sentence] if sentence else []
-    return tuple(told[:_TOLD])
+        sentences += [sentence] if sentence else []
+    return tuple(sentences[:_TOLD])
 
 
 def _at_which_link(
     model: ModelSpec, best: Costed, rivals: list[Costed], tier: LinkTier, over: Callable[[], bool]
 ) -> str:
-    """The bandwidth of a tier at which one of the rivals first is faster, trying powers of two up and down."""
+    """Name the first bandwidth of a tier at which one of the rivals wins, or return an empty text.
+
+    Powers of two of the present bandwidth are tried, upwards and downwards.
+    """
     link = _link_of(best, tier)
     assert link is not None
     for power in _FACTORS:
@@ -235,24 +274,26 @@ def _at_which_link(
                 return ""
             bandwidth = link.bandwidth_bytes_per_s * factor
             cluster = with_bandwidth(best.cluster, tier, bandwidth)
-            own = _step(model, cluster, best)
+            own_s = _step(model, cluster, best)
             for rival in rivals:
-                other = _step(model, with_bandwidth(rival.cluster, tier, bandwidth), rival)
-                gained = rival.prediction.step_time_s.value / best.prediction.step_time_s.value - other / own
-                if other < 0.98 * own and gained > 0.02:  # else it was as good before
+                rival_s = _step(model, with_bandwidth(rival.cluster, tier, bandwidth), rival)
+                gained = rival.prediction.step_time_s.value / best.prediction.step_time_s.value - rival_s / own_s
+                if rival_s < 0.98 * own_s and gained > 0.02:  # otherwise the rival was as good at the present bandwidth
                     return (
                         f"At {bits_per_s(bandwidth)} on {tier} links instead of "
                         f"{bits_per_s(link.bandwidth_bytes_per_s)}, {plan_words(rival.plan)} would be "
-                        f"{own / other:.2f}x as fast as this plan"
+                        f"{own_s / rival_s:.2f}x as fast as this plan"
                     )
     return ""
 
 
 def _link_of(one: Costed, tier: LinkTier) -> LinkSpec | None:
+    """Return the link of a tier that the ranks of a plan use; None where they use none."""
     return seated_link(one.cluster, place_ranks(one.cluster, one.plan.world_size), tier)
 
 
 def _step(model: ModelSpec, cluster: ClusterSpec, one: Costed) -> float:
+    """Predict the step time of a plan on a changed cluster, in seconds; infinite where that is impossible."""
     try:
         return predict(model, cluster, one.plan).step_time_s.value
     except TuttiError:

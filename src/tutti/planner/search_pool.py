@@ -116,9 +116,9 @@ class Pool:
         overall = (sum(lesson.time for lesson in known) / count, sum(lesson.memory for lesson in known) / count)
         families, where = np.unique(self.family, return_inverse=True)
         times, sizes = np.ones(len(families)), np.ones(len(families))
-        for index, one in enumerate(families.tolist()):
-            lesson = lessons.get(one, Lesson())
-            # One prediction of the family counts as much as all others together: families differ more than plans do.
+        for index, number in enumerate(families.tolist()):
+            lesson = lessons.get(number, Lesson())
+            # The mean over all families counts like one prediction of this family: families differ more than plans do.
             weight = lesson.count + 1
             times[index] = np.exp((lesson.time + overall[0]) / weight) if not lesson.hopeless else np.inf
             sizes[index] = np.exp((lesson.memory + overall[1]) / weight)

@@ -3,7 +3,7 @@
 On a GPU, and for small units, the buffer is a storage that is resized; torch's allocator keeps the memory in between.
 Large buffers on the host are mapped pages of their own. In the heap, activations would take the place of a freed
 buffer, and the next one would not fit there: a GPT at level 3 on 4 ranks held a third more memory. Huge pages make
-repeated allocation cheap; without them it takes several times as long (docs/measurements.md, "Memory").
+repeated allocation cheap; without them it takes several times as long (docs/traps.md, "Memory of a process").
 """
 
 import ctypes
