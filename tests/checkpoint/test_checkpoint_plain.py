@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 import tutti
-from checkpoint.checkpoint_ways import FAMILIES, GPT, PLANS, SAVED_AT, Way, train
+from checkpoint.checkpoint_variants import FAMILIES, GPT, PLANS, SAVED_AT, Way, train
 from harness import run_ranks
 from tutti.checkpoint import latest_checkpoint, to_safetensors, to_state_dict
 from tutti.config import serialization

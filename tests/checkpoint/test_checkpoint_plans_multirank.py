@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.checkpoint_ways import PLANS, Way, resume_all, save_everywhere
+from checkpoint.checkpoint_variants import PLANS, Way, resume_all, save_everywhere
 from harness import run_ranks
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tutti
-from checkpoint.checkpoint_ways import CNN, FAMILIES, Way, zero
+from checkpoint.checkpoint_variants import CNN, FAMILIES, Way, zero
 from harness import RankFailed, run_ranks
 from trainer.training import vectors
 from tutti.checkpoint import latest_checkpoint, load, save, to_state_dict

@@ -13,7 +13,7 @@ from against_one import Subject
 from cost_model.examples import cluster, cpu, link
 from cost_model.flows import BATCH, foreseen, inputs_of, placed, plan_of, spec_of, travelled, unlike
 from matrix import language, mixtures, pretrained_shapes, volumes
-from parallel import stage_subjects
+from parallel import pipeline_subjects
 from tutti.config.model import ForwardedValues, ModelSpec
 from tutti.config.plan import LayoutRule, Plan
 from tutti.cost_model import predict
@@ -53,7 +53,7 @@ def twice() -> Subject:
 
 def one_block() -> Subject:
     """A GPT of one block: more than one stage cuts it inside."""
-    return dataclasses.replace(stage_subjects.gpt(), model=lambda: stage_subjects.GPT(blocks=1))
+    return dataclasses.replace(pipeline_subjects.gpt(), model=lambda: pipeline_subjects.GPT(blocks=1))
 
 
 def check(subject: Subject, plan: Plan) -> tuple[ModelSpec, np.ndarray]:  # type: ignore[type-arg]
@@ -68,7 +68,7 @@ def check(subject: Subject, plan: Plan) -> tuple[ModelSpec, np.ndarray]:  # type
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {
-    "skips of a U-Net": stage_subjects.unet,
+    "skips of a U-Net": pipeline_subjects.unet,
     "skips of a 3-D U-Net": volumes.unet,
     "states of an LSTM translator": language.translator,
     "masks of a GPT": language.gpt,
@@ -99,7 +99,7 @@ def test_what_stages_send_is_what_the_runtime_sends(name: str, ranks: int, chunk
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_is_not_trained_sends_no_gradients(ranks: int) -> None:
-    _, ways = check(stage_subjects.frozen(), plan_of(ranks))
+    _, ways = check(pipeline_subjects.frozen(), plan_of(ranks))
     assert ways[0, 0, 1] > 0
     assert ways[1, 0, 1] == 0
 

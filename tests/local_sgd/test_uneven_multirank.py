@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness import run_ranks
-from local_sgd.alone_ranks import (
+from local_sgd.asynchronous_ranks import (
     averaged_pairs,
     ending_badly,
     ending_unheard,

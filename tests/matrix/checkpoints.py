@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from checkpoint.checkpoint_ways import PLANS, Way, resume_all, save_everywhere  # noqa: E402
+from checkpoint.checkpoint_variants import PLANS, Way, resume_all, save_everywhere  # noqa: E402
 from harness import RankFailed, run_ranks  # noqa: E402
 
 

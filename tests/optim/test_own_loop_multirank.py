@@ -17,7 +17,7 @@ STEPS, SHAPES = 20, ((3, 4), (3,))
 
 
 def loops() -> tuple[str, str]:
-    """Of momenta (test_own_loop_momenta_multirank.py), and of 0/1 Adam."""
+    """Of momenta (test_own_loop_momentum_multirank.py), and of 0/1 Adam."""
     momenta, zero_one = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     return momenta, zero_one
 

@@ -11,8 +11,8 @@ from against_one import Trained, assert_agree
 from harness import run_ranks
 from parallel.test_compressed_multirank import LOSSY, case, in_turn, plain, tied
 from parallel.test_compressed_plans_multirank import followed
-from parallel.test_momenta_multirank import FREEZE, exactly, made
-from parallel.test_momenta_multirank import STEPS as MANY
+from parallel.test_momentum_compression_multirank import FREEZE, exactly, made
+from parallel.test_momentum_compression_multirank import STEPS as MANY
 from trainer.several import Case, once, train_cases
 from tutti.comm import shared_segment
 from tutti.compression.reducer import CountedCollectives

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpoint.checkpoint_ways import PLANS, Way, train
+from checkpoint.checkpoint_variants import PLANS, Way, train
 from harness import run_ranks
 from tutti.comm.world import gloo_thread_ids, join_world
 from tutti.parallel.mesh import Mesh

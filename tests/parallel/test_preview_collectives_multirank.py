@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from split_models import plain, values
+from tensor_parallel_models import plain, values
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from against_one import Subject
-from models_space import plain2d
-from parallel.test_split_multirank import clipped, mlp
 from parallel.test_table_linear import EVERY, tokens
+from parallel.test_tensor_parallel_multirank import clipped, mlp
+from spatial_models import plain2d
 from trainer.several import Case, on_ranks
 from tutti.config.plan import BatchPlan, Plan
 from tutti.parallel.preview import explain_layout, modules_without_input_gradient

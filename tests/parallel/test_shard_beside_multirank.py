@@ -7,8 +7,8 @@ import pytest
 
 from against_one import Trained, assert_agree
 from parallel import shard_subjects as subjects
+from parallel.test_embedding_tables import apart, together
 from parallel.test_expert import stacked, top2
-from parallel.test_table import apart, together
 from trainer.several import Case, on_ranks, once
 from tutti.config.plan import ShardingPlan
 

@@ -15,7 +15,7 @@ from harness import preload, run_ranks
 from optim.test_zero_one import equations
 from parallel.test_compressed_multirank import case, in_turn, look, tied
 from parallel.test_compressed_plans_multirank import clipped
-from parallel.test_momenta_multirank import late
+from parallel.test_momentum_compression_multirank import late
 from trainer.digits import Reached, reach
 from trainer.several import Case, assert_refused, refusals, train_cases
 from tutti.compression.dense_reducers import AllGatherReducer, TwoPhaseReducer

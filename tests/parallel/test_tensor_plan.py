@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from split_models import Attention, Gated, Vectors, plain
-from split_transformers import build, example_gpt
+from tensor_parallel_models import Attention, Gated, Vectors, plain
+from tensor_parallel_transformers import build, example_gpt
 from torch import nn
 
 from tutti.config.plan import LayoutRule

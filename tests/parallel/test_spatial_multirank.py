@@ -11,7 +11,7 @@ from torch import nn
 
 from against_one import Trained, assert_agree, assert_same_as_one, on_many, on_one
 from harness import run_ranks
-from models_space import (
+from spatial_models import (
     Plain2d,
     UNet3d,
     cosmoflow,

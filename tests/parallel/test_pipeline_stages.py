@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from parallel import stage_subjects as subjects
+from parallel import pipeline_subjects as subjects
 from tutti.config.pipeline_schedule import Action, build_schedule, cut_balanced, max_activations, simulate, total_time
 from tutti.errors import PlanError
 from tutti.parallel.pipeline.placeholders import StandIns

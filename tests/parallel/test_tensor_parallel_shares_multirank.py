@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-import split_models
+import tensor_parallel_models
 import torch
-from split_beside import run_cases
-from split_models import plain, split_rule
-from split_transformers import example_gpt
-from test_split_multirank import Sequences, digits, next_token, on_two_hosts, tokens, widths
+from tensor_parallel_models import plain, split_rule
+from tensor_parallel_transformers import example_gpt
+from tensor_parallel_with_others import run_cases
+from test_tensor_parallel_multirank import Sequences, digits, next_token, on_two_hosts, tokens, widths
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -19,7 +19,7 @@ FEW = ("plain", "heads", "few key heads gqa", "one key head", "tied", "multihead
 
 
 def check(shares: tuple[float, ...], names: tuple[str, ...]) -> None:
-    modules = dict.fromkeys(names, split_models.__name__)
+    modules = dict.fromkeys(names, tensor_parallel_models.__name__)
     failures = run_ranks(run_cases, len(shares), modules, names, 2, shares, timeout_s=110)[0]
     assert not failures, "\n".join(failures.values())
 
@@ -30,7 +30,7 @@ def test_layers_of_the_main_kinds_in_three_parts() -> None:
 
 @pytest.mark.long
 def test_layers_of_every_kind_in_two_parts() -> None:
-    check((3.0, 1.0), tuple(split_models.CASES))
+    check((3.0, 1.0), tuple(tensor_parallel_models.CASES))
 
 
 def mlp() -> Subject:
@@ -92,13 +92,15 @@ def test_training_beside_sharding_and_over_hosts() -> None:
 
 
 def pictures() -> Subject:
-    images = split_models.values(32, 3, 6, 6)
+    images = tensor_parallel_models.values(32, 3, 6, 6)
     return Subject(
-        model=split_models.Pictures, data=TensorDataset(images, torch.arange(32) % 5), loss_fn=nn.CrossEntropyLoss()
+        model=tensor_parallel_models.Pictures,
+        data=TensorDataset(images, torch.arange(32) % 5),
+        loss_fn=nn.CrossEntropyLoss(),
     )
 
 
 @pytest.mark.long
 def test_training_of_samples_in_unequal_parts() -> None:
-    rules = (split_models.LayoutRule(modules="features", placement="row"),)
+    rules = (tensor_parallel_models.LayoutRule(modules="features", placement="row"),)
     assert_same_as_one(pictures, mesh={"split": 2}, split_shares=(3.0, 1.0), steps=2, layout=rules)

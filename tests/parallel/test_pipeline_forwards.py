@@ -9,8 +9,8 @@ from torch import nn
 
 from against_one import train
 from harness import run_ranks
-from parallel import stage_subjects as subjects
-from parallel.test_stage import CPU, traced
+from parallel import pipeline_subjects as subjects
+from parallel.test_pipeline_stages import CPU, traced
 from tutti.config.plan import PipelinePlan, SyncPlan
 from tutti.errors import PlanError
 from tutti.parallel.data.buckets import Bucket

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from split_models import Case, by_last, tokens, values
+from tensor_parallel_models import Case, by_last, tokens, values
 from torch import nn
 
 from tutti.config.plan import LayoutRule

@@ -5,15 +5,15 @@ import os
 from typing import Any
 
 import pytest
-import split_models
-import split_transformers
+import tensor_parallel_models
+import tensor_parallel_transformers
 import torch
 import torch.nn.functional as F
-from split_beside import run_cases
-from split_functions import check_all
-from split_models import plain, split_rule, tokens, values
-from split_streams import draw, refusals
-from split_transformers import example_gpt
+from tensor_parallel_functions import check_all
+from tensor_parallel_models import plain, split_rule, tokens, values
+from tensor_parallel_streams import draw, refusals
+from tensor_parallel_transformers import example_gpt
+from tensor_parallel_with_others import run_cases
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -38,7 +38,7 @@ def check(module: Any, degree: int, names: tuple[str, ...]) -> None:
 
 
 def test_layers_of_every_kind() -> None:
-    check(split_models, 3, tuple(split_models.CASES))
+    check(tensor_parallel_models, 3, tuple(tensor_parallel_models.CASES))
 
 
 FEW = (
@@ -56,13 +56,13 @@ FEW = (
 
 @pytest.mark.long
 def test_layers_over_more_ranks() -> None:
-    check(split_models, 4, FEW)
+    check(tensor_parallel_models, 4, FEW)
 
 
 @pytest.mark.long
 def test_known_models() -> None:
     pytest.importorskip("transformers")
-    check(split_transformers, 2, tuple(split_transformers.CASES))
+    check(tensor_parallel_transformers, 2, tuple(tensor_parallel_transformers.CASES))
 
 
 def test_masks_differ_in_parts_and_agree_elsewhere() -> None:
@@ -175,7 +175,9 @@ def read_directly() -> Subject:
     ids = tokens(32, 9, 53)
 
     def model() -> nn.Module:
-        return split_models.Vectors(nn.Sequential(split_models.Gated(8), split_models.Gated(8)), 8, 53, direct=True)
+        return tensor_parallel_models.Vectors(
+            nn.Sequential(tensor_parallel_models.Gated(8), tensor_parallel_models.Gated(8)), 8, 53, direct=True
+        )
 
     return Subject(model=model, data=TensorDataset(ids[:, :-1], ids[:, 1:]), loss_fn=next_token)
 

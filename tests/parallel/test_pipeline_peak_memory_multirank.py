@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from harness import run_ranks
 from matrix.described import described, peak_of_a_step
 from matrix.foreseen import HOST
-from parallel.stage_subjects import GPT
+from parallel.pipeline_subjects import GPT
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, PipelinePlan, Plan
 from tutti.cost_model import predict

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from against_one import Trained, assert_agree
-from parallel import stage_subjects as subjects
+from parallel import pipeline_subjects as subjects
 from trainer.several import on_ranks
 from tutti.config.plan import LayoutRule, PipelinePlan, ShardingPlan
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness import run_ranks
-from ops_space import Op, functions, modules
+from spatial_operators import Op, functions, modules
 from tutti.comm.world import join_world
 from tutti.errors import PlanError
 from tutti.parallel.mesh import Mesh

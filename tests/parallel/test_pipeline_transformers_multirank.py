@@ -11,7 +11,7 @@ from tutti.config.plan import PipelinePlan
 
 pytest.importorskip("transformers")
 
-from parallel import stage_transformers as models
+from parallel import pipeline_transformers as models
 
 pytestmark = pytest.mark.long
 
