@@ -1,5 +1,6 @@
 """`tutti plan`: the best plan for a script, or a described model, on a cluster, and why the others lost."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -25,20 +26,11 @@ from tutti.config.vocabulary import Precision, Unit
 from tutti.errors import PlanError, ScriptError
 
 if TYPE_CHECKING:
-    from tutti.cli.prediction_view import Planned
-    from tutti.planner import Choice, PlanRequest
-    from tutti.trainer.capture import CapturedScript
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from tutti.cli.plan_options import PlanOptions
-    from tutti.config.cluster import ClusterSpec
-    from tutti.config.model import ModelSpec
-    from tutti.config.plan import Plan
+    from tutti.cli.prediction_view import Planned
     from tutti.config.prediction import Explanation, ModulePlacement
+    from tutti.planner import Choice, PlanRequest
     from tutti.trainer.capture import CapturedScript
 
 
@@ -356,9 +348,7 @@ def show_layout(options: "PlanOptions", plan: "Plan") -> None:
 
 def _plan(options: "PlanOptions", captured: "CapturedScript", name: str) -> "Plan":
     from tutti.cli.planning import plan_for
-    from tutti.config import serialization
     from tutti.config.mesh_axes import parse_mesh
-    from tutti.config.plan import Plan
     from tutti.parallel.annotated_plan import with_annotations
 
     if options.plan is not None:
@@ -376,7 +366,6 @@ def _plan(options: "PlanOptions", captured: "CapturedScript", name: str) -> "Pla
 
 def _tensors(model: object) -> float:
     """Return how many tensors of a parameter's size the optimizer keeps for each parameter, on average."""
-    from tutti.config.model import ModelSpec
 
     assert isinstance(model, ModelSpec)
     gradients = sum(module.gradient_nbytes for module in model.modules)

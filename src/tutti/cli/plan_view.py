@@ -1,8 +1,10 @@
 """The output of `tutti plan`: the choice, a table of plans, changed clusters, and the difference of two plans."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.text import Text
 
 from tutti.cli.options import console, emit
 from tutti.cli.prediction_view import (
@@ -17,23 +19,16 @@ from tutti.cli.prediction_view import (
 )
 from tutti.config import serialization
 from tutti.config.plan import Plan
+from tutti.config.prediction import ACTIVITY_LABELS, Activity, Omission, RankMemory, Timeline, Track
+from tutti.cost_model.cost_notes import nbytes, seconds
 from tutti.planner import Choice, difference, explain, rows
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from tutti.cli.plan_options import PlanOptions
     from tutti.cli.prediction_view import Planned
-from dataclasses import fields
-from typing import TYPE_CHECKING
-
-from rich.text import Text
-
-from tutti.config.prediction import ACTIVITY_LABELS, Activity, Omission, RankMemory, Timeline, Track
-from tutti.cost_model.cost_notes import nbytes, seconds
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -229,9 +229,9 @@ class LineTail:
 
     def flush(self) -> list[str]:
         """Return the new lines, with a last line that has no line end."""
-        lines = [*self.read(), self._rest]
-        self._rest = ""
-        return [line for line in lines if line] if not lines[-1] else lines
+        lines = self.read()
+        rest, self._rest = self._rest, ""
+        return [*lines, rest] if rest else lines
 
 
 class RowTail:

@@ -101,7 +101,7 @@ def time_report(records: Records) -> TimeReport:
         step_phases=quantities(typical_phases, "median of the steady steps") if steady else {},
         load_wait=seen(parts["data"], "s", "waiting for the next batch, during the whole run"),
         startup={
-            name: seen(seconds, "s", "rank 0; the wall time includes prepare, in phase other")
+            name: seen(seconds, "s", STARTUP_NOTE)
             for name, seconds in startup.items()
         },
         generations=seen(generations),
