@@ -207,9 +207,8 @@ def synchronise(
     backward = passes[1][own][::-1]
     busy = taken.backward[:, own][:, ::-1]
     host_group = net.host_groups[0]
-    different = {
-        (bucket.nbytes, id(reduction)): reduction for bucket, reduction in pairs
-    }  # equal blocks make equal buckets
+    # equal blocks make equal buckets
+    different = {(bucket.nbytes, id(reduction)): reduction for bucket, reduction in pairs}
     times = {key: _sum_s(plan, reduction, host_group, key[0]) for key, reduction in different.items()}
     bucket_times = [times[bucket.nbytes, id(reduction)] for bucket, reduction in pairs]
     on_cores = [_cores_s(reduction, host_group, bucket.nbytes) for bucket, reduction in pairs]
