@@ -23,11 +23,11 @@ from tutti.cost_model.rank_placement import (
     Link,
     hierarchical_all_reduce,
     link_of,
+    link_of_tier,
     message,
     no_link,
     ring_all_reduce,
     ring_reduce_scatter,
-    seated_link,
     tree_all_reduce,
 )
 
@@ -264,7 +264,7 @@ class Network:
             return RankGroup(span=span)
         flows = max(1.0, self.crowding * span.sharing_groups)
         network = self._link("network").shared(flows) if span.hosts > 1 else None
-        node = self._link("node") if span.hosts == 1 or seated_link(self.cluster, self.host_groups, "node") else None
+        node = self._link("node") if span.hosts == 1 or link_of_tier(self.cluster, self.host_groups, "node") else None
         return RankGroup(
             span=span,
             node=node if span.per_host > 1 else None,
@@ -295,7 +295,7 @@ class Network:
         return tuple(flows > 0 for flows in crossings(self.mesh, (axis,), self.hosts))
 
     def _link(self, tier: LinkTier) -> Link:
-        spec = seated_link(self.cluster, self.host_groups, tier)
+        spec = link_of_tier(self.cluster, self.host_groups, tier)
         if spec is None:
             raise no_link(self.cluster, self.host_groups, tier)
         flows = 1.0

@@ -127,7 +127,7 @@ def ring_tier(host_groups: tuple[HostGroup, ...]) -> LinkTier:
     return "network" if sum(host_group.hosts for host_group in host_groups) > 1 else "node"
 
 
-def seated_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: LinkTier) -> LinkSpec | None:
+def link_of_tier(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: LinkTier) -> LinkSpec | None:
     """Return the link of a tier for groups of these ranks: the slowest of all hosts that have ranks.
 
     It is None where a host that needs the link has none. A host that cannot have two ranks needs no link within
@@ -217,7 +217,7 @@ def ring_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...]) -> Link:
         PlanError: the cluster does not describe the link.
     """
     tier = ring_tier(host_groups)
-    spec = seated_link(cluster, host_groups, tier)
+    spec = link_of_tier(cluster, host_groups, tier)
     if spec is None:
         raise no_link(cluster, host_groups, tier)
     flows = 1.0
