@@ -174,6 +174,7 @@ def _codes_nbytes(
 
 
 def _exact_nbytes(nbytes: float, holders: int) -> float:
+    """Return the bytes that one of `holders` members sends in an exact reduction."""
     return 2 * (holders - 1) / holders * nbytes
 
 

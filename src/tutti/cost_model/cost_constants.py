@@ -227,7 +227,7 @@ SLAB_EFFICIENCY: Final[dict[str, float]] = {"forward": 0.8, "backward": 0.6}
 """Speed at which a CPU convolves the rows of a slab, relative to as many rows of a larger part.
 
 Timed with 3 x 3 convolutions of 64 to 512 channels on 32 to 8 rows in two or four parts, on one thread of an AMD
-EPYC: forward 0.78 to 1.0 in most cases, backward 0.45 to 0.8.
+EPYC: typically forward 0.78 to 1.0, backward 0.45 to 0.8.
 """
 
 RESERVE_NBYTES: Final[dict[str, float]] = {"cpu": 305e6, "cuda": 1.0e9}

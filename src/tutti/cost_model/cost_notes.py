@@ -142,6 +142,7 @@ def disturbed(cluster: ClusterSpec) -> tuple[str, ...]:
 
 
 def _limit_note(limits: dict[str, float]) -> str:
+    """Name the largest cost of a step, and the parts of all costs."""
     total = sum(limits.values())
     if total <= 0:
         return "no predicted cost limits the step"

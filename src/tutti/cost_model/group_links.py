@@ -130,7 +130,7 @@ class RankGroup:
         """Return the group with its times in the seconds that a hidden exchange takes from a rank's own work,
         because CPU cores do both.
 
-        They are at most the time of the exchange. Where hosts share a core, a rank has the part of its turn.
+        They are at most the time of the exchange. Where hosts take turns on a core, a rank has only its turns.
         """
         cores = max(1, host_group.device.cores) / host_group.sharing / host_group.node.turns
 

@@ -288,9 +288,9 @@ def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
     """Return the exchanges of halos: a rank inside the grid sends to both sides of every dim that is cut.
 
     The interior is computed while the first dim's halos are in transit, and its gradients while the last dim's
-    return. Dims follow each other. Each dim also carries the halos that came before it, or padding, so that
-    corners arrive: 2 h rows beside a rank's N / parts. 2 h / N is the halo's fraction of a module's input, which
-    is taken as the activations that it keeps.
+    return. The dims are exchanged one after the other. Each dim also carries the halos that came before it, or
+    padding, so that corners arrive: 2 h rows beside a rank's N / parts. 2 h / N is the halo's fraction of a
+    module's input, which is taken as the activations that it keeps.
     """
     group, columns = wires.network.group("space"), wires.columns
     grid = wires.plan.space_grid or (wires.plan.degree("space"),)

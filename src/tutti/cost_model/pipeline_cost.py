@@ -430,6 +430,7 @@ class _Game:
         return True
 
     def _end(self, place: int) -> None:
+        """End the action that runs on a place."""
         at = self._queue[place].pop()
         self.free[place] = self.ended[at] = self._now
         self._done[at] = True
@@ -607,11 +608,10 @@ class Actions:
 
 @lru_cache(maxsize=4096)
 def times_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> Array:
-    """Return (stages per rank, places): the microbatches whose activations each stage holds at the peak of its
-    place.
+    """Return (stages per rank, places): of how many microbatches each stage holds activations at its place's peak.
 
-    It is a lower bound, out of `count` microbatches. 1F1B holds one microbatch for its own place and for each
-    place that follows; zero-bubble holds as many as there are places. An interleaved schedule runs as many
+    It is a lower bound for a step of `count` microbatches. 1F1B holds one microbatch for its own place and for
+    each place that follows; zero-bubble holds as many as there are places. An interleaved schedule runs as many
     forwards before its first backward as Narayanan et al. 2021 (arXiv 2104.04473) say. They come in groups of as
     many microbatches as there are places, chunk by chunk. From the second group on, only the first chunk is sure
     to be there in time.
@@ -634,11 +634,11 @@ def times_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> A
 
 @lru_cache(maxsize=4096)
 def at_most_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> tuple[Array, Array, Array, Array]:
-    """Return four arrays (stages per rank, places), lower bounds at the peak of a place.
+    """Return four arrays (stages per rank, places): lower bounds of what a place holds at its peak.
 
-    They are `times_held`; the microbatches whose weight gradients the place delays; those of which it holds a
-    message from the next stage; and those of which it holds a message from the previous stage. A message is held
-    while it is used, and during the action before. For interleaved schedules no message is counted. For
+    They are `times_held`, and the numbers of microbatches whose weight gradients the place delays, of which it
+    holds a message from the next stage, and of which it holds a message from the previous stage. A message is
+    held while it is used, and during the action before. For interleaved schedules no message is counted. For
     schedules that delay weight gradients, the delayed ones are counted and no message, because what follows the
     peak depends on the bytes there.
     """

@@ -30,7 +30,7 @@ MOST_DRAWN = 24
 """Number of microbatches that are drawn of a longer step without stages. Half of them are its first, half its last."""
 
 MOST_BARS = 400
-"""Approximate number of bars of a track without stages: exchanges are merged until they take this fraction of the
+"""Approximate number of bars of a track without stages: exchanges are merged until they take 1 / MOST_BARS of the
 step.
 """
 

@@ -67,6 +67,7 @@ def stages_of(model: ModelSpec, plan: Plan) -> StageCuts:
 
 @remembered(256)
 def _stages(model: ModelSpec, ranks: int, stages_per_rank: int, cuts: tuple[str, ...]) -> StageCuts:
+    """Return where a model is cut; see `stages_of`."""
     columns, count = model_table(model), ranks * stages_per_rank
     if count == 1:
         stage = np.zeros(len(columns), dtype=np.intp)
@@ -176,6 +177,7 @@ def _balanced(model: ModelSpec, count: int) -> tuple[NDArray[np.intp], Array, tu
 
 
 def _byte_flops(model: ModelSpec) -> float:
+    """Return the FLOPs that one byte of a unit's output counts for."""
     return VALUE_FLOPS / _ITEM_NBYTES.get(model.dtype, 4)
 
 
@@ -238,11 +240,13 @@ def _opened(columns: ModelTable, units: list[_Unit], count: int, byte_flops: flo
 
 
 def _can_open(columns: ModelTable, unit: _Unit) -> bool:
+    """Return whether a unit can be divided: it contains several modules, and its code is not torch's own."""
     inner = sum(not _contains(columns.names[index], unit.name) for index in unit.members)
     return inner > 1 and columns.classes[unit.members[0]] not in _WHOLE
 
 
 def _contains(name: str, other: str) -> bool:
+    """Return whether the module `name` contains the module `other`."""
     return other.startswith(name + ".")
 
 

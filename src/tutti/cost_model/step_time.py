@@ -171,6 +171,7 @@ def load_of(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> BatchLoad:
 
 
 def _samples(model: ModelSpec, plan: Plan) -> int:
+    """Return the samples of a global batch; refuse more microbatches than samples."""
     samples = samples_of(plan.batch.global_batch_size, plan.batch.unit, model.tokens_per_sample)
     if plan.batch.num_microbatches > samples:
         raise PlanError(
@@ -183,6 +184,7 @@ def _samples(model: ModelSpec, plan: Plan) -> int:
 def _setting(
     model: ModelSpec, cluster: ClusterSpec, plan: Plan, host_groups: tuple[HostGroup, ...], samples: int
 ) -> Setting:
+    """Return what all replicas of a plan have in common."""
     wires = Wires(
         model=model,
         plan=plan,
@@ -302,6 +304,7 @@ def _axes_notes(setting: Setting) -> tuple[str, ...]:
 
 
 def _where(group: RankGroup) -> str:
+    """Describe the hosts over which a group extends."""
     span = group.span
     if span.hosts == 1:
         return "within a host"

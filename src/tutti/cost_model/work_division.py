@@ -92,6 +92,7 @@ LARGEST, MEAN = -1, -2
 def _division(
     model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...], weights: Weights, place: int
 ) -> Division:
+    """Return the division of a model for the rank at `place` along the split axis."""
     split, context, expert, table, space = degrees
     columns = model_table(model)
     placements = _placements(columns, layout)
@@ -180,6 +181,7 @@ def _sizes(limit: int, groups: int, weights: Weights) -> list[float]:
 
 
 def _placements(columns: ModelTable, layout: tuple[LayoutRule, ...]) -> list[str]:
+    """Return the placement of each module in the layout."""
     if all(rule.placement == "auto" for rule in layout):
         return ["auto"] * len(columns)
     return [find_placement(layout, name) for name in columns.names]
@@ -307,6 +309,7 @@ def recompute_regions(model: ModelSpec, plan: Plan) -> tuple[Region, ...]:
 
 @remembered(64)
 def _regions(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> tuple[Region, ...]:
+    """Return the recomputed or chunked regions of a layout; see `recompute_regions`."""
     names = [module.name for module in model.modules]
     how = {name: (find_recompute(layout, name), find_chunks(layout, name)) for name in names if name}
     asked = {name for name, (again, chunks) in how.items() if again or chunks > 1}
@@ -329,6 +332,7 @@ def _regions(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> tuple[Region, 
 
 
 def _parents(name: str) -> list[str]:
+    """Return the dotted names of the modules that contain a module, innermost first."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
