@@ -57,17 +57,17 @@ def test_ranks_that_load_themselves_wait_for_all_of_it() -> None:
 def test_what_is_not_known_costs_nothing_and_is_said() -> None:
     assert data_s(mlp(64, 2), cards(), plan(64)) == 0
     notes = predict(mlp(64, 2), cards(), plan(64)).notes
-    assert any("what samples cost to load is not known" in note for note in notes)
+    assert any("the cost of loading samples is unknown" in note for note in notes)
     # a disk of unknown rate
     model = fed(**PICTURES)
     assert data_s(model, cards(), plan(64)) == pytest.approx(64 * 1.5e-3)
     found = predict(model, cards(), plan(64))
     assert (
         "data: a sample takes 1 ms of a core, 500 us of waiting, 976.6 KiB of storage (assumed); ranks load between "
-        "steps, a batch every 96 ms, for which a step waits 96 ms; how fast storage is read is not known and not "
+        "steps, a batch every 96 ms, for which a step waits 96 ms; the read rate of storage is unknown and not "
         "counted; the script's own work between steps is not predicted"
     ) in found.notes
-    assert "limited by loading of data" in found.notes[0]
+    assert "limited by data loading" in found.notes[0]
 
 
 def test_workers_load_ahead_and_only_what_is_longer_than_the_rest_is_waited_for() -> None:

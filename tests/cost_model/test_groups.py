@@ -127,7 +127,7 @@ def test_quicker_links_take_no_more_of_the_cores(
 def test_a_prediction_says_whether_what_exchanges_take_was_measured(each: float | None, said: str) -> None:
     machine = cluster(count=2, links=(link("node"), link("network", 1e-3, 1.25e8, core_s_per_nbyte=each)))
     notes = predict(mlp(), machine, meshed(64, mesh={"replicate": 2})).notes
-    assert said.format("communication behind backward takes cores from it") in notes
+    assert said.format("communication hidden behind backward takes core time from it") in notes
 
 
 def test_cards_exchange_beside_their_work() -> None:

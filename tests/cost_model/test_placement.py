@@ -11,7 +11,7 @@ from tutti.config.compression import Compression
 from tutti.config.consistency_modes import Relaxed
 from tutti.config.plan import SyncPlan
 from tutti.cost_model import cost_constants, predict
-from tutti.cost_model.rank_placement import place_ranks, ring_link, ring_tier, seated_link
+from tutti.cost_model.rank_placement import link_of_tier, place_ranks, ring_link, ring_tier
 from tutti.errors import PlanError
 
 
@@ -119,13 +119,13 @@ def test_of_the_hosts_in_use_the_slowest_link_counts_in_each_respect() -> None:
     other = dataclasses.replace(node, name="thin", links=(thin, *near))
     idle = dataclasses.replace(node, name="single", devices_per_node=1, links=())
     machines = ClusterSpec(name="three", devices={"d": gpu()}, nodes=(node, other, idle), links=())
-    assert seated_link(machines, place_ranks(machines, 2), "network") == far
-    both = seated_link(machines, place_ranks(machines, 4), "network")
+    assert link_of_tier(machines, place_ranks(machines, 2), "network") == far
+    both = link_of_tier(machines, place_ranks(machines, 4), "network")
     assert both is not None
     assert (both.latency_s, both.bandwidth_bytes_per_s) == (1e-3, 1e8)
     assert (both.evidence, both.ranks) == ("published", 2)
-    assert seated_link(machines, place_ranks(machines, 5), "network") is None
-    assert seated_link(machines, place_ranks(machines, 5), "node") == near[0]  # one device alone needs none
+    assert link_of_tier(machines, place_ranks(machines, 5), "network") is None
+    assert link_of_tier(machines, place_ranks(machines, 5), "node") == near[0]  # one device alone needs none
     with pytest.raises(PlanError, match="no link of tier 'network'"):
         ring_link(machines, place_ranks(machines, 5))
 

@@ -14,7 +14,7 @@ from tutti.cost_model import compute_cost
 from tutti.cost_model.group_links import RankGroup, Span
 from tutti.cost_model.microbatch_cost import at_least, each_of
 from tutti.cost_model.plan_table import Array
-from tutti.cost_model.rank_placement import HostGroup, Link, least_all_reduce, place_ranks, seated_link
+from tutti.cost_model.rank_placement import HostGroup, Link, least_all_reduce, link_of_tier, place_ranks
 from tutti.cost_model.work_division import divided_linears
 from tutti.cost_model.worker_speed import Curve, Efficiency, WeightPassTime, Worker, best_of, worker_at
 from tutti.errors import PlanError
@@ -94,7 +94,7 @@ class BestCase:
         if alike not in self._bests:
             self._bests[alike] = len(self._workers)
             self._workers.append(_best(workers))
-            self._wires.append({tier: seated_link(self.cluster, host_groups, tier) for tier in _TIERS})
+            self._wires.append({tier: link_of_tier(self.cluster, host_groups, tier) for tier in _TIERS})
         best = self._workers[self._bests[alike]]
         of = {kind: min(1.0, _relative(worker, best)) for kind, worker in zip(alike, workers, strict=True)}
         ranks = sum(host_group.ranks for host_group in host_groups)

@@ -1,7 +1,8 @@
-"""Sums of gradients that a plan compresses: bytes by the formula, time on the wire and in the kernels.
+"""Reductions of gradients that a plan compresses: bytes from the codec's formula, seconds of transfer and of
+kernels.
 
-A ModelSpec knows bytes of gradients by module and no shapes: powersgd takes each module's for one square matrix, which
-is the least that its thin matrices can be.
+A ModelSpec has the bytes of gradients by module but no shapes. For powersgd, each module's gradient counts as
+one square matrix, for which the codec's thin factors are smallest.
 """
 
 import math
@@ -32,29 +33,38 @@ from tutti.cost_model.rank_placement import HostGroup
 from tutti.cost_model.worker_speed import Array
 
 VALUE_NBYTES: Final = 4
-"""Bytes of a gradient's value: models in other dtypes are rare, and their plans rarer."""
+"""Bytes of one value of a gradient. Plans for models in other dtypes are rare."""
 
 KERNEL_S_PER_VALUE: Final[dict[DeviceKind, float]] = {"cpu": 8e-9, "cuda": 1.5e-10}
-"""Seconds to encode, add up, encode again and decode a value, where `tutti probe` has not measured the method on the
-device. Assumed: one-bit with error feedback was timed at 3.5 to 4.1 ns and decoding at 1.4 to 2.2 on one CPU core; CUDA
-from memory passes."""
+"""Seconds to encode, add up, encode again and decode one value, where `tutti probe` has not measured the codec on
+the device.
+
+Assumed: on one CPU core, one-bit with error feedback took 3.5 to 4.1 ns to encode and 1.4 to 2.2 ns to decode.
+The value for CUDA follows from memory passes.
+"""
 
 KERNEL_MARGIN: Final = {"measured": 0.5, "assumed": 1.0}
-"""Half-width of the interval of time in the kernels, relative. Measured ones are of a process alone: backward and other
-ranks take bandwidth from them."""
+"""Relative half-width of the interval of the kernels' time. Measured times are those of one process alone; in a
+run, backward and other ranks take memory bandwidth from the kernels.
+"""
 
 _EXACT: Final[tuple[AxisName, ...]] = ("split", "stage")
-"""Sums over these axes are exact (runtime.compressed)."""
+"""Reductions over these axes are not compressed (parallel/compressed/compressor.py)."""
 
 _SIZE: Final = 2**20
-"""Values of a message whose time is assumed."""
+"""Number of values of the message for which a time is assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """How the gradients of a group are written. `holders`: that exchange codes: all ranks, or hosts, inside which sums
-    are exact (`tiers`) and whose ranks have a part of `parts` each; `sent_nbytes`: of the rank that sends most, in a
-    step; `share`: what the codes are of the bytes of an exact sum, 1 where it is exact.
+    """How the gradients of a group are encoded.
+
+    Attributes:
+        holders: number of members that exchange codes: all ranks, or all hosts with `tiers`.
+        parts: number of ranks of a host, each of which exchanges one part of the gradients.
+        tiers: reductions inside each host are exact, and only those between hosts are encoded.
+        sent_nbytes: bytes that the rank that sends most sends in a step.
+        share: bytes of the codes over the bytes of an exact reduction; 1 where the reduction is exact.
     """
 
     holders: int
@@ -64,29 +74,35 @@ class Written:
     share: float = 1.0
 
     def sum_s(self, plan: Plan, group: RankGroup, host_group: HostGroup, nbytes: float) -> tuple[float, float]:
-        """(seconds, those of them in kernels) in which `group` sums a bucket of `nbytes`."""
+        """Return (seconds, seconds in kernels among them) in which `group` reduces a bucket of `nbytes`."""
         kernels = host_group.slowdown * kernel_s(plan, host_group.device, self.holders, self.share, nbytes / self.parts)
         return kernels + self.wire_s(group, nbytes), kernels
 
     def wire_s(self, group: RankGroup, nbytes: float) -> float:
-        """The same without the kernels."""
+        """Return the seconds in which `group` reduces a bucket of `nbytes`, without the kernels."""
         return group.tiered(nbytes, nbytes * self.share) if self.tiers else group.all_reduce(nbytes * self.share)
 
 
 def written(
     plan: Plan, group: RankGroup, axes: tuple[AxisName, ...], nbytes: Array, sizes: Sequence[float], updates: int | None
 ) -> Written | None:
-    """How gradients of `nbytes` by module, in buckets of `sizes`, are written after so many updates (None: once no
-    warm-up is left); None where the plan leaves these sums as they are."""
+    """Return how a group's gradients are encoded; None where the plan does not compress this reduction.
+
+    Args:
+        axes: axes along which the gradients are reduced.
+        nbytes: (modules,) bytes of gradients.
+        sizes: bytes of each bucket.
+        updates: updates made before the step; None: warm-up is over.
+    """
     how = plan.sync.compress
     if how is None or any(plan.degree(axis) > 1 for axis in axes if axis in _EXACT) or group.ranks == 1:
         return None
     if how.method == FACTORS:
         return None
     if how.between == "hosts" and group.network is None:
-        return None  # on one host nothing is between hosts
+        return None  # a single host has no reduction between hosts
     tiers, span = how.between != "ranks" and group.tiers, group.span
-    parts = span.fewest if tiers and not how.entry.whole_tensors else 1  # matrices stay whole
+    parts = span.fewest if tiers and not how.entry.whole_tensors else 1  # such codecs are never given a part
     holders = span.hosts if tiers else span.ranks
     now = how if updates is None else how.at(updates)
     codes, gradients = _codes_nbytes(how, now, nbytes, sizes, holders, parts), int((nbytes > 0).sum())
@@ -101,7 +117,7 @@ def written(
 
 
 def phases(plan: Plan) -> tuple[int, ...]:
-    """After how many updates what a plan sends is no longer what it was."""
+    """Return the numbers of updates after which the plan sends something else than before."""
     how = plan.sync.compress
     if how is None or plan.world_size == 1:
         return ()
@@ -114,14 +130,18 @@ def phases(plan: Plan) -> tuple[int, ...]:
 
 
 def _sends_statistics(how: Compression, updates: int | None) -> bool:
-    """Whether ranks see in the next sum how far their parts cancel."""
+    """Return whether ranks measure in the next reduction how far their gradients cancel."""
     if how.freeze_step is None or updates is None or how.at(updates) is not None:
         return False
     return how.method == ZERO_ONE or updates >= how.freeze_step - STATISTICS_UPDATES
 
 
 def changes_written(plan: Plan, group: RankGroup, nbytes: Array) -> Written | None:
-    """How replicas that differ write their changes of `nbytes` by module, one vector; None: as they are."""
+    """Return how replicas that diverge encode their changes, as one vector; None where these are not compressed.
+
+    Args:
+        nbytes: (modules,) bytes of the changes.
+    """
     how, whole = plan.sync.compress, float(nbytes.sum())
     if how is None or group.ranks == 1 or not whole:
         return None
@@ -132,10 +152,21 @@ def changes_written(plan: Plan, group: RankGroup, nbytes: Array) -> Written | No
 def _codes_nbytes(
     how: Compression, now: Compression | None, nbytes: Array, sizes: Sequence[float], holders: int, parts: int = 1
 ) -> float:
-    """What one of `holders` sends to sum its part of `nbytes` by module, in buckets of `sizes`: by `how`, which is
-    `now` in force."""
+    """Return the bytes that one of `holders` members sends to reduce its part of the gradients.
+
+    Args:
+        how: the codec of the plan.
+        now: the codec in force in this step; None: exact.
+        nbytes: (modules,) bytes of gradients.
+        sizes: bytes of each bucket.
+        parts: number of parts into which each bucket is divided.
+    """
     if how.entry.whole_tensors:
-        sides = [math.isqrt(math.ceil(one / VALUE_NBYTES)) for one in nbytes.tolist() if one > 0]
+        sides = [
+            math.isqrt(math.ceil(module_nbytes / VALUE_NBYTES))
+            for module_nbytes in nbytes.tolist()
+            if module_nbytes > 0
+        ]
         messages: list[list[tuple[int, ...]]] = [[(side, side) for side in sides]]
     else:
         messages = [[(math.ceil(math.ceil(size / VALUE_NBYTES) / parts),)] for size in sizes]
@@ -143,13 +174,19 @@ def _codes_nbytes(
 
 
 def _exact_nbytes(nbytes: float, holders: int) -> float:
+    """Return the bytes that one of `holders` members sends in an exact reduction."""
     return 2 * (holders - 1) / holders * nbytes
 
 
 def kernel_s(plan: Plan, device: DeviceSpec, ranks: int, written: float, nbytes: float) -> float:
-    """Seconds in the kernels for a bucket of `nbytes` that `ranks` sum; 0 where its `ratio`, `written`, is that of an
-    exact sum. In two phases a rank writes all of it, adds up as much, writes its part of the sum and reads all parts;
-    of codes of the whole it writes its own and reads all.
+    """Return the seconds in kernels for a bucket of `nbytes` that `ranks` ranks reduce; 0 for an exact reduction.
+
+    In two phases, a rank encodes the whole bucket, decodes and adds as many values, encodes its part of the sum
+    and decodes all parts. Where messages of the whole bucket are gathered, it encodes its own message and
+    decodes those of all ranks.
+
+    Args:
+        written: bytes of the codes over those of an exact reduction; 1 where the reduction is exact.
     """
     how = plan.sync.compress
     if how is None or written == 1.0:
@@ -168,7 +205,10 @@ def kernel_s(plan: Plan, device: DeviceSpec, ranks: int, written: float, nbytes:
 
 
 def rates_of(device: DeviceSpec, how: Compression) -> tuple[CompressRate, ...]:
-    """What is known of a method on a device, by size: of its very settings, else of the method with others."""
+    """Return the measured rates of a codec on a device, by size.
+
+    Rates measured with the same settings are preferred to those of the same codec with other settings.
+    """
     words = format_compression(how)
     exactly = tuple(rate for rate in device.compress_rates if rate.method == words)
     if exactly:
@@ -178,15 +218,15 @@ def rates_of(device: DeviceSpec, how: Compression) -> tuple[CompressRate, ...]:
 
 
 def kernel_margin(device: DeviceSpec, plan: Plan) -> float:
-    """Half-width of the interval of the kernels' time under a plan, relative; 0 where nothing is compressed."""
+    """Return the relative half-width of the interval of the kernels' time; 0 where a plan compresses nothing."""
     how = plan.sync.compress
-    if how is None or how.method == FACTORS:  # matrix products, which doubt about kernels does not concern
+    if how is None or how.method == FACTORS:  # factors need matrix products only, no kernels of a codec
         return 0.0
     return KERNEL_MARGIN["measured" if rates_of(device, how) else "assumed"]
 
 
 def slowed(device: DeviceSpec, factor: float) -> DeviceSpec:
-    """The device with kernels that take `factor` times as long, what is assumed of them too."""
+    """Return the device with kernels that take `factor` times as long, assumed kernels included."""
     known = {rate.method.partition(",")[0] for rate in device.compress_rates}
     assumed = [rate for method in CODECS if method not in known for rate in _assumed(device.kind, method)]
     rates = tuple(
@@ -197,29 +237,33 @@ def slowed(device: DeviceSpec, factor: float) -> DeviceSpec:
 
 
 def kernel_notes(plan: Plan, device: DeviceSpec) -> tuple[str, ...]:
-    """Where the time in the kernels comes from, and what comes before."""
+    """Describe where the kernels' time comes from, and what is sent before the plan's steady state."""
     how = plan.sync.compress
     if how is None or plan.world_size == 1:
         return ()
     if how.method == FACTORS:
         return (
-            "linear layers' weights go by factors where that is fewer bytes; products as quick as others of float32",
+            "weights of linear layers are reduced by factors where that takes fewer bytes; assumed: their products are "
+            "as fast as other float32 products",
         )
     changes = phases(plan)
-    exactly = "sum exactly" if how.freeze_step is not None and how.method != ZERO_ONE else "send more"
-    first = (f"the first {changes[-1]} updates {exactly}, and are not in these numbers",) if changes else ()
+    clause = "are not compressed" if how.freeze_step is not None and how.method != ZERO_ONE else "send more"
+    first = (f"the first {changes[-1]} updates {clause}, and these numbers leave them out",) if changes else ()
     if rates_of(device, how):
         return (*first, f"kernels of {how.method}: as measured by tutti probe on {device.name}")
     return (
         *first,
-        f"assumed: kernels of {how.method} take about {_assumed_s(device.kind, how.method) * 1e9:g} ns a value; tutti "
-        "probe measures them",
+        f"assumed: kernels of {how.method} take about {_assumed_s(device.kind, how.method) * 1e9:g} ns per value; "
+        "tutti probe measures them",
     )
 
 
 def kept_nbytes(plan: Plan, how: Written | None, nbytes: float) -> float:
-    """What is kept back between steps of a bucket: twice, so that a step may be taken back. Momenta are sent divided by
-    d, which a rank holds, and where states are divided it has a copy of m as well.
+    """Return the bytes of a bucket that compression keeps between steps.
+
+    Residuals count twice, so that a step can be reverted. Codecs of momentum send the momentum divided by d, the
+    root of the frozen second moment, which a rank keeps. Where optimizer state is sharded, the rank also has a
+    copy of the momentum.
     """
     compress = plan.sync.compress
     if how is None or compress is None or not compress.keeps:
@@ -230,8 +274,14 @@ def kept_nbytes(plan: Plan, how: Written | None, nbytes: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsWritten:
-    """How gradients are written of whose sums each rank of `shard` gets its part: bytes over those of exact sums, over
-    `shard` (`there`) and over the other axes (`across`)."""
+    """How gradients are encoded where each rank of the shard axis gets its part of their sum.
+
+    Attributes:
+        there: bytes over those of an exact reduce-scatter over the shard axis.
+        across: bytes over those of an exact all-reduce over the other axes.
+        ranks: ranks of the shard axis.
+        others: ranks of the other axes.
+    """
 
     there: float = 1.0
     across: float = 1.0
@@ -239,7 +289,11 @@ class PartsWritten:
     others: int
 
     def kernels_s(self, plan: Plan, device: DeviceSpec, nbytes: float) -> float:
-        """Seconds in the kernels for gradients of `nbytes`: all of them written, as much added up, then the part."""
+        """Return the seconds in kernels for gradients of `nbytes`.
+
+        A rank encodes all of them, decodes and adds as many values, and then reduces its part over the other
+        axes.
+        """
         how = plan.sync.compress
         if how is None:
             return 0.0
@@ -249,16 +303,16 @@ class PartsWritten:
 
 
 def parts_written(plan: Plan, ranks: int, others: int, nbytes: float) -> PartsWritten:
-    """Of gradients of `nbytes` that `ranks` divide, and `others` sum besides."""
+    """Return how gradients of `nbytes` are encoded that `ranks` ranks divide and `others` ranks reduce further."""
     how, numel = plan.sync.compress, math.ceil(nbytes / VALUE_NBYTES)
     if how is None or not numel:
         return PartsWritten(ranks=ranks, others=others)
     longest, side = -(-numel // ranks), math.isqrt(numel)
     if how.entry.whole_tensors:
-        there, mine = all_reduce_sent_nbytes(how, [(side, side)], ranks, VALUE_NBYTES), (-(-side // ranks), side)
+        there, shape = all_reduce_sent_nbytes(how, [(side, side)], ranks, VALUE_NBYTES), (-(-side // ranks), side)
     else:
-        there, mine = reduce_scatter_sent_nbytes(how, longest, ranks), (longest,)  # type: ignore[assignment]
-    across = all_reduce_sent_nbytes(how, [mine], others, VALUE_NBYTES) / (
+        there, shape = reduce_scatter_sent_nbytes(how, longest, ranks), (longest,)  # type: ignore[assignment]
+    across = all_reduce_sent_nbytes(how, [shape], others, VALUE_NBYTES) / (
         2 * (others - 1) / others * nbytes / ranks or 1.0
     )
     return PartsWritten(
@@ -267,8 +321,10 @@ def parts_written(plan: Plan, ranks: int, others: int, nbytes: float) -> PartsWr
 
 
 def parts_kept_nbytes(plan: Plan, gradients: float, others: int) -> float:
-    """What is kept back of sums of which each rank gets its part: of all gradients, and of the part's sum over the
-    other axes, as of a bucket."""
+    """Return the bytes of residuals where each rank gets its part of the sums.
+
+    They cover all gradients, and the rank's part where it is reduced over `others` ranks, both old and new.
+    """
     how, ranks = plan.sync.compress, plan.degree("shard")
     if how is None or not how.keeps or ranks == 1 or plan.sharding.level == 1:
         return 0.0
@@ -276,12 +332,14 @@ def parts_kept_nbytes(plan: Plan, gradients: float, others: int) -> float:
 
 
 def _assumed_s(kind: DeviceKind, method: str) -> float:
-    """Seconds a value that nobody measured."""
+    """Return the assumed seconds of a codec's kernels for one value."""
     return KERNEL_S_PER_VALUE[kind] * (CODECS[method].kernel_cost.cpu_factor if kind == "cpu" else 1.0)
 
 
 def _assumed(kind: DeviceKind, method: str) -> tuple[CompressRate, ...]:
-    """The same as rates: a method's time goes half into writing, or nearly all where messages are short."""
+    """Return the assumed seconds of a codec as rates: its registry entry says how they divide into encoding and
+    decoding.
+    """
     whole = _assumed_s(kind, method) * _SIZE
     cost = CODECS[method].kernel_cost
     encode_s, decode_s = cost.encode_share * whole, cost.decode_share * whole
@@ -289,7 +347,10 @@ def _assumed(kind: DeviceKind, method: str) -> tuple[CompressRate, ...]:
 
 
 def _seconds(rates: tuple[CompressRate, ...], numel: float) -> tuple[float, float]:
-    """(encode, decode) of so many values: between measured sizes straight lines, beyond them the nearest rate."""
+    """Return (encode, decode) seconds of `numel` values.
+
+    Between measured sizes the time is interpolated linearly; beyond them the rate of the nearest size holds.
+    """
     known = sorted(rates, key=lambda rate: rate.numel)
     sizes = np.array([rate.numel for rate in known], dtype=float)
     inside = float(np.clip(numel, sizes[0], sizes[-1]))

@@ -1,9 +1,9 @@
 """Time of a rank's own work: a roofline for each operator, with measured rates where the cluster has them.
 
-time = max(FLOPs / rate + weights / weight rate, bytes / bandwidth) + calls * overhead (Williams, Waterman and Patterson
-2009). A matrix operator has the rate of a square product with as many FLOPs a call, N = (FLOPs / 2)^(1/3). A CPU also
-reads the weights, which is most of the time of a product of few rows. A GPU computes while its host prepares the next
-calls, so a module there takes the longer of both times.
+time = max(FLOPs / rate + weights / weight rate, bytes / bandwidth) + calls * overhead (Williams, Waterman and
+Patterson 2009). A matrix operator has the rate of a square product with as many FLOPs per call, N = (FLOPs /
+2)^(1/3). A CPU also reads the weights, which is most of the time of a product of few rows. A GPU computes while
+its host prepares the next calls, so a module there takes the longer of both times.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -24,9 +24,13 @@ ITEM_NBYTES = 4
 class OpTable:
     """All operators of a model.
 
+    Equal operators share a row of the other columns, because models repeat their blocks.
+
     Attributes:
-        module: index of each operator's module.
-        row: the operator's row in the columns. Equal operators share a row, because models repeat their blocks.
+        module: (operators,), index of each operator's module.
+        row: (operators,), each operator's row in the other columns.
+        matrix: (rows,), whether the operator is a matrix operator.
+        kind: (rows,), index of its kind in `KINDS`.
     """
 
     module: NDArray[np.intp]
@@ -41,8 +45,11 @@ class OpTable:
     calls: Array
 
     def divided(self, work: Array, weight: Array) -> "OpTable":
-        """The same operators where module i does the part `work[i]` of its work with the part `weight[i]` of its
-        weights.
+        """Return the same operators for modules that are divided.
+
+        Args:
+            work: (modules,), the part of its work that a module does.
+            weight: (modules,), the part of its weights that it has.
         """
         first = np.zeros(len(self.calls), dtype=np.intp)
         first[self.row[::-1]] = self.module[::-1]
@@ -63,9 +70,11 @@ class OpTable:
         )
 
     def _spread(self) -> "OpTable":
-        """The columns with one row for every operator."""
+        """Return the columns with one row for every operator."""
         columns = {
-            one.name: getattr(self, one.name)[self.row] for one in fields(self) if one.name not in ("module", "row")
+            column.name: getattr(self, column.name)[self.row]
+            for column in fields(self)
+            if column.name not in ("module", "row")
         }
         return OpTable(module=self.module, row=np.arange(len(self.row)), **columns)
 
@@ -75,7 +84,8 @@ class PassCost:
     """Seconds of one pass, by module.
 
     Attributes:
-        limits: (3, modules), the seconds that compute, memory traffic and calls would take alone.
+        limits: (3, modules), the parts of the seconds that are limited by compute, by memory traffic and by
+            calls.
     """
 
     seconds: Array
@@ -91,11 +101,11 @@ class PassCost:
 
 
 def op_table(model: ModelSpec) -> OpTable:
-    """The operators of `model`, in the order of its modules."""
+    """Return the operators of `model`, in the order of its modules."""
     rows: dict[tuple[object, ...], int] = {}
     module, row = [], []
-    for index, one in enumerate(model.modules):
-        for op in one.ops:
+    for index, spec in enumerate(model.modules):
+        for op in spec.ops:
             module.append(index)
             row.append(rows.setdefault((op.kind, *_costs(op)), len(rows)))
     kinds = [cast(OpKind, key[0]) for key in rows]
@@ -126,7 +136,12 @@ def _costs(op: OpCost) -> tuple[float, ...]:
 
 
 def forward(table: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True) -> PassCost:
-    """One forward pass of `samples` samples; `weights`: count the time of reading the weights."""
+    """Return the cost of one forward pass of `samples` samples.
+
+    Args:
+        modules: number of modules.
+        weights: count the time of reading the weights.
+    """
     # Autocast reads the weights in full and writes them once more at half the size.
     weight = weights * np.where(table.matrix & worker.half, 2.0, 1.0) * table.weight_nbytes
     calls = np.where(table.matrix & worker.half, 3.0, 1.0) * table.calls
@@ -142,8 +157,12 @@ def forward(table: OpTable, worker: Worker, samples: int, modules: int, *, weigh
 
 
 def backward(table: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True) -> PassCost:
-    """One backward pass of `samples` samples; `weights`: count the time of reading weights and writing their
-    gradients."""
+    """Return the cost of one backward pass of `samples` samples.
+
+    Args:
+        modules: number of modules.
+        weights: count the time of reading weights and writing their gradients.
+    """
     active = (table.flops_backward > 0) | (table.nbytes_backward > 0)
     calls = np.where(active, cost_constants.BACKWARD_CALLS * table.calls, 0.0)
     weight = np.where(active, weights * 2.0 * table.weight_nbytes, 0.0)
@@ -162,26 +181,30 @@ def backward(table: OpTable, worker: Worker, samples: int, modules: int, *, weig
 
 
 def _efficiency(table: OpTable, worker: Worker, of_kinds: Array) -> Array:
-    """(operators,): each operator's rate relative to a square product of as many FLOPs, from the rates of its kind."""
-    each: Array = of_kinds[table.kind]
+    """Return (rows,): the rate of operators relative to a square product of as many FLOPs.
+
+    Args:
+        of_kinds: (kinds,), the relative rate of each kind.
+    """
+    of_operators: Array = of_kinds[table.kind]
     convolved = table.kind == KINDS.index("conv")
     pixels = table.flops_forward / np.maximum(2.0 * table.weight_nbytes / ITEM_NBYTES, 1.0)
-    own = worker.convolutions.at(table.weight_nbytes) * worker.images.at(pixels)
-    return np.where(convolved, each * own, each)
+    measured = worker.convolutions.at(table.weight_nbytes) * worker.images.at(pixels)
+    return np.where(convolved, of_operators * measured, of_operators)
 
 
 def _over_weights(table: OpTable, products_s: float, convolutions_s: float) -> Array:
-    """(operators,): seconds in which one product of each operator reads its weights, from seconds a byte."""
-    each: Array = np.where(table.kind == KINDS.index("conv"), convolutions_s, products_s)
-    return each * table.weight_nbytes
+    """Return (rows,): seconds in which one product of each operator reads its weights, from seconds per byte."""
+    per_byte_s: Array = np.where(table.kind == KINDS.index("conv"), convolutions_s, products_s)
+    return per_byte_s * table.weight_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """The settings of one pass.
+    """The settings of one pass, (rows,) each.
 
     Attributes:
-        weights_s: seconds in which a matrix operator reads its weights, beside its FLOPs.
+        weights_s: seconds in which a matrix operator reads its weights, besides its FLOPs.
         efficiency: rate relative to a square product.
     """
 
@@ -194,6 +217,7 @@ class _Pass:
 
 
 def _work(table: OpTable, worker: Worker, samples: int, modules: int, passed: _Pass) -> PassCost:
+    """Return the roofline of one pass, by module."""
     if samples == 0:
         return PassCost(seconds=np.zeros(modules), limits=np.zeros((3, modules)))
     products = np.maximum(passed.calls, 1.0)
@@ -222,17 +246,19 @@ _ACCUMULATION_PASSES = 3.0
 
 
 def accumulation_s(worker: Worker, gradients: Array) -> Array:
-    """Seconds in which gradients of so many bytes are read, added to those of the microbatch before, and written."""
+    """Return the seconds in which gradients of so many bytes are read, added to those of the previous microbatch,
+    and written.
+    """
     return _ACCUMULATION_PASSES * traffic_s(worker, gradients)
 
 
 def traffic_s(worker: Worker, nbytes: Array) -> Array:
-    """Seconds of memory traffic of so many bytes."""
+    """Return the seconds of memory traffic of so many bytes."""
     return nbytes * (worker.slowdown / worker.bandwidth_bytes_per_s)
 
 
 def update_nbytes(model: ModelSpec, gradients: Array, states: Array, *, on_cpu: bool) -> Array:
-    """Bytes of memory traffic of the optimizer's update.
+    """Return the bytes of memory traffic of the optimizer's update.
 
     It reads state, gradients and parameters, and writes state and parameters.
 
@@ -247,19 +273,22 @@ def update_nbytes(model: ModelSpec, gradients: Array, states: Array, *, on_cpu: 
 
 
 def update_calls(model: ModelSpec, *, on_cpu: bool) -> float:
-    """Operator calls of the update for one parameter tensor."""
+    """Return the operator calls of the update for one parameter tensor."""
     if on_cpu and _fused(model):
         return cost_constants.FUSED_CALLS
     return cost_constants.OPTIMIZER_CALLS.get(model.optimizer, cost_constants.OPTIMIZER_CALLS_OTHER)
 
 
 def update_temporaries(model: ModelSpec) -> float:
-    """Temporary tensors of a parameter's size during an update on a CPU; on a GPU the update is not the peak."""
+    """Return the number of temporary tensors of a parameter's size during an update on a CPU.
+
+    On a GPU the update is not the peak.
+    """
     if _fused(model):
         return 0.0
     return cost_constants.OPTIMIZER_TEMPORARIES.get(model.optimizer, cost_constants.OPTIMIZER_TEMPORARIES_OTHER)
 
 
 def _fused(model: ModelSpec) -> bool:
-    """Whether trainer.update takes torch's fused kernels on a CPU, unless the script asked for others."""
+    """Return whether trainer/update.py uses torch's fused kernels on a CPU, unless the script asked for others."""
     return model.optimizer in cost_constants.FUSED and model.dtype in cost_constants.FUSED_DTYPES

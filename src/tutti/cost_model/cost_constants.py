@@ -1,7 +1,7 @@
-"""Every constant of the cost model that nobody measured on the machine at hand, in one place, with its reason.
+"""Constants of the cost model that were not measured on the machine at hand, each with its reason.
 
-All are assumptions: a prediction that uses one says so in its notes. Measured values in a ClusterSpec replace
-those that have a field there.
+All are assumptions, and a prediction that uses one says so in its notes. Measured values in a ClusterSpec
+replace the constants that have a field there.
 """
 
 from typing import Final
@@ -24,9 +24,12 @@ EFFICIENCY: Final[dict[OpKind, float]] = {
     "elementwise": 0.04,
     "other": 0.04,
 }
-"""Rate of an operator kind relative to a square matrix product of as many FLOPs; fitted to eight small models on one
-core. Products in models are not square. From `embedding` on they do their few FLOPs (one for each element, an
-exponential as much as a sum) on vector units; their memory traffic is counted besides."""
+"""Rate of each operator kind, relative to a square matrix product of as many FLOPs.
+
+The values are fitted to eight small models on one core, because matrix products in models are not square. The
+kinds from `embedding` on run on vector units and count one FLOP for each element, whether it is an exponential
+or a sum. Their memory traffic is counted separately.
+"""
 
 CPU_VECTORS: Final[dict[OpKind, tuple[float, float]]] = {
     "norm": (0.024, 0.027),
@@ -36,58 +39,80 @@ CPU_VECTORS: Final[dict[OpKind, tuple[float, float]]] = {
     "function": (0.0032, 0.0054),
     "random": (0.0016, 0.0016),
 }
-"""The same of a CPU, forward and backward, where nobody measured it: as three probes found them on one core of an AMD
-EPYC with AVX2."""
+"""The same rates on a CPU, (forward, backward), where they were not measured: what three probes found on one core
+of an AMD EPYC with AVX2.
+"""
 
 ON_ONE_THREAD: Final[frozenset[OpKind]] = frozenset({"random"})
-"""Kinds that a CPU does on one thread of several: torch draws the 17 million numbers of an encoder's dropouts in 101 ms
-on one thread of an AMD EPYC and on two, where products, norms and softmax take half as long on two."""
+"""Operator kinds for which a CPU uses one thread, however many a rank has.
+
+Torch draws the 17 million random numbers of an encoder's dropouts in 101 ms, on one thread of an AMD EPYC as
+well as on two. Matrix products, norms and softmax take half as long on two.
+"""
 
 SHARED_NORM: Final = 1.9
-"""On CPUs, how many times as long a batch norm with the statistics of several ranks takes for an element as a norm
-of rows: on one core of an AMD EPYC 0.9 ns forward and 1.0 backward, where the latter took 0.5 and 0.5."""
+"""On CPUs, time per element of a batch norm with statistics over several ranks, relative to a norm of rows.
+
+On one core of an AMD EPYC it took 0.9 ns forward and 1.0 ns backward; the norm of rows took 0.5 ns each.
+"""
 
 MATRIX_KINDS: Final[frozenset[OpKind]] = frozenset({"gemm", "conv", "attention", "rnn"})
-"""Kinds that autocast runs in the lower precision, and that TF32 speeds up."""
+"""Operator kinds that autocast runs in the lower precision, and that TF32 speeds up."""
 
 DATA_SHEET_EFFICIENCY: Final = 0.8
-"""Share of a published dense peak that a large square matrix product reaches in a framework: set with 214 published
-measurements of data-parallel GPT on A100 in view, which it meets with a mean error of 18 %."""
+"""Fraction of a published dense peak that a large square matrix product reaches in a framework.
+
+It was chosen with 214 published measurements of data-parallel GPT on A100 in view; predictions meet these with a
+mean error of 18 %.
+"""
 
 DATA_SHEET_BANDWIDTH_EFFICIENCY: Final = 0.8
-"""Share of a published memory bandwidth that a large copy reaches."""
+"""Fraction of a published memory bandwidth that a large copy reaches."""
 
 MATRIX_RAMP_S: Final[dict[str, float]] = {"cuda": 8e-6, "cpu": 2e-6}
-"""Data sheets only: time a matrix product takes beyond its FLOPs, because small ones do not fill the device."""
+"""For devices known from data sheets only: seconds that a matrix product takes beyond its FLOPs, because small
+products do not fill the device.
+"""
 
 KERNEL_OVERHEAD_S: Final[dict[str, float]] = {"cuda": 6e-6, "cpu": 1e-6}
-"""Time of one bare operator call on a tensor of a few elements, where the device spec has none."""
+"""Seconds of one bare operator call on a tensor of a few elements, where the device's description has none."""
 
 CALL_FACTOR: Final = 5.0
-"""What one operator call of a model costs besides its work, in bare operator calls (`kernel_overhead_s`): the module
-call around it, autograd's record of it, its small views and copies. A GPU computes meanwhile, and a module takes the
-longer of both: of vTrain's 1260 steps of small GPTs on A100 most are limited so, and fits give 8 to 10 there."""
+"""Overhead of one operator call in a model, in bare operator calls (`kernel_overhead_s`).
+
+It covers the module call around the operator, autograd's record of it, and its small views and copies. A GPU
+computes in the meantime, so a module takes the longer of the two times. Most of vTrain's 1260 steps of small
+GPTs on A100 are limited by calls; fits to them give 8 to 10.
+"""
 
 KERNEL_GAP_S: Final = 1.5e-6
-"""Between two kernels on a CUDA device whose host is ahead: about what back-to-back launches of empty kernels take."""
+"""Seconds between two kernels on a CUDA device whose host is ahead of it: about what back-to-back launches of empty
+kernels take.
+"""
 
 BACKWARD_CALLS: Final = 2.0
-"""Kernel calls in backward for each call in forward: a gradient for the input and one for the weight."""
+"""Kernel calls in backward for each call in forward: one for the gradient of the input and one for that of the
+weight.
+"""
 
 OPTIMIZER_CALLS: Final[dict[str, int]] = {"SGD": 12, "Adam": 26, "AdamW": 28}
 OPTIMIZER_CALLS_OTHER: Final = 28
-"""What an optimizer's update of one parameter tensor costs besides its memory traffic, in bare operator calls."""
+"""Overhead of an optimizer's update of one parameter tensor besides its memory traffic, in bare operator calls."""
 
 FOLLOWED_UNIT: Final = 70.0
 FOLLOWED_CALL: Final = 1000.0
-"""With stages, what following the model on shapes costs a CPU for each microbatch, in bare operator calls: of a unit,
-and of an operator call of the code between units (with its views). Fitted to a GPT of 8 blocks on two cores, 2.3 ms
-with whole blocks and 36 ms with all of them taken apart. On GPUs it is taken to be hidden behind the device's work."""
+"""What a CPU spends on tracing the model on shapes for each microbatch of a pipeline, in bare operator calls.
+
+`FOLLOWED_UNIT` is for each unit; `FOLLOWED_CALL` is for each operator call of the code between units, with its
+views. Both are fitted to a GPT of 8 blocks on two cores: 2.3 ms with whole blocks, 36 ms with every block
+divided. On GPUs this time is assumed to be hidden behind the device's work.
+"""
 
 OPTIMIZER_PASSES: Final[dict[str, float]] = {"SGD": 2.0, "Adam": 6.0, "AdamW": 6.5}
 OPTIMIZER_PASSES_OTHER: Final = 6.0
-"""How often an optimizer reads or writes each byte of its state: its arithmetic is several operators, not one.
-Besides, it reads parameters and gradients and writes parameters."""
+"""How often an optimizer reads or writes each byte of its state; more than once, because its arithmetic takes
+several operators. Reading parameters and gradients and writing parameters comes on top.
+"""
 
 TENSORS_PER_MODULE: Final = 2
 """Parameter tensors of a module that has any (weight and bias)."""
@@ -97,87 +122,128 @@ FUSED_DTYPES: Final = ("float32", "float64")
 FUSED_PASSES: Final = 2.0
 FUSED_RATE: Final = 1.6
 FUSED_CALLS: Final = 6
-"""Of optimizers whose kernels runtime.fused takes on a CPU. They read and write each byte of state once, and go over
-memory `FUSED_RATE` times as quickly as the probe's vector operations: AdamW's update of 8 M values took 5.5 ms on one
-of two cores that the probe gave 27 GB/s, and 8.2 ms on each of two ranks (this makes 5.1 and 9.5 of them); SGD's with
-momentum of 10 M 4.4 ms. One of 64 values took 3.5 us, and as much to see whether the kernels go with it."""
+"""The optimizers that use fused kernels on a CPU (trainer/update.py), and the cost of these kernels.
+
+They read and write each byte of state once (`FUSED_PASSES`), and pass over memory `FUSED_RATE` times as fast as
+the vector operations of the probe. AdamW's update of 8 M values took 5.5 ms on one of two cores that the probe
+measured at 27 GB/s, and 8.2 ms on each of two ranks; the formula gives 5.1 and 9.5 ms. SGD with momentum took
+4.4 ms for 10 M values. An update of 64 values took 3.5 us, and checking whether the fused kernels apply took as
+long again.
+"""
 
 FUSED_TENSORS: Final = 40
-"""On CUDA, how many tensors one multi-tensor optimizer kernel takes."""
+"""Number of tensors that one multi-tensor optimizer kernel updates on CUDA."""
 
 CPU_COMMUNICATION_SHARE: Final[dict[str, float]] = {"device": 1.0, "node": 1.0, "network": 0.3}
-"""Part of the communication hidden behind backward that costs compute all the same where ranks compute on CPU
-cores and nobody measured it: copies between ranks of a host are the cores' own work; a network card does most of its
-own."""
+"""Fraction of the communication hidden behind backward that still takes time from computation on a CPU, by link
+tier, where it was not measured.
+
+Copies between ranks of a host are done by the same cores; a network card does most of its own work.
+"""
 
 WEIGHT_PASSES: Final[dict[str, float]] = {"cpu": 3.0, "cuda": 0.0}
-"""How often each product goes over its weights besides its FLOPs, at the bandwidth of memory, where nobody measured it:
-to read them and to write them in the order the processor wants. Seen of 1024 to 4096 square float32 weights on one
-core: 2 to 5 in forward, 1 to 3 in each product of backward. GPUs load tiles while they compute."""
+"""How often each matrix product passes over its weights besides its FLOPs, at memory bandwidth, where it was not
+measured.
+
+The weights are read, and written in the order that the processor wants. Square float32 weights of 1024 to 4096
+on one core took 2 to 5 passes in forward, and 1 to 3 in each product of backward. GPUs load tiles while they
+compute.
+"""
 
 STEP_CALLS: Final = 850.0
-"""Python's part of a step outside of operators on a CPU, in bare operator calls: the loop, the batch put together, the
-loss value, the metrics row. Read of eleven small models of 1 to 300 ms a step, two ranks on two cores of an AMD EPYC
-whose bare call takes 1.1 us: 0.5 to 1.2 ms, in the median 0.95."""
+"""Python's part of a step outside of operators on a CPU, in bare operator calls: the loop, collating the batch, the
+loss value, the metrics row.
+
+It was read from eleven small models of 1 to 300 ms a step, on two ranks on two cores of an AMD EPYC whose bare
+call takes 1.1 us: 0.5 to 1.2 ms, with a median of 0.95 ms.
+"""
 
 STEP_OVERHEAD_S: Final = 0.0003
-"""The same in seconds beside a GPU, which computes meanwhile."""
+"""The same in seconds where a GPU computes, which it does in the meantime."""
 
 LOSS_NBYTES: Final = 16
-"""The small all-reduce of each step that gives every rank the global mean loss (a sum and a count, float64)."""
+"""Bytes of the small all-reduce in each step that gives every rank the global mean loss (a sum and a count,
+float64).
+"""
 
 OPTIMIZER_TEMPORARIES: Final[dict[str, float]] = {"SGD": 0.0, "Adam": 2.0, "AdamW": 2.0}
 OPTIMIZER_TEMPORARIES_OTHER: Final = 1.0
-"""Tensors of the largest parameter's size that exist for a moment while an optimizer updates it, where it goes through
-parameters one by one, as on CPU: Adam's root of the second moment, and that divided by its bias correction."""
+"""Number of temporary tensors, of the largest parameter's size, that exist while an optimizer updates it.
+
+This holds where the optimizer updates parameters one by one, as on a CPU. For Adam they are the root of the
+second moment, and that root divided by its bias correction.
+"""
 
 CONVOLUTION_PASSES: Final = 2.0
-"""What the backward of a convolution holds on a host while it runs, in bytes of its input and output: the gradients of
-both, and a copy of the input and of the output's gradient in the order that oneDNN computes in. So it was seen in
-single convolutions in processes of their own (float32, 2 and 3 dims, 16 to 64 channels): tests/cost_model/
-test_convolution_memory.py sees it again. One channel or a 1 x 1 kernel takes less, and without AVX-512 so do 16
-channels (1.58)."""
+"""Bytes that the backward of a convolution holds on a host while it runs, over the bytes of its input and output.
+
+It holds the gradients of both, and copies of the input and of the output's gradient in oneDNN's memory order.
+This was measured on single convolutions in processes of their own (float32, 2 and 3 dims, 16 to 64 channels);
+tests/cost_model/test_convolution_memory.py measures it again. One channel or a 1 x 1 kernel takes less, and
+without AVX-512 so do 16 channels (1.58).
+"""
 
 RECURRENT_PASSES: Final = 10.0
-"""What the backward of a recurrent layer holds on a host while it runs, in bytes of its output: the gradients of what
-oneDNN's LSTM kept (four gates, two states), of its input and output, and copies of both. Seen in LSTMs of one to three
-layers in processes of their own (float32, 128 and 256 units): tests/cost_model/test_convolution_memory.py."""
+"""Bytes that the backward of a recurrent layer holds on a host while it runs, over the bytes of its output.
+
+It holds the gradients of what oneDNN's LSTM saved (four gates, two states), those of its input and output, and
+copies of both. This was measured on LSTMs of one to three layers in processes of their own (float32, 128 and 256
+units): tests/cost_model/test_convolution_memory.py.
+"""
 
 CUT_CONVOLUTION_PASSES: Final = 3.0
-"""The same where the input is cut in space: rows whose interior is computed apart lie in views, which are copied once
-more. The gradient of the rows with their halos is held besides."""
+"""`CONVOLUTION_PASSES` where the input is divided in space.
+
+Rows whose interior is computed separately lie in views, which are copied once more. The gradient of the rows
+with their halos is held as well.
+"""
 
 PIECEWISE_PASSES: Final[dict[str, tuple[float, float]]] = {"forward": (4.0, 2.0), "backward": (8.0, 2.0)}
-"""How often a convolution whose interior is computed apart reads and writes (its input, its output) more than one that
-is not: copies of views, rows put together with halos, outputs and gradients put together. Counted in
-parallel/spatial/overlapped.py."""
+"""How often a convolution whose interior is computed separately reads and writes (its input, its output), beyond
+one that is computed at once.
+
+These are copies of views, the concatenation of rows with halos, and the concatenation of outputs and of
+gradients. Counted in parallel/spatial/spatial_convolution.py.
+"""
 
 HALO_PASSES: Final[dict[str, float]] = {"forward": 2.0, "backward": 2.0}
-"""How often one that waits for its halos does so with its input: rows put together with halos. Counted there."""
+"""How often a convolution that waits for its halos reads and writes its input to concatenate rows with halos.
+Counted in parallel/spatial/spatial_convolution.py.
+"""
 
 LEAST_INTERIOR: Final = 0.75
-"""The part of an output that must need no halo for its interior to be computed apart: as overlapped.py has it."""
+"""Fraction of an output that must need no halo for its interior to be computed separately, as in
+parallel/spatial/spatial_convolution.py.
+"""
 
 HALO_CALLS: Final[dict[str, float]] = {"forward": 6.0, "backward": 8.0}
 
 PIECEWISE_CALLS: Final[dict[str, float]] = {"forward": 15.0, "backward": 25.0}
-"""Operator calls besides, counted there; HALO_CALLS: where nothing is apart."""
+"""Further operator calls of a convolution, counted in parallel/spatial/spatial_convolution.py: `PIECEWISE_CALLS`
+where its interior is computed separately, `HALO_CALLS` where it is not.
+"""
 
 SLAB_EFFICIENCY: Final[dict[str, float]] = {"forward": 0.8, "backward": 0.6}
-"""How quickly a CPU convolves the rows of a slab, relative to as many rows of a larger part. Timed by hand, 3 x 3
-convolutions of 64 to 512 channels on 32 to 8 rows in two or four parts, one thread of an AMD EPYC: forward 0.78 to 1.0
-in the middle, backward 0.45 to 0.8."""
+"""Speed at which a CPU convolves the rows of a slab, relative to as many rows of a larger part.
+
+Timed with 3 x 3 convolutions of 64 to 512 channels on 32 to 8 rows in two or four parts, on one thread of an AMD
+EPYC: typically forward 0.78 to 1.0, backward 0.45 to 0.8.
+"""
 
 RESERVE_NBYTES: Final[dict[str, float]] = {"cpu": 305e6, "cuda": 1.0e9}
-"""Memory of a rank before its model: interpreter, torch's libraries; on CUDA the context and work spaces.
-On CPU: 291 MB beside a tiny model in a Job of one rank or two, 310 to 320 MB where a GPT computes."""
+"""Memory of a rank before its model: the interpreter and torch's libraries; on CUDA, the context and workspaces.
+
+On a CPU it was 291 MB beside a tiny model in a Job of one or two ranks, and 310 to 320 MB where a GPT computes.
+"""
 
 FRAGMENTATION: Final[dict[str, float]] = {"cpu": 0.0, "cuda": 0.05}
-"""Part of a device's tensors that its caching allocator holds beyond them."""
+"""Memory that a device's caching allocator holds beyond its tensors, as a fraction of them."""
 
 OVERSUBSCRIBED: Final = 1.15
-"""Slow-down where a node runs more ranks than it has cores (switching, polling), beyond that of sharing them, which
-follows from the cluster (`Seat.slowdown`)."""
+"""Factor of slow-down by switching and polling where a node runs more ranks than it has cores.
+
+It multiplies the slow-down by sharing the cores, which follows from the cluster (`HostGroup.slowdown`).
+"""
 
 STEP_MARGIN: Final[dict[Evidence, float]] = {
     "measured": 0.4,
@@ -185,22 +251,24 @@ STEP_MARGIN: Final[dict[Evidence, float]] = {
     "published": 0.6,
     "assumed": 1.0,
 }
-"""Half-width of the interval of a time, relative, by the weakest evidence behind it."""
+"""Relative half-width of the interval of a time, by the weakest evidence behind it."""
 
 MEMORY_MARGIN: Final = 0.15
-"""Half-width of the interval of a rank's memory, relative."""
+"""Relative half-width of the interval of a rank's memory."""
 
 STATE_BUCKET_NBYTES: Final = 25 * 2**20
-"""With divided optimizer state, updated parameters are gathered in buckets of this size, two at a time."""
+"""With sharded optimizer state, updated parameters are gathered in buckets of this size, two at a time."""
 
 PENDING_SUMS: Final = 2
-"""With divided gradients, how many units' whole gradients may wait for their sums."""
+"""With sharded gradients, the number of units whose whole gradients may wait for their reduction."""
 
 HOST_LINK_BYTES_PER_S: Final = 20e9
-"""Between a CUDA device and its host's memory, one way: what PCIe 4 x16 gives in practice."""
+"""Bandwidth between a CUDA device and its host's memory, in one direction: what PCIe 4 x16 gives in practice."""
 
 HOST_UPDATE_BYTES_PER_S: Final = 20e9
-"""Memory traffic of an optimizer that runs on the host's cores for one of several devices."""
+"""Memory traffic per second of an optimizer that runs on the host's cores for one of several devices."""
 
 FILES_IN_MEMORY: Final = 0.5
-"""Part of a host's memory in which files that were read stay: data that fits in it comes from storage only once."""
+"""Fraction of a host's memory in which the system keeps files that were read. Data that fits into it is read from
+storage only once.
+"""

@@ -1,4 +1,4 @@
-"""Numbers and findings in words: what a prediction's notes say."""
+"""Formatting of numbers, and the notes of a prediction."""
 
 import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.cluster import ClusterSpec
@@ -9,7 +9,7 @@ from tutti.cost_model.worker_speed import Worker
 
 
 def seconds(value: float) -> str:
-    """A duration with three digits and a fitting unit: 1.23 s, 45.6 ms, 789 us."""
+    """Format a duration with three digits and a fitting unit: 1.23 s, 45.6 ms, 789 us."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(value) >= 0.9995 * size:
             return f"{_digits(value / size)} {unit}"
@@ -17,7 +17,7 @@ def seconds(value: float) -> str:
 
 
 def nbytes(value: float) -> str:
-    """Bytes in binary units: 31.0 GiB, 350 MiB."""
+    """Format a number of bytes in binary units: 31.0 GiB, 350 MiB."""
     for unit, size in (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
         if abs(value) >= size:
             return f"{value / size:.1f} {unit}"
@@ -25,7 +25,7 @@ def nbytes(value: float) -> str:
 
 
 def bits_per_s(bytes_per_s: float) -> str:
-    """A link's bandwidth as networks are named: 1 Gbit/s."""
+    """Format the bandwidth of a link in bits, as is usual for networks: 1 Gbit/s."""
     value = 8 * bytes_per_s
     for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if value >= size:
@@ -34,7 +34,7 @@ def bits_per_s(bytes_per_s: float) -> str:
 
 
 def count(number: int, word: str) -> str:
-    """1 rank, 2 ranks, 3 microbatches."""
+    """Format a number with its noun: 1 rank, 2 ranks, 3 microbatches."""
     plural = f"{word}es" if word.endswith("ch") else f"{word}s"
     return f"{number} {word if number == 1 else plural}"
 
@@ -44,7 +44,7 @@ def _digits(value: float) -> str:
 
 
 STAGES = "waiting for other stages"
-"""A pipeline's bubbles, with what messages between its stages take."""
+"""Name of a limit: the bubbles of a pipeline, and the messages between its stages."""
 
 
 def time_notes(
@@ -57,12 +57,22 @@ def time_notes(
     data_s: float,
     link: Link | None,
 ) -> tuple[str, ...]:
-    """What limits the step, where the ranks are, and which constants of the time are assumed. `link`: the slowest of
-    several ranks."""
+    """Describe what limits the step, where the ranks are placed, and which constants of the time are assumed.
+
+    Args:
+        host_groups: all hosts with ranks.
+        host_group: the host group of the slowest rank.
+        worker: the speed of the slowest rank.
+        limits: seconds of the slowest rank's work, by what limits it.
+        exchanged: the communication of its step.
+        margin: relative half-width of the time's interval.
+        data_s: seconds that it waits for data.
+        link: the slowest link between the ranks; None for one rank.
+    """
     ranks = sum(place.ranks for place in host_groups)
     stages_s = limits.get(STAGES, 0.0)  # counted as exposed, but mostly idle: a faster link would not end it
     exposed_s, total_s = max(0.0, exchanged.exposed_s - stages_s), max(0.0, exchanged.total_s - stages_s)
-    notes = [_limit_note({**limits, "communication": exposed_s, "loading of data": data_s})]
+    notes = [_limit_note({**limits, "communication": exposed_s, "data loading": data_s})]
     if host_group.device.kind == "cpu" and host_group.sharing > host_group.device.cores:
         notes.append(
             f"{host_group.sharing} ranks share {count(max(1, host_group.device.cores), 'core')} of "
@@ -77,13 +87,12 @@ def time_notes(
         )
     if host_group.node.turns > 1:
         notes.append(
-            f"{host_group.node.turns:.2g} hosts take turns on each core of their machine, which is in their "
-            f"rates; what "
-            f"switching costs is assumed ({cost_constants.OVERSUBSCRIBED:.2g}x)"
+            f"{host_group.node.turns:.2g} hosts take turns on each core of their machine, which their rates include; "
+            f"assumed: switching between them makes work {cost_constants.OVERSUBSCRIBED:.2g}x slower"
         )
     if ranks > 1:
         notes.append(
-            f"flat ring over {ranks} ranks on the {ring_tier(host_groups)} links, its slowest; "
+            f"flat ring over {ranks} ranks, limited by the {ring_tier(host_groups)} links: "
             f"{seconds(total_s)} of communication, {seconds(exposed_s)} of it exposed"
             + (f", and {seconds(stages_s)} of {STAGES}" if stages_s else "")
         )
@@ -95,29 +104,34 @@ def time_notes(
 
 
 def _cores_note(link: Link | None) -> str:
-    """What exchanges take of the cores that compute, on the slowest links."""
+    """Describe how much of the computing cores the exchanges over the slowest link take."""
     if link is None or link.core_s_per_nbyte is None:
-        return "assumed: communication behind backward takes cores from it"
-    return f"communication behind backward takes cores from it: {link.core_s_per_nbyte * 1e9:.2g} ns a byte (measured)"
+        return "assumed: communication hidden behind backward takes core time from it"
+    return (
+        "communication hidden behind backward takes core time from it: "
+        f"{link.core_s_per_nbyte * 1e9:.2g} ns a byte (measured)"
+    )
 
 
 def link_note(link: Link) -> str:
-    """The constants of the link a ring uses, with their evidence."""
+    """Describe the constants of the link that a ring uses, with their evidence."""
     return f"link: {seconds(link.latency_s)} latency, {bits_per_s(link.bandwidth_bytes_per_s)} ({link.evidence})"
 
 
 def memory_notes(memory: RankMemory, host_group: HostGroup, when: str) -> tuple[str, ...]:
-    """Whether the fullest rank fits where it is, with the numbers, and when it is fullest."""
+    """Describe how much memory the fullest rank needs, how much it has, and when the peak is."""
     return (
         f"memory: {nbytes(memory.total)} of {nbytes(host_group.memory_nbytes)} for each rank on "
         f"{host_group.device.name}, "
-        f"most {when}; assumed: {nbytes(memory.reserve)} of it for interpreter, libraries and allocator"
-        + (f"; seen: {nbytes(memory.script)} for the script's own libraries and data" if memory.script else ""),
+        f"with its peak {when}; assumed: {nbytes(memory.reserve)} of it for the interpreter, libraries and allocator"
+        + (f"; measured: {nbytes(memory.script)} for the script's own libraries and data" if memory.script else ""),
     )
 
 
 def disturbed(cluster: ClusterSpec) -> tuple[str, ...]:
-    """A warning where the cluster was measured while other work ran on it: rates and choices may be far off."""
+    """Warn where the cluster was measured while other work ran on it, because rates and choices may then be far
+    off.
+    """
     conditions = cluster.conditions
     if conditions is None or conditions.load_at_start <= 0.5 * conditions.cores_granted:
         return ()
@@ -128,9 +142,10 @@ def disturbed(cluster: ClusterSpec) -> tuple[str, ...]:
 
 
 def _limit_note(limits: dict[str, float]) -> str:
+    """Name the largest cost of a step, and the parts of all costs."""
     total = sum(limits.values())
     if total <= 0:
-        return "limited by nothing that is predicted"
+        return "no predicted cost limits the step"
     ordered = sorted(limits.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{name} {value / total:.0%}" for name, value in ordered if value > 0)
     return f"limited by {ordered[0][0]} ({parts})"

@@ -1,4 +1,4 @@
-"""Communication that happens once a step: gradient reduction, and the gathers of the shard axis."""
+"""Communication that happens once a step: the reduction of gradients, and the gathers of the shard axis."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ from tutti.cost_model.work_division import Division
 from tutti.cost_model.worker_speed import Array, best_rate, rank_bandwidth
 
 SUMMED: tuple[AxisName, ...] = (*DATA_AXES, "context", "space")
-"""Axes along which gradients differ, because ranks saw other samples or other parts of them."""
+"""Axes along which ranks have different gradients, because they saw other samples or other parts of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class RowsOf:
     """The weight of a linear layer that is reduced by sufficient factors.
 
     Attributes:
-        rows: rows of its factors over all ranks in a step.
-        width: bytes of a value of a factor.
+        rows: rows of its factors in a step, over all ranks.
+        width: bytes of one value of a factor.
     """
 
     module: int
@@ -66,13 +66,13 @@ class RowsOf:
 
     @property
     def sent_nbytes(self) -> float:
-        """Bytes that one rank sends in a step, if all have as many rows."""
+        """Bytes that one rank sends in a step, if all ranks have equally many rows."""
         return factors_sent_nbytes(self.rows / self.ranks, self.out_features, self.in_features, self.ranks, self.width)
 
     def sum_s(self, plan: Plan, group: RankGroup, host_group: HostGroup) -> tuple[float, float]:
-        """(seconds, seconds of one thread in them) of the reduction over `group`.
+        """Return (seconds, seconds of one thread among them) of the reduction over `group`.
 
-        Every rank gets all rows, and multiplies those of the other ranks as well as its own.
+        Every rank receives all rows, and multiplies those of the other ranks as well as its own.
         """
         device = host_group.device
         share = min(1.0, host_group.threads / max(1, device.cores)) if device.kind == "cpu" else 1.0
@@ -82,7 +82,7 @@ class RowsOf:
         return self.wire_s(group) + product, product * (host_group.threads if device.kind == "cpu" else 1)
 
     def wire_s(self, group: RankGroup) -> float:
-        """Seconds in which `group` exchanges the rows, after the number of rows."""
+        """Return the seconds in which `group` exchanges the rows, after the number of rows."""
         values = self.rows * (self.out_features + self.in_features)
         return group.all_to_all(8 * self.ranks) + group.all_to_all(values * self.width)
 
@@ -115,9 +115,9 @@ class Summed:
 def summed(
     columns: ModelTable, part: Division, net: Network, plan: Plan, own: Flags, updates: int | None = None
 ) -> list[Summed]:
-    """Gradients of the modules `own`, by the group that reduces them, after `updates` updates.
+    """Return the gradients of the modules `own` by the group that reduces them, after `updates` updates.
 
-    Modules outside of `own` are left out, and so are groups of one rank.
+    Groups of one rank are left out.
     """
     nbytes = (columns.gradients * part.weight)[own]
     divided_by = {
@@ -131,7 +131,7 @@ def summed(
         ((*SUMMED, "split"), divided_by["split"]),
         (SUMMED, ~(divided_by["expert"] | divided_by["table"] | divided_by["split"])),
     ]
-    found = []
+    reductions = []
     for axes, mask in kinds:
         group, own_nbytes = net.group(*axes), np.where(mask, nbytes, 0.0)
         places = np.flatnonzero(own)
@@ -139,26 +139,33 @@ def summed(
         for rows in by_factors(columns, plan, group.ranks, axes, places[whole].tolist()):
             place = int(np.flatnonzero(places == rows.module)[0])
             own_nbytes[place] = max(0.0, own_nbytes[place] - rows.nbytes)
-            one = BucketCost(nbytes=rows.nbytes, last=len(nbytes) - 1 - place)
+            bucket_cost = BucketCost(nbytes=rows.nbytes, last=len(nbytes) - 1 - place)
             factor_nbytes = np.where(places == rows.module, rows.nbytes, 0.0)
-            found.append(Summed(group=group, nbytes=factor_nbytes, buckets=(one,), factors=rows))
+            reductions.append(Summed(group=group, nbytes=factor_nbytes, buckets=(bucket_cost,), factors=rows))
         if group.ranks > 1 and own_nbytes.any():
-            some = buckets(own_nbytes.tolist(), plan.sync.bucket_nbytes)
-            how = written(plan, group, axes, own_nbytes, [bucket.nbytes for bucket in some], updates)
-            kept = tuple(replace(one, kept_nbytes=kept_nbytes(plan, how, one.nbytes)) for one in some) if how else some
-            found.append(Summed(group=group, nbytes=own_nbytes, buckets=kept, written=how))
-    return found
+            filled = buckets(own_nbytes.tolist(), plan.sync.bucket_nbytes)
+            how = written(plan, group, axes, own_nbytes, [bucket.nbytes for bucket in filled], updates)
+            kept = (
+                tuple(
+                    replace(bucket_cost, kept_nbytes=kept_nbytes(plan, how, bucket_cost.nbytes))
+                    for bucket_cost in filled
+                )
+                if how
+                else filled
+            )
+            reductions.append(Summed(group=group, nbytes=own_nbytes, buckets=kept, written=how))
+    return reductions
 
 
 def fused(sums: list[Summed]) -> list[tuple[BucketCost, Summed]]:
-    """The buckets in the order in which backward fills them, each with its reduction."""
-    found = [(bucket, one) for one in sums for bucket in one.buckets]
-    return sorted(found, key=lambda pair: pair[0].last)
+    """Return all buckets in the order in which backward fills them, each with its reduction."""
+    pairs = [(bucket, reduction) for reduction in sums for bucket in reduction.buckets]
+    return sorted(pairs, key=lambda pair: pair[0].last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """What a rank of one stage exchanges once a step: times, bytes sent, and the gradient buckets."""
+    """What a rank of one stage exchanges once a step: times, bytes sent, and gradient buckets."""
 
     exchange: CommCost
     sent_nbytes: float
@@ -176,13 +183,14 @@ def synchronise(
     updates: int | None,
     update_s: float,
 ) -> Sync:
-    """The reductions of the modules `own`, which begin in the last microbatch's backward.
+    """Return the cost of reducing the gradients of the modules `own`, which begins in the last microbatch's
+    backward.
 
     Args:
-        passes: seconds by module of a microbatch's forward and backward, exchanges included.
+        passes: (forward, backward) seconds of a microbatch by module, exchanges included.
         taken: when those exchanges use the links.
         updates: updates made before this step.
-        update_s: seconds of the optimizers' update.
+        update_s: seconds of the optimizer's update.
     """
     kind, microbatches = net.host_groups[0].device.kind, plan.batch.num_microbatches
     if plan.sync.mode != "synchronous":
@@ -199,19 +207,20 @@ def synchronise(
     backward = passes[1][own][::-1]
     busy = taken.backward[:, own][:, ::-1]
     host_group = net.host_groups[0]
-    different = {(bucket.nbytes, id(one)): one for bucket, one in pairs}  # equal blocks make equal buckets
-    times = {key: _sum_s(plan, one, host_group, key[0]) for key, one in different.items()}
-    each = [times[bucket.nbytes, id(one)] for bucket, one in pairs]
-    on_cores = [_cores_s(one, host_group, bucket.nbytes) for bucket, one in pairs]
+    # equal blocks make equal buckets
+    different = {(bucket.nbytes, id(reduction)): reduction for bucket, reduction in pairs}
+    times = {key: _sum_s(plan, reduction, host_group, key[0]) for key, reduction in different.items()}
+    bucket_times = [times[bucket.nbytes, id(reduction)] for bucket, reduction in pairs]
+    on_cores = [_cores_s(reduction, host_group, bucket.nbytes) for bucket, reduction in pairs]
     done = exchange(
         backward.tolist(),
         [bucket for bucket, _ in pairs],
-        [seconds for seconds, _ in each],
+        [seconds for seconds, _ in bucket_times],
         cores_s=on_cores,
-        taken=[busy[TIERS.index(one.group.tier)] for _, one in pairs],
-        after=[float(taken.after[TIERS.index(one.group.tier)]) for _, one in pairs],
+        taken=[busy[TIERS.index(reduction.group.tier)] for _, reduction in pairs],
+        after=[float(taken.after[TIERS.index(reduction.group.tier)]) for _, reduction in pairs],
     )
-    sent, kernels = sum(one.sent_nbytes for one in sums), sum(inside for _, inside in each)
+    sent, kernels = sum(reduction.sent_nbytes for reduction in sums), sum(inside for _, inside in bucket_times)
     gathered = _states(columns, part, net, plan, own, kind)
     copied_s = gathered[0] + _fused_s(sums, host_group)
     taken_s = copied_s + _beside(done, kernels, 1 if kind == "cuda" else host_group.threads)
@@ -223,16 +232,19 @@ def synchronise(
 
 
 def _fused_s(sums: list[Summed], host_group: HostGroup) -> float:
-    """Seconds in which a rank's cores copy gradients into their buckets, once a step; 0 on GPUs, whose memory is far
-    faster than links.
+    """Return the seconds in which a rank's cores copy gradients into their buckets.
+
+    It is 0 on GPUs, whose memory is far faster than links.
     """
     if host_group.device.kind != "cpu":
         return 0.0
-    return 2 * _pass_s(host_group) * sum(float(one.nbytes.sum()) for one in sums if one.factors is None)
+    return (
+        2 * _pass_s(host_group) * sum(float(reduction.nbytes.sum()) for reduction in sums if reduction.factors is None)
+    )
 
 
 def _sum_s(plan: Plan, one: Summed, host_group: HostGroup, nbytes: float) -> tuple[float, float]:
-    """(seconds, seconds of kernels in them) of the reduction of one bucket."""
+    """Return (seconds, seconds of kernels among them) of the reduction of one bucket."""
     if one.factors is not None:
         return one.factors.sum_s(plan, one.group, host_group)
     if one.written is None:
@@ -241,7 +253,7 @@ def _sum_s(plan: Plan, one: Summed, host_group: HostGroup, nbytes: float) -> tup
 
 
 def _cores_s(one: Summed, host_group: HostGroup, nbytes: float) -> float:
-    """Seconds of a rank's cores that the exchange of a bucket takes, kernels aside."""
+    """Return the seconds of a rank's cores that the exchange of a bucket takes, without kernels."""
     group = one.group.on_cores(host_group)
     if one.factors is not None:
         return one.factors.wire_s(group)
@@ -249,12 +261,14 @@ def _cores_s(one: Summed, host_group: HostGroup, nbytes: float) -> float:
 
 
 def _beside(done: CommCost, kernels_s: float, cores: int) -> float:
-    """Seconds by which hidden kernels lengthen backward: one thread's time, of the rank's `cores` threads."""
+    """Return the seconds by which hidden kernels lengthen backward, because they take one of the rank's `cores`
+    threads.
+    """
     return (done.total_s - done.exposed_s) * kernels_s / done.total_s / cores if kernels_s else 0.0
 
 
 def _diverged(columns: ModelTable, net: Network, plan: Plan, behind_s: float) -> Sync:
-    """The exchange of replicas that diverge: parameters, not gradients."""
+    """Return the exchange of replicas that diverge: parameters instead of gradients."""
     trained = Trained(
         parameters=float(columns.gradients.sum()),
         optimizer=float(columns.optimizer.sum()),
@@ -280,24 +294,25 @@ def _diverged(columns: ModelTable, net: Network, plan: Plan, behind_s: float) ->
 def _states(
     columns: ModelTable, part: Division, net: Network, plan: Plan, own: Flags, kind: DeviceKind
 ) -> tuple[float, float]:
-    """(seconds, bytes sent) of gathering the parameters that a rank's part of the optimizer state has updated."""
+    """Return (seconds, bytes sent) of gathering updated parameters, where the optimizer state is sharded."""
     group = net.group("shard")
     if group.ranks == 1:
         return 0.0, 0.0
-    nbytes = float((np.where(own, columns.gradients, 0.0) * part.weight).sum())  # of what is trained
+    nbytes = float((np.where(own, columns.gradients, 0.0) * part.weight).sum())  # of trained parameters
     loads = 2 * nbytes / group.ranks / cost_constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
-    if kind == "cpu":  # packed and unpacked; in shared memory others' parts are the link's time
+    if kind == "cpu":  # packed and unpacked; in shared memory the link's time includes the copies of others' parts
         unpacked = (group.span.hosts if group.node is not None else group.ranks) / group.ranks
         loads += 2 * (1 / group.ranks + unpacked) * nbytes * _pass_s(net.host_groups[0])
     return group.divided(nbytes) + loads, (group.ranks - 1) / group.ranks * nbytes
 
 
 def _pass_s(host_group: HostGroup) -> float:
-    """Seconds in which a rank's cores read or write a byte."""
+    """Return the seconds in which a rank's cores read or write one byte."""
     return host_group.slowdown / rank_bandwidth(host_group)
 
 
 def _away(plan: Plan, kind: DeviceKind) -> bool:
+    """Return whether sharded state lies in the host's memory."""
     return kind == "cuda" and plan.sharding.offload != "none"
 
 
@@ -310,6 +325,7 @@ def _divided(
     microbatches: int,
     taken: Taken,
 ) -> Sync:
+    """Return the exchanges of a step with sharded gradients (levels 2 and 3)."""
     kind = net.host_groups[0].device.kind
     group = net.group("shard")
     others = net.group(*(axis for axis in SUMMED if axis != "shard"))
@@ -343,13 +359,13 @@ def _divided(
 _VALUE_NBYTES = 4
 
 _NOT_OVER: tuple[AxisName, ...] = ("split", "stage", "space")
-"""Reductions over these axes are of gradients (parallel/compressed/factor_buckets.py)."""
+"""Over these axes gradients are reduced, never factors (parallel/compressed/factor_buckets.py)."""
 
 
 def by_factors(
     columns: ModelTable, plan: Plan, ranks: int, axes: tuple[AxisName, ...], modules: Iterable[int]
 ) -> list[RowsOf]:
-    """The modules whose weights `ranks` ranks along `axes` reduce by factors under `plan`."""
+    """Return the modules whose weights `ranks` ranks along `axes` reduce by factors under `plan`."""
     how = plan.sync.compress
     if how is None or how.method != FACTORS or ranks == 1:
         return []
@@ -357,14 +373,14 @@ def by_factors(
         return []
     samples = plan.batch.global_batch_size / (max(columns.tokens, 1) if plan.batch.unit == "tokens" else 1)
     half = 2 if plan.precision in ("bfloat16", "float16") else _VALUE_NBYTES
-    found = []
+    weights = []
     for module in modules:
         shape = _shape(columns, module)
         if shape is None:
             continue
         rows, out_features, in_features = shape
         if factors_pay(rows * samples, out_features, in_features, _VALUE_NBYTES, half):
-            found.append(
+            weights.append(
                 RowsOf(
                     module=module,
                     rows=rows * samples,
@@ -374,24 +390,24 @@ def by_factors(
                     width=half,
                 )
             )
-    return found
+    return weights
 
 
 def may_pay(model: ModelSpec, plan: Plan) -> bool:
-    """Whether factors would be fewer bytes for any layer, on any number of ranks."""
+    """Return whether factors would take fewer bytes for any layer, on any number of ranks."""
     columns = model_table(model)
     wanted = replace(plan, sync=replace(plan.sync, compress=Compression(method=FACTORS)), mesh={"replicate": 2})
     return bool(by_factors(columns, wanted, 2, ("replicate",), range(len(columns))))
 
 
 def _shape(columns: ModelTable, module: int) -> tuple[float, float, float] | None:
-    """(rows a sample, outputs, inputs) of a linear layer with a weight of its own; None for other modules."""
+    """Return (rows per sample, outputs, inputs) of a linear layer with a weight of its own; None for other modules."""
     gradient = columns.gradients[module] / _VALUE_NBYTES
     outputs, flops = columns.outputs[module] / _VALUE_NBYTES, columns.flops[module]
     if columns.classes[module] != "Linear" or min(gradient, outputs, flops) <= 0:
         return None
     if any(columns.classes[other] != "Linear" for other in (columns.owner == module).nonzero()[0]):
-        return None  # an embedding's has more than factors
+        return None  # the gradient of a tied embedding has more than the factors' product
     in_features = flops / 2 / outputs
     biased = gradient / (in_features + 1)
     out_features = biased if abs(biased - round(biased)) < 1e-6 else gradient / in_features
@@ -399,19 +415,22 @@ def _shape(columns: ModelTable, module: int) -> tuple[float, float, float] | Non
 
 
 PASSES: Final = 14.0
-"""Bytes of memory traffic for a byte of displacements when ranks agree, counted from the code: displacements, bases,
-parameters and momentum are read and written, and copied into one vector and back.
+"""Bytes of memory traffic for each byte of displacements when ranks synchronise, counted in the code.
+
+Displacements, base parameters, parameters and momentum are read and written, and copied into one vector and
+back.
 """
 
 OWN_PASSES: Final = 3.0
-"""The same in every update: the displacement is read and written, the momentum read."""
+"""The same traffic in every update: the displacement is read and written, and the momentum is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
     """The exchange of 0/1 Adam, averaged over steps. None of it is hidden behind backward.
 
-    `kept_nbytes`: displacements, bases and the codec's residuals, old and new.
+    Attributes:
+        kept_nbytes: memory of displacements, base parameters and the codec's residuals, old and new.
     """
 
     exchange: CommCost
@@ -420,7 +439,7 @@ class Agreed:
 
 
 def diverges_between_updates(plan: Plan, updates: int | None) -> bool:
-    """Whether ranks make updates of their own after `updates` updates; None: once the schedule has ended."""
+    """Return whether ranks make updates of their own after `updates` updates; None: the schedule has ended."""
     how = plan.sync.compress
     return (
         how is not None
@@ -431,7 +450,7 @@ def diverges_between_updates(plan: Plan, updates: int | None) -> bool:
 
 
 def agreed(plan: Plan, group: RankGroup, host_group: HostGroup, nbytes: float) -> Agreed:
-    """What replicas along `group` exchange of `nbytes` of parameters."""
+    """Return what replicas along `group` exchange of `nbytes` of parameters."""
     how = plan.sync.compress
     assert how is not None
     sent = all_reduce_sent_nbytes(how, [(round(nbytes / VALUE_NBYTES),)], group.ranks, VALUE_NBYTES)

@@ -1,8 +1,8 @@
 """Groups of ranks along axes of the mesh: which links each uses, who shares them, and what collectives cost.
 
-Ranks are numbered row-major over the mesh (outermost axis first) and placed in that order, so the mesh's order decides
-which hosts a group spans. All groups along the same axes communicate at the same time; groups that cross one host's
-connection to the network share it.
+Ranks are numbered row-major over the mesh (outermost axis first) and placed in that order, so the mesh's order
+decides which hosts a group spans. All groups along the same axes communicate at the same time; groups that cross
+one host's connection to the network share it.
 """
 
 import math
@@ -23,11 +23,11 @@ from tutti.cost_model.rank_placement import (
     Link,
     hierarchical_all_reduce,
     link_of,
+    link_of_tier,
     message,
     no_link,
     ring_all_reduce,
     ring_reduce_scatter,
-    seated_link,
     tree_all_reduce,
 )
 
@@ -40,10 +40,10 @@ Hosts = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Where the groups along some axes are.
+    """The hosts over which the groups along some axes extend.
 
     Attributes:
-        ranks: of a group.
+        ranks: ranks of a group.
         hosts: the most hosts that one group spans.
         per_host: the most of its ranks on one host.
         fewest: the fewest of its ranks on one host.
@@ -61,7 +61,7 @@ class Span:
 
 @lru_cache(maxsize=4096)
 def span_of(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> Span:
-    """The span of the groups along `axes`."""
+    """Return the span of the groups along `axes`."""
     rows = _members(mesh, axes, hosts)
     ranks = rows.shape[1]
     if ranks == 1:
@@ -84,8 +84,8 @@ def span_of(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> Span:
 
 
 def _members(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> NDArray[np.intp]:
-    """(groups, ranks of a group): the host of each rank. Hosts ascend along a group, as ranks do."""
-    ranks = np.repeat([each for _, each in hosts], [count for count, _ in hosts])
+    """Return (groups, ranks of a group): the host of each rank. Hosts ascend along a group, as ranks do."""
+    ranks = np.repeat([per_host for _, per_host in hosts], [count for count, _ in hosts])
     host = np.repeat(np.arange(len(ranks)), ranks).reshape([degree for _, degree in mesh])
     inside = [place for place, (axis, _) in enumerate(mesh) if axis in axes]
     outside = [place for place in range(len(mesh)) if place not in inside]
@@ -101,8 +101,9 @@ class RankGroup:
     Attributes:
         node: the link within a host; None where no rank needs it.
         network: one group's share of a host's connection; None within a host.
-        chooses: the library takes the fastest of ring, tree and hierarchical form, as NCCL does. Otherwise it always
-            takes a ring over all ranks, as Gloo does, except for exchanges along split and the data-parallel axes.
+        chooses: the library takes the fastest of ring, tree and hierarchical form, as NCCL does. Otherwise it
+            always takes a ring over all ranks, as Gloo does, except for exchanges along split and the
+            data-parallel axes.
     """
 
     span: Span
@@ -126,9 +127,10 @@ class RankGroup:
         return link
 
     def on_cores(self, host_group: HostGroup) -> "RankGroup":
-        """The group in seconds that a hidden exchange takes from a rank's own work, because CPU cores do both.
+        """Return the group with its times in the seconds that a hidden exchange takes from a rank's own work,
+        because CPU cores do both.
 
-        It is at most the time of the exchange. Of a core that hosts share, a rank has its turn's part.
+        They are at most the time of the exchange. Where hosts take turns on a core, a rank has only its turns.
         """
         cores = max(1, host_group.device.cores) / host_group.sharing / host_group.node.turns
 
@@ -140,7 +142,7 @@ class RankGroup:
         return replace(self, node=taken(self.node, "node"), network=taken(self.network, "network"))
 
     def all_reduce(self, nbytes: float) -> float:
-        """Seconds of an all-reduce of `nbytes`; 0 for one rank or no bytes."""
+        """Return the seconds of an all-reduce of `nbytes`; 0 for one rank or no bytes."""
         span = self.span
         if span.ranks == 1 or nbytes <= 0:
             return 0.0
@@ -150,10 +152,10 @@ class RankGroup:
         return min(flat, tree_all_reduce(self.link, nbytes, span.ranks), self._hierarchical(nbytes))
 
     def summed(self, nbytes: float) -> float:
-        """Seconds of an all-reduce of a gradient bucket, or of an activation along split.
+        """Return the seconds of an all-reduce of a gradient bucket, or of an activation along split.
 
-        Where hosts have several CPU ranks, ranks sum inside each host first, and each then reduces a part between hosts
-        (comm/hierarchical.py).
+        Where hosts have several CPU ranks, ranks reduce inside each host first, and each then reduces a part
+        between hosts (comm/hierarchical.py).
         """
         return self._hierarchical(nbytes) if self.tiers and nbytes > 0 else self.all_reduce(nbytes)
 
@@ -163,21 +165,23 @@ class RankGroup:
         return not self.chooses and self.network is not None and self.node is not None
 
     def tiered(self, nbytes: float, between: float) -> float:
-        """Seconds of a hierarchical all-reduce of `nbytes` that crosses between hosts as `between` bytes."""
+        """Return the seconds of a hierarchical all-reduce of `nbytes` that crosses between hosts as `between`
+        bytes.
+        """
         assert self.node is not None
         assert self.network is not None
         inside = ring_all_reduce(self.node, nbytes, self.span.per_host)
         return inside + ring_all_reduce(self.network, between, self.span.hosts)
 
     def scatter(self, nbytes: float) -> float:
-        """Seconds of a reduce-scatter of `nbytes`, or of an all-gather to `nbytes`."""
+        """Return the seconds of a reduce-scatter of `nbytes`, or of an all-gather to `nbytes`."""
         if self.span.ranks == 1 or nbytes <= 0:
             return 0.0
         flat = ring_reduce_scatter(self.link, nbytes, self.span.ranks)
         return min(flat, self._hierarchical(nbytes) / 2) if self.chooses else flat
 
     def divided(self, nbytes: float) -> float:
-        """As `scatter`, for the exchanges of sharding and split.
+        """Return the same as `scatter`, for the exchanges of sharding and split.
 
         Where hosts have several CPU ranks, data crosses to each host once (comm/hierarchical.py).
         """
@@ -189,7 +193,9 @@ class RankGroup:
         return hierarchical_all_reduce(self.node, self.network, nbytes, self.span.per_host, self.span.hosts)
 
     def all_to_all(self, nbytes: float) -> float:
-        """Seconds of an all-to-all in which every rank sends `nbytes` in equal parts, its own part among them."""
+        """Return the seconds of an all-to-all in which every rank sends `nbytes` in equal parts, one of them to
+        itself.
+        """
         n, span = self.ranks, self.span
         if n == 1 or nbytes <= 0:
             return 0.0
@@ -201,8 +207,8 @@ class RankGroup:
         return (n - 1) * self.network.latency_s + max(inside, outside)
 
     def to_neighbours(self, nbytes: float) -> float:
-        """Seconds in which every rank sends `nbytes` to both neighbours along the axes, on its host and on others at
-        once.
+        """Return the seconds in which every rank sends `nbytes` to both neighbours along the axes, on its host and
+        on others at once.
         """
         span = self.span
         if nbytes <= 0:
@@ -212,7 +218,7 @@ class RankGroup:
         return max(away, here)
 
     def pass_on(self, nbytes: float) -> float:
-        """Seconds in which every rank sends `nbytes` to its next neighbour along the axes."""
+        """Return the seconds in which every rank sends `nbytes` to its next neighbour along the axes."""
         span = self.span
         if span.ranks == 1 or nbytes <= 0:
             return 0.0
@@ -222,10 +228,12 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The links of a cluster under a plan's ranks: of each tier the slowest that a host with ranks has.
+    """The links of a cluster under a plan's ranks: of each tier, the slowest link of the hosts with ranks.
 
     Attributes:
-        crowding: mean part of the groups at a host's connection that communicate at the same time as one of them.
+        hosts: ranks on each host.
+        crowding: mean part of the groups at a host's connection that communicate at the same time as one of
+            them.
         known: cache of groups.
     """
 
@@ -237,34 +245,40 @@ class Network:
     known: dict[tuple[AxisName, ...], RankGroup] = field(default_factory=dict, compare=False)
 
     def group(self, *axes: AxisName) -> RankGroup:
-        """The group along `axes`. Raises PlanError where the cluster does not describe a link that it needs."""
+        """Return the group along `axes`.
+
+        Raises:
+            PlanError: the cluster does not describe a link that the group needs.
+        """
         named = tuple(axis for axis, degree in self.mesh if axis in axes and degree > 1)
         if named not in self.known:
             self.known[named] = self._group(named)
         return self.known[named]
 
     def of_stage(self, stage: int, nbytes: Sequence[float]) -> "Network":
-        """The network as one stage sees it, while all stages reduce their gradients at the same time.
+        """Return the network as one stage sees it, while all stages reduce their gradients at the same time.
 
-        Of the stages that share a host, those with fewer bytes than `nbytes` finish first and leave the connection to
-        the others.
+        Stages of the same host with fewer bytes finish first and leave the connection to the others.
+
+        Args:
+            nbytes: bytes that each stage reduces.
         """
-        together, own = sharing(self.mesh, self.hosts)[stage], nbytes[stage]
-        if not own:
+        together, stage_nbytes = sharing(self.mesh, self.hosts)[stage], nbytes[stage]
+        if not stage_nbytes:
             return self
-        part = sum(min(nbytes[other], own) for other in together) / (len(together) * own)
+        part = sum(min(nbytes[other], stage_nbytes) for other in together) / (len(together) * stage_nbytes)
         return self if part == 1 else replace(self, crowding=part, known={})
 
     def _group(self, axes: tuple[AxisName, ...]) -> RankGroup:
         return self._seated(span_of(self.mesh, axes, self.hosts))
 
     def _seated(self, span: Span) -> RankGroup:
-        """The groups of a span with the links they use."""
+        """Return the groups of a span with the links they use."""
         if span.ranks == 1:
             return RankGroup(span=span)
         flows = max(1.0, self.crowding * span.sharing_groups)
         network = self._link("network").shared(flows) if span.hosts > 1 else None
-        node = self._link("node") if span.hosts == 1 or seated_link(self.cluster, self.host_groups, "node") else None
+        node = self._link("node") if span.hosts == 1 or link_of_tier(self.cluster, self.host_groups, "node") else None
         return RankGroup(
             span=span,
             node=node if span.per_host > 1 else None,
@@ -273,16 +287,17 @@ class Network:
         )
 
     def along_grid(self, grid: Sequence[int], dim: int) -> RankGroup:
-        """The group along one dim of the grid into which the space axis is folded, row-major."""
+        """Return the group along one dim of the grid into which the space axis is folded, row-major."""
         (place,) = [place for place, (axis, _) in enumerate(self.mesh) if axis == "space"]
-        folded = tuple((cast(AxisName, f"space {one}"), parts) for one, parts in enumerate(grid))
+        folded = tuple((cast(AxisName, f"space {number}"), parts) for number, parts in enumerate(grid))
         mesh = (*self.mesh[:place], *folded, *self.mesh[place + 1 :])
         return self._seated(span_of(mesh, (folded[dim][0],), self.hosts))
 
     def neighbours(self, axis: AxisName, at_once: int | None = None) -> tuple[Link, ...]:
-        """The link from each place along `axis` to the next, and from the last to the first.
+        """Return the link from each place along `axis` to the next, and from the last to the first.
 
-        `at_once`: the most ranks of a host that send there at the same moment, if not all.
+        Args:
+            at_once: the most ranks of a host that send there at the same moment; None: all of them.
         """
         flows = [
             count if at_once is None else min(count, at_once) for count in crossings(self.mesh, (axis,), self.hosts)
@@ -291,49 +306,54 @@ class Network:
         return tuple(links[count] for count in flows)
 
     def across_hosts(self, axis: AxisName) -> tuple[bool, ...]:
-        """Whether each place along `axis`, the last included, sends to its next one over a host's connection."""
+        """Return whether each place along `axis`, the last included, sends to its next one over a host's
+        connection.
+        """
         return tuple(flows > 0 for flows in crossings(self.mesh, (axis,), self.hosts))
 
     def _link(self, tier: LinkTier) -> Link:
-        spec = seated_link(self.cluster, self.host_groups, tier)
+        spec = link_of_tier(self.cluster, self.host_groups, tier)
         if spec is None:
             raise no_link(self.cluster, self.host_groups, tier)
         flows = 1.0
         if tier == "node" and self.host_groups[0].device.kind == "cpu":
-            # all hops are copies by the same cores: beyond those and the ranks measured with, they share them
+            # all hops are copies by the same cores, which they share if there are more ranks than cores and than the
+            # link was measured with
             most = max(host_group.ranks_per_host for host_group in self.host_groups)
             flows = max(1.0, most / max(spec.ranks, self.host_groups[0].device.cores, 1))
         return link_of(spec, flows)
 
 
 def network(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], plan: Plan) -> Network:
-    """The links under `plan`."""
+    """Return the links under `plan`."""
     return Network(cluster=cluster, host_groups=host_groups, mesh=tuple(plan.mesh.items()), hosts=hosts_of(host_groups))
 
 
 def hosts_of(host_groups: tuple[HostGroup, ...]) -> Hosts:
-    """Ranks on each host, in rank order."""
+    """Return the ranks on each host, in rank order."""
     return tuple((host_group.hosts, host_group.ranks_per_host) for host_group in host_groups)
 
 
 def host_group_of_ranks(host_groups: tuple[HostGroup, ...]) -> NDArray[np.intp]:
-    """The index of each rank's host group."""
+    """Return the index of each rank's host group."""
     return np.repeat(np.arange(len(host_groups)), [host_group.ranks for host_group in host_groups])
 
 
 @lru_cache(maxsize=4096)
 def sharing(mesh: Mesh, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
-    """For each place on the stage axis, the places that have ranks on the same hosts, itself among them."""
+    """Return for each place on the stage axis the places that have ranks on the same hosts, itself among them."""
     rows = _members(mesh, ("stage",), hosts)
     there = np.zeros((rows.shape[1], int(rows.max()) + 1), dtype=np.intp)
     there[np.arange(rows.shape[1]), rows] = 1
-    return tuple(tuple(np.flatnonzero(one).tolist()) for one in there @ there.T)
+    return tuple(tuple(np.flatnonzero(row).tolist()) for row in there @ there.T)
 
 
 @lru_cache(maxsize=4096)
 def crossings(mesh: Mesh, axes: tuple[AxisName, ...], hosts: Hosts) -> tuple[int, ...]:
-    """For each pair of neighbours along `axes`, last and first included: the most ranks of one host that send to
-    another host there; 0 where all neighbours share a host.
+    """Return for each pair of neighbours along `axes`, last and first included, the most ranks of one host that
+    send to another host there.
+
+    It is 0 where all neighbours share a host.
     """
     rows = _members(mesh, axes, hosts)
     away = rows != np.roll(rows, -1, axis=1)

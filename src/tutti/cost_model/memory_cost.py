@@ -29,10 +29,10 @@ class Kept:
     """Bytes of one sample's activations, by module.
 
     Attributes:
-        always: kept from forward to backward, inputs of recomputed regions included.
-        within: all that a region holds while its own backward runs, noted at its root.
+        always: kept from forward to backward; includes the inputs of recomputed regions.
+        within: at the root of each region, all that the region holds while its own backward runs.
         output: bytes of the output's gradient.
-        after: the part of `always` that each row of columns.flow.after names.
+        after: for each row of `columns.flow.after`, its part of `always`.
         again: modules that are recomputed.
     """
 
@@ -44,10 +44,10 @@ class Kept:
 
 
 def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, half: bool) -> Kept:
-    """The activations that are kept for backward.
+    """Return the activations that are kept for backward.
 
-    Autocast keeps the inputs of matrix products at half their size, which is nearly all that such a module keeps. A
-    region with selective recompute keeps the outputs of its matrix products.
+    Autocast keeps the inputs of matrix products at half their size, which is nearly all that such a module
+    keeps. A region with selective recompute keeps the outputs of its matrix products.
     """
     low = np.where(columns.multiplies & half, 0.5, 1.0)
     copied = np.where(part.linear, columns.linear * part.passed * np.where(part.by_outputs, part.holders, 1.0), 0.0)
@@ -57,40 +57,41 @@ def kept(columns: ModelTable, part: Division, regions: tuple[Region, ...], *, ha
     containers = columns.flow.after[:, 0]
     after = columns.flow.after_nbytes * (part.saved * low)[containers]
     if regions:
-        found = marks(regions)
-        member, of = found.member, found.of
-        within[found.root] = np.bincount(of, weights=inside[member], minlength=len(regions)) / found.chunks
-        dear = columns.multiplies[member] & found.selective[of]
-        always[member] = np.where(dear, output[member] * (0.5 if half else 1.0), 0.0)
-        always[found.root] += columns.outputs[found.root] * part.passed[found.root]
+        marked = marks(regions)
+        member, of = marked.member, marked.of
+        within[marked.root] = np.bincount(of, weights=inside[member], minlength=len(regions)) / marked.chunks
+        expensive = columns.multiplies[member] & marked.selective[of]
+        always[member] = np.where(expensive, output[member] * (0.5 if half else 1.0), 0.0)
+        always[marked.root] += columns.outputs[marked.root] * part.passed[marked.root]
         again[member] = True
         after = np.where(again[containers], 0.0, after)
     return Kept(always=always, within=within, output=output, after=after, again=again)
 
 
 def _handed(columns: ModelTable, part: Division) -> Array:
-    """Bytes of one sample that the backward of a linear layer divided over `table` holds at once.
+    """Return the bytes of one sample that the backward of a linear layer divided over `table` holds at once.
 
-    These are the gradients of all ranks' rows, as sent and as received: of the layer's inputs, or of its outputs.
+    These are the gradients of all ranks' rows, as sent and as received: of the layer's inputs, or of its
+    outputs.
     """
     exchanged = np.where(part.by_outputs, columns.linear, columns.outputs)
     return np.where(part.linear, 2.0 * part.holders * part.passed * exchanged, 0.0)
 
 
 def put_off(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:
-    """(stages,): bytes of one sample's output gradients of modules with weights; 0 for the first stage."""
+    """Return (stages,): bytes of one sample's output gradients of modules with weights; 0 for the first stage."""
     weights = np.where((columns.parameters > 0) & (stages.stage > 0), keeps.output, 0.0)
     return np.bincount(stages.stage, weights=weights, minlength=stages.count).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateByPlace:
-    """Bytes of a rank's state, (places,) each: by place on the stage axis, before the shard axis divides anything.
+    """Bytes of a rank's state by place on the stage axis, (places,) each, before the shard axis divides anything.
 
     Attributes:
-        parameters: in their own precision.
+        parameters: parameters in their own precision.
         lower: copies of parameters in the lower precision.
-        gradients: of all parameters that are trained.
+        gradients: gradients of all parameters that are trained.
         optimizer: the optimizer's state.
         buffers: buffers of modules.
         largest: gradients of the largest module.
@@ -109,10 +110,11 @@ class StateByPlace:
 def state_by_place(
     columns: ModelTable, part: Division, stages: StageCuts, places: int, temporaries: float, *, half: bool
 ) -> StateByPlace:
-    """The state on each of `places` places of the stage axis. Tied parameters are on every place that uses them.
+    """Return the state on each of `places` places of the stage axis. Tied parameters are on every place that uses
+    them.
 
     Args:
-        temporaries: temporary tensors of a parameter's size that its update needs.
+        temporaries: number of temporary tensors of a parameter's size that its update needs.
         half: whether matrix products are computed in 16 bits.
     """
     place = stages.stage % places
@@ -138,7 +140,7 @@ def state_by_place(
 
 
 def _most_by_place(nbytes: Array, place: NDArray[np.intp], places: int) -> Array:
-    """(places,): the largest of the modules' bytes on each place."""
+    """Return (places,): the largest of the modules' bytes on each place."""
     result = np.zeros(places)
     np.maximum.at(result, place, nbytes)
     return result
@@ -150,10 +152,10 @@ class Held:
 
     Attributes:
         state: state by place on the stage axis.
-        kept: one sample's activations by stage, (stages,).
-        passing: activations that exist once at a time, by place.
-        copying: the same on a host, where convolutions need more.
-        put_off: held by stage while weight gradients are delayed (zero bubble).
+        kept: (stages,), one sample's activations.
+        passing: (places,), activations of which only one set exists at a time.
+        copying: (places,), the same on a host, where convolutions need more.
+        put_off: (stages,), held while weight gradients are delayed (zero bubble).
         sent: (boundaries,), one sample's values between stages.
         fixed: (boundaries,), the part of a message that does not depend on the samples.
         units: see sharding_cost.units_of; empty without a shard axis.
@@ -172,7 +174,7 @@ class Held:
 def held_by_stage(
     columns: ModelTable, part: Division, stages: StageCuts, keeps: Kept, plan: Plan, temporaries: float
 ) -> Held:
-    """What each place on the stage axis holds; `temporaries` as in `state_by_place`."""
+    """Return what each place on the stage axis holds; `temporaries` as in `state_by_place`."""
     places = plan.degree("stage")
     place = stages.stage % places
     within = _most_by_place(keeps.within, place, places)
@@ -191,37 +193,43 @@ def held_by_stage(
 
 
 def kept_by_stage(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:
-    """(stages,): bytes of one sample from forward to backward, copies of other stages' values included.
+    """Return (stages,): bytes of one sample kept from forward to backward, copies of other stages' values included.
 
     What a container's own code keeps is on the stage of the last module that it needed.
     """
-    moved, found = stages.stage[columns.flow.after], arrived(columns, stages, keeps)
-    found += np.bincount(stages.stage, weights=keeps.always, minlength=stages.count)
-    np.subtract.at(found, moved[:, 0], keeps.after)
-    np.add.at(found, moved[:, 1], keeps.after)
-    return found
+    moved, by_stage = stages.stage[columns.flow.after], arrived(columns, stages, keeps)
+    by_stage += np.bincount(stages.stage, weights=keeps.always, minlength=stages.count)
+    np.subtract.at(by_stage, moved[:, 0], keeps.after)
+    np.add.at(by_stage, moved[:, 1], keeps.after)
+    return by_stage
 
 
 def arrived(columns: ModelTable, stages: StageCuts, keeps: Kept) -> Array:
-    """(stages,): bytes of one sample that came from earlier stages and that no module counts as its own.
+    """Return (stages,): bytes of one sample that came from earlier stages and that no module counts as its own.
 
     A module that returns what it keeps (an activation) counts it, and the stage after it holds a copy.
     """
     if columns.flow.known:
         return columns.flow.copies(stages.stage, stages.count, ~keeps.again)
-    found = np.zeros(stages.count)
+    by_stage = np.zeros(stages.count)
     for stage in range(1, stages.count):
-        mine = np.flatnonzero((stages.stage == stage) & (columns.outputs > 0))
-        if len(mine):
-            found[stage] = max(0.0, float(stages.sent[stage - 1] - keeps.always[mine[0]]))
-    return found
+        modules = np.flatnonzero((stages.stage == stage) & (columns.outputs > 0))
+        if len(modules):
+            by_stage[stage] = max(0.0, float(stages.sent[stage - 1] - keeps.always[modules[0]]))
+    return by_stage
 
 
 def convolving(
     columns: ModelTable, part: Division, stages: StageCuts, keeps: Kept, *, space: bool, half: bool
 ) -> Array:
-    """Bytes of one sample that a host holds in the backward of each convolution or recurrent layer, beyond those kept
-    at the start of backward. What later modules of its stage kept is freed by then. `space`: samples are cut there.
+    """Return the bytes of one sample that a host holds in the backward of each convolution or recurrent layer,
+    beyond those kept at the start of backward.
+
+    What later modules of its stage kept is freed by then.
+
+    Args:
+        space: whether samples are divided in space.
+        half: whether matrix products are computed in 16 bits.
     """
     share = part.work * (0.5 if half else 1.0)
     both = columns.convolved * share
@@ -230,7 +238,7 @@ def convolving(
         cut = cost_constants.CUT_CONVOLUTION_PASSES * both + np.maximum(both - columns.outputs * share, 0.0)
         held = np.where(columns.halo.any(axis=1), cut, held)
     held = np.maximum(held, cost_constants.RECURRENT_PASSES * columns.recurred * share)
-    if stages.count > 1:  # gradients of what goes in and of what comes out
+    if stages.count > 1:  # gradients of inputs and of outputs
         held = np.maximum(held, np.where(columns.multiplies, 1.0, 2.0) * keeps.output)
     order = np.argsort(stages.stage, kind="stable")
     ends = np.cumsum(np.bincount(stages.stage, weights=keeps.always, minlength=stages.count))
@@ -242,14 +250,17 @@ def convolving(
 def rank_memory(
     held: Held, plan: Plan, *, samples: list[int], stage: int, fused: tuple[BucketCost, ...], kind: DeviceKind
 ) -> tuple[RankMemory, str]:
-    """Peak bytes of a rank at place `stage` of the stage axis, and when it reaches them.
+    """Return (peak bytes of a rank at place `stage` of the stage axis, when it reaches them).
 
-    Gradients are views of their buckets from the first microbatch on; one more bucket is assumed to be in flight while
-    one is filled. The peak is at the start of backward (with stages: where most microbatches are in flight). On a host
-    it is in the backward of a convolution or in the optimizer's update, if that is higher.
+    Gradients are views of their buckets from the first microbatch on. One more bucket is assumed to be in
+    transit while one is filled. The peak is at the start of backward; with stages, where most microbatches are
+    in progress. On a host it is in the backward of a convolution or in the optimizer's update, if that is
+    higher.
 
     Args:
-        samples: of each microbatch.
+        samples: samples of each microbatch.
+        fused: the gradient buckets.
+        kind: the kind of device.
     """
     here, d = held.state, plan.degree("shard")
     gradients = float(here.gradients[stage])
@@ -270,7 +281,7 @@ def rank_memory(
             state, sharding, block=block, outside=outside, accumulates=len(samples) > 1, on_cpu=kind == "cpu"
         )
     update = in_update(state, here.temporary[stage], d)
-    if plan.degree("stage") > 1 and len(samples) > 1 and not fused:  # beside those that it is added to
+    if plan.degree("stage") > 1 and len(samples) > 1 and not fused:  # new gradients before they are accumulated
         state = replace(state, gradients=state.gradients + here.largest[stage])
     if kind == "cpu" and update.total > state.total + activations:
         state, activations, when = update, 0.0, "in the optimizer's update"
@@ -294,7 +305,7 @@ def rank_memory(
 
 
 def _activations(held: Held, plan: Plan, samples: list[int], stage: int, kind: DeviceKind) -> tuple[float, str]:
-    """Bytes of activations at the peak, and when that is."""
+    """Return (bytes of activations at the peak, when that is)."""
     ranks = plan.degree("stage")
     copying = kind == "cpu" and held.copying[stage] > held.passing[stage]
     once = max(samples) * float(held.copying[stage] if copying else held.passing[stage])
@@ -326,9 +337,10 @@ class RankState:
 
 
 def in_update(state: RankState, temporary: ArrayOrFloat, shard: ArrayOrInt) -> RankState:
-    """The state during the update.
+    """Return the state during the update.
 
-    Temporary tensors count as the optimizer's. The buffers of a shard axis are kept for the next step, others are free.
+    Temporary tensors count as the optimizer's. The buffers of a shard axis are kept for the next step; others
+    are free.
     """
     return replace(
         state,
@@ -340,9 +352,12 @@ def in_update(state: RankState, temporary: ArrayOrFloat, shard: ArrayOrInt) -> R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSharding:
-    """How the shard axis divides state: its degree, its level (0: not at all), and whether the host holds the rest.
+    """How the shard axis divides state. Each field is one value or (plans,) of them.
 
-    Each is one value or (plans,) of them.
+    Attributes:
+        degree: ranks of the shard axis.
+        level: level of sharding; 0: none.
+        offloaded: whether the host's memory holds the sharded state.
     """
 
     degree: ArrayOrInt
@@ -359,11 +374,12 @@ def sharded(
     accumulates: Flags | bool,
     on_cpu: bool,
 ) -> RankState:
-    """What the shard axis leaves on a rank, and what passes through it (Rajbhandari et al. 2020, arXiv 1910.02054).
+    """Return what the shard axis leaves on a rank, and what passes through it (Rajbhandari et al. 2020, arXiv
+    1910.02054).
 
     Args:
         state: what each rank would hold without it.
-        sharding: one plan's or many plans' sharding.
+        sharding: the sharding of one plan or of many plans.
         block: bytes of the largest block's parameters.
         outside: bytes of the parameters outside of blocks.
         accumulates: whether a step has several microbatches. Gradients then stay whole until the last one.
@@ -371,10 +387,10 @@ def sharded(
     """
     level, shard = np.asarray(sharding.level), np.asarray(sharding.degree, dtype=np.float64)
     rest = np.where(sharding.offloaded, 0.0, 1 / shard)
-    # a reduction in flight: what is sent, and what arrives (the rank's own part; on the host a part from every rank)
+    # a pending reduction: what is sent, and what arrives (the rank's own part; on the host a part from every rank)
     pending = 2.0 if on_cpu else 1 + 1 / shard
     passing = cost_constants.PENDING_SUMS * pending * block + block + outside
-    # whole at once: what is outside of blocks, the block, the next one and its way into place
+    # whole at the same time: parameters outside of blocks, the block, the next block and its gather buffer
     passing = passing + np.where(level == 3, outside + 3 * block, 0.0)
     gathered = np.where(level == 1, 2 * np.minimum(cost_constants.STATE_BUCKET_NBYTES, state.parameters), 0.0)
     kept_whole = np.where(level == 3, rest, 1.0 + np.where(level == 2, rest, 0.0))
@@ -388,11 +404,11 @@ def sharded(
 
 
 def activation_nbytes(model: ModelSpec, regions: tuple[Region, ...], *, half: bool) -> float:
-    """Bytes of one sample at the start of backward on one device.
+    """Return the bytes of one sample at the start of backward on one device.
 
-    This is what modules keep for backward, plus the largest output's gradient. A recomputed region keeps only its input
-    (assumed as large as its output) until its own backward, when it holds everything inside it. The largest region
-    counts in full.
+    This is what modules keep for backward, plus the largest output's gradient. A recomputed region keeps only
+    its input (assumed as large as its output) until its own backward, when it holds everything inside it. The
+    largest region counts in full.
     """
     columns = model_table(model)
     single_device = division(model, Plan(batch=BatchPlan(global_batch_size=1)))

@@ -1,9 +1,12 @@
 """Exchanges of divided modules in a microbatch, by module: seconds waited, seconds of links, and bytes sent.
 
-split: sums of outputs in forward and of inputs in backward (Shoeybi et al. 2019, arXiv 1909.08053); sequence
-parallelism takes as long (Korthikanti et al. 2022, arXiv 2205.05198). context: keys and values around a ring (Liu et
-al. 2023, arXiv 2310.01889), or heads for tokens (Jacobs et al. 2023, arXiv 2309.14509). expert: four all-to-alls a
-layer. table: vectors and their gradients; rows of divided linear layers both ways. space: halos.
+- split: outputs are reduced in forward and gradients of inputs in backward (Shoeybi et al. 2019, arXiv 1909.08053).
+  Sequence parallelism takes as long (Korthikanti et al. 2022, arXiv 2205.05198).
+- context: keys and values go around a ring (Liu et al. 2023, arXiv 2310.01889), or heads are exchanged for tokens
+  (Jacobs et al. 2023, arXiv 2309.14509).
+- expert: four all-to-alls per layer.
+- table: vectors and their gradients; rows of divided linear layers in both directions.
+- space: halos.
 """
 
 from collections.abc import Callable
@@ -27,10 +30,12 @@ from tutti.cost_model.worker_speed import KINDS, Array, Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """Exchanges of one microbatch, by module: seconds waited and bytes sent, in forward and in backward.
+    """Exchanges of one microbatch by module: seconds waited and bytes sent, in forward and in backward.
 
-    Attributes: forward_link_s: (tiers, modules), seconds in which links of each of `overlap.TIERS` are in use, waited
-        for or not. backward_link_s: the same in backward.
+    Attributes:
+        forward_link_s: (tiers, modules), seconds in which links of each of `overlap.TIERS` are in use in
+            forward, hidden or not.
+        backward_link_s: the same in backward.
     """
 
     forward_s: Array
@@ -41,6 +46,7 @@ class Exchanged:
     backward_link_s: Array
 
     def plus(self, other: "Exchanged") -> "Exchanged":
+        """Return both exchanges, one after the other."""
         return Exchanged(
             forward_s=self.forward_s + other.forward_s,
             backward_s=self.backward_s + other.backward_s,
@@ -53,7 +59,12 @@ class Exchanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wires:
-    """What the exchanges of a plan depend on besides the number of samples."""
+    """What the exchanges of a plan depend on besides the number of samples.
+
+    Attributes:
+        half: whether matrix products are computed in 16 bits.
+        on_cpu: whether the ranks compute on CPUs.
+    """
 
     model: ModelSpec
     plan: Plan
@@ -64,15 +75,18 @@ class Wires:
     on_cpu: bool
 
     def statistics_group(self) -> RankGroup:
-        """The ranks that share batch statistics; one rank where the model has none."""
+        """Return the ranks that share batch statistics; a group of one rank where the model has none."""
         shared = self.model.batch_statistics and self.plan.sync.mode == "synchronous"
         return self.network.group(*(*DATA_AXES, "space") if shared else ())
 
     def hidden(self, group: RankGroup, room: Array, seconds: Callable[[RankGroup], Array]) -> Array:
-        """The seconds that a rank waits of `seconds` of the group's exchanges, while `room` seconds of its own work
-        run.
+        """Return the seconds that a rank waits for exchanges of `group` that run beside its own work.
 
         Between ranks on a CPU, transfers take cores from that work.
+
+        Args:
+            room: (modules,) seconds of the rank's own work that can hide the exchanges.
+            seconds: (group) -> (modules,) seconds of the exchanges.
         """
         whole, on_cores = seconds(group), seconds(group.on_cores(self.network.host_groups[0]))
         behind = np.minimum(whole, room)
@@ -80,7 +94,7 @@ class Wires:
 
 
 def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
-    """The exchanges of a microbatch of `samples`, beside the given seconds of the modules' own work."""
+    """Return the exchanges of a microbatch of `samples`, beside the given seconds of the modules' own work."""
     zero = np.zeros(len(wires.columns))
     result = _waited(wires.network.group(), (zero, zero), (zero, zero))
     plan = wires.plan
@@ -105,7 +119,7 @@ def exchanged(wires: Wires, samples: float, forward_s: Array, backward_s: Array)
 
 
 def _waited(group: RankGroup, seconds: tuple[Array, Array], nbytes: tuple[Array, Array]) -> Exchanged:
-    """Exchanges of `group` that are not hidden, (in forward, in backward)."""
+    """Return exchanges of `group` that are not hidden; `seconds` and `nbytes` are (in forward, in backward)."""
     return Exchanged(
         forward_s=seconds[0],
         backward_s=seconds[1],
@@ -117,22 +131,22 @@ def _waited(group: RankGroup, seconds: tuple[Array, Array], nbytes: tuple[Array,
 
 
 def _on(group: RankGroup, seconds: Array) -> Array:
-    """(tiers, modules): `seconds` on the links that the group crosses."""
+    """Return (tiers, modules): `seconds` on the links that the group crosses."""
     return np.array([seconds if tier == group.tier else np.zeros(len(seconds)) for tier in TIERS])
 
 
 def each_of(seconds: Callable[[float], float], nbytes: Array) -> Array:
-    """`seconds` of every entry, computed once for equal entries; 0 bytes take no time."""
+    """Return `seconds` of every entry, computed once for equal entries; 0 bytes take no time."""
     result = np.zeros(len(nbytes))
     at = np.flatnonzero(nbytes)
     if len(at):
         different, back = np.unique(nbytes[at], return_inverse=True)
-        result[at] = np.array([seconds(float(one)) for one in different])[back]
+        result[at] = np.array([seconds(float(entry)) for entry in different])[back]
     return result
 
 
 def split_nbytes(columns: ModelTable, part: Division, samples: float, *, half: bool) -> tuple[Array, Array, Array]:
-    """(modules,) bytes over split: outputs that are reduced, outputs that are gathered, gradients of inputs."""
+    """Return (modules,) bytes over split: outputs that are reduced, outputs that are gathered, gradients of inputs."""
     low = np.where(columns.multiplies & half, 0.5, 1.0)
     outputs = samples * part.passed * columns.outputs * low
     inputs = np.where(part.split, samples * part.passed * columns.inputs, 0.0)
@@ -141,6 +155,7 @@ def split_nbytes(columns: ModelTable, part: Division, samples: float, *, half: b
 
 
 def _split(wires: Wires, samples: float) -> Exchanged:
+    """Return the exchanges of tensor parallelism."""
     division, group = wires.division, wires.network.group("split")
     t = group.ranks
     sums, gathers, into = split_nbytes(wires.columns, division, samples, half=wires.half)
@@ -148,7 +163,7 @@ def _split(wires: Wires, samples: float) -> Exchanged:
         ahead = each_of(group.summed, sums) + each_of(group.divided, gathers)
         back = each_of(group.summed, into) + each_of(group.divided, gathers)
         sent = ((2 * sums + gathers) * (t - 1) / t, (2 * into + gathers) * (t - 1) / t)
-    else:  # unequal parts travel as long as the largest, and of their sums everyone gets the whole
+    else:  # unequal parts take as long as the largest, and reductions give every rank the whole result
         padded = gathers * division.padded
         ahead = each_of(group.summed, sums) + each_of(group.divided, padded)
         back = each_of(group.summed, into) + each_of(group.summed, gathers)
@@ -157,13 +172,15 @@ def _split(wires: Wires, samples: float) -> Exchanged:
 
 
 def key_value_nbytes(columns: ModelTable, part: Division, samples: float) -> Array:
-    """(modules,) bytes of the keys and values of a rank's part of each sequence, in full precision."""
+    """Return (modules,) bytes of the keys and values of a rank's part of each sequence, in full precision."""
     return samples * part.work * columns.key_value
 
 
 def _ring(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
-    """A transfer runs while the block before it is computed; in backward the gradients go around as well, in full
-    width.
+    """Return the exchanges of ring attention.
+
+    A transfer runs while the block before it is computed. In backward the gradients go around as well, in full
+    precision.
     """
     group = wires.network.group("context")
     c = group.ranks
@@ -188,7 +205,7 @@ def _ring(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> 
 
 
 def _heads(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
-    """Queries, keys, values and results are exchanged, each on its own."""
+    """Return the exchanges of queries, keys, values and results for context parallelism by heads."""
     group = wires.network.group("context")
     c = group.ranks
     attends = wires.columns.key_value > 0
@@ -201,12 +218,15 @@ def _heads(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
 
 
 def routed_nbytes(columns: ModelTable, part: Division, samples: float) -> Array:
-    """(modules,) bytes of the tokens that a rank sends to experts; as many return."""
+    """Return (modules,) bytes of the tokens that a rank sends to experts; as many bytes return."""
     return samples * part.passed * columns.routed
 
 
 def _experts(wires: Wires, samples: float) -> Exchanged:
-    """Tokens are sent and returned twice; before that all ranks exchange how many tokens chose which expert."""
+    """Return the exchanges of experts.
+
+    Tokens are sent and returned twice. Before that, all ranks exchange how many tokens chose which expert.
+    """
     group, sharers = wires.network.group("expert"), wires.network.group(*DATA_AXES)
     e = group.ranks
     routed = routed_nbytes(wires.columns, wires.division, samples)
@@ -217,12 +237,15 @@ def _experts(wires: Wires, samples: float) -> Exchanged:
 
 
 def vector_nbytes(columns: ModelTable, part: Division, samples: float) -> Array:
-    """(modules,) bytes of the vectors that divided embedding tables look up."""
+    """Return (modules,) bytes of the vectors that are looked up in divided embedding tables."""
     return np.where(columns.table, samples * part.passed * columns.outputs, 0.0)
 
 
 def _tables(wires: Wires, samples: float) -> Exchanged:
-    """Tables that follow each other share their exchanges: of sizes, of rows (both small), and of vectors."""
+    """Return the exchanges of embedding tables. Consecutive tables share their exchanges.
+
+    They exchange sizes, rows (both small), and vectors.
+    """
     group = wires.network.group("table")
     columns = wires.columns
     vectors = vector_nbytes(columns, wires.division, samples)
@@ -237,35 +260,37 @@ def _tables(wires: Wires, samples: float) -> Exchanged:
 
 
 def linear_nbytes(columns: ModelTable, part: Division, samples: float, *, half: bool) -> tuple[Array, Array]:
-    """(modules,) bytes of linear layers divided over table that a rank exchanges: of their inputs, of their outputs."""
+    """Return (modules,) bytes that a rank exchanges for linear layers divided over table: (of their inputs, of
+    their outputs).
+    """
     values = np.where(part.linear, samples * part.passed * (0.5 if half else 1.0), 0.0)
     inputs = values * columns.linear * np.where(part.by_outputs, part.holders, 1.0)
     return inputs, values * columns.outputs * np.where(part.by_outputs, 1.0, part.holders)
 
 
 def _linears(wires: Wires, samples: float) -> Exchanged:
-    """Exchanges of divided linear layers.
+    """Return the exchanges of divided linear layers.
 
-    By columns, inputs go to all ranks and parts of outputs return. By rows, parts of inputs go, and all ranks' partial
-    outputs return. Gradients take the same routes. Each rank first announces its number of rows.
+    By columns, inputs go to all ranks and parts of outputs return. By rows, parts of inputs go, and all ranks'
+    partial outputs return. Gradients take the same routes. Each rank first announces its number of rows.
     """
     group, part = wires.network.group("table"), wires.division
     columns, n = wires.columns, wires.network.group("table").ranks
     into, out = linear_nbytes(columns, part, samples, half=wires.half)
     trained = np.where(columns.first, 0.0, 1.0)
     there, back = each_of(group.all_to_all, into), each_of(group.all_to_all, out)
-    said = np.where(part.linear, group.all_to_all(1.0), 0.0)
+    announced = np.where(part.linear, group.all_to_all(1.0), 0.0)
     sent = ((into + out) * (n - 1) / n, (trained * into + out) * (n - 1) / n)
-    return _waited(group, (there + back + said, trained * there + back), sent)
+    return _waited(group, (there + back + announced, trained * there + back), sent)
 
 
 def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) -> Exchanged:
-    """Exchanges of halos: a rank inside the grid sends to both sides of every cut dim.
+    """Return the exchanges of halos: a rank inside the grid sends to both sides of every dim that is cut.
 
-    The interior is computed while the first dim's halos are in flight, and its gradients while the last dim's return.
-    Dims
-    follow each other, and each also carries the halos that came before it, or padding, so that corners arrive: 2 h rows
-    beside a rank's N / parts. 2 h / N is the halo's fraction of a module's input, taken as the activations it keeps.
+    The interior is computed while the first dim's halos are in transit, and its gradients while the last dim's
+    return. The dims are exchanged one after the other. Each dim also carries the halos that came before it, or
+    padding, so that corners arrive: 2 h rows beside a rank's N / parts. 2 h / N is the halo's fraction of a
+    module's input, which is taken as the activations that it keeps.
     """
     group, columns = wires.network.group("space"), wires.columns
     grid = wires.plan.space_grid or (wires.plan.degree("space"),)
@@ -274,7 +299,7 @@ def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
     whole = np.where(columns.activations > 0, columns.activations, np.inf)
     for dim, parts in enumerate(grid[:3]):
         if parts > 1:
-            others = group.ranks / parts  # the other dims are cut too, and with them the plane
+            others = group.ranks / parts  # the other dims are cut too, so the plane that is sent is smaller
             halo = columns.halo[:, dim]
             side = samples * halo / 2 / others * grown
             grown = grown * (1 + parts * halo / whole)
@@ -282,7 +307,7 @@ def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
             sent += min(2, parts - 1) * side
     inside = interior(columns, grid)
     piecewise = np.where(inside >= cost_constants.LEAST_INTERIOR, inside, 0.0)
-    by_dim = [_sides(*one) for one in dims]
+    by_dim = [_sides(*dim_transfer) for dim_transfer in dims]
     seconds = np.sum(by_dim, axis=0)
     return Exchanged(
         forward_s=seconds
@@ -299,7 +324,7 @@ def _halos(wires: Wires, samples: float, forward_s: Array, backward_s: Array) ->
 
 
 def _sides(group: RankGroup, side: Array) -> Array:
-    """Seconds in which each rank sends that many bytes to its neighbours on both sides."""
+    """Return the seconds in which each rank sends `side` bytes to its neighbours on both sides."""
     return each_of(group.to_neighbours, side)
 
 
@@ -309,21 +334,23 @@ _COUNTER_NBYTES = 8  # batches tracked
 
 
 def statistics_s(model: ModelSpec, group: RankGroup) -> tuple[Array, Array]:
-    """Seconds of a microbatch's exchanges of batch statistics over `group`, by module, (in forward, in backward).
+    """Return the seconds of a microbatch's exchanges of batch statistics over `group`, by module: (in forward, in
+    backward).
 
-    Forward gathers count, mean and squared deviations of every channel from all ranks; backward sums two vectors.
+    Forward gathers count, mean and squared deviations of every channel from all ranks. Backward reduces two
+    vectors.
     """
     channels = _channels_of(model)
     forward, backward = np.zeros(len(channels)), np.zeros(len(channels))
     for index in np.flatnonzero(channels) if group.ranks > 1 else ():
         gathered = group.ranks * (2 * channels[index] + 1) * _STATISTIC_NBYTES
-        forward[index] = group.scatter(gathered)  # an all-gather of as much takes as long
+        forward[index] = group.scatter(gathered)  # an all-gather takes as long as a reduce-scatter
         backward[index] = group.all_reduce(2 * channels[index] * _STATISTIC_NBYTES)
     return forward, backward
 
 
 def taken_in_passes(ops: OpTable) -> OpTable:
-    """The operators of a CPU rank whose batch statistics are shared by several ranks.
+    """Return the operators of a CPU rank whose batch statistics are shared by several ranks.
 
     A BatchNorm then reads its values in passes, as a norm of rows does, and takes `SHARED_NORM` times as long.
     """
@@ -343,7 +370,12 @@ def taken_in_passes(ops: OpTable) -> OpTable:
 def at_least(
     one: Callable[..., PassCost], ops: OpTable, worker: Worker, samples: int, modules: int, *, weights: bool = True
 ) -> PassCost:
-    """The pass `one` of each module, with one rank's batch statistics or several ranks': the faster of both."""
+    """Return the cost of a pass with batch statistics of one rank or of several ranks, whichever is less for each
+    module.
+
+    Args:
+        one: `compute_cost.forward` or `compute_cost.backward`.
+    """
     per_rank = one(ops, worker, samples, modules, weights=weights)
     shared_ops = taken_in_passes(ops) if worker.gap_s is None else ops
     if shared_ops is ops:
@@ -359,7 +391,7 @@ def _channels_of(model: ModelSpec) -> Array:
 
 
 def _channels(module: ModuleSpec) -> float:
-    """Channels of a BatchNorm, from its running statistics, or from weight and bias where it has none."""
+    """Return the channels of a BatchNorm: from its running statistics, or from weight and bias where it has none."""
     if module.buffer_nbytes:
         return (module.buffer_nbytes - _COUNTER_NBYTES) / (_STATE_VALUES * _STATISTIC_NBYTES)
     return module.parameters / 2
@@ -367,10 +399,10 @@ def _channels(module: ModuleSpec) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passed:
-    """Seconds by module, with recompute in backward.
+    """Seconds of a microbatch by module; recompute counts as backward.
 
     Attributes:
-        waits: seconds waited and bytes sent, repeated exchanges of recompute included.
+        waits: seconds waited and bytes sent; recompute repeats exchanges.
         limits: (3, modules), seconds of both passes by what limits them.
     """
 
@@ -386,7 +418,7 @@ class Passed:
 
 
 def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: int) -> Passed:
-    """A microbatch of `samples` samples on a rank that computes as `worker` does."""
+    """Return the cost of a microbatch of `samples` samples on a rank with the speed of `worker`."""
     ops, modules = wires.division.ops, len(wires.columns)
     if wires.on_cpu and wires.statistics_group().ranks > 1:
         ops = taken_in_passes(ops)
@@ -423,27 +455,27 @@ def passed(wires: Wires, worker: Worker, regions: tuple[Region, ...], samples: i
 
 
 def repeats(columns: ModelTable, regions: tuple[Region, ...]) -> Array:
-    """1 for modules whose forward is computed again in backward, else 0."""
+    """Return 1 for modules whose forward is computed again in backward, else 0."""
     again = np.zeros(len(columns))
     if regions:
-        found = marks(regions)
-        dear = columns.multiplies[found.member] & found.selective[found.of]
-        again[found.member] = np.where(dear, 0.0, 1.0)
+        marked = marks(regions)
+        expensive = columns.multiplies[marked.member] & marked.selective[marked.of]
+        again[marked.member] = np.where(expensive, 0.0, 1.0)
     return again
 
 
 def last_reduced(columns: ModelTable, part: Division, regions: tuple[Region, ...]) -> Flags:
-    """The last module of each region whose output is reduced.
+    """Return a mask of the last module of each region whose output is reduced.
 
-    Backward needs nothing that comes after it, so the region is not computed again beyond it.
+    Backward needs nothing that comes after that module, so the region is not recomputed beyond it.
     """
     result = np.zeros(len(columns), dtype=np.bool_)
     if not regions:
         return result
-    found = marks(regions)
-    summed = part.split[found.member] & columns.summed[found.member]
+    marked = marks(regions)
+    summed = part.split[marked.member] & columns.summed[marked.member]
     last = np.zeros(len(regions), dtype=np.intp) - 1
-    np.maximum.at(last, found.of[summed], found.member[summed])
+    np.maximum.at(last, marked.of[summed], marked.member[summed])
     result[last[last >= 0]] = True
     return result
 
@@ -451,7 +483,7 @@ def last_reduced(columns: ModelTable, part: Division, regions: tuple[Region, ...
 def _chunked(
     whole: compute_cost.PassCost, part: compute_cost.PassCost, inside: Flags, chunks: int
 ) -> compute_cost.PassCost:
-    """`whole`, where modules in the mask `inside` do `part` that many times."""
+    """Return `whole`, where the modules in the mask `inside` run `part` that many times."""
     return compute_cost.PassCost(
         seconds=np.where(inside, chunks * part.seconds, whole.seconds),
         limits=np.where(inside, chunks * part.limits, whole.limits),

@@ -35,9 +35,10 @@ class _Same(Generic[T]):
 
 
 def remembered(size: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Cache the last `size` results of a pure function of a model and small values.
+    """Return a decorator that caches the last `size` results of a pure function of a model and small values.
 
-    Models are compared by identity. The cache holds them, so that no other model takes their address.
+    Models are compared by identity. The cache keeps a reference to them, so that no other model gets the same
+    address.
     """
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
@@ -55,7 +56,7 @@ def remembered(size: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 def multiplies(module: ModuleSpec) -> bool:
-    """Whether a module has matrix operators, which autocast runs in the lower precision."""
+    """Return whether a module has matrix operators, which autocast runs in the lower precision."""
     return any(op.kind in cost_constants.MATRIX_KINDS for op in module.ops)
 
 
@@ -64,14 +65,17 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowTable:
-    """Values that modules pass on, (values,). Modules are named by index.
+    """Values that modules pass on, as columns: (values,) unless stated otherwise. Modules are named by index.
 
     Attributes:
         made: the module that makes the value.
+        nbytes: bytes of one sample.
+        fixed_nbytes: bytes that do not depend on the samples.
         trained: whether its gradient comes back.
         used: rows (value, module that uses it).
-        kept: rows (value, first module that keeps it for backward).
-        after: rows (container, module at whose work it keeps); `after_nbytes` has the bytes of one sample.
+        kept: rows (value, module that keeps it for backward, first module that keeps it).
+        after: rows (container, module after whose work the container's own code keeps activations).
+        after_nbytes: for each row of `after`, the bytes of one sample.
     """
 
     made: Indices
@@ -89,25 +93,31 @@ class FlowTable:
         return len(self.made) > 0
 
     def crossings(self, stage: Indices, count: int) -> Array:
-        """(2, 2, stages, stages): bytes between stages, of one sample and of a microbatch whatever its samples.
+        """Return (2, 2, stages, stages): bytes that each stage sends to each other stage.
 
-        The first index is 0 for values sent in forward and 1 for values whose gradients come back. `stage`: of each
-        module.
+        The first index is 0 for bytes of one sample, and 1 for those of a microbatch whatever its samples. The
+        second index is 0 for values sent in forward, and 1 for values whose gradients come back.
+
+        Args:
+            stage: (modules,), the stage of each module.
+            count: number of stages.
         """
         value, source, target = self.used[:, 0], stage[self.made[self.used[:, 0]]], stage[self.used[:, 1]]
         _, once = np.unique(value * count + target, return_index=True)
         once = once[target[once] > source[once]]
-        found = np.zeros((2, 2, count, count))
+        sent = np.zeros((2, 2, count, count))
         for kind, nbytes in enumerate((self.nbytes, self.fixed_nbytes)):
             for link, sent_nbytes in enumerate((nbytes, np.where(self.trained, nbytes, 0.0))):
-                np.add.at(found[kind, link], (source[once], target[once]), sent_nbytes[value[once]])
-        return found
+                np.add.at(sent[kind, link], (source[once], target[once]), sent_nbytes[value[once]])
+        return sent
 
     def copies(self, stage: Indices, count: int, keeps: Flags) -> Array:
-        """(stages,): bytes of one sample that came from other stages and are kept, while another stage's module counts
-        them.
+        """Return (stages,): bytes of one sample that a stage keeps although another stage's module counts them.
 
-        `keeps`: for each module, whether it keeps its input.
+        Args:
+            stage: (modules,), the stage of each module.
+            count: number of stages.
+            keeps: (modules,), whether a module keeps its input.
         """
         value, at, first = self.kept.T
         here = stage[at]
@@ -118,17 +128,30 @@ class FlowTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTable:
-    """Columns over the modules of a model; bytes as in ModuleSpec, of one sample where they grow with samples.
+    """Columns over the modules of a model. Bytes are as in ModuleSpec, of one sample where they grow with samples.
 
-    Attributes: unit: the part of the model, in order of execution, that a pipeline stage or a unit of sharding keeps
-        together; 0 is what comes before the first, the model's own part included. block: whether the module is in a
-        repeated block. owner: the module whose parameters a tied module shares, -1 for none. flops: of forward's matrix
-        operators. sample_flops: of both passes of a sample. tokens: in a sample, 0 where it has none. summed: the split
-        axis sums the divided module's output. gathered: the split axis gathers the divided module's output. inputs:
-        bytes of inputs whose gradient is wanted. halo: bytes that cross one cut through each spatial dim, (modules, 3).
-        linear: bytes of the input of a linear layer that `table` can divide. first: nothing before the module is
-        trained. convolved: bytes that the module's largest convolution reads and writes in forward. recurred: bytes of
-        the output of a recurrent layer. flow: the values that modules pass on.
+    Attributes:
+        ops: all operators.
+        names: dotted names.
+        classes: class names.
+        inputs: bytes of inputs whose gradient is wanted.
+        halo: (modules, 3), bytes that cross one cut through each spatial dim.
+        kinds: how the split axis divides the module; empty where it does not.
+        summed: whether the split axis reduces the divided module's output.
+        gathered: whether the split axis gathers the divided module's output.
+        limit: number of heads or units that the split axis divides; 0: any.
+        linear: bytes of the input of a linear layer that `table` can divide.
+        first: whether nothing before the module is trained.
+        convolved: bytes that the module's largest convolution reads and writes in forward.
+        recurred: bytes of the output of a recurrent layer.
+        unit: the part of the model, in order of execution, that a pipeline stage or a unit of sharding keeps
+            together. Unit 0 is what comes before the first, the model itself included.
+        block: whether the module is in a repeated block.
+        owner: the module whose parameters a tied module shares, -1 for none.
+        flow: the values that modules pass on.
+        flops: FLOPs of forward's matrix operators.
+        sample_flops: FLOPs of both passes of a sample.
+        tokens: tokens of a sample; 0 where it has none.
     """
 
     ops: OpTable
@@ -176,7 +199,7 @@ class ModelTable:
 
 @remembered(16)
 def model_table(model: ModelSpec) -> ModelTable:
-    """The columns of `model`."""
+    """Return the columns of `model`."""
     modules = model.modules
     names = tuple(module.name for module in modules)
     place = {name: index for index, name in enumerate(names)}
@@ -231,7 +254,7 @@ def model_table(model: ModelSpec) -> ModelTable:
 
 
 def _first(module: ModuleSpec) -> bool:
-    """Whether nothing before the module is trained.
+    """Return whether nothing before the module is trained.
 
     Its backward then computes the gradients of its weights only: as many FLOPs as forward.
     """
@@ -243,25 +266,27 @@ def _first(module: ModuleSpec) -> bool:
 
 
 def _convolved(module: ModuleSpec) -> float:
+    """Return the bytes that a module's largest convolution reads and writes in one call of forward."""
     return max((op.nbytes_forward / max(op.calls, 1) for op in module.ops if op.kind == "conv"), default=0.0)
 
 
 def _halo(module: ModuleSpec) -> tuple[float, ...]:
+    """Return the bytes that cross one cut through each of three spatial dims."""
     given = module.halo_nbytes_by_dim or (module.halo_nbytes_per_cut,) * 3
     return (*given, 0.0, 0.0, 0.0)[:3]
 
 
 def _blocks(modules: tuple[ModuleSpec, ...]) -> list[int]:
-    """The block of each module, as the model says; without that, entries of its outermost lists."""
+    """Return the block of each module as the model says, otherwise the entry of its outermost list; -1 for none."""
     if any(module.block >= 0 for module in modules):
         return [module.block for module in modules]
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     blocks = [block_of_name(module.name) for module in modules]
-    return [found.setdefault(block, len(found)) if block else -1 for block in blocks]
+    return [numbers.setdefault(block, len(numbers)) if block else -1 for block in blocks]
 
 
 def _units(blocks: list[int], names: tuple[str, ...]) -> NDArray[np.intp]:
-    """A unit for each block and for each module outside of blocks; the model itself is in unit 0."""
+    """Return a unit for each block and for each module outside of blocks; the model itself is in unit 0."""
     units, of_block, last = [], {}, 0
     for block, name in zip(blocks, names, strict=True):
         if not name:
@@ -278,22 +303,22 @@ def _units(blocks: list[int], names: tuple[str, ...]) -> NDArray[np.intp]:
 
 
 def flow_table(modules: tuple[ModuleSpec, ...], place: Mapping[str, int]) -> FlowTable:
-    """The columns of the values of `modules`, whose indices by name are `place`."""
-    values = [(place[module.name], one) for module in modules for one in module.passes_on]
+    """Return the columns of the values of `modules`, whose indices by name are `place`."""
+    values = [(place[module.name], passed) for module in modules for passed in module.passes_on]
     after = [(place[m.name], place[name], nbytes) for m in modules for name, nbytes in m.kept_after if name in place]
-    used = [(at, place[name]) for at, (_, one) in enumerate(values) for name in one.to if name in place]
+    used = [(at, place[name]) for at, (_, passed) in enumerate(values) for name in passed.to if name in place]
     kept = [
-        (at, place[name], place[one.kept[0]])
-        for at, (_, one) in enumerate(values)
-        if one.kept and one.kept[0] in place
-        for name in one.kept[1:]
+        (at, place[name], place[passed.kept[0]])
+        for at, (_, passed) in enumerate(values)
+        if passed.kept and passed.kept[0] in place
+        for name in passed.kept[1:]
         if name in place
     ]
     return FlowTable(
         made=np.array([made for made, _ in values], dtype=np.intp),
-        nbytes=np.array([one.nbytes for _, one in values], dtype=np.float64),
-        fixed_nbytes=np.array([one.fixed_nbytes for _, one in values], dtype=np.float64),
-        trained=np.array([one.trained for _, one in values], dtype=np.bool_),
+        nbytes=np.array([passed.nbytes for _, passed in values], dtype=np.float64),
+        fixed_nbytes=np.array([passed.fixed_nbytes for _, passed in values], dtype=np.float64),
+        trained=np.array([passed.trained for _, passed in values], dtype=np.bool_),
         used=np.array(used, dtype=np.intp).reshape(-1, 2),
         kept=np.array(kept, dtype=np.intp).reshape(-1, 3),
         after=np.array([row[:2] for row in after], dtype=np.intp).reshape(-1, 2),

@@ -1,7 +1,8 @@
 """Communication hidden behind backward: buckets are sent as they become ready, one at a time.
 
-A link carries one exchange at a time. Exchanges that a rank waits for within its passes (sums over split, all-to-alls
-of experts and tables, parts of sequences, halos) go first; buckets have the link for the rest of the time.
+A link carries one exchange at a time. Exchanges that a rank waits for within its passes go first (reductions
+over split, all-to-alls of experts and tables, parts of sequences, halos). Buckets have the link for the rest of
+the time.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ TIERS: tuple[LinkTier, ...] = ("node", "network")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketCost:
-    """Gradients fused for one collective.
+    """Gradients that are fused for one collective.
 
     Attributes:
         last: index, in the order of backward, of the module that completes the bucket.
@@ -33,7 +34,12 @@ class BucketCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommCost:
-    """The communication of a step: seconds in all, and seconds after the end of backward."""
+    """The communication of a step.
+
+    Attributes:
+        total_s: seconds of all of it.
+        exposed_s: seconds of it that computation does not hide.
+    """
 
     total_s: float
     exposed_s: float
@@ -44,8 +50,8 @@ class Taken:
     """Seconds in which links carry the exchanges of a rank's passes, by tier as in `TIERS`.
 
     Attributes:
-        forward: (tiers, modules), of the last microbatch.
-        backward: (tiers, modules), of the last microbatch.
+        forward: (tiers, modules), in the last microbatch's forward.
+        backward: (tiers, modules), in the last microbatch's backward.
         after: (tiers,), of a message that leaves at the end of backward.
     """
 
@@ -54,9 +60,9 @@ class Taken:
     after: Array
 
     def in_turns(self, forward_s: Array, backward_s: Array, turns: float) -> "Taken":
-        """The same where `turns` hosts take turns on each core.
+        """Return the same where `turns` hosts take turns on each core.
 
-        An exchange behind a module's work then advances only while all its ranks have their turn.
+        An exchange beside a module's work then advances only while all ranks that take part have their turn.
         """
         away = 1 - 1 / turns
         return replace(
@@ -67,10 +73,17 @@ class Taken:
 
 
 def buckets(gradient_nbytes: Sequence[float], cap_nbytes: float) -> tuple[BucketCost, ...]:
-    """Fuse gradients, given in the order of forward, into buckets, returned in the order in which backward fills them.
+    """Fuse gradients into buckets.
 
-    A bucket closes once it has reached its cap, counted from the first module on, so that the smaller rest is sent
-    first (PyTorch DDP's rule for a given cap). Modules without gradients are in no bucket.
+    A bucket closes once it has reached its cap, counted from the first module on, so that the smaller rest is
+    sent first (PyTorch DDP's rule for a given cap). Modules without gradients are in no bucket.
+
+    Args:
+        gradient_nbytes: bytes of each module's gradients, in the order of forward.
+        cap_nbytes: bytes at which a bucket is closed.
+
+    Returns:
+        The buckets, in the order in which backward fills them.
     """
     result: list[BucketCost] = []
     size, first = 0.0, -1
@@ -96,16 +109,21 @@ def exchange(
     taken: Sequence[Array] = (),
     after: Sequence[float] = (),
 ) -> CommCost:
-    """Run the recurrence: bucket k starts when it is ready and the link is free.
+    """Return the cost of the buckets' collectives: bucket k starts when it is ready and the link is free.
 
-    Args: backward_s: seconds of each module's backward, in order. fused: the buckets. bucket_s: seconds of each
-        bucket's collective. cores_s: for each bucket, seconds by which it delays backward even where it is hidden,
-        because it needs the same cores. taken: for each bucket, the seconds of each module's backward in which the
-        bucket's link carries another exchange, spread evenly over the module's time. after: for each bucket, the
-        seconds of the message that leaves on its link at the end of backward; buckets get half of the link beside it.
+    Args:
+        backward_s: seconds of each module's backward, in order.
+        fused: the buckets.
+        bucket_s: seconds of each bucket's collective.
+        cores_s: for each bucket, seconds by which it delays backward even where it is hidden, because it needs
+            the same cores.
+        taken: for each bucket, the seconds of each module's backward in which the bucket's link carries another
+            exchange, spread evenly over the module's time.
+        after: for each bucket, the seconds of the message that leaves on its link at the end of backward;
+            buckets get half of the link beside it.
 
     Returns:
-        Total seconds, and the exposed ones: from the end of backward to the end of the last collective.
+        Total seconds, and the exposed seconds, from the end of backward to the end of the last collective.
     """
     finished = np.cumsum(np.asarray(backward_s, dtype=float))
     end_of_backward = float(finished[-1]) if len(finished) else 0.0
@@ -128,9 +146,10 @@ def exchange(
 
 
 def _carried(finished: Array, open_s: Array, start: float, seconds: float) -> float:
-    """When a link has carried an exchange of `seconds` that starts at `start`.
+    """Return when a link has carried an exchange of `seconds` that starts at `start`.
 
-    The link has been free for `open_s` seconds by the time each module has `finished`, and is free after the last.
+    The link has been free for `open_s` seconds by the time each module has `finished`, and is free after the
+    last one.
     """
     if seconds <= 0:
         return start

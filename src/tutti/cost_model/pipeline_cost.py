@@ -1,8 +1,8 @@
-"""A simulated pipeline: the schedule's actions one by one, with the times of unequal stages.
+"""Simulation of a pipeline: the schedule's actions one by one, with the times of unequal stages.
 
-An action begins when its rank is free and its input has arrived. A message leaves once it exists and the message before
-it on the same link has left; it then takes its own time. Only very long runs are approximated: a schedule becomes
-periodic, and further periods repeat the last one.
+An action begins when its rank is free and its input has arrived. A message leaves once it exists and the
+previous message on the same link has left; it then takes its own time. Only very long runs are approximated: a
+schedule becomes periodic, and further periods repeat the last one.
 """
 
 from collections import deque
@@ -25,10 +25,12 @@ Array = NDArray[np.float64]
 Places = NDArray[np.intp]
 
 PERIODS = 4
-"""The most microbatches that are simulated, as a multiple of the stages; the rest repeats the last period."""
+"""Long runs are simulated for at least this many microbatches per rank of the stage axis. Beyond them, the last
+period is repeated.
+"""
 
 MOST_PUT_OFF = 4096
-"""With delayed weight gradients, this many microbatches times ranks are simulated in any case."""
+"""With delayed weight gradients, the product of microbatches and ranks up to which all microbatches are simulated."""
 
 _KIND = {"F": 0, "B": 1, "I": 2, "W": 3}
 _NOTHING, _NOT_YET = -1, -2
@@ -38,16 +40,14 @@ _PUT_OFF = (0, 0, 1, -1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionOrder:
-    """A schedule's actions, each after the actions it depends on.
+    """A schedule's actions, each after the actions on which it depends. Every field has one entry for each action.
 
     Attributes:
-        rank: by action.
-        stage: by action.
-        microbatch: by action.
-        kind: 0 forward, 1 backward, 2 and 3 its halves for inputs and weights.
+        rank: the rank that runs it, by place on the stage axis.
         after: the action whose result it needs, -1 for none.
-        link: the link between two ranks that its own result takes, -1 for none.
-        crosses: the boundary between stages that this result crosses.
+        kind: 0 forward, 1 backward, 2 and 3 the halves of backward for inputs and for weights.
+        link: the link between two ranks over which its own result is sent, -1 for none.
+        crosses: the boundary between stages that its own result crosses.
     """
 
     rank: tuple[int, ...]
@@ -61,17 +61,17 @@ class ActionOrder:
 
 @lru_cache(maxsize=512)
 def order_of(name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int) -> ActionOrder:
-    """The runtime's schedule, ready to be simulated."""
+    """Return the runtime's schedule in a form that can be simulated."""
     if name in ("1f1b", "gpipe"):
         return _regular(name, ranks, microbatches)
     return _walked(build_orders(name, ranks, stages_per_rank, microbatches), ranks * stages_per_rank, microbatches)
 
 
 def _regular(name: ScheduleName, ranks: int, count: int) -> ActionOrder:
-    """GPipe and 1F1B, in the order of the times at which equally long actions begin.
+    """Return GPipe or 1F1B, in the order of the times at which equally long actions begin.
 
-    On place r of p, forward m begins at r + m; in 1F1B, once p - r - 1 forwards are ahead, at r + 2 m. Backward m of
-    1F1B begins at 2 p - 1 - r + 2 m, and that of GPipe later by the time of all forwards.
+    On place r of p, forward m begins at r + m; in 1F1B, once p - r - 1 forwards are ahead, at r + 2 m. In 1F1B,
+    backward m begins at 2 p - 1 - r + 2 m; in GPipe, backwards begin after all forwards.
     """
     rank, m = np.divmod(np.arange(ranks * count), count)
     if name == "gpipe":
@@ -91,7 +91,11 @@ def _regular(name: ScheduleName, ranks: int, count: int) -> ActionOrder:
 
 
 def _walked(orders: Orders, stages: int, count: int) -> ActionOrder:
-    """Any schedule: each rank's actions as soon as their inputs exist. Raises PlanError for a deadlock."""
+    """Return any schedule, with each rank's actions as soon as their inputs exist.
+
+    Raises:
+        PlanError: the schedule deadlocks.
+    """
     forward, gradient = [_NOT_YET] * (stages * count), [_NOT_YET] * (stages * count)
     rows: list[tuple[int, int, int, int, int, int]] = []
     waiting = [deque(order) for order in orders]
@@ -121,7 +125,11 @@ def _walked(orders: Orders, stages: int, count: int) -> ActionOrder:
 def _order(
     rank: Places, after: Places, stage: Places, microbatch: Places, kind: Places, boundary: Places
 ) -> ActionOrder:
-    """`boundary`: the boundary between stages that each action's input has crossed."""
+    """Return the actions as an ActionOrder.
+
+    Args:
+        boundary: the boundary between stages that each action's input has crossed.
+    """
     takers = np.flatnonzero(after >= 0)  # each result is taken once
     makers, ranks = after[takers], int(rank.max(initial=0)) + 1
     other_rank = rank[makers] != rank[takers]
@@ -145,23 +153,28 @@ class Messages:
 
     Attributes:
         arrive_s: from the departure of a message to its arrival.
-        occupy_s: from its departure until the next may leave on the same link, which is less by the latency.
+        occupy_s: from its departure until the next message may leave on the same link; shorter by the latency.
     """
 
     arrive_s: Array
     occupy_s: Array
 
     def of(self, microbatches: Places | slice) -> "Messages":
+        """Return the messages of some microbatches."""
         return Messages(arrive_s=self.arrive_s[:, microbatches], occupy_s=self.occupy_s[:, microbatches])
 
 
 def play(order: ActionOrder, seconds: Array, messages: Messages) -> list[float]:
-    """When each rank has ended. `seconds`: (kinds, stages, microbatches)."""
+    """Return when each rank has finished.
+
+    Args:
+        seconds: (kinds of action, stages, microbatches).
+    """
     return moments(order, seconds, messages)[0]
 
 
 def moments(order: ActionOrder, seconds: Array, messages: Messages) -> tuple[list[float], list[float]]:
-    """(when each rank has ended, when each action has ended); shapes as in `play`."""
+    """Return (when each rank has finished, when each action has ended); shapes as in `play`."""
     ranks = max(order.rank) + 1
     free, ended, arrived = [0.0] * ranks, [0.0] * len(order.rank), [0.0] * len(order.rank)
     open_from = [0.0] * (ranks * ranks)
@@ -182,9 +195,9 @@ def moments(order: ActionOrder, seconds: Array, messages: Messages) -> tuple[lis
 
 
 def ends(plan: Plan, seconds: Array, messages: Messages) -> list[float]:
-    """When each rank of the stage axis has finished, for all microbatches; shapes as in `play`.
+    """Return when each rank of the stage axis has finished all microbatches; shapes as in `play`.
 
-    Long runs of equal microbatches are simulated for some periods and continued at the rate of the last one.
+    Of long runs of equal microbatches, some periods are simulated and continued at the rate of the last period.
     """
     pipeline, ranks = plan.pipeline, plan.degree("stage")
     count = seconds.shape[2]
@@ -194,32 +207,36 @@ def ends(plan: Plan, seconds: Array, messages: Messages) -> list[float]:
     early, late = (
         np.array(
             play(
-                order_of(pipeline.schedule, ranks, pipeline.stages_per_rank, some),
-                seconds[:, :, :some],
-                messages.of(slice(some)),
+                order_of(pipeline.schedule, ranks, pipeline.stages_per_rank, simulated),
+                seconds[:, :, :simulated],
+                messages.of(slice(simulated)),
             )
         )
-        for some in (played - 2 * ranks, played)
+        for simulated in (played - 2 * ranks, played)
     )
-    weight_pass_time = (late - early) / (2 * ranks)  # 1F1B may take turns of two microbatches, whatever the ranks
-    if pipeline.schedule != "gpipe":  # forward and backward take turns: not quicker than the busiest rank for long
+    microbatch_s = (late - early) / (2 * ranks)  # 1F1B may repeat every two microbatches, however many ranks
+    if pipeline.schedule != "gpipe":  # forward and backward alternate, so in the long run the busiest rank is a limit
         work = _work(pipeline.schedule, seconds[:, :, 0])
-        weight_pass_time = np.maximum(weight_pass_time, max(work[rank::ranks].sum() for rank in range(ranks)))
-    continued: list[float] = (late + (count - played) * weight_pass_time).tolist()
+        microbatch_s = np.maximum(microbatch_s, max(work[rank::ranks].sum() for rank in range(ranks)))
+    continued: list[float] = (late + (count - played) * microbatch_s).tolist()
     return continued
 
 
 def _work(name: ScheduleName, seconds: Array) -> Array:
-    """(stages,): seconds of all actions on one microbatch. `seconds`: (kinds, stages)."""
+    """Return (stages,): seconds of all actions on one microbatch.
+
+    Args:
+        seconds: (kinds of action, stages).
+    """
     halves = name == "zero-bubble"
     work: Array = seconds[0] + (seconds[2] + seconds[3] if halves else seconds[1])
     return work
 
 
 def shortened(name: ScheduleName, microbatches: int, ranks: int) -> int:
-    """The number of microbatches of a long run that are simulated: some periods and the remainder."""
+    """Return how many microbatches of a long run are simulated: some periods and the remainder."""
     most = (PERIODS + 2) * ranks
-    if name == "zero-bubble":  # weight gradients are put off for long, and its order is not quite periodic
+    if name == "zero-bubble":  # weight gradients are delayed for long, and its order is not quite periodic
         most = max(most, MOST_PUT_OFF // ranks)
     if microbatches <= most:
         return microbatches
@@ -227,42 +244,46 @@ def shortened(name: ScheduleName, microbatches: int, ranks: int) -> int:
 
 
 def equal(seconds: Array) -> bool:
-    """Whether actions take equally long on all microbatches."""
+    """Return whether actions take equally long on all microbatches."""
     return bool(np.all(seconds == seconds[:, :, :1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Besides:
-    """What a rank holds of microbatches beside the activations that it keeps for backward.
+    """What a rank holds of microbatches besides the activations that it keeps for backward.
 
     Attributes:
-        put_off: (stages, microbatches), output gradients held between the halves of a backward.
-        sent: (boundaries, microbatches), a message, held while it is used and for one action before.
+        put_off: (stages, microbatches), bytes of output gradients held between the halves of a backward.
+        sent: (boundaries, microbatches), bytes of a message, held while it is used and during the action before.
     """
 
     put_off: Array
     sent: Array
 
     def reversed(self) -> "Besides":
+        """Return the same with the microbatches in reverse order."""
         return Besides(put_off=self.put_off[:, ::-1], sent=self.sent[:, ::-1])
 
     def message(self, kind: int, stage: int, microbatch: int) -> float:
-        """Bytes of an action's input message."""
+        """Return the bytes of an action's input message."""
         boundary = {0: stage - 1, 1: stage, 2: stage}.get(kind, -1)
         return float(self.sent[boundary, microbatch]) if 0 <= boundary < len(self.sent) else 0.0
 
 
 def most_held(plan: Plan, nbytes: Array, rank: int, besides: Besides | None = None) -> tuple[float, int]:
-    """The most bytes of activations that `rank` holds at once, and the number of microbatches they are of.
+    """Return (the most bytes of activations that `rank` holds at once, the number of microbatches they belong to).
 
-    `nbytes`: (stages, microbatches), what each stage keeps of each microbatch.
+    Args:
+        rank: place on the stage axis.
+        nbytes: (stages, microbatches), bytes that each stage keeps of each microbatch.
+        besides: what the rank holds besides activations; None: nothing.
     """
     pipeline, ranks = plan.pipeline, plan.degree("stage")
-    own = range(rank, nbytes.shape[0], ranks)
+    stages = range(rank, nbytes.shape[0], ranks)
     count = nbytes.shape[1]
     if pipeline.schedule == "gpipe":
         coming = besides.sent[rank, -2:].sum() if besides is not None and rank < ranks - 1 else 0.0
-        return float(nbytes[list(own)].sum() + coming), count
+        return float(nbytes[list(stages)].sum() + coming), count
     played = shortened(pipeline.schedule, count, ranks)
     kind, stage, microbatch = _growth(pipeline.schedule, ranks, pipeline.stages_per_rank, played, rank)
     if played < count:  # the last microbatches are the largest
@@ -273,31 +294,33 @@ def most_held(plan: Plan, nbytes: Array, rank: int, besides: Besides | None = No
         changes = changes + np.array(_PUT_OFF)[kind] * besides.put_off[stage, microbatch]
     running = np.cumsum(changes)
     peak = int(np.argmax(running)) if len(running) else 0
-    found = float(running[peak])
-    if besides is not None:  # the next action's, and the one's after it
+    most_nbytes = float(running[peak])
+    if besides is not None:  # messages of the next two actions
         after = range(peak + 1, min(peak + 3, len(kind)))
-        found += sum(besides.message(int(kind[at]), int(stage[at]), int(microbatch[at])) for at in after)
-    return found, int(grows[: peak + 1].sum())
+        most_nbytes += sum(besides.message(int(kind[at]), int(stage[at]), int(microbatch[at])) for at in after)
+    return most_nbytes, int(grows[: peak + 1].sum())
 
 
 @lru_cache(maxsize=2048)
 def _growth(
     name: ScheduleName, ranks: int, stages_per_rank: int, microbatches: int, rank: int
 ) -> tuple[Places, Places, Places]:
+    """Return (kind, stage, microbatch) of the actions of `rank`, in order."""
     order = order_of(name, ranks, stages_per_rank, microbatches)
-    own = np.flatnonzero(np.array(order.rank) == rank)
-    return order.kind[own], order.stage[own], order.microbatch[own]
+    actions = np.flatnonzero(np.array(order.rank) == rank)
+    return order.kind[actions], order.stage[actions], order.microbatch[actions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oversubscription:
-    """Cores that places on the stage axis share.
+    """Cores that are shared by places on the stage axis. Every field has one entry for each place.
 
     Attributes:
-        host: of each place.
-        cores: of that host.
-        ranks: of the plan on that host at this place; they do the same at the same moment.
-        slowed: factor by which the prediction has slowed the place's work, as if all ranks of the host always computed.
+        host: the host of the place.
+        cores: cores of that host.
+        ranks: number of the plan's ranks on that host at this place. They do the same at the same moment.
+        slowed: factor by which the prediction has slowed the place's work, as if all ranks of the host always
+            computed.
     """
 
     host: tuple[int, ...]
@@ -307,11 +330,11 @@ class Oversubscription:
 
     @property
     def uncontended(self) -> list[float]:
-        """By place, the factor of its work's time when no other place's ranks compute."""
+        """By place, the factor by which its work takes longer while no other place's ranks compute."""
         return [_slower(ranks / cores) for ranks, cores in zip(self.ranks, self.cores, strict=True)]
 
     def speeds(self, computing: Iterable[int]) -> dict[int, float]:
-        """The speeds of the places that compute now, relative to a rank with a core of its own."""
+        """Return the speeds of the places that compute now, relative to a rank with a core of its own."""
         wanted: dict[int, int] = {}
         for place in computing:
             wanted[self.host[place]] = wanted.get(self.host[place], 0) + self.ranks[place]
@@ -319,13 +342,15 @@ class Oversubscription:
 
 
 def _slower(ranks_per_core: float) -> float:
+    """Return the factor by which work takes longer with this many ranks for each core."""
     return ranks_per_core * cost_constants.OVERSUBSCRIBED if ranks_per_core > 1 else 1.0
 
 
 def oversubscription_of(host_groups: tuple[HostGroup, ...], where: Places) -> Oversubscription:
-    """The sharing of the first data-parallel rank's places.
+    """Return how the places of the first data-parallel rank share cores.
 
-    `where`: (data-parallel ranks, places on the stage axis, others), the rank.
+    Args:
+        where: (data-parallel ranks, places on the stage axis, others): ranks.
     """
     host_group_at = host_group_of_ranks(host_groups)
     sizes = [host_group.ranks_per_host for host_group in host_groups for _ in range(host_group.hosts)]
@@ -340,14 +365,17 @@ def oversubscription_of(host_groups: tuple[HostGroup, ...], where: Places) -> Ov
 
 
 def _cores(host_group: HostGroup) -> int:
+    """Return the cores of a host."""
     return max(1, host_group.device.cores) * host_group.node.devices_per_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """A simulated schedule: when each rank ended, when each action began and ended.
+    """A simulated schedule: when each rank finished, and when each action began and ended.
 
-    `busy_s`: seconds of each rank's own work.
+    Attributes:
+        free: when each rank finished.
+        busy_s: seconds of each rank's own work.
     """
 
     free: list[float]
@@ -357,7 +385,11 @@ class Played:
 
 
 def in_turns(order: ActionOrder, work: Array, oversubscription: Oversubscription) -> Played:
-    """Simulate ranks that share cores. `work`: (kinds, stages, microbatches), seconds on a core of one's own."""
+    """Simulate ranks that share cores.
+
+    Args:
+        work: (kinds of action, stages, microbatches), seconds on a core of one's own.
+    """
     game = _Game(order, work, oversubscription)
     while game.go_on():
         pass
@@ -381,7 +413,7 @@ class _Game:
         self._left: dict[int, float] = {}
 
     def go_on(self) -> bool:
-        """Advance until the next action ends; False where nothing is left."""
+        """Advance until the next action ends; return False if nothing is left."""
         for place, queue in enumerate(self._queue):
             if queue and place not in self._left and (self._after[queue[-1]] < 0 or self._done[self._after[queue[-1]]]):
                 self.began[queue[-1]], self._left[place] = self._now, self._work[queue[-1]]
@@ -398,6 +430,7 @@ class _Game:
         return True
 
     def _end(self, place: int) -> None:
+        """End the action that runs on a place."""
         at = self._queue[place].pop()
         self.free[place] = self.ended[at] = self._now
         self._done[at] = True
@@ -406,11 +439,11 @@ class _Game:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineReplica:
-    """A pipeline replica, or several with the same samples.
+    """A pipeline replica, or several of them with the same samples.
 
     Attributes:
-        samples: (samples of a microbatch, number of such microbatches), the last microbatch last.
-        host_groups: for each place on the stage axis, the kinds of its ranks (see kinds_of_ranks).
+        samples: (samples of a microbatch, number of such microbatches); the last entry has the last microbatch.
+        host_groups: for each place on the stage axis, the kinds of its ranks (see `kinds_of_ranks`).
     """
 
     samples: tuple[tuple[int, int], ...]
@@ -423,12 +456,14 @@ class PipelineReplica:
 
 
 def replicas_of(plan: Plan, host_groups: tuple[HostGroup, ...], samples: int) -> list[PipelineReplica]:
-    """The different pipeline replicas of a plan; equal shares count as the largest of them."""
+    """Return the pipeline replicas of a plan that differ from each other. Equal shares all count as the largest of
+    them.
+    """
     return list({id(replica): replica for replica in replicas_by_share(plan, host_groups, samples)}.values())
 
 
 def replicas_by_share(plan: Plan, host_groups: tuple[HostGroup, ...], samples: int) -> list[PipelineReplica]:
-    """The pipeline replica of each data-parallel rank; equal ones are the same object."""
+    """Return the pipeline replica of each data-parallel rank; equal replicas are the same object."""
     degree, stages = plan.data_parallel_degree, plan.degree("stage")
     count = plan.batch.num_microbatches
     if plan.shares:
@@ -440,18 +475,22 @@ def replicas_by_share(plan: Plan, host_groups: tuple[HostGroup, ...], samples: i
     if alike and not plan.shares:
         return [PipelineReplica(samples=counts[0], host_groups=((0,),) * stages)] * degree
     if alike:
-        uncontended = {one: PipelineReplica(samples=one, host_groups=((0,),) * stages) for one in dict.fromkeys(counts)}
-        return [uncontended[one] for one in counts]
+        uncontended = {
+            share: PipelineReplica(samples=share, host_groups=((0,),) * stages) for share in dict.fromkeys(counts)
+        }
+        return [uncontended[share] for share in counts]
     where = by_share_and_stage(plan, kinds_of_ranks(plan, host_groups))
     rows, index = np.unique(where.reshape(degree, -1), axis=0, return_inverse=True)
     kinds = [tuple(tuple(sorted(set(place))) for place in row.reshape(stages, -1).tolist()) for row in rows]
     pairs = list(zip(counts, index.reshape(-1).tolist(), strict=True))
-    found = {pair: PipelineReplica(samples=pair[0], host_groups=kinds[pair[1]]) for pair in dict.fromkeys(pairs)}
-    return [found[pair] for pair in pairs]
+    replica_of = {pair: PipelineReplica(samples=pair[0], host_groups=kinds[pair[1]]) for pair in dict.fromkeys(pairs)}
+    return [replica_of[pair] for pair in pairs]
 
 
 def by_share_and_stage(plan: Plan, of_ranks: Places) -> Places:
-    """(data-parallel ranks, places on the stage axis, others): `of_ranks` in the mesh's order."""
+    """Return (data-parallel ranks, places on the stage axis, others): the values `of_ranks`, given in the mesh's
+    order.
+    """
     axes = list(plan.mesh)
     data = [place for place, axis in enumerate(axes) if axis in DATA_AXES]
     stage = [place for place, axis in enumerate(axes) if axis == "stage"]
@@ -461,22 +500,22 @@ def by_share_and_stage(plan: Plan, of_ranks: Places) -> Places:
 
 
 def kinds_of_ranks(plan: Plan, host_groups: tuple[HostGroup, ...]) -> Places:
-    """A number for each rank; ranks with the same number are alike.
+    """Return a number for each rank; ranks with the same number are alike.
 
-    It is the index of the host group. Where parts along split are unequal, (host group, place along split) is numbered
-    row by row.
+    The number is the index of the host group. Where parts along the split axis are unequal, (host group, place
+    along split) is numbered row by row.
     """
     at = host_group_of_ranks(host_groups)
     if not plan.split_weights:
         return at
     degrees = list(plan.mesh.values())
     places = np.indices(degrees, dtype=np.intp)[list(plan.mesh).index("split")].reshape(-1)
-    found: Places = at * len(plan.split_weights) + places
-    return found
+    kinds: Places = at * len(plan.split_weights) + places
+    return kinds
 
 
 def by_place(plan: Plan, host_groups: tuple[HostGroup, ...]) -> tuple[tuple[int, ...], ...]:
-    """The host groups of the ranks at each place along the split axis."""
+    """Return the host groups of the ranks at each place along the split axis."""
     rows = np.moveaxis(
         host_group_of_ranks(host_groups).reshape(list(plan.mesh.values())), list(plan.mesh).index("split"), 0
     )
@@ -488,9 +527,9 @@ class Actions:
     """Times of actions.
 
     Attributes:
-        seconds: (kinds, stages, microbatches).
-        waits: the part of `seconds` that waits for other ranks at the same place of the stage axis.
-        oversubscription: ranks that share cores; None where each has its own.
+        seconds: (kinds of action, stages, microbatches).
+        waits: the part of `seconds` spent waiting for other ranks at the same place of the stage axis.
+        oversubscription: how ranks share cores; None where each rank has its own.
     """
 
     seconds: Array
@@ -499,15 +538,15 @@ class Actions:
     oversubscription: Oversubscription | None
 
     def of(self, microbatches: Places | slice) -> "Actions":
-        """The actions of some microbatches."""
-        seconds, waits = (one[:, :, microbatches] for one in (self.seconds, self.waits))
+        """Return the actions of some microbatches."""
+        seconds, waits = (times[:, :, microbatches] for times in (self.seconds, self.waits))
         return replace(self, seconds=seconds, waits=waits, messages=self.messages.of(microbatches))
 
     def played(self, order: ActionOrder) -> Played:
         """Simulate the actions in a schedule's order.
 
-        Where ranks share cores, the result is the longer of two bounds: in turns with messages that take no time, and
-        with messages but without contention for cores.
+        Where ranks share cores, the result is the longer of two bounds: ranks that take turns, with messages
+        that take no time; and messages that take their time, without contention for cores.
         """
         uncontended = self._uncontended(order)
         if self.oversubscription is None:
@@ -516,14 +555,14 @@ class Actions:
         return turned if max(turned.free) > max(uncontended.free) * (1 + 1e-9) else uncontended
 
     def ends(self, plan: Plan) -> tuple[list[float], list[float]]:
-        """(when each rank has finished, the ratio of its own work's time to the predicted one)."""
+        """Return (when each rank has finished, the duration of its own work over the predicted one)."""
         ranks, count, name = plan.degree("stage"), self.seconds.shape[2], plan.pipeline.schedule
         uncontended = ends(plan, self._own, self.messages)
         if self.oversubscription is None:
             return uncontended, [1.0] * ranks
         whole = shortened(name, count, ranks) if equal(self.seconds) else count
         free, busy = self._turned(plan, whole)
-        if whole < count:  # what is beyond repeats the last period
+        if whole < count:  # the microbatches beyond repeat the last period
             early, worked = self._turned(plan, whole - 2 * ranks)
             periods = (count - whole) / (2 * ranks)
             free, busy = free + periods * (free - early), busy + periods * (busy - worked)
@@ -533,14 +572,14 @@ class Actions:
 
     @property
     def _work(self) -> Array:
-        """Each rank's own work, on a core of its own."""
+        """Seconds of each rank's own work on a core of its own."""
         slowed = [1.0] if self.oversubscription is None else self.oversubscription.slowed
         work: Array = (self.seconds - self.waits) / np.resize(slowed, self.seconds.shape[1])[:, None]
         return work
 
     @property
     def _own(self) -> Array:
-        """Times of actions while no other place's ranks compute."""
+        """Seconds of actions while no other place's ranks compute."""
         if self.oversubscription is None:
             return self.seconds
         own: Array = (
@@ -549,6 +588,7 @@ class Actions:
         return own
 
     def _uncontended(self, order: ActionOrder) -> Played:
+        """Simulate the actions without contention for cores."""
         free, ended = moments(order, self._own, self.messages)
         picked = (order.kind, order.stage, order.microbatch)
         lasts = self._own[picked]
@@ -556,7 +596,9 @@ class Actions:
         return Played(free=free, began=(np.array(ended) - lasts).tolist(), ended=ended, busy_s=busy.tolist())
 
     def _turned(self, plan: Plan, microbatches: int) -> tuple[Array, Array]:
-        """(when each rank has ended, seconds of its own work), for the first microbatches, in turns."""
+        """Return (when each rank has finished, seconds of its own work) for the first microbatches, with ranks that
+        take turns.
+        """
         assert self.oversubscription is not None
         pipe = plan.pipeline
         order = order_of(pipe.schedule, plan.degree("stage"), pipe.stages_per_rank, microbatches)
@@ -566,13 +608,13 @@ class Actions:
 
 @lru_cache(maxsize=4096)
 def times_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> Array:
-    """(stages per rank, places): of how many of `count` microbatches each stage holds activations, at least, at its
-    place's peak.
+    """Return (stages per rank, places): of how many microbatches each stage holds activations at its place's peak.
 
-    1F1B holds one for each place that follows and its own; zero-bubble holds as many as there are places. An
-    interleaved schedule runs as many forwards before its first backward as Narayanan et al. 2021 (arXiv
-    2104.04473) say. They come in groups of as many microbatches as there are places, chunk by chunk. From the
-    second group only the first chunk is sure to be there in time.
+    It is a lower bound for a step of `count` microbatches. 1F1B holds one microbatch for its own place and for
+    each place that follows; zero-bubble holds as many as there are places. An interleaved schedule runs as many
+    forwards before its first backward as Narayanan et al. 2021 (arXiv 2104.04473) say. They come in groups of as
+    many microbatches as there are places, chunk by chunk. From the second group on, only the first chunk is sure
+    to be there in time.
     """
     places = np.arange(stage)
     if stage == 1:
@@ -592,13 +634,13 @@ def times_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> A
 
 @lru_cache(maxsize=4096)
 def at_most_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> tuple[Array, Array, Array, Array]:
-    """Four arrays (stages per rank, places), at least, at a place's peak: `times_held`; the microbatches whose
-    weight gradients it delays; the microbatches of which it holds a message from the next stage; and those with
-    one from the stage before.
+    """Return four arrays (stages per rank, places): lower bounds of what a place holds at its peak.
 
-    A message is there while it is used, and one action before. For interleaved schedules none is counted. For
-    those that delay weight gradients, the delayed ones are counted and no message: what follows the peak depends
-    on the bytes there.
+    They are `times_held`, and the numbers of microbatches whose weight gradients the place delays, of which it
+    holds a message from the next stage, and of which it holds a message from the previous stage. A message is
+    held while it is used, and during the action before. For interleaved schedules no message is counted. For
+    schedules that delay weight gradients, the delayed ones are counted and no message, because what follows the
+    peak depends on the bytes there.
     """
     often = times_held(schedule, chunks, stage, count)
     pending, back, on = (np.zeros_like(often) for _ in range(3))

@@ -1,7 +1,7 @@
 """Which device each rank of a plan computes on, and its cores, its memory and its share of the links.
 
-Ranks are placed in the order of the cluster's nodes, `devices_per_node` on each host. A cluster of CPU hosts takes more
-ranks than devices: they share the cores, each host in proportion to its own.
+Ranks are placed in the order of the cluster's nodes, `devices_per_node` on each host. A cluster of CPU hosts
+takes more ranks than devices: ranks then share the cores, and each host gets ranks in proportion to its cores.
 """
 
 import math
@@ -47,7 +47,7 @@ class HostGroup:
 
     @property
     def oversubscribed(self) -> float:
-        """Ranks for each core where there are more ranks than cores, else 1."""
+        """Ranks per core where there are more ranks than cores, else 1."""
         cores = max(1, self.device.cores)
         return max(1.0, self.sharing / cores) if self.device.kind == "cpu" else 1.0
 
@@ -55,39 +55,45 @@ class HostGroup:
     def slowdown(self) -> float:
         """Factor by which a rank's work takes longer because ranks take turns on cores.
 
-        It is the number of ranks for each core, times the cost of switching. Where whole hosts take turns on a machine,
-        the number is part of their measured rates.
+        It is the number of ranks per core, times the cost of switching. Where whole hosts take turns on a
+        machine, their measured rates include the number of turns.
         """
         switching = self.oversubscribed > 1 or (self.device.kind == "cpu" and self.node.turns > 1)
         return self.oversubscribed * (cost_constants.OVERSUBSCRIBED if switching else 1.0)
 
     @property
     def memory_nbytes(self) -> float:
-        """Memory that one rank may fill: a CUDA device's own, or its part of the host's."""
+        """Memory that one rank may fill: that of its CUDA device, or its part of the host's memory."""
         if self.device.kind == "cuda":
             return self.device.memory_nbytes
         return self.node.memory_nbytes / self.ranks_per_host
 
 
 def place_ranks(cluster: ClusterSpec, ranks: int) -> tuple[HostGroup, ...]:
-    """Place `ranks` ranks. Raises PlanError where there are too few CUDA devices."""
+    """Return where `ranks` ranks are placed.
+
+    Raises:
+        PlanError: there are fewer CUDA devices than ranks.
+    """
     capacity = sum(node.count * node.devices_per_node for node in cluster.nodes)
     if ranks > capacity:
         return _sharing(cluster, ranks, capacity)
     host_groups: list[HostGroup] = []
     for node in cluster.nodes:
-        each = node.devices_per_node
-        hosts = min(node.count, ranks // each)
-        rest = min(ranks - hosts * each, each) if hosts < node.count else 0
+        per_host = node.devices_per_node
+        hosts = min(node.count, ranks // per_host)
+        rest = min(ranks - hosts * per_host, per_host) if hosts < node.count else 0
         host_groups += [
-            _host_group(cluster, node, count, many) for count, many in ((hosts, each), (1, rest)) if count and many
+            _host_group(cluster, node, count, many) for count, many in ((hosts, per_host), (1, rest)) if count and many
         ]
-        ranks -= hosts * each + rest
+        ranks -= hosts * per_host + rest
     return tuple(host_groups)
 
 
 def _sharing(cluster: ClusterSpec, ranks: int, capacity: int) -> tuple[HostGroup, ...]:
-    """Place more ranks than devices: they share the cores of the hosts, each host in proportion to its own."""
+    """Place more ranks than devices. They share the cores of the hosts, each of which gets ranks in proportion to
+    its cores.
+    """
     if any(cluster.devices[node.device].kind != "cpu" for node in cluster.nodes):
         raise PlanError(
             f"the plan has {ranks} ranks, but cluster {cluster.name!r} has {capacity} devices; "
@@ -101,12 +107,13 @@ def _sharing(cluster: ClusterSpec, ranks: int, capacity: int) -> tuple[HostGroup
     host_groups: list[HostGroup] = []
     sizes = iter(cut_sizes(ranks, len(cores), cores))
     for node in cluster.nodes:
-        for each, alike in groupby(next(sizes) for _ in range(node.count)):
-            host_groups += [_host_group(cluster, node, len(list(alike)), each)] if each else []
+        for per_host, alike in groupby(next(sizes) for _ in range(node.count)):
+            host_groups += [_host_group(cluster, node, len(list(alike)), per_host)] if per_host else []
     return tuple(host_groups)
 
 
 def _host_group(cluster: ClusterSpec, node: NodeSpec, hosts: int, ranks_per_host: int) -> HostGroup:
+    """Return the host group of `hosts` equal hosts of `node`."""
     device = cluster.devices[node.device]
     sharing = -(-ranks_per_host // node.devices_per_node) if device.kind == "cpu" else 1
     threads = max(1, device.cores // sharing) if device.kind == "cpu" else 1
@@ -116,14 +123,15 @@ def _host_group(cluster: ClusterSpec, node: NodeSpec, hosts: int, ranks_per_host
 
 
 def ring_tier(host_groups: tuple[HostGroup, ...]) -> LinkTier:
-    """The slowest tier that a flat ring over all ranks crosses: the network as soon as there are two hosts."""
+    """Return the slowest tier that a flat ring over all ranks crosses: the network as soon as there are two hosts."""
     return "network" if sum(host_group.hosts for host_group in host_groups) > 1 else "node"
 
 
-def seated_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: LinkTier) -> LinkSpec | None:
-    """The link of a tier, for groups of these ranks on any hosts: the slowest of all hosts that have ranks.
+def link_of_tier(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: LinkTier) -> LinkSpec | None:
+    """Return the link of a tier for groups of these ranks: the slowest of all hosts that have ranks.
 
-    None where a host that needs the link has none. A host that cannot have two ranks needs no link within it.
+    It is None where a host that needs the link has none. A host that cannot have two ranks needs no link within
+    it.
     """
     nodes = [
         host_group.node
@@ -136,7 +144,7 @@ def seated_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: 
 
 
 def no_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: LinkTier) -> PlanError:
-    """The message that a host has no link that it needs, with the remedy."""
+    """Return the error for a host without a link that it needs."""
     have = ", ".join(dict.fromkeys(link.tier for link in cluster.every_link)) or "none"
     return PlanError(
         f"cluster {cluster.name!r} has no link of tier {tier!r} (it has: {have}), which "
@@ -147,11 +155,12 @@ def no_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...], tier: Link
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The constants of a link as one flow sees them, and where they come from.
+    """The constants of a link as one flow sees them, and their evidence.
 
     Attributes:
-        large_s_per_nbyte: further seconds a byte sent, for the part of a vector beyond `large_nbytes`.
-        core_s_per_nbyte: seconds of a core for each byte that a rank sends; None where nobody measured it.
+        large_nbytes: size beyond which a vector takes `large_s_per_nbyte` as well.
+        large_s_per_nbyte: additional seconds per byte sent, for the part of a vector beyond `large_nbytes`.
+        core_s_per_nbyte: seconds of a core for each byte that a rank sends; None where it was not measured.
     """
 
     latency_s: float
@@ -162,14 +171,14 @@ class Link:
     core_s_per_nbyte: float | None = None
 
     def carry(self, sent: float, nbytes: float) -> float:
-        """Seconds on the wire of `sent` bytes, in the exchange of a vector of `nbytes`."""
+        """Return the transfer seconds of `sent` bytes, in the exchange of a vector of `nbytes`."""
         if nbytes <= self.large_nbytes:
             return sent / self.bandwidth_bytes_per_s
         beyond = 1.0 - self.large_nbytes / nbytes
         return sent / self.bandwidth_bytes_per_s + sent * beyond * self.large_s_per_nbyte
 
     def shared(self, flows: float) -> "Link":
-        """The link as each of `flows` flows sees it that share it."""
+        """Return the link as each of the `flows` flows that share it sees it."""
         return replace(
             self,
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s / flows,
@@ -177,14 +186,14 @@ class Link:
         )
 
     def on_cores(self, cores: float, assumed: float) -> "Link":
-        """The link in seconds that it takes of a rank's `cores`.
+        """Return the link with its times in seconds of a rank's `cores`.
 
-        It is what was measured for each byte, at most the transfer time; the latency takes no core. Where nothing was
-        measured, it is the part `assumed` of all of the time.
+        They are as measured for each byte, but at most the transfer time; latency takes no core. Where nothing
+        was measured, they are the fraction `assumed` of the whole time.
         """
         if self.core_s_per_nbyte is None:
             lasts = (self.latency_s, 1 / self.bandwidth_bytes_per_s, self.large_s_per_nbyte)
-            latency_s, small_s, large_s = (assumed * one for one in lasts)
+            latency_s, small_s, large_s = (assumed * part for part in lasts)
         else:
             each_s, lasts_s = self.core_s_per_nbyte / cores, 1 / self.bandwidth_bytes_per_s
             latency_s, small_s = 0.0, min(lasts_s, each_s)
@@ -198,14 +207,17 @@ class Link:
 
 
 def ring_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...]) -> Link:
-    """The link of a flat ring's slowest hop. Raises PlanError where the cluster does not describe it.
+    """Return the link of a flat ring's slowest hop.
 
-    A ring of consecutive ranks enters and leaves each host once, so the network is not shared among a host's ranks.
-    Between CPU ranks of one host all hops are copies by the same cores. They share the link's bandwidth once there are
-    more ranks than it was measured with, and more than cores.
+    A ring of consecutive ranks enters and leaves each host once, so the network is not shared among a host's
+    ranks. Between CPU ranks of one host, all hops are copies by the same cores. They share the link's bandwidth
+    once there are more ranks than it was measured with, and more than cores.
+
+    Raises:
+        PlanError: the cluster does not describe the link.
     """
     tier = ring_tier(host_groups)
-    spec = seated_link(cluster, host_groups, tier)
+    spec = link_of_tier(cluster, host_groups, tier)
     if spec is None:
         raise no_link(cluster, host_groups, tier)
     flows = 1.0
@@ -215,7 +227,7 @@ def ring_link(cluster: ClusterSpec, host_groups: tuple[HostGroup, ...]) -> Link:
 
 
 def link_of(spec: LinkSpec, flows: float = 1.0) -> Link:
-    """The link that `spec` describes, where `flows` of its copies use the same cores at once."""
+    """Return the link that `spec` describes, where `flows` of its copies use the same cores at once."""
     large, bandwidth = spec.large_bandwidth_bytes_per_s, spec.bandwidth_bytes_per_s
     return Link(
         latency_s=spec.latency_s * flows,
@@ -228,48 +240,57 @@ def link_of(spec: LinkSpec, flows: float = 1.0) -> Link:
 
 
 def message(link: Link, nbytes: float) -> float:
-    """Seconds of one message between two ranks."""
+    """Return the seconds of one message between two ranks."""
     return link.latency_s + link.carry(nbytes, nbytes)
 
 
 def ring_all_reduce(link: Link, nbytes: float, ranks: int) -> float:
-    """2 (n - 1) a + 2 (n - 1) / n S / b; zero for one rank."""
+    """Return the seconds of a ring all-reduce, 2 (n - 1) a + 2 (n - 1) / n S / b; 0 for one rank."""
     return 2 * (ranks - 1) * link.latency_s + link.carry(ring_sent_nbytes(nbytes, ranks), nbytes)
 
 
 def ring_reduce_scatter(link: Link, nbytes: float, ranks: int) -> float:
-    """(n - 1) a + (n - 1) / n S / b; an all-gather of S bytes in total takes as long."""
+    """Return the seconds of a ring reduce-scatter, (n - 1) a + (n - 1) / n S / b.
+
+    An all-gather of S bytes in total takes as long.
+    """
     return ring_all_reduce(link, nbytes, ranks) / 2
 
 
 def tree_all_reduce(link: Link, nbytes: float, ranks: int) -> float:
-    """Pipelined binary tree, up and down: 2 ceil(log2 n) a + 2 S / b; zero for one rank."""
+    """Return the seconds of a pipelined binary tree, up and down: 2 ceil(log2 n) a + 2 S / b; 0 for one rank."""
     if ranks == 1:
         return 0.0
     return 2 * math.ceil(math.log2(ranks)) * link.latency_s + link.carry(2 * nbytes, nbytes)
 
 
 def hierarchical_all_reduce(inner: Link, outer: Link, nbytes: float, per_node: int, nodes: int) -> float:
-    """Reduce-scatter within each node, all-reduce of a 1/g part between nodes, all-gather within each node.
+    """Return the seconds of a reduce-scatter within each node, an all-reduce of a 1/g part between nodes, and an
+    all-gather within each node.
 
-    `outer` is a node's link to the network: its g ranks' simultaneous rings share it, so each gets 1/g of it.
+    Args:
+        inner: link within a node.
+        outer: a node's link to the network. The simultaneous rings of its g ranks share it, so each gets 1/g of
+            it.
+        per_node: ranks of a node (g).
+        nodes: number of nodes.
     """
     return ring_all_reduce(inner, nbytes, per_node) + ring_all_reduce(outer.shared(per_node), nbytes / per_node, nodes)
 
 
 def iterations_per_epoch(samples: int, global_batch_size: int, last_batch: LastBatch = "keep") -> int:
-    """Steps of an epoch over `samples`; a short last batch counts as a step when it is kept."""
+    """Return the steps of an epoch over `samples`; a short last batch counts as a step when it is kept."""
     full, rest = divmod(samples, global_batch_size)
     return full + (1 if rest and last_batch == "keep" else 0)
 
 
 def global_batch_of(local_batch_size: int, ranks: int, num_microbatches: int = 1) -> int:
-    """Samples of a step in which each of `ranks` ranks takes `local_batch_size` in each microbatch."""
+    """Return the samples of a step in which each of `ranks` ranks takes `local_batch_size` in each microbatch."""
     return local_batch_size * ranks * num_microbatches
 
 
 def cut_sizes(total: int, parts: int, weights: Sequence[float] = ()) -> tuple[int, ...]:
-    """Sizes of `parts` contiguous runs of `total` items in proportion to `weights` (none: equal ones).
+    """Return the sizes of `parts` contiguous runs of `total` items, in proportion to `weights` (none: equal).
 
     They add up to `total`; equal runs differ by at most one.
     """
@@ -279,10 +300,11 @@ def cut_sizes(total: int, parts: int, weights: Sequence[float] = ()) -> tuple[in
 def rank_samples(
     samples: int, num_microbatches: int, ranks: int, shares: Sequence[float] = ()
 ) -> list[tuple[tuple[int, int], ...]]:
-    """Each rank's samples, as (samples, in how many microbatches); the last entry holds the last microbatch.
+    """Return each rank's samples, as (samples, number of such microbatches); the last entry has the last
+    microbatch.
 
-    Slices have at most two sizes, the larger ones last among equals. A rank without a share still computes one
-    sample with weight 0, because it takes part in the collectives.
+    Microbatches have at most two sizes, the larger ones last. A rank without a share still computes one sample
+    with weight 0, because it takes part in the collectives.
     """
     base, larger = divmod(samples, num_microbatches)
     slices = [(size, times) for size, times in ((base, num_microbatches - larger), (base + 1, larger)) if times]
@@ -291,8 +313,10 @@ def rank_samples(
 
 
 def samples_of(size: int, unit: str, tokens_per_sample: int) -> int:
-    """Samples of a global batch of `size` units, at least one. Raises PlanError where the tokens of a sample are
-    unknown.
+    """Return the samples of a global batch of `size` units, at least one.
+
+    Raises:
+        PlanError: the unit is tokens, and the tokens of a sample are unknown.
     """
     if unit == "samples":
         return size
@@ -306,7 +330,7 @@ def samples_of(size: int, unit: str, tokens_per_sample: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingCounts:
-    """The counts of one all-reduce of N elements over a ring of P ranks, by rank.
+    """The counts of one all-reduce of N elements over a ring of P ranks.
 
     Attributes:
         chunks: elements of each chunk.
@@ -326,11 +350,11 @@ class RingCounts:
 
 
 def ring_counts(elements: int, ranks: int) -> RingCounts:
-    """Counts of the ring all-reduce: P - 1 steps of reduce-scatter, then P - 1 of all-gather.
+    """Count a ring all-reduce: P - 1 steps of reduce-scatter, then P - 1 of all-gather.
 
-    In reduce-scatter, rank r sends chunks r, r - 1, ..., r - P + 2 and adds into chunks r - 1, ..., r - P + 1; in
-    all-gather it sends the chunk it completed, r + 1, and passes on r, ..., r - P + 3 (all modulo P). So it sends
-    every chunk but one in each half: 2 (P - 1) / P N elements when P divides N (Patarasuk and Yuan 2009).
+    In reduce-scatter, rank r sends chunks r, r - 1, ..., r - P + 2 and adds into chunks r - 1, ..., r - P + 1.
+    In all-gather it sends the chunk it completed, r + 1, and passes on r, ..., r - P + 3 (all modulo P). So it
+    sends every chunk but one in each half: 2 (P - 1) / P N elements when P divides N (Patarasuk and Yuan 2009).
     """
     chunks = cut_sizes(elements, ranks)
     if ranks == 1:
@@ -341,16 +365,18 @@ def ring_counts(elements: int, ranks: int) -> RingCounts:
 
 
 def naive_all_reduce_sent(elements: int, ranks: int) -> int:
-    """Elements that cross links, over all ranks, when a root gathers, adds and sends back: 2 N (P - 1)."""
+    """Return the elements that cross links, over all ranks, when a root gathers, adds and sends back: 2 N (P - 1)."""
     return 2 * elements * (ranks - 1)
 
 
 def ring_sent_nbytes(nbytes: Numbers, ranks: int | Numbers) -> Numbers:
-    """Bytes each rank sends in a ring all-reduce of `nbytes`: 2 (n - 1) / n S. No algorithm sends fewer."""
+    """Return the bytes that each rank sends in a ring all-reduce, 2 (n - 1) / n S. No algorithm sends fewer."""
     return 2 * (ranks - 1) / ranks * nbytes
 
 
 def least_all_reduce(latency_s: float, bandwidth_bytes_per_s: float, nbytes: Array, ranks: int) -> Array:
-    """Seconds that no all-reduce of `nbytes` takes less than: a tree's messages and a ring's bytes; 0 for no bytes."""
+    """Return a lower bound of the seconds of any all-reduce of `nbytes`: a tree's latency and a ring's bytes; 0 for
+    no bytes.
+    """
     least_s = 2 * math.ceil(math.log2(ranks)) * latency_s
     return np.where(nbytes > 0, least_s + ring_sent_nbytes(nbytes, ranks) / bandwidth_bytes_per_s, 0.0)

@@ -1,4 +1,7 @@
-"""The predicted step as it falls: what every rank does when, and what it holds. The sums are those of `predict`."""
+"""The predicted step as a timeline: what every rank does when, and what memory it holds.
+
+The times add up to those of `predict`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,10 +27,12 @@ from tutti.cost_model.step_timeline import (
 from tutti.cost_model.worker_speed import Array
 
 MOST_DRAWN = 24
-"""Microbatches that are drawn of longer steps without stages: half of them first, half last."""
+"""Number of microbatches that are drawn of a longer step without stages. Half of them are its first, half its last."""
 
 MOST_BARS = 400
-"""Bars of a track without stages, about: what passes between exchanges is gathered until it is so long a part."""
+"""Approximate number of bars of a track without stages: exchanges are merged until they take 1 / MOST_BARS of the
+step.
+"""
 
 _KINDS: tuple[Activity, ...] = ("forward", "backward", "backward", "weights")
 
@@ -35,10 +40,16 @@ Parts = list[Bar]
 
 
 def timeline(model: ModelSpec, cluster: ClusterSpec, plan: Plan, *, most_tracks: int = 16) -> Timeline:
-    """What `predict` sums up, spread out over the step. Raises PlanError as `predict` does.
+    """Lay out over time what `predict` adds up.
 
-    Ranks that do the same are one track. Exchanges within a pass stand where they fall, gathered where they are short;
-    with stages, at the end of each action. Of long steps the middle is left out.
+    Ranks that do the same share one track. Exchanges within a pass are drawn where they happen, and short ones
+    are merged; with stages, they are drawn at the end of each action. The middle of a long step is left out.
+
+    Args:
+        most_tracks: maximum number of tracks. If there are more, an evenly spaced selection is kept.
+
+    Raises:
+        PlanError: as in `predict`.
     """
     prediction = predict(model, cluster, plan)
     step = worked_out(model, cluster, plan)
@@ -51,39 +62,45 @@ def timeline(model: ModelSpec, cluster: ClusterSpec, plan: Plan, *, most_tracks:
         held=memories(step.setting, step.replicas, slowest.syncs),
         ranks=_ranks(step, plan),
     )
-    found = [(work, passes) for replica in step.replicas for work, passes in drawing.replica(replica)]
-    found.sort(key=lambda one: one[0].stage)
-    # of many, some evenly spread, the first and the last among them
-    places = sorted({round(at * (len(found) - 1) / max(1, most_tracks - 1)) for at in range(most_tracks)})
-    shown = [found[place] for place in places]
+    all_tracks = [(work, passes) for replica in step.replicas for work, passes in drawing.replica(replica)]
+    all_tracks.sort(key=lambda track: track[0].stage)
+    # of more tracks than fit, an evenly spaced selection with the first and the last
+    places = sorted({round(at * (len(all_tracks) - 1) / max(1, most_tracks - 1)) for at in range(most_tracks)})
+    shown = [all_tracks[place] for place in places]
     left = _left_out([passes for _, passes in shown])
     return Timeline(
         step_time_s=prediction.step_time_s,
         world_size=plan.world_size,
         num_microbatches=plan.batch.num_microbatches,
         tracks=tuple(drawing.track(work, passes, left) for work, passes in shown),
-        tracks_left_out=len(found) - len(shown),
+        tracks_left_out=len(all_tracks) - len(shown),
         left_out=left,
     )
 
 
 def _ranks(step: Step, plan: Plan) -> dict[tuple[PipelineReplica, int], list[int]]:
-    """Ranks of each replica, by place on the stage axis."""
+    """Return the ranks of each pipeline replica by place on the stage axis."""
     replicas = replicas_by_share(plan, step.setting.wires.network.host_groups, step.samples)
     where = by_share_and_stage(plan, np.arange(plan.world_size, dtype=np.intp))
-    found: dict[tuple[int, int], list[int]] = {}
+    ranks_of: dict[tuple[int, int], list[int]] = {}
     for share, replica in enumerate(replicas):
         for stage in range(where.shape[1]):
-            found.setdefault((id(replica), stage), []).extend(where[share, stage].tolist())
-    known = {id(replica): replica for replica in replicas}
-    return {(known[replica], stage): sorted(ranks) for (replica, stage), ranks in found.items()}
+            ranks_of.setdefault((id(replica), stage), []).extend(where[share, stage].tolist())
+    replica_of = {id(replica): replica for replica in replicas}
+    return {(replica_of[replica], stage): sorted(ranks) for (replica, stage), ranks in ranks_of.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passes:
-    """A track until its last backward ends. `idle`: seconds of exposed communication and of bubbles in what is drawn;
-    `calm`: from when to when nothing need be drawn, if so, and how many `microbatches` that leaves out; `data_s`: until
-    the batch is there."""
+    """A track up to the end of its last backward.
+
+    Attributes:
+        bars: what the rank does.
+        idle: seconds of exposed communication and of bubbles among the microbatches that are drawn.
+        calm: start and end of the interval that need not be drawn; None where everything is drawn.
+        microbatches: number of microbatches that `calm` leaves out.
+        data_s: seconds until the batch is loaded.
+    """
 
     bars: Parts
     idle: dict[Activity, float]
@@ -92,9 +109,9 @@ class _Passes:
     data_s: float = 0.0
 
     def after(self, data_s: float) -> "_Passes":
-        """The same behind so long a wait for data."""
+        """Return the same passes after a wait of `data_s` seconds for data."""
         waits: Parts = []
-        _add(waits, 0.0, "data", data_s, "until the batch is there")
+        _add(waits, 0.0, "data", data_s, "waiting for the batch")
         return replace(
             self,
             bars=[*waits, *(replace(bar, start_s=bar.start_s + data_s, end_s=bar.end_s + data_s) for bar in self.bars)],
@@ -105,6 +122,14 @@ class _Passes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawing:
+    """A prediction together with everything that its tracks are drawn from.
+
+    Attributes:
+        slowest: the rank that ends last, and the gradient reductions of each stage.
+        held: memory of the ranks, as in `step_time.memories`.
+        ranks: the ranks of each replica by place on the stage axis.
+    """
+
     step: Step
     slowest: Slowest
     prediction: Prediction
@@ -116,25 +141,25 @@ class _Drawing:
         return self.step.setting
 
     def replica(self, replica: PipelineReplica) -> Iterator[tuple[RankWork, _Passes]]:
-        """Each place on the stage axis with its passes."""
+        """Yield the work and the passes of each place on the stage axis."""
         works = replica_work(self.setting, replica)
-        found = _staged(self.setting, replica) if len(works) > 1 else [_single_stage(self.setting, works[0])]
-        for work, passes in zip(works, found, strict=True):
+        passes_by_stage = _staged(self.setting, replica) if len(works) > 1 else [_single_stage(self.setting, works[0])]
+        for work, passes in zip(works, passes_by_stage, strict=True):
             exposed_s = self.slowest.syncs[work.stage].exchange.exposed_s
             data_s = wait_s(self.setting, work, exposed_s)
             yield work, passes.after(data_s) if data_s > 0 else passes
 
     def track(self, work: RankWork, passes: _Passes, left: Omission | None) -> Track:
-        """The track of a replica's place: its passes, the end of its step, and what it holds."""
+        """Return the track of one place of a replica: its passes, the end of its step, and its memory."""
         sync, bars = self.slowest.syncs[work.stage].exchange, list(passes.bars)
         end_s, ties = self.prediction.step_time_s.value, self._ties_s()
         now = passes_end = bars[-1].end_s if bars else 0.0
         ends: tuple[tuple[Activity, float, str], ...] = (
             ("communication", ties, "gradients of tied parameters"),
-            ("communication", sync.exposed_s, "of gradients, once a step"),
-            ("communication", self._loss_s(), "of the loss"),
+            ("communication", sync.exposed_s, "gradients, once a step"),
+            ("communication", self._loss_s(), "all-reduce of the loss"),
             ("optimizer", work.optimizer_s, "update"),
-            ("other", self.prediction.phases["other"], "what a step costs besides"),
+            ("other", self.prediction.phases["other"], "fixed cost of a step"),
         )
         for doing, lasts_s, what in ends:
             now = _add(bars, now, doing, lasts_s, what)
@@ -143,15 +168,15 @@ class _Drawing:
         hidden = (
             [Bar(doing="hidden", start_s=max(0.0, passes_end - hidden_s), end_s=passes_end)] if hidden_s > 0 else []
         )
-        own = self.ranks[work.replica, work.stage]
+        ranks = self.ranks[work.replica, work.stage]
         fullest = [
             self.held[work.stage, work.replica.samples[-1], host_group]
             for host_group in work.replica.host_groups[work.stage]
         ]
-        memory, host_group, when = min(fullest, key=lambda one: one[1].memory_nbytes - one[0].total)
+        memory, host_group, when = min(fullest, key=lambda entry: entry[1].memory_nbytes - entry[0].total)
         return Track(
-            ranks=ranks_in_words(own),
-            count=len(own),
+            ranks=ranks_in_words(ranks),
+            count=len(ranks),
             stage=work.stage,
             bars=tuple(_clipped(bars, left)),
             hidden=tuple(_clipped(hidden, left)),
@@ -168,13 +193,17 @@ class _Drawing:
         return loss_s(self.setting)
 
     def _seconds(self, work: RankWork, passes: _Passes) -> dict[Activity, float]:
-        """Of the whole step. What is left out waits as what is drawn does."""
+        """Return the seconds of the whole step by activity.
+
+        Microbatches that are not drawn are assumed to divide their waits into messages and bubbles as the drawn
+        ones do.
+        """
         sync, ties = self.slowest.syncs[work.stage].exchange, self._ties_s()
         lasts = {doing: sum(bar.lasts_s for bar in passes.bars if bar.doing == doing) for doing in _KINDS}
         weight_share = lasts["weights"] / (lasts["weights"] + lasts["backward"] or 1.0)
         waits, idle = max(0.0, work.waits_s - ties), sum(passes.idle.values())
         sent = waits * passes.idle.get("communication", 0.0) / idle if idle > 0 else 0.0
-        found: dict[Activity, float] = {
+        by_activity: dict[Activity, float] = {
             "data": passes.data_s,
             "forward": work.forward_s,
             "backward": work.backward_s * (1 - weight_share),
@@ -184,14 +213,14 @@ class _Drawing:
             "bubble": waits - sent,
             "other": self.prediction.phases["other"],
         }
-        found["waiting"] = max(0.0, self.prediction.step_time_s.value - sum(found.values()))
-        found["hidden"] = sync.total_s - sync.exposed_s
-        least = 1e-9 * self.prediction.step_time_s.value  # rounding
-        return {doing: lasts_s for doing, lasts_s in found.items() if lasts_s > least}
+        by_activity["waiting"] = max(0.0, self.prediction.step_time_s.value - sum(by_activity.values()))
+        by_activity["hidden"] = sync.total_s - sync.exposed_s
+        least = 1e-9 * self.prediction.step_time_s.value  # less than that is rounding
+        return {doing: lasts_s for doing, lasts_s in by_activity.items() if lasts_s > least}
 
 
 def _single_stage(setting: Setting, work: RankWork) -> _Passes:
-    """The passes of a rank without stages, one microbatch after another."""
+    """Return the passes of a rank without stages: one microbatch after another."""
     known, counts = passes_of(setting, work.replica), work.replica.microbatches
     added = added_s(setting, work.host_group, setting.own(0))
     lasts = {count: known[work.host_group, count].total_s for count in dict.fromkeys(counts)}
@@ -204,10 +233,10 @@ def _single_stage(setting: Setting, work: RankWork) -> _Passes:
             since = since or now
             now += lasts[count] + added
             continue
-        one, name = known[work.host_group, count], f"microbatch {index + 1} of {len(counts)}"
-        now = _pass(bars, now, "forward", (one.forward_s, one.waits.forward_s), grain, name)
+        cost, name = known[work.host_group, count], f"microbatch {index + 1} of {len(counts)}"
+        now = _pass(bars, now, "forward", (cost.forward_s, cost.waits.forward_s), grain, name)
         now = _add(bars, now, "backward", added if index else 0.0, name)
-        now = _pass(bars, now, "backward", (one.backward_s[::-1], one.waits.backward_s[::-1]), grain, name)
+        now = _pass(bars, now, "backward", (cost.backward_s[::-1], cost.waits.backward_s[::-1]), grain, name)
     idle: dict[Activity, float] = {"communication": work.waits_s}
     if ends == len(counts):
         return _Passes(bars=bars, idle=idle)
@@ -216,7 +245,7 @@ def _single_stage(setting: Setting, work: RankWork) -> _Passes:
 
 
 def _add(bars: Parts, now: float, doing: Activity, lasts_s: float, what: str) -> float:
-    """One more bar, or a longer last one; returns its end."""
+    """Append a bar, or extend the last one if it continues it; return the end of the bar."""
     if lasts_s <= 0:
         return now
     last = bars[-1] if bars else None
@@ -228,7 +257,11 @@ def _add(bars: Parts, now: float, doing: Activity, lasts_s: float, what: str) ->
 
 
 def _pass(bars: Parts, now: float, doing: Activity, by_module: tuple[Array, Array], grain: float, what: str) -> float:
-    """A pass over the modules: work, and after it what was waited for since, gathered until that is `grain` long."""
+    """Append a pass over the modules; return its end.
+
+    The modules' work is drawn first, then the exchanges that they wait for. Both are merged until the exchanges
+    last at least `grain` seconds.
+    """
     work_s = wait_s = 0.0
     for work, wait in zip(by_module[0].tolist(), by_module[1].tolist(), strict=True):
         work_s, wait_s = work_s + work, wait_s + wait
@@ -241,8 +274,11 @@ def _pass(bars: Parts, now: float, doing: Activity, by_module: tuple[Array, Arra
 
 
 def _staged(setting: Setting, replica: PipelineReplica) -> list[_Passes]:
-    """The actions of each place on the stage axis. Of long runs the first and the last microbatches are played, and
-    what comes after half of that time is moved to where it ends with the step."""
+    """Return the passes of each place on the stage axis.
+
+    For long runs only the first and the last microbatches are simulated. What begins in the second half of the
+    simulated time is moved later, so that it ends with the step.
+    """
     plan, known = setting.plan, passes_of(setting, replica)
     ranks = plan.degree("stage")
     whole = actions_of(setting, replica, known)
@@ -250,29 +286,35 @@ def _staged(setting: Setting, replica: PipelineReplica) -> list[_Passes]:
     drawn = min(count, max(2 * ranks, MOST_DRAWN))
     picked = np.r_[0 : drawn // 2, count - (drawn - drawn // 2) : count]
     order = pipeline_cost.order_of(plan.pipeline.schedule, ranks, plan.pipeline.stages_per_rank, drawn)
-    drawn_ones = whole.of(picked)
-    played = drawn_ones.played(order)
+    drawn_actions = whole.of(picked)
+    played = drawn_actions.played(order)
     free = played.free
     middle = max(free) / 2 if drawn < count else float("inf")
     actions = _Actions(
         order=order,
         played=played,
-        waits=drawn_ones.waits[order.kind, order.stage, order.microbatch].tolist(),
+        waits=drawn_actions.waits[order.kind, order.stage, order.microbatch].tolist(),
         names=[f"microbatch {index + 1} of {count}" for index in picked],
         stages_named=plan.pipeline.stages_per_rank > 1,
     )
-    found = []
+    passes_by_rank = []
     for rank in range(ranks):
         late = max(0.0, ended[rank] - free[rank])
         bars, idle = actions.of(rank, middle, late)
         calm = (middle, middle + late) if drawn < count else None
-        found.append(_Passes(bars=bars, idle=idle, calm=calm, microbatches=count - drawn))
-    return found
+        passes_by_rank.append(_Passes(bars=bars, idle=idle, calm=calm, microbatches=count - drawn))
+    return passes_by_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Actions:
-    """A schedule that was played. `waits`: by action, its seconds of exchanges; `names` of microbatches."""
+    """A simulated schedule.
+
+    Attributes:
+        waits: seconds of exchanges within each action.
+        names: labels of the microbatches.
+        stages_named: whether labels name the stage as well.
+    """
 
     order: ActionOrder
     played: Played
@@ -281,16 +323,19 @@ class _Actions:
     stages_named: bool
 
     def of(self, rank: int, middle: float, late: float) -> tuple[Parts, dict[Activity, float]]:
-        """The bars of a rank, those that begin after `middle` so much later, and how long it idles without that."""
+        """Return the bars of a rank, and its idle seconds by activity.
+
+        Bars that begin after `middle` are moved by `late` seconds, which do not count as idle.
+        """
         bars: Parts = []
         idle: dict[Activity, float] = {"communication": 0.0, "bubble": 0.0}
         now, before = 0.0, 0.0
-        for at in (index for index, one in enumerate(self.order.rank) if one == rank):
+        for at in (index for index, owner in enumerate(self.order.rank) if owner == rank):
             begins, ends = self.played.began[at], self.played.ended[at]
             lasts, waits = ends - begins, min(self.waits[at], ends - begins)
             gap = max(0.0, begins - before)
             after = self.order.after[at]
-            sent = min(gap, begins - self.played.ended[after]) if after >= 0 else 0.0  # under way, or in a queue
+            sent = min(gap, begins - self.played.ended[after]) if after >= 0 else 0.0  # in transit, or in a queue
             moved = begins + late if begins >= middle else begins
             _add(bars, now, "bubble", moved - sent - now if gap > 0 or moved > begins else 0.0, "")
             _add(bars, moved - sent, "communication", sent, "message between stages")
@@ -306,16 +351,16 @@ class _Actions:
 
 
 def _left_out(tracks: list[_Passes]) -> Omission | None:
-    """What no track draws."""
-    calm = [one.calm for one in tracks if one.calm is not None]
+    """Return the interval that no track draws; None where some track draws everything."""
+    calm = [interval.calm for interval in tracks if interval.calm is not None]
     if not calm or len(calm) < len(tracks):
         return None
-    start, end = min(one[0] for one in calm), max(one[1] for one in calm)
+    start, end = min(interval[0] for interval in calm), max(interval[1] for interval in calm)
     return Omission(start_s=start, end_s=end, microbatches=tracks[0].microbatches) if end > start else None
 
 
 def _clipped(bars: Parts, left: Omission | None) -> Iterator[Bar]:
-    """The bars without what lies in the part that is left out."""
+    """Yield the bars without the part that is left out."""
     for bar in bars:
         if left is None or bar.end_s <= left.start_s or bar.start_s >= left.end_s:
             yield bar
@@ -327,7 +372,7 @@ def _clipped(bars: Parts, left: Omission | None) -> Iterator[Bar]:
 
 
 def ranks_in_words(ranks: list[int]) -> str:
-    """rank 3; ranks 0-7; ranks 0, 4, 8, 12; ranks 0, 4, 8 ... 1020."""
+    """Format a sorted list of ranks: rank 3; ranks 0-7; ranks 0, 4, 8, 12; ranks 0, 4, 8 ... 1020."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if ranks == list(range(ranks[0], ranks[-1] + 1)):

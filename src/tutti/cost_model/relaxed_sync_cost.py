@@ -1,8 +1,8 @@
-"""Exchanges of replicas that may diverge: bytes and seconds of a step, averaged over a period, and memory.
+"""Exchanges of replicas that may diverge: memory, and the bytes and seconds of a step, averaged over a period.
 
-Each mode's traffic is in its registry entry (config.consistency_modes); docs/consistency.md has the equations and
-papers that the bytes follow from. `n` is the bytes of the trained parameters, `p` the number of replicas. Half
-precisions are exchanged in their own width here.
+Each mode's traffic is in its registry entry (config.consistency_modes). docs/consistency.md has the equations
+and papers from which the bytes follow. `n` is the bytes of the trained parameters, and `p` the number of
+replicas. Parameters in half precision are exchanged in half precision here.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,16 +28,20 @@ from tutti.errors import PlanError
 
 
 def _sum_s(group: RankGroup, nbytes: float) -> float:
+    """Return the seconds of an all-reduce."""
     return group.all_reduce(nbytes)
 
 
 def _neighbours_s(group: RankGroup, nbytes: float) -> float:
-    """To both neighbours on a ring; two replicas have one neighbour each."""
+    """Return the seconds of sending to both neighbours on a ring; two replicas have one neighbour each."""
     return ring_neighbours(group.ranks) * group.pass_on(nbytes)
 
 
 def _at_distance_s(group: RankGroup, nbytes: float, distance: int) -> float:
-    """Every replica sends to the one `distance` further on; `distance` ranks of a host send to other hosts at once."""
+    """Return the seconds in which every replica sends to the replica `distance` further on.
+
+    Up to `distance` ranks of a host send to other hosts at once.
+    """
     span = group.span
     if group.network is None:
         return message(group.link, nbytes)
@@ -47,26 +51,34 @@ def _at_distance_s(group: RankGroup, nbytes: float, distance: int) -> float:
 
 
 def _other_half_s(group: RankGroup, nbytes: float) -> float:
-    """To a partner in the other half of the replicas, which is on another host if hosts are in whole halves."""
+    """Return the seconds of sending to a partner in the other half of the replicas.
+
+    The partner is on another host where each host is wholly in one half.
+    """
     return _at_distance_s(group, nbytes, group.ranks // 2)
 
 
 def _push_s(group: RankGroup, nbytes: float) -> float:
+    """Return the mean seconds of sending to a replica at distance 1, 2, 4, ..."""
     times = [_at_distance_s(group, nbytes, distance) for distance in doubling_distances(group.ranks)]
     return sum(times) / len(times)
 
 
 def _adasum_s(group: RankGroup, nbytes: float) -> float:
+    """Return the seconds of Adasum's recursive doubling."""
     return sum(_at_distance_s(group, nbytes, distance) for distance in adasum_distances(group.ranks))
 
 
 def _served_s(group: RankGroup, nbytes: float) -> float:
-    """Parts of a change to the parameter servers, and parameters back."""
+    """Return the seconds of sending parts of a change to the parameter servers, and of receiving parameters."""
     return 2 * group.all_to_all(nbytes)
 
 
 def _pairs_s(group: RankGroup, nbytes: float) -> float:
-    """Both ways between any two replicas: half of a host's ranks ask at once, and as many answer."""
+    """Return the seconds of an exchange between any two replicas, in both directions.
+
+    Half of a host's ranks ask at the same time, and as many answer.
+    """
     if group.network is None:
         return 2 * message(group.link, nbytes)
     return 2 * message(group.network, nbytes * max(1.0, group.span.per_host / 2))
@@ -82,33 +94,41 @@ _SECONDS: Mapping[TrafficPattern, Callable[[RankGroup, float], float]] = {
     "pairs": _pairs_s,
     "none": lambda group, nbytes: 0.0,
 }
-"""Seconds of an exchange of that many bytes, by traffic pattern."""
+"""By traffic pattern: (group, bytes) -> seconds of one exchange."""
 
 
 def _traffic(mode: str) -> ReplicaTraffic:
-    """The traffic of a mode in which replicas diverge."""
+    """Return the traffic of a mode in which replicas diverge."""
     traffic = CONSISTENCY_MODES[mode].traffic
     assert traffic is not None
     return traffic
 
 
 CODED_PASSES, RENEWED_PASSES = 1.0, 2.0
-"""What the mean of coded changes takes more: what was equal is read to take them from, and, where a mode does not do
-so anyway, read again to add them to and written."""
+"""Further memory passes of a mean of compressed changes.
+
+`CODED_PASSES`: the last common values are read, to compute the changes. `RENEWED_PASSES`: where the mode does not do
+so anyway, they are read again, to add the mean change, and written.
+"""
 
 WAITED_PARTS, LEAST_PART_NBYTES = 8, 4 * 2**16
-"""In how many parts a sum in a code goes that is waited for, and how large they are at least: as travel.py has them."""
+"""The most parts of a compressed reduction that is waited for, and the fewest bytes of a part.
+
+They are `BLOCKING_CHUNKS` and `MIN_CHUNK_NUMEL` float32 values of local_sgd/delayed_reduction.py.
+"""
 
 CORRECTED_PASSES = 3.0
-"""Memory passes of correcting second moments in every step: gradients are read, moments read and written."""
+"""Memory passes of correcting second moments in every step: gradients are read, moments are read and written."""
 
 DELAYED_PASSES, DELAYED_CODED_PASSES = 2.0, 6.0
-"""What a mean takes more than one that is waited for if it is taken in later: what it began from is kept."""
+"""Further memory passes of a mean that is applied some updates later, without and with a codec. The values from which
+it was computed are kept.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Bytes on a rank of trained parameters, of the optimizer's state, and of running statistics."""
+    """Bytes of trained parameters, of optimizer state, and of running statistics on one rank."""
 
     parameters: float
     optimizer: float
@@ -117,10 +137,15 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedExchange:
-    """One compressed reduction of replicas' changes: its seconds, those of kernels, those of a rank's cores, and bytes
-    sent.
+    """One compressed reduction of replicas' changes.
 
-    `parts`: number of parts of a reduction that is waited for; one part is encoded or decoded while another is sent.
+    Attributes:
+        seconds: duration, kernels included.
+        kernels_s: seconds of kernels.
+        cores_s: seconds of a rank's cores that the transfer takes.
+        sent_nbytes: bytes that a rank sends.
+        parts: number of parts of a reduction that is waited for; one part is encoded or decoded while another is
+            sent.
     """
 
     seconds: float
@@ -131,14 +156,14 @@ class CompressedExchange:
 
     @property
     def meanwhile_s(self) -> float:
-        """Seconds in which kernels work while a part is sent, less the core time of sending."""
+        """Seconds in which kernels run while a part is sent, less the core time of sending."""
         transfer_s = self.seconds - self.kernels_s
         together_s = (1 - 1 / self.parts) * min(self.kernels_s, transfer_s)
         return together_s * (1 - self.cores_s / transfer_s) if transfer_s > 0 else 0.0
 
 
 def waited_parts(how: Compression, nbytes: float) -> int:
-    """The number of parts of a compressed reduction of `nbytes`: one where the codec needs the whole vector."""
+    """Return the number of parts of a compressed reduction of `nbytes`: 1 where the codec needs the whole vector."""
     if how.entry.whole_vectors(how.settings):
         return 1
     return max(1, min(WAITED_PARTS, int(nbytes // LEAST_PART_NBYTES)))
@@ -146,7 +171,7 @@ def waited_parts(how: Compression, nbytes: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergedExchange:
-    """The exchange of diverged replicas in a step, on average: time, and bytes that a rank sends."""
+    """The exchange of diverged replicas in an average step: its time, and the bytes that a rank sends."""
 
     exchange: CommCost
     sent_nbytes: float
@@ -160,16 +185,16 @@ def diverged_exchange(
     behind_s: float,
     coded: CompressedExchange | None = None,
 ) -> DivergedExchange:
-    """The exchanges of a step, on average, of replicas along `group`.
+    """Return the exchanges of an average step of the replicas along `group`.
 
     Args:
-        sync: the mode; a mode that starts synchronously is costed in its later phase.
+        sync: the mode. A mode that starts synchronously is costed in its later phase.
         group: the replicas.
-        host_group: where they are.
+        host_group: where they are placed.
         trained: bytes that are exchanged.
-        behind_s: seconds of a step's passes and update, which hide some modes' exchanges. On a CPU the exchange takes
-            cores from them. Delayed averages are hidden behind several steps.
-        coded: how the exchange is compressed; None: as it is.
+        behind_s: seconds of a step's passes and update, which hide the exchanges of some modes. On a CPU, the
+            exchange takes cores from them. Delayed averages are hidden behind several steps.
+        coded: the compressed reduction; None without compression.
     """
     if group.ranks == 1:
         return DivergedExchange(exchange=CommCost(total_s=0.0, exposed_s=0.0), sent_nbytes=0.0)
@@ -182,7 +207,7 @@ def diverged_exchange(
     passes = how.passes(group.ranks) + _more_passes(how, bool(told.delay), coded is not None)
     copies_s = host_group.slowdown * passes * n / rank_bandwidth(host_group)
     wire_s, kernels_s = (_SECONDS[how.pattern](group, n), 0.0) if coded is None else (coded.seconds, coded.kernels_s)
-    besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # waited for in every mode
+    besides_s = group.all_reduce(state) + group.all_reduce(statistics)  # every mode waits for these
     cores_s = _SECONDS[how.pattern](group.on_cores(host_group), n) if coded is None else coded.cores_s
     waited_s, often = wire_s, 1.0
     if how.skipped_when_late:
@@ -191,16 +216,16 @@ def diverged_exchange(
         waited_s = wire_s
     if how.overlapped or told.delay:
         transfer_s = wire_s - kernels_s
-        if coded is not None and threaded(sync, host_group):  # a part travels while another is written, read or sent
+        if coded is not None and threaded(sync, host_group):  # kernels work on one part while another is sent
             behind_s += (1 - 1 / coded.parts) * (kernels_s + cores_s)
         hidden_s = min(transfer_s, behind_s)
         waited_s = wire_s - hidden_s + (cores_s * hidden_s / transfer_s if transfer_s > 0 else 0.0)
     elif coded is not None:
         waited_s -= coded.meanwhile_s
-    own = often * how.sent_vectors(group.ranks) * n if coded is None else coded.sent_nbytes
-    sent = own + ring_share(group.ranks) * (state + statistics)
+    changes_nbytes = often * how.sent_vectors(group.ranks) * n if coded is None else coded.sent_nbytes
+    sent = changes_nbytes + ring_share(group.ranks) * (state + statistics)
     corrected_s = 0.0
-    if told.optimizer_state == "corrected":  # in every step; what is seen of gradients is as small as losses
+    if told.optimizer_state == "corrected":  # in every step; the statistics that are exchanged are as small as losses
         corrected_s = host_group.slowdown * CORRECTED_PASSES * n / rank_bandwidth(host_group)
     done = CommCost(
         total_s=(wire_s + besides_s + copies_s) / period + corrected_s,
@@ -210,20 +235,22 @@ def diverged_exchange(
 
 
 def threaded(sync: SyncPlan, host_group: HostGroup) -> bool:
-    """Whether averages are exchanged in a thread of their own (local_sgd/delayed_reduction.py)."""
+    """Return whether averages are exchanged in a thread of their own (local_sgd/delayed_reduction.py)."""
     return sync.compress is not None and sync.compress.pairwise and host_group.device.kind == "cpu"
 
 
 def _behind_updates(sync: SyncPlan, host_group: HostGroup) -> int:
-    """The number of updates that hide an average.
+    """Return the number of updates that hide an average.
 
-    Where parts are exchanged at fixed updates, the last part arrives in the last of them; a thread has all of them.
+    Where parts are exchanged at fixed updates, the last part arrives in the last update. A thread can use all of
+    them.
     """
     delay = sync.relaxed.delay or 1
     return delay if threaded(sync, host_group) else max(1, delay - 1)
 
 
 def _more_passes(how: ReplicaTraffic, delayed: bool, coded: bool) -> float:
+    """Return the memory passes that delay and compression add to a mode's own passes."""
     if delayed:
         return DELAYED_CODED_PASSES if coded else DELAYED_PASSES
     return CODED_PASSES + (0.0 if how.held else RENEWED_PASSES) if coded else 0.0
@@ -245,17 +272,17 @@ def check_diverged(plan: Plan, network: Network) -> None:
 
 
 def _period(sync: SyncPlan) -> int | None:
-    """Updates between two exchanges; None where there are none before training ends."""
+    """Return the number of updates between two exchanges; None where nothing is exchanged before training ends."""
     if CONSISTENCY_MODES[sync.mode].never_exchanges:
         return None
     return with_mode_defaults(sync.mode, sync.relaxed).period or 1
 
 
 def diverged_nbytes(sync: SyncPlan, replicas: int, parameters_nbytes: float) -> float:
-    """Memory of a rank's copies of `parameters_nbytes`: those it keeps, and those of an exchange.
+    """Return the memory of a rank's copies of `parameters_nbytes`: those that it keeps, and those of an exchange.
 
-    A codec also needs the last common values, which DiLoCo has anyway, and twice the residuals. A delayed average needs
-    the values that it began from.
+    A codec also needs the last common values, which DiLoCo keeps anyway, and twice the residuals. A delayed
+    average needs the values from which it was computed.
     """
     how = CONSISTENCY_MODES[sync.mode].traffic
     if how is None or replicas == 1:
@@ -267,27 +294,29 @@ def diverged_nbytes(sync: SyncPlan, replicas: int, parameters_nbytes: float) -> 
 
 
 def diverged_notes(sync: SyncPlan) -> tuple[str, ...]:
-    """Further notes of a prediction of such a plan."""
+    """Describe what the prediction of a plan with diverging replicas assumes."""
     how = CONSISTENCY_MODES[sync.mode].traffic
     if how is None:
         return ()
     told = with_mode_defaults(sync.mode, sync.relaxed)
-    notes = ["assumed: that replicas differ changes no number of samples; what is computed is another algorithm"]
+    notes = [
+        "replicas diverge, which is another algorithm than synchronous training; assumed: it needs as many samples"
+    ]
     period = _period(sync)
     if period is None:
-        notes.append("no step exchanges parameters")
+        notes.append("replicas exchange no parameters before training ends")
     elif period > 1:
-        notes.append(f"a step on average: replicas exchange in one of {period} steps")
+        notes.append(f"these are averages over steps: replicas exchange parameters in one of {period} steps")
     if told.delay:
-        notes.append(f"averages travel while {told.delay} updates are made, and are taken in then")
+        notes.append(f"averages are in transit during {told.delay} updates, and are applied after them")
     if told.optimizer_state == "corrected":
         notes.append("second moments are corrected after every update")
     if how.skipped_when_late:
-        notes.append("at most one exchange a step, and fewer where one takes longer than a step's passes")
+        notes.append("at most one exchange per step, and fewer where an exchange takes longer than a step's passes")
     if CONSISTENCY_MODES[sync.mode].shares_memory:
-        notes.append("assumed: that ranks write to one memory slows none of them")
+        notes.append("assumed: ranks that write to the same memory do not slow each other down")
     if CONSISTENCY_MODES[sync.mode].asynchronous:
-        notes.append("the step of the slowest rank: others do not wait for it")
+        notes.append("the step time is that of the slowest rank; other ranks do not wait for it")
     if told.after:
-        notes.append(f"the first {told.after} updates are synchronous, and not in these numbers")
+        notes.append(f"the first {told.after} updates are synchronous, and these numbers leave them out")
     return tuple(notes)

@@ -1,7 +1,8 @@
 """Exchanges of the shard axis in a step, and the part of them that is waited for.
 
-Level 1: parts of parameters are gathered after the update. Levels 2 and 3: a unit (a block, or the parameters outside
-of blocks) is gathered while the unit before computes, and gradients are reduce-scattered behind backward.
+At level 1, parts of parameters are gathered after the update. At levels 2 and 3, a unit (a block, or the
+parameters outside of blocks) is gathered while the previous unit computes, and gradients are reduce-scattered
+behind backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +23,10 @@ Numbers = TypeVar("Numbers", float, Array)
 
 
 def units_of(columns: ModelTable, part: Division) -> list[float]:
-    """Bytes of the parameters that are gathered together.
+    """Return the bytes of the parameters that are gathered together, by unit.
 
-    The first entry has the parameters outside of blocks and those tied between blocks; then one entry for each block.
+    The first entry has the parameters outside of blocks and those tied between blocks; then there is one entry
+    for each block.
     """
     nbytes = columns.parameters * part.weight
     tied = columns.owner[columns.owner >= 0]
@@ -36,8 +38,14 @@ def units_of(columns: ModelTable, part: Division) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitWork:
-    """By unit, as in `units_of`: bytes of parameters, seconds of a microbatch's passes, and the seconds of them in
-    which the shard axis' links carry something else.
+    """The work of each unit, in the order of `units_of`.
+
+    Attributes:
+        nbytes: bytes of parameters.
+        forward_s: seconds of a microbatch's forward.
+        backward_s: seconds of a microbatch's backward.
+        forward_link_s: seconds of forward in which the links of the shard axis carry something else.
+        backward_link_s: the same in backward.
     """
 
     nbytes: tuple[float, ...]
@@ -55,7 +63,7 @@ def unit_work(
     forward_link_s: Array,
     backward_link_s: Array,
 ) -> UnitWork:
-    """The work of each unit; work outside of blocks belongs to the first unit in forward."""
+    """Return the work of each unit; work outside of blocks belongs to the first unit."""
     nbytes = columns.parameters * part.weight
     tied = columns.owner[columns.owner >= 0]
     inside = columns.block.copy()
@@ -78,12 +86,16 @@ def unit_work(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The constants of the shard axis: its group, the group that reduces parts further, and offload seconds a byte.
+    """The constants of the shard axis.
 
     Attributes:
-        coded: where reductions are compressed, by the bytes of a unit: how, and the seconds in kernels.
-        gathered_s: seconds in which a rank's cores copy a byte of a unit into the whole parameters; never hidden.
+        group: the ranks along the shard axis.
+        others: the ranks that reduce parts further.
+        load_s_per_nbyte: seconds per byte of moving offloaded state; 0 without offload.
+        gathered_s: seconds in which a rank's cores copy a byte of a unit into the whole parameters; never
+            hidden.
         summed_s: seconds in which they copy a byte of its gradients for the reduction; never hidden.
+        coded: (bytes of a unit) -> (how its gradients are encoded, seconds in kernels); None without a codec.
     """
 
     group: RankGroup
@@ -94,10 +106,11 @@ class Costs:
     coded: Callable[[float], tuple[PartsWritten, float]] | None = None
 
     def gather(self, nbytes: float) -> float:
+        """Return the seconds of gathering a unit of `nbytes`."""
         return self.group.divided(nbytes) + nbytes / self.group.ranks * self.load_s_per_nbyte
 
     def on_cores(self, host_group: HostGroup) -> "Costs":
-        """The same in core seconds of a rank on `host_group`; kernels run on one thread."""
+        """Return the same costs in core seconds of a rank on `host_group`. Kernels run on one thread."""
         coded = self.coded
 
         def written(nbytes: float) -> tuple[PartsWritten, float]:
@@ -112,6 +125,7 @@ class Costs:
         )
 
     def sum(self, nbytes: float) -> float:
+        """Return the seconds of reducing the gradients of a unit of `nbytes`."""
         part = nbytes / self.group.ranks
         loads = part * self.load_s_per_nbyte
         if self.coded is None:
@@ -122,12 +136,13 @@ class Costs:
 
 
 def copied(group: RankGroup) -> tuple[float, float]:
-    """Memory passes of a CPU rank over a unit's bytes, (when it is gathered, when its gradients are reduced).
+    """Return the memory passes of a CPU rank over a unit's bytes: (gather of parameters, reduction of gradients).
 
-    They are counted from parallel/sharding. A gather reads the data and writes it to pages that the system clears. A
-    reduction reads gradients and writes the send buffer, then reads the ranks' rows of a part and writes their sum. In
-    shared memory the rows are read in place, which the link's time includes. With several hosts, a rank also has what
-    it brought from other hosts, and adds a row from each. GPUs copy in their own memory, far faster than links.
+    They are counted in parallel/sharding. A gather reads the data and writes it to pages that the system clears
+    first. A reduction reads gradients and writes the send buffer, then reads the ranks' rows of a part and
+    writes their sum. In shared memory the rows are read in place, which the link's time includes. With several
+    hosts, a rank also copies what arrived from other hosts, and adds a row from each. GPUs copy in their own
+    memory, far faster than links.
     """
     if group.tier == "node":
         return 1 + 2 / group.ranks, 2.0
@@ -138,11 +153,13 @@ def copied(group: RankGroup) -> tuple[float, float]:
 
 
 def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int, host_group: HostGroup) -> CommCost:
-    """Levels 2 and 3: the exchanges of a step of a rank on `host_group`, whose cores do part of the hidden work."""
+    """Return the exchanges of a step at levels 2 and 3 for a rank on `host_group`, whose cores do part of the
+    hidden work.
+    """
     gathers = [costs.gather(nbytes) for nbytes in work.nbytes]
     sums = [costs.sum(nbytes) for nbytes in work.nbytes]
-    # What is outside of blocks works before and after them, and stays from forward to backward; with level 2 all does,
-    # through all microbatches.
+    # The unit outside of blocks works before and after them, and stays gathered from forward to backward. At level 2
+    # all units stay gathered, through all microbatches.
     taken = _around(work.forward_link_s), _around([work.backward_link_s[0], *work.backward_link_s[:0:-1]])
     ahead = _hidden([*gathers, 0.0], _around(work.forward_s), taken[0])
     again = [0.0, *(gathers[:0:-1] if level == 3 else [0.0] * len(gathers[1:])), 0.0]
@@ -151,8 +168,8 @@ def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int,
     last = _hidden(again, back, taken[1], [0.0, *sums[:0:-1], sums[0]])
     times = microbatches if level == 3 else 1
     passes = [(times, ahead), (times - 1, before), (1, last)]
-    total = sum(count * one[0] for count, one in passes)
-    waited = min(sum(count * one[1] for count, one in passes), total)
+    total = sum(count * pass_cost[0] for count, pass_cost in passes)
+    waited = min(sum(count * pass_cost[1] for count, pass_cost in passes), total)
     cores = costs.on_cores(host_group)
     on_cores = [cores.gather(nbytes) for nbytes in work.nbytes]
     taken_s = times * (sum(on_cores) + (sum(on_cores[1:]) if level == 3 else 0.0)) + sum(map(cores.sum, work.nbytes))
@@ -162,45 +179,53 @@ def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int,
 
 
 def sent_nbytes(nbytes: Sequence[float], costs: Costs, level: int, microbatches: int) -> float:
-    """Bytes that a rank sends in a step at levels 2 and 3: gathers, reduce-scatters, all-reduces of parts."""
+    """Return the bytes that a rank sends in a step at levels 2 and 3: gathers, reduce-scatters, all-reduces of
+    parts.
+    """
     d, r = costs.group.ranks, costs.others.ranks
     gathered = _gathered(nbytes, level, microbatches)
-    written = [(one, PartsWritten(ranks=d, others=r) if costs.coded is None else costs.coded(one)[0]) for one in nbytes]
-    there, across = sum(one * how.there for one, how in written), sum(one * how.across for one, how in written)
+    written = [
+        (unit_nbytes, PartsWritten(ranks=d, others=r) if costs.coded is None else costs.coded(unit_nbytes)[0])
+        for unit_nbytes in nbytes
+    ]
+    there, across = (
+        sum(unit_nbytes * how.there for unit_nbytes, how in written),
+        sum(unit_nbytes * how.across for unit_nbytes, how in written),
+    )
     return (d - 1) / d * (gathered + there) + 2 * (r - 1) / r * across / d
 
 
 def _gathered(nbytes: Sequence[float], level: int, microbatches: int) -> float:
-    """Bytes of parameters that are gathered in a step, of units of so many bytes."""
+    """Return the bytes of parameters that are gathered in a step, from the bytes of each unit."""
     whole = sum(nbytes)
     return whole if level == 2 else gathered_nbytes(whole, nbytes[0], microbatches)
 
 
 def gathered_nbytes(whole: Numbers, outside: Numbers, microbatches: Numbers) -> Numbers:
-    """Bytes of parameters that level 3 gathers in a step: for each pass of each microbatch.
+    """Return the bytes of parameters that level 3 gathers in a step: in each pass of each microbatch.
 
     The parameters outside of blocks stay from forward to backward.
 
     Args:
         whole: bytes of all parameters.
         outside: bytes of those outside of blocks.
-        microbatches: of a step.
+        microbatches: microbatches of a step.
     """
     return microbatches * (2 * whole - outside)
 
 
 def _around(seconds: Sequence[float]) -> list[float]:
-    """Units in order; the first works half before and half after the others."""
+    """Return units in order; the first works half before and half after the others."""
     return [seconds[0] / 2, *seconds[1:], seconds[0] / 2]
 
 
 def _hidden(
     gathers: Sequence[float], work: Sequence[float], taken: Sequence[float], sums: Sequence[float] = ()
 ) -> tuple[float, float]:
-    """(seconds of exchanges, seconds waited).
+    """Return (seconds of exchanges, seconds waited).
 
-    Each unit's gather starts with the unit before it; reductions follow each unit. All share one link, in the order of
-    their start. Exchanges within the units' work come first, for the seconds `taken`.
+    Each unit's gather starts with the previous unit; reductions follow each unit. All share one link, in the
+    order of their start. Exchanges within the units' work come first, for the seconds `taken`.
     """
     link = now = 0.0
     arrived: list[float] = []

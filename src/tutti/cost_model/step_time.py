@@ -1,4 +1,4 @@
-"""`predict`: what one plan costs on one cluster. A pure function of the model, the cluster and the plan."""
+"""`predict`: the cost of one plan on one cluster. A pure function of the model, the cluster and the plan."""
 
 from dataclasses import dataclass, field, replace
 
@@ -33,31 +33,32 @@ from tutti.errors import PlanError
 def predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
     """Estimate the step time and memory of `plan`.
 
-    Where the first updates exchange something else (warm-up of a codec, synchronous steps before local ones), their
-    steps are estimated as well.
+    Where the first updates exchange something else (warm-up of a codec, synchronous steps before local ones),
+    their steps are estimated as well.
 
-    Raises: PlanError: the plan cannot be costed: its axes exclude each other, or divide nothing of the model, or not
-        evenly; there are more ranks than CUDA devices; the cluster does not describe the precision or a link; the batch
-        is in tokens and their number is unknown.
+    Raises:
+        PlanError: the plan cannot be costed. Its axes exclude each other, or divide nothing of the model, or do
+        not divide it evenly; there are more ranks than CUDA devices; the cluster does not describe the precision
+        or a link; or the batch is in tokens and the tokens of a sample are unknown.
     """
-    found = _predict(model, cluster, plan, None)
+    final = _predict(model, cluster, plan, None)
     first = []
     for until, now, updates in _warmup(plan):
-        one = _predict(model, cluster, now, updates)
-        sent = one.sent_nbytes_per_rank
-        first.append(WarmupSpan(until=until, step_time_s=one.step_time_s.value, sent_nbytes_per_rank=sent))
-    return replace(found, first=tuple(first)) if first else found
+        early = _predict(model, cluster, now, updates)
+        sent = early.sent_nbytes_per_rank
+        first.append(WarmupSpan(until=until, step_time_s=early.step_time_s.value, sent_nbytes_per_rank=sent))
+    return replace(final, first=tuple(first)) if first else final
 
 
 def _warmup(plan: Plan) -> list[tuple[int, Plan, int | None]]:
-    """The phases before the final one, in order: (last update, plan in force, update that is costed)."""
+    """Return the phases before the final one, in order: (last update, plan in force, update that is costed)."""
     if plan.sync.relaxed.after and plan.world_size > 1:
         return [(plan.sync.relaxed.after, replace(plan, sync=plan.sync.at_first), None)]
     return [(until, plan, until - 1) for until in phases(plan)]
 
 
 def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | None) -> Prediction:
-    """A step after `updates` updates; None: once no warm-up is left."""
+    """Estimate a step after `updates` updates; None: warm-up is over."""
     step = worked_out(model, cluster, plan, updates)
     setting, samples, host_groups = step.setting, step.samples, step.setting.wires.network.host_groups
     slowest = slowest_of(setting, [work for replica in step.replicas for work in replica_work(setting, replica)])
@@ -66,7 +67,8 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
     beside_s = work.waits_s + loss_s(setting)
     exchange = CommCost(total_s=sync.exchange.total_s + beside_s, exposed_s=sync.exchange.exposed_s + beside_s)
     memory, host_group, when = min(
-        memories(setting, step.replicas, slowest.syncs).values(), key=lambda one: one[1].memory_nbytes - one[0].total
+        memories(setting, step.replicas, slowest.syncs).values(),
+        key=lambda entry: entry[1].memory_nbytes - entry[0].total,
     )
     other_s = overhead_s(setting, work)
     data_s = wait_s(setting, work, sync.exchange.exposed_s)
@@ -102,14 +104,14 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
 
 
 def loss_s(setting: Setting) -> float:
-    """Seconds of the all-reduce of the losses; 0 where ranks do not wait for each other."""
+    """Return the seconds of the all-reduce of the losses; 0 where ranks do not wait for each other."""
     if CONSISTENCY_MODES[setting.plan.sync.mode].asynchronous:
         return 0.0
     return setting.wires.network.group(*setting.plan.mesh).all_reduce(cost_constants.LOSS_NBYTES)
 
 
 def overhead_s(setting: Setting, work: RankWork) -> float:
-    """Seconds of a rank's step outside of operators."""
+    """Return the seconds of a rank's step outside of operators."""
     worker = setting.workers[work.host_group]
     cpu = setting.host_groups[work.host_group].device.kind == "cpu"
     return worker.slowdown * (
@@ -118,8 +120,11 @@ def overhead_s(setting: Setting, work: RankWork) -> float:
 
 
 def wait_s(setting: Setting, work: RankWork, exposed_s: float) -> float:
-    """Seconds that a rank waits for its batch, if it waits `exposed_s` for the communication that happens once a
-    step."""
+    """Return the seconds that a rank waits for its batch.
+
+    Args:
+        exposed_s: seconds that the rank waits for communication that happens once a step.
+    """
     if work.load.free:
         return 0.0
     idle_s = work.waits_s + exposed_s + loss_s(setting)
@@ -132,7 +137,7 @@ class Step:
     """A step before it is costed.
 
     Attributes:
-        samples: of a global batch.
+        samples: samples of a global batch.
         replicas: the pipeline replicas that differ from each other.
     """
 
@@ -142,8 +147,11 @@ class Step:
 
 
 def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | None = None) -> Step:
-    """Distribute a step after `updates` updates over the ranks and their devices. Raises PlanError as `predict`
-    does."""
+    """Distribute a step after `updates` updates over the ranks and their devices.
+
+    Raises:
+        PlanError: as in `predict`.
+    """
     check_plan(plan)
     samples = _samples(model, plan)
     host_groups = place_ranks(cluster, plan.world_size)
@@ -153,12 +161,17 @@ def worked_out(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int 
 
 
 def load_of(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> BatchLoad:
-    """How the samples of a step are loaded on the ranks that load most. Raises PlanError as `predict` does."""
+    """Return how the samples of a step are loaded on the ranks that load most.
+
+    Raises:
+        PlanError: as in `predict`.
+    """
     step = worked_out(model, cluster, plan)
     return most(replica_load(step.setting, replica) for replica in step.replicas)
 
 
 def _samples(model: ModelSpec, plan: Plan) -> int:
+    """Return the samples of a global batch; refuse more microbatches than samples."""
     samples = samples_of(plan.batch.global_batch_size, plan.batch.unit, model.tokens_per_sample)
     if plan.batch.num_microbatches > samples:
         raise PlanError(
@@ -171,6 +184,7 @@ def _samples(model: ModelSpec, plan: Plan) -> int:
 def _setting(
     model: ModelSpec, cluster: ClusterSpec, plan: Plan, host_groups: tuple[HostGroup, ...], samples: int
 ) -> Setting:
+    """Return what all replicas of a plan have in common."""
     wires = Wires(
         model=model,
         plan=plan,
@@ -180,17 +194,17 @@ def _setting(
         half=plan.precision in ("bfloat16", "float16"),
         on_cpu=host_groups[0].device.kind == "cpu",
     )
-    own, feeding = parts(model, plan), feeds(model, cluster, plan, host_groups, samples)
+    divisions, feeding = parts(model, plan), feeds(model, cluster, plan, host_groups, samples)
     return Setting(
         model=model,
         plan=plan,
-        host_groups=tuple(host_group for host_group in host_groups for _ in own),
-        workers=tuple(worker for worker in workers_of(model, plan, host_groups) for _ in own),
-        parts=own * len(host_groups),
+        host_groups=tuple(host_group for host_group in host_groups for _ in divisions),
+        workers=tuple(worker for worker in workers_of(model, plan, host_groups) for _ in divisions),
+        parts=divisions * len(host_groups),
         wires=wires,
         stages=stages_of(model, plan),
         regions=recompute_regions(model, plan),
-        feeds=tuple(feed for feed in feeding for _ in own),
+        feeds=tuple(feed for feed in feeding for _ in divisions),
     )
 
 
@@ -199,8 +213,10 @@ class Slowest:
     """The rank that ends last.
 
     Attributes:
-        syncs: its gradient reductions, by stage.
-        sent_nbytes: of the rank that sends most.
+        work: its work.
+        sync: its gradient reductions.
+        syncs: the gradient reductions of each stage.
+        sent_nbytes: bytes sent by the rank that sends most.
     """
 
     work: RankWork
@@ -210,27 +226,28 @@ class Slowest:
 
 
 def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
-    """The rank that ends last, with the communication that happens once a step."""
+    """Find the rank that ends last, communication that happens once a step included."""
 
     def lasts_s(work: RankWork, exposed_s: float = 0.0) -> float:
         return work.total_s + exposed_s + overhead_s(setting, work) + wait_s(setting, work, exposed_s)
 
     longest: dict[tuple[int, int], RankWork] = {}
-    for work in works:  # of the ranks of a seat the one with most work, as more of it hides no more than itself
+    # Of each kind of rank at a place, the one with the most work ends last: more work hides no more than its own time.
+    for work in works:
         key = work.stage, work.host_group
         if key not in longest or lasts_s(work) > lasts_s(longest[key]):
             longest[key] = work
-    found: dict[int, tuple[float, RankWork, Sync]] = {}
+    latest: dict[int, tuple[float, RankWork, Sync]] = {}
     once = _Once(setting=setting)
     for work in sorted(longest.values(), key=lasts_s, reverse=True):
-        least_s, _, sync = found.get(work.stage, (-1.0, None, None))
+        least_s, _, sync = latest.get(work.stage, (-1.0, None, None))
         if sync is None or lasts_s(work) + sync.exchange.total_s > least_s:
             sync = once.of(work)
             end_s = lasts_s(work, sync.exchange.exposed_s)
             if end_s > least_s:
-                found[work.stage] = end_s, work, sync
-    _, last, sync = max(found.values(), key=lambda one: one[0])
-    syncs = {stage: one for stage, (_, _, one) in found.items()}
+                latest[work.stage] = end_s, work, sync
+    _, last, sync = max(latest.values(), key=lambda entry: entry[0])
+    syncs = {stage: stage_sync for stage, (_, _, stage_sync) in latest.items()}
     return Slowest(
         work=last,
         sync=sync,
@@ -241,12 +258,17 @@ def slowest_of(setting: Setting, works: list[RankWork]) -> Slowest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Once:
-    """The communication that happens once a step. `known` caches stages of equal blocks, which exchange alike."""
+    """The communication that happens once a step.
+
+    Attributes:
+        known: cached results. Stages of equal blocks exchange alike.
+    """
 
     setting: Setting
     known: dict[object, Sync] = field(default_factory=dict)
 
     def of(self, work: RankWork) -> Sync:
+        """Return the communication of one rank."""
         setting, wires = self.setting, self.setting.wires
         columns, own = wires.columns, setting.own(work.stage)
         weights = columns.gradients * wires.division.weight
@@ -270,16 +292,19 @@ class _Once:
 
 
 def _axes_notes(setting: Setting) -> tuple[str, ...]:
-    """Notes on where the groups of each axis communicate, for meshes of several axes or of another axis than
-    replicate."""
+    """Describe where the groups of each axis communicate.
+
+    There is no note for a mesh that has only the replicate axis.
+    """
     named = [axis for axis, degree in setting.plan.mesh.items() if degree > 1]
     if named in ([], ["replicate"]):
         return ()
-    said = [f"{axis} {setting.plan.mesh[axis]} {_where(setting.wires.network.group(axis))}" for axis in named]
-    return ("groups: " + ", ".join(said),)
+    places = [f"{axis} {setting.plan.mesh[axis]} {_where(setting.wires.network.group(axis))}" for axis in named]
+    return ("groups: " + ", ".join(places),)
 
 
 def _where(group: RankGroup) -> str:
+    """Describe the hosts over which a group extends."""
     span = group.span
     if span.hosts == 1:
         return "within a host"
@@ -289,9 +314,13 @@ def _where(group: RankGroup) -> str:
 
 
 def _margin(cluster: ClusterSpec, worker: Worker, link: Link | None, exposed: float) -> float:
-    """Half-width of the time's interval: the margins of compute and of links, weighted by their parts of the step.
+    """Return the relative half-width of the time's interval: margins of compute and of links, weighted by their
+    parts of the step.
 
     Rates measured beside other work are worth no more than assumptions.
+
+    Args:
+        exposed: exposed communication as a fraction of the step.
     """
     if disturbed(cluster):
         return cost_constants.STEP_MARGIN["assumed"]
@@ -318,8 +347,10 @@ Held = tuple[RankMemory, HostGroup, str]
 def memories(
     setting: Setting, replicas: list[PipelineReplica], syncs: dict[int, Sync]
 ) -> dict[tuple[int, tuple[int, int], int], Held]:
-    """The memory of the ranks, by (place on the stage axis, (samples, how often) of the last microbatches, host
-    group)."""
+    """Return the memory of the ranks.
+
+    Keys are (place on the stage axis, (samples, number) of the last microbatches, kind of rank).
+    """
     wires, plan = setting.wires, setting.plan
     models = {
         id(part): held_by_stage(
@@ -332,20 +363,20 @@ def memories(
         )
         for part in setting.parts
     }
-    found: dict[tuple[int, tuple[int, int], int], Held] = {}
+    by_kind: dict[tuple[int, tuple[int, int], int], Held] = {}
     for replica in replicas:
-        for stage, some in enumerate(replica.host_groups):
+        for stage, kinds in enumerate(replica.host_groups):
             fused: tuple[BucketCost, ...] = syncs[stage].buckets
             samples = replica.microbatches
-            for host_group in some:
+            for host_group in kinds:
                 key = (stage, replica.samples[-1], host_group)
-                if key not in found:
+                if key not in by_kind:
                     kind, model = setting.host_groups[host_group].device.kind, models[id(setting.parts[host_group])]
                     memory, when = rank_memory(model, plan, samples=samples, stage=stage, fused=fused, kind=kind)
                     if kind == "cpu":
                         memory = replace(memory, script=wires.model.script_nbytes)
-                    found[key] = (memory, setting.host_groups[host_group], when)
-    return found
+                    by_kind[key] = (memory, setting.host_groups[host_group], when)
+    return by_kind
 
 
 def _estimate(value: float, margin: float) -> Estimate:

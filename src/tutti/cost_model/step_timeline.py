@@ -1,4 +1,4 @@
-"""The step of one replica of ranks: those that compute one share of the batch together, stage by stage."""
+"""The step of one pipeline replica: the ranks that compute one share of the batch together, stage by stage."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,9 +31,18 @@ from tutti.cost_model.worker_speed import Array, Worker, worker_at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all replicas of a plan share. By kind of rank (pipeline_cost.kinds_of_ranks): `host_groups`; `workers`: what
-    it computes with; `parts`: what it has of each module, of which `wires` has the largest; `feeds`: how it loads its
-    samples. `updates`: made before the step, None: more than any warm-up has.
+    """What all replicas of a plan have in common.
+
+    `host_groups`, `workers`, `parts` and `feeds` have one entry for each kind of rank
+    (`pipeline_cost.kinds_of_ranks`).
+
+    Attributes:
+        host_groups: where ranks of this kind are placed.
+        workers: their speed.
+        parts: their part of each module.
+        wires: what exchanges depend on, with the largest part of each module.
+        feeds: how they load their samples.
+        updates: updates made before the step; None: more than any warm-up has.
     """
 
     model: ModelSpec
@@ -48,26 +57,34 @@ class Setting:
     updates: int | None = None
 
     def own(self, stage: int) -> Flags:
-        """The modules on one place of the stage axis."""
-        mine: Flags = self.stages.stage % self.plan.degree("stage") == stage
-        return mine
+        """Return a mask of the modules on one place of the stage axis."""
+        modules: Flags = self.stages.stage % self.plan.degree("stage") == stage
+        return modules
 
     def wires_of(self, host_group: int) -> Wires:
-        """What the exchanges of a kind of rank depend on."""
+        """Return what the exchanges of one kind of rank depend on."""
         return replace(self.wires, division=self.parts[host_group]) if self.plan.split_weights else self.wires
 
     def gradients(self, host_group: int) -> Array:
-        """Bytes by module of the gradients that a kind of rank has."""
+        """Return the bytes of the gradients that one kind of rank has, by module."""
         nbytes: Array = self.wires.columns.gradients * self.parts[host_group].weight
         return nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWork:
-    """Seconds of a step on one rank. `waits_s`: for other ranks, in exchanges and for the pipeline; `passes`: seconds
-    by module of the last microbatch's forward and backward, exchanges included; `limits`: seconds by what limits the
-    rank's own work, and of `waits_s` those for other stages; `sent_nbytes`: by its microbatches; `taken`: when links
-    carry what its passes exchange; `load`: what brings its replica's samples in.
+    """The step of one rank, in seconds.
+
+    Attributes:
+        stage: its place on the stage axis.
+        host_group: its kind of rank.
+        waits_s: waiting for other ranks, in exchanges and in the pipeline.
+        passes: (forward, backward) of the last microbatch by module, exchanges included.
+        limits: seconds of the rank's own work by what limits it, and those of `waits_s` that wait for other
+            stages.
+        sent_nbytes: bytes that it sends for its microbatches.
+        taken: when links carry the exchanges of its passes.
+        load: how the samples of its replica are loaded.
     """
 
     replica: PipelineReplica
@@ -85,44 +102,53 @@ class RankWork:
 
     @property
     def total_s(self) -> float:
-        """Without the wait for data."""
+        """Seconds of the step without the wait for data."""
         return self.forward_s + self.backward_s + self.optimizer_s + self.waits_s
 
     def stretched(self, factor: float) -> "RankWork":
-        """The same where forward and backward take so many times as long."""
+        """Return the same work with forward and backward `factor` times as long."""
         if factor == 1.0:
             return self
         return replace(self, forward_s=factor * self.forward_s, backward_s=factor * self.backward_s)
 
 
 def replica_work(setting: Setting, replica: PipelineReplica) -> list[RankWork]:
-    """The work of a replica, one entry for each place on the stage axis: of the seat there that ends last."""
+    """Return the work of a replica, one entry for each place on the stage axis.
+
+    Each entry is that of the kind of rank at that place that ends last.
+    """
     known = passes_of(setting, replica)
     places = [
-        [_own_work(setting, replica, stage, host_group, known) for host_group in some]
-        for stage, some in enumerate(replica.host_groups)
+        [_own_work(setting, replica, stage, host_group, known) for host_group in kinds]
+        for stage, kinds in enumerate(replica.host_groups)
     ]
     if len(places) > 1:
         ended, stretch = actions_of(setting, replica, known).ends(setting.plan)
         rows = zip(places, ended, stretch, _sent_nbytes(setting, replica), strict=True)
         places = [
-            [_among(setting, one.stretched(factor), end, nbytes) for one in some] for some, end, factor, nbytes in rows
+            [_among(setting, work.stretched(factor), end, nbytes) for work in kinds]
+            for kinds, end, factor, nbytes in rows
         ]
-    return [max(some, key=lambda one: one.total_s) for some in places]
+    return [max(kinds, key=lambda work: work.total_s) for kinds in places]
 
 
 def _among(setting: Setting, one: RankWork, end: float, nbytes: float) -> RankWork:
-    """A rank's work in a pipeline, where it has done all its actions at `end` and sends `nbytes` to other places."""
+    """Return a rank's work within a pipeline.
+
+    Args:
+        end: when the rank has finished all its actions.
+        nbytes: bytes that it sends to other stages.
+    """
     waits_s = max(0.0, end - one.forward_s - one.backward_s)
     limits = {**one.limits, STAGES: max(0.0, waits_s - one.waits_s)}
     return replace(one, waits_s=waits_s + ties_s(setting), limits=limits, sent_nbytes=one.sent_nbytes + nbytes)
 
 
 def passes_of(setting: Setting, replica: PipelineReplica) -> dict[tuple[int, int], Passed]:
-    """A replica's microbatches by (seat, samples)."""
+    """Return the cost of a replica's microbatches by (kind of rank, samples)."""
     return {
         (host_group, count): passed(setting.wires_of(host_group), setting.workers[host_group], setting.regions, count)
-        for host_group in {host_group for some in replica.host_groups for host_group in some}
+        for host_group in {host_group for kinds in replica.host_groups for host_group in kinds}
         for count, _ in replica.samples
     }
 
@@ -130,18 +156,18 @@ def passes_of(setting: Setting, replica: PipelineReplica) -> dict[tuple[int, int
 def _own_work(
     setting: Setting, replica: PipelineReplica, stage: int, host_group: int, known: dict[tuple[int, int], Passed]
 ) -> RankWork:
-    """A rank's passes one after another, as if it never waited for another stage."""
+    """Return a rank's passes one after another, as if it never waited for another stage."""
     own = setting.own(stage)
     forward_s = backward_s = waits_s = sent = 0.0
     limits = np.zeros(3)
     followed = followed_s(setting, host_group)
     for count, times in replica.samples:
-        one = known[host_group, count]
-        forward_s += times * (float(one.forward_s[own].sum()) + followed)
-        backward_s += times * float(one.backward_s[own].sum())
-        waits_s += times * float((one.waits.forward_s + one.waits.backward_s)[own].sum())
-        sent += times * float((one.waits.forward_nbytes + one.waits.backward_nbytes)[own].sum())
-        limits += times * one.limits[:, own].sum(axis=1)
+        cost = known[host_group, count]
+        forward_s += times * (float(cost.forward_s[own].sum()) + followed)
+        backward_s += times * float(cost.backward_s[own].sum())
+        waits_s += times * float((cost.waits.forward_s + cost.waits.backward_s)[own].sum())
+        sent += times * float((cost.waits.forward_nbytes + cost.waits.backward_nbytes)[own].sum())
+        limits += times * cost.limits[:, own].sum(axis=1)
         limits[2] += times * followed
     last = known[host_group, replica.samples[-1][0]]
     traffic_s, calls_s = _update_s(setting, host_group, own)
@@ -171,33 +197,33 @@ def _own_work(
 
 
 def replica_load(setting: Setting, replica: PipelineReplica) -> BatchLoad:
-    """What brings a replica's samples in: each of its ranks loads them all, whatever it computes of them."""
+    """Return how a replica's samples are loaded: each of its ranks loads all of them, whatever part it computes."""
     samples = sum(max(1, size) * times for size, times in replica.samples)
     return most(
         setting.feeds[host_group].load(samples)
-        for host_group in {host_group for some in replica.host_groups for host_group in some}
+        for host_group in {host_group for kinds in replica.host_groups for host_group in kinds}
     )
 
 
 def added_s(setting: Setting, host_group: int, own: Flags) -> float:
-    """Seconds in which a microbatch's gradients of the modules `own` are added to those of the microbatch before."""
+    """Return the seconds of adding a microbatch's gradients of the modules `own` to those of the microbatch before."""
     return float(accumulation_s(setting.workers[host_group], setting.gradients(host_group)[own]).sum())
 
 
 def _sent_nbytes(setting: Setting, replica: PipelineReplica) -> list[float]:
-    """What each place sends to others."""
+    """Return the bytes that each place on the stage axis sends to other places."""
     plan, stages, ranks = setting.plan, setting.stages, setting.plan.degree("stage")
     samples = np.array(replica.microbatches, dtype=np.float64) / plan.degree("context")
     sent = stages.by_rank[0] * samples.sum() + stages.by_rank[1] * len(samples)
     tied = setting.wires.columns.gradients * setting.wires.division.weight
-    for index, owner in stages.ties:  # summed over the two ranks: each sends as much as there is
+    for index, owner in stages.ties:  # reduced over two ranks: each sends the whole gradient
         sent[[stages.stage[index] % ranks, stages.stage[owner] % ranks]] += tied[owner]
-    found: list[float] = sent.tolist()
-    return found
+    by_place: list[float] = sent.tolist()
+    return by_place
 
 
 def actions_of(setting: Setting, replica: PipelineReplica, known: dict[tuple[int, int], Passed]) -> Actions:
-    """The actions of a replica with several places on the stage axis."""
+    """Return the actions of a replica with several places on the stage axis."""
     stages = setting.stages
     ranks, counts = setting.plan.degree("stage"), replica.microbatches
     times: dict[int, Array] = {}
@@ -209,7 +235,7 @@ def actions_of(setting: Setting, replica: PipelineReplica, known: dict[tuple[int
                     _waits(setting, known[host_group, count]),
                 ]
             )
-            for host_group in {s for some in replica.host_groups for s in some}
+            for host_group in {s for kinds in replica.host_groups for s in kinds}
         }
         slowest = [
             _slowest([per_host_group[host_group][:, :, stage] for host_group in replica.host_groups[stage % ranks]])
@@ -226,7 +252,7 @@ def actions_of(setting: Setting, replica: PipelineReplica, known: dict[tuple[int
 
 
 def _oversubscription(setting: Setting) -> Oversubscription | None:
-    """Who shares cores with whom, if there are not enough."""
+    """Return which places share cores; None where there are enough cores."""
     if all(host_group.oversubscribed <= 1 for host_group in setting.host_groups):
         return None
     return oversubscription_of(
@@ -235,13 +261,13 @@ def _oversubscription(setting: Setting) -> Oversubscription | None:
 
 
 def _slowest(host_groups: list[Array]) -> Array:
-    """(seconds and waits, kinds): of each kind of action, those of the seat that takes longest."""
-    some = np.stack(host_groups)
-    return np.asarray(np.take_along_axis(some, some[:, :1].argmax(axis=0)[None], axis=0)[0], dtype=np.float64)
+    """Return (seconds and waits, kinds of action) of the rank that takes longest, for each kind of action."""
+    times = np.stack(host_groups)
+    return np.asarray(np.take_along_axis(times, times[:, :1].argmax(axis=0)[None], axis=0)[0], dtype=np.float64)
 
 
 def _waits(setting: Setting, one: Passed) -> Array:
-    """(kinds, stages): of the actions' seconds, those of exchanges."""
+    """Return (kinds of action, stages): the seconds of the actions that are spent in exchanges."""
     stages = setting.stages
     ahead, back = (
         np.bincount(stages.stage, weights=seconds, minlength=stages.count)
@@ -252,9 +278,13 @@ def _waits(setting: Setting, one: Passed) -> Array:
 
 
 def _messages(setting: Setting, replica: PipelineReplica, known: dict[tuple[int, int], Passed]) -> Messages:
-    """A message that meets on its link what the sender exchanges in its next pass gets half of the link for so long: it
-    takes longer by that, at most as long again. Replicas that take turns on cores do not send at the same moment: each
-    message has the link for itself, and what follows it waits for those of all."""
+    """Return the times of the messages between a replica's stages.
+
+    A message may share its link with the exchanges of its sender's next pass. It then gets half of the link, so it
+    takes as much longer as they last, but at most twice as long. Ranks that take turns on cores do not send at the
+    same moment, so a message shares its link only with those of its own replica. The next message on the link still
+    waits for those of all ranks.
+    """
     stages, ranks = setting.stages, setting.plan.degree("stage")
     counts = np.array(replica.microbatches)
     uncontended = _uncontended_s(setting, counts)
@@ -262,9 +292,9 @@ def _messages(setting: Setting, replica: PipelineReplica, known: dict[tuple[int,
     meets: dict[int, Array] = {}
     for count, _ in replica.samples:
         by_stage = np.zeros((len(TIERS), stages.count))
-        for (_, samples), one in known.items():
+        for (_, samples), cost in known.items():
             if samples == count:
-                rows = [np.bincount(stages.stage, row, minlength=stages.count) for row in one.waits.forward_link_s]
+                rows = [np.bincount(stages.stage, row, minlength=stages.count) for row in cost.waits.forward_link_s]
                 by_stage = np.maximum(by_stage, rows)
         meets[count] = by_stage
     senders = np.arange(stages.count - 1)
@@ -272,13 +302,16 @@ def _messages(setting: Setting, replica: PipelineReplica, known: dict[tuple[int,
     besides = np.minimum(uncontended, met)
     links = setting.wires.network.neighbours("stage")
     latency = np.array([links[sender % ranks].latency_s for sender in senders])
-    own = uncontended if _oversubscription(setting) is None else _uncontended_s(setting, counts, in_turns=True)
-    return Messages(arrive_s=own + besides, occupy_s=np.maximum(0.0, uncontended + besides - latency[:, None]))
+    in_turns = uncontended if _oversubscription(setting) is None else _uncontended_s(setting, counts, in_turns=True)
+    return Messages(arrive_s=in_turns + besides, occupy_s=np.maximum(0.0, uncontended + besides - latency[:, None]))
 
 
 def _uncontended_s(setting: Setting, counts: NDArray[np.intp], *, in_turns: bool = False) -> Array:
-    """(boundaries, microbatches): seconds of messages of `counts` samples that meet only those of other ranks at their
-    place; `in_turns`: only of those that exchange within passes, and so do the same at the same moment."""
+    """Return (boundaries, microbatches): seconds of the messages of microbatches of `counts` samples.
+
+    A message shares its link only with messages of ranks at the same place of the stage axis. With `in_turns`,
+    these are only the ranks of the same replica, which exchange within passes and so send at the same moment.
+    """
     stages, ranks, plan = setting.stages, setting.plan.degree("stage"), setting.plan
     in_step = plan.world_size // plan.data_parallel_degree // ranks
     links = setting.wires.network.neighbours("stage", in_step if in_turns else None)
@@ -289,16 +322,18 @@ def _uncontended_s(setting: Setting, counts: NDArray[np.intp], *, in_turns: bool
 
 
 def _last_message(setting: Setting, replica: PipelineReplica, place: int) -> Array:
-    """(tiers,): seconds of the gradient that a place on the stage axis sends back at the end of its last backward."""
-    found = np.zeros(len(TIERS))
+    """Return (tiers,): seconds of the gradient that a place on the stage axis sends back after its last backward."""
+    by_tier = np.zeros(len(TIERS))
     if place > 0:
         uncontended = _uncontended_s(setting, np.array([replica.samples[-1][0]]))
-        found[int(setting.wires.network.across_hosts("stage")[place - 1])] = uncontended[place - 1, 0]
-    return found
+        by_tier[int(setting.wires.network.across_hosts("stage")[place - 1])] = uncontended[place - 1, 0]
+    return by_tier
 
 
 def stage_seconds(setting: Setting, one: Passed, host_group: int) -> Array:
-    """(kinds of action, stages): seconds of a microbatch's forward, backward, and the halves of backward."""
+    """Return (kinds of action, stages): seconds of a microbatch's forward, its backward, and the two halves of
+    backward.
+    """
     stages, plan, count = setting.stages, setting.plan, setting.stages.count
     ahead = np.bincount(stages.stage, weights=one.forward_s + one.waits.forward_s, minlength=count)
     back = np.bincount(stages.stage, weights=one.backward_s + one.waits.backward_s, minlength=count)
@@ -306,13 +341,15 @@ def stage_seconds(setting: Setting, one: Passed, host_group: int) -> Array:
     m = plan.batch.num_microbatches
     back = back + (m - 1) / m * np.bincount(stages.stage, weights=added, minlength=count)
     ahead = ahead + np.where(np.arange(count) < plan.degree("stage"), followed_s(setting, host_group), 0.0)
-    if any(rule.recompute for rule in plan.layout):  # backward is not taken apart then
+    if any(rule.recompute for rule in plan.layout):  # with recompute, backward is not divided into halves
         return np.array([ahead, back, back, np.zeros(count)])
     return np.array([ahead, back, back / 2, back / 2])
 
 
 def followed_s(setting: Setting, host_group: int) -> float:
-    """Seconds in which a rank on a CPU follows the model on shapes, to know what its stages do with a microbatch."""
+    """Return the seconds in which a rank on a CPU traces the model on shapes, to find what its stages do with a
+    microbatch.
+    """
     units, calls = setting.stages.followed
     if setting.host_groups[host_group].device.kind != "cpu":
         return 0.0
@@ -322,7 +359,7 @@ def followed_s(setting: Setting, host_group: int) -> float:
 
 
 def ties_s(setting: Setting) -> float:
-    """Tied parameters on several stages: their gradients are summed after the pipeline."""
+    """Return the seconds of reducing the gradients of parameters that are tied across stages, after the pipeline."""
     if not setting.stages.ties:
         return 0.0
     columns, weight = setting.wires.columns, setting.wires.division.weight
@@ -333,8 +370,11 @@ def ties_s(setting: Setting) -> float:
 
 
 def _update_s(setting: Setting, host_group: int, own: Flags) -> tuple[float, float]:
-    """Seconds of memory traffic and of operator calls of one optimizer update of the modules `own`. On CUDA one
-    multi-tensor kernel takes many tensors; with a shard axis a rank updates its part of every tensor."""
+    """Return the seconds of memory traffic and of operator calls of one optimizer update of the modules `own`.
+
+    On CUDA, one multi-tensor kernel updates many tensors. With a shard axis, a rank updates its part of every
+    tensor.
+    """
     columns, plan, worker, kind = (
         setting.wires.columns,
         setting.plan,
@@ -354,5 +394,9 @@ def _update_s(setting: Setting, host_group: int, own: Flags) -> tuple[float, flo
 
 
 def workers_of(model: ModelSpec, plan: Plan, host_groups: tuple[HostGroup, ...]) -> tuple[Worker, ...]:
-    """What a rank of each seat computes with. Raises PlanError for a precision that a device has no rate for."""
+    """Return the speed of a rank of each host group.
+
+    Raises:
+        PlanError: a device has no rate for the precision.
+    """
     return tuple(worker_at(host_group, model.dtype, plan.precision) for host_group in host_groups)

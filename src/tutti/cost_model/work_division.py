@@ -29,19 +29,20 @@ Degrees = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Factors by module.
+    """The part of each module that a rank has, as factors by module.
 
     Attributes:
-        work: of a sample's operators.
-        saved: of the activations kept for backward.
-        weight: of parameters, and so of gradients and optimizer state.
-        passed: of the whole values that are sent between modules.
-        split: the module is divided over the split axis.
-        linear: a linear layer divided over the table axis.
-        by_outputs: it is divided by its outputs, else by its inputs.
+        work: part of a sample's operators.
+        saved: part of the activations kept for backward.
+        weight: part of the parameters, and so of gradients and optimizer state.
+        passed: part of the whole values that are sent between modules.
+        split: whether the module is divided over the split axis.
+        linear: whether it is a linear layer divided over the table axis.
+        by_outputs: whether it is divided by its outputs, otherwise by its inputs.
         holders: ranks of the table axis.
         ops: the operators that this rank has.
-        padded: bytes sent over bytes of a module's output when it is gathered over split; None where parts are equal.
+        padded: bytes sent over bytes of a module's output when it is gathered over split; None where parts are
+            equal.
     """
 
     work: Array
@@ -57,7 +58,7 @@ class Division:
 
 
 def division(model: ModelSpec, plan: Plan) -> Division:
-    """How `plan` divides `model`: the largest part of each module that a rank has.
+    """Return how `plan` divides `model`: the largest part of each module that a rank has.
 
     Raises:
         PlanError: an axis divides nothing of the model, or does not divide it evenly.
@@ -66,13 +67,13 @@ def division(model: ModelSpec, plan: Plan) -> Division:
 
 
 def parts(model: ModelSpec, plan: Plan) -> tuple[Division, ...]:
-    """The division of each place along the split axis, where places have unequal parts; else the one division."""
+    """Return the division of each place along the split axis if these have unequal parts, else the one division."""
     places = range(len(plan.split_weights)) if plan.split_weights else (LARGEST,)
     return tuple(_division(model, _degrees(plan), plan.layout, plan.split_weights, place) for place in places)
 
 
 def mean_division(model: ModelSpec, plan: Plan) -> Division:
-    """The mean division over the split axis, however unequal its parts are."""
+    """Return the mean division over the split axis, however unequal its parts are."""
     return _division(model, _degrees(plan), plan.layout, (), MEAN)
 
 
@@ -84,13 +85,14 @@ def _degrees(plan: Plan) -> Degrees:
 
 
 LARGEST, MEAN = -1, -2
-"""In the place of a place along the split axis."""
+"""Instead of the number of a place along the split axis: the largest part of any place, and the mean of all places."""
 
 
 @remembered(128)
 def _division(
     model: ModelSpec, degrees: Degrees, layout: tuple[LayoutRule, ...], weights: Weights, place: int
 ) -> Division:
+    """Return the division of a model for the rank at `place` along the split axis."""
     split, context, expert, table, space = degrees
     columns = model_table(model)
     placements = _placements(columns, layout)
@@ -102,7 +104,7 @@ def _division(
     divided = has & ~whole if split > 1 else np.zeros(len(columns), dtype=np.bool_)
     if split > 1 and not divided.any():
         raise PlanError(
-            f"mesh.split = {split}, but the model file says of no module how it is divided (ModuleSpec.split); "
+            f"mesh.split = {split}, but the model file does not say how any module is divided (ModuleSpec.split); "
             "describe the model again, or use another axis"
         )
     _check_heads(columns, divided, split, weights)
@@ -113,11 +115,11 @@ def _division(
     weight = np.where(divided, part, 1.0)
     weight = np.where(columns.expert & ~whole, weight / expert, weight)
     weight = np.where((columns.table & ~whole) | linear, weight / table, weight)
-    # a layer that is divided by its outputs keeps its whole input, unless that is kept as parts of the sequence
+    # A layer that is divided by its outputs keeps its whole input, unless that is kept as parts of the sequence.
     column = np.array([kind == "column" for kind in columns.kinds], dtype=np.bool_) & (columns.parameters > 0)
     saved = np.where(divided & column, passed, work) if not columns.sequence.any() else work
-    # a look-up, an expert and a linear layer over `table` do as much as before: each rank for the samples of all, with
-    # its part of the weights
+    # A look-up, an expert and a linear layer over `table` do as much work as before: each rank computes the samples of
+    # all ranks with its part of the weights.
     return Division(
         work=work,
         saved=np.where(linear, 0.0, saved),
@@ -133,38 +135,41 @@ def _division(
 
 
 def divided_linears(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> Flags:
-    """The linear layers of `model` that the rules of `layout` divide, where there is a table axis and no split axis."""
+    """Return the linear layers of `model` that the rules of `layout` divide, for a mesh with a table axis and no
+    split axis.
+    """
     columns = model_table(model)
     return _linears(columns, _placements(columns, layout), piecewise=True)[0]
 
 
 def _linears(columns: ModelTable, placements: list[str], *, piecewise: bool) -> tuple[Flags, Flags]:
-    """(linear layers divided over the table axis, those of them divided by outputs)."""
+    """Return (linear layers divided over the table axis, those of them divided by outputs)."""
     none = np.zeros(len(columns), dtype=np.bool_)
     if not piecewise or all(name in ("auto", "replicate") for name in placements):
         return none, none
-    said = np.array([name not in ("auto", "replicate") for name in placements], dtype=np.bool_)
-    linear = said & (columns.linear > 0)
+    stated = np.array([name not in ("auto", "replicate") for name in placements], dtype=np.bool_)
+    linear = stated & (columns.linear > 0)
     pairs = zip(placements, columns.linear.tolist(), columns.outputs.tolist(), strict=True)
     return linear, linear & np.array([by_columns(name, a, b) for name, a, b in pairs], dtype=np.bool_)  # type: ignore[arg-type]
 
 
 def _split_part(columns: ModelTable, split: int, weights: Weights = (), place: int = LARGEST) -> Array:
-    """The part of each module that the rank at `place` has, or the largest that any rank has.
+    """Return the part of each module that the rank at `place` has, or the largest part that any rank has.
 
-    Heads and units that do not divide evenly leave some ranks more.
+    Where heads or units do not divide evenly, some ranks have more.
     """
     limit = np.maximum(columns.limit, 1)
     if not weights:
         return np.where(columns.limit > 0, -(-limit // split) / limit, 1.0 / split)
     kinds, back = np.unique(np.stack([columns.limit, columns.groups]), axis=1, return_inverse=True)
-    found = np.array([_sizes(int(limit), int(groups), weights) for limit, groups in kinds.T])
-    found = found.max(axis=1) if place == LARGEST else found[:, place]
-    return np.asarray(found[back.reshape(-1)], dtype=np.float64)
+    parts_of_kinds = np.array([_sizes(int(limit), int(groups), weights) for limit, groups in kinds.T])
+    parts_of_kinds = parts_of_kinds.max(axis=1) if place == LARGEST else parts_of_kinds[:, place]
+    return np.asarray(parts_of_kinds[back.reshape(-1)], dtype=np.float64)
 
 
 def _sizes(limit: int, groups: int, weights: Weights) -> list[float]:
-    """The part of each place along the split axis, by the runtime's rule (parallel/tensor/partition_ranges.py).
+    """Return the part of each place along the split axis, by the runtime's rule
+    (parallel/tensor/partition_ranges.py).
 
     Groups of heads or units stay whole as long as there is one for every place.
     """
@@ -176,18 +181,20 @@ def _sizes(limit: int, groups: int, weights: Weights) -> list[float]:
 
 
 def _placements(columns: ModelTable, layout: tuple[LayoutRule, ...]) -> list[str]:
+    """Return the placement of each module in the layout."""
     if all(rule.placement == "auto" for rule in layout):
         return ["auto"] * len(columns)
     return [find_placement(layout, name) for name in columns.names]
 
 
 def _check(model: ModelSpec, columns: ModelTable, degrees: Degrees, linear: bool) -> None:
+    """Refuse axes that divide nothing of the model."""
     _, context, expert, table, space = degrees
     attends = columns.key_value.any() or any(op.kind == "attention" for module in model.modules for op in module.ops)
     asked = (
-        ("context", context, attends or model.tokens_per_sample > 0, "no attention, whose sequences could be cut"),
+        ("context", context, attends or model.tokens_per_sample > 0, "no attention whose sequences could be cut"),
         ("expert", expert, columns.expert.any(), "no experts to divide"),
-        ("table", table, columns.table.any() or linear, "no embedding tables to divide, nor linear layers named so"),
+        ("table", table, columns.table.any() or linear, "no embedding tables, and the layout divides no linear layers"),
         ("space", space, columns.spatial.any(), "no convolution whose input could be cut in space"),
     )
     for axis, degree, there, lacking in asked:
@@ -196,19 +203,21 @@ def _check(model: ModelSpec, columns: ModelTable, degrees: Degrees, linear: bool
 
 
 def _check_widths(model: ModelSpec, columns: ModelTable, linear: Flags, by_outputs: Flags, table: int) -> None:
-    """Refuse layers with fewer outputs, or inputs, than the ranks that divide them, as the runtime does."""
+    """Refuse layers with fewer outputs or inputs than ranks that divide them, as the runtime does."""
     for index in np.flatnonzero(linear):
         parameters, into, out = model.modules[index].parameters, columns.linear[index], columns.outputs[index]
-        found = _features(parameters, float(into), float(out))
-        if found is not None:
+        features = _features(parameters, float(into), float(out))
+        if features is not None:
             columns_cut = bool(by_outputs[index])
-            check_width(columns.names[index], found[columns_cut], columns=columns_cut, degree=table)
+            check_width(columns.names[index], features[columns_cut], columns=columns_cut, degree=table)
 
 
 def _features(parameters: int, into: float, out: float) -> tuple[int, int] | None:
-    """(inputs, outputs) of a linear layer, from its number of parameters and the bytes of its input and output.
+    """Return (inputs, outputs) of a linear layer, from its number of parameters and the bytes of its input and
+    output.
 
-    The layer may have a bias. None where no whole numbers fit; with a given ratio at most one pair does.
+    The layer may have a bias. The result is None where no whole numbers fit; with a given ratio at most one pair
+    does.
     """
     ratio = into / out if out > 0 else 0.0
     for bias in (1, 0) if ratio > 0 else ():
@@ -220,6 +229,7 @@ def _features(parameters: int, into: float, out: float) -> tuple[int, int] | Non
 
 
 def _check_heads(columns: ModelTable, divided: Flags, split: int, weights: Weights) -> None:
+    """Refuse modules whose heads or units the split axis does not divide."""
     for index in np.flatnonzero(divided & (columns.limit > 0)):
         limit = int(columns.limit[index])
         if weights:
@@ -234,18 +244,20 @@ def _check_heads(columns: ModelTable, divided: Flags, split: int, weights: Weigh
             )
         if limit < split:
             raise PlanError(
-                f"module {columns.names[index]!r} divides among {limit} ranks at most, but mesh.split = {split}; use a "
-                f"degree of at most {limit}"
+                f"module {columns.names[index]!r} can be divided among at most {limit} ranks, but "
+                f"mesh.split = {split}; use a degree of at most {limit}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A module whose activations are dropped after forward, with all modules inside: indices into modules.
+    """A module whose activations are dropped after forward, with all modules inside it. Modules are named by index.
 
     Attributes:
-        selective: outputs of expensive operators are kept.
-        chunks: parts of the batch that run, and are recomputed, one after another.
+        root: the module.
+        members: the module and all modules inside it.
+        selective: whether outputs of expensive operators are kept.
+        chunks: number of parts of the batch that run, and are recomputed, one after another.
     """
 
     root: int
@@ -256,14 +268,14 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Regions as columns.
+    """Regions as columns: (modules in regions,) for `member` and `of`, (regions,) for the others.
 
     Attributes:
-        member: the module is in a region.
-        of: the index of its region.
-        root: by region.
-        selective: by region.
-        chunks: by region.
+        member: indices of the modules that are in a region.
+        of: for each of these, the index of its region.
+        root: root of each region.
+        selective: as in Region.
+        chunks: as in Region.
     """
 
     member: NDArray[np.intp]
@@ -275,7 +287,7 @@ class Marks:
 
 @lru_cache(maxsize=64)
 def marks(regions: tuple[Region, ...]) -> Marks:
-    """The columns of `regions`."""
+    """Return the columns of `regions`."""
     return Marks(
         member=np.array([index for region in regions for index in region.members], dtype=np.intp),
         of=np.array([at for at, region in enumerate(regions) for _ in region.members], dtype=np.intp),
@@ -286,9 +298,9 @@ def marks(regions: tuple[Region, ...]) -> Marks:
 
 
 def recompute_regions(model: ModelSpec, plan: Plan) -> tuple[Region, ...]:
-    """The outermost modules that recompute or run in chunks, each with everything inside it.
+    """Return the outermost modules that recompute or run in chunks, each with everything inside it.
 
-    The model itself is no region: a rule for "*" means every module directly inside it.
+    The model itself is not a region: a rule for "*" means every module directly inside it.
     """
     if not any(rule.recompute or (rule.chunks or 1) > 1 for rule in plan.layout):
         return ()
@@ -297,6 +309,7 @@ def recompute_regions(model: ModelSpec, plan: Plan) -> tuple[Region, ...]:
 
 @remembered(64)
 def _regions(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> tuple[Region, ...]:
+    """Return the recomputed or chunked regions of a layout; see `recompute_regions`."""
     names = [module.name for module in model.modules]
     how = {name: (find_recompute(layout, name), find_chunks(layout, name)) for name in names if name}
     asked = {name for name, (again, chunks) in how.items() if again or chunks > 1}
@@ -319,6 +332,7 @@ def _regions(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> tuple[Region, 
 
 
 def _parents(name: str) -> list[str]:
+    """Return the dotted names of the modules that contain a module, innermost first."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
@@ -334,15 +348,18 @@ def computed_in_pieces(
     on_cpu: bool,
     least: bool = False,
 ) -> tuple[PassCost, PassCost]:
-    """Forward and backward of a microbatch under spatial parallelism (parallel/spatial/spatial_convolution.py).
+    """Return forward and backward of a microbatch under spatial parallelism
+    (parallel/spatial/spatial_convolution.py).
 
-    Inputs, outputs and their gradients are read and written more often. Where the interior is computed while halos are
-    in flight, every slab reads the weights again, and its few rows take longer than as many rows of a larger part.
+    Inputs, outputs and their gradients are read and written more often. Where the interior is computed while
+    halos are in transit, every slab reads the weights again, and its few rows take longer than as many rows of a
+    larger part.
 
     Args:
-        samples: of the microbatch.
         grid: parts along each dim.
-        least: a lower bound over all grids with as many parts.
+        samples: samples of the microbatch.
+        passes: forward and backward without these costs.
+        least: return a lower bound over all grids with as many parts.
     """
     ahead, back = passes
     cut = (columns.halo > 0).any(axis=1) & (columns.outputs > 0)
@@ -365,7 +382,7 @@ def computed_in_pieces(
         slow = 1 / cost_constants.SLAB_EFFICIENCY[direction] - 1 if on_cpu else 0.0
         of_inputs_here = np.where(piecewise, of_inputs, cost_constants.HALO_PASSES[direction])
         traffic = moved_s * (of_inputs_here * inputs + of_outputs * outputs) + over_weights_s * weights
-        each_s = worker.call_s if worker.gap_s is None else worker.gap_s  # a GPU's host is ahead of it
+        each_s = worker.call_s if worker.gap_s is None else worker.gap_s  # a GPU's host runs ahead of it
         calls_here = np.where(piecewise, calls, cost_constants.HALO_CALLS[direction])
         called = worker.slowdown * each_s * np.where(cut, calls_here, 0.0)
         more = np.stack([share * slow * work.seconds, worker.slowdown * traffic, called])
@@ -378,7 +395,9 @@ def computed_in_pieces(
 
 
 def interior(columns: ModelTable, grid: Sequence[int]) -> Array:
-    """(modules,): the fraction of a rank's rows that needs neither halo nor padding; 0 where every row needs some."""
+    """Return (modules,): the fraction of a rank's rows that needs neither halo nor padding; 0 where every row needs
+    some.
+    """
     whole = np.where(columns.activations > 0, columns.activations, np.inf)
     inside = np.ones(len(columns))
     for dim, parts in enumerate(grid[:3]):
@@ -388,13 +407,16 @@ def interior(columns: ModelTable, grid: Sequence[int]) -> Array:
 
 
 def _least_interior(columns: ModelTable, parts: int) -> Array:
-    """The least interior of any grid with that many parts: all along one dim."""
+    """Return the smallest interior of any grid with that many parts, which has all parts along one dim."""
     least: Array = np.min([interior(columns, (*(1,) * dim, parts)) for dim in range(3)], axis=0)
     return least
 
 
 def block_globs(model: ModelSpec) -> tuple[str, ...]:
-    """Globs over the names of the model's repeated blocks: layers.* for layers.0, layers.1, ...; "*" without blocks."""
+    """Return globs over the names of the model's repeated blocks.
+
+    They are like layers.* for layers.0, layers.1, ...; "*" without blocks.
+    """
     roots = block_roots(model)
     return tuple(dict.fromkeys(f"{root.rpartition('.')[0]}.*" if "." in root else "*" for root in roots.values())) or (
         "*",
@@ -402,7 +424,7 @@ def block_globs(model: ModelSpec) -> tuple[str, ...]:
 
 
 def block_roots(model: ModelSpec) -> dict[int, str]:
-    """Block -> the dotted name that all of its modules share."""
+    """Return for each block the dotted name that all of its modules share."""
     members: dict[int, list[list[str]]] = {}
     for module in model.modules:
         if module.block >= 0:

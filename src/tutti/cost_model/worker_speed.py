@@ -1,7 +1,7 @@
 """The speed of a rank: how long a matrix product takes, how fast memory is, and what a call costs.
 
-Measured rates come first: those of the rank's threads, beside as many neighbours as it has. Data sheets give less
-certain ones.
+Measured rates are preferred: those of the rank's number of threads, beside as many neighbours as it has. Data
+sheets give less certain rates.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,10 +24,12 @@ KINDS: tuple[OpKind, ...] = tuple(cost_constants.EFFICIENCY)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Seconds of one matrix product against its FLOPs, through known points: straight lines in logarithms.
+    """Seconds of one matrix product against its FLOPs, through known points, linear in logarithms.
 
-    Beyond the points the rate stays that of the nearest one; `ramp_s` is added to each product. More FLOPs never take
-    less time.
+    Beyond the points the rate stays that of the nearest one. More FLOPs never take less time.
+
+    Attributes:
+        ramp_s: seconds added to each product.
     """
 
     flops: Array
@@ -37,10 +39,11 @@ class Curve:
 
     @property
     def best_rate(self) -> float:
+        """The highest rate of the known points, in FLOPs per second."""
         return float(np.max(self.flops / self.seconds))
 
     def time(self, flops: Array) -> Array:
-        """Seconds of products of `flops` FLOPs each; 0 for none."""
+        """Return the seconds of products of `flops` FLOPs each; 0 for none."""
         inside = np.clip(flops, self.flops[0], self.flops[-1])
         at = np.exp(np.interp(np.log(inside), np.log(self.flops), np.log(self.seconds)))
         at = np.where(flops <= self.flops[0], self.seconds[0], at)
@@ -51,7 +54,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPassTime:
-    """Seconds a byte of weights in which matrix products read them: in forward, and in each of backward's two."""
+    """Seconds per byte of weights in which matrix products read them.
+
+    Attributes:
+        forward_s: in forward.
+        backward_s: in each of the two products of backward.
+    """
 
     forward_s: float
     backward_s: float
@@ -68,18 +76,19 @@ class BySize:
     part: Array
 
     def at(self, sizes: Array) -> Array:
+        """Return the factor at each size."""
         return np.interp(np.log(np.maximum(sizes, 1.0)), np.log(self.sizes), self.part)
 
     @property
     def rising(self) -> "BySize":
-        """At each size, the largest factor of any size up to it."""
+        """The largest factor of any size up to each size."""
         return replace(self, part=np.maximum.accumulate(self.part))
 
 
 def best_of(some: Sequence[BySize]) -> BySize:
-    """At each size, the largest of several factors."""
-    sizes = np.unique(np.concatenate([one.sizes for one in some]))
-    return BySize(sizes=sizes, part=np.max([one.at(sizes) for one in some], axis=0))
+    """Return the largest of several factors at each size."""
+    sizes = np.unique(np.concatenate([factor.sizes for factor in some]))
+    return BySize(sizes=sizes, part=np.max([factor.at(sizes) for factor in some], axis=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +103,23 @@ class Efficiency:
 class Worker:
     """The speed of one rank.
 
-    Attributes: matrix: times of matrix operators in the plan's precision. weights: further time of matrix operators to
-        read their weights; convolutions have their own rate. vector_rate: rate of other operators. kernel_overhead_s:
-        of a bare operator call. call_s: of an operator call in a model, with the code around it. gap_s: None where
-        calls take the worker's own time; else the time between two kernels while the host makes the calls. efficiency:
-        relative rate of each operator kind. convolutions: the part of it that a convolution reaches, by the bytes of
-        its weights. images: the part of it that a convolution reaches, by the pixels of its output. slowdown: factor of
-        all its work (more ranks than cores). half: autocast in a 2-byte dtype.
+    Attributes:
+        matrix: times of matrix operators in the plan's precision.
+        weights: additional time in which matrix operators read their weights.
+        convolution_weights: the same for convolutions.
+        vector_rate: FLOPs per second to which the efficiency of all other operators refers.
+        bandwidth_bytes_per_s: memory bandwidth of the rank.
+        efficiency: relative rate of each operator kind.
+        convolutions: factor of a convolution's efficiency, by the bytes of its weights.
+        images: factor of a convolution's efficiency, by the pixels of its output.
+        kernel_overhead_s: seconds of a bare operator call.
+        call_s: seconds of an operator call in a model, with the code around it.
+        gap_s: seconds between two kernels while the host makes the calls; None where calls take the worker's own
+            time.
+        slowdown: factor of all its work, where there are more ranks than cores.
+        half: whether autocast uses a 2-byte dtype.
+        assumptions: sentences on what is assumed, for the notes of a prediction.
+        evidence: where the rates come from.
     """
 
     matrix: Curve
@@ -121,30 +140,34 @@ class Worker:
 
 
 def matrix_dtype(model_dtype: str, precision: Precision) -> str:
-    """The dtype of matrix operators under a plan's precision."""
+    """Return the dtype of matrix operators under a plan's precision."""
     return model_dtype if precision == "full" else precision
 
 
 def supports(device: DeviceSpec, dtype: str) -> bool:
-    """Whether the device's description has a rate of products in `dtype`."""
+    """Return whether the device's description has a rate of products in `dtype`."""
     return dtype in device.peak_flops_per_s or any(rate.dtype == dtype for rate in device.gemm)
 
 
 def best_rate(device: DeviceSpec, dtype: str) -> float:
-    """The highest rate of products in `dtype`, measured before published; 0 for none."""
+    """Return the highest rate of products in `dtype`, measured rates before published ones; 0 if there is none."""
     measured = [rate.flops_per_s for rate in device.gemm if rate.dtype == dtype]
     return max(measured, default=device.peak_flops_per_s.get(dtype, 0.0))
 
 
 def worker_at(host_group: HostGroup, model_dtype: str, precision: Precision) -> Worker:
-    """The speed of one rank of `host_group`. Raises PlanError for a precision the device has no rate for."""
+    """Return the speed of one rank of `host_group`.
+
+    Raises:
+        PlanError: the device has no rate for the precision.
+    """
     device = host_group.device
     dtype = matrix_dtype(model_dtype, precision)
     if precision == "tf32" and model_dtype != "float32":
         raise PlanError(f"precision tf32 needs a float32 model, this one is {model_dtype}; use precision full")
-    matrix, said = _curve(host_group, dtype)
+    matrix, curve_assumptions = _curve(host_group, dtype)
     base, _ = _curve(host_group, model_dtype) if supports(device, model_dtype) else (matrix, ())
-    assumptions = list(said)
+    assumptions = list(curve_assumptions)
     overhead = device.kernel_overhead_s
     if overhead <= 0 and not device.gemm:
         overhead = cost_constants.KERNEL_OVERHEAD_S[device.kind]
@@ -172,7 +195,7 @@ def worker_at(host_group: HostGroup, model_dtype: str, precision: Precision) -> 
 
 
 def _curve(host_group: HostGroup, dtype: str) -> tuple[Curve, tuple[str, ...]]:
-    """The curve of `dtype` for one rank of `host_group`, and a sentence on what it assumes."""
+    """Return the curve of `dtype` for one rank of `host_group`, and sentences on what it assumes."""
     device = host_group.device
     rates = [rate for rate in device.gemm if rate.dtype == dtype]
     if rates:
@@ -197,11 +220,12 @@ def _curve(host_group: HostGroup, dtype: str) -> tuple[Curve, tuple[str, ...]]:
 
 
 def _measured(host_group: HostGroup, rates: list[GemmRate]) -> Curve:
-    """Rates of the rank's threads, lowered where its neighbours' products slow it down.
+    """Return the curve of the rank's threads, slower where its neighbours' products slow it down.
 
-    The factor comes from products measured at once, as many as ranks compute at once, each on the rank's threads.
-    Without those, the ranks together cannot beat one product on all their threads; this limit is read at the largest
-    size, where a product has enough work for every thread. Without either, ranks do not disturb each other.
+    The factor comes from products that were measured together: as many as ranks compute at the same time, each
+    on the rank's number of threads. Without such measurements, all ranks together cannot be faster than one
+    product on all their threads. This limit is read at the largest size, where a product has enough work for
+    every thread. Without either, ranks do not slow each other down.
     """
     uncontended = _at_threads(rates, host_group.threads)
     cores = max(1, host_group.device.cores)
@@ -227,7 +251,7 @@ def _measured(host_group: HostGroup, rates: list[GemmRate]) -> Curve:
 
 
 def _of_one_thread(host_group: HostGroup, dtype: str) -> float:
-    """The fraction of the rank's rate of products that one of its threads has."""
+    """Return the rate of products on one thread, as a fraction of the rank's rate."""
     if host_group.device.kind != "cpu" or host_group.threads <= 1:
         return 1.0
     rates = [rate for rate in host_group.device.gemm if rate.dtype == dtype]
@@ -237,14 +261,16 @@ def _of_one_thread(host_group: HostGroup, dtype: str) -> float:
 
 
 def _efficiency(device: DeviceSpec, of_one_thread: float) -> Efficiency:
-    """As measured by element count, else as `efficiency` says, else as assumed for this kind of device.
+    """Return the efficiency of operator kinds.
 
-    It is relative to products on as many threads. What one thread does alone has that thread's fraction of the rate.
+    Rates that were measured by element count are preferred, then those of the device's `efficiency`, then those
+    assumed for this kind of device. All are relative to products on the rank's threads. A kind that uses only
+    one thread has that thread's fraction of the rate.
     """
-    known = {kind: (one, one) for kind, one in cost_constants.EFFICIENCY.items()}
+    known = {kind: (relative, relative) for kind, relative in cost_constants.EFFICIENCY.items()}
     if device.kind == "cpu":
         known |= cost_constants.CPU_VECTORS
-    known |= {kind: (one, one) for kind, one in device.efficiency.items()}
+    known |= {kind: (relative, relative) for kind, relative in device.efficiency.items()}
     known |= {rate.kind: (rate.forward, rate.backward) for rate in device.vector_rates}
     for kind in cost_constants.ON_ONE_THREAD:
         known[kind] = (of_one_thread * known[kind][0], of_one_thread * known[kind][1])
@@ -253,36 +279,39 @@ def _efficiency(device: DeviceSpec, of_one_thread: float) -> Efficiency:
 
 
 def _by_size(points: Iterable[tuple[float, float]]) -> BySize:
-    """The factor through (size, factor) points; 1 without points."""
+    """Return the factor through (size, factor) points; 1 without points."""
     sizes, parts = np.array(sorted(points) or [(1.0, 1.0)]).T
     return BySize(sizes=sizes, part=parts)
 
 
 def _weight_pass_time(host_group: HostGroup, dtype: str, kind: WeightKind = "gemm") -> tuple[WeightPassTime, list[str]]:
-    """How fast a rank of `host_group` reads weights in `dtype`, and a sentence on what that assumes.
+    """Return how fast a rank of `host_group` reads weights in `dtype`, and sentences on what that assumes.
 
-    It is measured on the rank's threads, with its neighbours doing the same or alone; else it is the memory bandwidth.
-    Convolutions without a measurement have the rate of other products.
+    It is measured on the rank's number of threads, with its neighbours doing the same or idle; otherwise it
+    follows from the memory bandwidth. Convolutions without a measurement have the rate of other products.
     """
     device, passes = host_group.device, cost_constants.WEIGHT_PASSES[host_group.device.kind]
     at_once = min(host_group.sharing, max(1, device.cores))
     measured = {rate.kind for rate in device.weight_rates if rate.dtype == dtype}
     alike = [rate for rate in device.weight_rates if rate.kind == (kind if kind in measured else "gemm")]
     rates = {(rate.dtype, rate.threads, rate.concurrent): rate for rate in alike}
-    found = rates.get((dtype, host_group.threads, at_once)) or rates.get((dtype, host_group.threads, 1))
-    if found is not None:
-        backward = (1 / found.input_gradient + 1 / found.weight_gradient) / 2
-        return WeightPassTime(forward_s=1 / found.forward, backward_s=backward), []
-    each = passes / rank_bandwidth(host_group)
-    said = [f"each product goes over its weights {passes:.0f} times besides"] if passes and device.gemm else []
-    return WeightPassTime(forward_s=each, backward_s=each), said
+    measured_rate = rates.get((dtype, host_group.threads, at_once)) or rates.get((dtype, host_group.threads, 1))
+    if measured_rate is not None:
+        backward = (1 / measured_rate.input_gradient + 1 / measured_rate.weight_gradient) / 2
+        return WeightPassTime(forward_s=1 / measured_rate.forward, backward_s=backward), []
+    per_byte_s = passes / rank_bandwidth(host_group)
+    assumptions = (
+        [f"each matrix product also goes over its weights {passes:.0f} times"] if passes and device.gemm else []
+    )
+    return WeightPassTime(forward_s=per_byte_s, backward_s=per_byte_s), assumptions
 
 
 def rank_bandwidth(host_group: HostGroup) -> float:
-    """Bytes a second that one rank of `host_group` moves while its neighbours do so too, with a core for each.
+    """Return the bytes per second that one rank of `host_group` moves while its neighbours do so too, with a core
+    for each.
 
-    It is measured with all ranks at once; else it is what one process moves, at most its part of the device's
-    bandwidth.
+    It is as measured with all ranks at the same time. Otherwise it is what one process moves, but at most its
+    part of the device's bandwidth.
     """
     device = host_group.device
     share = device.memory_bandwidth_bytes_per_s / min(host_group.sharing, max(1, device.cores))
@@ -296,9 +325,9 @@ def rank_bandwidth(host_group: HostGroup) -> float:
 
 
 def _at_threads(rates: list[GemmRate], threads: int) -> Curve:
-    """The curve for a number of threads.
+    """Return the curve for a number of threads.
 
-    Between measured numbers the rate is interpolated; beyond the largest it is constant, below the smallest
+    Between measured numbers the rate is interpolated. Beyond the largest it is constant, and below the smallest
     proportional.
     """
     known = sorted({rate.threads for rate in rates})
@@ -316,7 +345,7 @@ def _at_threads(rates: list[GemmRate], threads: int) -> Curve:
 
 
 def _points(rates: list[GemmRate], factor: float) -> Curve:
-    """A curve through measured rates, each times `factor`. A larger product never takes less time."""
+    """Return a curve through measured rates, each times `factor`. A larger product never takes less time."""
     ordered = sorted(rates, key=lambda rate: rate.n)
     flops = np.array([2.0 * rate.n**3 for rate in ordered])
     seconds = np.array([2.0 * rate.n**3 / (rate.flops_per_s * factor) for rate in ordered])

@@ -12,7 +12,7 @@ from tutti.config.model import ModelSpec
 from tutti.config.option_syntax import BYTES, BYTES_PER_S, parse_quantity
 from tutti.cost_model import predict
 from tutti.cost_model.cost_notes import bits_per_s, nbytes
-from tutti.cost_model.rank_placement import place_ranks, seated_link
+from tutti.cost_model.rank_placement import link_of_tier, place_ranks
 from tutti.errors import PlanError, TuttiError
 from tutti.planner.exploration import Costed
 from tutti.planner.plan_description import plan_words
@@ -289,7 +289,7 @@ def _at_which_link(
 
 def _link_of(one: Costed, tier: LinkTier) -> LinkSpec | None:
     """Return the link of a tier that the ranks of a plan use; None where they use none."""
-    return seated_link(one.cluster, place_ranks(one.cluster, one.plan.world_size), tier)
+    return link_of_tier(one.cluster, place_ranks(one.cluster, one.plan.world_size), tier)
 
 
 def _step(model: ModelSpec, cluster: ClusterSpec, one: Costed) -> float:

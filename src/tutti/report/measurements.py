@@ -100,10 +100,7 @@ def time_report(records: Records) -> TimeReport:
         per_step=seen(typical(steady, "wall_s"), "s", steady_note(records)),
         step_phases=quantities(typical_phases, "median of the steady steps") if steady else {},
         load_wait=seen(parts["data"], "s", "waiting for the next batch, during the whole run"),
-        startup={
-            name: seen(seconds, "s", STARTUP_NOTE)
-            for name, seconds in startup.items()
-        },
+        startup={name: seen(seconds, "s", STARTUP_NOTE) for name, seconds in startup.items()},
         generations=seen(generations),
         repeated_steps=seen(repeated, note="steps repeated after a resume" if repeated else ""),
     )
