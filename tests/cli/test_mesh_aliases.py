@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tutti.config import serialization
-from tutti.config.mesh_axes import AXIS_ALIASES, describe_mesh, format_mesh, parse_mesh
+from tutti.config.mesh_axes import AXIS_ALIASES, describe_axis, format_mesh, parse_mesh
 from tutti.config.plan import BatchPlan, Plan
 from tutti.errors import PlanError
 
@@ -63,4 +63,5 @@ def test_a_degree_below_one_in_a_plan_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_reader_sees_both_names() -> None:
-    assert describe_mesh(parse_mesh("dp=2,tp=4")) == "replicate (data parallel) 2, split (tensor parallel) 4"
+    names = [describe_axis(axis) for axis in parse_mesh("dp=2,tp=4")]
+    assert names == ["replicate (data parallel)", "split (tensor parallel)"]

@@ -284,7 +284,8 @@ def page_of_plan(name: str, plan: Plan, prediction: Prediction, found: Timeline)
     from tutti.report.plan_page import PlanPage
 
     batch = plan.batch
-    lead = f"{plan_words(plan)}, precision {plan.precision}, global batch {batch.global_batch_size} {batch.unit}."
+    words = plan_words(plan, common_names=True)
+    lead = f"{words}, precision {plan.precision}, global batch {batch.global_batch_size} {batch.unit}."
     return PlanPage(
         name=name, lead=f"{lead[0].upper()}{lead[1:]}", keys=_keys(plan, prediction, found), prediction=prediction,
         timeline=found,

@@ -103,8 +103,3 @@ def format_mesh(mesh: Mapping[AxisName, int]) -> str:
 def describe_axis(axis: AxisName) -> str:
     """Return the axis with its common name: "split (tensor parallel)"."""
     return f"{axis} ({PARALLELISM[axis]})"
-
-
-def describe_mesh(mesh: Mapping[AxisName, int]) -> str:
-    """Describe a mesh for a reader: "replicate (data parallel) 2, split (tensor parallel) 4"."""
-    return ", ".join(f"{describe_axis(axis)} {degree}" for axis, degree in mesh.items())

@@ -1,6 +1,7 @@
 """Plans as text: the mesh of a plan, and how it is sharded, scheduled and recomputed."""
 
 from tutti.config.compression import format_compression
+from tutti.config.mesh_axes import describe_axis
 from tutti.config.model import ModelSpec
 from tutti.config.model_fingerprint import describe_module, differences, merge_siblings
 from tutti.config.plan import Plan
@@ -11,14 +12,19 @@ from tutti.cost_model.cost_notes import count
 _ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
 
-def mesh_words(plan: Plan) -> str:
+def mesh_words(plan: Plan, *, common_names: bool = False) -> str:
     """Return the mesh as text: "replicate 4 x split 2"; "1 rank" where nothing is divided.
 
     Unequal parts along split follow the degree in parentheses: "split 2 (1:0.5)".
+
+    Args:
+        plan: what is described.
+        common_names: whether each axis is followed by its common name: "split (tensor parallel) 2".
     """
     axes = {axis: degree for axis, degree in plan.mesh.items() if degree > 1}
     parts = {"split": f" ({parts_words(plan)})"} if plan.split_weights else {}
-    return " x ".join(f"{axis} {degree}{parts.get(axis, '')}" for axis, degree in axes.items()) or "1 rank"
+    names = {axis: describe_axis(axis) if common_names else axis for axis in axes}
+    return " x ".join(f"{names[axis]} {degree}{parts.get(axis, '')}" for axis, degree in axes.items()) or "1 rank"
 
 
 def parts_words(plan: Plan) -> str:
@@ -60,10 +66,13 @@ def settings_words(plan: Plan) -> str:
     return ", ".join(settings)
 
 
-def plan_words(plan: Plan) -> str:
-    """Return the whole plan as one phrase: "shard 8 with ZeRO-3, recompute, 4 microbatches"."""
+def plan_words(plan: Plan, *, common_names: bool = False) -> str:
+    """Return the whole plan as one phrase: "shard 8 with ZeRO-3, recompute, 4 microbatches".
+
+    `common_names` is that of `mesh_words`.
+    """
     settings = settings_words(plan)
-    words = mesh_words(plan) + (f" with {settings}" if settings else "")
+    words = mesh_words(plan, common_names=common_names) + (f" with {settings}" if settings else "")
     return f"{words}, {count(plan.batch.num_microbatches, 'microbatch')}"
 
 

@@ -110,7 +110,8 @@ def _ranks(plan: Plan) -> str:
     settings, mesh = settings_words(plan), mesh_words(plan)
     if mesh in ("1 rank", f"replicate {plan.world_size}"):
         return count(plan.world_size, "rank") + (f" ({settings})" if plan.sync != SyncPlan() and settings else "")
-    return f"{count(plan.world_size, 'rank')} as {mesh}" + (f" ({settings})" if settings else "")
+    named = mesh_words(plan, common_names=True)
+    return f"{count(plan.world_size, 'rank')} as {named}" + (f" ({settings})" if settings else "")
 
 
 def whole_words(totals: Totals | None) -> tuple[str, ...]:

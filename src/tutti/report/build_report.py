@@ -9,6 +9,7 @@ from typing import Any
 
 from tutti.config import serialization
 from tutti.config.cluster import DeviceSpec
+from tutti.config.mesh_axes import describe_axis
 from tutti.config.prediction import Phase
 from tutti.config.run_report import (
     BaselineReport,
@@ -399,7 +400,7 @@ def plan_text(records: Records) -> str | None:
     plan = records.plan
     if plan is None:
         return None
-    mesh = " × ".join(f"{axis} {degree}" for axis, degree in plan.mesh.items())
+    mesh = " × ".join(f"{describe_axis(axis)} {degree}" for axis, degree in plan.mesh.items())
     recompute = any(rule.recompute for rule in plan.layout)
     return ", ".join(
         [mesh, plural(plan.batch.num_microbatches, "microbatch") + " a step", f"{plan.precision} precision"]
