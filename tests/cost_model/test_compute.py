@@ -98,9 +98,9 @@ def test_more_ranks_than_cores_are_slower_than_with_a_core_each() -> None:
 def test_hosts_that_take_turns_on_cores_pay_for_switching_and_nothing_twice() -> None:
     """A laboratory's hosts may be more than its machine's cores: their measured rates are those of a turn's part."""
     for ranks, times in ((4, 1), (8, 2)):
-        own = host_group(cpu(), ranks)
-        taking = dataclasses.replace(own, node=dataclasses.replace(own.node, turns=2.0))
-        assert own.slowdown == times * (cost_constants.OVERSUBSCRIBED if times > 1 else 1)
+        alone = host_group(cpu(), ranks)
+        taking = dataclasses.replace(alone, node=dataclasses.replace(alone.node, turns=2.0))
+        assert alone.slowdown == times * (cost_constants.OVERSUBSCRIBED if times > 1 else 1)
         assert taking.slowdown == times * cost_constants.OVERSUBSCRIBED
 
 
@@ -162,7 +162,9 @@ def products(first: bool) -> OpCost:
 def test_products_go_over_their_weights_besides(first: bool, backward_ms: float) -> None:
     model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(products(first),)),))
     who = worker_at(host_group(cpu(weight_rates=(thin(2e9, 1e9),)), 1), "float32", "full")
-    ahead, back = (one(op_table(model), who, 3, 1) for one in (compute_cost.forward, compute_cost.backward))
+    ahead, back = (
+        cost_of_pass(op_table(model), who, 3, 1) for cost_of_pass in (compute_cost.forward, compute_cost.backward)
+    )
     flops_s = 3e6 / (0.85 * 32e9)
     assert ahead.seconds[0] == pytest.approx(flops_s + 0.5e-3, rel=1e-12)
     assert back.seconds[0] == pytest.approx(flops_s * (1 if first else 2) + backward_ms * 1e-3, rel=1e-12)
@@ -183,15 +185,15 @@ def test_how_weights_are_gone_over_is_taken_from_what_is_most_alike() -> None:
 
 
 def test_convolutions_go_over_their_weights_at_their_own_pace_where_it_was_measured() -> None:
-    one = dataclasses.replace(products(first=False), kind="conv")
-    model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(one,)),))
+    convolution = dataclasses.replace(products(first=False), kind="conv")
+    model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(convolution,)),))
     gemm, conv = thin(8e9, 8e9), dataclasses.replace(thin(2e9, 1e9), kind="conv")
-    alike, own = (
+    alike, measured = (
         worker_at(host_group(cpu(weight_rates=rates), 1), "float32", "full") for rates in ((gemm,), (gemm, conv))
     )
-    assert alike.convolution_weights == alike.weights == own.weights
+    assert alike.convolution_weights == alike.weights == measured.weights
     ahead, back = (
-        [way(op_table(model), who, 3, 1).memory_s for who in (alike, own)]
+        [way(op_table(model), who, 3, 1).memory_s for who in (alike, measured)]
         for way in (compute_cost.forward, compute_cost.backward)
     )
     assert ahead == pytest.approx([1e6 / 8e9, 1e6 / 2e9])
@@ -212,8 +214,8 @@ def test_convolutions_have_the_rate_of_their_size() -> None:
                                3000, 1).compute_s  # fmt: skip
 
     uncontended = 3e9 / 32e9
-    found = [compute_s("conv", nbytes) for nbytes in (1e6, 1e4, 10.0, 100e6, 200e6)]
-    assert found == pytest.approx([uncontended / (0.5 * part) for part in (1.0, 0.75, 0.75, 1.25, 1.25)])
+    times_s = [compute_s("conv", nbytes) for nbytes in (1e6, 1e4, 10.0, 100e6, 200e6)]
+    assert times_s == pytest.approx([uncontended / (0.5 * part) for part in (1.0, 0.75, 0.75, 1.25, 1.25)])
     assert compute_s("gemm", 1e4) == pytest.approx(uncontended / 0.85)
 
 
@@ -229,8 +231,8 @@ def test_convolutions_have_the_rate_of_their_images() -> None:
         return compute_cost.forward(op_table(model), who, 6000 * 256 // pixels, 1).compute_s
 
     uncontended = 6000 * 256 * 2000 / 32e9
-    found = [compute_s(pixels) for pixels in (16, 64, 256, 4, 1024)]
-    assert found == pytest.approx([uncontended / (0.5 * part) for part in (1.25, 1.125, 1.0, 1.25, 1.0)])
+    times_s = [compute_s(pixels) for pixels in (16, 64, 256, 4, 1024)]
+    assert times_s == pytest.approx([uncontended / (0.5 * part) for part in (1.25, 1.125, 1.0, 1.25, 1.0)])
     assert compute_s(16, "gemm") == pytest.approx(compute_s(256, "gemm"))
 
 

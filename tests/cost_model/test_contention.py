@@ -55,8 +55,8 @@ def test_what_takes_the_link_delays_by_no_more_than_it_takes(
 ) -> None:
     taken = [share * lasts for share, lasts in zip(part_, backward, strict=True)]
     uncontended, shared = done(backward, bucket_s, [0.0] * 6), done(backward, bucket_s, taken)
-    some = done(backward, bucket_s, [less * one for one in taken])
-    assert uncontended.exposed_s - 1e-9 <= some.exposed_s <= shared.exposed_s + 1e-9
+    partly = done(backward, bucket_s, [less * busy_s for busy_s in taken])
+    assert uncontended.exposed_s - 1e-9 <= partly.exposed_s <= shared.exposed_s + 1e-9
     assert shared.exposed_s <= min(shared.total_s, uncontended.exposed_s + sum(taken)) + 1e-9
     assert shared.total_s == uncontended.total_s
 
@@ -87,16 +87,16 @@ def with_links_of_their_own(model: ModelSpec, cluster: ClusterSpec, plan: Plan) 
     """Exposed communication of one microbatch whose buckets share no link with what passes exchange."""
     step = worked_out(model, cluster, plan)
     wires = step.setting.wires
-    (one,) = passes_of(step.setting, step.replicas[0]).values()
+    (passes,) = passes_of(step.setting, step.replicas[0]).values()
     sums = summed(wires.columns, wires.division, wires.network, plan, np.ones(len(model.modules), dtype=np.bool_))
     pairs = fused(sums)
     uncontended = exchange(
-        (one.backward_s + one.waits.backward_s)[::-1].tolist(),
+        (passes.backward_s + passes.waits.backward_s)[::-1].tolist(),
         [bucket for bucket, _ in pairs],
-        [one.group.all_reduce(bucket.nbytes) for bucket, one in pairs],
+        [reduction.group.all_reduce(bucket.nbytes) for bucket, reduction in pairs],
     )
     loss = wires.network.group(*plan.mesh).all_reduce(cost_constants.LOSS_NBYTES)
-    return uncontended.exposed_s + float((one.waits.forward_s + one.waits.backward_s).sum()) + loss
+    return uncontended.exposed_s + float((passes.waits.forward_s + passes.waits.backward_s).sum()) + loss
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,13 @@ def with_links_of_their_own(model: ModelSpec, cluster: ClusterSpec, plan: Plan) 
 def test_axes_on_one_link_are_counted_together(model: ModelSpec, mesh: Any, per_host: int, shared: bool) -> None:
     sync = SyncPlan(bucket_nbytes=2**20)
     plan, cluster = meshed(32, 1, mesh, sync=sync), machines(16, per_host, faster=100.0)
-    found = predict(model, cluster, plan)
-    own = with_links_of_their_own(model, cluster, plan)
-    assert sum(found.phases.values()) == pytest.approx(found.step_time_s.value)
+    prediction = predict(model, cluster, plan)
+    separate_s = with_links_of_their_own(model, cluster, plan)
+    assert sum(prediction.phases.values()) == pytest.approx(prediction.step_time_s.value)
     if shared:
-        assert found.phases["exposed_communication"] > own * 1.001
+        assert prediction.phases["exposed_communication"] > separate_s * 1.001
     else:
-        assert found.phases["exposed_communication"] == pytest.approx(own)
+        assert prediction.phases["exposed_communication"] == pytest.approx(separate_s)
 
 
 def messages(mesh: Any, per_host: int, model: ModelSpec = LANGUAGE) -> tuple[Setting, Any, Any]:
@@ -127,21 +127,25 @@ def messages(mesh: Any, per_host: int, model: ModelSpec = LANGUAGE) -> tuple[Set
     plan = meshed(32, 4, mesh, pipeline=PipelinePlan(schedule="1f1b"))
     step = worked_out(model, machines(16, per_host), plan)
     known = passes_of(step.setting, step.replicas[0])
-    (one,) = known.values()
-    return step.setting, actions_of(step.setting, step.replicas[0], known).messages.arrive_s, one.waits.forward_link_s
+    (passes,) = known.values()
+    return (
+        step.setting,
+        actions_of(step.setting, step.replicas[0], known).messages.arrive_s,
+        passes.waits.forward_link_s,
+    )
 
 
 def test_a_message_between_stages_meets_what_its_sender_exchanges() -> None:
-    setting, found, links = messages({"stage": 2, "split": 4}, 2)  # split over two hosts, as stages are
+    setting, arrive_s, links = messages({"stage": 2, "split": 4}, 2)  # split over two hosts, as stages are
     (link,) = {setting.wires.network.neighbours("stage")[0]}
     uncontended = link.latency_s + setting.stages.sent[0] * 8 / link.bandwidth_bytes_per_s
     first = links[1][setting.stages.stage == 0].sum()
     assert links[0].sum() == 0
     assert first > 0
-    assert found == pytest.approx(uncontended + min(uncontended, first))
-    setting, found, links = messages({"stage": 2, "split": 4}, 4)  # split within hosts: another link
+    assert arrive_s == pytest.approx(uncontended + min(uncontended, first))
+    setting, arrive_s, links = messages({"stage": 2, "split": 4}, 4)  # split within hosts: another link
     (link,) = {setting.wires.network.neighbours("stage")[0]}
-    assert found == pytest.approx(link.latency_s + setting.stages.sent[0] * 8 / link.bandwidth_bytes_per_s)
+    assert arrive_s == pytest.approx(link.latency_s + setting.stages.sent[0] * 8 / link.bandwidth_bytes_per_s)
     assert links[1].sum() == 0
     assert links[0].sum() > 0
 
@@ -170,7 +174,10 @@ def test_gathers_of_shards_wait_for_what_units_exchange() -> None:
     model = transformer(8, s=4096, h=512)
     plan = meshed(32, 1, {"shard": 8, "split": 4}, sharding=ShardingPlan(level=3))
     within, between = (predict(model, machines(16, per_host), plan) for per_host in (4, 2))
-    whole = {one: found.phases["exposed_communication"] for one, found in (("within", within), ("between", between))}
+    whole = {
+        where: prediction.phases["exposed_communication"]
+        for where, prediction in (("within", within), ("between", between))
+    }
     assert whole["between"] > whole["within"]
     assert sum(between.phases.values()) == pytest.approx(between.step_time_s.value)
 

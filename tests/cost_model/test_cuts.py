@@ -56,16 +56,18 @@ def test_stages_begin_and_send_as_the_runtime_s(count: int, named: bool) -> None
     spec = described(model, x)
     foreseen = stages_of(spec, plan)
     with _fake_world(0, count):
-        found = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: ((x,), {}))
-    assert found is not None
+        cuts = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: ((x,), {}))
+    assert cuts is not None
     worked = [module.name for module in spec.modules if module.ops and module.name]
     stage = {module.name: int(at) for module, at in zip(spec.modules, foreseen.stage, strict=True)}
     first = [next(name for name in worked if stage[name] == at) for at in range(1, count)]
-    assert first == [unit for unit, _ in found.starts]
-    program = found.tracer.trace(lambda: model(x))
-    sends = [part.sends for part in place(program, found.starts, found.holders).parts[:-1]]
-    outlines = [[program.outlines[key] for key in some[at + 1]] for at, some in enumerate(sends)]
-    nbytes = [sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in some) / BATCH for some in outlines]
+    assert first == [unit for unit, _ in cuts.starts]
+    program = cuts.tracer.trace(lambda: model(x))
+    sends = [part.sends for part in place(program, cuts.starts, cuts.holders).parts[:-1]]
+    outlines = [[program.outlines[key] for key in sent[at + 1]] for at, sent in enumerate(sends)]
+    nbytes = [
+        sum(torch.Size(outline.shape).numel() * outline.dtype.itemsize for outline in sent) / BATCH for sent in outlines
+    ]
     assert foreseen.sent.tolist() == nbytes
 
 
@@ -96,12 +98,12 @@ def test_transformers_are_cut_where_the_runtime_does(name: str) -> None:
         plan = Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"stage": count})
         foreseen = stages_of(spec, plan).stage
         with _fake_world(0, count):
-            found = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: ((), batch))
-        assert found is not None
+            cuts = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: ((), batch))
+        assert cuts is not None
         stage = {module.name: int(at) for module, at in zip(spec.modules, foreseen, strict=True)}
         first = [next(name for name in worked if stage[name] == at) for at in range(1, count)]
-        for mine, (unit, _) in zip(first, found.starts, strict=True):
-            assert mine == unit or mine.startswith(f"{unit}.")
+        for predicted, (unit, _) in zip(first, cuts.starts, strict=True):
+            assert predicted == unit or predicted.startswith(f"{unit}.")
 
 
 def test_a_container_is_no_stage() -> None:

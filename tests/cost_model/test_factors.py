@@ -57,8 +57,8 @@ def test_shapes_are_known_of_a_described_model() -> None:
         Words(), (torch.zeros(4, 5, dtype=torch.int64),), {}, None, lambda out, _: out.sum(), samples=4
     )
     columns = model_table(spec)
-    found = by_factors(columns, of_batch(4, FACTORS), 4, ("replicate",), range(len(columns)))
-    shapes = {columns.names[one.module]: (one.rows, one.out_features, one.in_features) for one in found}
+    layers = by_factors(columns, of_batch(4, FACTORS), 4, ("replicate",), range(len(columns)))
+    shapes = {columns.names[layer.module]: (layer.rows, layer.out_features, layer.in_features) for layer in layers}
     assert shapes == {"up": (20.0, 96.0, 24.0), "down": (20.0, 24.0, 96.0)}
 
 

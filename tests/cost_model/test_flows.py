@@ -85,16 +85,16 @@ def test_what_stages_send_is_what_the_runtime_sends(name: str, ranks: int, chunk
     stages, away = stages_of(spec, plan), np.arange(ranks * chunks) % ranks
     ways = np.where(away[:, None] != away, ways, 0.0)
     assert (stages.sent * BATCH + stages.fixed).tolist() == ways[0].sum(axis=1)[:-1].tolist()
-    each = ways[0].sum(axis=1) + ways[1].sum(axis=0)
+    by_stage = ways[0].sum(axis=1) + ways[1].sum(axis=0)
     by_rank = stages.by_rank[0] * BATCH + stages.by_rank[1]
-    assert by_rank.tolist() == [each[away == rank].sum() for rank in range(ranks)]
+    assert by_rank.tolist() == [by_stage[away == rank].sum() for rank in range(ranks)]
     for (
         _,
         owner,
     ) in stages.ties:  # a tied layer's gradients are summed by both of its ranks, here the first and the last
         by_rank[[0, -1]] += spec.modules[owner].gradient_nbytes
-    own = predict(spec, cluster(cpu(), (link(),)), plan)
-    assert own.sent_nbytes_per_rank == pytest.approx(by_rank.max(), rel=1e-9)
+    prediction = predict(spec, cluster(cpu(), (link(),)), plan)
+    assert prediction.sent_nbytes_per_rank == pytest.approx(by_rank.max(), rel=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -147,7 +147,9 @@ def test_what_a_block_s_own_code_keeps_is_where_its_inputs_are() -> None:
 
 def test_without_flow_the_last_output_before_a_cut_is_sent() -> None:
     spec = spec_of(language.gpt())
-    bare = dataclasses.replace(spec, modules=tuple(dataclasses.replace(one, passes_on=()) for one in spec.modules))
+    bare = dataclasses.replace(
+        spec, modules=tuple(dataclasses.replace(module, passes_on=()) for module in spec.modules)
+    )
     assert stages_of(bare, plan_of(2)).sent.tolist() == stages_of(spec, plan_of(2)).sent.tolist()
 
 
@@ -165,7 +167,9 @@ def test_values_are_sent_once_to_each_later_stage_and_copied_where_they_are_kept
 ) -> None:
     spec = spec_of(twice())
     passing = ForwardedValues(nbytes=100.0, fixed_nbytes=8.0, to=("late.0", "late.2", "leave", ""), kept=kept)
-    modules = [dataclasses.replace(one, passes_on=(passing,) if one.name == "enter" else ()) for one in spec.modules]
+    modules = [
+        dataclasses.replace(module, passes_on=(passing,) if module.name == "enter" else ()) for module in spec.modules
+    ]
     made = dataclasses.replace(spec, modules=tuple(modules))
     stages = stages_of(made, plan_of(3, 1, ("late.0", "leave")))
     assert stages.sent.tolist() == [200.0, 0.0]
@@ -179,7 +183,9 @@ def test_what_is_made_of_something_kept_elsewhere_is_no_copy_on_its_own_stage() 
     """A view of what came from another stage, say: the value that came is the copy."""
     spec = spec_of(twice())
     view = ForwardedValues(nbytes=100.0, to=("leave",), kept=("enter", "late.2"))
-    modules = [dataclasses.replace(one, passes_on=(view,) if one.name == "late.0" else ()) for one in spec.modules]
+    modules = [
+        dataclasses.replace(module, passes_on=(view,) if module.name == "late.0" else ()) for module in spec.modules
+    ]
     made = dataclasses.replace(spec, modules=tuple(modules))
     stages = stages_of(made, plan_of(3, 1, ("late.0", "leave")))
     assert arrived(model_table(made), stages, kept_of(made, again=())).tolist() == [0, 0, 0]
@@ -188,5 +194,5 @@ def test_what_is_made_of_something_kept_elsewhere_is_no_copy_on_its_own_stage() 
 def kept_of(spec: ModelSpec, again: tuple[str, ...]) -> Kept:
     """What `spec` keeps where the modules `again` are recomputed."""
     columns = model_table(spec)
-    found = kept(columns, division(spec, plan_of(1)), (), half=False)
-    return dataclasses.replace(found, again=np.array([name in again for name in columns.names]))
+    saved = kept(columns, division(spec, plan_of(1)), (), half=False)
+    return dataclasses.replace(saved, again=np.array([name in again for name in columns.names]))

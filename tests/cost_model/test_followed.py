@@ -20,9 +20,9 @@ def chain(kind: str) -> ModelSpec:
     """Four blocks with code of their own, two calls each, around two layers."""
     modules = [ModuleSpec(name="", kind=kind)]
     for index in range(4):
-        own = OpCost(kind="elementwise", flops_forward=1.0, flops_backward=1.0, nbytes_forward=8.0, nbytes_backward=8.0,
-                     calls=2)  # fmt: skip
-        modules.append(ModuleSpec(name=f"{index}", kind="Block", ops=(own,), output_nbytes=64.0, block=index))
+        code_cost = OpCost(kind="elementwise", flops_forward=1.0, flops_backward=1.0, nbytes_forward=8.0,
+                           nbytes_backward=8.0, calls=2)  # fmt: skip
+        modules.append(ModuleSpec(name=f"{index}", kind="Block", ops=(code_cost,), output_nbytes=64.0, block=index))
         modules += [part(f"{index}.{name}", flops=1e6, output_nbytes=64.0, block=index) for name in ("up", "down")]
     return ModelSpec(name="chain", modules=tuple(modules), optimizer="SGD", dtype="float32")
 

@@ -79,8 +79,8 @@ def test_what_exchanges_take_of_a_ranks_cores(core_ns: float | None, ranks: int,
     """4 ns a byte at 0.125 GB/s are half a core: an eighth of the four that a rank alone on its host has. Where ranks
     share both the cores and the connection, the part is the same. In latencies nobody computes; what is assumed is of
     all of the time."""
-    each = None if core_ns is None else core_ns * 1e-9
-    machine = cluster(count=2, links=(link("node"), link("network", 1e-3, 1.25e8, core_s_per_nbyte=each)))
+    core_s = None if core_ns is None else core_ns * 1e-9
+    machine = cluster(count=2, links=(link("node"), link("network", 1e-3, 1.25e8, core_s_per_nbyte=core_s)))
     host_groups = place_ranks(machine, ranks)
     inside = {"replicate": 2, "split": ranks // 2}
     plan = meshed(64, mesh=inside if ranks > 2 else {"replicate": 2})
@@ -209,7 +209,7 @@ def test_dims_of_a_grid_have_links_of_their_own() -> None:
 def test_neighbours_on_a_host_do_not_use_the_network() -> None:
     links = net({"stage": 4, "replicate": 4}).neighbours("stage")
     # four ranks a stage, two stages a host; the last stage's neighbour is the first
-    assert [one.latency_s for one in links] == [1e-6, 5e-6, 1e-6, 5e-6]
+    assert [link.latency_s for link in links] == [1e-6, 5e-6, 1e-6, 5e-6]
     assert links[1].bandwidth_bytes_per_s == 2.5e10 / 4
 
 

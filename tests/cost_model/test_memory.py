@@ -36,12 +36,12 @@ def test_parts_by_hand() -> None:
 def test_what_the_script_holds_is_on_every_rank_of_a_host_and_on_no_gpu() -> None:
     model = ModelSpec(name="m", modules=(linear("a", 100, 50),), optimizer="SGD", script_nbytes=5e8)
     without = replace(model, script_nbytes=0.0)
-    on_host = [memory(one, plan(batch=8, ranks=2)) for one in (model, without)]
+    on_host = [memory(spec, plan(batch=8, ranks=2)) for spec in (model, without)]
     assert (on_host[0].script, on_host[1].script) == (5e8, 0.0)
     assert on_host[0].total == on_host[1].total + 5e8
-    on_gpu = [predict(one, cluster(gpu()), plan(batch=8)).memory for one in (model, without)]
+    on_gpu = [predict(spec, cluster(gpu()), plan(batch=8)).memory for spec in (model, without)]
     assert on_gpu[0] == on_gpu[1]
-    notes = [predict(one, cluster(), plan(batch=8)).notes for one in (model, without)]
+    notes = [predict(spec, cluster(), plan(batch=8)).notes for spec in (model, without)]
     assert ["the script's own libraries and data" in " ".join(of) for of in notes] == [True, False]
 
 

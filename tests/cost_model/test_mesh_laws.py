@@ -147,14 +147,16 @@ def test_sharding_sends_the_papers_bytes(d: int) -> None:
 
 
 def test_stages_send_what_lies_between_them() -> None:
-    one = 8 * 2.0 * S * H
-    assert sent(MODEL, 4, mesh={"stage": 4}) == pytest.approx(2 * one)  # inside: forward to one side, back to the other
-    assert sent(MODEL, 4, mesh={"stage": 2}) == pytest.approx(one)
+    activation_nbytes = 8 * 2.0 * S * H
+    assert sent(MODEL, 4, mesh={"stage": 4}) == pytest.approx(
+        2 * activation_nbytes
+    )  # inside: forward to one side, back to the other
+    assert sent(MODEL, 4, mesh={"stage": 2}) == pytest.approx(activation_nbytes)
     ends = transformer(8, s=S, h=H, ends=True)  # with an embedding on the first stage that the last one uses too
-    assert sent(ends, 4, mesh={"stage": 2}) == pytest.approx(one + 2 * 16 * H)
+    assert sent(ends, 4, mesh={"stage": 2}) == pytest.approx(activation_nbytes + 2 * 16 * H)
     # parts of sequences: half of the messages, keys round a ring for 4 layers, gradients of half the layers
     rest = 4 * 8 * 4.0 * S * H / 2 * (1 + 1 + 2) + 2 * 1 / 2 * 2 * MODEL.parameters / 2
-    assert sent(MODEL, 4, mesh={"stage": 2, "context": 2}) == pytest.approx(one / 2 + rest)
+    assert sent(MODEL, 4, mesh={"stage": 2, "context": 2}) == pytest.approx(activation_nbytes / 2 + rest)
 
 
 @pytest.mark.parametrize("c", [2, 4])
@@ -266,7 +268,7 @@ def test_a_model_file_that_says_nothing_of_splitting_is_told() -> None:
 
 def test_modules_that_a_rule_keeps_whole_are_whole() -> None:
     rule = (LayoutRule(modules="blocks.0*", placement="replicate"),)
-    all_, seven = (predict(MODEL, machines(), meshed(8, mesh={"split": 2}, layout=some)) for some in ((), rule))
+    all_, seven = (predict(MODEL, machines(), meshed(8, mesh={"split": 2}, layout=layout)) for layout in ((), rule))
     assert seven.memory.parameters == pytest.approx(all_.memory.parameters * 9 / 8)
     assert seven.sent_nbytes_per_rank < all_.sent_nbytes_per_rank
 

@@ -123,9 +123,9 @@ def test_flows_share_both_parts_of_a_link_that_bends() -> None:
         large_nbytes=1000,
         large_bandwidth_bytes_per_s=5e8,
     )
-    one = rank_placement.link_of(spec)
-    assert one.shared(4).carry(8000, 8000) == pytest.approx(4 * one.carry(8000, 8000), rel=1e-12)
-    assert one.carry(8000, 8000) == pytest.approx(1000 / 1e9 + 7000 / 5e8, rel=1e-12)
+    alone = rank_placement.link_of(spec)
+    assert alone.shared(4).carry(8000, 8000) == pytest.approx(4 * alone.carry(8000, 8000), rel=1e-12)
+    assert alone.carry(8000, 8000) == pytest.approx(1000 / 1e9 + 7000 / 5e8, rel=1e-12)
     with pytest.raises(SpecError, match="one of large_nbytes and large_bandwidth_bytes_per_s"):
         dataclasses.replace(spec, large_nbytes=None)
 

@@ -31,7 +31,7 @@ def test_buckets_hold_every_gradient_once_in_order_of_backward(gradients: list[i
 def test_exposed_is_never_more_than_all_communication(seconds: list[float], data: st.DataObject, share: float) -> None:
     fused = buckets([1.0] * len(seconds), 3)
     times = data.draw(st.lists(st.floats(0, 20), min_size=len(fused), max_size=len(fused)))
-    done = exchange(seconds, fused, times, cores_s=[share * one for one in times])
+    done = exchange(seconds, fused, times, cores_s=[share * lasts for lasts in times])
     assert 0 <= done.exposed_s <= done.total_s * (1 + 1e-12)
     assert done.total_s == pytest.approx(sum(times))
     # The last bucket is ready only when backward has ended: it can never hide.

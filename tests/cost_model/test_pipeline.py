@@ -83,12 +83,17 @@ def test_orders_are_the_runtimes_and_every_action_comes_after_what_it_needs(
         for kind, stage, microbatch in zip(order.kind, order.stage, order.microbatch, strict=True)
     ]
     place = {action: at for at, action in enumerate(actions)}
-    for rank, own in enumerate(build_schedule(name, ranks, chunks, count)):
-        assert [action for action, of in zip(actions, order.rank, strict=True) if of == rank] == own
+    for rank, actions_of_rank in enumerate(build_schedule(name, ranks, chunks, count)):
+        assert [action for action, of in zip(actions, order.rank, strict=True) if of == rank] == actions_of_rank
     for at, (action, after) in enumerate(zip(actions, order.after, strict=True)):
-        needed = [place[one] for some in needed_before(action, stages) for one in some if one in place]
-        assert all(one < at for one in needed)
-        across = [one for one in needed if actions[one].stage != action.stage]
+        needed = [
+            place[before]
+            for alternatives in needed_before(action, stages)
+            for before in alternatives
+            if before in place
+        ]
+        assert all(before < at for before in needed)
+        across = [before for before in needed if actions[before].stage != action.stage]
         assert ([after] if after >= 0 else []) == across
         if across:
             assert order.crosses[after] == min(action.stage, actions[after].stage)
@@ -104,9 +109,9 @@ def test_orders_are_the_runtimes_and_every_action_comes_after_what_it_needs(
 def test_long_runs_continue_as_if_played_out(kind: Any, ranks: int, more: int, data: Any) -> None:
     name, chunks = kind
     stages, count = ranks * chunks, 11 * ranks + more
-    one = data.draw(st.lists(st.floats(0.8, 1.25), min_size=stages, max_size=stages))
+    factors = data.draw(st.lists(st.floats(0.8, 1.25), min_size=stages, max_size=stages))
     message = data.draw(st.floats(0.0, 0.5))
-    seconds = equal(stages, count) * np.array(one)[None, :, None]
+    seconds = equal(stages, count) * np.array(factors)[None, :, None]
     messages = sent(np.full((stages - 1, count), message))
     whole = play(order_of(name, ranks, chunks, count), seconds, messages)
     assert name == "zero-bubble" or shortened(name, count, ranks) < count
@@ -198,7 +203,7 @@ def test_blocks_too_heavy_for_equal_stages_are_taken_apart() -> None:
     whole, apart = (stages_of(model, meshed(8, 2, {"stage": ranks})) for ranks in (2, 4))
 
     def places(stage: Any) -> int:
-        return len({(int(one), m.block) for one, m in zip(stage, model.modules, strict=True) if m.block >= 0})
+        return len({(int(module), m.block) for module, m in zip(stage, model.modules, strict=True) if m.block >= 0})
 
     assert places(whole.stage) == 5
     assert places(apart.stage) > 5  # some block is on two stages

@@ -42,11 +42,11 @@ def made(name: str) -> tuple[nn.Module, TensorDataset]:
 
 def peaks(name: str, plans: list[Path]) -> list[int]:
     """The most bytes alive in forward and backward on this rank, by plan."""
-    found = []
+    peaks_by_plan = []
     for number, plan in enumerate(plans):
         os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{number}")
-        found.append(peak_of_a_step(*made(name), F.cross_entropy, batch=BATCH, plan=plan))
-    return found
+        peaks_by_plan.append(peak_of_a_step(*made(name), F.cross_entropy, batch=BATCH, plan=plan))
+    return peaks_by_plan
 
 
 CASES: list[tuple[ScheduleName, int, int]] = [

@@ -96,13 +96,13 @@ def test_unequal_cpu_hosts_take_ranks_by_their_cores() -> None:
 def test_ring_takes_the_link_of_its_slowest_tier() -> None:
     both = cluster(count=2)
     assert ring_link(both, place_ranks(both, 4)).bandwidth_bytes_per_s == 1.25e8
-    one = cluster()
-    assert ring_link(one, place_ranks(one, 4)).bandwidth_bytes_per_s == 1e9
+    host = cluster()
+    assert ring_link(host, place_ranks(host, 4)).bandwidth_bytes_per_s == 1e9
 
 
 def test_copies_between_more_ranks_than_cores_share_the_cores() -> None:
-    one = cluster()
-    crowded = ring_link(one, place_ranks(one, 8))
+    host = cluster()
+    crowded = ring_link(host, place_ranks(host, 8))
     assert (crowded.bandwidth_bytes_per_s, crowded.latency_s) == (0.5e9, 2e-4)
 
 

@@ -32,8 +32,8 @@ def passes(plan: Plan, spec: ModelSpec) -> Any:
     )  # fmt: skip
     links = (link("node", core_s_per_nbyte=0.0),)  # what is hidden costs nothing
     step = worked_out(spec, cluster(replace(device, evidence="published"), links), plan)
-    (found,) = passes_of(step.setting, step.lines[0]).values()
-    return found, step.setting.workers[0]
+    (of_replica,) = passes_of(step.setting, step.replicas[0]).values()
+    return of_replica, step.setting.workers[0]
 
 
 def test_rows_apart_move_more_and_slabs_are_slower() -> None:
@@ -76,7 +76,7 @@ def test_where_less_of_a_part_needs_no_halo_all_of_it_waits() -> None:
         assert float(getattr(waiting, name)[0]) - before == pytest.approx(more)
         assert float(getattr(apart, name)[0]) - before > more
         waited, taken = (
-            [getattr(one.waits, f"{direction}{of}").sum() for one in (apart, waiting)] for of in ("_s", "_link_s")
+            [getattr(layout.waits, f"{direction}{of}").sum() for layout in (apart, waiting)] for of in ("_s", "_link_s")
         )
         assert waited[0] < 0.7 * taken[0]
         assert waited[1] == pytest.approx(taken[1])
@@ -84,8 +84,10 @@ def test_where_less_of_a_part_needs_no_halo_all_of_it_waits() -> None:
 
 def test_of_two_dims_the_second_is_waited_for() -> None:
     """The interior is computed while the first dim's halos travel; gradients of the last dim's return behind it."""
-    one, two = (passes(meshed(BATCH, 1, {"space": 4}, space_grid=grid), model(KEPT / 32))[0] for grid in ((4,), (2, 2)))
-    shares = [float(found.waits.forward_s[0] / found.waits.forward_link_s.sum()) for found in (one, two)]
+    row, square = (
+        passes(meshed(BATCH, 1, {"space": 4}, space_grid=grid), model(KEPT / 32))[0] for grid in ((4,), (2, 2))
+    )
+    shares = [float(layout.waits.forward_s[0] / layout.waits.forward_link_s.sum()) for layout in (row, square)]
     assert shares[0] < 0.35
     assert shares[1] > 0.5
 

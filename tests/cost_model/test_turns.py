@@ -81,8 +81,10 @@ def test_what_an_action_waits_for_takes_no_core() -> None:
     seconds = equal(2, 2)
     uncontended = max(moments(order_of("gpipe", 2, 1, 2), seconds, silent(1, 2))[0])
     slowed = seconds / 2 * SLOWED + seconds / 2
-    one = Actions(seconds=slowed, waits=seconds / 2, messages=silent(1, 2), oversubscription=oversubscription([0, 0]))
-    assert max(one.ends(pipe("gpipe", 2, 2))[0]) == pytest.approx(uncontended)
+    actions = Actions(
+        seconds=slowed, waits=seconds / 2, messages=silent(1, 2), oversubscription=oversubscription([0, 0])
+    )
+    assert max(actions.ends(pipe("gpipe", 2, 2))[0]) == pytest.approx(uncontended)
 
 
 @settings(deadline=None, max_examples=40)
@@ -116,7 +118,7 @@ def test_long_runs_continue_as_if_played_out(name: Any, chunks: int) -> None:
     assert free == pytest.approx(played.free, rel=0.02)
     kinds = [0, 2, 3] if name == "zero-bubble" else [0, 1]
     work = [seconds[kinds][:, rank::ranks].sum() for rank in range(ranks)]
-    assert stretch == pytest.approx([busy / one for busy, one in zip(played.busy_s, work, strict=True)], rel=0.02)
+    assert stretch == pytest.approx([busy / work_s for busy, work_s in zip(played.busy_s, work, strict=True)], rel=0.02)
 
 
 def test_a_prediction_of_more_ranks_than_cores_counts_turns_and_its_parts_are_the_step() -> None:
@@ -128,10 +130,12 @@ def test_a_prediction_of_more_ranks_than_cores_counts_turns_and_its_parts_are_th
         device = cpu(cores=cores, gemm=(), peak_flops_per_s=rates, memory_bandwidth_bytes_per_s=1e10 * cores)
         return cluster(replace(device, evidence="published"))
 
-    found = {cores: predict(model, on(cores), plan) for cores in (2, 4)}
-    assert found[4].step_time_s.value < found[2].step_time_s.value < SLOWED * found[4].step_time_s.value
+    predictions = {cores: predict(model, on(cores), plan) for cores in (2, 4)}
+    assert (
+        predictions[4].step_time_s.value < predictions[2].step_time_s.value < SLOWED * predictions[4].step_time_s.value
+    )
     for cores in (2, 4):
-        assert sum(found[cores].phases.values()) == pytest.approx(found[cores].step_time_s.value)
+        assert sum(predictions[cores].phases.values()) == pytest.approx(predictions[cores].step_time_s.value)
         drawn = timeline(model, on(cores), plan)
         ends = [track.bars[-1].end_s for track in drawn.tracks]
-        assert max(ends) == pytest.approx(found[cores].step_time_s.value)
+        assert max(ends) == pytest.approx(predictions[cores].step_time_s.value)

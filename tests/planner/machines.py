@@ -30,7 +30,7 @@ def own_links(machines: ClusterSpec) -> ClusterSpec:
         for at in range(node.count)
     ]
     slower = [
-        dataclasses.replace(node, links=tuple(scale_bandwidth(one, 0.2**at) for one in machines.links))
+        dataclasses.replace(node, links=tuple(scale_bandwidth(link, 0.2**at) for link in machines.links))
         for at, node in enumerate(nodes)
     ]
     return dataclasses.replace(machines, nodes=tuple(slower), links=())

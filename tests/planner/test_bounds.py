@@ -45,7 +45,7 @@ def loaded(**costs: Any) -> ModelSpec:
 def wide(width: int, layers: int) -> ModelSpec:
     """An MLP whose layers the table axis may divide."""
     model = mlp(width, layers)
-    named = [dataclasses.replace(one, linear_input_nbytes=4.0 * width) for one in model.modules]
+    named = [dataclasses.replace(module, linear_input_nbytes=4.0 * width) for module in model.modules]
     return dataclasses.replace(model, modules=tuple(named))
 
 
@@ -137,17 +137,17 @@ def rows_of(
     script = dataclasses.replace(plan(batch), precision=precision, layout=layout)
     request = PlanRequest(script=script, scope="all", allow_microbatches=True, mesh=mesh)
     limits = limits_of(model, machines, request)
-    found, tables = shapes(limits, request), BestCase(model, machines, precision, layout)
+    table, best_case = shapes(limits, request), BestCase(model, machines, precision, layout)
     generator = np.random.default_rng(len(case))
-    picked = np.unique(generator.integers(0, len(found), meshes))
-    variant_rows = variants(limits, found, picked, offload=offload)
-    bounds = variant_bounds(BestCaseMemory(tables, script), found, variant_rows, batch)
+    picked = np.unique(generator.integers(0, len(table), meshes))
+    variant_rows = variants(limits, table, picked, offload=offload)
+    bounds = variant_bounds(BestCaseMemory(best_case, script), table, variant_rows, batch)
     rows = []
     for row in generator.permutation(len(variant_rows))[:60].tolist():
-        intended = plan_of(model, request, found, variant_rows, row, precision)
+        intended = plan_of(model, request, table, variant_rows, row, precision)
         with contextlib.suppress(PlanError):
             rows.append((row, int(variant_rows.shape[row]), intended, predict(model, machines, intended)))
-    return bounds, shape_bounds(tables, found, batch, offload=offload), rows
+    return bounds, shape_bounds(best_case, table, batch, offload=offload), rows
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -191,11 +191,11 @@ def test_what_the_script_holds_is_in_the_bounds_of_ranks_on_hosts(machines: Clus
         model, script = dataclasses.replace(mlp(512, 4), script_nbytes=nbytes), plan(40)
         request = PlanRequest(script=script, scope="all")
         limits = limits_of(model, machines, request)
-        found = shapes(limits, request)
-        variant_rows = variants(limits, found, np.arange(len(found)))
+        meshes = shapes(limits, request)
+        variant_rows = variants(limits, meshes, np.arange(len(meshes)))
         least.append(
             variant_bounds(
-                BestCaseMemory(BestCase(model, machines, "full"), script), found, variant_rows, 40
+                BestCaseMemory(BestCase(model, machines, "full"), script), meshes, variant_rows, 40
             ).least_memory
         )
     np.testing.assert_allclose(least[1] - least[0], more, rtol=1e-9)
@@ -207,17 +207,17 @@ def test_shares_and_cuts_by_speed_are_not_below_their_bounds(machines: ClusterSp
     script = plan(40)
     request = PlanRequest(script=script, scope="all")
     limits = limits_of(model, machines, request)
-    found, tables = shapes(limits, request), BestCase(model, machines, "full")
-    room = BestCaseMemory(tables, script)
-    meshes = np.flatnonzero(found.world == machines.device_count)
+    table, best_case = shapes(limits, request), BestCase(model, machines, "full")
+    best_memory = BestCaseMemory(best_case, script)
+    meshes = np.flatnonzero(table.world == machines.device_count)
     picked = np.random.default_rng(3).permutation(meshes)[:60]
-    variant_rows = variants(limits, found, picked)
-    bounds, (coarse_s, _) = variant_bounds(room, found, variant_rows, 40), shape_bounds(tables, found, 40)
+    variant_rows = variants(limits, table, picked)
+    bounds, (coarse_s, _) = variant_bounds(best_memory, table, variant_rows, 40), shape_bounds(best_case, table, 40)
     checked = 0
     for row in np.random.default_rng(4).permutation(len(variant_rows))[:60].tolist():
-        intended = plan_of(model, request, found, variant_rows, row, "full")
+        intended = plan_of(model, request, table, variant_rows, row, "full")
         with contextlib.suppress(PlanError):
-            for better in improved(room, machines, intended, predict(model, machines, intended), 40):
+            for better in improved(best_memory, machines, intended, predict(model, machines, intended), 40):
                 step_s = predict(model, machines, better).step_time_s.value * (1 + ROUNDING)
                 assert bounds.step_s[row] <= step_s, plan_words(better)
                 assert coarse_s[int(variant_rows.shape[row])] <= step_s, plan_words(better)
@@ -237,7 +237,9 @@ def test_no_cut_is_quicker_than_the_pace_of_its_places(
     work = data.draw(st.lists(st.floats(0.01, 10), min_size=len(speeds), max_size=len(speeds)))
     seconds = np.array(work) / np.array(speeds)
     lasts = float(np.max(microbatches * seconds + np.cumsum(seconds) - seconds))
-    assert microbatches * sum(work) / len(work) <= lasts * paced([[one] for one in speeds], microbatches) * (1 + 1e-9)
+    assert microbatches * sum(work) / len(work) <= lasts * paced([[speed] for speed in speeds], microbatches) * (
+        1 + 1e-9
+    )
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "mixed" not in case])
@@ -310,26 +312,26 @@ def test_every_row_is_a_plan_of_its_ranks_and_batch() -> None:
     model, machines, batch, precision = CASES["moe"]
     request = PlanRequest(script=plan(batch), scope="all")
     limits = limits_of(model, machines, request)
-    found = shapes(limits, request)
-    variant_rows = variants(limits, found, np.arange(len(found), dtype=np.intp))
-    assert int(found.world.max()) <= machines.device_count
+    meshes = shapes(limits, request)
+    variant_rows = variants(limits, meshes, np.arange(len(meshes), dtype=np.intp))
+    assert int(meshes.world.max()) <= machines.device_count
     for row in range(0, len(variant_rows), 41):
-        intended = plan_of(model, request, found, variant_rows, row, precision)
+        intended = plan_of(model, request, meshes, variant_rows, row, precision)
         shape = int(variant_rows.shape[row])
-        assert intended.world_size == found.world[shape]
+        assert intended.world_size == meshes.world[shape]
         assert intended.data_parallel_degree * intended.batch.num_microbatches <= batch
         assert list(intended.mesh)[-1] == "split" or intended.mesh.get("split", 1) == 1
 
 
 def test_no_core_is_quicker_at_any_module_than_the_best_worker() -> None:
     model, machines = architecture("resnet", {"depth": 18}), unlike_hosts()
-    tables, ops, count = BestCase(model, machines, "full"), op_table(model), len(model.modules)
-    best = tables.worker(tables.ground(8).best)
+    best_case, ops, count = BestCase(model, machines, "full"), op_table(model), len(model.modules)
+    best = best_case.worker(best_case.ground(8).best)
     for strategy in (compute_cost.forward, compute_cost.backward):
         least = strategy(ops, best, 4, count).seconds
         for host_group in place_ranks(machines, 8):
-            own = strategy(ops, worker_at(host_group, model.dtype, "full"), 4, count).seconds
-            assert np.all(least <= own * (1 + ROUNDING))
+            seconds = strategy(ops, worker_at(host_group, model.dtype, "full"), 4, count).seconds
+            assert np.all(least <= seconds * (1 + ROUNDING))
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8, 64])
@@ -338,23 +340,23 @@ def test_parts_of_a_model_take_no_less_than_their_part_of_its_bound(parts: int, 
     """Rates of 4 x 4 images are above those of 16 x 16, of parts of weights below."""
     rates = {"image_rates": ()} if along == "split" else {"convolution_rates": ()}
     model, device = architecture("resnet", {"depth": 18}), dataclasses.replace(convolving(1.2), **rates)
-    tables, ops, count = BestCase(model, cluster(device), "full"), op_table(model), len(model.modules)
-    best = tables.ground(1).best
+    best_case, ops, count = BestCase(model, cluster(device), "full"), op_table(model), len(model.modules)
+    best = best_case.ground(1).best
     part = np.full(count, 1 / parts)
-    own = ops.divided(part, part if along == "split" else np.ones(count))
+    divided_ops = ops.divided(part, part if along == "split" else np.ones(count))
     for least, strategy in zip(
-        tables.seconds(SAMPLES, best), (compute_cost.forward, compute_cost.backward), strict=True
+        best_case.seconds(SAMPLES, best), (compute_cost.forward, compute_cost.backward), strict=True
     ):
-        took = at_least(strategy, own, tables.worker(best), SAMPLES, count, weights=False).seconds.sum()
+        took = at_least(strategy, divided_ops, best_case.worker(best), SAMPLES, count, weights=False).seconds.sum()
         assert least <= parts * took * (1 + ROUNDING)
 
 
 def test_a_models_bound_is_that_of_the_quicker_batch_statistics() -> None:
     model, seconds = architecture("resnet", {"depth": 18}), []
-    tables, ops, count = BestCase(model, cluster(cpu()), "full"), op_table(model), len(model.modules)
-    best = tables.ground(1).best
-    for strategy, least in zip((compute_cost.forward, compute_cost.backward), tables.seconds(6, best), strict=True):
+    best_case, ops, count = BestCase(model, cluster(cpu()), "full"), op_table(model), len(model.modules)
+    best = best_case.ground(1).best
+    for strategy, least in zip((compute_cost.forward, compute_cost.backward), best_case.seconds(6, best), strict=True):
         for statistics in (ops, taken_in_passes(ops)):
-            seconds.append(strategy(statistics, tables.worker(best), 6, count, weights=False).seconds.sum())
+            seconds.append(strategy(statistics, best_case.worker(best), 6, count, weights=False).seconds.sum())
             assert least <= seconds[-1] * (1 + ROUNDING)
     assert len({*seconds}) == 4

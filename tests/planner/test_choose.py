@@ -134,7 +134,9 @@ def test_float16_is_tried_and_shown_only_with_codes_of_gradients(method: str, tr
     coded = plan(8192).compressed(Compression(method=method, freeze_step=freeze_step))
     kept, free = PlanRequest(script=coded), PlanRequest(script=coded, precision="auto")
     assert ("float16" in {p.precision for p in candidates(mlp(8192), volta, free)}) == tried
-    assert ("float16" in {one.plan.precision for one in choose(mlp(8192), volta, kept).alternatives}) == tried
+    assert (
+        "float16" in {alternative.plan.precision for alternative in choose(mlp(8192), volta, kept).alternatives}
+    ) == tried
 
 
 def test_a_precision_no_device_has_is_refused() -> None:
@@ -242,9 +244,9 @@ def test_a_faster_network_never_lengthens_the_chosen_step() -> None:
 
 
 def test_many_devices_are_searched_quickly_enough_to_list() -> None:
-    found = candidates(mlp(), cards(128, 8), ask(4096))
-    assert max(p.world_size for p in found) == 1024
-    assert len(found) < 1000
+    plans = candidates(mlp(), cards(128, 8), ask(4096))
+    assert max(p.world_size for p in plans) == 1024
+    assert len(plans) < 1000
 
 
 def test_measured_threads_matter() -> None:

@@ -100,13 +100,13 @@ def test_a_mesh_of_a_described_model_is_exactly_that(machines: str) -> None:
 
 def test_what_if_answers_beside_now(machines: str) -> None:
     what_if = ("--what-if", "link=1gbit", "--what-if", "devices=4")
-    found = serialization.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
-    assert [one.change for one in found.scenarios] == ["1 Gbit/s on network links", "4 devices"]
-    few, slow = found.scenarios[1].choice, found.scenarios[0].choice
+    answer = serialization.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
+    assert [scenario.change for scenario in answer.scenarios] == ["1 Gbit/s on network links", "4 devices"]
+    few, slow = answer.scenarios[1].choice, answer.scenarios[0].choice
     assert few is not None
     assert slow is not None
     assert few.best.world_size <= 4
-    now = found.now.prediction.step_time_s.value
+    now = answer.now.prediction.step_time_s.value
     assert slow.prediction.step_time_s.value >= 0.98 * now
     shown = ask(machines, *what_if).stdout
     assert "What if" in shown
@@ -116,10 +116,10 @@ def test_what_if_answers_beside_now(machines: str) -> None:
 def test_what_if_says_what_else_changes_of_the_best_plan(machines: str) -> None:
     """Fewer devices: another mesh, more memory on each, another price; a row each."""
     what_if = ("--what-if", "devices=1", "--what-if", "link=1gbit")
-    found = serialization.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
-    uncontended = found.scenarios[0].choice
+    answer = serialization.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
+    uncontended = answer.scenarios[0].choice
     assert uncontended is not None
-    lines = scenario_rows(Planned(choice=found.now, timeline=None, scenarios=found.scenarios))  # type: ignore[arg-type]
+    lines = scenario_rows(Planned(choice=answer.now, timeline=None, scenarios=answer.scenarios))  # type: ignore[arg-type]
     assert [len(cells) for cells in lines] == [len(SCENARIO_COLUMNS)] * 3
     now, (_, words, step, memory, cost, against), _ = lines
     assert now[5] == ""
@@ -132,12 +132,12 @@ def test_what_if_says_what_else_changes_of_the_best_plan(machines: str) -> None:
     assert uncontended.totals.cost is not None
     assert cost == f"{money(uncontended.totals.cost)} a step"
     ratios = {
-        "memory": uncontended.prediction.memory.total / found.now.prediction.memory.total,
-        "cost": uncontended.totals.cost / found.now.totals.cost,  # type: ignore[union-attr, operator]
+        "memory": uncontended.prediction.memory.total / answer.now.prediction.memory.total,
+        "cost": uncontended.totals.cost / answer.now.totals.cost,  # type: ignore[union-attr, operator]
     }
     for what, ratio in ratios.items():
         assert f"{ratio:.2f}x the {what}" in against
-    assert f"Ranks: {found.now.best.world_size} in now, 1 in then" in against
+    assert f"Ranks: {answer.now.best.world_size} in now, 1 in then" in against
     assert "cost" in ask(machines, *what_if).stdout
 
 
@@ -226,8 +226,8 @@ def test_a_plan_for_another_model_is_noticed(machines: str, tmp_path: Path) -> N
     ask(machines, "--output", str(output), "--mesh", "replicate=2")
     deeper = architecture("gpt", {"layers": 5, "hidden": 512, "heads": 8, "seq_len": 512, "vocab": 1000})
     other = serialization.save(deeper, tmp_path / "model.json")
-    found = CliRunner().invoke(predict_command.command, ["--cluster", machines, "--model", str(other), str(output)])
-    assert "was made for another model: blocks.4 is new" in " ".join(found.stderr.split())
+    result = CliRunner().invoke(predict_command.command, ["--cluster", machines, "--model", str(other), str(output)])
+    assert "was made for another model: blocks.4 is new" in " ".join(result.stderr.split())
 
 
 def test_annotations_of_a_script_are_respected(machines: str, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_sizes_are_read_with_units(text: str, value: float) -> None:
 def test_durations_are_read_with_units() -> None:
     assert DURATION.convert("12h", None, None) == 43200
     assert DURATION.convert("3d", None, None) == 3 * 86400
-    found: Any = None
+    value_s: Any = None
     with pytest.raises(click.BadParameter, match="write it like 12h"):
-        found = DURATION.convert("soon", None, None)
-    assert found is None
+        value_s = DURATION.convert("soon", None, None)
+    assert value_s is None

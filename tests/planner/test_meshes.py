@@ -37,12 +37,12 @@ def ask(batch: int = 16, **wishes: Any) -> PlanRequest:
 def everything(model: ModelSpec, machines: ClusterSpec, request: PlanRequest) -> float:
     """The least predicted step of every plan that is enumerated and fits."""
     limits = limits_of(model, machines, request)
-    found = shapes(limits, request)
-    strategies = variants(limits, found, np.arange(len(found), dtype=np.intp))
+    meshes = shapes(limits, request)
+    strategies = variants(limits, meshes, np.arange(len(meshes), dtype=np.intp))
     steps = []
     for row in range(len(strategies)):
         try:
-            prediction = predict(model, machines, plan_of(model, request, found, strategies, row, "full"))
+            prediction = predict(model, machines, plan_of(model, request, meshes, strategies, row, "full"))
         except PlanError:
             continue
         if prediction.fits:
@@ -282,15 +282,15 @@ def test_better_machines_never_get_a_slower_plan(more: float, what: Any) -> None
         link_of = machines.link(what)
         assert link_of is not None
         better = with_bandwidth(machines, what, link_of.bandwidth_bytes_per_s * more)
-    before, after = (choose(model, each, ask(8)).prediction.step_time_s.value for each in (machines, better))
+    before, after = (choose(model, hosts, ask(8)).prediction.step_time_s.value for hosts in (machines, better))
     assert after <= 1.02 * before
 
 
 def test_permuting_equal_nodes_changes_nothing() -> None:
-    one = cards(4, 2)
-    node = dataclasses.replace(one.nodes[0], count=2)
-    two = dataclasses.replace(one, nodes=(node, dataclasses.replace(node, name="other")))
-    first, second = choose(gpt(), one, ask(32)), choose(gpt(), two, ask(32))
+    joined = cards(4, 2)
+    node = dataclasses.replace(joined.nodes[0], count=2)
+    listed = dataclasses.replace(joined, nodes=(node, dataclasses.replace(node, name="other")))
+    first, second = choose(gpt(), joined, ask(32)), choose(gpt(), listed, ask(32))
     assert first.prediction.step_time_s.value == pytest.approx(second.prediction.step_time_s.value, rel=0.02)
 
 

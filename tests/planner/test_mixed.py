@@ -46,14 +46,14 @@ def shared(model: ModelSpec, machines: ClusterSpec) -> Choice:
 
 def every_way(model: ModelSpec, machines: ClusterSpec) -> dict[int, float]:
     """Samples of the first of two ranks -> the step, where that fits."""
-    found = {}
+    step_s_by_samples = {}
     for first in range(1, BATCH):
         done = predict(
             model, machines, dataclasses.replace(plan(BATCH, 2), shares=(float(first), float(BATCH - first)))
         )
         if done.fits:
-            found[first] = done.step_time_s.value
-    return found
+            step_s_by_samples[first] = done.step_time_s.value
+    return step_s_by_samples
 
 
 @pytest.mark.parametrize("faster", [1.5, 3.0, 10.0])
@@ -109,16 +109,16 @@ def test_the_answer_does_not_depend_on_the_order_of_nodes_in_the_file(objective:
     request = PlanRequest(
         script=plan(12), scope="all", objective=objective, noise=noise, keep_microbatches=True, max_devices=4
     )
-    found, tried = [], set()
+    choices, tried = [], set()
     for nodes in permutations(three().nodes):
         written = dataclasses.replace(three(), nodes=nodes)
-        tried.add(tuple(tuple(node.name for node in one.nodes) for one in orders(written, None, objective)))
+        tried.add(tuple(tuple(node.name for node in order.nodes) for order in orders(written, None, objective)))
         if nodes[0].name == "b":  # two of the six will do: they take seconds
             choice = choose(mlp(1024, 2), written, request)
             seated = choice.nodes or tuple(node.name for node in nodes)
-            found.append((choice.best, choice.prediction, choice.totals, seated[: -(-choice.best.world_size // 2)]))
+            choices.append((choice.best, choice.prediction, choice.totals, seated[: -(-choice.best.world_size // 2)]))
     assert len(tried) == 1
-    assert found[0] == found[1]
+    assert choices[0] == choices[1]
 
 
 @pytest.mark.parametrize("objective", ["cost", "energy"])
@@ -134,8 +134,8 @@ def test_what_is_cheapest_for_its_work_is_used_alone_wherever_it_stands(objectiv
 def test_of_equal_devices_those_with_the_quickest_network_are_tried_first() -> None:
     machines = own_links(cards(3, 1))
     nodes = tuple(machines.nodes[i] for i in (1, 0, 2))
-    found = orders(dataclasses.replace(machines, nodes=nodes))
-    assert machines.nodes in [one.nodes for one in found]
+    in_orders = orders(dataclasses.replace(machines, nodes=nodes))
+    assert machines.nodes in [ordered.nodes for ordered in in_orders]
     assert orders(cards(3, 1)) == (cards(3, 1),)
 
 

@@ -33,22 +33,22 @@ def costed(machines: ClusterSpec, intended: Plan, **phases: float) -> Costed:
 
 def test_only_ranks_of_one_host_without_cards_share_a_memory() -> None:
     slow = {"optimizer": 1e3}
-    one = costed(cluster(cpu()), plan(64, 1))
-    assert _cause(costed(cluster(cpu()), plan(64, 4), **slow), one).startswith("4 ranks that share a memory update")
+    single = costed(cluster(cpu()), plan(64, 1))
+    assert _cause(costed(cluster(cpu()), plan(64, 4), **slow), single).startswith("4 ranks that share a memory update")
     hosts = cluster(cpu(), count=2)
-    assert _cause(costed(hosts, plan(64, 4), **slow), one).startswith("2 ranks that share a memory update")
+    assert _cause(costed(hosts, plan(64, 4), **slow), single).startswith("2 ranks that share a memory update")
     uncontended = costed(cards(2, 2), plan(64, 1))
     assert _cause(costed(cards(2, 2), plan(64, 4), **slow), uncontended).startswith("the optimizer takes ")
 
 
 def test_one_rank_shares_nothing_and_recomputes_a_part() -> None:
-    one = cluster(cpu(cores=1))
+    core = cluster(cpu(cores=1))
     again = plan(64, layout=(LayoutRule(recompute="selective"),))
     full = plan(64, layout=(LayoutRule(recompute=True),))
-    best = costed(one, plan(64))
-    assert _compute_cause(costed(one, again), best).startswith("part of forward is computed twice; ")
-    assert _compute_cause(costed(one, full), best).startswith("forward is computed twice; ")
-    assert "share" not in _compute_cause(costed(one, plan(64)), best)
+    best = costed(core, plan(64))
+    assert _compute_cause(costed(core, again), best).startswith("part of forward is computed twice; ")
+    assert _compute_cause(costed(core, full), best).startswith("forward is computed twice; ")
+    assert "share" not in _compute_cause(costed(core, plan(64)), best)
     both = cluster(cpu(cores=2))
     assert _compute_cause(costed(both, plan(64, 2)), best).startswith("ranks share cores and memory bandwidth; ")
 
@@ -64,16 +64,16 @@ def test_one_device_is_called_the_fastest_only_where_it_is(factor: float, reason
     chosen = costed(cards(), plan(64))
     time = dataclasses.replace(chosen.prediction.step_time_s, value=chosen.value * factor)
     other = dataclasses.replace(chosen.prediction, step_time_s=time)
-    said = _one_device(REQUEST, chosen, Alternative(plan=plan(64, 2), prediction=other, reason=reason))
-    assert words in said
-    assert ("fastest" in said) == (factor > 1)
+    sentence = _one_device(REQUEST, chosen, Alternative(plan=plan(64, 2), prediction=other, reason=reason))
+    assert words in sentence
+    assert ("fastest" in sentence) == (factor > 1)
 
 
 @pytest.mark.parametrize(("nodes", "words"), [(3, "1 device of 3 stays idle"), (4, "2 devices of 4 stay idle")])
 def test_idle_devices_are_counted(nodes: int, words: str) -> None:
     machines = cards(nodes, 1)
-    said = remarks(mlp(256, 2), machines, REQUEST, costed(machines, plan(64, 2)), ())
-    assert any(one.startswith(words) for one in said)
+    sentences = remarks(mlp(256, 2), machines, REQUEST, costed(machines, plan(64, 2)), ())
+    assert any(sentence.startswith(words) for sentence in sentences)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_idle_devices_are_counted(nodes: int, words: str) -> None:
 )
 def test_a_mesh_that_a_model_cannot_have_is_refused_for_its_own_reason(axis: Any, degree: int, words: str) -> None:
     request = dataclasses.replace(REQUEST, mesh={axis: degree})
-    own = dataclasses.replace(plan(64), mesh={axis: degree})
-    with pytest.raises(PlanError) as found:
+    intended = dataclasses.replace(plan(64), mesh={axis: degree})
+    with pytest.raises(PlanError) as refusal:
         choose(gpt(2, heads=4), cards(), request)
     with pytest.raises(PlanError) as reason:
-        predict(gpt(2, heads=4), cards(), own)
-    assert str(found.value) == str(reason.value)
-    assert words in str(found.value)
-    assert "does not fit" not in str(found.value)
+        predict(gpt(2, heads=4), cards(), intended)
+    assert str(refusal.value) == str(reason.value)
+    assert words in str(refusal.value)
+    assert "does not fit" not in str(refusal.value)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

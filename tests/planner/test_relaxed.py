@@ -122,7 +122,8 @@ def test_what_is_chosen_is_quicker_also_where_links_and_kernels_are_in_the_exact
         )
         worst = replace(quick, devices={"d": replace(device, compress_rates=slow)})
         worst = replace(
-            worst, links=tuple(replace(one, latency_s=one.latency_s / choice.relaxation.links) for one in worst.links)
+            worst,
+            links=tuple(replace(link, latency_s=link.latency_s / choice.relaxation.links) for link in worst.links),
         )
         exact = choose(MODEL, worst, asked("exact")).prediction.step_time_s.value
         assert predict(MODEL, worst, choice.best).step_time_s.value * choice.relaxation.samples < exact
@@ -149,9 +150,9 @@ def test_a_gain_that_is_small_or_within_the_predictions_error_is_not_taken(
 
 
 def test_where_hosts_take_turns_on_cores_a_gain_must_be_larger() -> None:
-    own = hosts(2000)
-    shared = replace(own, nodes=tuple(replace(node, turns=2.0) for node in own.nodes))
-    uncontended, in_turns = (choose(MODEL, machines, asked("reduced")) for machines in (own, shared))
+    separate = hosts(2000)
+    shared = replace(separate, nodes=tuple(replace(node, turns=2.0) for node in separate.nodes))
+    uncontended, in_turns = (choose(MODEL, machines, asked("reduced")) for machines in (separate, shared))
     assert uncontended.relaxation is not None
     assert in_turns.relaxation is not None
     assert uncontended.relaxation.chosen
@@ -163,15 +164,15 @@ def test_where_hosts_take_turns_on_cores_a_gain_must_be_larger() -> None:
 
 def test_where_hosts_take_turns_a_way_that_computes_nothing_more_needs_no_larger_gain() -> None:
     """Averages as they are: nothing is written or read that could cost more than was predicted."""
-    own = hosts(2000)
-    shared = replace(own, nodes=tuple(replace(node, turns=2.0) for node in own.nodes))
+    separate = hosts(2000)
+    shared = replace(separate, nodes=tuple(replace(node, turns=2.0) for node in separate.nodes))
     (rare,) = [strategy for strategy in RELAXED_STRATEGIES if strategy.words == "local:period=8"]
     exact = choose(MODEL, shared, asked("exact"))
-    one = _costed(shared, asked(), exact.best, exact.prediction)
+    base = _costed(shared, asked(), exact.best, exact.prediction)
     coded = replace(rare, compress=Compression(method="qsgd", bits=8))
     (often,) = [strategy for strategy in RELAXED_STRATEGIES if strategy.words == "qsgd,bits=8"]
     worth = {
-        strategy.words: Tried(strategy=strategy, one=one, samples=1.0, evidence="assumed", totals=exact.totals).worth
+        strategy.words: Tried(strategy=strategy, one=base, samples=1.0, evidence="assumed", totals=exact.totals).worth
         for strategy in (rare, coded, often)
     }
     assert worth[rare.words] == WORTH
@@ -210,7 +211,7 @@ def test_averages_are_counted_with_more_samples_the_more_replicas_and_where_step
 
 def test_moments_are_corrected_of_optimizers_that_have_them() -> None:
     """Averages take those fewer samples then, and are offered in that form alone, unless a past run was without."""
-    third = tuple(replace(one, optimizer_nbytes=3 * one.gradient_nbytes) for one in MODEL.modules)
+    third = tuple(replace(module, optimizer_nbytes=3 * module.gradient_nbytes) for module in MODEL.modules)
     assert correctable(replace(MODEL, optimizer="AdamW"))
     assert not any(correctable(replace(MODEL, optimizer=name)) for name in ("SGD", "AdamW, SGD", ""))
     assert not correctable(replace(MODEL, optimizer="AdamW", modules=third))  # amsgrad
@@ -230,14 +231,14 @@ def test_moments_are_corrected_of_optimizers_that_have_them() -> None:
         "local:period=8"
     ]
     four = replace(SCRIPT, mesh={"replicate": 4})
-    own = {
+    allowances = {
         strategy.words: samples_of(strategy, asked(), four, "AdamW")[0]
         for strategy in RELAXED_STRATEGIES
         if strategy.mode in averages
     }
-    for words, samples in own.items():
+    for words, samples in allowances.items():
         if ",optimizer_state=corrected" in words:
-            assert samples < own[words.replace(",optimizer_state=corrected", "")]
+            assert samples < allowances[words.replace(",optimizer_state=corrected", "")]
 
 
 def test_kernels_that_nobody_measured_are_doubted_more() -> None:
@@ -286,12 +287,12 @@ def test_one_rank_and_the_objective_memory_stay_exact_and_say_so() -> None:
 def test_runners_up_are_in_the_table_with_what_they_are_counted_with() -> None:
     choice = chosen(100)
     assert choice.relaxation is not None
-    found = rows(choice)
-    assert found[0].chosen
-    assert found[0].settings == "replicas local:period=16,optimizer_state=corrected in qsgd,bits=4"
-    others = [row.reason for row in found[2:] if "counting" in row.reason]
+    table_rows = rows(choice)
+    assert table_rows[0].chosen
+    assert table_rows[0].settings == "replicas local:period=16,optimizer_state=corrected in qsgd,bits=4"
+    others = [row.reason for row in table_rows[2:] if "counting" in row.reason]
     assert any("times the samples (assumed)" in reason for reason in others)
-    assert any(row.settings.startswith("replicas local") for row in found)
+    assert any(row.settings.startswith("replicas local") for row in table_rows)
     text = explain(choice)
     assert "even if links are 1.4 times as fast as predicted" in text
     assert f"Counting {choice.relaxation.samples:.3g} times the samples (assumed)" in text
@@ -321,9 +322,9 @@ def test_what_past_runs_measured_counts_instead_of_what_is_assumed() -> None:
     other = chosen(100, samples=dear)
     assert other.relaxation is not None
     assert way_of(other) == other.relaxation.strategy == "local:period=16,optimizer_state=corrected,delay=8"
-    told = chosen(100, samples={"local:period=16": 0.9, **dear})  # without corrected moments, as that run was
-    assert told.relaxation is not None
-    assert (told.relaxation.samples, told.relaxation.evidence) == (0.9, "measured")
+    measured = chosen(100, samples={"local:period=16": 0.9, **dear})  # without corrected moments, as that run was
+    assert measured.relaxation is not None
+    assert (measured.relaxation.samples, measured.relaxation.evidence) == (0.9, "measured")
     failed = chosen(100, samples={"local:period=16": None, **dear})
     assert failed.relaxation is not None
     assert failed.relaxation.chosen
@@ -334,9 +335,9 @@ def test_what_past_runs_measured_counts_instead_of_what_is_assumed() -> None:
 def test_a_way_is_chosen_only_where_it_saves_more_than_its_factor(words: str) -> None:
     """Of one way alone, at falling rates: first it saves less than it may cost, in the end more."""
     model = replace(MODEL, optimizer="Adagrad")  # whose moments are not corrected
-    (strategy,) = (one for one in RELAXED_STRATEGIES if one.words == words)
-    others: dict[str, float | None] = {one.words: None for one in RELAXED_STRATEGIES if one is not strategy}
-    factor, _ = samples_of(strategy, asked(), replace(SCRIPT, mesh={"replicate": 4}), MODEL.optimizer)
+    (tried,) = (strategy for strategy in RELAXED_STRATEGIES if strategy.words == words)
+    others: dict[str, float | None] = {other.words: None for other in RELAXED_STRATEGIES if other is not tried}
+    factor, _ = samples_of(tried, asked(), replace(SCRIPT, mesh={"replicate": 4}), MODEL.optimizer)
     saved, taken = [], []
     for mbit in (5000, 4000, 1500, 700, 400, 250, 100, 30):
         relaxation = choose(model, hosts(mbit), asked(samples=others)).relaxation
@@ -397,8 +398,8 @@ def test_what_first_updates_take_counts_and_where_it_counts_for_little_replicas_
         request = asked(train_samples=2048.0 * steps)
         (first,) = prediction.first
         whole = min(BEGINS, steps) * first.step_time_s + max(0, steps - BEGINS) * prediction.step_time_s.value
-        one = _costed(hosts(100), request, plan, prediction)
-        assert one.value * steps == pytest.approx(whole)
+        base = _costed(hosts(100), request, plan, prediction)
+        assert base.value * steps == pytest.approx(whole)
 
 
 def test_the_dial_and_a_stated_way_exclude_each_other() -> None:

@@ -51,12 +51,12 @@ def test_the_choice_is_as_good_as_any_that_keeps_a_little_less(data: st.DataObje
         return kept, sum(seconds[form][block] for block, form in enumerate(forms))
 
     every = [totals(forms) for forms in product(range(3), repeat=count)]
-    found = chosen(model, budget)
+    picked = chosen(model, budget)
     tighter = budget * (1 - count / 400)
-    if found is None:
+    if picked is None:
         assert not any((kept <= tighter).all() for kept, _ in every)
         return
-    kept, lost = totals(tuple(found.tolist()))
+    kept, lost = totals(tuple(picked.tolist()))
     assert (kept <= budget * (1 + 1e-9)).all()
     assert lost <= min((cost for kept, cost in every if (kept <= tighter).all()), default=np.inf) + 1e-9
 
@@ -67,13 +67,13 @@ def gpt() -> ModelSpec:
 
 def steps(model: ModelSpec, machines: ClusterSpec, intended: Plan) -> dict[tuple[int, ...], float]:
     """The step of every choice of forms that fits."""
-    found = {}
+    step_s_by_forms = {}
     for forms in product(range(3), repeat=BLOCKS):
         names = tuple(f"blocks.{index}" for index in range(BLOCKS))
         done = predict(model, machines, with_forms(intended, names, forms))
         if done.fits:
-            found[forms] = done.step_time_s.value
-    return found
+            step_s_by_forms[forms] = done.step_time_s.value
+    return step_s_by_forms
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [({"replicate": 1}, 1), ({"stage": 2}, 4)])

@@ -81,15 +81,15 @@ def test_cores_of_a_cpu_count_as_what_is_planned_for() -> None:
 
 def test_slow_links_stop_paying_earlier_and_more_devices_are_never_slower() -> None:
     model = mlp(2048, 4)
-    found = {}
+    devices_by_bandwidth = {}
     for bandwidth in (1e12, 1e7):
         cluster = with_bandwidth(with_bandwidth(cards(2, 2), "node", bandwidth), "network", bandwidth)
         curve = scaling(REQUEST, (1, 2, 4), lambda request, here=cluster: search(model, here, request))  # type: ignore[misc]
         rates = [point.throughput_per_s for point in curve.points]
         assert all(after >= 0.98 * before for before, after in pairwise(rates))  # a tie is 2 %
-        found[bandwidth] = curve.pays_until
-    assert found[1e12] == 4
-    assert found[1e7] == 1
+        devices_by_bandwidth[bandwidth] = curve.pays_until
+    assert devices_by_bandwidth[1e12] == 4
+    assert devices_by_bandwidth[1e7] == 1
 
 
 def test_a_fixed_number_of_ranks_has_no_curve() -> None:

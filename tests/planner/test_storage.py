@@ -41,7 +41,7 @@ def test_hosts_read_together_what_a_step_takes(unit: str) -> None:
     assert load_of(as_taken, slow, choice.best).storage_s == pytest.approx(took)
     assert choice.prediction.step_time_s.value < took
     assert any(
-        "Storage may be slower than that: reading a step's samples takes 384 ms" in one for one in choice.remarks
+        "Storage may be slower than that: reading a step's samples takes 384 ms" in remark for remark in choice.remarks
     )
     uncontended = choose(model, slow, PlanRequest(script=script, degree=1)).best
     assert load_of(as_taken, slow, uncontended).storage_s == pytest.approx(2 * took)
@@ -53,8 +53,8 @@ def test_hosts_read_together_what_a_step_takes(unit: str) -> None:
 def test_nothing_is_said_where_storage_is_quick_or_unknown() -> None:
     model, machines = of_pictures(), cards(2, 2)
     choice = choose(model, machines, PlanRequest(script=Plan(batch=BatchPlan(global_batch_size=64))))
-    for each in (machines, with_storage(machines, 1e15)):
-        assert starved(model, each, choice.best, choice.prediction) == ""
+    for hosts in (machines, with_storage(machines, 1e15)):
+        assert starved(model, hosts, choice.best, choice.prediction) == ""
 
 
 def said(where: ClusterSpec, how: Plan, **costs: Any) -> str:
@@ -110,5 +110,5 @@ def test_a_search_that_waits_for_data_says_why_others_lost() -> None:
     choice = choose(model, cards(1, 4), PlanRequest(script=plan(64)))
     assert choice.best.world_size == 4
     assert choice.prediction.phases["data"] == pytest.approx(16e-3)
-    assert any("of loading data against 16 ms" in one.reason for one in choice.alternatives)
-    assert any("A step waits 16 ms for data" in one for one in choice.remarks)
+    assert any("of loading data against 16 ms" in alternative.reason for alternative in choice.alternatives)
+    assert any("A step waits 16 ms for data" in remark for remark in choice.remarks)

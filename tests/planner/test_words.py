@@ -20,8 +20,8 @@ def test_equal_plans_differ_in_nothing() -> None:
 
 
 def test_every_difference_is_a_sentence() -> None:
-    one = plan(64, layout=(LayoutRule(modules="head", placement="column"),))
-    other = dataclasses.replace(
+    old = plan(64, layout=(LayoutRule(modules="head", placement="column"),))
+    new = dataclasses.replace(
         plan(128, microbatches=4),
         mesh={"stage": 2, "shard": 2, "split": 2},
         precision="bfloat16",
@@ -29,28 +29,28 @@ def test_every_difference_is_a_sentence() -> None:
         pipeline=PipelinePlan(schedule="zero-bubble"),
         layout=(LayoutRule(modules="blocks.*", recompute=True),),
     )
-    found = difference(one, other, ("old.json", "new.json"))
-    assert "Ranks: 1 in old.json, 8 in new.json" in found
-    assert "Split: none in old.json, 2 in new.json" in found
-    assert "The global batch: 64 in old.json, 128 in new.json: this changes what is computed" in found
-    assert "Microbatches: 1 in old.json, 4 in new.json" in found
-    assert "Precision: full in old.json, bfloat16 in new.json: this changes the numbers" in found
-    assert "Recompute: none in old.json, full in new.json" in found
-    assert "new.json runs as ZeRO-1, zero-bubble, recompute" in found
-    assert "Only old.json has a rule for modules head: column" in found
+    differences = difference(old, new, ("old.json", "new.json"))
+    assert "Ranks: 1 in old.json, 8 in new.json" in differences
+    assert "Split: none in old.json, 2 in new.json" in differences
+    assert "The global batch: 64 in old.json, 128 in new.json: this changes what is computed" in differences
+    assert "Microbatches: 1 in old.json, 4 in new.json" in differences
+    assert "Precision: full in old.json, bfloat16 in new.json: this changes the numbers" in differences
+    assert "Recompute: none in old.json, full in new.json" in differences
+    assert "new.json runs as ZeRO-1, zero-bubble, recompute" in differences
+    assert "Only old.json has a rule for modules head: column" in differences
 
 
 def test_the_order_of_axes_and_settings_of_shared_axes_are_told() -> None:
-    one = dataclasses.replace(plan(64), mesh={"shard": 2, "split": 2})
-    other = dataclasses.replace(one, mesh={"split": 2, "shard": 2}, sharding=ShardingPlan(level=1))
-    found = difference(one, other)
-    assert "Order of axes, outermost first: shard, split in A, split, shard in B" in found
-    assert "Sharding: level 3 in A, level 1 in B" in found
+    old = dataclasses.replace(plan(64), mesh={"shard": 2, "split": 2})
+    new = dataclasses.replace(old, mesh={"split": 2, "shard": 2}, sharding=ShardingPlan(level=1))
+    differences = difference(old, new)
+    assert "Order of axes, outermost first: shard, split in A, split, shard in B" in differences
+    assert "Sharding: level 3 in A, level 1 in B" in differences
 
 
 def test_a_plan_in_one_phrase() -> None:
-    found = dataclasses.replace(plan(64, microbatches=2), mesh={"replicate": 2, "shard": 4})
-    assert plan_words(found) == "replicate 2 x shard 4 with ZeRO-3, 2 microbatches"
+    mesh_plan = dataclasses.replace(plan(64, microbatches=2), mesh={"replicate": 2, "shard": 4})
+    assert plan_words(mesh_plan) == "replicate 2 x shard 4 with ZeRO-3, 2 microbatches"
     assert plan_words(plan(64)) == "1 rank, 1 microbatch"
 
 
