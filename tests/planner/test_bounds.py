@@ -35,7 +35,7 @@ from tutti.planner.plan_request import PlanRequest
 from tutti.profile.architectures import architecture
 
 ROUNDING = 1e-9
-SAMPLES = 6000  # so many that rates do not fall with the parts
+SAMPLES = 6000  # large enough that rates do not fall when work is divided
 
 
 def loaded(**costs: Any) -> ModelSpec:
@@ -43,14 +43,14 @@ def loaded(**costs: Any) -> ModelSpec:
 
 
 def wide(width: int, layers: int) -> ModelSpec:
-    """An MLP whose layers the table axis may divide."""
+    """Return an MLP whose layers the table axis may divide."""
     model = mlp(width, layers)
     named = [dataclasses.replace(module, linear_input_nbytes=4.0 * width) for module in model.modules]
     return dataclasses.replace(model, modules=tuple(named))
 
 
 def convolving(slowest: float = 0.6, **changes: Any) -> DeviceSpec:
-    """Cores that convolve with few channels more slowly, and images of 4 x 4 more quickly."""
+    """Return cores that convolve more slowly with few channels, and more quickly on images of 4 x 4 pixels."""
     sizes = ((1e4, slowest), (2e6, 1.05))
     return cpu(
         convolution_rates=tuple(ConvolutionRate(weight_nbytes=int(n), relative=part) for n, part in sizes),
@@ -60,7 +60,7 @@ def convolving(slowest: float = 0.6, **changes: Any) -> DeviceSpec:
 
 
 def unlike_hosts() -> ClusterSpec:
-    """Two kinds of cores, each quicker than the other at something."""
+    """Return hosts with two kinds of cores, each of which is faster than the other at something."""
     devices = {
         "some": convolving(name="some", efficiency={"conv": 0.5, "batch_norm": 0.004}),
         "others": convolving(0.9, name="others", efficiency={"conv": 0.4, "batch_norm": 0.008}),
@@ -124,14 +124,16 @@ SAID: dict[str, tuple[dict[AxisName, int], tuple[LayoutRule, ...]]] = {
     ),
     ALONE: ({"table": 6}, (LayoutRule(modules="layers.*", placement="split"),)),
 }  # fmt: skip
-"""Meshes and layout rules that users give."""
+"""Meshes and layout rules that the user gives in some cases."""
 
 
 def rows_of(
     case: str, meshes: int, *, offload: bool = False
 ) -> tuple[Bounds, tuple[Array, Array], list[tuple[int, int, Plan, Prediction]]]:
-    """Bounds of the variants of some meshes of a case, those of the meshes, and predictions of 60 of the variants:
-    (row, mesh, plan, prediction)."""
+    """Return the bounds of the variants of some meshes of a case, the bounds of all meshes, and predictions.
+
+    A prediction is made for 60 of the variants, as (row, mesh, plan, prediction).
+    """
     model, machines, batch, precision = CASES.get(case) or (wide(8192, 6), cluster(cpu(), count=6), 96, "full")
     mesh, layout = SAID.get(case, (None, ()))
     script = dataclasses.replace(plan(batch), precision=precision, layout=layout)
@@ -163,7 +165,7 @@ def test_no_prediction_is_below_its_bounds(case: str, offload: bool) -> None:
         assert coarse_s[mesh] <= step_s, plan_words(intended)
         assert coarse_nbytes[mesh] <= nbytes, plan_words(intended)
         assert bounds.least_memory[row] <= nbytes, plan_words(intended)
-        if len(machines.nodes) == 1:  # else the prediction shows the tightest rank, which may not be the fullest
+        if len(machines.nodes) == 1:  # on several kinds of nodes, the prediction may not report the fullest rank
             assert bounds.memory[row] <= nbytes, plan_words(intended)
         if prediction.fits:
             assert bounds.memory[row] <= most * (1 + ROUNDING), plan_words(intended)
@@ -177,7 +179,7 @@ def test_gradients_of_layers_divided_over_all_ranks_are_summed_by_none() -> None
 
 
 def _pairs() -> ClusterSpec:
-    """As many quick devices as slow ones, in hosts alike."""
+    """Return hosts with as many fast devices as slow ones on each kind of host."""
     whole = mixed()
     return dataclasses.replace(
         whole, nodes=tuple(dataclasses.replace(node, devices_per_node=4) for node in whole.nodes)
@@ -244,7 +246,7 @@ def test_no_cut_is_quicker_than_the_pace_of_its_places(
 
 @pytest.mark.parametrize("case", [case for case in CASES if "mixed" not in case])
 def test_bounds_of_memory_are_the_predictions_own_arithmetic(case: str) -> None:
-    """Where all microbatches are alike they are the prediction's bytes, and elsewhere little less."""
+    """Bounds equal the predicted bytes where all microbatches are alike, and are a little lower elsewhere."""
     bounds, _, rows = rows_of(case, 60)
     ratios = [bounds.memory[row] / prediction.memory.total for row, _, _, prediction in rows]
     assert np.median(ratios) > 0.999
@@ -253,8 +255,11 @@ def test_bounds_of_memory_are_the_predictions_own_arithmetic(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["llama, grouped queries", "moe", "unet", "gpt on mixed devices"])
 def test_bounds_of_time_are_near(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bound says little when it is far below: of half of the plans it is at most a fifth below the prediction. With
-    interleaved schedules of one stage a rank more plans have stages, and on mixed devices it is no longer half."""
+    """A bound far below the prediction is of no use. For half of the plans it is at most a fifth below.
+
+    Interleaved schedules with one stage per rank are left out: with them more plans have stages, and on mixed devices
+    fewer than half of the bounds are that near.
+    """
     monkeypatch.setattr("tutti.planner.mesh_enumeration.CHUNKS", CHUNKS[1:])
     bounds, _, rows = rows_of(case, 60)
     ratios = [bounds.step_s[row] / prediction.step_time_s.value for row, _, _, prediction in rows]
@@ -267,12 +272,11 @@ def test_bounds_of_time_are_near(case: str, monkeypatch: pytest.MonkeyPatch) -> 
         ("llama, grouped queries", 0.9, 0.9),
         ("moe", 0.8, 0.9),
         ("unet", 0.9, None),
-        ("gpt on mixed devices", 0.9, 0.6),  # a cut may be anywhere in a bound, and only between blocks in a plan
+        ("gpt on mixed devices", 0.9, 0.6),  # bounds allow cuts anywhere, plans only between blocks
     ],
 )
 def test_bounds_of_time_are_near_with_stages_and_without(case: str, unstaged: float, staged: float | None) -> None:
-    """A bound says little when it is far below the prediction: how near it is for half of the plans, by whether they
-    have stages."""
+    """A bound far below the prediction is of no use. Half of the bounds are this near, with and without stages."""
     bounds, _, rows = rows_of(case, 60)
     for stages, near in ((False, unstaged), (True, staged)):
         ratios = [
@@ -337,7 +341,7 @@ def test_no_core_is_quicker_at_any_module_than_the_best_worker() -> None:
 @pytest.mark.parametrize("parts", [2, 4, 8, 64])
 @pytest.mark.parametrize("along", ["split", "space"])
 def test_parts_of_a_model_take_no_less_than_their_part_of_its_bound(parts: int, along: str) -> None:
-    """Rates of 4 x 4 images are above those of 16 x 16, of parts of weights below."""
+    """Here images of 4 x 4 have a higher rate than those of 16 x 16, and parts of weights a lower one than all."""
     rates = {"image_rates": ()} if along == "split" else {"convolution_rates": ()}
     model, device = architecture("resnet", {"depth": 18}), dataclasses.replace(convolving(1.2), **rates)
     best_case, ops, count = BestCase(model, cluster(device), "full"), op_table(model), len(model.modules)

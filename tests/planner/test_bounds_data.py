@@ -1,4 +1,7 @@
-"""Bounds with loading of data on hosts of two kinds: below every plan of a small space, and so nothing is missed."""
+"""Bounds with data loading on hosts of two kinds, for every plan of a small space.
+
+No plan is below its bound, so the search misses nothing.
+"""
 
 import contextlib
 import dataclasses
@@ -38,7 +41,7 @@ def hosts(
     cores: tuple[int, int] = (2, 16),
     **changes: Any,
 ) -> ClusterSpec:
-    """A host of slow devices with a quick disk and few cores, and one of quick devices with a slow disk."""
+    """Return a host of slow devices with a fast disk and few cores, and one of fast devices with a slow disk."""
     kinds = zip(("slow", "quick"), counts, (4e9, 5e8), cores, strict=True)
     nodes = tuple(
         NodeSpec(
@@ -60,14 +63,14 @@ def cards(**changes: Any) -> ClusterSpec:
 
 
 def processors() -> ClusterSpec:
-    """CPUs of 4 cores, and of 2 that are half as quick: workers and ranks share the cores."""
+    """Return a host with 4 cores and one with 2 that are half as fast; workers and ranks share the cores."""
     rates = tuple(dataclasses.replace(rate, flops_per_s=rate.flops_per_s / 2) for rate in cpu().gemm[:2])
     weak = cpu(name="slow", cores=2, memory_bandwidth_bytes_per_s=10e9, gemm=rates)
     return hosts(weak, cpu(name="quick"), (1, 1))
 
 
 def like_devices() -> ClusterSpec:
-    """Devices alike, of hosts whose disks and cores are not."""
+    """Return hosts whose devices are alike and whose disks and cores are not."""
     pairs = hosts(gpu(name="slow"), gpu(name="quick"), (2, 2))
     return dataclasses.replace(pairs, nodes=tuple(dataclasses.replace(node, device="slow") for node in pairs.nodes))
 
@@ -118,7 +121,14 @@ def model_of(of: str) -> ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A plan on one order of the hosts, its prediction, and the bounds of its row and of its mesh."""
+    """A plan on one order of the hosts.
+
+    Attributes:
+        plan: the plan.
+        prediction: its prediction.
+        bound: lower bound of its step time.
+        of_mesh: lower bound of the step time of any plan on its mesh.
+    """
 
     plan: Plan
     prediction: Prediction
@@ -135,7 +145,7 @@ def asked(of: str) -> PlanRequest:
 
 
 def every(model: ModelSpec, machines: ClusterSpec, request: PlanRequest) -> list[Seen]:
-    """All plans of a space, on all orders of the hosts, and the same with shares and cuts by speed."""
+    """Return all plans of a space on all orders of the hosts, each also with shares and cuts by speed."""
     plans_seen: list[Seen] = []
     samples = request.script.batch.global_batch_size
     for order in orders(machines, model.loading):
@@ -191,7 +201,7 @@ def test_no_plan_is_below_its_bound_and_the_search_finds_the_best(of: str, where
     ],
 )
 def test_where_samples_cost_most_a_bound_is_little_else_than_their_time(of: str, loading: Loading) -> None:
-    """Ranks that have an equal number of samples, on their own hosts' cores: that of the one that has most."""
+    """All ranks have as many samples, on cores of their own hosts. The bound is the time of the rank that has most."""
     model, machines = dataclasses.replace(model_of(of), loading=loading), hosts(gpu(), gpu(name="q"), cores=(64, 64))
     for seen_plan in every(model, machines, asked(of)):
         if not seen_plan.plan.shares:
@@ -201,14 +211,14 @@ def test_where_samples_cost_most_a_bound_is_little_else_than_their_time(of: str,
 
 
 def test_what_is_chosen_is_as_quick_as_the_best_of_all() -> None:
-    """To within what counts as equal; neighbours of the best may be quicker than all that is enumerated."""
+    """Within what counts as equal. Neighbours of the best plan may be faster than any plan that is enumerated."""
     model, request = dataclasses.replace(model_of(ROWS), loading=LOADING["between steps"]), asked(ROWS)
     best = min(seen_plan.step_s for seen_plan in every(model, cards(), request) if seen_plan.prediction.fits)
     assert choose(model, cards(), request).prediction.step_time_s.value <= best * (1 + TIE)
 
 
 def test_ranks_alike_that_load_themselves_do_so_beside_all_else() -> None:
-    """What loading adds to a bound is what it adds to the prediction."""
+    """Loading adds to a bound what it adds to the prediction."""
     without, with_data = (
         every(dataclasses.replace(model_of(ROWS), loading=loading), like_devices(), asked(ROWS))
         for loading in (None, LOADING["between steps"])
@@ -221,7 +231,7 @@ def test_ranks_alike_that_load_themselves_do_so_beside_all_else() -> None:
 
 
 def test_which_host_has_the_quick_disk_changes_nothing() -> None:
-    """Devices alike: a plan that leaves hosts idle leaves those with the slow disk idle, however they are written."""
+    """With equal devices, a plan that leaves hosts idle leaves those with the slow disk idle, in any order of hosts."""
     loading = Loading(stored_nbytes=2**20, workers=2)
     model, request = dataclasses.replace(model_of(ROWS), loading=loading), asked(ROWS)
     machines = like_devices()

@@ -1,4 +1,4 @@
-"""Bounds are admissible for models whose flow of values is described: skips, residuals of blocks, rotations."""
+"""Bounds are admissible for models whose flow of values is described: skip connections, residuals, rotations."""
 
 from collections.abc import Callable
 

@@ -66,7 +66,7 @@ def test_a_named_model_is_planned_for_without_a_script(machines: str) -> None:
 
 
 def test_precision_is_chosen_where_nothing_fixes_it(machines: str, tmp_path: Path) -> None:
-    """A named model has no script whose numbers could change; a script keeps its own, and so does who says so."""
+    """A named model has no script whose numbers could change. A script keeps its precision, and so does --precision."""
     free = chosen(ask(machines, "--json"))
     assert free.request.precision == "auto"
     assert free.best.precision == "bfloat16"
@@ -114,7 +114,7 @@ def test_what_if_answers_beside_now(machines: str) -> None:
 
 
 def test_what_if_says_what_else_changes_of_the_best_plan(machines: str) -> None:
-    """Fewer devices: another mesh, more memory on each, another price; a row each."""
+    """With fewer devices the mesh, the memory of each and the price change. Each scenario has a row."""
     what_if = ("--what-if", "devices=1", "--what-if", "link=1gbit")
     answer = serialization.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
     uncontended = answer.scenarios[0].choice
@@ -178,7 +178,7 @@ def test_explain_shows_of_a_named_model_all_that_needs_no_script(machines: str) 
 def test_a_mesh_says_degrees_and_leaves_the_level_of_sharding_open(machines: str) -> None:
     choice = chosen(ask(machines, "--json", "--mesh", "stage=2,shard=2"))
     assert choice.best.mesh == {"stage": 2, "shard": 2}
-    assert choice.best.sharding.level == 1  # no other goes with stages
+    assert choice.best.sharding.level == 1  # stages allow no other level
 
 
 def test_a_file_of_a_model_may_stand_where_a_script_does(machines: str, tmp_path: Path) -> None:

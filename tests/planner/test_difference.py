@@ -1,4 +1,4 @@
-"""Whatever is changed in a plan, the difference of the two says it."""
+"""Every change to a plan shows in the difference between the two plans."""
 
 import dataclasses
 from typing import Any
@@ -50,7 +50,7 @@ CHANGES: dict[str, Any] = {
 
 
 def fields(value: Any, name: str = "") -> list[str]:
-    """The dotted names of what a plan is made of; a layout's are those of its rules."""
+    """Return the dotted names of all fields of a plan. Those of a layout are the fields of its rules."""
     names = []
     for field in dataclasses.fields(value):
         content, dotted = getattr(value, field.name), f"{name}{field.name}"
@@ -64,7 +64,7 @@ def fields(value: Any, name: str = "") -> list[str]:
 
 
 def changed(plan: Plan, name: str) -> Plan:
-    """The plan with one thing changed, and what must go with it."""
+    """Return the plan with one field changed."""
     part, _, inner = name.partition(".")
     if not inner:
         return dataclasses.replace(plan, **{part: CHANGES[name]})

@@ -1,4 +1,4 @@
-"""How long a training takes whose batch grows."""
+"""The length of a training whose batch grows."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ STAYS = BatchPlan(global_batch_size=1024)
 def test_steps_are_those_that_a_run_makes() -> None:
     for samples in (1, 128, 129, 1280, 1281, 11_520, 11_521, 100_000):
         expected, seen, number = dict[int, int](), 0, 0
-        while seen < samples:  # the run's own rule
+        while seen < samples:  # the rule by which a run counts
             size = GROWS.size_at(number)
             expected[size] = expected.get(size, 0) + 1
             seen, number = seen + size, number + 1

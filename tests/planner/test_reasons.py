@@ -1,4 +1,4 @@
-"""Sentences about plans that lost, and about searches that found nothing, are true of what they speak of."""
+"""Sentences about plans that lost, and about searches without a result, are true."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ REQUEST = PlanRequest(script=plan(64), scope="all")
 
 
 def costed(machines: ClusterSpec, intended: Plan, **phases: float) -> Costed:
-    """A plan on machines, with some of its phases as told."""
+    """Return a plan on machines, with some phases of its prediction replaced."""
     done = predict(mlp(256, 2), machines, intended)
     done = dataclasses.replace(done, phases={**done.phases, **phases})
     return Costed(plan=intended, prediction=done, cluster=machines, value=done.step_time_s.value)
@@ -102,7 +102,7 @@ def test_a_search_without_any_finite_time_ends_in_a_sentence(scope: Any, monkeyp
 
 @pytest.mark.parametrize(("gain", "chosen"), [(0.015, "replicate"), (0.03, "shard")])
 def test_of_plans_as_good_copies_are_taken(gain: float, chosen: AxisName) -> None:
-    """They ask nothing of a model; what divides it must be more than a tie's width better."""
+    """Replicas ask nothing of a model. A plan that divides it must be better by more than the width of a tie."""
     machines = cluster(cpu(), count=2)
     copies = costed(machines, plan(64, 2))
     parts = costed(machines, dataclasses.replace(plan(64), mesh={"shard": 2}))
@@ -111,7 +111,7 @@ def test_of_plans_as_good_copies_are_taken(gain: float, chosen: AxisName) -> Non
 
 
 def test_only_plans_with_samples_to_share_have_equal_shares() -> None:
-    """Ranks of one pipeline all compute every sample: no shares would help them."""
+    """All ranks of one pipeline replica compute every sample, so shares would not help them."""
     machines = two({}, {"peak_flops_per_s": {"float32": 30e12}})
     best = costed(machines, dataclasses.replace(plan(64, 2), shares=(0.5, 1.0)))
     stages = costed(machines, dataclasses.replace(plan(64), mesh={"stage": 2}))

@@ -1,4 +1,4 @@
-"""What would have to change for another plan to win, and for how long that is looked at."""
+"""What would have to change for another plan to win, and how long the planner looks for it."""
 
 import dataclasses
 import itertools
@@ -37,7 +37,7 @@ def test_at_the_link_that_is_named_the_other_plan_is_quicker_by_as_much() -> Non
 def test_it_is_looked_at_for_a_part_of_the_searchs_time() -> None:
     seconds = itertools.count()
     hurried = choose(gpt(), MACHINES, ask(), clock=lambda: float(next(seconds)), limit_s=1e6)
-    assert hurried.changes  # a hundred thousand looks at this clock
+    assert hurried.changes  # time for a hundred thousand reads of this clock
     seconds = itertools.count(step=1000)
     assert choose(gpt(), MACHINES, ask(), clock=lambda: float(next(seconds)), limit_s=9000.0).changes == ()
 

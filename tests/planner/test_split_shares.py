@@ -1,4 +1,4 @@
-"""Parts of layers by speed: what the planner proposes where a split group's devices are unequal, and its bounds."""
+"""Parts of layers by speed: what the planner proposes where devices of a split group are unequal, and its bounds."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ def chosen(machines: ClusterSpec, mesh: dict[AxisName, int], batch: int = 8) -> 
 
 
 def every_way(machines: ClusterSpec, batch: int = 8) -> dict[int, float]:
-    """Heads of the first of two ranks -> the step, where that fits."""
+    """Return the step time for each number of heads on the first of two ranks, where the plan fits."""
     step_s_by_heads = {}
     for first in range(1, GPT["heads"]):
         shares = (float(first), float(GPT["heads"] - first))
@@ -80,7 +80,7 @@ def test_equal_devices_get_equal_parts() -> None:
 
 
 def test_parts_end_where_memory_ends() -> None:
-    """The quick card has no room for half of the model; the part that is proposed fits it, one by speed would not."""
+    """The fast card has no memory for half of the model. The proposed part fits it; a part by speed alone would not."""
     start, free = dataclasses.replace(plan(8), mesh={"split": 2}), faster(3.0)
     whole = predict(model(), free, start)
     room = int(whole.memory.reserve + 0.75 * (whole.memory.total - whole.memory.reserve))
@@ -98,7 +98,7 @@ def test_parts_end_where_memory_ends() -> None:
 
 
 def test_parts_beside_replicas_and_stages() -> None:
-    """Hosts of both kinds in every split group."""
+    """Every split group has hosts of both kinds."""
     machines = faster(3.0)
     pairs = dataclasses.replace(machines, nodes=tuple(
         dataclasses.replace(machines.nodes[index % 2], name=f"n{index}") for index in range(4)
@@ -117,7 +117,7 @@ def test_parts_beside_replicas_and_stages() -> None:
 
 
 def alternating(slow: DeviceSpec, quick: DeviceSpec) -> ClusterSpec:
-    """Four hosts of a device each, quick ones after slow ones."""
+    """Return four hosts of one device each, slow and fast ones in turn."""
     nodes = tuple(
         NodeSpec(name=f"n{index}", device=("slow", "quick")[index % 2], memory_nbytes=2**36) for index in range(4)
     )
@@ -126,7 +126,7 @@ def alternating(slow: DeviceSpec, quick: DeviceSpec) -> ClusterSpec:
 
 
 def quicker(times: float) -> DeviceSpec:
-    """A card that is so many times as fast in every respect, with so much memory that the others are tighter."""
+    """Return a card that is `times` as fast in every respect, and has much more memory than the other cards."""
     card = gpu()
     return dataclasses.replace(
         card,
@@ -139,14 +139,14 @@ def quicker(times: float) -> DeviceSpec:
 
 
 def core(times: float) -> DeviceSpec:
-    """A core whose small products are slow."""
+    """Return a core on which small products are slow."""
     rates = {20: 1e8, 100: 1e9, 400: 10e9}
     gemm = tuple(GemmRate(dtype="float32", n=n, threads=1, flops_per_s=times * rate) for n, rate in rates.items())
     return cpu(name=f"{times:g}", cores=1, gemm=gemm, memory_bandwidth_bytes_per_s=times * 1e12)
 
 
 def columns() -> ModelSpec:
-    """Layers that are divided by their outputs, and nothing else."""
+    """Return layers that are divided by their outputs, and nothing else."""
     layers = tuple(linear(f"layers.{index}", 400, 400, split="column") for index in range(4))
     return ModelSpec(name="columns", modules=layers, optimizer="SGD")
 
@@ -187,7 +187,10 @@ def test_bounds_are_not_above_plans_of_unequal_parts(case: str) -> None:
 
 
 def test_bounds_of_memory_leave_room_for_little_parts() -> None:
-    """The tightest rank, of which a prediction speaks, may have a sixteenth of a model that is nearly all state."""
+    """A prediction reports the rank with the least memory left.
+
+    It may hold only a sixteenth of a model that is mostly state.
+    """
     spec, machines = model(layers=24, hidden=4096), alternating(gpu(), quicker(3.0))
     request = PlanRequest(script=plan(2), scope="all", mesh={"split": 2}, objective="memory")
     (branch,) = Explorer(spec, (machines,), request, ["full"]).branches

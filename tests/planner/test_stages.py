@@ -25,7 +25,7 @@ def blocks(seconds: list[float], nbytes: list[float] | None = None) -> Blocks:
 
 
 def best_of_all(model: Blocks, speeds: list[float], room: list[float]) -> float:
-    """By trying every contiguous cut."""
+    """Find the least time of the slowest stage by trying every contiguous cut."""
     count, best = len(model.seconds), np.inf
     for starts in combinations(range(1, count), len(speeds) - 1):
         edges = [0, *starts, count]
@@ -87,7 +87,7 @@ def test_loads_sum_up_stay_in_their_rooms_and_are_proportional_where_there_is_ro
         free = loads < room * (1 - 1e-9)
         if free.any():
             per_speed = loads / rates
-            # no full one is more loaded for its speed than those with room: overflow went to the least loaded
+            # full ranks carry no more for their speed than the others: the excess went to the least loaded
             assert np.ptp(per_speed[free]) <= 1e-6 * per_speed[free].max()
             assert np.all(per_speed[~free] <= per_speed[free].min() * (1 + 1e-9))
 

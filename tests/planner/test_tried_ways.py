@@ -1,4 +1,4 @@
-"""Ways that were costed: of those counted as equal the one that changes least; and links in doubt."""
+"""Strategies that count as equal are ordered by how much they change; margins of error apply to all links."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ def tried(words: str, value: float, samples: float = 1.0) -> Tried:
     ("least", "rival"),
     [
         ("qsgd,bits=8", "local:period=8"),  # replicas stay equal
-        ("local:period=8", "local:period=4 in qsgd,bits=4"),  # values travel as they are
+        ("local:period=8", "local:period=4 in qsgd,bits=4"),  # values are sent without a codec
         ("local:period=8", "post-local:period=8,after=4 in qsgd,bits=4"),
         ("post-local:period=8,after=4", "local:period=8"),
         ("local:period=4", "local:period=8"),

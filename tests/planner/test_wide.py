@@ -25,7 +25,7 @@ LAYERS = ("4", "6", "8")
 
 @cache
 def cnn() -> ModelSpec:
-    """A convolution, and a classifier that has nearly all parameters."""
+    """Return a convolution and a classifier that has nearly all parameters."""
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(2048, 3072), nn.ReLU(),
         nn.Linear(3072, 1024), nn.ReLU(), nn.Linear(1024, 10),
@@ -106,7 +106,7 @@ def test_layers_narrower_than_the_degree_are_refused_in_the_runtime_s_words() ->
 
 
 def test_a_mesh_that_the_user_gives_is_found_where_it_fits_only_with_layers_divided() -> None:
-    """Whole, a rank's state of the two wide layers takes 150 MB; divided over four ranks, a quarter of it."""
+    """The state of the two wide layers takes 150 MB on a rank. Divided over four ranks, it takes a quarter of that."""
     rules = tuple(LayoutRule(modules=name, placement="split") for name in LAYERS[:2])
     script = dataclasses.replace(plan(16), layout=rules)
     request = PlanRequest(script=script, scope="all", mesh={"table": 4}, memory_nbytes=420e6)
@@ -116,7 +116,7 @@ def test_a_mesh_that_the_user_gives_is_found_where_it_fits_only_with_layers_divi
 
 
 def test_a_link_that_is_not_described_leaves_out_what_needs_it() -> None:
-    """Two ranks on each host, and no link within one: a search goes on with what can be costed."""
+    """With two ranks on each host and no link within it, the search goes on with the plans that can be predicted."""
     machines = cluster(cpu(), (link("network", 1e-4, 1e6),), count=2, devices_per_node=1)
     columns = model_table(cnn())
     assert able_plans(divided(16, mesh={"replicate": 2}), machines, columns, 16, 2)

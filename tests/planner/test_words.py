@@ -1,4 +1,4 @@
-"""Two plans told apart, a plan against a changed model, clusters changed on request."""
+"""Differences between two plans, between a plan's model and a changed one, and clusters changed on request."""
 
 import dataclasses
 
@@ -107,14 +107,16 @@ def test_devices_of_several_kinds_change_in_proportion() -> None:
     twice, words = what_if(now, "devices=12")
     assert [(node.name, node.count) for node in twice.nodes] == [("a", 2), ("b", 2)]
     assert words == "12 devices (2 x 4 of a, 2 x 2 of b)"
-    # 100 are 66.7 and 33.3: of 16 x 4 + 18 x 2 and 17 x 4 + 16 x 2, the second is nearer
+    # 100 devices would be 66.7 and 33.3: 17 x 4 + 16 x 2 is nearer to that than 16 x 4 + 18 x 2
     assert [node.count for node in what_if(now, "devices=100")[0].nodes] == [17, 16]
     assert [(node.name, node.count) for node in what_if(now, "devices=2")[0].nodes] == [("b", 1)]
     for count in (6, 8, 10, 96, 480, 16384):
         changed = what_if(now, f"devices={count}")[0]
         assert changed.device_count == count
         assert abs(sum(node.count * 4 for node in changed.nodes if node.name == "a") - count * 4 / 6) <= 4
-    with pytest.raises(PlanError, match=r"not whole nodes of the kinds of 'mixed', which have 4 .a., 2 .b. devices"):
+    with pytest.raises(
+        PlanError, match=r"cannot be made up of whole nodes of 'mixed', whose kinds have 4 .a., 2 .b. devices"
+    ):
         what_if(now, "devices=7")
 
 
