@@ -1,4 +1,4 @@
-"""Predictions of plans that compress: bytes by the formula, less time where the network is slow, more memory."""
+"""Predictions of plans that compress: bytes by the formula, less time on a slow network, more memory."""
 
 from dataclasses import replace
 from typing import Any
@@ -54,11 +54,11 @@ def kernels(words: str, ranks: int = 4, numel: int = 2**18, **changes: Any) -> f
 
 def test_measured_kernels_count_by_phases_and_size() -> None:
     measured = {"compress_rates": (RATE, LARGE)}
-    # there: all written, as much added up; back: a part written, all read
+    # reduce-scatter: all values encoded and as many added; all-gather: one part encoded, all decoded
     assert kernels("qsgd,bits=4", **measured) == pytest.approx(2e-3 * 1.25 + 2 * 5e-4)
     assert kernels("qsgd,bits=8", **measured) == kernels(
         "qsgd,bits=4", **measured
-    )  # the method's, where its settings have none
+    )  # the rate of the method, because these settings have none
     assert kernels("qsgd,bits=4", numel=2**21, **measured) == pytest.approx(2 * (1.6e-2 * 1.25 + 2 * 4e-3))
     assert kernels("qsgd,bits=4", numel=5 * 2**17, **measured) == pytest.approx(9e-3 * 1.25 + 2 * 2.25e-3)
     assert kernels("qsgd,bits=4", numel=2**10, **measured) == pytest.approx((2e-3 * 1.25 + 2 * 5e-4) / 256)
@@ -91,7 +91,7 @@ def test_slower_kernels_take_longer_by_what_is_said(words: str) -> None:
 
 
 def test_kernels_behind_backward_take_their_time_from_it() -> None:
-    """On an endless link, one core: the step is longer by all of the kernels."""
+    """With an infinitely fast link and one core, the step is longer by the whole time of the kernels."""
     rates = tuple(replace(rate, encode_s=rate.encode_s / 100, decode_s=rate.decode_s / 100) for rate in (RATE, LARGE))
     wires = (link("node", 0.0, 1e15), link("network", 0.0, 1e15))
     device = cpu(cores=1, compress_rates=rates)
@@ -121,7 +121,7 @@ def in_code(mode: str, code: str) -> SyncPlan:
         ),
         (parse_sync("post-local:4,after=50"), {50: SyncPlan()}),
         (in_code("post-local:4,after=50", "qsgd,bits=4"), {50: SyncPlan(compress=parse_compression("qsgd,bits=4"))}),
-        (in_code("post-local:4,after=50", "one-bit"), {50: SyncPlan()}),  # what it would keep back would be lost
+        (in_code("post-local:4,after=50", "one-bit"), {50: SyncPlan()}),  # its residual would be lost
     ],
 )
 def test_a_training_is_as_long_as_its_phases_are(sync: SyncPlan, first: dict[int, SyncPlan]) -> None:
@@ -135,7 +135,7 @@ def test_a_training_is_as_long_as_its_phases_are(sync: SyncPlan, first: dict[int
     assert {phase.until for phase in prediction.first} == set(first)
     for phase in prediction.first:
         assert phase.step_time_s == pytest.approx(costed(first[phase.until])[1], rel=1e-9)
-    for steps in (1000, 60, 3):  # the last two end in the warm-up, or with its first part
+    for steps in (1000, 60, 3):  # the last two end within the warm-up
         expected, done = 0.0, 0
         for until, settings in first.items():
             expected += (min(until, steps) - done) * costed(settings)[1]

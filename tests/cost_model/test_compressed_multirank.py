@@ -1,4 +1,4 @@
-"""Bytes of every step of a warm-up and after it, as predicted and as ranks count them, on one host and on two."""
+"""Bytes of every step during and after a warm-up, as predicted and as ranks count them, on one host and on two."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,10 @@ STEPS, BATCH, WIDTH = 12, 8, 64
 
 
 def net() -> nn.Module:
-    """One parameter a module, so that a flag a module is a flag a gradient; square, as powersgd is predicted."""
+    """Return layers with one parameter each, so that a flag per module is a flag per gradient.
+
+    The layers are square, because powersgd is predicted for square matrices.
+    """
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
     return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
@@ -56,7 +59,7 @@ def rows_of(run: Any) -> dict[str, Any]:
 
 
 def counted(hosts: tuple[int, ...], cases: list[tuple[str, int]]) -> list[list[int]]:
-    """Bytes that the first rank counts in each step, by case."""
+    """Return the bytes that the first rank counts in each step, by case."""
     import os
 
     name_hosts(hosts)
@@ -75,7 +78,7 @@ def foreseen(model: ModelSpec, hosts: tuple[int, ...], words: str, bucket: int) 
 
 
 def by_step(prediction: Prediction) -> list[float]:
-    """Bytes of the first steps."""
+    """Return the predicted bytes of the first steps."""
     ends = [0, *(phase.until for phase in prediction.first)]
     sent = [phase.sent_nbytes_per_rank for phase in prediction.first for _ in range(STEPS)]
     first = [sent[place * STEPS] for place, (a, b) in enumerate(pairwise(ends)) for _ in range(b - a)]

@@ -1,4 +1,4 @@
-"""Loading of data as a stage of the step: worked by hand, and its laws."""
+"""Data loading as a phase of the step: worked out by hand, and its laws."""
 
 import dataclasses
 from typing import Any
@@ -33,12 +33,12 @@ def data_s(model: ModelSpec, where: ClusterSpec, how: Plan) -> float:
 
 
 def cards(hosts: int = 1, **node: Any) -> ClusterSpec:
-    """Hosts of two devices."""
+    """Return hosts of two devices."""
     return cluster(gpu(), devices_per_node=2, count=hosts, **node)
 
 
 PICTURES = {"core_s": 1e-3, "wait_s": 0.5e-3, "stored_nbytes": MEGA}
-"""1.5 ms of a core and, from a disk of 1 GB/s, 1 ms of storage."""
+"""A sample takes 1.5 ms of a rank and, from a disk of 1 GB/s, 1 ms of storage."""
 
 
 def test_ranks_that_load_themselves_wait_for_all_of_it() -> None:
@@ -47,7 +47,7 @@ def test_ranks_that_load_themselves_wait_for_all_of_it() -> None:
     assert data_s(fed(**PICTURES), here, plan(64)) == pytest.approx(64 * 2.5e-3)
     # two ranks: 32 each; the disk needs 64 ms for both, less than a rank's own 80 ms
     assert data_s(fed(**PICTURES), here, plan(64, 2)) == pytest.approx(32 * 2.5e-3)
-    # of 4 MB a sample the disk needs 64 x 4 ms, a rank 32 x 5.5 ms
+    # with 4 MB per sample, the disk needs 64 x 4 ms, a rank 32 x 5.5 ms
     large = PICTURES | {"stored_nbytes": 4 * MEGA}
     assert data_s(fed(**large), here, plan(64, 2)) == pytest.approx(64 * 4e-3)
     # two hosts have two disks, and a share that is no whole number counts as the largest one
@@ -76,7 +76,7 @@ def test_workers_load_ahead_and_only_what_is_longer_than_the_rest_is_waited_for(
     prediction = predict(fed(**PICTURES, workers=4), here, plan(64))
     assert prediction.step_time_s.value == pytest.approx(
         max(64 * 2.5e-3 / 4, 64e-3)
-    )  # the disk: four workers are quicker
+    )  # the disk limits: four workers are faster
     assert prediction.phases["data"] == pytest.approx(64e-3 - rest_s)
     prediction = predict(fed(core_s=4e-3, workers=2), here, plan(64))
     assert prediction.step_time_s.value == pytest.approx(64 * 4e-3 / 2)
@@ -95,16 +95,16 @@ def test_workers_take_cores() -> None:
     assert waits_s == pytest.approx(
         2 * 32 * 1e-3 / 4 - idle_s
     )  # while ranks wait for each other, workers have the cores
-    # waiting takes none
+    # waiting takes no core
     assert data_s(fed(mlp(), wait_s=1e-6, workers=8), busy, plan(64, 2)) == 0
-    # a host of GPUs with 4 cores, 2 of which the ranks' own threads have: 2 x 32 x 10 ms on 4 cores and those threads'
+    # a host of GPUs with 4 cores, 2 of which run the ranks' own threads: 2 x 32 x 10 ms on 4 cores beside these
     rest_s = predict(mlp(), cards(cores=4), plan(64, 2)).step_time_s.value
     idle_s = predict(mlp(), cards(cores=4), plan(64, 2)).phases["exposed_communication"]
     prediction = predict(fed(mlp(), core_s=10e-3, workers=64), cards(cores=4), plan(64, 2))
     assert prediction.step_time_s.value == pytest.approx(2 * 32 * 10e-3 / 4 + (rest_s - idle_s) / 2)
-    # where nobody knows how many cores there are, each worker has one
+    # where the number of cores is unknown, each worker has one
     assert predict(fed(mlp(), core_s=10e-3, workers=64), cards(), plan(64, 2)).step_time_s.value == pytest.approx(5e-3)
-    # more ranks than cores that load themselves: 8 on 4
+    # 8 ranks that load their samples themselves, on 4 cores
     load = load_of(fed(mlp(), core_s=1e-3), busy, plan(64, 8))
     assert load.exposed_s(1.0, 0.0) == pytest.approx(8 * 2 * 1e-3)
 
@@ -118,13 +118,13 @@ def test_ranks_of_one_sample_read_it_once_and_decode_it_each() -> None:
         assert load.storage_s == pytest.approx(64e-3)  # 4 shares of 16 samples
         assert load.loaders_s == pytest.approx(16 * (1e-6 + 1e-3))
     assert load_of(model, disk, meshed(64, 8, {"split": 4})).loaders_s == pytest.approx(64 * (1e-6 + 1e-3))
-    # more microbatches than samples of a rank: it loads one for each, with weight 0
+    # with more microbatches than samples of a rank, it loads one for each, with weight 0
     assert load_of(fed(core_s=1.0), cards(4), plan(8, 8, 4)).loaders_s == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_rank_that_ends_last_with_its_data_counts(workers: int) -> None:
-    """A quick device on a host of slow storage, and a slow device on another."""
+    """One host has a fast device and slow storage, the other a slow device."""
     quick, slow = gpu(), gpu(memory_bandwidth_bytes_per_s=1e10)
     hosts = tuple(
         NodeSpec(name=name, device=name, memory_nbytes=2**34, disk_read_bytes_per_s=rate)
@@ -158,13 +158,13 @@ def test_parts_of_volumes_are_read_by_ranks_along_space() -> None:
 
 def test_storage_that_hosts_share() -> None:
     separate = cards(4, disk_read_bytes_per_s=1e9)
-    shared = dataclasses.replace(separate, shared_read_bytes_per_s=2e9)  # the data lies there
+    shared = dataclasses.replace(separate, shared_read_bytes_per_s=2e9)  # the data is on the shared storage
     model = fed(stored_nbytes=MEGA)
     assert load_of(model, separate, plan(64, 8)).storage_s == pytest.approx(16e-3)
     assert load_of(model, shared, plan(64, 8)).storage_s == pytest.approx(32e-3)
-    # four hosts read a batch whole each where the ranks of each have all of it
+    # hosts whose ranks need the whole batch each read all of it
     whole = load_of(fed(transformer(), stored_nbytes=MEGA), shared, meshed(64, 8, {"stage": 4}))
-    assert whole.storage_s == pytest.approx(2 * 64 * 0.5e-3)  # on two hosts: two ranks each
+    assert whole.storage_s == pytest.approx(2 * 64 * 0.5e-3)  # four stages on two hosts
 
 
 def test_data_that_fits_in_memory_is_read_from_storage_only_once() -> None:
@@ -242,7 +242,7 @@ def test_laws_of_loading(data: st.DataObject, machines: ClusterSpec, loading: Lo
 
 
 def listed_singly(machines: ClusterSpec) -> ClusterSpec:
-    """The same hosts, each with a name of its own."""
+    """Return the same hosts, each with a name of its own."""
     nodes = [
         dataclasses.replace(node, name=f"{node.name}-{at}", count=1)
         for node in machines.nodes
@@ -252,7 +252,7 @@ def listed_singly(machines: ClusterSpec) -> ClusterSpec:
 
 
 def test_of_hosts_that_read_unequally_many_samples_the_fullest_counts() -> None:
-    """Replicas of three stages each on hosts of two: the one in the middle reads for both replicas."""
+    """Replicas of three stages run on hosts of two devices. The host in the middle reads for both replicas."""
     how = meshed(32, mesh={"replicate": 2, "stage": 3})
     for where in (cards(3, disk_read_bytes_per_s=1e8), listed_singly(cards(3, disk_read_bytes_per_s=1e8))):
         assert data_s(fed(mlp(64, 3), stored_nbytes=MEGA), where, how) == pytest.approx(2 * 16 * MEGA / 1e8)
@@ -264,7 +264,9 @@ def test_a_batch_is_there_when_its_slowest_station_is_through() -> None:
     uncontended = BatchLoad(loaders_s=3.0, storage_s=5.0)
     assert uncontended.exposed_s(10.0, 0.0) == 5.0
     ahead = BatchLoad(loaders_s=3.0, storage_s=5.0, cores_s=1.0, held=0.5, ahead=True)
-    assert ahead.exposed_s(10.0, 0.0) == 0.0  # 5 s of the cores are the ranks'
+    assert ahead.exposed_s(10.0, 0.0) == 0.0  # ranks take 5 s of the cores, which leaves time for the workers
     assert ahead.exposed_s(4.0, 0.0) == 1.0
-    assert dataclasses.replace(ahead, held=1.0).exposed_s(10.0, 0.0) == 1.0  # all cores: workers' second comes on top
+    assert (
+        dataclasses.replace(ahead, held=1.0).exposed_s(10.0, 0.0) == 1.0
+    )  # ranks take all cores, so the workers' second comes on top
     assert dataclasses.replace(ahead, held=1.0).exposed_s(10.0, 0.4) == pytest.approx(0.6)

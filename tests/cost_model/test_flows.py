@@ -1,4 +1,4 @@
-"""What crosses the cuts of networks that are no chains: to the byte what the runtime sends, between all stages."""
+"""What crosses the cuts of networks that are not chains: exactly the bytes that the runtime sends, for all stages."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from tutti.cost_model.work_division import division, recompute_regions
 
 
 class Twice(nn.Module):
-    """One layer called in the beginning and in the end, and an auxiliary output from the middle."""
+    """A model with one layer that is called at the beginning and the end, and an auxiliary output from the middle."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ def twice() -> Subject:
 
 
 def one_block() -> Subject:
-    """A GPT of one block: more than one stage cuts it inside."""
+    """Return a GPT of one block, which more than one stage cuts inside."""
     return dataclasses.replace(stage_subjects.gpt(), model=lambda: stage_subjects.GPT(blocks=1))
 
 
 def check(subject: Subject, plan: Plan) -> tuple[ModelSpec, np.ndarray]:  # type: ignore[type-arg]
-    """Compare what the description says of `plan` with the runtime's placement; returns what travels there."""
+    """Compare the description with the runtime's placement; return the description and the bytes that are sent."""
     torch.manual_seed(0)
     spec = spec_of(subject)
     placement = placed(subject.model(), plan, *inputs_of(subject))
@@ -123,20 +123,20 @@ def test_a_block_that_is_cut_inside_passes_its_residual_straight_on(ranks: int, 
 def test_rotations_biases_and_masks_of_transformers(name: str, ranks: int, cuts: tuple[str, ...]) -> None:
     pytest.importorskip("transformers")
     spec, _ = check(getattr(pretrained_shapes, name)(), plan_of(ranks, 1, cuts))
-    if name == "llama":  # cosines and sines, whatever the samples, to each later stage
+    if name == "llama":  # cosines and sines go to each later stage, whatever the number of samples
         assert stages_of(spec, plan_of(ranks)).fixed[0] == (ranks - 1) * 2 * 16 * 8 * 4
 
 
 def test_what_a_block_s_own_code_keeps_is_where_its_inputs_are() -> None:
-    """Of a block cut into norm1 | qkv, attention | out, norm2, mlp.0 | the rest, of 8 tokens of width 16."""
+    """The block is cut into norm1 | qkv, attention | out, norm2, mlp.0 | the rest, with 8 tokens of width 16."""
     plan = plan_of(2, 2, ("blocks.0.qkv", "blocks.0.out", "blocks.0.mlp.1"))
     spec, hidden, statistics = spec_of(one_block()), 8 * 16 * 4, 2 * 8 * 4
     stages, columns = stages_of(spec, plan), model_table(spec)
     keeps = kept(columns, division(spec, plan), (), half=False)
     held = kept_by_stage(columns, stages, keeps)
-    # qkv's input; queries, keys, values, what they give, and a number for each row of two heads' scores
+    # qkv's input; queries, keys, values and their result; two numbers for each row (one per head)
     assert held[1] == hidden + 4 * hidden + statistics
-    # a copy of what attention gave, as the input of out; norm2's input and statistics; the input of mlp.0
+    # a copy of attention's result, as input of out; norm2's input and statistics; the input of mlp.0
     assert held[2] == hidden + (hidden + statistics) + hidden
     assert held.sum() == keeps.always.sum() + hidden
     again = LayoutRule(modules="blocks.*", recompute=True)
@@ -157,7 +157,7 @@ def test_without_flow_the_last_output_before_a_cut_is_sent() -> None:
     ("kept", "copied"),
     [
         (("enter", "late.0", "late.2", "leave"), [0, 100, 100]),
-        (("late.0", "late.2", "leave"), [0, 0, 100]),  # the first counts it, also for others of its stage
+        (("late.0", "late.2", "leave"), [0, 0, 100]),  # the first counts it, also for others on its stage
         (("late.0",), [0, 0, 0]),
         ((), [0, 0, 0]),
     ],
@@ -180,7 +180,7 @@ def test_values_are_sent_once_to_each_later_stage_and_copied_where_they_are_kept
 
 
 def test_what_is_made_of_something_kept_elsewhere_is_no_copy_on_its_own_stage() -> None:
-    """A view of what came from another stage, say: the value that came is the copy."""
+    """For example, a view of a value from another stage: the received value is already the copy."""
     spec = spec_of(twice())
     view = ForwardedValues(nbytes=100.0, to=("leave",), kept=("enter", "late.2"))
     modules = [
@@ -192,7 +192,7 @@ def test_what_is_made_of_something_kept_elsewhere_is_no_copy_on_its_own_stage() 
 
 
 def kept_of(spec: ModelSpec, again: tuple[str, ...]) -> Kept:
-    """What `spec` keeps where the modules `again` are recomputed."""
+    """Return what `spec` saves for backward where the modules `again` are recomputed."""
     columns = model_table(spec)
     saved = kept(columns, division(spec, plan_of(1)), (), half=False)
     return dataclasses.replace(saved, again=np.array([name in again for name in columns.names]))

@@ -1,4 +1,4 @@
-"""Where ranks sit, and which link their ring sees."""
+"""Where ranks are placed, and which link their ring uses."""
 
 import dataclasses
 from typing import Any
@@ -52,8 +52,10 @@ def test_ranks_of_a_cpu_host_share_its_cores(ranks: int, threads: int, sharing: 
     ids=["sums", "averages", "neighbours", "codes"],
 )
 def test_ranks_beyond_cores_take_as_much_longer_as_cores_are_lacking(cores: int, ranks: int, sync: SyncPlan) -> None:
-    """All work of a rank, a thread of it on its part of the cores, beside the same with a core each; links are too
-    quick to count. What turns cost beyond that is the only thing that does not follow from the cluster."""
+    """All work of a rank takes longer than with a core for each rank, by the ratio of ranks to cores and a factor.
+
+    Links take no time here. The factor for switching is the only number that does not follow from the cluster.
+    """
 
     def step_s(cores: int) -> float:
         rates: dict[str, Any] = {"peak_flops_per_s": {"float32": 1e9 * cores}, "gemm": ()}
@@ -125,7 +127,9 @@ def test_of_the_hosts_in_use_the_slowest_link_counts_in_each_respect() -> None:
     assert (both.latency_s, both.bandwidth_bytes_per_s) == (1e-3, 1e8)
     assert (both.evidence, both.ranks) == ("published", 2)
     assert seated_link(machines, place_ranks(machines, 5), "network") is None
-    assert seated_link(machines, place_ranks(machines, 5), "node") == near[0]  # one device alone needs none
+    assert (
+        seated_link(machines, place_ranks(machines, 5), "node") == near[0]
+    )  # a host with one device needs no link within it
     with pytest.raises(PlanError, match="no link of tier 'network'"):
         ring_link(machines, place_ranks(machines, 5))
 

@@ -1,4 +1,4 @@
-"""Predictions of plans whose replicas differ: bytes as docs/consistency.md has them, time on average, copies held."""
+"""Predictions of plans whose replicas diverge: bytes as in docs/consistency.md, average time, copies that are held."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -30,7 +30,7 @@ N = 4.0 * 3 * 512 * 512
 """Bytes of the example's parameters."""
 
 PARTS = 8
-"""In which a sum of as many goes in a code where it is waited for."""
+"""Number of parts into which an encoded reduction is divided where ranks wait for it."""
 
 
 def hosts(count: int, bandwidth: float = 1.25e8, latency_s: float = 1e-4) -> ClusterSpec:
@@ -92,9 +92,11 @@ def test_changes_in_a_code_take_its_bytes_its_kernels_and_some_copies(words: str
     sent = all_reduce_sent_nbytes(how, [(values,)], 4, 4)
     assert coded.sent_nbytes_per_rank == pytest.approx(sent / 5, rel=1e-12)
     assert any("kernels of qsgd" in note for note in coded.notes)
-    kernels_s = values * 8e-9 * (0.5 + 0.25 + 0.5 / 4 + 0.25)  # assumed: written, added up, a part again, read
-    meanwhile_s = (1 - 1 / PARTS) * 0.7 * kernels_s  # the other parts travel, and the cores have a part of that to do
-    passes = {"local:5": 3, "diloco:5": 1}[words]  # DiLoCo renews what was equal anyway
+    kernels_s = (
+        values * 8e-9 * (0.5 + 0.25 + 0.5 / 4 + 0.25)
+    )  # assumed: encoded, added, one part encoded again, decoded
+    meanwhile_s = (1 - 1 / PARTS) * 0.7 * kernels_s  # the other parts are in flight, and the cores do a part of that
+    passes = {"local:5": 3, "diloco:5": 1}[words]  # DiLoCo renews its base values anyway
     saved_s = (1.5 * N - sent) / 1e7 - kernels_s + meanwhile_s - passes * N / 20e9
     assert plain.step_time_s.value - coded.step_time_s.value == pytest.approx(saved_s / 5, rel=1e-6)
     more = {"local:5": 1, "diloco:5": 0}[words]
@@ -104,13 +106,13 @@ def test_changes_in_a_code_take_its_bytes_its_kernels_and_some_copies(words: str
 
 
 def passed_s(found: Prediction) -> float:
-    """What travels has so long: passes and the update."""
+    """Return the time that a transfer in the background has: the passes and the update."""
     return found.phases["forward"] + found.phases["backward"] + found.phases["optimizer"]
 
 
 @pytest.mark.parametrize("delay", [1, 3, 5])
 def test_delayed_averages_travel_behind_so_many_steps(delay: int) -> None:
-    """What does not fit behind them is waited for, and the cores have a part of the rest to do."""
+    """Ranks wait for what does not fit behind these steps, and the cores do a part of the transfer of the rest."""
     machines = hosts(4, 4e7, 1e-3)
     free = costed("one-shot", machines=machines)
     passes_s = passed_s(free)
@@ -125,7 +127,9 @@ def test_delayed_averages_travel_behind_so_many_steps(delay: int) -> None:
 
 
 def test_codes_of_pairs_travel_behind_all_of_the_steps() -> None:
-    """In a thread of their own; sums of thin matrices, and what is in order on a GPU, behind one less."""
+    """These codecs run in a thread of their own. Reductions of thin matrices, and work that runs in order on a GPU,
+    have one step less.
+    """
     host_group = place_ranks(hosts(4, 4e7, 1e-3), 4)[0]
     gpu = replace(host_group, device=replace(host_group.device, kind="cuda"))
     sync = parse_sync("local:period=8,delay=4")
@@ -149,7 +153,7 @@ def test_a_thread_sends_one_part_while_it_codes_or_hands_on_another(kind: Device
 
 
 def test_kernels_of_delayed_averages_are_waited_for() -> None:
-    """A quick wire: all of it is hidden but what encodes and decodes; where sums are waited for, all but one part."""
+    """With a fast link, everything is hidden but encoding and decoding; without a delay, all parts but one are."""
     machines, how = hosts(4, 1e10, 0.0), parse_compression("qsgd,bits=4")
     words = ("local:5", "local:period=5,delay=5")
     plain, delayed = (
@@ -183,7 +187,7 @@ def test_every_mode_is_predicted() -> None:
 
 
 def test_one_memory_is_of_one_host_of_processors() -> None:
-    assert costed("hogwild", machines=cluster()).phases["exposed_communication"] == 0  # not even a sum of losses
+    assert costed("hogwild", machines=cluster()).phases["exposed_communication"] == 0  # not even the losses are reduced
     with pytest.raises(PlanError, match="no memory in common; use ranks of one host"):
         costed("hogwild")
     with pytest.raises(PlanError, match="their memory is their own"):
@@ -200,7 +204,7 @@ def test_pairs_meet_once_a_step_or_as_often_as_the_wire_lets_them() -> None:
         often = min(1.0, passes_s / there_and_back_s)
         assert prediction.sent_nbytes_per_rank == pytest.approx(often * N)
         extra_s = prediction.step_time_s.value - free.step_time_s.value - 41 * N / 20e9
-        # never waited for: 0.3 is what the cores have to do with it
+        # ranks never wait for it, but their cores do 0.3 of the work
         assert extra_s == pytest.approx(0.3 * often * there_and_back_s, rel=1e-6)
     assert often < 0.1
 
@@ -216,7 +220,7 @@ def test_the_wire_takes_what_arithmetic_says() -> None:
     }
     for words, seconds in wire.items():
         often = 5 if words == "local:5" else 1
-        # one rank on a host of 20 GB/s
+        # one rank has a host of 20 GB/s
         expected = free + (seconds + copies[words] * N / 20e9) / often
         assert costed(words, machines=machines).step_time_s.value == pytest.approx(expected, rel=1e-9)
 
@@ -230,7 +234,7 @@ def test_what_travels_behind_a_step_is_waited_for_only_beyond_it(words: str, mes
         wire_s = messages * 1e-4 + exchanging.sent_nbytes_per_rank / bandwidth
         extra_s = exchanging.step_time_s.value - free.step_time_s.value - copies_s
         assert (wire_s > passes_s) == beyond
-        # 0.3: what the cores have to do with it
+        # the cores do 0.3 of the work
         assert extra_s == pytest.approx(wire_s - 0.7 * passes_s if beyond else 0.3 * wire_s, rel=1e-6)
 
 

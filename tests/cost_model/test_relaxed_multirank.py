@@ -1,4 +1,4 @@
-"""Bytes that replicas which do not wait for each other send in a step: as predicted and as ranks count them."""
+"""Bytes per step of replicas that do not wait for each other, as predicted and as ranks count them."""
 
 import os
 import time
@@ -23,13 +23,13 @@ MODES = ("stale:1", "asynchronous", "ad-psgd", "hogwild", "ensemble")
 
 
 def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """So long that whatever travels behind a step has arrived in it."""
+    """Take so long that every transfer in the background is done within its step."""
     time.sleep(0.1)
     return F.cross_entropy(output, target)
 
 
 def sent(modes: tuple[str, ...]) -> list[list[int]]:
-    """Bytes of each step of this rank, by mode."""
+    """Return the bytes of each step of this rank, by mode."""
     sent_by_mode = []
     for number, words in enumerate(modes):
         ranks = int(os.environ["WORLD_SIZE"])
@@ -62,8 +62,8 @@ def test_replicas_that_do_not_wait_send_what_is_predicted(ranks: int) -> None:
     counted = run_ranks(sent, ranks, MODES, timeout_s=110)
     for place, words in enumerate(MODES):
         prediction = predict(mlp(WIDTH, LAYERS), cluster(), plan(4096, ranks, sync=parse_sync(words)))
-        by_rank = [rank[place][1:STEPS] for rank in counted]  # in the first step, optimizers' states meet
-        if words == "ad-psgd":  # active ones ask in every step, and who is asked is drawn
+        by_rank = [rank[place][1:STEPS] for rank in counted]  # the first step also exchanges optimizer states
+        if words == "ad-psgd":  # active ranks ask in every step; whom they ask is drawn
             assert [sum(rank) for rank in by_rank[::2]] == [prediction.sent_nbytes_per_rank * (STEPS - 1)] * (
                 ranks // 2
             )

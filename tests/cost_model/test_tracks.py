@@ -1,4 +1,4 @@
-"""The step as it falls: tracks fill it without gaps, and their sums are the prediction's."""
+"""The timeline of a step: tracks fill it without gaps, and their sums are those of the prediction."""
 
 import re
 from typing import Any
@@ -93,7 +93,7 @@ def test_bubbles_of_equal_stages_are_where_the_schedule_has_them() -> None:
     drawing, _ = drawn("gpipe")
     first, last = drawing.tracks[0], drawing.tracks[-1]
     assert [track.stage for track in drawing.tracks] == [0, 1, 2, 3]
-    assert last.bars[0].doing == "bubble"  # until the first microbatch comes
+    assert last.bars[0].doing == "bubble"  # until the first microbatch arrives
     assert first.bars[0].doing == "forward"
     assert {bar.what for bar in first.bars if bar.doing == "forward"} == {f"microbatch {i} of 8" for i in range(1, 9)}
     assert sum(track.count for track in drawing.tracks) == 4
@@ -137,7 +137,7 @@ def test_ranks_in_words() -> None:
 
 
 def test_what_limits_a_pipeline_is_told_as_its_tracks_tell_it() -> None:
-    """Bubbles are no communication, though phases count both as exposed: a faster link would not end them."""
+    """Bubbles are not communication, although phases count both as exposed: a faster link would not end them."""
     plan = meshed(64, 2, {"stage": 4})
     drawing, prediction = timeline(transformer(), machines(1, 4), plan), predict(transformer(), machines(1, 4), plan)
     slowest = drawing.tracks[0].seconds

@@ -1,4 +1,4 @@
-"""Pipelines on hosts with fewer cores than ranks: who waits leaves the core to others."""
+"""Pipelines on hosts with fewer cores than ranks: a rank that waits leaves its core to others."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from tutti.cost_model.pipeline_cost import Actions, Oversubscription, moments, o
 from tutti.cost_model.rank_tracks import timeline
 
 SLOWED = 2 * cost_constants.OVERSUBSCRIBED
-"""Two ranks on each core."""
+"""How many times as long work takes with two ranks on each core."""
 
 
 def oversubscription(hosts: list[int], cores: int = 1, ranks: int = 1, slowed: float = SLOWED) -> Oversubscription:
@@ -64,7 +64,10 @@ def test_time_lies_between_that_of_a_core_each_and_of_cores_that_are_always_shar
 
 
 def test_two_stages_on_one_core_overlap_as_much_as_they_compute_together() -> None:
-    """One microbatch: never. Two: forward 0 of stage 1 beside forward 1 of stage 0, and so back."""
+    """With one microbatch they never overlap.
+
+    With two, forward 0 of stage 1 runs beside forward 1 of stage 0, and the backwards likewise.
+    """
     for count, expected in (
         (1, 6.0),
         (2, 6.0 + 2 * cost_constants.OVERSUBSCRIBED + 2 * 2 * cost_constants.OVERSUBSCRIBED),
@@ -77,7 +80,7 @@ def test_two_stages_on_one_core_overlap_as_much_as_they_compute_together() -> No
 
 
 def test_what_an_action_waits_for_takes_no_core() -> None:
-    """Two stages that wait for half of each action: what they compute together is less than they wait for."""
+    """Two stages wait for half of each action. The time in which both compute is less than the time that they wait."""
     seconds = equal(2, 2)
     uncontended = max(moments(order_of("gpipe", 2, 1, 2), seconds, silent(1, 2))[0])
     slowed = seconds / 2 * SLOWED + seconds / 2
@@ -122,7 +125,7 @@ def test_long_runs_continue_as_if_played_out(name: Any, chunks: int) -> None:
 
 
 def test_a_prediction_of_more_ranks_than_cores_counts_turns_and_its_parts_are_the_step() -> None:
-    """Four stages on two cores are quicker than if all of them always computed, and slower than on four."""
+    """Four stages on two cores are faster than if all always computed, and slower than on four cores."""
     plan, model = meshed(64, 4, {"stage": 4}), transformer(layers=8)
 
     def on(cores: int) -> ClusterSpec:
