@@ -56,9 +56,8 @@ def test_measured_kernels_count_by_phases_and_size() -> None:
     measured = {"compress_rates": (RATE, LARGE)}
     # reduce-scatter: all values encoded and as many added; all-gather: one part encoded, all decoded
     assert kernels("qsgd,bits=4", **measured) == pytest.approx(2e-3 * 1.25 + 2 * 5e-4)
-    assert kernels("qsgd,bits=8", **measured) == kernels(
-        "qsgd,bits=4", **measured
-    )  # the rate of the method, because these settings have none
+    # the rate of the method, because these settings have none
+    assert kernels("qsgd,bits=8", **measured) == kernels("qsgd,bits=4", **measured)
     assert kernels("qsgd,bits=4", numel=2**21, **measured) == pytest.approx(2 * (1.6e-2 * 1.25 + 2 * 4e-3))
     assert kernels("qsgd,bits=4", numel=5 * 2**17, **measured) == pytest.approx(9e-3 * 1.25 + 2 * 2.25e-3)
     assert kernels("qsgd,bits=4", numel=2**10, **measured) == pytest.approx((2e-3 * 1.25 + 2 * 5e-4) / 256)

@@ -84,9 +84,8 @@ def test_rates_measured_at_once_are_preferred() -> None:
     who = worker_at(host_group(device, 2), "float32", "full")
     assert 2e9 / product_s(who, 1000) == pytest.approx(14e9)
     assert who.bandwidth_bytes_per_s == 9e9
-    assert (
-        worker_at(host_group(device, 4), "float32", "full").bandwidth_bytes_per_s == 3e9
-    )  # one thread alone cannot do more
+    # one thread alone cannot do more
+    assert worker_at(host_group(device, 4), "float32", "full").bandwidth_bytes_per_s == 3e9
     assert worker_at(host_group(device, 1), "float32", "full").bandwidth_bytes_per_s == 20e9
 
 

@@ -163,10 +163,11 @@ def test_the_sums_of_a_stage_meet_its_last_message() -> None:
 def test_gathers_have_the_link_after_what_the_unit_before_exchanges() -> None:
     # the second unit's gather takes 3 s and starts with the first unit, which computes for 2 s
     assert _hidden([0.0, 3.0, 0.0], [2.0, 2.0, 0.0], [0.0, 0.0, 0.0]) == (3.0, 1.0)
+    # the first unit's own communication takes the link for 1 s
     assert _hidden([0.0, 3.0, 0.0], [2.0, 2.0, 0.0], [1.0, 0.0, 0.0]) == (
         3.0,
         2.0,
-    )  # the first unit's own communication takes the link for 1 s
+    )
     assert _hidden([0.0, 1.0, 0.0], [2.0, 2.0, 0.0], [1.0, 0.0, 0.0]) == (1.0, 0.0)
     # the same for a reduction of 1.5 s behind backward, from the end of the first unit on
     assert _hidden([0.0, 0.0], [2.0, 2.0], [0.0, 1.0], [1.5, 0.0]) == (1.5, 0.5)

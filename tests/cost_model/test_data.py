@@ -74,9 +74,8 @@ def test_workers_load_ahead_and_only_what_is_longer_than_the_rest_is_waited_for(
     here = cards(disk_read_bytes_per_s=1e9)
     rest_s = predict(mlp(64, 2), here, plan(64)).step_time_s.value
     prediction = predict(fed(**PICTURES, workers=4), here, plan(64))
-    assert prediction.step_time_s.value == pytest.approx(
-        max(64 * 2.5e-3 / 4, 64e-3)
-    )  # the disk limits: four workers are faster
+    # the disk limits: four workers are faster
+    assert prediction.step_time_s.value == pytest.approx(max(64 * 2.5e-3 / 4, 64e-3))
     assert prediction.phases["data"] == pytest.approx(64e-3 - rest_s)
     prediction = predict(fed(core_s=4e-3, workers=2), here, plan(64))
     assert prediction.step_time_s.value == pytest.approx(64 * 4e-3 / 2)
@@ -92,9 +91,8 @@ def test_workers_take_cores() -> None:
     busy = cluster(cpu())
     idle_s = predict(mlp(), busy, plan(64, 2)).phases["exposed_communication"]
     waits_s = data_s(fed(mlp(), core_s=1e-3, workers=8), busy, plan(64, 2))
-    assert waits_s == pytest.approx(
-        2 * 32 * 1e-3 / 4 - idle_s
-    )  # while ranks wait for each other, workers have the cores
+    # while ranks wait for each other, workers have the cores
+    assert waits_s == pytest.approx(2 * 32 * 1e-3 / 4 - idle_s)
     # waiting takes no core
     assert data_s(fed(mlp(), wait_s=1e-6, workers=8), busy, plan(64, 2)) == 0
     # a host of GPUs with 4 cores, 2 of which run the ranks' own threads: 2 x 32 x 10 ms on 4 cores beside these
@@ -266,7 +264,6 @@ def test_a_batch_is_there_when_its_slowest_station_is_through() -> None:
     ahead = BatchLoad(loaders_s=3.0, storage_s=5.0, cores_s=1.0, held=0.5, ahead=True)
     assert ahead.exposed_s(10.0, 0.0) == 0.0  # ranks take 5 s of the cores, which leaves time for the workers
     assert ahead.exposed_s(4.0, 0.0) == 1.0
-    assert (
-        dataclasses.replace(ahead, held=1.0).exposed_s(10.0, 0.0) == 1.0
-    )  # ranks take all cores, so the workers' second comes on top
+    # ranks take all cores, so the workers' second comes on top
+    assert dataclasses.replace(ahead, held=1.0).exposed_s(10.0, 0.0) == 1.0
     assert dataclasses.replace(ahead, held=1.0).exposed_s(10.0, 0.4) == pytest.approx(0.6)

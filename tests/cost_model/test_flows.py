@@ -88,10 +88,8 @@ def test_what_stages_send_is_what_the_runtime_sends(name: str, ranks: int, chunk
     by_stage = ways[0].sum(axis=1) + ways[1].sum(axis=0)
     by_rank = stages.by_rank[0] * BATCH + stages.by_rank[1]
     assert by_rank.tolist() == [by_stage[away == rank].sum() for rank in range(ranks)]
-    for (
-        _,
-        owner,
-    ) in stages.ties:  # a tied layer's gradients are summed by both of its ranks, here the first and the last
+    # a tied layer's gradients are summed by both of its ranks, here the first and the last
+    for _, owner in stages.ties:
         by_rank[[0, -1]] += spec.modules[owner].gradient_nbytes
     prediction = predict(spec, cluster(cpu(), (link(),)), plan)
     assert prediction.sent_nbytes_per_rank == pytest.approx(by_rank.max(), rel=1e-9)

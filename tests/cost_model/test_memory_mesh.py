@@ -65,9 +65,8 @@ def test_zero_divides_the_sixteen_bytes_of_a_parameter(d: int) -> None:
         return (held.parameters + held.gradients + held.optimizer) / parameters
 
     assert states(1) == pytest.approx(2 + 2 + 12 / d)
-    assert states(2) == pytest.approx(
-        2 + 2 / d + 2 / d + 12 / d
-    )  # whole from forward to backward, plus the rank's part
+    # whole from forward to backward, plus the rank's part
+    assert states(2) == pytest.approx(2 + 2 / d + 2 / d + 12 / d)
     assert states(3) == pytest.approx((2 + 2 + 12) / d)
     assert (memory(model).parameters + memory(model).gradients + memory(model).optimizer) / parameters == 16
 

@@ -148,9 +148,8 @@ def test_sharding_sends_the_papers_bytes(d: int) -> None:
 
 def test_stages_send_what_lies_between_them() -> None:
     activation_nbytes = 8 * 2.0 * S * H
-    assert sent(MODEL, 4, mesh={"stage": 4}) == pytest.approx(
-        2 * activation_nbytes
-    )  # inner stages send activations to one side, gradients to the other
+    # inner stages send activations to one side, gradients to the other
+    assert sent(MODEL, 4, mesh={"stage": 4}) == pytest.approx(2 * activation_nbytes)
     assert sent(MODEL, 4, mesh={"stage": 2}) == pytest.approx(activation_nbytes)
     ends = transformer(8, s=S, h=H, ends=True)  # with an embedding on the first stage that the last stage shares
     assert sent(ends, 4, mesh={"stage": 2}) == pytest.approx(activation_nbytes + 2 * 16 * H)

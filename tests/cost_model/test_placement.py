@@ -127,9 +127,8 @@ def test_of_the_hosts_in_use_the_slowest_link_counts_in_each_respect() -> None:
     assert (both.latency_s, both.bandwidth_bytes_per_s) == (1e-3, 1e8)
     assert (both.evidence, both.ranks) == ("published", 2)
     assert seated_link(machines, place_ranks(machines, 5), "network") is None
-    assert (
-        seated_link(machines, place_ranks(machines, 5), "node") == near[0]
-    )  # a host with one device needs no link within it
+    # a host with one device needs no link within it
+    assert seated_link(machines, place_ranks(machines, 5), "node") == near[0]
     with pytest.raises(PlanError, match="no link of tier 'network'"):
         ring_link(machines, place_ranks(machines, 5))
 

@@ -92,9 +92,8 @@ def test_changes_in_a_code_take_its_bytes_its_kernels_and_some_copies(words: str
     sent = all_reduce_sent_nbytes(how, [(values,)], 4, 4)
     assert coded.sent_nbytes_per_rank == pytest.approx(sent / 5, rel=1e-12)
     assert any("kernels of qsgd" in note for note in coded.notes)
-    kernels_s = (
-        values * 8e-9 * (0.5 + 0.25 + 0.5 / 4 + 0.25)
-    )  # assumed: encoded, added, one part encoded again, decoded
+    # assumed: encoded, added, one part encoded again, decoded
+    kernels_s = values * 8e-9 * (0.5 + 0.25 + 0.5 / 4 + 0.25)
     meanwhile_s = (1 - 1 / PARTS) * 0.7 * kernels_s  # the other parts are in flight, and the cores do a part of that
     passes = {"local:5": 3, "diloco:5": 1}[words]  # DiLoCo renews its base values anyway
     saved_s = (1.5 * N - sent) / 1e7 - kernels_s + meanwhile_s - passes * N / 20e9
