@@ -8,7 +8,7 @@ from tutti.config.plan import BatchPlan, Plan
 
 
 def cpu(**changes: Any) -> DeviceSpec:
-    """Four cores: 10 GFLOP/s on one thread, 32 on four, 20 GB/s, no overhead of calls."""
+    """Return four cores: 10 GFLOP/s on one thread, 32 on four, 20 GB/s, operator calls that cost nothing."""
     values: dict[str, Any] = {
         "name": "four cores",
         "kind": "cpu",
@@ -28,7 +28,7 @@ def cpu(**changes: Any) -> DeviceSpec:
 
 
 def gpu(**changes: Any) -> DeviceSpec:
-    """A data sheet: 16 GiB, 100 TFLOP/s in bfloat16, 10 in float32."""
+    """Return a card from a data sheet: 16 GiB, 100 TFLOP/s in bfloat16, 10 in float32."""
     values: dict[str, Any] = {
         "name": "card",
         "kind": "cuda",
@@ -47,7 +47,7 @@ def link(tier: Any = "node", latency_s: float = 1e-4, bandwidth: float = 1e9, **
 
 
 def cluster(device: DeviceSpec | None = None, links: Any = None, **node: Any) -> ClusterSpec:
-    """One kind of host; one host of it unless told."""
+    """Return a cluster with one kind of host, and one host of it unless `count` says otherwise."""
     device = device or cpu()
     values: dict[str, Any] = {"name": "host", "device": "d", "memory_nbytes": 16 * 2**30, **node}
     links = (link("node"), link("network", 1e-3, 1.25e8)) if links is None else links
@@ -55,7 +55,7 @@ def cluster(device: DeviceSpec | None = None, links: Any = None, **node: Any) ->
 
 
 def linear(name: str, inputs: int, outputs: int, **changes: Any) -> ModuleSpec:
-    """A Linear layer without bias in float32, trained with Adam."""
+    """Return a Linear layer without bias in float32, trained with Adam."""
     parameters = inputs * outputs
     products = OpCost(
         kind="gemm",

@@ -1,4 +1,4 @@
-"""A transformer and machines for plans over meshes, in numbers that closed formulas can be held against."""
+"""A transformer and machines for plans over meshes, with numbers that closed formulas can be checked against."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tutti.config.plan import BatchPlan, Plan
 
 
 def part(name: str, *, flops: float = 0.0, parameters: int = 0, kept: float = 0.0, **fields: Any) -> ModuleSpec:
-    """A module with mixed-precision Adam as in ZeRO: 2 bytes of parameter, 2 of gradient and 12 of state each."""
+    """Return a module with mixed-precision Adam as in ZeRO: 2 bytes of parameter, 2 of gradient, 12 of state."""
     op = OpCost(
         kind="gemm", flops_forward=flops, flops_backward=2 * flops, nbytes_forward=0.0, nbytes_backward=0.0, calls=0
     )
@@ -30,9 +30,17 @@ def part(name: str, *, flops: float = 0.0, parameters: int = 0, kept: float = 0.
 def transformer(
     layers: int = 4, *, s: int = 64, h: int = 32, a: int = 4, sequence: bool = False, ends: bool = False
 ) -> ModelSpec:
-    """Blocks as in Korthikanti et al. 2022 (arXiv 2205.05198), section 4, 2 bytes a value: what each keeps, sums to
-    s h (34 + 5 a s / h) bytes. `sequence`: norms and dropouts in parts of the sequence; `ends`: with an embedding and
-    an output layer tied to it.
+    """Return blocks as in Korthikanti et al. 2022 (arXiv 2205.05198), section 4, with 2 bytes per value.
+
+    What a block saves for backward adds up to s h (34 + 5 a s / h) bytes.
+
+    Args:
+        layers: number of blocks.
+        s: tokens per sequence.
+        h: hidden size.
+        a: attention heads.
+        sequence: whether norms and dropouts are computed in parts of the sequence.
+        ends: whether there are an embedding and an output layer tied to it.
     """
     sh, size = float(s * h), h * h
     modules = [ModuleSpec(name="", kind="Model")]
@@ -64,7 +72,7 @@ def transformer(
 
 
 def machines(hosts: int = 4, per_host: int = 8, *, faster: float = 1.0, network: float = 1.0) -> ClusterSpec:
-    """Hosts of cards with bfloat16 rates: 100 TFLOP/s, 300 GB/s within a host, 25 GB/s between."""
+    """Return hosts of cards with bfloat16 rates: 100 TFLOP/s, 300 GB/s within a host, 25 GB/s between hosts."""
     links = (
         link("node", 1e-6, 3e11 * network, evidence="published"),
         link("network", 5e-6, 2.5e10 * network, evidence="published"),

@@ -1,4 +1,4 @@
-"""What a pipeline's stages send each other: as the runtime's placement of a real forward has it, and as described."""
+"""What pipeline stages send each other: according to the runtime's placement of a real forward, and as predicted."""
 
 from typing import Any
 
@@ -29,51 +29,54 @@ def plan_of(ranks: int, chunks: int = 1, cuts: tuple[str, ...] = ()) -> Plan:
 
 
 def spec_of(subject: Subject) -> ModelSpec:
-    """What a subject is described as, in batches of BATCH."""
+    """Describe a subject in batches of BATCH."""
     return described(subject.model(), subject.data, subject.loss_fn, batch=BATCH, name="subject")
 
 
 def inputs_of(subject: Subject) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the model for one batch."""
+    """Return the arguments of the model for one batch."""
     rows = default_collate([subject.data[row] for row in range(BATCH)])
     inputs = rows if isinstance(rows, dict) else rows[0]
     return ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
 
 
 def placed(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placement:
-    """Where the runtime computes what of a forward."""
+    """Return where the runtime computes each part of a forward."""
     with _fake_world(0, plan.degree("stage")):
-        found = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: (args, kwargs))
-    assert found is not None
-    return place(found.tracer.trace(lambda: model(*args, **kwargs)), found.starts, found.holders)
+        cuts = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: (args, kwargs))
+    assert cuts is not None
+    return place(cuts.tracer.trace(lambda: model(*args, **kwargs)), cuts.starts, cuts.holders)
 
 
 def travelled(placement: Placement) -> Array:
-    """(2, stages, stages): bytes that go from each stage to each later one, and those whose gradients come back."""
+    """Return the bytes that the runtime sends from each stage to each later one, (2, stages, stages).
+
+    The first matrix counts all bytes, the second only those whose gradients are sent back.
+    """
     outlines = placement.program.outlines
-    found = np.zeros((2, len(placement.parts), len(placement.parts)))
+    nbytes_sent = np.zeros((2, len(placement.parts), len(placement.parts)))
     for source, part in enumerate(placement.parts):
         for target, keys in part.sends.items():
             for key in keys:
                 nbytes = torch.Size(outlines[key].shape).numel() * outlines[key].dtype.itemsize
-                found[:, source, target] += nbytes, nbytes * outlines[key].requires_grad
-    return found
+                nbytes_sent[:, source, target] += nbytes, nbytes * outlines[key].requires_grad
+    return nbytes_sent
 
 
 def foreseen(spec: ModelSpec, plan: Plan, samples: int = BATCH) -> Array:
-    """The same, of so many samples, by the description alone."""
+    """Return the same for `samples` samples, from the description alone."""
     stages = stages_of(spec, plan)
-    each, fixed = model_table(spec).flow.crossings(stages.stage, stages.count)
-    return np.asarray(each * samples + fixed)
+    per_sample, fixed = model_table(spec).flow.crossings(stages.stage, stages.count)
+    return np.asarray(per_sample * samples + fixed)
 
 
 def unlike(spec: ModelSpec, plan: Plan, placement: Placement) -> list[tuple[str, int, int]]:
-    """Units that the runtime has on another stage than the description: (name, there, here)."""
+    """Return units whose stage differs in runtime and description: (name, runtime's stage, described stage)."""
     stages = stages_of(spec, plan)
     stage = {module.name: int(at) for module, at in zip(spec.modules, stages.stage, strict=True)}
-    found, seen = [], set()
+    differing, seen = [], set()
     for node, at in zip(placement.program.nodes, placement.stages, strict=True):
         if node.unit and node.unit not in seen and stage[node.unit] != at:
-            found.append((node.unit, at, stage[node.unit]))
+            differing.append((node.unit, at, stage[node.unit]))
         seen.add(node.unit)
-    return found
+    return differing

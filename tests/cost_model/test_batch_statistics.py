@@ -1,4 +1,4 @@
-"""Exchanges of batch statistics, counted by hand."""
+"""The communication of batch statistics, counted by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,8 +31,11 @@ def test_by_hand_for_32_channels_on_4_ranks() -> None:
 
 
 def test_over_ranks_of_a_cpu_a_batch_norm_takes_the_passes_of_its_own() -> None:
-    """As a norm of rows, so many times as long; other operators, a rank alone and replicas that differ take their own.
-    Over links that take no time, at 10 GFLOP/s."""
+    """Over several ranks, a batch norm takes `SHARED_NORM` times as long as a norm of rows.
+
+    Other operators, a single rank and diverged replicas keep their own rates. Links take no time here, and a core has
+    10 GFLOP/s.
+    """
     rates = (
         VectorRate(kind="batch_norm", forward=0.001, backward=0.002),
         VectorRate(kind="norm", forward=0.01, backward=0.02),

@@ -1,4 +1,4 @@
-"""Predictions of plans that compress: bytes by the formula, less time where the network is slow, more memory."""
+"""Predictions of plans that compress: bytes by the formula, less time on a slow network, more memory."""
 
 from dataclasses import replace
 from typing import Any
@@ -53,13 +53,14 @@ def kernels(words: str, ranks: int = 4, numel: int = 2**18, **changes: Any) -> f
 
 
 def test_measured_kernels_count_by_phases_and_size() -> None:
-    own = {"compress_rates": (RATE, LARGE)}
-    # there: all written, as much added up; back: a part written, all read
-    assert kernels("qsgd,bits=4", **own) == pytest.approx(2e-3 * 1.25 + 2 * 5e-4)
-    assert kernels("qsgd,bits=8", **own) == kernels("qsgd,bits=4", **own)  # the method's, where its settings have none
-    assert kernels("qsgd,bits=4", numel=2**21, **own) == pytest.approx(2 * (1.6e-2 * 1.25 + 2 * 4e-3))
-    assert kernels("qsgd,bits=4", numel=5 * 2**17, **own) == pytest.approx(9e-3 * 1.25 + 2 * 2.25e-3)
-    assert kernels("qsgd,bits=4", numel=2**10, **own) == pytest.approx((2e-3 * 1.25 + 2 * 5e-4) / 256)
+    measured = {"compress_rates": (RATE, LARGE)}
+    # reduce-scatter: all values encoded and as many added; all-gather: one part encoded, all decoded
+    assert kernels("qsgd,bits=4", **measured) == pytest.approx(2e-3 * 1.25 + 2 * 5e-4)
+    # the rate of the method, because these settings have none
+    assert kernels("qsgd,bits=8", **measured) == kernels("qsgd,bits=4", **measured)
+    assert kernels("qsgd,bits=4", numel=2**21, **measured) == pytest.approx(2 * (1.6e-2 * 1.25 + 2 * 4e-3))
+    assert kernels("qsgd,bits=4", numel=5 * 2**17, **measured) == pytest.approx(9e-3 * 1.25 + 2 * 2.25e-3)
+    assert kernels("qsgd,bits=4", numel=2**10, **measured) == pytest.approx((2e-3 * 1.25 + 2 * 5e-4) / 256)
     gathered = CompressRate(method="top-k,density=0.01", numel=2**18, encode_s=1e-3, decode_s=1e-5)
     assert kernels("top-k,density=0.01", ranks=8, compress_rates=(gathered,)) == pytest.approx(1e-3 + 8 * 1e-5)
     matrices = CompressRate(method="powersgd,rank=2", numel=2**18, encode_s=3e-3, decode_s=0.0)
@@ -83,19 +84,21 @@ def test_kernels_that_were_not_measured_are_assumed_and_said_to_be() -> None:
 def test_slower_kernels_take_longer_by_what_is_said(words: str) -> None:
     how, device = parse_compression(words), cpu(compress_rates=(RATE,))
     here = plan(ranks=4, sync=SyncPlan(compress=how))
-    one, two, four = (kernel_s(here, slowed(device, factor), 4, 0.5, 2**22) for factor in (1.0, 2.0, 4.0))
-    assert four == pytest.approx(2 * two) == pytest.approx(4 * one)
-    assert one == pytest.approx(kernel_s(here, device, 4, 0.5, 2**22))
+    once, twice, four_times = (kernel_s(here, slowed(device, factor), 4, 0.5, 2**22) for factor in (1.0, 2.0, 4.0))
+    assert four_times == pytest.approx(2 * twice) == pytest.approx(4 * once)
+    assert once == pytest.approx(kernel_s(here, device, 4, 0.5, 2**22))
 
 
 def test_kernels_behind_backward_take_their_time_from_it() -> None:
-    """On an endless link, one core: the step is longer by all of the kernels."""
+    """With an infinitely fast link and one core, the step is longer by the whole time of the kernels."""
     rates = tuple(replace(rate, encode_s=rate.encode_s / 100, decode_s=rate.decode_s / 100) for rate in (RATE, LARGE))
     wires = (link("node", 0.0, 1e15), link("network", 0.0, 1e15))
-    one = cpu(cores=1, compress_rates=rates)
-    hosts = cluster(one, wires, devices_per_node=1, count=4)
+    device = cpu(cores=1, compress_rates=rates)
+    hosts = cluster(device, wires, devices_per_node=1, count=4)
     sync = SyncPlan(compress=parse_compression("qsgd,bits=4"), bucket_nbytes=2**20)
-    done, exact = (predict(mlp(), hosts, plan(4096, 4, sync=each)) for each in (sync, SyncPlan(bucket_nbytes=2**20)))
+    done, exact = (
+        predict(mlp(), hosts, plan(4096, 4, sync=settings)) for settings in (sync, SyncPlan(bucket_nbytes=2**20))
+    )
     whole = 3 * kernels("qsgd,bits=4", compress_rates=rates)
     assert done.step_time_s.value - exact.step_time_s.value == pytest.approx(whole, rel=1e-4)
 
@@ -117,27 +120,27 @@ def in_code(mode: str, code: str) -> SyncPlan:
         ),
         (parse_sync("post-local:4,after=50"), {50: SyncPlan()}),
         (in_code("post-local:4,after=50", "qsgd,bits=4"), {50: SyncPlan(compress=parse_compression("qsgd,bits=4"))}),
-        (in_code("post-local:4,after=50", "one-bit"), {50: SyncPlan()}),  # what it would keep back would be lost
+        (in_code("post-local:4,after=50", "one-bit"), {50: SyncPlan()}),  # its residual would be lost
     ],
 )
 def test_a_training_is_as_long_as_its_phases_are(sync: SyncPlan, first: dict[int, SyncPlan]) -> None:
     hosts = cluster(devices_per_node=1, count=4, links=(link("node"), link("network", 1e-4, 1e7)))
 
     def costed(each: SyncPlan) -> tuple[Plan, float]:
-        return (one := plan(64, 4, sync=each)), predict(mlp(), hosts, one).step_time_s.value
+        return (intended := plan(64, 4, sync=each)), predict(mlp(), hosts, intended).step_time_s.value
 
     whole, later_s = costed(sync)
     prediction = predict(mlp(), hosts, whole)
-    assert {one.until for one in prediction.first} == set(first)
-    for one in prediction.first:
-        assert one.step_time_s == pytest.approx(costed(first[one.until])[1], rel=1e-9)
-    for steps in (1000, 60, 3):  # the last two end in the warm-up, or with its first part
+    assert {phase.until for phase in prediction.first} == set(first)
+    for phase in prediction.first:
+        assert phase.step_time_s == pytest.approx(costed(first[phase.until])[1], rel=1e-9)
+    for steps in (1000, 60, 3):  # the last two end within the warm-up
         expected, done = 0.0, 0
-        for until, each in first.items():
-            expected += (min(until, steps) - done) * costed(each)[1]
+        for until, settings in first.items():
+            expected += (min(until, steps) - done) * costed(settings)[1]
             done = min(until, steps)
         expected += (steps - done) * later_s
         request = PlanRequest(script=whole, train_samples=64.0 * steps)
-        found = objectives.totals(hosts, request, whole, prediction)
-        assert found.time_s == pytest.approx(expected, rel=1e-9)
-        assert found.steps == steps
+        totals = objectives.totals(hosts, request, whole, prediction)
+        assert totals.time_s == pytest.approx(expected, rel=1e-9)
+        assert totals.steps == steps

@@ -1,4 +1,4 @@
-"""Bytes of every step of a warm-up and after it, as predicted and as ranks count them, on one host and on two."""
+"""Bytes of every step during and after a warm-up, as predicted and as ranks count them, on one host and on two."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,10 @@ STEPS, BATCH, WIDTH = 12, 8, 64
 
 
 def net() -> nn.Module:
-    """One parameter a module, so that a flag a module is a flag a gradient; square, as powersgd is predicted."""
+    """Return layers with one parameter each, so that a flag per module is a flag per gradient.
+
+    The layers are square, because powersgd is predicted for square matrices.
+    """
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
     return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
@@ -42,8 +45,8 @@ def plain() -> Subject:
 
 
 def spec() -> ModelSpec:
-    one = subject()
-    return described(one.model(), one.data, one.loss_fn, batch=BATCH, name="net")
+    net_subject = subject()
+    return described(net_subject.model(), net_subject.data, net_subject.loss_fn, batch=BATCH, name="net")
 
 
 def sync_of(words: str, bucket_nbytes: int) -> SyncPlan:
@@ -56,17 +59,17 @@ def rows_of(run: Any) -> dict[str, Any]:
 
 
 def counted(hosts: tuple[int, ...], cases: list[tuple[str, int]]) -> list[list[int]]:
-    """Bytes that the first rank counts in each step, by case."""
+    """Return the bytes that the first rank counts in each step, by case."""
     import os
 
     name_hosts(hosts)
-    found = []
+    sent_by_case = []
     for number, (words, bucket) in enumerate(cases):
         os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{number}")
         fields = {"mesh": {"replicate": sum(hosts)}, "sync": sync_of(words, bucket)}
         make = plain if words.startswith("dgc") else subject
-        found.append(train(make, fields, STEPS, torch.float32, rows_of).facts["sent"])
-    return found
+        sent_by_case.append(train(make, fields, STEPS, torch.float32, rows_of).facts["sent"])
+    return sent_by_case
 
 
 def foreseen(model: ModelSpec, hosts: tuple[int, ...], words: str, bucket: int) -> Prediction:
@@ -75,9 +78,9 @@ def foreseen(model: ModelSpec, hosts: tuple[int, ...], words: str, bucket: int) 
 
 
 def by_step(prediction: Prediction) -> list[float]:
-    """Bytes of the first steps."""
-    ends = [0, *(one.until for one in prediction.first)]
-    sent = [one.sent_nbytes_per_rank for one in prediction.first for _ in range(STEPS)]
+    """Return the predicted bytes of the first steps."""
+    ends = [0, *(phase.until for phase in prediction.first)]
+    sent = [phase.sent_nbytes_per_rank for phase in prediction.first for _ in range(STEPS)]
     first = [sent[place * STEPS] for place, (a, b) in enumerate(pairwise(ends)) for _ in range(b - a)]
     return [*first, *[prediction.sent_nbytes_per_rank] * STEPS][:STEPS]
 
@@ -107,8 +110,10 @@ CASES = [
 )
 def test_bytes_of_every_step_are_those_that_ranks_count(hosts: tuple[int, ...]) -> None:
     model = spec()
-    cases = [one for one in CASES if not (len(hosts) == 1 and "between=hosts" in one[0])]
-    found = run_ranks(counted, sum(hosts), hosts, cases, timeout_s=110)[0]
-    for (words, bucket), sent in zip(cases, found, strict=True):
+    cases = [case for case in CASES if not (len(hosts) == 1 and "between=hosts" in case[0])]
+    results = run_ranks(counted, sum(hosts), hosts, cases, timeout_s=110)[0]
+    for (words, bucket), sent in zip(cases, results, strict=True):
         assert (len(set(sent)) > 1) == ("step" in words)
-        assert sent == [pytest.approx(one, abs=1) for one in by_step(foreseen(model, hosts, words, bucket))], words
+        assert sent == [pytest.approx(nbytes, abs=1) for nbytes in by_step(foreseen(model, hosts, words, bucket))], (
+            words
+        )

@@ -84,7 +84,8 @@ def test_rates_measured_at_once_are_preferred() -> None:
     who = worker_at(host_group(device, 2), "float32", "full")
     assert 2e9 / product_s(who, 1000) == pytest.approx(14e9)
     assert who.bandwidth_bytes_per_s == 9e9
-    assert worker_at(host_group(device, 4), "float32", "full").bandwidth_bytes_per_s == 3e9  # one alone cannot more
+    # one thread alone cannot do more
+    assert worker_at(host_group(device, 4), "float32", "full").bandwidth_bytes_per_s == 3e9
     assert worker_at(host_group(device, 1), "float32", "full").bandwidth_bytes_per_s == 20e9
 
 
@@ -96,11 +97,11 @@ def test_more_ranks_than_cores_are_slower_than_with_a_core_each() -> None:
 
 
 def test_hosts_that_take_turns_on_cores_pay_for_switching_and_nothing_twice() -> None:
-    """A laboratory's hosts may be more than its machine's cores: their measured rates are those of a turn's part."""
+    """A lab may have more hosts than its machine has cores. Their measured rates already include their turns."""
     for ranks, times in ((4, 1), (8, 2)):
-        own = host_group(cpu(), ranks)
-        taking = dataclasses.replace(own, node=dataclasses.replace(own.node, turns=2.0))
-        assert own.slowdown == times * (cost_constants.OVERSUBSCRIBED if times > 1 else 1)
+        alone = host_group(cpu(), ranks)
+        taking = dataclasses.replace(alone, node=dataclasses.replace(alone.node, turns=2.0))
+        assert alone.slowdown == times * (cost_constants.OVERSUBSCRIBED if times > 1 else 1)
         assert taking.slowdown == times * cost_constants.OVERSUBSCRIBED
 
 
@@ -146,13 +147,13 @@ def test_roofline_by_hand() -> None:
 
 
 def thin(forward: float, backward: float, **changes: int) -> WeightRate:
-    """Its gradients' products go over weights at `backward` bytes a second on average, as the sum of both takes."""
+    """Return a rate of passes over weights whose two gradients take `backward` bytes per second on average."""
     gradients = {"input_gradient": backward / 0.5, "weight_gradient": backward / 1.5}
     return WeightRate(**{"dtype": "float32", "threads": 4, "forward": forward, **gradients, **changes})
 
 
 def products(first: bool) -> OpCost:
-    """Of a linear layer with 1 MB of weights; of the first none needs a gradient of its input."""
+    """Return the products of a linear layer with 1 MB of weights. In a first layer, no input needs a gradient."""
     flops = 1e6 if first else 2e6
     costs = {"flops_forward": 1e6, "flops_backward": flops, "nbytes_forward": 0.0, "nbytes_backward": 0.0}
     return OpCost(kind="gemm", weight_nbytes=1e6, **costs)
@@ -162,7 +163,9 @@ def products(first: bool) -> OpCost:
 def test_products_go_over_their_weights_besides(first: bool, backward_ms: float) -> None:
     model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(products(first),)),))
     who = worker_at(host_group(cpu(weight_rates=(thin(2e9, 1e9),)), 1), "float32", "full")
-    ahead, back = (one(op_table(model), who, 3, 1) for one in (compute_cost.forward, compute_cost.backward))
+    ahead, back = (
+        cost_of_pass(op_table(model), who, 3, 1) for cost_of_pass in (compute_cost.forward, compute_cost.backward)
+    )
     flops_s = 3e6 / (0.85 * 32e9)
     assert ahead.seconds[0] == pytest.approx(flops_s + 0.5e-3, rel=1e-12)
     assert back.seconds[0] == pytest.approx(flops_s * (1 if first else 2) + backward_ms * 1e-3, rel=1e-12)
@@ -183,15 +186,15 @@ def test_how_weights_are_gone_over_is_taken_from_what_is_most_alike() -> None:
 
 
 def test_convolutions_go_over_their_weights_at_their_own_pace_where_it_was_measured() -> None:
-    one = dataclasses.replace(products(first=False), kind="conv")
-    model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(one,)),))
+    convolution = dataclasses.replace(products(first=False), kind="conv")
+    model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(convolution,)),))
     gemm, conv = thin(8e9, 8e9), dataclasses.replace(thin(2e9, 1e9), kind="conv")
-    alike, own = (
+    alike, measured = (
         worker_at(host_group(cpu(weight_rates=rates), 1), "float32", "full") for rates in ((gemm,), (gemm, conv))
     )
-    assert alike.convolution_weights == alike.weights == own.weights
+    assert alike.convolution_weights == alike.weights == measured.weights
     ahead, back = (
-        [way(op_table(model), who, 3, 1).memory_s for who in (alike, own)]
+        [way(op_table(model), who, 3, 1).memory_s for who in (alike, measured)]
         for way in (compute_cost.forward, compute_cost.backward)
     )
     assert ahead == pytest.approx([1e6 / 8e9, 1e6 / 2e9])
@@ -199,8 +202,10 @@ def test_convolutions_go_over_their_weights_at_their_own_pace_where_it_was_measu
 
 
 def test_convolutions_have_the_rate_of_their_size() -> None:
-    """1 MB of weights between 0.01 and 100 MB: halfway in logarithms; beyond the points as at the nearest; what is no
-    convolution does not ask."""
+    """1 MB of weights is halfway between 0.01 and 100 MB on a logarithmic scale.
+
+    Beyond the points, the nearest one counts. Operators other than convolutions have no such rate.
+    """
     sizes = tuple(ConvolutionRate(weight_nbytes=n, relative=part) for n, part in ((100e6, 1.25), (1e4, 0.75)))
     device = cpu(efficiency={"conv": 0.5, "gemm": 0.85}, convolution_rates=sizes)
     who = worker_at(host_group(device, 1), "float32", "full")
@@ -212,13 +217,13 @@ def test_convolutions_have_the_rate_of_their_size() -> None:
                                3000, 1).compute_s  # fmt: skip
 
     uncontended = 3e9 / 32e9
-    found = [compute_s("conv", nbytes) for nbytes in (1e6, 1e4, 10.0, 100e6, 200e6)]
-    assert found == pytest.approx([uncontended / (0.5 * part) for part in (1.0, 0.75, 0.75, 1.25, 1.25)])
+    times_s = [compute_s("conv", nbytes) for nbytes in (1e6, 1e4, 10.0, 100e6, 200e6)]
+    assert times_s == pytest.approx([uncontended / (0.5 * part) for part in (1.0, 0.75, 0.75, 1.25, 1.25)])
     assert compute_s("gemm", 1e4) == pytest.approx(uncontended / 0.85)
 
 
 def test_convolutions_have_the_rate_of_their_images() -> None:
-    """1000 values of weights, 2000 FLOPs a pixel: halfway between 4 x 4 and 16 x 16 is 8 x 8."""
+    """There are 1000 weights and 2000 FLOPs per pixel; halfway between images of 4 x 4 and 16 x 16 is 8 x 8."""
     images = tuple(ImageRate(pixels=n, relative=part) for n, part in ((256, 1.0), (16, 1.25)))
     who = worker_at(host_group(cpu(efficiency={"conv": 0.5}, image_rates=images), 1), "float32", "full")
     who = dataclasses.replace(who, weights=FREE, convolution_weights=FREE)
@@ -229,14 +234,17 @@ def test_convolutions_have_the_rate_of_their_images() -> None:
         return compute_cost.forward(op_table(model), who, 6000 * 256 // pixels, 1).compute_s
 
     uncontended = 6000 * 256 * 2000 / 32e9
-    found = [compute_s(pixels) for pixels in (16, 64, 256, 4, 1024)]
-    assert found == pytest.approx([uncontended / (0.5 * part) for part in (1.25, 1.125, 1.0, 1.25, 1.0)])
+    times_s = [compute_s(pixels) for pixels in (16, 64, 256, 4, 1024)]
+    assert times_s == pytest.approx([uncontended / (0.5 * part) for part in (1.25, 1.125, 1.0, 1.25, 1.0)])
     assert compute_s(16, "gemm") == pytest.approx(compute_s(256, "gemm"))
 
 
 def test_elements_of_slow_kinds_have_rates_of_each_pass() -> None:
-    """At 10 GFLOP/s, 3 samples of a million elements: measured rates before what `efficiency` says of both passes, that
-    before what is assumed of a CPU, and a GPU is assumed to be as quick at all of them."""
+    """The rates are for 3 samples of a million elements at 10 GFLOP/s.
+
+    Measured rates come first, then `efficiency`, which is for both passes, then what is assumed of a CPU. A GPU is
+    assumed to be equally fast at all kinds.
+    """
     op = dataclasses.replace(products(first=False), kind="pool", flops_backward=1e6, flops_forward=1e6)
     model = ModelSpec(name="m", modules=(ModuleSpec(name="a", kind="A", ops=(op,)),))
 

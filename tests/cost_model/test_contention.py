@@ -1,4 +1,4 @@
-"""Exchanges that use one link at once: buckets beside what passes exchange, messages of stages, gathers of shards."""
+"""Communication over a shared link: buckets beside that of passes, messages between stages, gathers of shards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,24 +23,24 @@ from tutti.errors import PlanError
 
 
 def done(backward: Sequence[float], bucket_s: Sequence[float], taken: Sequence[float], after: float = 0.0) -> CommCost:
-    """One bucket for each module."""
+    """Return the cost of communication with one bucket for each module."""
     fused = [BucketCost(nbytes=1.0, last=index) for index in range(len(backward))]
     every = [np.array(taken)] * len(fused)
     return exchange(backward, fused, bucket_s, taken=every, after=[after] * len(fused))
 
 
 def test_buckets_have_the_link_for_the_rest_of_the_time() -> None:
-    # Modules end at 2, 4, 6; in the second and third the link is open for 1 of 2 seconds. Bucket 1 takes 1 open second,
-    # 2..4; bucket 2 half a one, 4..5; bucket 3 is ready at 6, when the link is open again.
+    # Modules end at 2, 4 and 6 s. During the second and third, the link is free for 1 of 2 seconds. Bucket 1 takes a
+    # free second, from 2 to 4; bucket 2 half of one, from 4 to 5; bucket 3 is ready at 6, when the link is free again.
     assert done([2.0, 2.0, 2.0], [1.0, 0.5, 0.25], [0.0, 1.0, 1.0]).exposed_s == 0.25
-    # 3 open seconds from 2 on: 2 of them before the end
+    # 3 free seconds from 2 s on, of which 2 are before the end
     assert done([2.0, 2.0, 2.0], [3.0, 0.0, 0.0], [0.0, 1.0, 1.0]).exposed_s == 1.0
     assert done([2.0, 2.0, 2.0], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]).exposed_s == 0.0
-    # taken for all of the time
+    # the link is taken all the time
     assert done([2.0, 2.0, 2.0], [3.0, 0.0, 0.0], [0.0, 2.0, 2.0]).exposed_s == 3.0
-    # a message of a quarter of a second leaves when backward has ended, beside the last bucket
+    # a message of a quarter of a second is sent after backward, beside the last bucket
     assert done([2.0, 2.0, 2.0], [1.0, 0.5, 1.0], [0.0, 1.0, 1.0], 0.25) == CommCost(total_s=2.75, exposed_s=1.25)
-    assert done([2.0, 2.0, 2.0], [1.0, 0.5, 0.25], [0.0, 1.0, 1.0], 9.0).exposed_s == 0.5  # at most as long again
+    assert done([2.0, 2.0, 2.0], [1.0, 0.5, 0.25], [0.0, 1.0, 1.0], 9.0).exposed_s == 0.5  # at most twice as long
 
 
 seconds = st.lists(st.floats(0, 10), min_size=6, max_size=6)
@@ -55,14 +55,14 @@ def test_what_takes_the_link_delays_by_no_more_than_it_takes(
 ) -> None:
     taken = [share * lasts for share, lasts in zip(part_, backward, strict=True)]
     uncontended, shared = done(backward, bucket_s, [0.0] * 6), done(backward, bucket_s, taken)
-    some = done(backward, bucket_s, [less * one for one in taken])
-    assert uncontended.exposed_s - 1e-9 <= some.exposed_s <= shared.exposed_s + 1e-9
+    partly = done(backward, bucket_s, [less * busy_s for busy_s in taken])
+    assert uncontended.exposed_s - 1e-9 <= partly.exposed_s <= shared.exposed_s + 1e-9
     assert shared.exposed_s <= min(shared.total_s, uncontended.exposed_s + sum(taken)) + 1e-9
     assert shared.total_s == uncontended.total_s
 
 
 def mixture() -> ModelSpec:
-    """Experts' all-to-alls, large dense gradients, and work enough to hide some of them."""
+    """Return layers with all-to-alls of experts, large dense gradients, and enough work to hide some of both."""
     modules = []
     for index in range(4):
         modules += [
@@ -74,7 +74,7 @@ def mixture() -> ModelSpec:
 
 
 def clicks() -> ModelSpec:
-    """Tables first, whose gradients leave at the end of backward, and a large multilayer perceptron."""
+    """Return tables, whose gradients are sent at the end of backward, before a large multilayer perceptron."""
     tables = [part(f"tables.{i}", parameters=1000, output_nbytes=1e6, table=True) for i in range(4)]
     tops = [part(f"top.{i}", flops=1e9, parameters=4_000_000, output_nbytes=4096.0) for i in range(4)]
     return ModelSpec(name="clicks", modules=(*tables, *tops), optimizer="SGD", dtype="bfloat16")
@@ -84,19 +84,19 @@ LANGUAGE = transformer(8, s=512, h=256)
 
 
 def with_links_of_their_own(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> float:
-    """Exposed communication of one microbatch whose buckets share no link with what passes exchange."""
+    """Return the exposed communication of one microbatch if buckets had a link of their own."""
     step = worked_out(model, cluster, plan)
     wires = step.setting.wires
-    (one,) = passes_of(step.setting, step.replicas[0]).values()
+    (passes,) = passes_of(step.setting, step.replicas[0]).values()
     sums = summed(wires.columns, wires.division, wires.network, plan, np.ones(len(model.modules), dtype=np.bool_))
     pairs = fused(sums)
     uncontended = exchange(
-        (one.backward_s + one.waits.backward_s)[::-1].tolist(),
+        (passes.backward_s + passes.waits.backward_s)[::-1].tolist(),
         [bucket for bucket, _ in pairs],
-        [one.group.all_reduce(bucket.nbytes) for bucket, one in pairs],
+        [reduction.group.all_reduce(bucket.nbytes) for bucket, reduction in pairs],
     )
     loss = wires.network.group(*plan.mesh).all_reduce(cost_constants.LOSS_NBYTES)
-    return uncontended.exposed_s + float((one.waits.forward_s + one.waits.backward_s).sum()) + loss
+    return uncontended.exposed_s + float((passes.waits.forward_s + passes.waits.backward_s).sum()) + loss
 
 
 @pytest.mark.parametrize(
@@ -113,35 +113,39 @@ def with_links_of_their_own(model: ModelSpec, cluster: ClusterSpec, plan: Plan) 
 def test_axes_on_one_link_are_counted_together(model: ModelSpec, mesh: Any, per_host: int, shared: bool) -> None:
     sync = SyncPlan(bucket_nbytes=2**20)
     plan, cluster = meshed(32, 1, mesh, sync=sync), machines(16, per_host, faster=100.0)
-    found = predict(model, cluster, plan)
-    own = with_links_of_their_own(model, cluster, plan)
-    assert sum(found.phases.values()) == pytest.approx(found.step_time_s.value)
+    prediction = predict(model, cluster, plan)
+    separate_s = with_links_of_their_own(model, cluster, plan)
+    assert sum(prediction.phases.values()) == pytest.approx(prediction.step_time_s.value)
     if shared:
-        assert found.phases["exposed_communication"] > own * 1.001
+        assert prediction.phases["exposed_communication"] > separate_s * 1.001
     else:
-        assert found.phases["exposed_communication"] == pytest.approx(own)
+        assert prediction.phases["exposed_communication"] == pytest.approx(separate_s)
 
 
 def messages(mesh: Any, per_host: int, model: ModelSpec = LANGUAGE) -> tuple[Setting, Any, Any]:
-    """A step's setting, seconds of its messages (boundaries, microbatches), and those of its links in forward."""
+    """Return a step's setting, its seconds of messages (boundaries, microbatches), and those of links in forward."""
     plan = meshed(32, 4, mesh, pipeline=PipelinePlan(schedule="1f1b"))
     step = worked_out(model, machines(16, per_host), plan)
     known = passes_of(step.setting, step.replicas[0])
-    (one,) = known.values()
-    return step.setting, actions_of(step.setting, step.replicas[0], known).messages.arrive_s, one.waits.forward_link_s
+    (passes,) = known.values()
+    return (
+        step.setting,
+        actions_of(step.setting, step.replicas[0], known).messages.arrive_s,
+        passes.waits.forward_link_s,
+    )
 
 
 def test_a_message_between_stages_meets_what_its_sender_exchanges() -> None:
-    setting, found, links = messages({"stage": 2, "split": 4}, 2)  # split over two hosts, as stages are
+    setting, arrive_s, links = messages({"stage": 2, "split": 4}, 2)  # split over two hosts, as stages are
     (link,) = {setting.wires.network.neighbours("stage")[0]}
     uncontended = link.latency_s + setting.stages.sent[0] * 8 / link.bandwidth_bytes_per_s
     first = links[1][setting.stages.stage == 0].sum()
     assert links[0].sum() == 0
     assert first > 0
-    assert found == pytest.approx(uncontended + min(uncontended, first))
-    setting, found, links = messages({"stage": 2, "split": 4}, 4)  # split within hosts: another link
+    assert arrive_s == pytest.approx(uncontended + min(uncontended, first))
+    setting, arrive_s, links = messages({"stage": 2, "split": 4}, 4)  # split within hosts: another link
     (link,) = {setting.wires.network.neighbours("stage")[0]}
-    assert found == pytest.approx(link.latency_s + setting.stages.sent[0] * 8 / link.bandwidth_bytes_per_s)
+    assert arrive_s == pytest.approx(link.latency_s + setting.stages.sent[0] * 8 / link.bandwidth_bytes_per_s)
     assert links[1].sum() == 0
     assert links[0].sum() > 0
 
@@ -157,11 +161,15 @@ def test_the_sums_of_a_stage_meet_its_last_message() -> None:
 
 
 def test_gathers_have_the_link_after_what_the_unit_before_exchanges() -> None:
-    # the second unit's parameters take 3 s and start with the first one, which works 2 s
+    # the second unit's gather takes 3 s and starts with the first unit, which computes for 2 s
     assert _hidden([0.0, 3.0, 0.0], [2.0, 2.0, 0.0], [0.0, 0.0, 0.0]) == (3.0, 1.0)
-    assert _hidden([0.0, 3.0, 0.0], [2.0, 2.0, 0.0], [1.0, 0.0, 0.0]) == (3.0, 2.0)  # and has the link for 1 s of them
+    # the first unit's own communication takes the link for 1 s
+    assert _hidden([0.0, 3.0, 0.0], [2.0, 2.0, 0.0], [1.0, 0.0, 0.0]) == (
+        3.0,
+        2.0,
+    )
     assert _hidden([0.0, 1.0, 0.0], [2.0, 2.0, 0.0], [1.0, 0.0, 0.0]) == (1.0, 0.0)
-    # so do sums behind backward: 1.5 s from the end of the first unit on
+    # the same for a reduction of 1.5 s behind backward, from the end of the first unit on
     assert _hidden([0.0, 0.0], [2.0, 2.0], [0.0, 1.0], [1.5, 0.0]) == (1.5, 0.5)
     assert _hidden([0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [1.5, 0.0]) == (1.5, 0.0)
 
@@ -170,7 +178,10 @@ def test_gathers_of_shards_wait_for_what_units_exchange() -> None:
     model = transformer(8, s=4096, h=512)
     plan = meshed(32, 1, {"shard": 8, "split": 4}, sharding=ShardingPlan(level=3))
     within, between = (predict(model, machines(16, per_host), plan) for per_host in (4, 2))
-    whole = {one: found.phases["exposed_communication"] for one, found in (("within", within), ("between", between))}
+    whole = {
+        where: prediction.phases["exposed_communication"]
+        for where, prediction in (("within", within), ("between", between))
+    }
     assert whole["between"] > whole["within"]
     assert sum(between.phases.values()) == pytest.approx(between.step_time_s.value)
 
@@ -208,6 +219,6 @@ def test_better_machines_are_never_slower_where_links_are_shared(
 def _possible(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> Prediction:
     try:
         return predict(model, cluster, plan)
-    except PlanError:  # axes that do not go together, or that divide nothing of the model
+    except PlanError:  # axes that exclude each other, or that divide no part of the model
         assume(False)
         raise

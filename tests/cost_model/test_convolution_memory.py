@@ -1,5 +1,7 @@
-"""What the backward of a convolution or a recurrent layer holds on this host, seen in a process of its own, and what
-is predicted of it."""
+"""Memory that the backward of a convolution or a recurrent layer takes on a host.
+
+It is measured in a process of its own and compared with the prediction.
+"""
 
 import ctypes
 import platform
@@ -19,17 +21,19 @@ from tutti.host_memory import map_large_blocks
 
 
 def most_nbytes() -> int:
-    """The most this process has held since it was last forgotten."""
+    """Return the most bytes that this process has held since its peak was last reset."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 
 def peak_in_backward(inside: int, out: int, samples: int, shape: tuple[int, ...]) -> float:
-    """Bytes held at most in the backward of one convolution beyond its input and output, by bytes of both."""
+    """Return the additional memory of one convolution's backward, as a multiple of its input and output bytes."""
     assert map_large_blocks()
     torch.set_num_threads(1)
     conv = (nn.Conv2d if len(shape) == 2 else nn.Conv3d)(inside, out, 3, padding=1, bias=False)
-    conv(torch.randn(1, inside, *(8 for _ in shape), requires_grad=True)).sum().backward()  # loads what is loaded once
+    conv(
+        torch.randn(1, inside, *(8 for _ in shape), requires_grad=True)
+    ).sum().backward()  # loads what the first call loads
     x = torch.randn(samples, inside, *shape, requires_grad=True)
     y = conv(x)
     ctypes.CDLL(None).malloc_trim(0)
@@ -40,7 +44,7 @@ def peak_in_backward(inside: int, out: int, samples: int, shape: tuple[int, ...]
 
 
 def peak_of_lstm(units: int, layers: int, samples: int, steps: int) -> float:
-    """The same of an LSTM, by bytes of its output."""
+    """Return the additional memory of an LSTM's backward, as a multiple of its output bytes."""
     assert map_large_blocks()
     torch.set_num_threads(1)
     lstm = nn.LSTM(units, units, layers, batch_first=True)
@@ -79,7 +83,7 @@ def test_two_passes_over_input_and_output_are_held(inside: int, out: int, sample
     assert held <= 1.12 * cost_constants.CONVOLUTION_PASSES
     if torch.backends.cpu.get_cpu_capability() == "AVX512" or inside != 16:
         assert held == pytest.approx(cost_constants.CONVOLUTION_PASSES, rel=0.12)
-    else:  # in blocks of 8 channels oneDNN holds less: the prediction is a fifth too high there
+    else:  # with blocks of 8 channels oneDNN holds less, and the prediction is a fifth too high
         assert held == pytest.approx(1.58, rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""Exact counts against brute force and against the worked examples."""
+"""Exact counts against brute force and against worked examples."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from tutti.cost_model.rank_placement import (
 from tutti.data.batches import share_of
 from tutti.errors import PlanError
 
-# Sedona, Distributed Deep Learning, IGARSS tutorial 2021; re-computed by simulation. Totals of ring and root are equal.
+# Sedona, Distributed Deep Learning, IGARSS tutorial 2021, recomputed by simulation. A ring and a root send the same.
 RING_CASES = [
     {"N": 16, "P": 4, "sent": 24, "additions": [12] * 4, "messages": 6, "chunks": [4] * 4, "total": 96},
     {"N": 1000, "P": 8, "sent": 1750, "additions": [875] * 8, "messages": 14, "chunks": [125] * 8, "total": 14000},
@@ -31,7 +31,7 @@ RING_CASES = [
 
 
 def simulate_ring(elements: int, ranks: int) -> tuple[RingCounts, bool]:
-    """Run the ring all-reduce message by message on integers; (what was counted, whether all hold the sum)."""
+    """Run the ring all-reduce message by message on integers; return the counts, and whether every rank has the sum."""
     chunks = cut_sizes(elements, ranks)
     ends = np.cumsum([0, *chunks])
     vectors = [np.arange(elements) * (rank + 1) + rank for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Where a pipeline is cut and what its stages send on: as the runtime does it, for networks of containers."""
+"""Where a pipeline is cut and what its stages send on, for networks of containers: the same as in the runtime."""
 
 from collections import OrderedDict
 
@@ -33,7 +33,7 @@ BATCH, TOKENS = 4, 16
 
 
 def volumes(*, named: bool = True) -> nn.Module:
-    """Convolutions in a container, and a head in another: the first convolutions have most of the work."""
+    """Return convolutions in a container and a head in another; the first convolutions have most of the work."""
     features = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(),
         nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -56,21 +56,23 @@ def test_stages_begin_and_send_as_the_runtime_s(count: int, named: bool) -> None
     spec = described(model, x)
     foreseen = stages_of(spec, plan)
     with _fake_world(0, count):
-        found = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: ((x,), {}))
-    assert found is not None
+        cuts = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: ((x,), {}))
+    assert cuts is not None
     worked = [module.name for module in spec.modules if module.ops and module.name]
     stage = {module.name: int(at) for module, at in zip(spec.modules, foreseen.stage, strict=True)}
     first = [next(name for name in worked if stage[name] == at) for at in range(1, count)]
-    assert first == [unit for unit, _ in found.starts]
-    program = found.tracer.trace(lambda: model(x))
-    sends = [part.sends for part in place(program, found.starts, found.holders).parts[:-1]]
-    outlines = [[program.outlines[key] for key in some[at + 1]] for at, some in enumerate(sends)]
-    nbytes = [sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in some) / BATCH for some in outlines]
+    assert first == [unit for unit, _ in cuts.starts]
+    program = cuts.tracer.trace(lambda: model(x))
+    sends = [part.sends for part in place(program, cuts.starts, cuts.holders).parts[:-1]]
+    outlines = [[program.outlines[key] for key in sent[at + 1]] for at, sent in enumerate(sends)]
+    nbytes = [
+        sum(torch.Size(outline.shape).numel() * outline.dtype.itemsize for outline in sent) / BATCH for sent in outlines
+    ]
     assert foreseen.sent.tolist() == nbytes
 
 
 def transformers_of_six() -> dict[str, nn.Module]:
-    """Of the kinds whose attention and elementwise work weigh most beside their layers: small, so that they do."""
+    """Return small transformers of the kinds whose attention and elementwise work weigh most beside their layers."""
     words = {"vocab_size": 99, "num_attention_heads": 4, "max_position_embeddings": TOKENS}
     wide = {"hidden_size": 32, "num_hidden_layers": 6}
     t5 = T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, pad_token_id=0)
@@ -96,16 +98,16 @@ def test_transformers_are_cut_where_the_runtime_does(name: str) -> None:
         plan = Plan(batch=BatchPlan(global_batch_size=BATCH), mesh={"stage": count})
         foreseen = stages_of(spec, plan).stage
         with _fake_world(0, count):
-            found = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: ((), batch))
-        assert found is not None
+            cuts = cut_stages(model, plan, Layout.of(model, Mesh(plan.mesh, 0)), lambda: ((), batch))
+        assert cuts is not None
         stage = {module.name: int(at) for module, at in zip(spec.modules, foreseen, strict=True)}
         first = [next(name for name in worked if stage[name] == at) for at in range(1, count)]
-        for mine, (unit, _) in zip(first, found.starts, strict=True):
-            assert mine == unit or mine.startswith(f"{unit}.")
+        for predicted, (unit, _) in zip(first, cuts.starts, strict=True):
+            assert predicted == unit or predicted.startswith(f"{unit}.")
 
 
 def test_a_container_is_no_stage() -> None:
-    """Where one layer has nearly all the work, what only contains it is not taken for a stage before it."""
+    """Where one layer has nearly all the work, a module that only contains it does not become a stage of its own."""
     features = nn.Sequential(
         nn.Conv2d(3, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(4), nn.Conv2d(64, 2, 1), nn.ReLU(), nn.MaxPool2d(2)
     )
@@ -117,7 +119,7 @@ def test_a_container_is_no_stage() -> None:
     for module, at in zip(spec.modules, foreseen.stage, strict=True):
         work[int(at)] += sum(op.flops_forward for op in module.ops)
     assert work[0] > 0.8 * sum(work)
-    assert foreseen.sent[0] == 4 * 64 * 32 * 32  # of the first layer, not of all
+    assert foreseen.sent[0] == 4 * 64 * 32 * 32  # the output of the first layer
     sent = [0.0, *foreseen.sent, 0.0]  # a rank between two others sends activations on and gradients back
     most = BATCH * max(sent[place] + sent[place + 1] for place in range(4))
     assert predict(spec, cluster(cpu(), (link(),)), plan).sent_nbytes_per_rank == pytest.approx(most, rel=1e-12)

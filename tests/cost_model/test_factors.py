@@ -22,7 +22,7 @@ def of_batch(size: int, sync: SyncPlan, ranks: int = 4) -> Plan:
 
 
 def test_bytes_are_those_of_the_formula_on_either_side_of_where_factors_pay() -> None:
-    """A layer of 512 x 512: 2 512 512 / 1024 = 512 rows are as many bytes as its gradient."""
+    """For a layer of 512 x 512, 2 * 512 * 512 / 1024 = 512 rows have as many bytes as its gradient."""
     few, many = (predict(mlp(512, 3), cluster(), of_batch(size, FACTORS)) for size in (508, 512))
     exact = predict(mlp(512, 3), cluster(), of_batch(512, SyncPlan()))
     assert few.sent_nbytes_per_rank == pytest.approx(3 * factors_sent_nbytes(127, 512, 512, 4))
@@ -52,13 +52,13 @@ class Words(nn.Module):
 
 
 def test_shapes_are_known_of_a_described_model() -> None:
-    """With a bias and without; not of a weight that an embedding has, too."""
+    """They are known with a bias and without, but not for a weight that an embedding shares."""
     spec = describe_model(
         Words(), (torch.zeros(4, 5, dtype=torch.int64),), {}, None, lambda out, _: out.sum(), samples=4
     )
     columns = model_table(spec)
-    found = by_factors(columns, of_batch(4, FACTORS), 4, ("replicate",), range(len(columns)))
-    shapes = {columns.names[one.module]: (one.rows, one.out_features, one.in_features) for one in found}
+    layers = by_factors(columns, of_batch(4, FACTORS), 4, ("replicate",), range(len(columns)))
+    shapes = {columns.names[layer.module]: (layer.rows, layer.out_features, layer.in_features) for layer in layers}
     assert shapes == {"up": (20.0, 96.0, 24.0), "down": (20.0, 24.0, 96.0)}
 
 
@@ -73,5 +73,5 @@ def test_zero_one_adam_sends_its_ways_every_so_many_updates() -> None:
         < predict(model, cluster(), plan(ranks=4, sync=SyncPlan(compress=often))).step_time_s.value
     )
     exact = predict(model, cluster(cpu()), plan(ranks=4)).memory
-    # bases, ways, and what one bit lost twice; buckets of gradients are no more
+    # base values, changes and two residuals of the one-bit codec; there are no gradient buckets
     assert done.memory.communication <= exact.communication + 4 * 4 * numel

@@ -1,4 +1,4 @@
-"""What crosses the cuts of networks that are no chains: to the byte what the runtime sends, between all stages."""
+"""What crosses the cuts of networks that are not chains: exactly the bytes that the runtime sends, for all stages."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from tutti.cost_model.work_division import division, recompute_regions
 
 
 class Twice(nn.Module):
-    """One layer called in the beginning and in the end, and an auxiliary output from the middle."""
+    """A model with one layer that is called at the beginning and the end, and an auxiliary output from the middle."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def one_block() -> Subject:
 
 
 def check(subject: Subject, plan: Plan) -> tuple[ModelSpec, np.ndarray]:  # type: ignore[type-arg]
-    """Compare what the description says of `plan` with the runtime's placement; returns what travels there."""
+    """Compare the description with the runtime's placement; return the description and the bytes that are sent."""
     torch.manual_seed(0)
     spec = spec_of(subject)
     placement = placed(subject.model(), plan, *inputs_of(subject))
@@ -85,16 +85,14 @@ def test_what_stages_send_is_what_the_runtime_sends(name: str, ranks: int, chunk
     stages, away = stages_of(spec, plan), np.arange(ranks * chunks) % ranks
     ways = np.where(away[:, None] != away, ways, 0.0)
     assert (stages.sent * BATCH + stages.fixed).tolist() == ways[0].sum(axis=1)[:-1].tolist()
-    each = ways[0].sum(axis=1) + ways[1].sum(axis=0)
+    by_stage = ways[0].sum(axis=1) + ways[1].sum(axis=0)
     by_rank = stages.by_rank[0] * BATCH + stages.by_rank[1]
-    assert by_rank.tolist() == [each[away == rank].sum() for rank in range(ranks)]
-    for (
-        _,
-        owner,
-    ) in stages.ties:  # a tied layer's gradients are summed by both of its ranks, here the first and the last
+    assert by_rank.tolist() == [by_stage[away == rank].sum() for rank in range(ranks)]
+    # a tied layer's gradients are summed by both of its ranks, here the first and the last
+    for _, owner in stages.ties:
         by_rank[[0, -1]] += spec.modules[owner].gradient_nbytes
-    own = predict(spec, cluster(cpu(), (link(),)), plan)
-    assert own.sent_nbytes_per_rank == pytest.approx(by_rank.max(), rel=1e-9)
+    prediction = predict(spec, cluster(cpu(), (link(),)), plan)
+    assert prediction.sent_nbytes_per_rank == pytest.approx(by_rank.max(), rel=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -123,20 +121,20 @@ def test_a_block_that_is_cut_inside_passes_its_residual_straight_on(ranks: int, 
 def test_rotations_biases_and_masks_of_transformers(name: str, ranks: int, cuts: tuple[str, ...]) -> None:
     pytest.importorskip("transformers")
     spec, _ = check(getattr(pretrained_shapes, name)(), plan_of(ranks, 1, cuts))
-    if name == "llama":  # cosines and sines, whatever the samples, to each later stage
+    if name == "llama":  # cosines and sines go to each later stage, whatever the number of samples
         assert stages_of(spec, plan_of(ranks)).fixed[0] == (ranks - 1) * 2 * 16 * 8 * 4
 
 
 def test_what_a_block_s_own_code_keeps_is_where_its_inputs_are() -> None:
-    """Of a block cut into norm1 | qkv, attention | out, norm2, mlp.0 | the rest, of 8 tokens of width 16."""
+    """The block is cut into norm1 | qkv, attention | out, norm2, mlp.0 | the rest, with 8 tokens of width 16."""
     plan = plan_of(2, 2, ("blocks.0.qkv", "blocks.0.out", "blocks.0.mlp.1"))
     spec, hidden, statistics = spec_of(one_block()), 8 * 16 * 4, 2 * 8 * 4
     stages, columns = stages_of(spec, plan), model_table(spec)
     keeps = kept(columns, division(spec, plan), (), half=False)
     held = kept_by_stage(columns, stages, keeps)
-    # qkv's input; queries, keys, values, what they give, and a number for each row of two heads' scores
+    # qkv's input; queries, keys, values and their result; two numbers for each row (one per head)
     assert held[1] == hidden + 4 * hidden + statistics
-    # a copy of what attention gave, as the input of out; norm2's input and statistics; the input of mlp.0
+    # a copy of attention's result, as input of out; norm2's input and statistics; the input of mlp.0
     assert held[2] == hidden + (hidden + statistics) + hidden
     assert held.sum() == keeps.always.sum() + hidden
     again = LayoutRule(modules="blocks.*", recompute=True)
@@ -147,7 +145,9 @@ def test_what_a_block_s_own_code_keeps_is_where_its_inputs_are() -> None:
 
 def test_without_flow_the_last_output_before_a_cut_is_sent() -> None:
     spec = spec_of(language.gpt())
-    bare = dataclasses.replace(spec, modules=tuple(dataclasses.replace(one, passes_on=()) for one in spec.modules))
+    bare = dataclasses.replace(
+        spec, modules=tuple(dataclasses.replace(module, passes_on=()) for module in spec.modules)
+    )
     assert stages_of(bare, plan_of(2)).sent.tolist() == stages_of(spec, plan_of(2)).sent.tolist()
 
 
@@ -155,7 +155,7 @@ def test_without_flow_the_last_output_before_a_cut_is_sent() -> None:
     ("kept", "copied"),
     [
         (("enter", "late.0", "late.2", "leave"), [0, 100, 100]),
-        (("late.0", "late.2", "leave"), [0, 0, 100]),  # the first counts it, also for others of its stage
+        (("late.0", "late.2", "leave"), [0, 0, 100]),  # the first counts it, also for others on its stage
         (("late.0",), [0, 0, 0]),
         ((), [0, 0, 0]),
     ],
@@ -165,7 +165,9 @@ def test_values_are_sent_once_to_each_later_stage_and_copied_where_they_are_kept
 ) -> None:
     spec = spec_of(twice())
     passing = ForwardedValues(nbytes=100.0, fixed_nbytes=8.0, to=("late.0", "late.2", "leave", ""), kept=kept)
-    modules = [dataclasses.replace(one, passes_on=(passing,) if one.name == "enter" else ()) for one in spec.modules]
+    modules = [
+        dataclasses.replace(module, passes_on=(passing,) if module.name == "enter" else ()) for module in spec.modules
+    ]
     made = dataclasses.replace(spec, modules=tuple(modules))
     stages = stages_of(made, plan_of(3, 1, ("late.0", "leave")))
     assert stages.sent.tolist() == [200.0, 0.0]
@@ -176,17 +178,19 @@ def test_values_are_sent_once_to_each_later_stage_and_copied_where_they_are_kept
 
 
 def test_what_is_made_of_something_kept_elsewhere_is_no_copy_on_its_own_stage() -> None:
-    """A view of what came from another stage, say: the value that came is the copy."""
+    """For example, a view of a value from another stage: the received value is already the copy."""
     spec = spec_of(twice())
     view = ForwardedValues(nbytes=100.0, to=("leave",), kept=("enter", "late.2"))
-    modules = [dataclasses.replace(one, passes_on=(view,) if one.name == "late.0" else ()) for one in spec.modules]
+    modules = [
+        dataclasses.replace(module, passes_on=(view,) if module.name == "late.0" else ()) for module in spec.modules
+    ]
     made = dataclasses.replace(spec, modules=tuple(modules))
     stages = stages_of(made, plan_of(3, 1, ("late.0", "leave")))
     assert arrived(model_table(made), stages, kept_of(made, again=())).tolist() == [0, 0, 0]
 
 
 def kept_of(spec: ModelSpec, again: tuple[str, ...]) -> Kept:
-    """What `spec` keeps where the modules `again` are recomputed."""
+    """Return what `spec` saves for backward where the modules `again` are recomputed."""
     columns = model_table(spec)
-    found = kept(columns, division(spec, plan_of(1)), (), half=False)
-    return dataclasses.replace(found, again=np.array([name in again for name in columns.names]))
+    saved = kept(columns, division(spec, plan_of(1)), (), half=False)
+    return dataclasses.replace(saved, again=np.array([name in again for name in columns.names]))

@@ -1,4 +1,4 @@
-"""What ranks of a pipeline do beside the model's own work: they follow its code on shapes, to know what goes where."""
+"""Work of pipeline ranks beside the model's own: they follow its code on shapes, to know where each part belongs."""
 
 import dataclasses
 
@@ -17,12 +17,12 @@ def staged(stages: int) -> Plan:
 
 
 def chain(kind: str) -> ModelSpec:
-    """Four blocks with code of their own, two calls each, around two layers."""
+    """Return four blocks with code of their own, of two calls each, around two layers."""
     modules = [ModuleSpec(name="", kind=kind)]
     for index in range(4):
-        own = OpCost(kind="elementwise", flops_forward=1.0, flops_backward=1.0, nbytes_forward=8.0, nbytes_backward=8.0,
-                     calls=2)  # fmt: skip
-        modules.append(ModuleSpec(name=f"{index}", kind="Block", ops=(own,), output_nbytes=64.0, block=index))
+        code_cost = OpCost(kind="elementwise", flops_forward=1.0, flops_backward=1.0, nbytes_forward=8.0,
+                           nbytes_backward=8.0, calls=2)  # fmt: skip
+        modules.append(ModuleSpec(name=f"{index}", kind="Block", ops=(code_cost,), output_nbytes=64.0, block=index))
         modules += [part(f"{index}.{name}", flops=1e6, output_nbytes=64.0, block=index) for name in ("up", "down")]
     return ModelSpec(name="chain", modules=tuple(modules), optimizer="SGD", dtype="float32")
 
@@ -31,8 +31,10 @@ def chain(kind: str) -> ModelSpec:
     ("Model", 2, (4, 0.0)), ("Sequential", 2, (0, 0.0)), ("Model", 8, (8, 8.0)), ("Sequential", 8, (8, 8.0)),
 ])  # fmt: skip
 def test_every_rank_follows_the_code_between_units(kind: str, stages: int, followed: tuple[int, float]) -> None:
-    """Whole blocks are called by the model; of blocks taken apart their own code is followed. Torch's own Sequential
-    decides nothing, so what it calls is followed once and for all."""
+    """The model's code calls whole blocks. Where blocks are cut inside, their own code is followed.
+
+    Torch's Sequential makes no decisions, so its calls are followed only once.
+    """
     model = chain(kind)
     assert stages_of(model, staged(stages)).followed == followed
     cuts = tuple(f"{index // 2}.{('up', 'down')[index % 2]}" for index in range(1, stages)) if stages == 8 else ("2",)

@@ -1,4 +1,4 @@
-"""Where the groups of a mesh lie, and who shares which link."""
+"""Where the groups of a mesh lie, and which of them share a link."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ def test_the_mesh_order_says_which_axis_stays_within_a_host() -> None:
 
 
 def test_groups_that_straddle_hosts_count_where_they_meet() -> None:
-    # 3 ranks a group on hosts of 4: groups 1 and 2 straddle, and meet none on the first host's connection but one
+    # with 3 ranks per group on hosts of 4, groups 1 and 2 straddle hosts; at most two of them share a connection
     span = span_of((("replicate", 4), ("split", 3)), ("split",), ((3, 4),))
     assert (span.ranks, span.hosts, span.per_host, span.sharing_groups) == (3, 2, 3, 2)
 
@@ -76,11 +76,13 @@ def test_cards_take_the_quickest_way_and_gloo_the_ring() -> None:
     ],
 )
 def test_what_exchanges_take_of_a_ranks_cores(core_ns: float | None, ranks: int, share: float) -> None:
-    """4 ns a byte at 0.125 GB/s are half a core: an eighth of the four that a rank alone on its host has. Where ranks
-    share both the cores and the connection, the part is the same. In latencies nobody computes; what is assumed is of
-    all of the time."""
-    each = None if core_ns is None else core_ns * 1e-9
-    machine = cluster(count=2, links=(link("node"), link("network", 1e-3, 1.25e8, core_s_per_nbyte=each)))
+    """4 ns per byte at 0.125 GB/s take half a core: an eighth of the four cores of a rank that is alone on its host.
+
+    Where ranks share both the cores and the connection, the fraction is the same. Latencies take no core. An assumed
+    fraction applies to the whole time.
+    """
+    core_s = None if core_ns is None else core_ns * 1e-9
+    machine = cluster(count=2, links=(link("node"), link("network", 1e-3, 1.25e8, core_s_per_nbyte=core_s)))
     host_groups = place_ranks(machine, ranks)
     inside = {"replicate": 2, "split": ranks // 2}
     plan = meshed(64, mesh=inside if ranks > 2 else {"replicate": 2})
@@ -90,7 +92,7 @@ def test_what_exchanges_take_of_a_ranks_cores(core_ns: float | None, ranks: int,
 
 
 def test_of_a_core_that_hosts_take_turns_on_a_rank_has_its_part() -> None:
-    """4 ns of a core for a byte, of which a rank has four, or two where two hosts take turns on each."""
+    """A byte takes 4 ns of a core. A rank has four cores, or two where two hosts take turns on each core."""
     machine = cluster(count=2, links=(link("network", 1e-3, 1.25e8, core_s_per_nbyte=4e-9),))
     taken = []
     for turns in (1.0, 2.0):
@@ -138,7 +140,7 @@ def test_cards_exchange_beside_their_work() -> None:
 
 
 def test_gradients_of_hosts_with_several_cpu_ranks_are_summed_in_two_tiers() -> None:
-    """As in `collectives.tiered_sum`: a host sends what a rank of a ring of hosts sends, however many ranks it has."""
+    """As in comm/hierarchical.py, a host sends as much as one rank in a ring of hosts, however many ranks it has."""
     links = (link("node", 1e-5, 1e9), link("network", 1e-3, 1e8))
     hosts = cluster(count=2, links=links)
     four = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"replicate": 4})).group("replicate")
@@ -148,14 +150,16 @@ def test_gradients_of_hosts_with_several_cpu_ranks_are_summed_in_two_tiers() -> 
     assert four.summed(0) == 0
     two = network(hosts, place_ranks(hosts, 2), meshed(64, mesh={"replicate": 2})).group("replicate")
     assert two.summed(1e6) == two.all_reduce(1e6) == pytest.approx(2 * 1e-3 + 1e6 / 1e8)
-    # two groups of one rank a host each: nothing to sum inside, and they share the connection
+    # two groups with one rank per host: nothing to reduce inside a host, and they share the connection
     crossed = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"replicate": 2, "split": 2})).group("replicate")
     assert crossed.summed(1e6) == crossed.all_reduce(1e6) == pytest.approx(2 * 1e-3 + 1e6 / 0.5e8)
 
 
 def test_what_sharding_divides_crosses_to_each_host_of_several_cpu_ranks_once() -> None:
-    """As in `collectives.tiered_desk`: of 1 MB a host of two gets half from the other, and half of that a rank reads
-    from its neighbour. Other gathers are rings over all ranks."""
+    """As in comm/hierarchical.py, a host of two ranks gets half of 1 MB from the other host.
+
+    A rank reads half of that from its neighbour. Other gathers are rings over all ranks.
+    """
     hosts = cluster(count=2, links=(link("node", 1e-5, 1e9), link("network", 1e-3, 1e8)))
     four = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"shard": 4})).group("shard")
     assert four.divided(1e6) == pytest.approx(1e-5 + 0.5e6 / 1e9 + 1e-3 + 0.5e6 / 1e8)
@@ -166,7 +170,7 @@ def test_what_sharding_divides_crosses_to_each_host_of_several_cpu_ranks_once() 
 
 
 def test_a_stage_with_more_to_send_has_the_connection_alone_once_the_others_are_done() -> None:
-    """Two stages in each of two hosts, 1 and 3 MB: both at half the rate until 2 MB have gone, then the rest of 2."""
+    """Two stages on each of two hosts send 1 and 3 MB: at half the rate until 2 MB are sent, the rest at full rate."""
     hosts = cluster(count=2, links=(link("node", 1e-5, 1e9), link("network", 1e-3, 1e8)))
     crossed = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"replicate": 2, "stage": 2}))
     uneven = [crossed.of_stage(stage, (1e6, 3e6)).group("replicate") for stage in range(2)]
@@ -174,26 +178,28 @@ def test_a_stage_with_more_to_send_has_the_connection_alone_once_the_others_are_
     assert uneven[1].all_reduce(3e6) == pytest.approx(2 * 1e-3 + 4e6 / 1e8)
     assert all(crossed.of_stage(stage, (3e6, 3e6)) is crossed for stage in range(2))
     assert crossed.of_stage(0, (0.0, 3e6)).group("replicate").all_reduce(0) == 0
-    # stages on hosts of their own have nobody to wait for
+    # stages on hosts of their own share no connection
     apart = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"stage": 2, "replicate": 2}))
     assert apart.of_stage(1, (1e6, 3e6)) is apart
     small, large = (part(name, flops=1.0, parameters=count) for name, count in (("small", 10**6), ("large", 3 * 10**6)))
     done = predict(ModelSpec(name="m", modules=(small, large)), hosts, meshed(64, 2, mesh={"replicate": 2, "stage": 2}))
-    # gradients of 2 bytes: 0.08 s, 9 ms of latencies and copies; 0.12 if the larger stage never had more than half
+    # gradients of 2 bytes take 0.08 s and 9 ms of latencies and copies; with half the rate throughout, 0.12 s
     assert done.phases["exposed_communication"] == pytest.approx(8e6 / 1e8, rel=0.15)
 
 
 def test_all_to_all_waits_for_the_connection() -> None:
     spread = net({"expert": 32}).group("expert")
-    # of 32 MB each rank sends 24 away from its host, over a connection that 8 ranks share
+    # each rank sends 24 of its 32 MB to other hosts, over a connection that 8 ranks share
     assert spread.all_to_all(32e6) == pytest.approx(31 * 5e-6 + 8 * 24e6 / 2.5e10)
     within = net({"expert": 8}).group("expert")
     assert within.all_to_all(32e6) == pytest.approx(7 * 1e-6 + 28e6 / 3e11)
 
 
 def test_dims_of_a_grid_have_links_of_their_own() -> None:
-    """Two hosts of two: of a grid of 2 x 2 both columns cross at once and rows stay inside; of a row of four only the
-    middle crosses, while those inside send to one neighbour there."""
+    """There are two hosts of two ranks. In a grid of 2 x 2, both columns cross between hosts at once and rows do not.
+
+    In a row of four, only the middle crosses; the ranks inside meanwhile send to one neighbour on their host.
+    """
     hosts = cluster(count=2, links=(link("node", 1e-5, 1e9), link("network", 1e-3, 1e8)))
     along = network(hosts, place_ranks(hosts, 4), meshed(64, mesh={"space": 4})).along_grid
     assert along((2, 2), 0).to_neighbours(1e6) == pytest.approx(1e-3 + 2 * 1e6 / 1e8)
@@ -208,8 +214,8 @@ def test_dims_of_a_grid_have_links_of_their_own() -> None:
 
 def test_neighbours_on_a_host_do_not_use_the_network() -> None:
     links = net({"stage": 4, "replicate": 4}).neighbours("stage")
-    # four ranks a stage, two stages a host; the last stage's neighbour is the first
-    assert [one.latency_s for one in links] == [1e-6, 5e-6, 1e-6, 5e-6]
+    # four ranks per stage, two stages per host; the last stage's neighbour is the first
+    assert [link.latency_s for link in links] == [1e-6, 5e-6, 1e-6, 5e-6]
     assert links[1].bandwidth_bytes_per_s == 2.5e10 / 4
 
 
@@ -238,8 +244,10 @@ def test_more_bandwidth_is_never_slower_and_bytes_never_quicker(degrees: Any, nb
 
 @pytest.mark.parametrize("hidden", [True, False])
 def test_where_hosts_take_turns_less_of_an_exchange_is_hidden(hidden: bool) -> None:
-    """The more hosts take turns on a core, the longer a link of some speed is waited for; one that costs no time never
-    is. (Switching costs the same for any number above one.)"""
+    """The more hosts take turns on a core, the longer ranks wait for a link of a given speed.
+
+    For a link that takes no time they never wait. (Switching costs the same for any number of hosts above one.)
+    """
     slow = link("network", 1e-4, 1.5e7, core_s_per_nbyte=0.0)
     machine = cluster(count=2, links=(slow if hidden else link("network", 0.0, 1e18),))
     copies = replace(meshed(2048, mesh={"replicate": 2}), sync=SyncPlan(bucket_nbytes=2**20))

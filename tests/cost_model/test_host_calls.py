@@ -1,4 +1,4 @@
-"""A GPU computes while its host makes the calls: a module takes the longer of both, on a CPU their sum."""
+"""A GPU computes while its host makes the calls: a module takes the longer time of both, on a CPU their sum."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def test_small_work_takes_as_long_as_its_calls() -> None:
 
 def test_large_work_hides_its_calls() -> None:
     few, more = (forward(4096, kernel_overhead_s=overhead).seconds for overhead in (1e-6, 6e-6))
-    assert np.allclose(few, more, atol=1e-4)  # but for the table of positions, whose work does not grow
+    assert np.allclose(few, more, atol=1e-4)  # the table of positions differs, whose work does not grow
 
 
 def test_cheaper_calls_never_predict_slower() -> None:

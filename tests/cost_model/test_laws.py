@@ -1,4 +1,4 @@
-"""Laws of every prediction, for every architecture, on clusters drawn at random: uniform and mixed, fast and slow."""
+"""Laws of every prediction, for every architecture, on random clusters: uniform and mixed, fast and slow."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,11 +26,11 @@ SMALL = {
     "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "seq_len": 512, "vocab": 512, "experts": 4, "image": 32,
     "rows": 1000, "dims": 3, "depth": 18,
 }  # fmt: skip
-"""Sizes for whichever architecture has them."""
+"""Sizes for the architectures; each takes those that it has."""
 
 AXES = ("replicate", "shard", "split", "stage", "context")
 OWN_AXIS = {"moe": "expert", "dlrm": "table", "unet": "space", "resnet": "space"}
-"""Axes that only some architectures have; theirs is in every other plan, or it would be drawn too rarely to be seen."""
+"""Axes that only some architectures have. Every other plan of theirs uses the axis, which random plans seldom would."""
 
 NAMES = sorted(ARCHITECTURES)
 
@@ -67,7 +67,7 @@ def clusters(draw: st.DrawFn) -> ClusterSpec:
 
 
 OWN: tuple[tuple[LinkTier, ...], ...] = ((), (), ("network",), ("node", "network"))
-"""Which links hosts have of their own; most often none."""
+"""Links that hosts have of their own; most often none."""
 
 
 def wires(draw: st.DrawFn, tiers: tuple[LinkTier, ...]) -> Iterator[LinkSpec]:
@@ -78,13 +78,13 @@ def wires(draw: st.DrawFn, tiers: tuple[LinkTier, ...]) -> Iterator[LinkSpec]:
 
 
 def powers(low: float, high: float) -> st.SearchStrategy[float]:
-    """Numbers between two powers of ten, each order of magnitude as often."""
+    """Draw numbers between two powers of ten, with each order of magnitude equally likely."""
     return st.floats(low, high).map(lambda power: 10.0**power)
 
 
 @st.composite
 def hosts(draw: st.DrawFn) -> ClusterSpec:
-    """Processors of one kind, as a probe measures them: what links take of their cores, and some latency."""
+    """Draw hosts of one kind as a probe measures them, with latencies and with links that take core time."""
     device = cpu(cores=draw(st.sampled_from([1, 2, 4, 8])), kernel_overhead_s=draw(st.sampled_from([0.0, 1e-6])))
     nodes = (NodeSpec(name="n", device="d", count=draw(st.integers(2, 6)), memory_nbytes=2**38),)
     links = tuple(
@@ -96,8 +96,8 @@ def hosts(draw: st.DrawFn) -> ClusterSpec:
 
 @st.composite
 def plans(draw: st.DrawFn, name: str, precisions: tuple[Precision, ...] = ("full", "bfloat16")) -> Plan:
-    own = [OWN_AXIS[name]] if name in OWN_AXIS and draw(st.booleans()) else []
-    axes = own + draw(st.lists(st.sampled_from(AXES), min_size=1, max_size=3 - len(own), unique=True))
+    special = [OWN_AXIS[name]] if name in OWN_AXIS and draw(st.booleans()) else []
+    axes = special + draw(st.lists(st.sampled_from(AXES), min_size=1, max_size=3 - len(special), unique=True))
     axes = draw(st.permutations(axes))
     microbatches = draw(st.sampled_from([1, 2, 4]))
     schedule: Any = draw(st.sampled_from(["1f1b", "gpipe", "zero-bubble"]))
@@ -115,7 +115,7 @@ def plans(draw: st.DrawFn, name: str, precisions: tuple[Precision, ...] = ("full
 def predicted(name: str, machines: ClusterSpec, plan: Plan) -> Prediction:
     try:
         return predict(model_of(name), machines, plan)
-    except PlanError:  # not a case: this mesh or these ranks cannot be had
+    except PlanError:  # not a case: this mesh is impossible
         assume(False)
         raise
 
@@ -139,30 +139,30 @@ def test_laws_hold_where_processors_exchange_beside_their_work(
 
 
 def obeys(name: str, machines: ClusterSpec, plan: Plan, more: float) -> None:
-    found = predicted(name, machines, plan)
-    step = found.step_time_s.value
-    # the breakdown is the step, and one device is silent
-    assert sum(found.phases.values()) == pytest.approx(step)
-    assert all(seconds >= 0 for seconds in found.phases.values())
-    assert found.step_time_s.low <= step <= found.step_time_s.high
+    prediction = predicted(name, machines, plan)
+    step = prediction.step_time_s.value
+    # phases add up to the step, and a single device sends nothing
+    assert sum(prediction.phases.values()) == pytest.approx(step)
+    assert all(seconds >= 0 for seconds in prediction.phases.values())
+    assert prediction.step_time_s.low <= step <= prediction.step_time_s.high
     if plan.world_size == 1:
-        assert found.phases["exposed_communication"] == found.sent_nbytes_per_rank == 0
+        assert prediction.phases["exposed_communication"] == prediction.sent_nbytes_per_rank == 0
     # better machines are never slower
     better = {
         "speed": with_speed(machines, more),
-        "latency": machines.relinked(lambda one: dataclasses.replace(one, latency_s=one.latency_s / more)),
-        "memory": with_memory(machines, more * max(one.memory_nbytes for one in machines.devices.values())),
+        "latency": machines.relinked(lambda spec: dataclasses.replace(spec, latency_s=spec.latency_s / more)),
+        "memory": with_memory(machines, more * max(device.memory_nbytes for device in machines.devices.values())),
     }
-    for one in machines.every_link:  # each kind of hosts' for itself
-        better[f"{one.tier} of {one}"] = machines.relinked(
-            lambda own, one=one: scale_bandwidth(own, more) if own is one else own
+    for host_link in machines.every_link:  # the links of each kind of host separately
+        better[f"{host_link.tier} of {host_link}"] = machines.relinked(
+            lambda spec, changed_link=host_link: scale_bandwidth(spec, more) if spec is changed_link else spec
         )
-    best = max(one.bandwidth_bytes_per_s for one in machines.every_link)
+    best = max(link.bandwidth_bytes_per_s for link in machines.every_link)
     for tier in ("node", "network"):
         better[tier] = with_bandwidth(machines, tier, best * more)
     for what, changed in better.items():
         assert predict(model_of(name), changed, plan).step_time_s.value <= step * (1 + 1e-9), what
-    if found.fits:
+    if prediction.fits:
         assert predict(model_of(name), better["memory"], plan).fits
 
 
@@ -170,17 +170,17 @@ def obeys(name: str, machines: ClusterSpec, plan: Plan, more: float) -> None:
 @settings(deadline=None, max_examples=8)
 @given(data=st.data(), machines=clusters())
 def test_equal_nodes_may_change_places(name: str, data: st.DataObject, machines: ClusterSpec) -> None:
-    """Each kind of node told apart into single ones with names of their own, in any order among their like."""
+    """Each kind of node is listed as single nodes with names of their own, in any order within the kind."""
     plan = data.draw(plans(name))
-    found = predicted(name, machines, plan)
+    prediction = predicted(name, machines, plan)
     apart = []
     for node in machines.nodes:
         names = data.draw(st.permutations([f"{node.name}-{at}" for at in range(node.count)]))
-        apart += [dataclasses.replace(node, name=each, count=1) for each in names]
+        apart += [dataclasses.replace(node, name=node_name, count=1) for node_name in names]
     other = predict(model_of(name), dataclasses.replace(machines, nodes=tuple(apart)), plan)
-    assert other.step_time_s.value == pytest.approx(found.step_time_s.value)
-    assert other.memory == found.memory
-    assert other.sent_nbytes_per_rank == pytest.approx(found.sent_nbytes_per_rank)
+    assert other.step_time_s.value == pytest.approx(prediction.step_time_s.value)
+    assert other.memory == prediction.memory
+    assert other.sent_nbytes_per_rank == pytest.approx(prediction.sent_nbytes_per_rank)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -188,12 +188,12 @@ def test_equal_nodes_may_change_places(name: str, data: st.DataObject, machines:
 @given(data=st.data(), machines=clusters())
 def test_hosts_that_a_plan_leaves_idle_cost_it_nothing(name: str, data: st.DataObject, machines: ClusterSpec) -> None:
     plan = data.draw(plans(name))
-    found = predicted(name, machines, plan)
+    prediction = predicted(name, machines, plan)
     slow = tuple(link(tier, 1.0, 1.0) for tier in ("node", "network"))
     idle = gpu(name="idle", peak_flops_per_s={"float32": 1.0, "bfloat16": 1.0})
     node = NodeSpec(name="idle", device="idle", devices_per_node=2, memory_nbytes=1, links=slow)
     more = dataclasses.replace(machines, devices={**machines.devices, "idle": idle}, nodes=(*machines.nodes, node))
-    assert predict(model_of(name), more, plan) == found
+    assert predict(model_of(name), more, plan) == prediction
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -204,9 +204,9 @@ def test_links_of_a_hosts_own_are_as_good_as_the_clusters(
 ) -> None:
     plan, bare = data.draw(plans(name)), tuple(dataclasses.replace(node, links=()) for node in machines.nodes)
     shared = dataclasses.replace(machines, nodes=bare)
-    own = tuple(dataclasses.replace(node, links=machines.links) for node in bare)
-    found = predicted(name, shared, plan)
-    assert predict(model_of(name), dataclasses.replace(machines, nodes=own, links=()), plan) == found
+    with_links = tuple(dataclasses.replace(node, links=machines.links) for node in bare)
+    prediction = predicted(name, shared, plan)
+    assert predict(model_of(name), dataclasses.replace(machines, nodes=with_links, links=()), plan) == prediction
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -215,32 +215,32 @@ def test_links_of_a_hosts_own_are_as_good_as_the_clusters(
 def test_a_step_is_as_long_as_that_of_the_rank_which_ends_last(
     name: str, data: st.DataObject, machines: ClusterSpec
 ) -> None:
-    """With all that it exchanges: a rank that computes less may hide less."""
+    """Each rank counts with its own communication, because a rank that computes less may hide less of it."""
     plan = data.draw(plans(name))
     shares = data.draw(
         st.lists(st.floats(0.3, 3), min_size=plan.data_parallel_degree, max_size=plan.data_parallel_degree)
     )
     plan = dataclasses.replace(plan, shares=tuple(shares))
-    found = predicted(name, machines, plan)
-    assert found.step_time_s.value == pytest.approx(max(ends_of(model_of(name), machines, plan)), rel=1e-9)
+    prediction = predicted(name, machines, plan)
+    assert prediction.step_time_s.value == pytest.approx(max(ends_of(model_of(name), machines, plan)), rel=1e-9)
 
 
 def ends_of(model: ModelSpec, machines: ClusterSpec, plan: Plan) -> list[float]:
-    """When the different ranks of a plan end a step, each with its own exchanges."""
-    step, found = worked_out(model, machines, plan), []
+    """Return when the different ranks of a plan end a step, each with its own communication."""
+    step, ends_s = worked_out(model, machines, plan), []
     for replica in step.replicas:
         for work in replica_work(step.setting, replica):
             exposed_s = slowest_of(step.setting, [work]).sync.exchange.exposed_s
             waits_s = exposed_s + wait_s(step.setting, work, exposed_s) + loss_s(step.setting)
-            found.append(work.total_s + waits_s + overhead_s(step.setting, work))
-    return found
+            ends_s.append(work.total_s + waits_s + overhead_s(step.setting, work))
+    return ends_s
 
 
 def test_a_rank_that_computes_less_may_end_last_because_it_hides_less() -> None:
-    """One replica takes its time for its passes, the other for its update, and sums take as long as a pass."""
+    """One replica spends its time on its passes, the other on its update, and reductions take as long as a pass."""
     computes, updates = (gpu(name=name, peak_flops_per_s={"float32": rate}, memory_bandwidth_bytes_per_s=memory)
                          for name, rate, memory in (("computes", 1.2e10, 1e12), ("updates", 1e14, 2e9)))  # fmt: skip
-    nodes = tuple(NodeSpec(name=one.name, device=one.name, memory_nbytes=2**36) for one in (computes, updates))
+    nodes = tuple(NodeSpec(name=device.name, device=device.name, memory_nbytes=2**36) for device in (computes, updates))
     machines = ClusterSpec(name="two", devices={"computes": computes, "updates": updates}, nodes=nodes,
                            links=(link("network", 1e-6, 4e8),))  # fmt: skip
     plan = Plan(batch=BatchPlan(global_batch_size=128), mesh={"replicate": 2}, sync=SyncPlan(bucket_nbytes=2**20))
@@ -253,7 +253,10 @@ def test_a_rank_that_computes_less_may_end_last_because_it_hides_less() -> None:
 
 
 def test_a_line_is_as_slow_as_the_slower_of_its_seats_with_its_update() -> None:
-    """Over two kinds of cards, whose passes take about as long and whose memory does not, in more and less speed."""
+    """There are two kinds of cards with passes of about the same length and very different memory bandwidth.
+
+    All of them get faster by several factors.
+    """
     slow, quick = (gpu(name=name, peak_flops_per_s={"float32": rate}, memory_bandwidth_bytes_per_s=memory)
                    for name, rate, memory in (("slow", 1e12, 1.3e12), ("quick", 1.2e14, 4.2e12)))  # fmt: skip
     nodes = tuple(

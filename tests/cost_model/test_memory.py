@@ -1,4 +1,4 @@
-"""Memory of a rank: what holds it, and how it moves with batch, microbatches, precision and recompute."""
+"""Memory of a rank: what it consists of, and how it changes with batch, microbatches, precision and recompute."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def test_parts_by_hand() -> None:
     assert held.parameters == held.gradients == parameters
     assert held.optimizer == 2 * parameters
     assert held.buffers == 7
-    # 48 samples a slice, 24 on each rank: inputs kept, and the gradient of the largest output.
+    # 48 samples per microbatch, 24 on each rank: saved inputs, and the gradient of the largest output.
     assert held.activations == 24 * (4 * 100 + 4 * 50 + 4 * 50)
     assert held.communication == parameters  # one bucket holds all gradients
     assert held.reserve == cost_constants.RESERVE_NBYTES["cpu"]
@@ -36,18 +36,17 @@ def test_parts_by_hand() -> None:
 def test_what_the_script_holds_is_on_every_rank_of_a_host_and_on_no_gpu() -> None:
     model = ModelSpec(name="m", modules=(linear("a", 100, 50),), optimizer="SGD", script_nbytes=5e8)
     without = replace(model, script_nbytes=0.0)
-    on_host = [memory(one, plan(batch=8, ranks=2)) for one in (model, without)]
+    on_host = [memory(spec, plan(batch=8, ranks=2)) for spec in (model, without)]
     assert (on_host[0].script, on_host[1].script) == (5e8, 0.0)
     assert on_host[0].total == on_host[1].total + 5e8
-    on_gpu = [predict(one, cluster(gpu()), plan(batch=8)).memory for one in (model, without)]
+    on_gpu = [predict(spec, cluster(gpu()), plan(batch=8)).memory for spec in (model, without)]
     assert on_gpu[0] == on_gpu[1]
-    notes = [predict(one, cluster(), plan(batch=8)).notes for one in (model, without)]
+    notes = [predict(spec, cluster(), plan(batch=8)).notes for spec in (model, without)]
     assert ["the script's own libraries and data" in " ".join(of) for of in notes] == [True, False]
 
 
 def test_the_update_of_a_large_parameter_may_be_the_peak() -> None:
-    """Operators make a tensor of a parameter's size for a moment, when activations are gone; Adam's fused kernels and
-    SGD make none."""
+    """Operators briefly allocate a parameter-sized tensor when activations are gone. Fused Adam and SGD do not."""
     layers = (linear("a", 100, 50), linear("b", 50, 10))
     model = ModelSpec(name="m", modules=layers, optimizer="NAdam")
     parameters, largest = 4 * (100 * 50 + 50 * 10), 4 * 100 * 50
@@ -108,7 +107,7 @@ def recomputing(*rules: tuple[str, bool]) -> Plan:
 
 def test_recomputed_blocks_keep_their_inputs_and_one_block_whole() -> None:
     model = blocks()
-    inside = 8.0 + 40.0 + 160.0  # a block's own, and the inputs of its two products
+    inside = 8.0 + 40.0 + 160.0  # the block's own, and the inputs of its two products
     transient = 160.0
     plain = activation_nbytes(model, (), half=False)
     assert plain == 3 * inside + transient
@@ -141,7 +140,7 @@ def test_recompute_trades_time_for_memory() -> None:
     assert after.memory.total < before.memory.total
     assert after.phases["backward"] == pytest.approx(before.phases["backward"] + before.phases["forward"])
     assert after.phases["forward"] == before.phases["forward"]
-    assert after.model_flops_per_s < before.model_flops_per_s  # recomputed work is no model FLOPs
+    assert after.model_flops_per_s < before.model_flops_per_s  # recomputed work does not count as model FLOPs
 
 
 def test_ranks_of_a_cpu_host_share_its_memory() -> None:

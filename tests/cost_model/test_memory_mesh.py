@@ -65,7 +65,8 @@ def test_zero_divides_the_sixteen_bytes_of_a_parameter(d: int) -> None:
         return (held.parameters + held.gradients + held.optimizer) / parameters
 
     assert states(1) == pytest.approx(2 + 2 + 12 / d)
-    assert states(2) == pytest.approx(2 + 2 / d + 2 / d + 12 / d)  # whole from forward to backward, and its part
+    # whole from forward to backward, plus the rank's part
+    assert states(2) == pytest.approx(2 + 2 / d + 2 / d + 12 / d)
     assert states(3) == pytest.approx((2 + 2 + 12) / d)
     assert (memory(model).parameters + memory(model).gradients + memory(model).optimizer) / parameters == 16
 
@@ -97,7 +98,7 @@ def test_offload_leaves_the_device_what_is_computed_with() -> None:
 
 @pytest.mark.parametrize(("name", "times", "messages"), [("1f1b", 4, 1), ("gpipe", 8, 2)])
 def test_the_first_stage_holds_as_many_microbatches_as_the_schedule_says(name: Any, times: int, messages: int) -> None:
-    """And the gradient that has come for the next action, of gpipe that of the one after it too."""
+    """It also holds the gradient that has arrived for the next action; with GPipe, also that for the one after."""
     model = transformer(8, s=S, h=H, a=A)
     done = predict(model, machines(), meshed(8, 8, {"stage": 4}, pipeline=PipelinePlan(schedule=name)))
     two_layers = 2 * SH * (34 + 5 * A * S / H)
@@ -111,7 +112,7 @@ def test_stages_hold_their_own_layers_and_tied_weights_twice() -> None:
     assert quarter.optimizer == 12 * plain.parameters / 4
     both = [memory(tied, 8, 8, {"stage": 2}, pipeline=PipelinePlan(cuts=(f"blocks.{at}",))).optimizer for at in (3, 5)]
     ends = 16 * H
-    assert both == [12 * (5 * 12 * H * H + ends)] * 2  # whichever stage is larger, its end is there
+    assert both == [12 * (5 * 12 * H * H + ends)] * 2  # the larger stage has an end in both cases
 
 
 @settings(deadline=None, max_examples=60)
@@ -127,6 +128,6 @@ def test_no_axis_makes_a_rank_hold_more_state_or_activations(axis: Any, degree: 
     held = memory(model, 16, microbatches, {axis: degree}, pipeline=pipeline)
     assert held.parameters <= uncontended.parameters
     assert held.optimizer <= uncontended.optimizer
-    messages = 2 * 2 * SH * 16 / microbatches if axis == "stage" else 0.0  # one that is used, one that has come
+    messages = 2 * 2 * SH * 16 / microbatches if axis == "stage" else 0.0  # one in use, one that has arrived
     most = max(uncontended.activations, min(microbatches, degree) * uncontended.activations / degree + 1)
     assert held.activations <= most + messages

@@ -1,4 +1,4 @@
-"""What every prediction over a mesh obeys, and the bytes of every axis by hand."""
+"""Laws of every prediction over a mesh, and the bytes of every axis by hand."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ def _plan(axes: Any, degrees: Any, microbatches: int, level: Any, name: Any, aga
 def predicted(plan: Plan, machine: ClusterSpec | None = None) -> Prediction:
     try:
         return predict(MODEL, machine or machines(hosts=8, per_host=8), plan)
-    except PlanError:  # axes that do not go together: test_what_cannot_run_is_refused
+    except PlanError:  # axes that exclude each other (test_what_cannot_run_is_refused)
         assume(False)
         raise
 
@@ -96,8 +96,8 @@ def sent(model: ModelSpec, microbatches: int = 1, batch: int = 8, mesh: Any = No
 
 @pytest.mark.parametrize("t", [2, 4])
 def test_split_sends_shoeybis_bytes(t: int) -> None:
-    # 8 b s h (t - 1) / t values a layer and microbatch, half as much again where the layer is recomputed: of the two
-    # sums that forward repeats the second is not, because nothing comes after it
+    # 8 b s h (t - 1) / t values per layer and microbatch. Recompute adds a quarter: of the two reductions in forward,
+    # the second is not repeated, because nothing comes after it
     values = 8 * 8 * S * H * (t - 1) / t
     assert sent(MODEL, mesh={"split": t}) == pytest.approx(8 * 2 * values)
     again = (LayoutRule(modules="blocks.*", recompute=True),)
@@ -105,17 +105,17 @@ def test_split_sends_shoeybis_bytes(t: int) -> None:
 
 
 def test_the_gradient_of_the_batch_is_not_summed_over_split() -> None:
-    """A first layer's backward has as many FLOPs as its forward: nothing before it wants its input's gradient."""
+    """A first layer's backward has as many FLOPs as its forward, because nothing needs the gradient of its input."""
     layer = part("layer", flops=1e3, parameters=100, input_nbytes=8.0, output_nbytes=8.0, split="column")
     first = dataclasses.replace(layer, ops=(dataclasses.replace(layer.ops[0], flops_backward=1e3),))
-    frozen = dataclasses.replace(first, gradient_nbytes=0)  # as many FLOPs, for its input's gradient
+    frozen = dataclasses.replace(first, gradient_nbytes=0)  # as many FLOPs, but for the gradient of its input
     expected = {layer: 2 * (2 - 1) / 2 * 8 * 8.0, first: 0.0, frozen: 2 * (2 - 1) / 2 * 8 * 8.0}
     for module, nbytes in expected.items():
         assert sent(ModelSpec(name="m", modules=(module,), dtype="bfloat16"), mesh={"split": 2}) == nbytes
 
 
 def test_sums_of_a_split_between_hosts_of_several_cpu_ranks_are_made_in_two_tiers() -> None:
-    """As in `collectives.tiered_desk`: two latencies of the network, where a ring of all four has six."""
+    """As in comm/hierarchical.py, there are two latencies of the network; a ring of all four ranks would have six."""
     layer = part("layer", flops=1e3, parameters=100, input_nbytes=8.0, output_nbytes=8.0, split="column")
     model, plan = ModelSpec(name="m", modules=(layer,)), meshed(8, mesh={"split": 4})
     hosts = cluster(count=2, links=(link("node", 1e-5, 1e9), link("network", 1e-3, 1e8)))
@@ -147,20 +147,21 @@ def test_sharding_sends_the_papers_bytes(d: int) -> None:
 
 
 def test_stages_send_what_lies_between_them() -> None:
-    one = 8 * 2.0 * S * H
-    assert sent(MODEL, 4, mesh={"stage": 4}) == pytest.approx(2 * one)  # inside: forward to one side, back to the other
-    assert sent(MODEL, 4, mesh={"stage": 2}) == pytest.approx(one)
-    ends = transformer(8, s=S, h=H, ends=True)  # with an embedding on the first stage that the last one uses too
-    assert sent(ends, 4, mesh={"stage": 2}) == pytest.approx(one + 2 * 16 * H)
-    # parts of sequences: half of the messages, keys round a ring for 4 layers, gradients of half the layers
+    activation_nbytes = 8 * 2.0 * S * H
+    # inner stages send activations to one side, gradients to the other
+    assert sent(MODEL, 4, mesh={"stage": 4}) == pytest.approx(2 * activation_nbytes)
+    assert sent(MODEL, 4, mesh={"stage": 2}) == pytest.approx(activation_nbytes)
+    ends = transformer(8, s=S, h=H, ends=True)  # with an embedding on the first stage that the last stage shares
+    assert sent(ends, 4, mesh={"stage": 2}) == pytest.approx(activation_nbytes + 2 * 16 * H)
+    # parts of sequences: half the messages, keys around a ring for 4 layers, gradients of half the layers
     rest = 4 * 8 * 4.0 * S * H / 2 * (1 + 1 + 2) + 2 * 1 / 2 * 2 * MODEL.parameters / 2
-    assert sent(MODEL, 4, mesh={"stage": 2, "context": 2}) == pytest.approx(one / 2 + rest)
+    assert sent(MODEL, 4, mesh={"stage": 2, "context": 2}) == pytest.approx(activation_nbytes / 2 + rest)
 
 
 @pytest.mark.parametrize("c", [2, 4])
 def test_context_sends_keys_or_heads(c: int) -> None:
     gradients = 2 * (c - 1) / c * 2 * MODEL.parameters
-    keys = 8 * 8 * 4.0 * S * H / c  # of 8 layers and samples
+    keys = 8 * 8 * 4.0 * S * H / c  # 8 layers and 8 samples
     assert sent(MODEL, mesh={"context": c}) == pytest.approx(gradients + (3 * c - 2) * keys)
     heads = 2 * keys  # queries, keys, values and results
     both = sent(MODEL, mesh={"context": c}, context="all-to-all")
@@ -222,7 +223,7 @@ def test_space_sends_halos_both_ways(grid: tuple[int, ...], halo: float) -> None
 
 @pytest.mark.parametrize(("grid", "extents"), [((2, 2), (16, 12)), ((3, 3), (18, 15)), ((2, 3, 2), (8, 9, 10))])
 def test_halos_with_their_corners_are_the_runtimes(grid: tuple[int, ...], extents: tuple[int, ...]) -> None:
-    """A convolution of 3 points a dim: what a rank with neighbours on both sides, where there are any, sends."""
+    """For a convolution of 3 points per dim, a rank sends the same as in the runtime to all neighbours that it has."""
     point = 8
     whole = point * math.prod(extents)
     halos = tuple(2.0 * whole / extent for extent in extents)
@@ -266,7 +267,7 @@ def test_a_model_file_that_says_nothing_of_splitting_is_told() -> None:
 
 def test_modules_that_a_rule_keeps_whole_are_whole() -> None:
     rule = (LayoutRule(modules="blocks.0*", placement="replicate"),)
-    all_, seven = (predict(MODEL, machines(), meshed(8, mesh={"split": 2}, layout=some)) for some in ((), rule))
+    all_, seven = (predict(MODEL, machines(), meshed(8, mesh={"split": 2}, layout=layout)) for layout in ((), rule))
     assert seven.memory.parameters == pytest.approx(all_.memory.parameters * 9 / 8)
     assert seven.sent_nbytes_per_rank < all_.sent_nbytes_per_rank
 
@@ -295,7 +296,7 @@ def test_shares_and_stages_of_mixed_devices() -> None:
         predict(big, mixed, meshed(32, 16, {"stage": 2, "replicate": 2}, pipeline=PipelinePlan(cuts=(f"blocks.{at}",))))
         for at in (4, 2)
     )
-    assert early.step_time_s.value < 0.7 * middle.step_time_s.value  # the slow ones come first, with fewer blocks
+    assert early.step_time_s.value < 0.7 * middle.step_time_s.value  # the slow devices come first and get fewer blocks
 
 
 def test_on_a_cpu_what_travels_takes_cores_from_what_computes() -> None:

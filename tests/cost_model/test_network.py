@@ -93,7 +93,7 @@ def test_hierarchical_beats_a_flat_ring_where_latency_between_hosts_counts() -> 
     large=st.floats(0.1, 1),
 )
 def test_a_link_that_bends(nbytes: float, more: float, factor: float, large: float) -> None:
-    """Continuous where it bends; never faster with more bytes, never slower with a higher bandwidth of either part."""
+    """The time is continuous at the bend, never falls with more bytes, and never grows with a higher bandwidth."""
     spec = LinkSpec(
         tier="network",
         latency_s=1e-4,
@@ -123,15 +123,15 @@ def test_flows_share_both_parts_of_a_link_that_bends() -> None:
         large_nbytes=1000,
         large_bandwidth_bytes_per_s=5e8,
     )
-    one = rank_placement.link_of(spec)
-    assert one.shared(4).carry(8000, 8000) == pytest.approx(4 * one.carry(8000, 8000), rel=1e-12)
-    assert one.carry(8000, 8000) == pytest.approx(1000 / 1e9 + 7000 / 5e8, rel=1e-12)
+    alone = rank_placement.link_of(spec)
+    assert alone.shared(4).carry(8000, 8000) == pytest.approx(4 * alone.carry(8000, 8000), rel=1e-12)
+    assert alone.carry(8000, 8000) == pytest.approx(1000 / 1e9 + 7000 / 5e8, rel=1e-12)
     with pytest.raises(SpecError, match="one of large_nbytes and large_bandwidth_bytes_per_s"):
         dataclasses.replace(spec, large_nbytes=None)
 
 
 def test_no_exchange_is_quicker_than_the_wire_that_a_large_vector_sees() -> None:
-    """A connection of 1 Gbit/s whose bursts let small vectors through faster, as a lab's was measured."""
+    """A connection of 1 Gbit/s lets small vectors through faster in bursts, as measured in a lab."""
     wire = LinkSpec(
         tier="network",
         latency_s=0.0,

@@ -1,4 +1,4 @@
-"""A pipeline's time line: the bubbles of the literature, against the runtime's own simulation, and long runs."""
+"""The timeline of a pipeline: bubbles as in the literature, the runtime's own simulation, and long runs."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def silent(boundaries: int, microbatches: int) -> Messages:
 
 
 def equal(stages: int, microbatches: int, backward: float = 2.0) -> Any:
-    """Equal stages: a forward of 1, a backward of 2, halves of 1 each."""
+    """Return the seconds of equal stages: a forward of 1, a backward of 2 in two halves of 1."""
     kinds = np.array([1.0, backward, backward / 2, backward / 2])
     return np.broadcast_to(kinds[:, None, None], (4, stages, microbatches)).copy()
 
@@ -57,7 +57,7 @@ def test_zero_bubble_leaves_a_third_to_two(ranks: int, microbatches: int) -> Non
     plan = pipe("zero-bubble", ranks, microbatches)
     end = max(ends(plan, equal(ranks, microbatches), silent(ranks - 1, microbatches)))
     bubble = (ranks - 1) / microbatches
-    # with two stages the third of the paper (Qi et al. 2023), with more the runtime's order leaves somewhat more
+    # a third with two stages, as in the paper (Qi et al. 2023); the runtime's order leaves more with more stages
     assert bubble / 3 - 1e-9 <= end / (3 * microbatches) - 1 <= (bubble / 3 + 1e-9 if ranks == 2 else 0.6 * bubble)
 
 
@@ -83,12 +83,17 @@ def test_orders_are_the_runtimes_and_every_action_comes_after_what_it_needs(
         for kind, stage, microbatch in zip(order.kind, order.stage, order.microbatch, strict=True)
     ]
     place = {action: at for at, action in enumerate(actions)}
-    for rank, own in enumerate(build_schedule(name, ranks, chunks, count)):
-        assert [action for action, of in zip(actions, order.rank, strict=True) if of == rank] == own
+    for rank, actions_of_rank in enumerate(build_schedule(name, ranks, chunks, count)):
+        assert [action for action, of in zip(actions, order.rank, strict=True) if of == rank] == actions_of_rank
     for at, (action, after) in enumerate(zip(actions, order.after, strict=True)):
-        needed = [place[one] for some in needed_before(action, stages) for one in some if one in place]
-        assert all(one < at for one in needed)
-        across = [one for one in needed if actions[one].stage != action.stage]
+        needed = [
+            place[before]
+            for alternatives in needed_before(action, stages)
+            for before in alternatives
+            if before in place
+        ]
+        assert all(before < at for before in needed)
+        across = [before for before in needed if actions[before].stage != action.stage]
         assert ([after] if after >= 0 else []) == across
         if across:
             assert order.crosses[after] == min(action.stage, actions[after].stage)
@@ -104,9 +109,9 @@ def test_orders_are_the_runtimes_and_every_action_comes_after_what_it_needs(
 def test_long_runs_continue_as_if_played_out(kind: Any, ranks: int, more: int, data: Any) -> None:
     name, chunks = kind
     stages, count = ranks * chunks, 11 * ranks + more
-    one = data.draw(st.lists(st.floats(0.8, 1.25), min_size=stages, max_size=stages))
+    factors = data.draw(st.lists(st.floats(0.8, 1.25), min_size=stages, max_size=stages))
     message = data.draw(st.floats(0.0, 0.5))
-    seconds = equal(stages, count) * np.array(one)[None, :, None]
+    seconds = equal(stages, count) * np.array(factors)[None, :, None]
     messages = sent(np.full((stages - 1, count), message))
     whole = play(order_of(name, ranks, chunks, count), seconds, messages)
     assert name == "zero-bubble" or shortened(name, count, ranks) < count
@@ -114,7 +119,7 @@ def test_long_runs_continue_as_if_played_out(kind: Any, ranks: int, more: int, d
 
 
 def test_a_long_run_whose_microbatches_take_turns_is_continued_so() -> None:
-    """Three ranks whose period is of two microbatches, 3.75 s and 4.75 s."""
+    """The period of these three ranks is two microbatches long, which take 3.75 s and 4.75 s."""
     seconds = equal(3, 33) * np.array([1.25, 1.25, 0.875])[None, :, None]
     messages = sent(np.full((2, 33), 0.5))
     assert ends(pipe("1f1b", 3, 33), seconds, messages) == pytest.approx([147.0, 144.0, 141.0])
@@ -138,7 +143,7 @@ def test_slower_stages_and_links_never_end_sooner(kind: Any, ranks: int, count: 
 def test_a_message_arrives_after_its_time() -> None:
     seconds = equal(2, 1)
     assert max(ends(pipe("1f1b", 2, 1), seconds, sent(np.full((1, 1), 0.5)))) == 2 * (1 + 2) + 2 * 0.5
-    # with more on their way, all but the first and the last message hide behind work
+    # with more microbatches in flight, work hides all but the first and the last message
     assert max(ends(pipe("gpipe", 2, 8), equal(2, 8), sent(np.full((1, 8), 0.5)))) == 9 + 18 + 2 * 0.5
 
 
@@ -198,18 +203,18 @@ def test_blocks_too_heavy_for_equal_stages_are_taken_apart() -> None:
     whole, apart = (stages_of(model, meshed(8, 2, {"stage": ranks})) for ranks in (2, 4))
 
     def places(stage: Any) -> int:
-        return len({(int(one), m.block) for one, m in zip(stage, model.modules, strict=True) if m.block >= 0})
+        return len({(int(module), m.block) for module, m in zip(stage, model.modules, strict=True) if m.block >= 0})
 
     assert places(whole.stage) == 5
-    assert places(apart.stage) > 5  # some block is on two stages
+    assert places(apart.stage) > 5  # some block lies on two stages
     costs = np.bincount(apart.stage, weights=[sum(op.flops_forward for op in m.ops) for m in model.modules])
     assert costs.max() < 1.3 * costs.mean()
-    assert apart.sent.max() > whole.sent.max()  # and its residual passes by
+    assert apart.sent.max() > whole.sent.max()  # its residual is sent too
 
 
 @pytest.mark.parametrize("count", [1, 4, 9])
 def test_messages_on_one_way_queue(count: int) -> None:
-    """By hand: forwards of 1 s, messages of 5 s. The first stage is done at once; its messages arrive one by one."""
+    """By hand: forwards take 1 s, messages 5 s. The first stage is done at once; its messages arrive one by one."""
     seconds = np.zeros((4, 2, count))
     seconds[0] = 1.0
     order = order_of("gpipe", 2, 1, count)
@@ -219,7 +224,7 @@ def test_messages_on_one_way_queue(count: int) -> None:
 
 
 def test_a_queue_is_of_what_is_on_the_wire_not_of_latencies() -> None:
-    """By hand: forwards of 1 s, messages of 5 s of which 4 are latency. They arrive as fast as they are made."""
+    """By hand: forwards take 1 s, messages 5 s, of which 4 are latency. They arrive as fast as they are made."""
     order = order_of("gpipe", 2, 1, 3)
     seconds = np.zeros((4, 2, 3))
     seconds[0, 0] = 1.0
@@ -230,8 +235,10 @@ def test_a_queue_is_of_what_is_on_the_wire_not_of_latencies() -> None:
 
 @pytest.mark.parametrize(("chunks", "shared"), [(1, False), (2, True)])
 def test_messages_of_several_boundaries_between_two_ranks_share_the_way(chunks: int, shared: bool) -> None:
-    """What goes from rank 0 to rank 1: forward over the first boundary, and, with two stages a rank, over the third,
-    and gradients over the second."""
+    """Rank 0 sends to rank 1 forward over the first boundary.
+
+    With two stages per rank, it also sends forward over the third boundary, and gradients over the second.
+    """
     order = order_of("interleaved" if chunks > 1 else "1f1b", 2, chunks, 4)
     crossed = {(way, int(boundary)) for way, boundary in zip(order.link, order.crosses, strict=True) if way >= 0}
     ahead = {boundary for way, boundary in crossed if way == 0 * 2 + 1}

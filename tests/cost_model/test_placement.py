@@ -1,4 +1,4 @@
-"""Where ranks sit, and which link their ring sees."""
+"""Where ranks are placed, and which link their ring uses."""
 
 import dataclasses
 from typing import Any
@@ -52,8 +52,10 @@ def test_ranks_of_a_cpu_host_share_its_cores(ranks: int, threads: int, sharing: 
     ids=["sums", "averages", "neighbours", "codes"],
 )
 def test_ranks_beyond_cores_take_as_much_longer_as_cores_are_lacking(cores: int, ranks: int, sync: SyncPlan) -> None:
-    """All work of a rank, a thread of it on its part of the cores, beside the same with a core each; links are too
-    quick to count. What turns cost beyond that is the only thing that does not follow from the cluster."""
+    """All work of a rank takes longer than with a core for each rank, by the ratio of ranks to cores and a factor.
+
+    Links take no time here. The factor for switching is the only number that does not follow from the cluster.
+    """
 
     def step_s(cores: int) -> float:
         rates: dict[str, Any] = {"peak_flops_per_s": {"float32": 1e9 * cores}, "gemm": ()}
@@ -96,13 +98,13 @@ def test_unequal_cpu_hosts_take_ranks_by_their_cores() -> None:
 def test_ring_takes_the_link_of_its_slowest_tier() -> None:
     both = cluster(count=2)
     assert ring_link(both, place_ranks(both, 4)).bandwidth_bytes_per_s == 1.25e8
-    one = cluster()
-    assert ring_link(one, place_ranks(one, 4)).bandwidth_bytes_per_s == 1e9
+    host = cluster()
+    assert ring_link(host, place_ranks(host, 4)).bandwidth_bytes_per_s == 1e9
 
 
 def test_copies_between_more_ranks_than_cores_share_the_cores() -> None:
-    one = cluster()
-    crowded = ring_link(one, place_ranks(one, 8))
+    host = cluster()
+    crowded = ring_link(host, place_ranks(host, 8))
     assert (crowded.bandwidth_bytes_per_s, crowded.latency_s) == (0.5e9, 2e-4)
 
 

@@ -1,9 +1,9 @@
 """Predictions from data sheets alone against published measurements of data-parallel GPT training on A100 GPUs.
 
-Rows of vTrain's ground truth (VIA-Research/vTrain, data/ground_truth_single.csv, one host of 8 A100 80 GB, Megatron-
-DeepSpeed, float16, full recompute) and of Megatron-LM's SC'21 table 1 (1.7B on 32 GPUs: 137 TFLOP/s for each GPU,
-recompute counted). Nothing was fitted to one row; the efficiencies were set once, with all 214 such rows in view (mean
-error 18 %).
+The rows are from vTrain's ground truth (VIA-Research/vTrain, data/ground_truth_single.csv, one host of 8 A100 80 GB,
+Megatron-DeepSpeed, float16, full recompute) and from table 1 of Megatron-LM's SC'21 paper (1.7B on 32 GPUs: 137 TFLOP/s
+for each GPU, recompute counted). Nothing was fitted to a single row. The efficiencies were set once, with all 214 such
+rows in view (mean error 18 %).
 """
 
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def traffic(name: str, nbytes: float, calls: int) -> ModuleSpec:
 
 
 def gpt(row: Row) -> ModelSpec:
-    """A GPT-2 block is two norms, residual sums, dropouts, four products, and attention that stores its scores."""
+    """Return a GPT-2: a block is two norms, residual sums, dropouts, four products, attention that stores scores."""
     s, h = row.context, row.width
     scores = 2.0 * row.heads * s * s
     attention = OpCost(

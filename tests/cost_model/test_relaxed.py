@@ -1,4 +1,4 @@
-"""Predictions of plans whose replicas differ: bytes as docs/consistency.md has them, time on average, copies held."""
+"""Predictions of plans whose replicas diverge: bytes as in docs/consistency.md, average time, copies that are held."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -30,7 +30,7 @@ N = 4.0 * 3 * 512 * 512
 """Bytes of the example's parameters."""
 
 PARTS = 8
-"""In which a sum of as many goes in a code where it is waited for."""
+"""Number of parts into which an encoded reduction is divided where ranks wait for it."""
 
 
 def hosts(count: int, bandwidth: float = 1.25e8, latency_s: float = 1e-4) -> ClusterSpec:
@@ -66,9 +66,11 @@ def costed(words: str, ranks: int = 4, machines: ClusterSpec | None = None, batc
     ],
 )
 def test_bytes_are_those_of_the_modes_table(words: str, vectors: dict[int, float]) -> None:
-    for ranks, each in vectors.items():
+    for ranks, vectors_per_step in vectors.items():
         machines = cluster() if words == "hogwild" else hosts(ranks, 1e10)
-        assert costed(words, ranks, machines, 4096).sent_nbytes_per_rank == pytest.approx(each * N, rel=1e-12)
+        assert costed(words, ranks, machines, 4096).sent_nbytes_per_rank == pytest.approx(
+            vectors_per_step * N, rel=1e-12
+        )
 
 
 def test_correcting_moments_takes_three_passes_in_every_step() -> None:
@@ -83,14 +85,17 @@ def test_correcting_moments_takes_three_passes_in_every_step() -> None:
 def test_changes_in_a_code_take_its_bytes_its_kernels_and_some_copies(words: str) -> None:
     machines, how = hosts(4, 1e7, 1e-3), parse_compression("qsgd,bits=4")
     sync = parse_sync(words)
-    plain, coded = (predict(mlp(), machines, plan(64, 4, sync=one)) for one in (sync, replace(sync, compress=how)))
+    plain, coded = (
+        predict(mlp(), machines, plan(64, 4, sync=settings)) for settings in (sync, replace(sync, compress=how))
+    )
     values = int(N) // 4
     sent = all_reduce_sent_nbytes(how, [(values,)], 4, 4)
     assert coded.sent_nbytes_per_rank == pytest.approx(sent / 5, rel=1e-12)
     assert any("kernels of qsgd" in note for note in coded.notes)
-    kernels_s = values * 8e-9 * (0.5 + 0.25 + 0.5 / 4 + 0.25)  # assumed: written, added up, a part again, read
-    meanwhile_s = (1 - 1 / PARTS) * 0.7 * kernels_s  # the other parts travel, and the cores have a part of that to do
-    passes = {"local:5": 3, "diloco:5": 1}[words]  # DiLoCo renews what was equal anyway
+    # assumed: encoded, added, one part encoded again, decoded
+    kernels_s = values * 8e-9 * (0.5 + 0.25 + 0.5 / 4 + 0.25)
+    meanwhile_s = (1 - 1 / PARTS) * 0.7 * kernels_s  # the other parts are in flight, and the cores do a part of that
+    passes = {"local:5": 3, "diloco:5": 1}[words]  # DiLoCo renews its base values anyway
     saved_s = (1.5 * N - sent) / 1e7 - kernels_s + meanwhile_s - passes * N / 20e9
     assert plain.step_time_s.value - coded.step_time_s.value == pytest.approx(saved_s / 5, rel=1e-6)
     more = {"local:5": 1, "diloco:5": 0}[words]
@@ -100,28 +105,30 @@ def test_changes_in_a_code_take_its_bytes_its_kernels_and_some_copies(words: str
 
 
 def passed_s(found: Prediction) -> float:
-    """What travels has so long: passes and the update."""
+    """Return the time that a transfer in the background has: the passes and the update."""
     return found.phases["forward"] + found.phases["backward"] + found.phases["optimizer"]
 
 
 @pytest.mark.parametrize("delay", [1, 3, 5])
 def test_delayed_averages_travel_behind_so_many_steps(delay: int) -> None:
-    """What does not fit behind them is waited for, and the cores have a part of the rest to do."""
+    """Ranks wait for what does not fit behind these steps, and the cores do a part of the transfer of the rest."""
     machines = hosts(4, 4e7, 1e-3)
     free = costed("one-shot", machines=machines)
     passes_s = passed_s(free)
     wire_s = 6 * 1e-3 + 1.5 * N / 4e7
     hidden_s = min(wire_s, max(1, delay - 1) * passes_s)
-    found = costed(f"local:period=5,delay={delay}", machines=machines)
+    prediction = costed(f"local:period=5,delay={delay}", machines=machines)
     expected_s = (8 * N / 20e9 + wire_s - 0.7 * hidden_s) / 5
-    assert found.step_time_s.value - free.step_time_s.value == pytest.approx(expected_s, rel=1e-6)
+    assert prediction.step_time_s.value - free.step_time_s.value == pytest.approx(expected_s, rel=1e-6)
     waited = costed("local:5", machines=machines)
     assert found.memory.total - waited.memory.total == pytest.approx(N, rel=1e-9)
     assert any("applied after them" in note for note in found.notes)
 
 
 def test_codes_of_pairs_travel_behind_all_of_the_steps() -> None:
-    """In a thread of their own; sums of thin matrices, and what is in order on a GPU, behind one less."""
+    """These codecs run in a thread of their own. Reductions of thin matrices, and work that runs in order on a GPU,
+    have one step less.
+    """
     host_group = place_ranks(hosts(4, 4e7, 1e-3), 4)[0]
     gpu = replace(host_group, device=replace(host_group.device, kind="cuda"))
     sync = parse_sync("local:period=8,delay=4")
@@ -139,17 +146,17 @@ def test_a_thread_sends_one_part_while_it_codes_or_hands_on_another(kind: Device
     nothing = Trained(parameters=0.0, optimizer=0.0, statistics=0.0)
     coded = CompressedExchange(seconds=10.0, kernels_s=2.0, cores_s=0.5, sent_nbytes=0.0, parts=8)
     group = network(hosts(4, latency_s=0.0), host_groups, plan(64, 4)).group("replicate")
-    found = diverged_exchange(sync, group, host_group, nothing, 1.0, coded)
+    diverged = diverged_exchange(sync, group, host_group, nothing, 1.0, coded)
     hidden_s = 1.0 + more_s
-    assert found.exchange.exposed_s == pytest.approx((10.0 - hidden_s + 0.5 * hidden_s / 8.0) / 5, rel=1e-9)
+    assert diverged.exchange.exposed_s == pytest.approx((10.0 - hidden_s + 0.5 * hidden_s / 8.0) / 5, rel=1e-9)
 
 
 def test_kernels_of_delayed_averages_are_waited_for() -> None:
-    """A quick wire: all of it is hidden but what encodes and decodes; where sums are waited for, all but one part."""
+    """With a fast link, everything is hidden but encoding and decoding; without a delay, all parts but one are."""
     machines, how = hosts(4, 1e10, 0.0), parse_compression("qsgd,bits=4")
     words = ("local:5", "local:period=5,delay=5")
     plain, delayed = (
-        predict(mlp(), machines, plan(64, 4, sync=replace(parse_sync(one), compress=how))) for one in words
+        predict(mlp(), machines, plan(64, 4, sync=replace(parse_sync(mode), compress=how))) for mode in words
     )
     wire_s = all_reduce_sent_nbytes(how, [(int(N) // 4,)], 4, 4) / 1e10
     saved_s = plain.step_time_s.value - delayed.step_time_s.value
@@ -179,7 +186,7 @@ def test_every_mode_is_predicted() -> None:
 
 
 def test_one_memory_is_of_one_host_of_processors() -> None:
-    assert costed("hogwild", machines=cluster()).phases["exposed_communication"] == 0  # not even a sum of losses
+    assert costed("hogwild", machines=cluster()).phases["exposed_communication"] == 0  # not even the losses are reduced
     with pytest.raises(PlanError, match="no memory in common; use ranks of one host"):
         costed("hogwild")
     with pytest.raises(PlanError, match="their memory is their own"):
@@ -191,12 +198,12 @@ def test_pairs_meet_once_a_step_or_as_often_as_the_wire_lets_them() -> None:
     free = costed("ensemble", batch=4096)
     passes_s = passed_s(free)
     for bandwidth in (1e10, 1e8, 1e6):
-        found = costed("ad-psgd", machines=hosts(4, bandwidth), batch=4096)
+        prediction = costed("ad-psgd", machines=hosts(4, bandwidth), batch=4096)
         there_and_back_s = 2 * (1e-4 + N / bandwidth)
         often = min(1.0, passes_s / there_and_back_s)
-        assert found.sent_nbytes_per_rank == pytest.approx(often * N)
-        extra_s = found.step_time_s.value - free.step_time_s.value - 41 * N / 20e9
-        # never waited for: 0.3 is what the cores have to do with it
+        assert prediction.sent_nbytes_per_rank == pytest.approx(often * N)
+        extra_s = prediction.step_time_s.value - free.step_time_s.value - 41 * N / 20e9
+        # ranks never wait for it, but their cores do 0.3 of the work
         assert extra_s == pytest.approx(0.3 * often * there_and_back_s, rel=1e-6)
     assert often < 0.1
 
@@ -212,7 +219,7 @@ def test_the_wire_takes_what_arithmetic_says() -> None:
     }
     for words, seconds in wire.items():
         often = 5 if words == "local:5" else 1
-        # one rank on a host of 20 GB/s
+        # one rank has a host of 20 GB/s
         expected = free + (seconds + copies[words] * N / 20e9) / often
         assert costed(words, machines=machines).step_time_s.value == pytest.approx(expected, rel=1e-9)
 
@@ -221,12 +228,12 @@ def test_the_wire_takes_what_arithmetic_says() -> None:
 def test_what_travels_behind_a_step_is_waited_for_only_beyond_it(words: str, messages: int) -> None:
     copies_s = _traffic(parse_sync(words).mode).passes(4) * N / 20e9
     for bandwidth, beyond in ((1e9, False), (1e5, True)):
-        own, free = (costed(one, machines=hosts(4, bandwidth), batch=4096) for one in (words, "one-shot"))
+        exchanging, free = (costed(mode, machines=hosts(4, bandwidth), batch=4096) for mode in (words, "one-shot"))
         passes_s = passed_s(free)
-        wire_s = messages * 1e-4 + own.sent_nbytes_per_rank / bandwidth
-        extra_s = own.step_time_s.value - free.step_time_s.value - copies_s
+        wire_s = messages * 1e-4 + exchanging.sent_nbytes_per_rank / bandwidth
+        extra_s = exchanging.step_time_s.value - free.step_time_s.value - copies_s
         assert (wire_s > passes_s) == beyond
-        # 0.3: what the cores have to do with it
+        # the cores do 0.3 of the work
         assert extra_s == pytest.approx(wire_s - 0.7 * passes_s if beyond else 0.3 * wire_s, rel=1e-6)
 
 
@@ -251,8 +258,8 @@ def test_copies_are_held_beside_the_parameters() -> None:
 
 
 def test_batch_statistics_are_a_replicas_own_and_running_ones_are_averaged() -> None:
-    model = mlp(modules=tuple(replace(one, batch_statistics=True, buffer_nbytes=4000) for one in mlp().modules))
-    apart, bare = (predict(one, hosts(4), plan(ranks=4, sync=parse_sync("local:1"))) for one in (model, mlp()))
+    model = mlp(modules=tuple(replace(module, batch_statistics=True, buffer_nbytes=4000) for module in mlp().modules))
+    apart, bare = (predict(spec, hosts(4), plan(ranks=4, sync=parse_sync("local:1"))) for spec in (model, mlp()))
     assert apart.sent_nbytes_per_rank - bare.sent_nbytes_per_rank == pytest.approx(1.5 * 12000)
     never = predict(model, hosts(4), plan(ranks=4, sync=parse_sync("one-shot")))
     assert never.phases["forward"] == pytest.approx(costed("one-shot").phases["forward"])
@@ -260,10 +267,10 @@ def test_batch_statistics_are_a_replicas_own_and_running_ones_are_averaged() -> 
 
 def test_it_says_what_it_leaves_out_and_the_picture_adds_up() -> None:
     words = "post-local:8,after=100"
-    found = costed(words)
-    assert any("one of 8 steps" in note for note in found.notes)
-    assert any("first 100 updates are synchronous" in note for note in found.notes)
+    prediction = costed(words)
+    assert any("one of 8 steps" in note for note in prediction.notes)
+    assert any("first 100 updates are synchronous" in note for note in prediction.notes)
     drawn = timeline(mlp(), hosts(4), plan(ranks=4, sync=parse_sync(words)))
     for track in drawn.tracks:
         total = sum(seconds for doing, seconds in track.seconds.items() if doing != "hidden")
-        assert total == pytest.approx(found.step_time_s.value, rel=1e-6)
+        assert total == pytest.approx(prediction.step_time_s.value, rel=1e-6)

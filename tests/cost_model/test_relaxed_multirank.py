@@ -1,4 +1,4 @@
-"""Bytes that replicas which do not wait for each other send in a step: as predicted and as ranks count them."""
+"""Bytes per step of replicas that do not wait for each other, as predicted and as ranks count them."""
 
 import os
 import time
@@ -23,18 +23,18 @@ MODES = ("stale:1", "asynchronous", "ad-psgd", "hogwild", "ensemble")
 
 
 def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """So long that whatever travels behind a step has arrived in it."""
+    """Take so long that every transfer in the background is done within its step."""
     time.sleep(0.1)
     return F.cross_entropy(output, target)
 
 
 def sent(modes: tuple[str, ...]) -> list[list[int]]:
-    """Bytes of each step of this rank, by mode."""
-    found = []
+    """Return the bytes of each step of this rank, by mode."""
+    sent_by_mode = []
     for number, words in enumerate(modes):
         ranks = int(os.environ["WORLD_SIZE"])
-        told = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": ranks}, sync=parse_sync(words))
-        os.environ["TUTTI_PLAN"] = str(serialization.save(told, Path.cwd() / f"plan-{os.getpid()}.json"))
+        intended = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": ranks}, sync=parse_sync(words))
+        os.environ["TUTTI_PLAN"] = str(serialization.save(intended, Path.cwd() / f"plan-{os.getpid()}.json"))
         os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{number}")
         job = tutti.Job(global_batch_size=8, seed=1)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
@@ -52,20 +52,22 @@ def sent(modes: tuple[str, ...]) -> list[list[int]]:
         for _ in job.epochs(1):
             for batch in loader:
                 job.step(batch)
-        found.append(steps)
-    return found
+        sent_by_mode.append(steps)
+    return sent_by_mode
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_replicas_that_do_not_wait_send_what_is_predicted(ranks: int) -> None:
-    found = run_ranks(sent, ranks, MODES, timeout_s=110)
+    counted = run_ranks(sent, ranks, MODES, timeout_s=110)
     for place, words in enumerate(MODES):
-        told = predict(mlp(WIDTH, LAYERS), cluster(), plan(4096, ranks, sync=parse_sync(words)))
-        each = [rank[place][1:STEPS] for rank in found]  # in the first step, optimizers' states meet
-        if words == "ad-psgd":  # active ones ask in every step, and who is asked is drawn
-            assert [sum(rank) for rank in each[::2]] == [told.sent_nbytes_per_rank * (STEPS - 1)] * (ranks // 2)
+        prediction = predict(mlp(WIDTH, LAYERS), cluster(), plan(4096, ranks, sync=parse_sync(words)))
+        by_rank = [rank[place][1:STEPS] for rank in counted]  # the first step also exchanges optimizer states
+        if words == "ad-psgd":  # active ranks ask in every step; whom they ask is drawn
+            assert [sum(rank) for rank in by_rank[::2]] == [prediction.sent_nbytes_per_rank * (STEPS - 1)] * (
+                ranks // 2
+            )
         else:
-            mean = sum(map(sum, each)) / (ranks * (STEPS - 1))
+            mean = sum(map(sum, by_rank)) / (ranks * (STEPS - 1))
             # a server's last answers may come after its own last step
-            assert mean == pytest.approx(told.sent_nbytes_per_rank, rel=0.5 / STEPS), words
+            assert mean == pytest.approx(prediction.sent_nbytes_per_rank, rel=0.5 / STEPS), words

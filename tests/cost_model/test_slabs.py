@@ -1,4 +1,4 @@
-"""Convolutions whose interior is computed while halos travel: what computing them apart is predicted to take."""
+"""Convolutions whose interior is computed while halos are in flight: the predicted cost of computing in pieces."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ FAST, MOVES = 1e10, 1e10
 
 
 def model(halo: float, out: float = OUT) -> ModelSpec:
-    """One convolution with `halo` bytes of a sample across a cut, counted for both sides of it."""
+    """Return one convolution with `halo` bytes per sample across a cut, counted for both of its sides."""
     conv = part("a", flops=FLOPS, parameters=PARAMETERS, kept=KEPT, spatial=True, output_nbytes=out,
                 halo_nbytes_by_dim=(halo, halo))  # fmt: skip
     return ModelSpec(name="conv", modules=(conv,), optimizer="SGD", tokens_per_sample=0, dtype="bfloat16")
@@ -30,7 +30,7 @@ def passes(plan: Plan, spec: ModelSpec) -> Any:
     device = cpu(
         gemm=(), cores=4, peak_flops_per_s={"bfloat16": 4 * FAST}, memory_bandwidth_bytes_per_s=4 * MOVES
     )  # fmt: skip
-    links = (link("node", core_s_per_nbyte=0.0),)  # what is hidden costs nothing
+    links = (link("node", core_s_per_nbyte=0.0),)  # hidden transfers take no core time
     step = worked_out(spec, cluster(replace(device, evidence="published"), links), plan)
     (found,) = passes_of(step.setting, step.replicas[0]).values()
     return found, step.setting.workers[0]
@@ -41,7 +41,7 @@ def test_rows_apart_move_more_and_slabs_are_slower() -> None:
     plan = meshed(BATCH, 1, {"space": 2})
     apart, worker = passes(plan, model(halo))
     whole, _ = passes(plan, model(0.0))
-    share = 2 * (halo / KEPT)  # of a rank's half: a halo on one side, padding on the other
+    share = 2 * (halo / KEPT)  # the part of a rank's half at its two edges: a halo and padding
     for direction, weights in (("forward", worker.weights.forward_s), ("backward", 2 * worker.weights.backward_s)):
         name = f"{direction}_s"
         inside, out = cost_constants.PIECEWISE_PASSES[direction]
@@ -63,7 +63,7 @@ def test_without_halos_or_a_cut_nothing_is_apart() -> None:
 
 
 def test_where_less_of_a_part_needs_no_halo_all_of_it_waits() -> None:
-    """The runtime's rule: nothing is apart then, and no halo is hidden."""
+    """As in the runtime, nothing is computed in pieces then, and no halo is hidden."""
     assert cost_constants.LEAST_INTERIOR == spatial_convolution.LEAST_INTERIOR
     plan = meshed(BATCH, 1, {"space": 2})
     whole, _ = passes(plan, model(0.0))
@@ -76,22 +76,27 @@ def test_where_less_of_a_part_needs_no_halo_all_of_it_waits() -> None:
         assert float(getattr(waiting, name)[0]) - before == pytest.approx(more)
         assert float(getattr(apart, name)[0]) - before > more
         waited, taken = (
-            [getattr(one.waits, f"{direction}{of}").sum() for one in (apart, waiting)] for of in ("_s", "_link_s")
+            [getattr(layout.waits, f"{direction}{of}").sum() for layout in (apart, waiting)] for of in ("_s", "_link_s")
         )
         assert waited[0] < 0.7 * taken[0]
         assert waited[1] == pytest.approx(taken[1])
 
 
 def test_of_two_dims_the_second_is_waited_for() -> None:
-    """The interior is computed while the first dim's halos travel; gradients of the last dim's return behind it."""
-    one, two = (passes(meshed(BATCH, 1, {"space": 4}, space_grid=grid), model(KEPT / 32))[0] for grid in ((4,), (2, 2)))
-    shares = [float(found.waits.forward_s[0] / found.waits.forward_link_s.sum()) for found in (one, two)]
+    """The interior is computed while the halos of the first dim are in flight.
+
+    The gradients of the last dim's halos return behind it.
+    """
+    row, square = (
+        passes(meshed(BATCH, 1, {"space": 4}, space_grid=grid), model(KEPT / 32))[0] for grid in ((4,), (2, 2))
+    )
+    shares = [float(layout.waits.forward_s[0] / layout.waits.forward_link_s.sum()) for layout in (row, square)]
     assert shares[0] < 0.35
     assert shares[1] > 0.5
 
 
 def test_more_parts_have_more_slabs() -> None:
-    """Two sides inside a row of four; a grid of two by two has a slab of each dim."""
+    """Inside a row of four, a rank has two sides. In a grid of two by two, it has a slab of each dim."""
     spec = model(KEPT / 16)
     device = cpu(gemm=(), cores=4, peak_flops_per_s={"bfloat16": 4 * FAST})
     seconds = [

@@ -1,4 +1,4 @@
-"""predict as a whole: a step worked out by hand, and the laws every prediction obeys."""
+"""predict() as a whole: a step worked out by hand, and the laws of every prediction."""
 
 import dataclasses
 from typing import Any
@@ -22,8 +22,8 @@ ONE_LAYER = ModelSpec(name="one", modules=(linear("a", 1000, 1000),), optimizer=
 
 def test_one_device_by_hand() -> None:
     done = predict(ONE_LAYER, cluster(), plan(batch=8))
-    # 16 MFLOP forward and 32 backward at 0.85 x 32 GFLOP/s on 4 threads; each of three products goes three times over
-    # 4 MB of weights at 20 GB/s; Adam moves 3 x 4 + 2 x 8 MB, 1.6 times as quickly.
+    # 16 MFLOP forward and 32 backward at 0.85 x 32 GFLOP/s on 4 threads. Each of three products makes three passes over
+    # 4 MB of weights at 20 GB/s. Adam moves 3 x 4 + 2 x 8 MB, at 1.6 times that rate.
     assert done.phases["forward"] == pytest.approx(0.5e-3 / 0.85 + 0.6e-3, rel=1e-12)
     assert done.phases["backward"] == pytest.approx(1e-3 / 0.85 + 1.2e-3, rel=1e-12)
     assert done.phases["optimizer"] == pytest.approx(0.875e-3, rel=1e-12)
@@ -44,8 +44,8 @@ def test_pythons_part_of_a_step_grows_with_the_cost_of_a_call() -> None:
 
 def test_two_ranks_by_hand() -> None:
     done = predict(ONE_LAYER, cluster(), plan(batch=8, ranks=2))
-    # Each computes 4 samples at 0.85 x 16 GFLOP/s (32 shared by two) and 10 GB/s. The ring moves 4 MB at 1 GB/s with
-    # 2 x 0.1 ms of latency, and 16 bytes for the loss; gradients are read and written to their bucket.
+    # Each rank computes 4 samples at 0.85 x 16 GFLOP/s (32 shared by two) and 10 GB/s. The ring moves 4 MB at 1 GB/s
+    # with 2 x 0.1 ms of latency, and 16 bytes for the loss. Gradients are copied to their bucket.
     assert done.phases["forward"] == pytest.approx(0.5e-3 / 0.85 + 1.2e-3, rel=1e-12)
     assert done.phases["backward"] == pytest.approx(1e-3 / 0.85 + 2.4e-3, rel=1e-12)
     assert done.phases["optimizer"] == pytest.approx(1.75e-3, rel=1e-12)
@@ -63,8 +63,11 @@ def test_two_ranks_by_hand() -> None:
     ],
 )  # fmt: skip
 def test_two_ranks_with_divided_state_by_hand(hosts: int, level: int, wire_ms: float, copies: float) -> None:
-    """One layer is one unit, which lies outside of blocks: gathered once at every level, and nothing hides that. A rank
-    updates its half, and its cores read or write the layer's 4 MB so often, at 10 GB/s where two share a host."""
+    """The layer is one unit outside of any block, so it is gathered once at every level, and nothing hides that.
+
+    A rank updates its half. Its cores read or write the layer's 4 MB `copies` times, at 10 GB/s where two ranks share a
+    host.
+    """
     halves = dataclasses.replace(plan(batch=8, ranks=2), mesh={"shard": 2}, sharding=ShardingPlan(level=level))
     done = predict(ONE_LAYER, cluster(count=hosts), halves)
     loss_s = 0.2e-3 + 16e-9 if hosts == 1 else 2e-3 + 16 / 1.25e8
@@ -74,7 +77,7 @@ def test_two_ranks_with_divided_state_by_hand(hosts: int, level: int, wire_ms: f
 
 
 def test_cards_hide_communication_behind_backward() -> None:
-    # Four layers, a bucket each: all but the last collective (of the first layer) fit behind backward.
+    # Four layers have a bucket each. All collectives but the last, which is the first layer's, fit behind backward.
     model = mlp(1000, 4)
     devices = cluster(gpu(), devices_per_node=2, links=(link(latency_s=0, bandwidth=1e12, ranks=2),))
     done = predict(model, devices, plan(batch=4096, ranks=2, sync=SyncPlan(bucket_nbytes=1000)))

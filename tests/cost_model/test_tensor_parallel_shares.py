@@ -1,4 +1,4 @@
-"""Unequal parts along the split axis: each rank is costed by its own, and the step waits for the slowest."""
+"""Unequal parts along the split axis: each rank costs what its own part does, and the step waits for the slowest."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ MODEL = transformer(8, s=512, h=256)
 
 
 def unequal(*names: str, network: float = 1e12, **changes: Any) -> ClusterSpec:
-    """Hosts of one card each: slow ones, and quick ones of three times their rate, changed as told."""
+    """Return hosts of one card each: slow ones, and fast ones of three times their rate, changed as `changes` says."""
     rates = {"slow": 5e12, "quick": 15e12}
     devices = {
         name: gpu(**{"name": name, "peak_flops_per_s": {"bfloat16": rate}, "kernel_overhead_s": 1e-9,
@@ -57,8 +57,10 @@ MESHES: tuple[dict[Any, int], ...] = (
 def test_equal_shares_say_nothing(mesh: Any, share: float, microbatches: int) -> None:
     plan = split(share, share, mesh=mesh, microbatches=microbatches, sharding=ShardingPlan(level=1))
     for where in (machines(), unequal("slow", "quick", "slow", "quick")):
-        said, unsaid = (predict(MODEL, where, one) for one in (plan, dataclasses.replace(plan, split_shares=())))
-        assert dataclasses.replace(said, plan_digest="") == dataclasses.replace(unsaid, plan_digest="")
+        with_shares, without = (
+            predict(MODEL, where, intended) for intended in (plan, dataclasses.replace(plan, split_shares=()))
+        )
+        assert dataclasses.replace(with_shares, plan_digest="") == dataclasses.replace(without, plan_digest="")
 
 
 @settings(deadline=None, max_examples=40)
@@ -67,11 +69,11 @@ def test_devices_may_change_places_with_their_shares(mesh: Any, first: float, mi
     names, there = ("slow", "quick"), (first, 4 - first)
     times = 2 if len(mesh) > 1 else 1
     fields: dict[str, Any] = {"mesh": mesh, "microbatches": microbatches, "sharding": ShardingPlan(level=1)}
-    one = predict(MODEL, unequal(*names * times), split(*there, **fields))
+    prediction = predict(MODEL, unequal(*names * times), split(*there, **fields))
     other = predict(MODEL, unequal(*names[::-1] * times), split(*there[::-1], **fields))
-    assert other.step_time_s.value == pytest.approx(one.step_time_s.value)
-    assert other.memory == one.memory
-    assert other.sent_nbytes_per_rank == pytest.approx(one.sent_nbytes_per_rank)
+    assert other.step_time_s.value == pytest.approx(prediction.step_time_s.value)
+    assert other.memory == prediction.memory
+    assert other.sent_nbytes_per_rank == pytest.approx(prediction.sent_nbytes_per_rank)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: " x ".join(mesh))
@@ -86,27 +88,27 @@ def test_parts_in_proportion_to_speed_are_quicker_than_even_ones(mesh: Any) -> N
 
 
 def layer(**fields: Any) -> ModelSpec:
-    """Nothing but a layer that is divided by its outputs: a tenth of a second of the slow card, forward."""
+    """Return a single layer, divided by its outputs; its forward takes a tenth of a second on the slow card."""
     return ModelSpec(name="m", modules=(part("layer", flops=5e11, split="column", **fields),), dtype="bfloat16")
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0), (2.0, 1.0), (1.0, 9.0)])
 def test_each_rank_computes_its_part(shares: tuple[float, float]) -> None:
-    """Seconds of both passes on each card, by hand."""
+    """The seconds of both passes on each card are computed by hand."""
     done = predict(layer(), unequal("slow", "quick"), split(*shares, batch=1))
-    own = [3 * 5e11 * share / sum(shares) / rate for share, rate in zip(shares, (5e12, 15e12), strict=True)]
+    rank_s = [3 * 5e11 * share / sum(shares) / rate for share, rate in zip(shares, (5e12, 15e12), strict=True)]
     efficiency = predict(layer(), unequal("slow"), meshed(1)).phases["forward"] / 0.1
-    assert done.phases["forward"] + done.phases["backward"] == pytest.approx(max(own) * efficiency, rel=1e-3)
+    assert done.phases["forward"] + done.phases["backward"] == pytest.approx(max(rank_s) * efficiency, rel=1e-3)
 
 
 def test_heads_stay_whole_and_in_their_groups() -> None:
-    """Of 12 heads in 4 groups, 2 to 1 is 9 and 3; where groups are too few for everybody, heads are cut."""
+    """Of 12 heads in 4 groups, 2 to 1 gives 9 and 3. With too few groups for all ranks, groups are divided."""
     heads = layer(split_limit=12)
-    assert [one.weight[0] for one in parts(heads, split(2.0, 1.0))] == [8 / 12, 4 / 12]
+    assert [rank_part.weight[0] for rank_part in parts(heads, split(2.0, 1.0))] == [8 / 12, 4 / 12]
     grouped = layer(split_limit=12, split_groups=4)
-    assert [one.weight[0] for one in parts(grouped, split(2.0, 1.0))] == [3 / 4, 1 / 4]
+    assert [rank_part.weight[0] for rank_part in parts(grouped, split(2.0, 1.0))] == [3 / 4, 1 / 4]
     assert division(grouped, split(2.0, 1.0)).weight[0] == 3 / 4
-    assert [one.weight[0] for one in parts(grouped, split(11.0, 1.0))] == [11 / 12, 1 / 12]
+    assert [rank_part.weight[0] for rank_part in parts(grouped, split(11.0, 1.0))] == [11 / 12, 1 / 12]
     assert mean_division(grouped, split(11.0, 1.0)).weight[0] == 1 / 2
     with pytest.raises(PlanError, match=r"'layer' has 12 units, and .*gives rank 1 of the split axis none"):
         predict(heads, unequal("slow", "quick"), split(30.0, 1.0))
@@ -120,7 +122,7 @@ def test_three_heads_are_no_obstacle_to_unequal_parts() -> None:
 
 
 class Grouped(nn.Module):
-    """Six heads, three key heads, as many models have them."""
+    """Attention with six heads and three key heads, as many models have it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,26 +136,30 @@ class Grouped(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("units", [48, 272])  # 272 go in sixteens
+@pytest.mark.parametrize("units", [48, 272])  # 272 units are divided in sixteens
 def test_parts_are_those_that_ranks_will_hold(units: int) -> None:
-    """Bytes of parameters, module by module and rank by rank, are the runtime's; biases of row layers stay whole."""
+    """The bytes of parameters equal the runtime's, by module and rank. Biases of row layers stay whole."""
     with torch.device("meta"):
         mlp = nn.Sequential(nn.Linear(24, units), nn.GELU(), nn.Linear(units, 24))
         model, x = nn.Sequential(Grouped(), mlp), torch.empty(4, 5, 24)
         spec = describe_model(model, (x,), {}, x, nn.functional.mse_loss, samples=4)
     spec = with_capabilities(spec, model, (x,))
     shares = (3.0, 1.0)
-    held = {one.name: one.nbytes_per_rank for one in describe_split(model, (), 2, weights=shares)}
-    own = parts(spec, split(*shares))
-    columns = [(index, one) for index, one in enumerate(spec.modules) if one.split == "column" and one.parameters]
-    assert {one.name for _, one in columns} == {"0.q_proj", "0.k_proj", "0.v_proj", "1.0"}
+    held = {layer.name: layer.nbytes_per_rank for layer in describe_split(model, (), 2, weights=shares)}
+    divisions = parts(spec, split(*shares))
+    columns = [
+        (index, layer_spec)
+        for index, layer_spec in enumerate(spec.modules)
+        if layer_spec.split == "column" and layer_spec.parameters
+    ]
+    assert {layer_spec.name for _, layer_spec in columns} == {"0.q_proj", "0.k_proj", "0.v_proj", "1.0"}
     for index, module in columns:
-        assert [one.weight[index] * module.parameter_nbytes for one in own] == list(held[module.name])
+        assert [division.weight[index] * module.parameter_nbytes for division in divisions] == list(held[module.name])
     assert held["0.k_proj"] == (2 * held["0.k_proj"][1], held["0.k_proj"][1])
 
 
 def test_each_rank_keeps_its_part() -> None:
-    """The tightest rank is shown: the one with most, or one with little room."""
+    """The rank with the least memory left is reported: the one that holds most, or one with little memory."""
     model = layer(parameters=1_000_000)
     alike = unequal("quick", "quick")
     even, much = (predict(model, alike, split(*shares)).memory for shares in ((1.0, 1.0), (4.0, 1.0)))
@@ -164,7 +170,7 @@ def test_each_rank_keeps_its_part() -> None:
 
 
 def test_each_rank_updates_its_part() -> None:
-    """The slow card's memory is a tenth as fast: its quarter of the state takes longer than the other's rest."""
+    """The slow card's memory is a tenth as fast: its quarter of the state takes longer than the rest on the other."""
     slow = {"memory_bandwidth_bytes_per_s": 1e11}
     model = dataclasses.replace(layer(parameters=10**8), optimizer="Adam")
     quarter, half, whole = (

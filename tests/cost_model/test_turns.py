@@ -1,4 +1,4 @@
-"""Pipelines on hosts with fewer cores than ranks: who waits leaves the core to others."""
+"""Pipelines on hosts with fewer cores than ranks: a rank that waits leaves its core to others."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from tutti.cost_model.pipeline_cost import Actions, Oversubscription, moments, o
 from tutti.cost_model.rank_tracks import timeline
 
 SLOWED = 2 * cost_constants.OVERSUBSCRIBED
-"""Two ranks on each core."""
+"""How many times as long work takes with two ranks on each core."""
 
 
 def oversubscription(hosts: list[int], cores: int = 1, ranks: int = 1, slowed: float = SLOWED) -> Oversubscription:
@@ -64,7 +64,10 @@ def test_time_lies_between_that_of_a_core_each_and_of_cores_that_are_always_shar
 
 
 def test_two_stages_on_one_core_overlap_as_much_as_they_compute_together() -> None:
-    """One microbatch: never. Two: forward 0 of stage 1 beside forward 1 of stage 0, and so back."""
+    """With one microbatch they never overlap.
+
+    With two, forward 0 of stage 1 runs beside forward 1 of stage 0, and the backwards likewise.
+    """
     for count, expected in (
         (1, 6.0),
         (2, 6.0 + 2 * cost_constants.OVERSUBSCRIBED + 2 * 2 * cost_constants.OVERSUBSCRIBED),
@@ -77,12 +80,14 @@ def test_two_stages_on_one_core_overlap_as_much_as_they_compute_together() -> No
 
 
 def test_what_an_action_waits_for_takes_no_core() -> None:
-    """Two stages that wait for half of each action: what they compute together is less than they wait for."""
+    """Two stages wait for half of each action. The time in which both compute is less than the time that they wait."""
     seconds = equal(2, 2)
     uncontended = max(moments(order_of("gpipe", 2, 1, 2), seconds, silent(1, 2))[0])
     slowed = seconds / 2 * SLOWED + seconds / 2
-    one = Actions(seconds=slowed, waits=seconds / 2, messages=silent(1, 2), oversubscription=oversubscription([0, 0]))
-    assert max(one.ends(pipe("gpipe", 2, 2))[0]) == pytest.approx(uncontended)
+    actions = Actions(
+        seconds=slowed, waits=seconds / 2, messages=silent(1, 2), oversubscription=oversubscription([0, 0])
+    )
+    assert max(actions.ends(pipe("gpipe", 2, 2))[0]) == pytest.approx(uncontended)
 
 
 @settings(deadline=None, max_examples=40)
@@ -116,11 +121,11 @@ def test_long_runs_continue_as_if_played_out(name: Any, chunks: int) -> None:
     assert free == pytest.approx(played.free, rel=0.02)
     kinds = [0, 2, 3] if name == "zero-bubble" else [0, 1]
     work = [seconds[kinds][:, rank::ranks].sum() for rank in range(ranks)]
-    assert stretch == pytest.approx([busy / one for busy, one in zip(played.busy_s, work, strict=True)], rel=0.02)
+    assert stretch == pytest.approx([busy / work_s for busy, work_s in zip(played.busy_s, work, strict=True)], rel=0.02)
 
 
 def test_a_prediction_of_more_ranks_than_cores_counts_turns_and_its_parts_are_the_step() -> None:
-    """Four stages on two cores are quicker than if all of them always computed, and slower than on four."""
+    """Four stages on two cores are faster than if all always computed, and slower than on four cores."""
     plan, model = meshed(64, 4, {"stage": 4}), transformer(layers=8)
 
     def on(cores: int) -> ClusterSpec:
@@ -128,10 +133,12 @@ def test_a_prediction_of_more_ranks_than_cores_counts_turns_and_its_parts_are_th
         device = cpu(cores=cores, gemm=(), peak_flops_per_s=rates, memory_bandwidth_bytes_per_s=1e10 * cores)
         return cluster(replace(device, evidence="published"))
 
-    found = {cores: predict(model, on(cores), plan) for cores in (2, 4)}
-    assert found[4].step_time_s.value < found[2].step_time_s.value < SLOWED * found[4].step_time_s.value
+    predictions = {cores: predict(model, on(cores), plan) for cores in (2, 4)}
+    assert (
+        predictions[4].step_time_s.value < predictions[2].step_time_s.value < SLOWED * predictions[4].step_time_s.value
+    )
     for cores in (2, 4):
-        assert sum(found[cores].phases.values()) == pytest.approx(found[cores].step_time_s.value)
+        assert sum(predictions[cores].phases.values()) == pytest.approx(predictions[cores].step_time_s.value)
         drawn = timeline(model, on(cores), plan)
         ends = [track.bars[-1].end_s for track in drawn.tracks]
-        assert max(ends) == pytest.approx(found[cores].step_time_s.value)
+        assert max(ends) == pytest.approx(predictions[cores].step_time_s.value)

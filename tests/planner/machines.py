@@ -1,4 +1,4 @@
-"""Clusters of cards for the tests of the planner: equal ones, and a mixed one."""
+"""Clusters of cards for the tests of the planner: equal and mixed ones."""
 
 import dataclasses
 from typing import Any
@@ -23,14 +23,17 @@ def mixed() -> ClusterSpec:
 
 
 def own_links(machines: ClusterSpec) -> ClusterSpec:
-    """The same hosts listed singly, each with links of its own, slower from host to host, and none of the cluster's."""
+    """Return the same hosts listed singly, with links of their own that are slower from host to host.
+
+    The cluster itself has no links then.
+    """
     nodes = [
         dataclasses.replace(node, name=f"{node.name}{at}", count=1)
         for node in machines.nodes
         for at in range(node.count)
     ]
     slower = [
-        dataclasses.replace(node, links=tuple(scale_bandwidth(one, 0.2**at) for one in machines.links))
+        dataclasses.replace(node, links=tuple(scale_bandwidth(link, 0.2**at) for link in machines.links))
         for at, node in enumerate(nodes)
     ]
     return dataclasses.replace(machines, nodes=tuple(slower), links=())

@@ -35,7 +35,7 @@ from tutti.planner.plan_request import PlanRequest
 from tutti.profile.architectures import architecture
 
 ROUNDING = 1e-9
-SAMPLES = 6000  # so many that rates do not fall with the parts
+SAMPLES = 6000  # large enough that rates do not fall when work is divided
 
 
 def loaded(**costs: Any) -> ModelSpec:
@@ -43,14 +43,14 @@ def loaded(**costs: Any) -> ModelSpec:
 
 
 def wide(width: int, layers: int) -> ModelSpec:
-    """An MLP whose layers the table axis may divide."""
+    """Return an MLP whose layers the table axis may divide."""
     model = mlp(width, layers)
-    named = [dataclasses.replace(one, linear_input_nbytes=4.0 * width) for one in model.modules]
+    named = [dataclasses.replace(module, linear_input_nbytes=4.0 * width) for module in model.modules]
     return dataclasses.replace(model, modules=tuple(named))
 
 
 def convolving(slowest: float = 0.6, **changes: Any) -> DeviceSpec:
-    """Cores that convolve with few channels more slowly, and images of 4 x 4 more quickly."""
+    """Return cores that convolve more slowly with few channels, and more quickly on images of 4 x 4 pixels."""
     sizes = ((1e4, slowest), (2e6, 1.05))
     return cpu(
         convolution_rates=tuple(ConvolutionRate(weight_nbytes=int(n), relative=part) for n, part in sizes),
@@ -60,7 +60,7 @@ def convolving(slowest: float = 0.6, **changes: Any) -> DeviceSpec:
 
 
 def unlike_hosts() -> ClusterSpec:
-    """Two kinds of cores, each quicker than the other at something."""
+    """Return hosts with two kinds of cores, each of which is faster than the other at something."""
     devices = {
         "some": convolving(name="some", efficiency={"conv": 0.5, "batch_norm": 0.004}),
         "others": convolving(0.9, name="others", efficiency={"conv": 0.4, "batch_norm": 0.008}),
@@ -124,30 +124,32 @@ SAID: dict[str, tuple[dict[AxisName, int], tuple[LayoutRule, ...]]] = {
     ),
     ALONE: ({"table": 6}, (LayoutRule(modules="layers.*", placement="split"),)),
 }  # fmt: skip
-"""Meshes and layout rules that users give."""
+"""Meshes and layout rules that the user gives in some cases."""
 
 
 def rows_of(
     case: str, meshes: int, *, offload: bool = False
 ) -> tuple[Bounds, tuple[Array, Array], list[tuple[int, int, Plan, Prediction]]]:
-    """Bounds of the variants of some meshes of a case, those of the meshes, and predictions of 60 of the variants:
-    (row, mesh, plan, prediction)."""
+    """Return the bounds of the variants of some meshes of a case, the bounds of all meshes, and predictions.
+
+    A prediction is made for 60 of the variants, as (row, mesh, plan, prediction).
+    """
     model, machines, batch, precision = CASES.get(case) or (wide(8192, 6), cluster(cpu(), count=6), 96, "full")
     mesh, layout = SAID.get(case, (None, ()))
     script = dataclasses.replace(plan(batch), precision=precision, layout=layout)
     request = PlanRequest(script=script, scope="all", allow_microbatches=True, mesh=mesh)
     limits = limits_of(model, machines, request)
-    found, tables = shapes(limits, request), BestCase(model, machines, precision, layout)
+    table, best_case = shapes(limits, request), BestCase(model, machines, precision, layout)
     generator = np.random.default_rng(len(case))
-    picked = np.unique(generator.integers(0, len(found), meshes))
-    variant_rows = variants(limits, found, picked, offload=offload)
-    bounds = variant_bounds(BestCaseMemory(tables, script), found, variant_rows, batch)
+    picked = np.unique(generator.integers(0, len(table), meshes))
+    variant_rows = variants(limits, table, picked, offload=offload)
+    bounds = variant_bounds(BestCaseMemory(best_case, script), table, variant_rows, batch)
     rows = []
     for row in generator.permutation(len(variant_rows))[:60].tolist():
-        intended = plan_of(model, request, found, variant_rows, row, precision)
+        intended = plan_of(model, request, table, variant_rows, row, precision)
         with contextlib.suppress(PlanError):
             rows.append((row, int(variant_rows.shape[row]), intended, predict(model, machines, intended)))
-    return bounds, shape_bounds(tables, found, batch, offload=offload), rows
+    return bounds, shape_bounds(best_case, table, batch, offload=offload), rows
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -163,7 +165,7 @@ def test_no_prediction_is_below_its_bounds(case: str, offload: bool) -> None:
         assert coarse_s[mesh] <= step_s, plan_words(intended)
         assert coarse_nbytes[mesh] <= nbytes, plan_words(intended)
         assert bounds.least_memory[row] <= nbytes, plan_words(intended)
-        if len(machines.nodes) == 1:  # else the prediction shows the tightest rank, which may not be the fullest
+        if len(machines.nodes) == 1:  # on several kinds of nodes, the prediction may not report the fullest rank
             assert bounds.memory[row] <= nbytes, plan_words(intended)
         if prediction.fits:
             assert bounds.memory[row] <= most * (1 + ROUNDING), plan_words(intended)
@@ -177,7 +179,7 @@ def test_gradients_of_layers_divided_over_all_ranks_are_summed_by_none() -> None
 
 
 def _pairs() -> ClusterSpec:
-    """As many quick devices as slow ones, in hosts alike."""
+    """Return hosts with as many fast devices as slow ones on each kind of host."""
     whole = mixed()
     return dataclasses.replace(
         whole, nodes=tuple(dataclasses.replace(node, devices_per_node=4) for node in whole.nodes)
@@ -191,11 +193,11 @@ def test_what_the_script_holds_is_in_the_bounds_of_ranks_on_hosts(machines: Clus
         model, script = dataclasses.replace(mlp(512, 4), script_nbytes=nbytes), plan(40)
         request = PlanRequest(script=script, scope="all")
         limits = limits_of(model, machines, request)
-        found = shapes(limits, request)
-        variant_rows = variants(limits, found, np.arange(len(found)))
+        meshes = shapes(limits, request)
+        variant_rows = variants(limits, meshes, np.arange(len(meshes)))
         least.append(
             variant_bounds(
-                BestCaseMemory(BestCase(model, machines, "full"), script), found, variant_rows, 40
+                BestCaseMemory(BestCase(model, machines, "full"), script), meshes, variant_rows, 40
             ).least_memory
         )
     np.testing.assert_allclose(least[1] - least[0], more, rtol=1e-9)
@@ -207,17 +209,17 @@ def test_shares_and_cuts_by_speed_are_not_below_their_bounds(machines: ClusterSp
     script = plan(40)
     request = PlanRequest(script=script, scope="all")
     limits = limits_of(model, machines, request)
-    found, tables = shapes(limits, request), BestCase(model, machines, "full")
-    room = BestCaseMemory(tables, script)
-    meshes = np.flatnonzero(found.world == machines.device_count)
+    table, best_case = shapes(limits, request), BestCase(model, machines, "full")
+    best_memory = BestCaseMemory(best_case, script)
+    meshes = np.flatnonzero(table.world == machines.device_count)
     picked = np.random.default_rng(3).permutation(meshes)[:60]
-    variant_rows = variants(limits, found, picked)
-    bounds, (coarse_s, _) = variant_bounds(room, found, variant_rows, 40), shape_bounds(tables, found, 40)
+    variant_rows = variants(limits, table, picked)
+    bounds, (coarse_s, _) = variant_bounds(best_memory, table, variant_rows, 40), shape_bounds(best_case, table, 40)
     checked = 0
     for row in np.random.default_rng(4).permutation(len(variant_rows))[:60].tolist():
-        intended = plan_of(model, request, found, variant_rows, row, "full")
+        intended = plan_of(model, request, table, variant_rows, row, "full")
         with contextlib.suppress(PlanError):
-            for better in improved(room, machines, intended, predict(model, machines, intended), 40):
+            for better in improved(best_memory, machines, intended, predict(model, machines, intended), 40):
                 step_s = predict(model, machines, better).step_time_s.value * (1 + ROUNDING)
                 assert bounds.step_s[row] <= step_s, plan_words(better)
                 assert coarse_s[int(variant_rows.shape[row])] <= step_s, plan_words(better)
@@ -237,12 +239,14 @@ def test_no_cut_is_quicker_than_the_pace_of_its_places(
     work = data.draw(st.lists(st.floats(0.01, 10), min_size=len(speeds), max_size=len(speeds)))
     seconds = np.array(work) / np.array(speeds)
     lasts = float(np.max(microbatches * seconds + np.cumsum(seconds) - seconds))
-    assert microbatches * sum(work) / len(work) <= lasts * paced([[one] for one in speeds], microbatches) * (1 + 1e-9)
+    assert microbatches * sum(work) / len(work) <= lasts * paced([[speed] for speed in speeds], microbatches) * (
+        1 + 1e-9
+    )
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "mixed" not in case])
 def test_bounds_of_memory_are_the_predictions_own_arithmetic(case: str) -> None:
-    """Where all microbatches are alike they are the prediction's bytes, and elsewhere little less."""
+    """Bounds equal the predicted bytes where all microbatches are alike, and are a little lower elsewhere."""
     bounds, _, rows = rows_of(case, 60)
     ratios = [bounds.memory[row] / prediction.memory.total for row, _, _, prediction in rows]
     assert np.median(ratios) > 0.999
@@ -251,8 +255,11 @@ def test_bounds_of_memory_are_the_predictions_own_arithmetic(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["llama, grouped queries", "moe", "unet", "gpt on mixed devices"])
 def test_bounds_of_time_are_near(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bound says little when it is far below: of half of the plans it is at most a fifth below the prediction. With
-    interleaved schedules of one stage a rank more plans have stages, and on mixed devices it is no longer half."""
+    """A bound far below the prediction is of no use. For half of the plans it is at most a fifth below.
+
+    Interleaved schedules with one stage per rank are left out: with them more plans have stages, and on mixed devices
+    fewer than half of the bounds are that near.
+    """
     monkeypatch.setattr("tutti.planner.mesh_enumeration.CHUNKS", CHUNKS[1:])
     bounds, _, rows = rows_of(case, 60)
     ratios = [bounds.step_s[row] / prediction.step_time_s.value for row, _, _, prediction in rows]
@@ -265,12 +272,11 @@ def test_bounds_of_time_are_near(case: str, monkeypatch: pytest.MonkeyPatch) -> 
         ("llama, grouped queries", 0.9, 0.9),
         ("moe", 0.8, 0.9),
         ("unet", 0.9, None),
-        ("gpt on mixed devices", 0.9, 0.6),  # a cut may be anywhere in a bound, and only between blocks in a plan
+        ("gpt on mixed devices", 0.9, 0.6),  # bounds allow cuts anywhere, plans only between blocks
     ],
 )
 def test_bounds_of_time_are_near_with_stages_and_without(case: str, unstaged: float, staged: float | None) -> None:
-    """A bound says little when it is far below the prediction: how near it is for half of the plans, by whether they
-    have stages."""
+    """A bound far below the prediction is of no use. Half of the bounds are this near, with and without stages."""
     bounds, _, rows = rows_of(case, 60)
     for stages, near in ((False, unstaged), (True, staged)):
         ratios = [
@@ -310,51 +316,51 @@ def test_every_row_is_a_plan_of_its_ranks_and_batch() -> None:
     model, machines, batch, precision = CASES["moe"]
     request = PlanRequest(script=plan(batch), scope="all")
     limits = limits_of(model, machines, request)
-    found = shapes(limits, request)
-    variant_rows = variants(limits, found, np.arange(len(found), dtype=np.intp))
-    assert int(found.world.max()) <= machines.device_count
+    meshes = shapes(limits, request)
+    variant_rows = variants(limits, meshes, np.arange(len(meshes), dtype=np.intp))
+    assert int(meshes.world.max()) <= machines.device_count
     for row in range(0, len(variant_rows), 41):
-        intended = plan_of(model, request, found, variant_rows, row, precision)
+        intended = plan_of(model, request, meshes, variant_rows, row, precision)
         shape = int(variant_rows.shape[row])
-        assert intended.world_size == found.world[shape]
+        assert intended.world_size == meshes.world[shape]
         assert intended.data_parallel_degree * intended.batch.num_microbatches <= batch
         assert list(intended.mesh)[-1] == "split" or intended.mesh.get("split", 1) == 1
 
 
 def test_no_core_is_quicker_at_any_module_than_the_best_worker() -> None:
     model, machines = architecture("resnet", {"depth": 18}), unlike_hosts()
-    tables, ops, count = BestCase(model, machines, "full"), op_table(model), len(model.modules)
-    best = tables.worker(tables.ground(8).best)
+    best_case, ops, count = BestCase(model, machines, "full"), op_table(model), len(model.modules)
+    best = best_case.worker(best_case.ground(8).best)
     for strategy in (compute_cost.forward, compute_cost.backward):
         least = strategy(ops, best, 4, count).seconds
         for host_group in place_ranks(machines, 8):
-            own = strategy(ops, worker_at(host_group, model.dtype, "full"), 4, count).seconds
-            assert np.all(least <= own * (1 + ROUNDING))
+            seconds = strategy(ops, worker_at(host_group, model.dtype, "full"), 4, count).seconds
+            assert np.all(least <= seconds * (1 + ROUNDING))
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8, 64])
 @pytest.mark.parametrize("along", ["split", "space"])
 def test_parts_of_a_model_take_no_less_than_their_part_of_its_bound(parts: int, along: str) -> None:
-    """Rates of 4 x 4 images are above those of 16 x 16, of parts of weights below."""
+    """Here images of 4 x 4 have a higher rate than those of 16 x 16, and parts of weights a lower one than all."""
     rates = {"image_rates": ()} if along == "split" else {"convolution_rates": ()}
     model, device = architecture("resnet", {"depth": 18}), dataclasses.replace(convolving(1.2), **rates)
-    tables, ops, count = BestCase(model, cluster(device), "full"), op_table(model), len(model.modules)
-    best = tables.ground(1).best
+    best_case, ops, count = BestCase(model, cluster(device), "full"), op_table(model), len(model.modules)
+    best = best_case.ground(1).best
     part = np.full(count, 1 / parts)
-    own = ops.divided(part, part if along == "split" else np.ones(count))
+    divided_ops = ops.divided(part, part if along == "split" else np.ones(count))
     for least, strategy in zip(
-        tables.seconds(SAMPLES, best), (compute_cost.forward, compute_cost.backward), strict=True
+        best_case.seconds(SAMPLES, best), (compute_cost.forward, compute_cost.backward), strict=True
     ):
-        took = at_least(strategy, own, tables.worker(best), SAMPLES, count, weights=False).seconds.sum()
+        took = at_least(strategy, divided_ops, best_case.worker(best), SAMPLES, count, weights=False).seconds.sum()
         assert least <= parts * took * (1 + ROUNDING)
 
 
 def test_a_models_bound_is_that_of_the_quicker_batch_statistics() -> None:
     model, seconds = architecture("resnet", {"depth": 18}), []
-    tables, ops, count = BestCase(model, cluster(cpu()), "full"), op_table(model), len(model.modules)
-    best = tables.ground(1).best
-    for strategy, least in zip((compute_cost.forward, compute_cost.backward), tables.seconds(6, best), strict=True):
+    best_case, ops, count = BestCase(model, cluster(cpu()), "full"), op_table(model), len(model.modules)
+    best = best_case.ground(1).best
+    for strategy, least in zip((compute_cost.forward, compute_cost.backward), best_case.seconds(6, best), strict=True):
         for statistics in (ops, taken_in_passes(ops)):
-            seconds.append(strategy(statistics, tables.worker(best), 6, count, weights=False).seconds.sum())
+            seconds.append(strategy(statistics, best_case.worker(best), 6, count, weights=False).seconds.sum())
             assert least <= seconds[-1] * (1 + ROUNDING)
     assert len({*seconds}) == 4

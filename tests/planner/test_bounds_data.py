@@ -1,4 +1,7 @@
-"""Bounds with loading of data on hosts of two kinds: below every plan of a small space, and so nothing is missed."""
+"""Bounds with data loading on hosts of two kinds, for every plan of a small space.
+
+No plan is below its bound, so the search misses nothing.
+"""
 
 import contextlib
 import dataclasses
@@ -38,7 +41,7 @@ def hosts(
     cores: tuple[int, int] = (2, 16),
     **changes: Any,
 ) -> ClusterSpec:
-    """A host of slow devices with a quick disk and few cores, and one of quick devices with a slow disk."""
+    """Return a host of slow devices with a fast disk and few cores, and one of fast devices with a slow disk."""
     kinds = zip(("slow", "quick"), counts, (4e9, 5e8), cores, strict=True)
     nodes = tuple(
         NodeSpec(
@@ -47,9 +50,9 @@ def hosts(
             devices_per_node=count,
             memory_nbytes=2**36,
             disk_read_bytes_per_s=disk,
-            cores=own,
+            cores=node_cores,
         )
-        for name, count, disk, own in kinds
+        for name, count, disk, node_cores in kinds
     )
     links = (link("node", 1e-6, 1e11), link("network", 1e-6, 1e10))
     return ClusterSpec(name="unlike", devices={"slow": slow, "quick": quick}, nodes=nodes, links=links, **changes)
@@ -60,16 +63,16 @@ def cards(**changes: Any) -> ClusterSpec:
 
 
 def processors() -> ClusterSpec:
-    """CPUs of 4 cores, and of 2 that are half as quick: workers and ranks share the cores."""
-    rates = tuple(dataclasses.replace(one, flops_per_s=one.flops_per_s / 2) for one in cpu().gemm[:2])
+    """Return a host with 4 cores and one with 2 that are half as fast; workers and ranks share the cores."""
+    rates = tuple(dataclasses.replace(rate, flops_per_s=rate.flops_per_s / 2) for rate in cpu().gemm[:2])
     weak = cpu(name="slow", cores=2, memory_bandwidth_bytes_per_s=10e9, gemm=rates)
     return hosts(weak, cpu(name="quick"), (1, 1))
 
 
 def like_devices() -> ClusterSpec:
-    """Devices alike, of hosts whose disks and cores are not."""
-    found = hosts(gpu(name="slow"), gpu(name="quick"), (2, 2))
-    return dataclasses.replace(found, nodes=tuple(dataclasses.replace(node, device="slow") for node in found.nodes))
+    """Return hosts whose devices are alike and whose disks and cores are not."""
+    pairs = hosts(gpu(name="slow"), gpu(name="quick"), (2, 2))
+    return dataclasses.replace(pairs, nodes=tuple(dataclasses.replace(node, device="slow") for node in pairs.nodes))
 
 
 LOADING: dict[str, Loading] = {
@@ -118,7 +121,14 @@ def model_of(of: str) -> ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A plan on one order of the hosts, its prediction, and the bounds of its row and of its mesh."""
+    """A plan on one order of the hosts.
+
+    Attributes:
+        plan: the plan.
+        prediction: its prediction.
+        bound: lower bound of its step time.
+        of_mesh: lower bound of the step time of any plan on its mesh.
+    """
 
     plan: Plan
     prediction: Prediction
@@ -135,15 +145,18 @@ def asked(of: str) -> PlanRequest:
 
 
 def every(model: ModelSpec, machines: ClusterSpec, request: PlanRequest) -> list[Seen]:
-    """All plans of a space, on all orders of the hosts, and the same with shares and cuts by speed."""
-    found: list[Seen] = []
+    """Return all plans of a space on all orders of the hosts, each also with shares and cuts by speed."""
+    plans_seen: list[Seen] = []
     samples = request.script.batch.global_batch_size
     for order in orders(machines, model.loading):
         limits = limits_of(model, order, request)
-        meshes, tables = shapes(limits, request), BestCase(model, order, "full")
-        room = BestCaseMemory(tables, request.script)
+        meshes, best_case = shapes(limits, request), BestCase(model, order, "full")
+        best_memory = BestCaseMemory(best_case, request.script)
         strategies = variants(limits, meshes, np.arange(len(meshes), dtype=np.intp))
-        bounds, coarse = variant_bounds(room, meshes, strategies, samples), shape_bounds(tables, meshes, samples)[0]
+        bounds, coarse = (
+            variant_bounds(best_memory, meshes, strategies, samples),
+            shape_bounds(best_case, meshes, samples)[0],
+        )
         for row in range(len(strategies)):
             whole = plan_of(model, request, meshes, strategies, row, "full")
             plans, count = [whole], 0
@@ -155,26 +168,26 @@ def every(model: ModelSpec, machines: ClusterSpec, request: PlanRequest) -> list
                         bound=float(bounds.step_s[row]),
                         of_mesh=float(coarse[int(strategies.shape[row])]),
                     )
-                    found.append(seen)
-                    if not count and tables.mixed and whole.world_size > 1:
-                        plans += improved(room, order, whole, seen.prediction, samples)
+                    plans_seen.append(seen)
+                    if not count and best_case.mixed and whole.world_size > 1:
+                        plans += improved(best_memory, order, whole, seen.prediction, samples)
                 count += 1
-    return found
+    return plans_seen
 
 
 @pytest.mark.parametrize(("of", "where", "how"), CASES)
 def test_no_plan_is_below_its_bound_and_the_search_finds_the_best(of: str, where: str, how: str) -> None:
     model, machines, request = dataclasses.replace(model_of(of), loading=LOADING[how]), MACHINES[where], asked(of)
-    found = every(model, machines, request)
-    assert len(found) >= 100
-    for one in found:
-        assert one.bound <= one.step_s * (1 + ROUNDING), plan_words(one.plan)
-        assert one.of_mesh <= one.step_s * (1 + ROUNDING), plan_words(one.plan)
+    plans_seen = every(model, machines, request)
+    assert len(plans_seen) >= 100
+    for seen_plan in plans_seen:
+        assert seen_plan.bound <= seen_plan.step_s * (1 + ROUNDING), plan_words(seen_plan.plan)
+        assert seen_plan.of_mesh <= seen_plan.step_s * (1 + ROUNDING), plan_words(seen_plan.plan)
     explorer = Explorer(model, orders(machines, model.loading), request, ["full"])
     explorer.run()
     assert explorer.coverage().left == 0
-    got = min(one.value for one in explorer.costed if one.good)
-    assert got == min(one.step_s for one in found if one.prediction.fits)
+    got = min(candidate.value for candidate in explorer.costed if candidate.good)
+    assert got == min(seen_plan.step_s for seen_plan in plans_seen if seen_plan.prediction.fits)
 
 
 @pytest.mark.parametrize(
@@ -188,39 +201,43 @@ def test_no_plan_is_below_its_bound_and_the_search_finds_the_best(of: str, where
     ],
 )
 def test_where_samples_cost_most_a_bound_is_little_else_than_their_time(of: str, loading: Loading) -> None:
-    """Ranks that have an equal number of samples, on their own hosts' cores: that of the one that has most."""
+    """All ranks have as many samples, on cores of their own hosts. The bound is the time of the rank that has most."""
     model, machines = dataclasses.replace(model_of(of), loading=loading), hosts(gpu(), gpu(name="q"), cores=(64, 64))
-    for one in every(model, machines, asked(of)):
-        if not one.plan.shares:
-            assert 0.98 * one.step_s <= one.bound <= one.step_s * (1 + ROUNDING), plan_words(one.plan)
+    for seen_plan in every(model, machines, asked(of)):
+        if not seen_plan.plan.shares:
+            assert 0.98 * seen_plan.step_s <= seen_plan.bound <= seen_plan.step_s * (1 + ROUNDING), plan_words(
+                seen_plan.plan
+            )
 
 
 def test_what_is_chosen_is_as_quick_as_the_best_of_all() -> None:
-    """To within what counts as equal; neighbours of the best may be quicker than all that is enumerated."""
+    """Within what counts as equal. Neighbours of the best plan may be faster than any plan that is enumerated."""
     model, request = dataclasses.replace(model_of(ROWS), loading=LOADING["between steps"]), asked(ROWS)
-    best = min(one.step_s for one in every(model, cards(), request) if one.prediction.fits)
+    best = min(seen_plan.step_s for seen_plan in every(model, cards(), request) if seen_plan.prediction.fits)
     assert choose(model, cards(), request).prediction.step_time_s.value <= best * (1 + TIE)
 
 
 def test_ranks_alike_that_load_themselves_do_so_beside_all_else() -> None:
-    """What loading adds to a bound is what it adds to the prediction."""
+    """Loading adds to a bound what it adds to the prediction."""
     without, with_data = (
         every(dataclasses.replace(model_of(ROWS), loading=loading), like_devices(), asked(ROWS))
         for loading in (None, LOADING["between steps"])
     )
     assert len(without) == len(with_data) >= 100
-    for one, other in zip(without, with_data, strict=True):
-        assert one.plan == other.plan
-        added = other.step_s - one.step_s
-        assert other.bound - one.bound == pytest.approx(added, rel=1e-9), plan_words(one.plan)
+    for plain, loading_too in zip(without, with_data, strict=True):
+        assert plain.plan == loading_too.plan
+        added = loading_too.step_s - plain.step_s
+        assert loading_too.bound - plain.bound == pytest.approx(added, rel=1e-9), plan_words(plain.plan)
 
 
 def test_which_host_has_the_quick_disk_changes_nothing() -> None:
-    """Devices alike: a plan that leaves hosts idle leaves those with the slow disk idle, however they are written."""
+    """With equal devices, a plan that leaves hosts idle leaves those with the slow disk idle, in any order of hosts."""
     loading = Loading(stored_nbytes=2**20, workers=2)
     model, request = dataclasses.replace(model_of(ROWS), loading=loading), asked(ROWS)
     machines = like_devices()
     backwards = dataclasses.replace(machines, nodes=machines.nodes[::-1])
     assert machines.nodes[0].disk_read_bytes_per_s != machines.nodes[1].disk_read_bytes_per_s
-    one, other = (choose(model, each, request).prediction.step_time_s.value for each in (machines, backwards))
-    assert one == other
+    forwards_s, backwards_s = (
+        choose(model, hosts_in_order, request).prediction.step_time_s.value for hosts_in_order in (machines, backwards)
+    )
+    assert forwards_s == backwards_s

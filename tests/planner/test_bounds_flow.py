@@ -1,4 +1,4 @@
-"""Bounds are admissible for models whose flow of values is described: skips, residuals of blocks, rotations."""
+"""Bounds are admissible for models whose flow of values is described: skip connections, residuals, rotations."""
 
 from collections.abc import Callable
 
@@ -26,19 +26,19 @@ def test_no_prediction_is_below_its_bounds(name: str, monkeypatch: pytest.Monkey
     make, machines = SUBJECTS[name]
     spec = spec_of(make())
     monkeypatch.setitem(bounds_of_plans.CASES, name, (spec, machines, 24, "full"))
-    found, (coarse_s, coarse_nbytes), rows = bounds_of_plans.rows_of(name, 60)
+    bounds, (coarse_s, coarse_nbytes), rows = bounds_of_plans.rows_of(name, 60)
     staged, near = 0, []
     for row, mesh, intended, prediction in rows:
         step_s, nbytes = prediction.step_time_s.value * (1 + 1e-9), prediction.memory.total * (1 + 1e-9)
-        assert found.step_s[row] <= step_s, plan_words(intended)
+        assert bounds.step_s[row] <= step_s, plan_words(intended)
         assert coarse_s[mesh] <= step_s, plan_words(intended)
         assert coarse_nbytes[mesh] <= nbytes, plan_words(intended)
-        assert found.least_memory[row] <= nbytes, plan_words(intended)
+        assert bounds.least_memory[row] <= nbytes, plan_words(intended)
         if len(machines.nodes) == 1:
-            assert found.memory[row] <= nbytes, plan_words(intended)
+            assert bounds.memory[row] <= nbytes, plan_words(intended)
         if intended.degree("stage") > 1:
             staged += 1
-            near.append(found.memory[row] / prediction.memory.total)
+            near.append(bounds.memory[row] / prediction.memory.total)
             assert stages_of(spec, intended).sent.any()
     assert staged >= 10
     assert np.median(near) > 0.99

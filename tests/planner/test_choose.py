@@ -1,4 +1,4 @@
-"""What the planner chooses, and the words in which the others lose."""
+"""Which plan is chosen, and the reasons given for the others."""
 
 import dataclasses
 from itertools import pairwise
@@ -29,7 +29,7 @@ def cards(count: int = 1, per_node: int = 4, bandwidth: float = 1e11, **device: 
 
 
 def other(choice: Choice, **wanted: Any) -> Alternative:
-    """The first alternative whose plan has these: ranks, precision, microbatches."""
+    """Return the first alternative whose plan has these ranks, this precision or these microbatches."""
     for alternative in choice.alternatives:
         intended = alternative.plan
         has = {
@@ -71,7 +71,7 @@ def test_fewer_ranks_lose_because_they_compute_more() -> None:
 
 
 def test_more_devices_within_the_error_are_not_taken() -> None:
-    # All of the step is the same work on one rank as on several, but for a sliver.
+    # Nearly all of the step is work that every rank does, however many there are.
     model = dataclasses.replace(mlp(64, 1), modules=(linear("a", 64, 64),))
     choice = choose(model, cards(bandwidth=1e15), ask(4))
     assert choice.best.world_size == 1
@@ -81,14 +81,14 @@ def test_a_model_that_does_not_fit_at_once_gets_microbatches() -> None:
     layer = linear("a", 4096, 4096, activation_nbytes=float(2**26))
     model = ModelSpec(name="wide", modules=(layer,), optimizer="Adam")
     choice = choose(model, cards(), ask(1024, degree=1))
-    assert choice.best.batch.num_microbatches == 8  # 64 GiB of activations, 8 GiB at once in 16 GiB
+    assert choice.best.batch.num_microbatches == 8  # 64 GiB of activations: 8 GiB of them at once fit into 16 GiB
     assert other(choice, microbatches=4).reason.startswith("does not fit: needs ")
     assert "but a rank has 16.0 GiB" in other(choice, microbatches=4).reason
     assert "instead of 1" in explain(choice)
 
 
 def test_a_model_too_large_for_every_device_is_refused_with_the_numbers() -> None:
-    # 80 layers of the size of Llama-70B's, Adam in float32: 4 x 70e9 x 4 bytes.
+    # 80 layers as large as those of Llama-70B, with Adam in float32: 4 x 70e9 x 4 bytes.
     layer = linear("layers", 8192, 106_500)
     modules = tuple(dataclasses.replace(layer, name=f"layers.{index}") for index in range(80))
     model = ModelSpec(name="70B", modules=modules, optimizer="AdamW")
@@ -128,13 +128,15 @@ def test_float16_is_tried_only_where_it_is_faster() -> None:
 
 @pytest.mark.parametrize(("method", "tried"), [("one-bit-adam", False), ("one-bit", True), ("qsgd", True)])
 def test_float16_is_tried_and_shown_only_with_codes_of_gradients(method: str, tried: bool) -> None:
-    """It goes with scaled losses, which momenta do not bear: the search used to end with that refusal."""
+    """float16 needs loss scaling, which momentum compression does not allow. That refusal once ended the search."""
     volta = cards(peak_flops_per_s={"float32": 15e12, "bfloat16": 15e12, "float16": 125e12})
     freeze_step = 5 if method == "one-bit-adam" else None
     coded = plan(8192).compressed(Compression(method=method, freeze_step=freeze_step))
     kept, free = PlanRequest(script=coded), PlanRequest(script=coded, precision="auto")
     assert ("float16" in {p.precision for p in candidates(mlp(8192), volta, free)}) == tried
-    assert ("float16" in {one.plan.precision for one in choose(mlp(8192), volta, kept).alternatives}) == tried
+    assert (
+        "float16" in {alternative.plan.precision for alternative in choose(mlp(8192), volta, kept).alternatives}
+    ) == tried
 
 
 def test_a_precision_no_device_has_is_refused() -> None:
@@ -242,13 +244,13 @@ def test_a_faster_network_never_lengthens_the_chosen_step() -> None:
 
 
 def test_many_devices_are_searched_quickly_enough_to_list() -> None:
-    found = candidates(mlp(), cards(128, 8), ask(4096))
-    assert max(p.world_size for p in found) == 1024
-    assert len(found) < 1000
+    plans = candidates(mlp(), cards(128, 8), ask(4096))
+    assert max(p.world_size for p in plans) == 1024
+    assert len(plans) < 1000
 
 
 def test_measured_threads_matter() -> None:
-    # A product gains nothing from threads here, ranks do: four ranks of one thread win.
+    # Threads do not speed up a product here, and ranks do: four ranks with one thread each win.
     flat = tuple(GemmRate(dtype="float32", n=1000, threads=t, flops_per_s=10e9) for t in (1, 2))
     device = cpu(gemm=flat, memory_bandwidth_bytes_per_s=1e12)
     choice = choose(mlp(1024), cluster(device, (link(latency_s=1e-6, bandwidth=1e11),)), ask(4096))

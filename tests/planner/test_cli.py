@@ -38,7 +38,7 @@ print("not reached")
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Paths of a cluster of four cards, a model and a plan."""
+    """Return paths of a cluster of four cards, a model and a plan."""
     cards = cluster(gpu(), (link("node", 1e-5, 1e11),), devices_per_node=4)
     specs = {"cluster": cards, "model": mlp(4096, 4), "plan": plan(4096, 2)}
     return {name: str(serialization.save(spec, tmp_path / f"{name}.json")) for name, spec in specs.items()}
@@ -83,7 +83,7 @@ def test_precision_and_degree_are_taken_from_the_command_line(files: dict[str, s
 def test_plan_for_a_script_needs_no_hardware(files: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    # One device: what samples cost to load is measured here, so that a busy machine may change how many are best.
+    # One device: the cost of loading samples is measured here, so a busy machine may change which number is best.
     given = ("--cluster", files["cluster"], "--max-devices", "1", "--json")
     result = call(plan_command.command, *given, str(script), "12")
     choice = serialization.from_data(Choice, json.loads(result.stdout))

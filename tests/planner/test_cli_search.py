@@ -66,7 +66,7 @@ def test_a_named_model_is_planned_for_without_a_script(machines: str) -> None:
 
 
 def test_precision_is_chosen_where_nothing_fixes_it(machines: str, tmp_path: Path) -> None:
-    """A named model has no script whose numbers could change; a script keeps its own, and so does who says so."""
+    """A named model has no script whose numbers could change. A script keeps its precision, and so does --precision."""
     free = chosen(ask(machines, "--json"))
     assert free.request.precision == "auto"
     assert free.best.precision == "bfloat16"
@@ -100,13 +100,13 @@ def test_a_mesh_of_a_described_model_is_exactly_that(machines: str) -> None:
 
 def test_what_if_answers_beside_now(machines: str) -> None:
     what_if = ("--what-if", "link=1gbit", "--what-if", "devices=4")
-    found = serialization.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
-    assert [one.change for one in found.scenarios] == ["1 Gbit/s on network links", "4 devices"]
-    few, slow = found.scenarios[1].choice, found.scenarios[0].choice
+    answer = serialization.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
+    assert [scenario.change for scenario in answer.scenarios] == ["1 Gbit/s on network links", "4 devices"]
+    few, slow = answer.scenarios[1].choice, answer.scenarios[0].choice
     assert few is not None
     assert slow is not None
     assert few.best.world_size <= 4
-    now = found.now.prediction.step_time_s.value
+    now = answer.now.prediction.step_time_s.value
     assert slow.prediction.step_time_s.value >= 0.98 * now
     shown = ask(machines, *what_if).stdout
     assert "What if" in shown
@@ -114,12 +114,12 @@ def test_what_if_answers_beside_now(machines: str) -> None:
 
 
 def test_what_if_says_what_else_changes_of_the_best_plan(machines: str) -> None:
-    """Fewer devices: another mesh, more memory on each, another price; a row each."""
+    """With fewer devices the mesh, the memory of each and the price change. Each scenario has a row."""
     what_if = ("--what-if", "devices=1", "--what-if", "link=1gbit")
-    found = serialization.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
-    uncontended = found.scenarios[0].choice
+    answer = serialization.from_data(Scenarios, json.loads(ask(machines, "--json", *what_if).stdout))
+    uncontended = answer.scenarios[0].choice
     assert uncontended is not None
-    lines = scenario_rows(Planned(choice=found.now, timeline=None, scenarios=found.scenarios))  # type: ignore[arg-type]
+    lines = scenario_rows(Planned(choice=answer.now, timeline=None, scenarios=answer.scenarios))  # type: ignore[arg-type]
     assert [len(cells) for cells in lines] == [len(SCENARIO_COLUMNS)] * 3
     now, (_, words, step, memory, cost, against), _ = lines
     assert now[5] == ""
@@ -132,12 +132,12 @@ def test_what_if_says_what_else_changes_of_the_best_plan(machines: str) -> None:
     assert uncontended.totals.cost is not None
     assert cost == f"{money(uncontended.totals.cost)} a step"
     ratios = {
-        "memory": uncontended.prediction.memory.total / found.now.prediction.memory.total,
-        "cost": uncontended.totals.cost / found.now.totals.cost,  # type: ignore[union-attr, operator]
+        "memory": uncontended.prediction.memory.total / answer.now.prediction.memory.total,
+        "cost": uncontended.totals.cost / answer.now.totals.cost,  # type: ignore[union-attr, operator]
     }
     for what, ratio in ratios.items():
         assert f"{ratio:.2f}x the {what}" in against
-    assert f"Ranks: {found.now.best.world_size} in now, 1 in then" in against
+    assert f"Ranks: {answer.now.best.world_size} in now, 1 in then" in against
     assert "cost" in ask(machines, *what_if).stdout
 
 
@@ -178,7 +178,7 @@ def test_explain_shows_of_a_named_model_all_that_needs_no_script(machines: str) 
 def test_a_mesh_says_degrees_and_leaves_the_level_of_sharding_open(machines: str) -> None:
     choice = chosen(ask(machines, "--json", "--mesh", "stage=2,shard=2"))
     assert choice.best.mesh == {"stage": 2, "shard": 2}
-    assert choice.best.sharding.level == 1  # no other goes with stages
+    assert choice.best.sharding.level == 1  # stages allow no other level
 
 
 def test_a_file_of_a_model_may_stand_where_a_script_does(machines: str, tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_a_plan_for_another_model_is_noticed(machines: str, tmp_path: Path) -> N
     ask(machines, "--output", str(output), "--mesh", "replicate=2")
     deeper = architecture("gpt", {"layers": 5, "hidden": 512, "heads": 8, "seq_len": 512, "vocab": 1000})
     other = serialization.save(deeper, tmp_path / "model.json")
-    found = CliRunner().invoke(predict_command.command, ["--cluster", machines, "--model", str(other), str(output)])
-    assert "was made for another model: blocks.4 is new" in " ".join(found.stderr.split())
+    result = CliRunner().invoke(predict_command.command, ["--cluster", machines, "--model", str(other), str(output)])
+    assert "was made for another model: blocks.4 is new" in " ".join(result.stderr.split())
 
 
 def test_annotations_of_a_script_are_respected(machines: str, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_sizes_are_read_with_units(text: str, value: float) -> None:
 def test_durations_are_read_with_units() -> None:
     assert DURATION.convert("12h", None, None) == 43200
     assert DURATION.convert("3d", None, None) == 3 * 86400
-    found: Any = None
+    value_s: Any = None
     with pytest.raises(click.BadParameter, match="write it like 12h"):
-        found = DURATION.convert("soon", None, None)
-    assert found is None
+        value_s = DURATION.convert("soon", None, None)
+    assert value_s is None

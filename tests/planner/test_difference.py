@@ -1,4 +1,4 @@
-"""Whatever is changed in a plan, the difference of the two says it."""
+"""Every change to a plan shows in the difference between the two plans."""
 
 import dataclasses
 from typing import Any
@@ -50,21 +50,21 @@ CHANGES: dict[str, Any] = {
 
 
 def fields(value: Any, name: str = "") -> list[str]:
-    """The dotted names of what a plan is made of; a layout's are those of its rules."""
-    found = []
-    for one in dataclasses.fields(value):
-        own, dotted = getattr(value, one.name), f"{name}{one.name}"
-        if one.name == "layout":
-            found += fields(own[0], f"{dotted}.")
-        elif one.name in ("batch", "sync", "sharding", "pipeline"):
-            found += fields(own, f"{dotted}.")
+    """Return the dotted names of all fields of a plan. Those of a layout are the fields of its rules."""
+    names = []
+    for field in dataclasses.fields(value):
+        content, dotted = getattr(value, field.name), f"{name}{field.name}"
+        if field.name == "layout":
+            names += fields(content[0], f"{dotted}.")
+        elif field.name in ("batch", "sync", "sharding", "pipeline"):
+            names += fields(content, f"{dotted}.")
         else:
-            found.append(dotted)
-    return found
+            names.append(dotted)
+    return names
 
 
 def changed(plan: Plan, name: str) -> Plan:
-    """The plan with one thing changed, and what must go with it."""
+    """Return the plan with one field changed."""
     part, _, inner = name.partition(".")
     if not inner:
         return dataclasses.replace(plan, **{part: CHANGES[name]})
@@ -87,9 +87,9 @@ def test_every_field_that_is_changed_is_told(name: str) -> None:
         base = dataclasses.replace(BASE, sync=SyncPlan(mode="local", relaxed=Relaxed(period=8)))
     if name == "pipeline.stages_per_rank":
         base = dataclasses.replace(BASE, pipeline=PipelinePlan(schedule="interleaved"))
-    said = difference(base, changed(base, name), ("old", "new"))
-    assert said
-    assert all(("old" in one and "new" in one) or "Only" in one for one in said)
+    differences = difference(base, changed(base, name), ("old", "new"))
+    assert differences
+    assert all(("old" in sentence and "new" in sentence) or "Only" in sentence for sentence in differences)
     assert difference(base, base) == ()
 
 
@@ -105,7 +105,7 @@ def test_every_field_that_is_changed_is_told(name: str) -> None:
     ],
 )
 def test_what_once_went_unsaid_is_said_in_words(name: str, words: str) -> None:
-    assert any(words in one for one in difference(BASE, changed(BASE, name)))
+    assert any(words in sentence for sentence in difference(BASE, changed(BASE, name)))
 
 
 def test_the_order_of_rules_is_told_where_the_last_one_counts() -> None:
@@ -116,8 +116,8 @@ def test_the_order_of_rules_is_told_where_the_last_one_counts() -> None:
 
 
 def test_offload_is_told_without_a_shard_axis_and_a_level_that_nothing_follows_at_last() -> None:
-    one = Plan(batch=BatchPlan(global_batch_size=8))
-    assert difference(one, dataclasses.replace(one, sharding=ShardingPlan(offload="optimizer")))
-    assert difference(one, dataclasses.replace(one, sharding=ShardingPlan(level=1))) == (
+    plain = Plan(batch=BatchPlan(global_batch_size=8))
+    assert difference(plain, dataclasses.replace(plain, sharding=ShardingPlan(offload="optimizer")))
+    assert difference(plain, dataclasses.replace(plain, sharding=ShardingPlan(level=1))) == (
         "sharding.level: 3 in A, 1 in B",
     )

@@ -1,4 +1,4 @@
-"""Sufficient factors lose nothing, so the planner takes them at every dial, where they are quicker for sure."""
+"""Sufficient factors lose nothing, so the planner uses them at every relaxation level where they are surely faster."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_they_are_taken_on_a_slow_network_where_rows_are_few(relax: Any) -> None
 
 @pytest.mark.parametrize(("mbit", "batch"), [(1e6, 64), (300, 2048)])
 def test_elsewhere_the_exact_choice_is_as_it_was(mbit: float, batch: int) -> None:
-    """On a fast network, and where rows are as many bytes as gradients."""
+    """This holds on a fast network, and where the rows have as many bytes as the gradients."""
     best = chosen(mbit, batch)
     assert best.best.sync == SyncPlan()
     assert best.relaxation is None

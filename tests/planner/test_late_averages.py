@@ -1,4 +1,4 @@
-"""With how many samples averages are counted that are taken in later, or told in few bits."""
+"""How many samples are counted for averages that are applied later, or encoded in few bits."""
 
 import pytest
 

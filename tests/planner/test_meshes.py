@@ -1,4 +1,4 @@
-"""The search over all meshes: as good as trying everything, limits kept, objectives, words."""
+"""The search over all meshes is as good as trying everything, keeps limits, and serves every objective."""
 
 import dataclasses
 from typing import Any, get_args
@@ -35,14 +35,14 @@ def ask(batch: int = 16, **wishes: Any) -> PlanRequest:
 
 
 def everything(model: ModelSpec, machines: ClusterSpec, request: PlanRequest) -> float:
-    """The least predicted step of every plan that is enumerated and fits."""
+    """Return the least predicted step time of all plans that are enumerated and fit."""
     limits = limits_of(model, machines, request)
-    found = shapes(limits, request)
-    strategies = variants(limits, found, np.arange(len(found), dtype=np.intp))
+    meshes = shapes(limits, request)
+    strategies = variants(limits, meshes, np.arange(len(meshes), dtype=np.intp))
     steps = []
     for row in range(len(strategies)):
         try:
-            prediction = predict(model, machines, plan_of(model, request, found, strategies, row, "full"))
+            prediction = predict(model, machines, plan_of(model, request, meshes, strategies, row, "full"))
         except PlanError:
             continue
         if prediction.fits:
@@ -63,9 +63,9 @@ def test_the_search_finds_what_trying_everything_finds(memory: int) -> None:
 @pytest.mark.parametrize(
     ("split", "units", "degrees"),
     [
-        ("column", 2219, (1, 2, 3, 4)),  # a column more or less is nothing
-        ("column", 9, (1, 3)),  # 5 of 9 and 3 of 9 are more than a half and a quarter
-        ("column", 0, (1, 2, 3, 4)),  # of a description that does not say
+        ("column", 2219, (1, 2, 3, 4)),  # one column more or less makes no difference
+        ("column", 9, (1, 3)),  # 5 of 9 is more than a half, 3 of 9 more than a quarter
+        ("column", 0, (1, 2, 3, 4)),  # the number of columns is unknown
         ("heads", 12, (1, 2, 3, 4)),
         ("heads", 10, (1, 2)),
     ],
@@ -77,8 +77,10 @@ def test_degrees_need_not_divide_many_units(split: Any, units: int, degrees: tup
 
 @pytest.mark.parametrize("bandwidth", [1e8, 1e10])
 def test_every_schedule_is_tried(bandwidth: float) -> None:
-    """Against all schedules written out here: where messages are slow that wins which has most microbatches under way
-    in both directions at once."""
+    """The choice is compared with all schedules, written out here.
+
+    Where messages are slow, the schedule wins that has most microbatches in flight in both directions at once.
+    """
     model = gpt(8)
     machines = cluster(gpu(), (link("node", 1e-3, bandwidth),), devices_per_node=4)
     steps = {
@@ -125,7 +127,7 @@ def test_a_model_too_large_for_one_rank_is_divided() -> None:
 
 
 def test_state_goes_to_the_host_where_all_devices_together_have_too_little_memory() -> None:
-    model = gpt(16, hidden=1024)  # 3.3 GB of state; two devices with 2.2 GB each, 1 GB of which libraries take
+    model = gpt(16, hidden=1024)  # 3.3 GB of state; two devices with 2.2 GB each, of which libraries take 1 GB
     machines = cards(1, 2, memory_nbytes=22 * 10**8)
     choice = choose(model, machines, ask(16))
     assert choice.best.sharding.offload != "none"
@@ -155,7 +157,7 @@ def test_a_mesh_that_is_asked_for_is_kept_as_it_is_written() -> None:
 
 
 def test_of_a_mesh_that_is_asked_for_it_is_said_what_one_device_would_do() -> None:
-    """Near it, within what predictions may be wrong by; clearly better; against a limit."""
+    """One device is near the mesh, within the error of predictions; or clearly better; or not allowed by a limit."""
 
     def said(model: ModelSpec, machines: ClusterSpec, mesh: dict[AxisName, int], **more: Any) -> str:
         choice = choose(model, machines, ask(16, mesh=mesh, **more))
@@ -272,7 +274,7 @@ def test_devices_stay_idle_where_they_do_not_help() -> None:
 @settings(deadline=None, max_examples=6)
 @given(more=st.floats(1.1, 8), what=st.sampled_from(["memory", "network", "node", "speed"]))
 def test_better_machines_never_get_a_slower_plan(more: float, what: Any) -> None:
-    """Plans within 2 % of the best count as equal, so that the plainer of them may be chosen."""
+    """Plans within 2 % of the best count as equal, so a plainer one of them may be chosen."""
     model, machines = gpt(2), cards(2, 2, memory_nbytes=11 * 10**8)
     if what == "memory":
         better = with_memory(machines, 11e8 * more)
@@ -282,15 +284,15 @@ def test_better_machines_never_get_a_slower_plan(more: float, what: Any) -> None
         link_of = machines.link(what)
         assert link_of is not None
         better = with_bandwidth(machines, what, link_of.bandwidth_bytes_per_s * more)
-    before, after = (choose(model, each, ask(8)).prediction.step_time_s.value for each in (machines, better))
+    before, after = (choose(model, hosts, ask(8)).prediction.step_time_s.value for hosts in (machines, better))
     assert after <= 1.02 * before
 
 
 def test_permuting_equal_nodes_changes_nothing() -> None:
-    one = cards(4, 2)
-    node = dataclasses.replace(one.nodes[0], count=2)
-    two = dataclasses.replace(one, nodes=(node, dataclasses.replace(node, name="other")))
-    first, second = choose(gpt(), one, ask(32)), choose(gpt(), two, ask(32))
+    joined = cards(4, 2)
+    node = dataclasses.replace(joined.nodes[0], count=2)
+    listed = dataclasses.replace(joined, nodes=(node, dataclasses.replace(node, name="other")))
+    first, second = choose(gpt(), joined, ask(32)), choose(gpt(), listed, ask(32))
     assert first.prediction.step_time_s.value == pytest.approx(second.prediction.step_time_s.value, rel=0.02)
 
 

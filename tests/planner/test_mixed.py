@@ -1,4 +1,4 @@
-"""Unequal devices: shares against every way to share, memory that ends, devices that are better left idle."""
+"""Unequal devices: shares against all possible shares, memory limits, devices that are better left idle."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ BATCH = 60
 
 
 def two(first: dict[str, Any], second: dict[str, Any], each: int = 1) -> ClusterSpec:
-    """Two nodes, with cards that differ as told."""
+    """Return two nodes, with cards that differ as the arguments say."""
     devices = {name: gpu(name=name, **changes) for name, changes in (("first", first), ("second", second))}
     nodes = tuple(NodeSpec(name=name, device=name, devices_per_node=each, memory_nbytes=2**36) for name in devices)
     links = (link("node", 1e-6, 1e11), link("network", 1e-6, 1e11))
@@ -30,12 +30,12 @@ def two(first: dict[str, Any], second: dict[str, Any], each: int = 1) -> Cluster
 
 
 def wide() -> ModelSpec:
-    """A layer whose activations are 64 MiB a sample."""
+    """Return a layer whose activations take 64 MiB per sample."""
     return ModelSpec(name="wide", modules=(linear("a", 4096, 4096, activation_nbytes=float(2**26)),), optimizer="Adam")
 
 
 def shared(model: ModelSpec, machines: ClusterSpec) -> Choice:
-    """The choice for one microbatch on both nodes, of which only shares and their order may differ."""
+    """Return the choice for one microbatch on both nodes, where only the shares and their order may differ."""
     ranks = machines.device_count
     return choose(
         model,
@@ -45,15 +45,15 @@ def shared(model: ModelSpec, machines: ClusterSpec) -> Choice:
 
 
 def every_way(model: ModelSpec, machines: ClusterSpec) -> dict[int, float]:
-    """Samples of the first of two ranks -> the step, where that fits."""
-    found = {}
+    """Return the step time for each number of samples of the first of two ranks, where the plan fits."""
+    step_s_by_samples = {}
     for first in range(1, BATCH):
         done = predict(
             model, machines, dataclasses.replace(plan(BATCH, 2), shares=(float(first), float(BATCH - first)))
         )
         if done.fits:
-            found[first] = done.step_time_s.value
-    return found
+            step_s_by_samples[first] = done.step_time_s.value
+    return step_s_by_samples
 
 
 @pytest.mark.parametrize("faster", [1.5, 3.0, 10.0])
@@ -67,7 +67,7 @@ def test_shares_by_speed_gain_what_the_best_shares_would(faster: float) -> None:
 
 @pytest.mark.parametrize("faster", [1.0, 3.0])
 def test_shares_end_where_memory_ends_and_the_rest_goes_to_the_other(faster: float) -> None:
-    """The second card, as fast or faster, has room for a few samples only."""
+    """The second card is as fast or faster, and has memory for only a few samples."""
     quick = {"peak_flops_per_s": {"float32": faster * 10e12}, "memory_nbytes": 3 * 2**30}
     machines = two({}, quick)
     every = every_way(wide(), machines)
@@ -92,7 +92,7 @@ def test_slow_devices_stay_idle_where_they_would_only_delay() -> None:
 
 
 def three() -> ClusterSpec:
-    """The quickest, the cheapest for its work, which is also the most frugal, and the roomiest."""
+    """Return three kinds of nodes: the fastest, the one that does its work with least money and power, the largest."""
     kinds = {
         "a": {"peak_flops_per_s": {"float32": 60e12}, "price_per_device_hour": 4.0, "power_w": 700.0},
         "b": {"peak_flops_per_s": {"float32": 20e12}, "price_per_device_hour": 0.5, "power_w": 100.0},
@@ -109,21 +109,21 @@ def test_the_answer_does_not_depend_on_the_order_of_nodes_in_the_file(objective:
     request = PlanRequest(
         script=plan(12), scope="all", objective=objective, noise=noise, keep_microbatches=True, max_devices=4
     )
-    found, tried = [], set()
+    choices, tried = [], set()
     for nodes in permutations(three().nodes):
         written = dataclasses.replace(three(), nodes=nodes)
-        tried.add(tuple(tuple(node.name for node in one.nodes) for one in orders(written, None, objective)))
-        if nodes[0].name == "b":  # two of the six will do: they take seconds
+        tried.add(tuple(tuple(node.name for node in order.nodes) for order in orders(written, None, objective)))
+        if nodes[0].name == "b":  # two of the six orders are enough, because each takes seconds
             choice = choose(mlp(1024, 2), written, request)
             seated = choice.nodes or tuple(node.name for node in nodes)
-            found.append((choice.best, choice.prediction, choice.totals, seated[: -(-choice.best.world_size // 2)]))
+            choices.append((choice.best, choice.prediction, choice.totals, seated[: -(-choice.best.world_size // 2)]))
     assert len(tried) == 1
-    assert found[0] == found[1]
+    assert choices[0] == choices[1]
 
 
 @pytest.mark.parametrize("objective", ["cost", "energy"])
 def test_what_is_cheapest_for_its_work_is_used_alone_wherever_it_stands(objective: Objective) -> None:
-    """It is neither the quickest nor the roomiest."""
+    """It is neither the fastest nor the one with most memory."""
     for nodes in (three().nodes, three().nodes[::-1]):
         request = PlanRequest(script=plan(12), scope="all", objective=objective, keep_microbatches=True)
         choice = choose(mlp(1024, 2), dataclasses.replace(three(), nodes=nodes), request)
@@ -134,13 +134,13 @@ def test_what_is_cheapest_for_its_work_is_used_alone_wherever_it_stands(objectiv
 def test_of_equal_devices_those_with_the_quickest_network_are_tried_first() -> None:
     machines = own_links(cards(3, 1))
     nodes = tuple(machines.nodes[i] for i in (1, 0, 2))
-    found = orders(dataclasses.replace(machines, nodes=nodes))
-    assert machines.nodes in [one.nodes for one in found]
+    in_orders = orders(dataclasses.replace(machines, nodes=nodes))
+    assert machines.nodes in [ordered.nodes for ordered in in_orders]
     assert orders(cards(3, 1)) == (cards(3, 1),)
 
 
 def test_more_kinds_of_devices_are_never_planned_slower_than_the_quickest_alone() -> None:
-    """In little time: what lies between is many plans, and it once was 1.5 times as slow."""
+    """The time limit is short, and there are many plans between the two. The plan was once 1.5 times as slow."""
     speeds = {"quick": (60e12, 2**35, 1), "middle": (20e12, 2**35, 3), "slow": (8e12, 2**34, 4)}
     devices = {
         name: gpu(name=name, peak_flops_per_s={"float32": rate}, memory_nbytes=size)
@@ -154,7 +154,7 @@ def test_more_kinds_of_devices_are_never_planned_slower_than_the_quickest_alone(
     machines = ClusterSpec(name="three kinds", devices=devices, nodes=nodes, links=links)
 
     def step_s(**wishes: Any) -> float:
-        looks = itertools.count()  # time is how often the clock was looked at
+        looks = itertools.count()  # the clock counts how often it is read
         request = PlanRequest(script=plan(64), scope="all", **wishes)
         choice = choose(gpt(8, hidden=1024), machines, request, clock=lambda: float(next(looks)), limit_s=150)
         return choice.prediction.step_time_s.value

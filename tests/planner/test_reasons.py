@@ -1,4 +1,4 @@
-"""Sentences about plans that lost, and about searches that found nothing, are true of what they speak of."""
+"""Sentences about plans that lost, and about searches without a result, are true."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ REQUEST = PlanRequest(script=plan(64), scope="all")
 
 
 def costed(machines: ClusterSpec, intended: Plan, **phases: float) -> Costed:
-    """A plan on machines, with some of its phases as told."""
+    """Return a plan on machines, with some phases of its prediction replaced."""
     done = predict(mlp(256, 2), machines, intended)
     done = dataclasses.replace(done, phases={**done.phases, **phases})
     return Costed(plan=intended, prediction=done, cluster=machines, value=done.step_time_s.value)
@@ -33,22 +33,22 @@ def costed(machines: ClusterSpec, intended: Plan, **phases: float) -> Costed:
 
 def test_only_ranks_of_one_host_without_cards_share_a_memory() -> None:
     slow = {"optimizer": 1e3}
-    one = costed(cluster(cpu()), plan(64, 1))
-    assert _cause(costed(cluster(cpu()), plan(64, 4), **slow), one).startswith("4 ranks that share a memory update")
+    single = costed(cluster(cpu()), plan(64, 1))
+    assert _cause(costed(cluster(cpu()), plan(64, 4), **slow), single).startswith("4 ranks that share a memory update")
     hosts = cluster(cpu(), count=2)
-    assert _cause(costed(hosts, plan(64, 4), **slow), one).startswith("2 ranks that share a memory update")
+    assert _cause(costed(hosts, plan(64, 4), **slow), single).startswith("2 ranks that share a memory update")
     uncontended = costed(cards(2, 2), plan(64, 1))
     assert _cause(costed(cards(2, 2), plan(64, 4), **slow), uncontended).startswith("the optimizer takes ")
 
 
 def test_one_rank_shares_nothing_and_recomputes_a_part() -> None:
-    one = cluster(cpu(cores=1))
+    core = cluster(cpu(cores=1))
     again = plan(64, layout=(LayoutRule(recompute="selective"),))
     full = plan(64, layout=(LayoutRule(recompute=True),))
-    best = costed(one, plan(64))
-    assert _compute_cause(costed(one, again), best).startswith("part of forward is computed twice; ")
-    assert _compute_cause(costed(one, full), best).startswith("forward is computed twice; ")
-    assert "share" not in _compute_cause(costed(one, plan(64)), best)
+    best = costed(core, plan(64))
+    assert _compute_cause(costed(core, again), best).startswith("part of forward is computed twice; ")
+    assert _compute_cause(costed(core, full), best).startswith("forward is computed twice; ")
+    assert "share" not in _compute_cause(costed(core, plan(64)), best)
     both = cluster(cpu(cores=2))
     assert _compute_cause(costed(both, plan(64, 2)), best).startswith("ranks share cores and memory bandwidth; ")
 
@@ -64,16 +64,16 @@ def test_one_device_is_called_the_fastest_only_where_it_is(factor: float, reason
     chosen = costed(cards(), plan(64))
     time = dataclasses.replace(chosen.prediction.step_time_s, value=chosen.value * factor)
     other = dataclasses.replace(chosen.prediction, step_time_s=time)
-    said = _one_device(REQUEST, chosen, Alternative(plan=plan(64, 2), prediction=other, reason=reason))
-    assert words in said
-    assert ("fastest" in said) == (factor > 1)
+    sentence = _one_device(REQUEST, chosen, Alternative(plan=plan(64, 2), prediction=other, reason=reason))
+    assert words in sentence
+    assert ("fastest" in sentence) == (factor > 1)
 
 
 @pytest.mark.parametrize(("nodes", "words"), [(3, "1 device of 3 stays idle"), (4, "2 devices of 4 stay idle")])
 def test_idle_devices_are_counted(nodes: int, words: str) -> None:
     machines = cards(nodes, 1)
-    said = remarks(mlp(256, 2), machines, REQUEST, costed(machines, plan(64, 2)), ())
-    assert any(one.startswith(words) for one in said)
+    sentences = remarks(mlp(256, 2), machines, REQUEST, costed(machines, plan(64, 2)), ())
+    assert any(sentence.startswith(words) for sentence in sentences)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_idle_devices_are_counted(nodes: int, words: str) -> None:
 )
 def test_a_mesh_that_a_model_cannot_have_is_refused_for_its_own_reason(axis: Any, degree: int, words: str) -> None:
     request = dataclasses.replace(REQUEST, mesh={axis: degree})
-    own = dataclasses.replace(plan(64), mesh={axis: degree})
-    with pytest.raises(PlanError) as found:
+    intended = dataclasses.replace(plan(64), mesh={axis: degree})
+    with pytest.raises(PlanError) as refusal:
         choose(gpt(2, heads=4), cards(), request)
     with pytest.raises(PlanError) as reason:
-        predict(gpt(2, heads=4), cards(), own)
-    assert str(found.value) == str(reason.value)
-    assert words in str(found.value)
-    assert "does not fit" not in str(found.value)
+        predict(gpt(2, heads=4), cards(), intended)
+    assert str(refusal.value) == str(reason.value)
+    assert words in str(refusal.value)
+    assert "does not fit" not in str(refusal.value)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -102,7 +102,7 @@ def test_a_search_without_any_finite_time_ends_in_a_sentence(scope: Any, monkeyp
 
 @pytest.mark.parametrize(("gain", "chosen"), [(0.015, "replicate"), (0.03, "shard")])
 def test_of_plans_as_good_copies_are_taken(gain: float, chosen: AxisName) -> None:
-    """They ask nothing of a model; what divides it must be more than a tie's width better."""
+    """Replicas ask nothing of a model. A plan that divides it must be better by more than the width of a tie."""
     machines = cluster(cpu(), count=2)
     copies = costed(machines, plan(64, 2))
     parts = costed(machines, dataclasses.replace(plan(64), mesh={"shard": 2}))
@@ -111,7 +111,7 @@ def test_of_plans_as_good_copies_are_taken(gain: float, chosen: AxisName) -> Non
 
 
 def test_only_plans_with_samples_to_share_have_equal_shares() -> None:
-    """Ranks of one pipeline all compute every sample: no shares would help them."""
+    """All ranks of one pipeline replica compute every sample, so shares would not help them."""
     machines = two({}, {"peak_flops_per_s": {"float32": 30e12}})
     best = costed(machines, dataclasses.replace(plan(64, 2), shares=(0.5, 1.0)))
     stages = costed(machines, dataclasses.replace(plan(64), mesh={"stage": 2}))

@@ -1,4 +1,4 @@
-"""The dial: ways to send less are chosen where they pay for sure, and only where the request allows them."""
+"""Strategies that send less are chosen only where they surely pay and the request allows them."""
 
 from dataclasses import replace
 from functools import cache
@@ -28,12 +28,12 @@ from tutti.planner.relaxed_strategies import (
 )
 
 MODEL = mlp(1826, 3)
-"""10 M parameters."""
+"""A model of 10 million parameters."""
 
 SCRIPT = Plan(batch=BatchPlan(global_batch_size=2048))
 
 MBIT = 1.25e5
-"""Bytes a second."""
+"""Bytes per second of one Mbit/s."""
 
 KERNELS = tuple(
     CompressRate(method=strategy.words, numel=numel, encode_s=3e-9 * numel, decode_s=1e-9 * numel)
@@ -41,7 +41,7 @@ KERNELS = tuple(
     if strategy.compress is not None
     for numel in (2**14, 2**22)
 )
-"""Kernels that take about 7 ns a value, measured."""
+"""Measured kernels that take about 7 ns per value."""
 
 
 def hosts(mbit: float, count: int = 4, **changes: Any) -> ClusterSpec:
@@ -65,11 +65,11 @@ def way_of(choice: Choice) -> str:
 @pytest.mark.parametrize(
     ("optimizer", "mbit", "reduced", "relaxed"),
     [
-        ("SGD", 100_000, "synchronous", "synchronous"),  # as good as unlimited
+        ("SGD", 100_000, "synchronous", "synchronous"),  # practically unlimited
         ("SGD", 1000, "bytegrad", "local:period=4 in qsgd,bits=4"),
         ("SGD", 100, "powersgd,rank=2", "local:period=16 in qsgd,bits=4"),
         ("Adam", 1000, "bytegrad", "local:period=4,optimizer_state=corrected in qsgd,bits=4"),
-        ("Adagrad", 1000, "bytegrad", "bytegrad"),  # averages take it more samples
+        ("Adagrad", 1000, "bytegrad", "bytegrad"),  # its averages take more samples
         ("Adam", 100, "powersgd,rank=2", "local:period=16,optimizer_state=corrected in qsgd,bits=4"),
         ("Adagrad", 100, "powersgd,rank=2", "local:period=8,delay=1 in qsgd,bits=4"),
     ],
@@ -122,7 +122,8 @@ def test_what_is_chosen_is_quicker_also_where_links_and_kernels_are_in_the_exact
         )
         worst = replace(quick, devices={"d": replace(device, compress_rates=slow)})
         worst = replace(
-            worst, links=tuple(replace(one, latency_s=one.latency_s / choice.relaxation.links) for one in worst.links)
+            worst,
+            links=tuple(replace(link, latency_s=link.latency_s / choice.relaxation.links) for link in worst.links),
         )
         exact = choose(MODEL, worst, asked("exact")).prediction.step_time_s.value
         assert predict(MODEL, worst, choice.best).step_time_s.value * choice.relaxation.samples < exact
@@ -138,8 +139,10 @@ def test_what_is_chosen_is_quicker_also_where_links_and_kernels_are_in_the_exact
 def test_a_gain_that_is_small_or_within_the_predictions_error_is_not_taken(
     mbit: float, rates: tuple[CompressRate, ...], least: float, words: str
 ) -> None:
-    """Between what pays and what does not there are rates at which a way is quicker: not surely, where nobody timed its
-    kernels, or by less than training is changed for."""
+    """Between bandwidths at which a strategy pays and those at which it does not, it is faster without being chosen.
+
+    The gain is uncertain where nobody measured the kernels, or too small to change training for.
+    """
     choice = choose(MODEL, hosts(mbit, compress_rates=rates), asked("reduced"))
     assert choice.relaxation is not None
     assert choice.relaxation.step_s * choice.relaxation.samples < (1 - least) * choice.relaxation.exact_step_s
@@ -149,9 +152,9 @@ def test_a_gain_that_is_small_or_within_the_predictions_error_is_not_taken(
 
 
 def test_where_hosts_take_turns_on_cores_a_gain_must_be_larger() -> None:
-    own = hosts(2000)
-    shared = replace(own, nodes=tuple(replace(node, turns=2.0) for node in own.nodes))
-    uncontended, in_turns = (choose(MODEL, machines, asked("reduced")) for machines in (own, shared))
+    separate = hosts(2000)
+    shared = replace(separate, nodes=tuple(replace(node, turns=2.0) for node in separate.nodes))
+    uncontended, in_turns = (choose(MODEL, machines, asked("reduced")) for machines in (separate, shared))
     assert uncontended.relaxation is not None
     assert in_turns.relaxation is not None
     assert uncontended.relaxation.chosen
@@ -162,16 +165,16 @@ def test_where_hosts_take_turns_on_cores_a_gain_must_be_larger() -> None:
 
 
 def test_where_hosts_take_turns_a_way_that_computes_nothing_more_needs_no_larger_gain() -> None:
-    """Averages as they are: nothing is written or read that could cost more than was predicted."""
-    own = hosts(2000)
-    shared = replace(own, nodes=tuple(replace(node, turns=2.0) for node in own.nodes))
+    """Averages without a codec compute nothing that could cost more than predicted."""
+    separate = hosts(2000)
+    shared = replace(separate, nodes=tuple(replace(node, turns=2.0) for node in separate.nodes))
     (rare,) = [strategy for strategy in RELAXED_STRATEGIES if strategy.words == "local:period=8"]
     exact = choose(MODEL, shared, asked("exact"))
-    one = _costed(shared, asked(), exact.best, exact.prediction)
+    base = _costed(shared, asked(), exact.best, exact.prediction)
     coded = replace(rare, compress=Compression(method="qsgd", bits=8))
     (often,) = [strategy for strategy in RELAXED_STRATEGIES if strategy.words == "qsgd,bits=8"]
     worth = {
-        strategy.words: Tried(strategy=strategy, one=one, samples=1.0, evidence="assumed", totals=exact.totals).worth
+        strategy.words: Tried(strategy=strategy, one=base, samples=1.0, evidence="assumed", totals=exact.totals).worth
         for strategy in (rare, coded, often)
     }
     assert worth[rare.words] == WORTH
@@ -180,7 +183,7 @@ def test_where_hosts_take_turns_a_way_that_computes_nothing_more_needs_no_larger
 
 
 def counted_with(optimizer: str) -> dict[tuple[str, int], float]:
-    """By words and replicas."""
+    """Return the counted samples by strategy and number of replicas."""
     return {
         (strategy.words, replicas): samples_of(
             strategy, asked(), replace(SCRIPT, mesh={"replicate": replicas}), optimizer
@@ -209,8 +212,8 @@ def test_averages_are_counted_with_more_samples_the_more_replicas_and_where_step
 
 
 def test_moments_are_corrected_of_optimizers_that_have_them() -> None:
-    """Averages take those fewer samples then, and are offered in that form alone, unless a past run was without."""
-    third = tuple(replace(one, optimizer_nbytes=3 * one.gradient_nbytes) for one in MODEL.modules)
+    """Corrected averages take fewer samples. Uncorrected ones are offered only if a past run measured them."""
+    third = tuple(replace(module, optimizer_nbytes=3 * module.gradient_nbytes) for module in MODEL.modules)
     assert correctable(replace(MODEL, optimizer="AdamW"))
     assert not any(correctable(replace(MODEL, optimizer=name)) for name in ("SGD", "AdamW, SGD", ""))
     assert not correctable(replace(MODEL, optimizer="AdamW", modules=third))  # amsgrad
@@ -230,14 +233,14 @@ def test_moments_are_corrected_of_optimizers_that_have_them() -> None:
         "local:period=8"
     ]
     four = replace(SCRIPT, mesh={"replicate": 4})
-    own = {
+    allowances = {
         strategy.words: samples_of(strategy, asked(), four, "AdamW")[0]
         for strategy in RELAXED_STRATEGIES
         if strategy.mode in averages
     }
-    for words, samples in own.items():
+    for words, samples in allowances.items():
         if ",optimizer_state=corrected" in words:
-            assert samples < own[words.replace(",optimizer_state=corrected", "")]
+            assert samples < allowances[words.replace(",optimizer_state=corrected", "")]
 
 
 def test_kernels_that_nobody_measured_are_doubted_more() -> None:
@@ -247,7 +250,7 @@ def test_kernels_that_nobody_measured_are_doubted_more() -> None:
 
 
 def test_the_mesh_is_chosen_with_the_way() -> None:
-    """One device is best where sums are exact; with few bytes, all of them are."""
+    """One device is best with exact gradient reduction. With a strategy that sends less, all devices are."""
     free = {"degree": None, "max_devices": 4}
     assert chosen(20, "exact", **free).best.world_size == 1
     choice = chosen(20, "reduced", **free)
@@ -258,7 +261,7 @@ def test_the_mesh_is_chosen_with_the_way() -> None:
 @pytest.mark.parametrize("mbit", [50, 1000])
 @pytest.mark.parametrize("samples", [64, 2048])
 def test_among_all_meshes_nothing_is_missed_that_copies_would_do(mbit: float, samples: int) -> None:
-    """Copies wait long for exact sums, and the search lets them go; ways that are for copies alone find them again."""
+    """Replicas wait long for exact reduction, so the search drops them. Strategies for replicas bring them back."""
     request = asked(script=Plan(batch=BatchPlan(global_batch_size=samples)), degree=8)
     wide, copies = (choose(MODEL, hosts(mbit, 8), replace(request, scope=scope)) for scope in ("all", "data"))
     assert copies.best.mesh == {"replicate": 8}
@@ -270,7 +273,7 @@ def test_among_all_meshes_nothing_is_missed_that_copies_would_do(mbit: float, sa
 def test_a_mesh_that_was_asked_for_stays() -> None:
     choice = chosen(100, degree=None, mesh={"replicate": 2, "shard": 2}, scope="all")
     assert choice.best.mesh == {"replicate": 2, "shard": 2}
-    assert choice.best.sharding.level == 1  # compressed sums give all of a sum to all
+    assert choice.best.sharding.level == 1  # compressed reductions give every rank the whole gradient
     assert way_of(choice).startswith("qsgd")
 
 
@@ -286,12 +289,12 @@ def test_one_rank_and_the_objective_memory_stay_exact_and_say_so() -> None:
 def test_runners_up_are_in_the_table_with_what_they_are_counted_with() -> None:
     choice = chosen(100)
     assert choice.relaxation is not None
-    found = rows(choice)
-    assert found[0].chosen
-    assert found[0].settings == "replicas local:period=16,optimizer_state=corrected in qsgd,bits=4"
-    others = [row.reason for row in found[2:] if "counting" in row.reason]
+    table_rows = rows(choice)
+    assert table_rows[0].chosen
+    assert table_rows[0].settings == "replicas local:period=16,optimizer_state=corrected in qsgd,bits=4"
+    others = [row.reason for row in table_rows[2:] if "counting" in row.reason]
     assert any("times the samples (assumed)" in reason for reason in others)
-    assert any(row.settings.startswith("replicas local") for row in found)
+    assert any(row.settings.startswith("replicas local") for row in table_rows)
     text = explain(choice)
     assert "even if links are 1.4 times as fast as predicted" in text
     assert f"Counting {choice.relaxation.samples:.3g} times the samples (assumed)" in text
@@ -321,9 +324,9 @@ def test_what_past_runs_measured_counts_instead_of_what_is_assumed() -> None:
     other = chosen(100, samples=dear)
     assert other.relaxation is not None
     assert way_of(other) == other.relaxation.strategy == "local:period=16,optimizer_state=corrected,delay=8"
-    told = chosen(100, samples={"local:period=16": 0.9, **dear})  # without corrected moments, as that run was
-    assert told.relaxation is not None
-    assert (told.relaxation.samples, told.relaxation.evidence) == (0.9, "measured")
+    measured = chosen(100, samples={"local:period=16": 0.9, **dear})  # uncorrected, as in that run
+    assert measured.relaxation is not None
+    assert (measured.relaxation.samples, measured.relaxation.evidence) == (0.9, "measured")
     failed = chosen(100, samples={"local:period=16": None, **dear})
     assert failed.relaxation is not None
     assert failed.relaxation.chosen
@@ -332,11 +335,11 @@ def test_what_past_runs_measured_counts_instead_of_what_is_assumed() -> None:
 
 @pytest.mark.parametrize("words", ["top-k,density=0.01", "top16-q4", "powersgd,rank=2", "local:period=4"])
 def test_a_way_is_chosen_only_where_it_saves_more_than_its_factor(words: str) -> None:
-    """Of one way alone, at falling rates: first it saves less than it may cost, in the end more."""
-    model = replace(MODEL, optimizer="Adagrad")  # whose moments are not corrected
-    (strategy,) = (one for one in RELAXED_STRATEGIES if one.words == words)
-    others: dict[str, float | None] = {one.words: None for one in RELAXED_STRATEGIES if one is not strategy}
-    factor, _ = samples_of(strategy, asked(), replace(SCRIPT, mesh={"replicate": 4}), MODEL.optimizer)
+    """With a single strategy and falling bandwidth, it first saves less than its additional samples cost, then more."""
+    model = replace(MODEL, optimizer="Adagrad")  # its moments cannot be corrected
+    (tried,) = (strategy for strategy in RELAXED_STRATEGIES if strategy.words == words)
+    others: dict[str, float | None] = {other.words: None for other in RELAXED_STRATEGIES if other is not tried}
+    factor, _ = samples_of(tried, asked(), replace(SCRIPT, mesh={"replicate": 4}), MODEL.optimizer)
     saved, taken = [], []
     for mbit in (5000, 4000, 1500, 700, 400, 250, 100, 30):
         relaxation = choose(model, hosts(mbit), asked(samples=others)).relaxation
@@ -383,7 +386,7 @@ def test_periods_stay_within_the_root_of_the_steps() -> None:
 
 
 def test_what_first_updates_take_counts_and_where_it_counts_for_little_replicas_begin_alike() -> None:
-    """Replicas that begin alike change less; where there are few steps, exact ones at first are dear."""
+    """Replicas that start synchronously change less. In a short training the synchronous updates cost too much."""
     assert not any(strategy.relaxed.after for strategy in strategies(asked(), None))
     begun = [strategy for strategy in strategies(asked(), 1000) if strategy.relaxed.after]
     assert {strategy.relaxed.after for strategy in begun} == {BEGINS}
@@ -397,8 +400,8 @@ def test_what_first_updates_take_counts_and_where_it_counts_for_little_replicas_
         request = asked(train_samples=2048.0 * steps)
         (first,) = prediction.first
         whole = min(BEGINS, steps) * first.step_time_s + max(0, steps - BEGINS) * prediction.step_time_s.value
-        one = _costed(hosts(100), request, plan, prediction)
-        assert one.value * steps == pytest.approx(whole)
+        base = _costed(hosts(100), request, plan, prediction)
+        assert base.value * steps == pytest.approx(whole)
 
 
 def test_the_dial_and_a_stated_way_exclude_each_other() -> None:
@@ -430,7 +433,7 @@ def test_words_of_a_way_are_what_a_user_types(strategy: RelaxedStrategy) -> None
 
 
 def test_ways_go_on_plans_of_the_scripts_precision_where_a_lower_one_would_be_quicker() -> None:
-    """Plans of a lower precision stand among the exact ones to be shown; only --precision lets them be chosen."""
+    """Exact plans in a lower precision are only listed. They can be chosen only with --precision."""
     fast = tuple(replace(rate, dtype="bfloat16", flops_per_s=4 * rate.flops_per_s) for rate in cpu().gemm)
     both = hosts(100, gemm=(*cpu().gemm, *fast))
     kept = choose(MODEL, both, asked())

@@ -36,8 +36,10 @@ def load(nbytes: list[list[float]], seconds: list[list[float]], place: list[int]
 @settings(deadline=None, max_examples=80)
 @given(data=st.data(), count=st.integers(1, 6))
 def test_the_choice_is_as_good_as_any_that_keeps_a_little_less(data: st.DataObject, count: int) -> None:
-    """Bytes are rounded up to a 400th of the budget: so the choice keeps the budget, and loses to none that keeps
-    a 400th less for each block."""
+    """Bytes are rounded up to a 400th of the budget.
+
+    So the choice keeps the budget, and costs no more than any choice that keeps a 400th less for each block.
+    """
     place = sorted(data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count)))
     numbers = st.lists(st.floats(0.1, 9), min_size=count, max_size=count)
     nbytes, seconds = [data.draw(numbers) for _ in range(3)], [[0.0] * count, data.draw(numbers), data.draw(numbers)]
@@ -51,12 +53,12 @@ def test_the_choice_is_as_good_as_any_that_keeps_a_little_less(data: st.DataObje
         return kept, sum(seconds[form][block] for block, form in enumerate(forms))
 
     every = [totals(forms) for forms in product(range(3), repeat=count)]
-    found = chosen(model, budget)
+    picked = chosen(model, budget)
     tighter = budget * (1 - count / 400)
-    if found is None:
+    if picked is None:
         assert not any((kept <= tighter).all() for kept, _ in every)
         return
-    kept, lost = totals(tuple(found.tolist()))
+    kept, lost = totals(tuple(picked.tolist()))
     assert (kept <= budget * (1 + 1e-9)).all()
     assert lost <= min((cost for kept, cost in every if (kept <= tighter).all()), default=np.inf) + 1e-9
 
@@ -66,14 +68,14 @@ def gpt() -> ModelSpec:
 
 
 def steps(model: ModelSpec, machines: ClusterSpec, intended: Plan) -> dict[tuple[int, ...], float]:
-    """The step of every choice of forms that fits."""
-    found = {}
+    """Return the step time of every choice of forms that fits."""
+    step_s_by_forms = {}
     for forms in product(range(3), repeat=BLOCKS):
         names = tuple(f"blocks.{index}" for index in range(BLOCKS))
         done = predict(model, machines, with_forms(intended, names, forms))
         if done.fits:
-            found[forms] = done.step_time_s.value
-    return found
+            step_s_by_forms[forms] = done.step_time_s.value
+    return step_s_by_forms
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [({"replicate": 1}, 1), ({"stage": 2}, 4)])

@@ -1,4 +1,4 @@
-"""What a request refuses: numbers that are none, and wishes that contradict each other."""
+"""A request refuses numbers that are not finite and above 0, and wishes that contradict each other."""
 
 import math
 from typing import Any, get_args
@@ -37,7 +37,7 @@ def test_a_noise_scale_is_finite_too(name: str, value: float) -> None:
 
 
 def test_however_large_the_critical_batch_few_sizes_are_tried() -> None:
-    """And none of more samples than the quality takes at all."""
+    """No size has more samples than the quality takes at all."""
     assert max(batches_to_try(64, NoiseScale(critical_batch=1e300, least_samples=1e5), 4)) == 65536
     assert len(batches_to_try(64, NoiseScale(critical_batch=1e300, least_samples=1e200), 4)) < 24
 

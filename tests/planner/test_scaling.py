@@ -1,4 +1,4 @@
-"""Speed against devices: where they stop paying, by numbers made up and by real searches."""
+"""How speed grows with devices and where more stop paying, with made-up numbers and with real searches."""
 
 import dataclasses
 from itertools import pairwise
@@ -18,7 +18,7 @@ REQUEST = PlanRequest(script=Plan(batch=BatchPlan(global_batch_size=4096)), scop
 
 
 def curve_of(rates: dict[int, float | None]) -> ScalingCurve:
-    """The curve of devices -> samples a second; None where no plan fits."""
+    """Return the curve for these rates in samples per second by number of devices; None where no plan fits."""
     known = search(mlp(256, 2), cards(), dataclasses.replace(REQUEST, scope="data", max_devices=1))
 
     def answer(request: PlanRequest) -> Choice:
@@ -74,22 +74,22 @@ def test_counts_double_and_end_with_all() -> None:
 
 
 def test_cores_of_a_cpu_count_as_what_is_planned_for() -> None:
-    """On two cores two ranks may be planned, so the curve must not end at one."""
+    """Two ranks may be planned on two cores, so the curve must not end at one."""
     assert device_counts(cluster(cpu(cores=2))) == (1, 2)
     assert device_counts(cluster(cpu(cores=4), count=2)) == (1, 2, 4, 8)
 
 
 def test_slow_links_stop_paying_earlier_and_more_devices_are_never_slower() -> None:
     model = mlp(2048, 4)
-    found = {}
+    devices_by_bandwidth = {}
     for bandwidth in (1e12, 1e7):
         cluster = with_bandwidth(with_bandwidth(cards(2, 2), "node", bandwidth), "network", bandwidth)
         curve = scaling(REQUEST, (1, 2, 4), lambda request, here=cluster: search(model, here, request))  # type: ignore[misc]
         rates = [point.throughput_per_s for point in curve.points]
-        assert all(after >= 0.98 * before for before, after in pairwise(rates))  # a tie is 2 %
-        found[bandwidth] = curve.pays_until
-    assert found[1e12] == 4
-    assert found[1e7] == 1
+        assert all(after >= 0.98 * before for before, after in pairwise(rates))  # plans within 2 % are a tie
+        devices_by_bandwidth[bandwidth] = curve.pays_until
+    assert devices_by_bandwidth[1e12] == 4
+    assert devices_by_bandwidth[1e7] == 1
 
 
 def test_a_fixed_number_of_ranks_has_no_curve() -> None:

@@ -1,4 +1,4 @@
-"""What would have to change for another plan to win, and for how long that is looked at."""
+"""What would have to change for another plan to win, and how long the planner looks for it."""
 
 import dataclasses
 import itertools
@@ -19,19 +19,25 @@ MACHINES = with_bandwidth(cards(2, 2), "network", 1e9)
 
 def test_at_the_link_that_is_named_the_other_plan_is_quicker_by_as_much() -> None:
     choice = choose(gpt(), MACHINES, ask())
-    (said,) = choice.changes
-    assert said.startswith("At 4 Gbit/s on network links instead of 8 Gbit/s, ")
+    (sentence,) = choice.changes
+    assert sentence.startswith("At 4 Gbit/s on network links instead of 8 Gbit/s, ")
     slower, _ = what_if(MACHINES, "link=4gbit")
-    (rival,) = [one.plan for one in choice.alternatives if f", {plan_words(one.plan)} would be " in said]
-    own, other = (predict(gpt(), slower, plan).step_time_s.value for plan in (choice.best, rival))
-    assert float(said.partition(" would be ")[2].partition("x as fast")[0]) == pytest.approx(own / other, abs=0.005)
-    assert own / other > 1 / 0.98
+    (rival,) = [
+        alternative.plan
+        for alternative in choice.alternatives
+        if f", {plan_words(alternative.plan)} would be " in sentence
+    ]
+    best_s, rival_s = (predict(gpt(), slower, plan).step_time_s.value for plan in (choice.best, rival))
+    assert float(sentence.partition(" would be ")[2].partition("x as fast")[0]) == pytest.approx(
+        best_s / rival_s, abs=0.005
+    )
+    assert best_s / rival_s > 1 / 0.98
 
 
 def test_it_is_looked_at_for_a_part_of_the_searchs_time() -> None:
     seconds = itertools.count()
     hurried = choose(gpt(), MACHINES, ask(), clock=lambda: float(next(seconds)), limit_s=1e6)
-    assert hurried.changes  # a hundred thousand looks at this clock
+    assert hurried.changes  # time for a hundred thousand reads of this clock
     seconds = itertools.count(step=1000)
     assert choose(gpt(), MACHINES, ask(), clock=lambda: float(next(seconds)), limit_s=9000.0).changes == ()
 
@@ -40,9 +46,9 @@ def test_links_that_hosts_have_of_their_own_are_changed_too() -> None:
     machines = own_links(cards(2, 2))
     changed, words = what_if(machines, "link=8gbit")
     assert words == "8 Gbit/s on network links"
-    assert [one.bandwidth_bytes_per_s for one in changed.every_link if one.tier == "network"] == [1e9, 1e9]
-    assert [one for one in changed.every_link if one.tier == "node"] == [
-        one for one in machines.every_link if one.tier == "node"
+    assert [link.bandwidth_bytes_per_s for link in changed.every_link if link.tier == "network"] == [1e9, 1e9]
+    assert [link for link in changed.every_link if link.tier == "node"] == [
+        link for link in machines.every_link if link.tier == "node"
     ]
     more, _ = what_if(machines, "devices=8")
     assert [node.links for node in more.nodes] == [node.links for node in machines.nodes]
@@ -53,7 +59,7 @@ def test_links_that_hosts_have_of_their_own_are_changed_too() -> None:
 
 def test_slow_hosts_that_a_choice_leaves_idle_change_nothing_of_it() -> None:
     quick = dataclasses.replace(MACHINES.nodes[0], links=MACHINES.links)
-    slow = dataclasses.replace(quick, name="idle", links=tuple(scale_bandwidth(one, 1e-3) for one in MACHINES.links))
+    slow = dataclasses.replace(quick, name="idle", links=tuple(scale_bandwidth(link, 1e-3) for link in MACHINES.links))
     machines = dataclasses.replace(MACHINES, nodes=(quick, slow), links=())
     request = dataclasses.replace(ask(), mesh={"replicate": 4})
     both, uncontended = (choose(gpt(), where, request) for where in (machines, MACHINES))

@@ -25,7 +25,7 @@ def blocks(seconds: list[float], nbytes: list[float] | None = None) -> Blocks:
 
 
 def best_of_all(model: Blocks, speeds: list[float], room: list[float]) -> float:
-    """By trying every contiguous cut."""
+    """Find the least time of the slowest stage by trying every contiguous cut."""
     count, best = len(model.seconds), np.inf
     for starts in combinations(range(1, count), len(speeds) - 1):
         edges = [0, *starts, count]
@@ -42,12 +42,12 @@ def test_the_cut_is_the_best_of_all_contiguous_ones(seconds: list[float], data: 
     speeds = data.draw(st.lists(st.floats(0.2, 4), min_size=stages, max_size=stages))
     room = data.draw(st.lists(st.floats(1, 9), min_size=stages, max_size=stages))
     model = blocks(seconds)
-    found = cut(model, np.array(speeds), np.array(room), np.ones(stages))
+    starts = cut(model, np.array(speeds), np.array(room), np.ones(stages))
     expected = best_of_all(model, speeds, room)
-    if found is None:
+    if starts is None:
         assert expected == np.inf
     else:
-        assert slowest(model, np.array(speeds), found) == pytest.approx(expected)
+        assert slowest(model, np.array(speeds), starts) == pytest.approx(expected)
 
 
 def test_a_faster_stage_gets_more_blocks_and_a_small_one_no_more_than_it_holds() -> None:
@@ -69,9 +69,9 @@ def test_blocks_are_sums_over_modules_with_what_lies_around() -> None:
     modules = tuple(linear(name, 4, 4, block=int(name[7]) if name.startswith("layers") else -1) for name in names)
     model = ModelSpec(name="m", modules=modules)
     values = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
-    found = blocks_of(model, values, values, values)
-    assert found.names == ("layers.0", "layers.1.a")
-    assert found.seconds.tolist() == [6.0, 9.0]
+    blocks = blocks_of(model, values, values, values)
+    assert blocks.names == ("layers.0", "layers.1.a")
+    assert blocks.seconds.tolist() == [6.0, 9.0]
 
 
 @settings(deadline=None, max_examples=200)
@@ -87,7 +87,7 @@ def test_loads_sum_up_stay_in_their_rooms_and_are_proportional_where_there_is_ro
         free = loads < room * (1 - 1e-9)
         if free.any():
             per_speed = loads / rates
-            # no full one is more loaded for its speed than those with room: overflow went to the least loaded
+            # full ranks carry no more for their speed than the others: the excess went to the least loaded
             assert np.ptp(per_speed[free]) <= 1e-6 * per_speed[free].max()
             assert np.all(per_speed[~free] <= per_speed[free].min() * (1 + 1e-9))
 

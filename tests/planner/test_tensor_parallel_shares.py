@@ -1,4 +1,4 @@
-"""Parts of layers by speed: what the planner proposes where a split group's devices are unequal, and its bounds."""
+"""Parts of layers by speed: what the planner proposes where devices of a split group are unequal, and its bounds."""
 
 import contextlib
 import dataclasses
@@ -47,14 +47,14 @@ def chosen(machines: ClusterSpec, mesh: dict[AxisName, int], batch: int = 8) -> 
 
 
 def every_way(machines: ClusterSpec, batch: int = 8) -> dict[int, float]:
-    """Heads of the first of two ranks -> the step, where that fits."""
-    found = {}
+    """Return the step time for each number of heads on the first of two ranks, where the plan fits."""
+    step_s_by_heads = {}
     for first in range(1, GPT["heads"]):
         shares = (float(first), float(GPT["heads"] - first))
         done = predict(model(), machines, dataclasses.replace(plan(batch), mesh={"split": 2}, split_shares=shares))
         if done.fits:
-            found[first] = done.step_time_s.value
-    return found
+            step_s_by_heads[first] = done.step_time_s.value
+    return step_s_by_heads
 
 
 @pytest.mark.parametrize("times", [1.5, 3.0, 7.0])
@@ -69,7 +69,7 @@ def test_parts_by_speed_gain_what_the_best_parts_would(times: float) -> None:
         even.step_time_s.value - value for value in (choice.prediction.step_time_s.value, min(every.values()))
     )
     assert gained >= 0.85 * most > 0
-    assert any("Parts of layers along split follow the devices' speeds" in one for one in choice.remarks)
+    assert any("Parts of layers along split follow the devices' speeds" in remark for remark in choice.remarks)
     assert "on the fullest rank" in explain(choice)
     assert any("equal parts of layers on unequal devices" in other.reason for other in choice.alternatives)
 
@@ -80,7 +80,7 @@ def test_equal_devices_get_equal_parts() -> None:
 
 
 def test_parts_end_where_memory_ends() -> None:
-    """The quick card has no room for half of the model; the part that is proposed fits it, one by speed would not."""
+    """The fast card has no memory for half of the model. The proposed part fits it; a part by speed alone would not."""
     start, free = dataclasses.replace(plan(8), mesh={"split": 2}), faster(3.0)
     whole = predict(model(), free, start)
     room = int(whole.memory.reserve + 0.75 * (whole.memory.total - whole.memory.reserve))
@@ -98,7 +98,7 @@ def test_parts_end_where_memory_ends() -> None:
 
 
 def test_parts_beside_replicas_and_stages() -> None:
-    """Hosts of both kinds in every split group."""
+    """Every split group has hosts of both kinds."""
     machines = faster(3.0)
     pairs = dataclasses.replace(machines, nodes=tuple(
         dataclasses.replace(machines.nodes[index % 2], name=f"n{index}") for index in range(4)
@@ -107,13 +107,17 @@ def test_parts_beside_replicas_and_stages() -> None:
         mesh: dict[AxisName, int] = {axis: 2, "split": 2}
         start = dataclasses.replace(plan(8, microbatches=2), mesh=mesh)
         done = predict(model(), pairs, start)
-        room = BestCaseMemory(BestCase(model(), pairs, "full"), plan(8))
-        better = [predict(model(), pairs, one) for one in improved(room, pairs, start, done, 8) if one.split_shares]
-        assert min(one.step_time_s.value for one in better) < 0.8 * done.step_time_s.value
+        best_memory = BestCaseMemory(BestCase(model(), pairs, "full"), plan(8))
+        better = [
+            predict(model(), pairs, proposal)
+            for proposal in improved(best_memory, pairs, start, done, 8)
+            if proposal.split_shares
+        ]
+        assert min(prediction.step_time_s.value for prediction in better) < 0.8 * done.step_time_s.value
 
 
 def alternating(slow: DeviceSpec, quick: DeviceSpec) -> ClusterSpec:
-    """Four hosts of a device each, quick ones after slow ones."""
+    """Return four hosts of one device each, slow and fast ones in turn."""
     nodes = tuple(
         NodeSpec(name=f"n{index}", device=("slow", "quick")[index % 2], memory_nbytes=2**36) for index in range(4)
     )
@@ -122,7 +126,7 @@ def alternating(slow: DeviceSpec, quick: DeviceSpec) -> ClusterSpec:
 
 
 def quicker(times: float) -> DeviceSpec:
-    """A card that is so many times as fast in every respect, with so much memory that the others are tighter."""
+    """Return a card that is `times` as fast in every respect, and has much more memory than the other cards."""
     card = gpu()
     return dataclasses.replace(
         card,
@@ -135,14 +139,14 @@ def quicker(times: float) -> DeviceSpec:
 
 
 def core(times: float) -> DeviceSpec:
-    """A core whose small products are slow."""
+    """Return a core on which small products are slow."""
     rates = {20: 1e8, 100: 1e9, 400: 10e9}
     gemm = tuple(GemmRate(dtype="float32", n=n, threads=1, flops_per_s=times * rate) for n, rate in rates.items())
     return cpu(name=f"{times:g}", cores=1, gemm=gemm, memory_bandwidth_bytes_per_s=times * 1e12)
 
 
 def columns() -> ModelSpec:
-    """Layers that are divided by their outputs, and nothing else."""
+    """Return layers that are divided by their outputs, and nothing else."""
     layers = tuple(linear(f"layers.{index}", 400, 400, split="column") for index in range(4))
     return ModelSpec(name="columns", modules=layers, optimizer="SGD")
 
@@ -156,20 +160,23 @@ BOUNDED = {
 
 @pytest.mark.parametrize("case", BOUNDED)
 def test_bounds_are_not_above_plans_of_unequal_parts(case: str) -> None:
-    own, machines, times = BOUNDED[case]
+    spec, machines, times = BOUNDED[case]
     request, batch = PlanRequest(script=plan(96), scope="all"), 96
-    limits = limits_of(own, machines, request)
-    found, tables = shapes(limits, request), BestCase(own, machines, "full")
-    room, checked = BestCaseMemory(tables, plan(batch)), 0
-    (branch,) = Explorer(own, (machines,), dataclasses.replace(request, objective="memory"), ["full"]).branches
-    strategies = variants(limits, found, np.flatnonzero(found.split > 1))
-    bounds, (coarse_s, _) = variant_bounds(room, found, strategies, batch), shape_bounds(tables, found, batch)
+    limits = limits_of(spec, machines, request)
+    meshes, best_case = shapes(limits, request), BestCase(spec, machines, "full")
+    best_memory, checked = BestCaseMemory(best_case, plan(batch)), 0
+    (branch,) = Explorer(spec, (machines,), dataclasses.replace(request, objective="memory"), ["full"]).branches
+    strategies = variants(limits, meshes, np.flatnonzero(meshes.split > 1))
+    bounds, (coarse_s, _) = (
+        variant_bounds(best_memory, meshes, strategies, batch),
+        shape_bounds(best_case, meshes, batch),
+    )
     for row in np.random.default_rng(4).permutation(len(strategies))[:40].tolist():
-        intended = plan_of(own, request, found, strategies, row, "full")
+        intended = plan_of(spec, request, meshes, strategies, row, "full")
         for share in (times, times**2, 1.0001, 1 / times) if intended.context == "ring" else ():
             unequal = dataclasses.replace(intended, split_shares=(1.0, share) * (intended.degree("split") // 2))
             with contextlib.suppress(PlanError):  # too few heads
-                done = predict(own, machines, unequal)
+                done = predict(spec, machines, unequal)
                 step_s = done.step_time_s.value * (1 + 1e-9)
                 assert bounds.step_s[row] <= step_s, plan_words(unequal)
                 assert coarse_s[int(strategies.shape[row])] <= step_s, plan_words(unequal)
@@ -180,12 +187,15 @@ def test_bounds_are_not_above_plans_of_unequal_parts(case: str) -> None:
 
 
 def test_bounds_of_memory_leave_room_for_little_parts() -> None:
-    """The tightest rank, of which a prediction speaks, may have a sixteenth of a model that is nearly all state."""
-    own, machines = model(layers=24, hidden=4096), alternating(gpu(), quicker(3.0))
+    """A prediction reports the rank with the least memory left.
+
+    It may hold only a sixteenth of a model that is mostly state.
+    """
+    spec, machines = model(layers=24, hidden=4096), alternating(gpu(), quicker(3.0))
     request = PlanRequest(script=plan(2), scope="all", mesh={"split": 2}, objective="memory")
-    (branch,) = Explorer(own, (machines,), request, ["full"]).branches
+    (branch,) = Explorer(spec, (machines,), request, ["full"]).branches
     little = dataclasses.replace(plan(2), mesh={"split": 2}, split_shares=(1.0, 15.0))
-    assert branch.least.max() <= predict(own, machines, little).memory.total
+    assert branch.least.max() <= predict(spec, machines, little).memory.total
 
 
 @given(
@@ -196,16 +206,16 @@ def test_bounds_of_memory_leave_room_for_little_parts() -> None:
 def test_parts_add_up_and_all_with_room_finish_together(
     whole: list[float], part: list[float], most: list[float]
 ) -> None:
-    paces = [MicrobatchTime(a, b) for a, b in zip(whole, part, strict=False)]
-    room, least = np.array(most[: len(paces)]), 0.01
-    found = together(paces, room, least)
-    assert found.sum() == pytest.approx(1.0)
-    if room.sum() <= 1:
+    times = [MicrobatchTime(a, b) for a, b in zip(whole, part, strict=False)]
+    limits, least = np.array(most[: len(times)]), 0.01
+    shares = together(times, limits, least)
+    assert shares.sum() == pytest.approx(1.0)
+    if limits.sum() <= 1:
         return
-    free = (found > least * (1 + 1e-9)) & (found < room * (1 - 1e-9))
-    ends = [relative_speed.total_s(share) for relative_speed, share in zip(paces, found, strict=True)]
+    free = (shares > least * (1 + 1e-9)) & (shares < limits * (1 - 1e-9))
+    ends = [time.total_s(share) for time, share in zip(times, shares, strict=True)]
     if free.any():
-        together_s = [end for end, one in zip(ends, free, strict=True) if one]
+        together_s = [end for end, is_free in zip(ends, free, strict=True) if is_free]
         assert max(together_s) == pytest.approx(min(together_s))
 
 

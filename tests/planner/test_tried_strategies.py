@@ -1,4 +1,4 @@
-"""Ways that were costed: of those counted as equal the one that changes least; and links in doubt."""
+"""Strategies that count as equal are ordered by how much they change; margins of error apply to all links."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +13,15 @@ BY_WORDS = {strategy.words: strategy for strategy in RELAXED_STRATEGIES}
 
 
 def tried(words: str, value: float, samples: float = 1.0) -> Tried:
-    some: Any = SimpleNamespace(value=value, cluster=cards(2, 2), plan=SimpleNamespace(world_size=4))
-    return Tried(strategy=BY_WORDS[words], one=some, samples=samples, evidence="assumed", totals=some)
+    placeholder: Any = SimpleNamespace(value=value, cluster=cards(2, 2), plan=SimpleNamespace(world_size=4))
+    return Tried(strategy=BY_WORDS[words], one=placeholder, samples=samples, evidence="assumed", totals=placeholder)
 
 
 @pytest.mark.parametrize(
     ("least", "rival"),
     [
         ("qsgd,bits=8", "local:period=8"),  # replicas stay equal
-        ("local:period=8", "local:period=4 in qsgd,bits=4"),  # values travel as they are
+        ("local:period=8", "local:period=4 in qsgd,bits=4"),  # values are sent without a codec
         ("local:period=8", "post-local:period=8,after=4 in qsgd,bits=4"),
         ("post-local:period=8,after=4", "local:period=8"),
         ("local:period=4", "local:period=8"),
@@ -29,8 +29,14 @@ def tried(words: str, value: float, samples: float = 1.0) -> Tried:
 )
 def test_the_one_that_changes_least_is_first(least: str, rival: str) -> None:
     within, beyond = 1 + 0.9 * TIE, 1 + 1.1 * TIE
-    assert [one.strategy.words for one in _ranked(iter([tried(rival, 1.0), tried(least, within)]))] == [least, rival]
-    assert [one.strategy.words for one in _ranked(iter([tried(rival, 1.0), tried(least, beyond)]))] == [rival, least]
+    assert [candidate.strategy.words for candidate in _ranked(iter([tried(rival, 1.0), tried(least, within)]))] == [
+        least,
+        rival,
+    ]
+    assert [candidate.strategy.words for candidate in _ranked(iter([tried(rival, 1.0), tried(least, beyond)]))] == [
+        rival,
+        least,
+    ]
 
 
 def test_fewer_samples_go_before_all_but_the_dial() -> None:

@@ -25,7 +25,7 @@ LAYERS = ("4", "6", "8")
 
 @cache
 def cnn() -> ModelSpec:
-    """A convolution, and a classifier that has nearly all parameters."""
+    """Return a convolution and a classifier that has nearly all parameters."""
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(2048, 3072), nn.ReLU(),
         nn.Linear(3072, 1024), nn.ReLU(), nn.Linear(1024, 10),
@@ -56,10 +56,10 @@ def test_no_choice_of_layers_is_quicker_than_the_one_by_gain(batch: int, bandwid
     machines = hosts(bandwidth)
     replicas = divided(batch, mesh={"replicate": 4})
     tried = [replicas, *wide_plans(replicas, machines, model_table(cnn()), batch, 4)]
-    best = min(seconds(one, machines) for one in tried)
-    some = chain.from_iterable(combinations(LAYERS[:2], count) for count in (1, 2))
-    strategies = [divided(batch, *(LayoutRule(modules=name, placement="split") for name in names)) for names in some]
-    assert best <= 1.02 * min(seconds(one, machines) for one in (replicas, *strategies))
+    best = min(seconds(intended, machines) for intended in tried)
+    choices = chain.from_iterable(combinations(LAYERS[:2], count) for count in (1, 2))
+    strategies = [divided(batch, *(LayoutRule(modules=name, placement="split") for name in names)) for names in choices]
+    assert best <= 1.02 * min(seconds(intended, machines) for intended in (replicas, *strategies))
 
 
 def test_the_larger_a_rank_s_batch_the_fewer_layers_are_divided() -> None:
@@ -89,7 +89,7 @@ def test_the_search_divides_the_classifier_where_links_are_slow_and_says_so() ->
     assert choice.best.degree("table") > 1
     assert [rule.modules for rule in choice.best.layout if rule.placement != "auto"] == ["4", "6"]
     assert "4 and 6 over table" in explain(choice)
-    assert any("'4' and '6' have large weights and small activations" in said for said in choice.remarks)
+    assert any("'4' and '6' have large weights and small activations" in remark for remark in choice.remarks)
     whole = dataclasses.replace(choice.best, mesh={"replicate": choice.best.world_size}, layout=request.script.layout)
     assert seconds(choice.best, hosts(1.25e8)) < 0.8 * seconds(whole, hosts(1.25e8))
     asked = choose(cnn(), hosts(1.25e8), dataclasses.replace(request, mesh={"replicate": 4}))
@@ -97,16 +97,16 @@ def test_the_search_divides_the_classifier_where_links_are_slow_and_says_so() ->
 
 
 def test_layers_narrower_than_the_degree_are_refused_in_the_runtime_s_words() -> None:
-    with pytest.raises(PlanError) as told:
+    with pytest.raises(PlanError) as refusal:
         seconds(divided(64, LayoutRule(modules="8", placement="column"), mesh={"table": 12}), hosts(1e8, count=12))
-    assert str(told.value) == (
+    assert str(refusal.value) == (
         "layer '8' has 10 outputs, fewer than mesh.table = 12; place it 'replicate', or leave it out of the rule"
     )
     assert seconds(divided(64, LayoutRule(modules="8", placement="row"), mesh={"table": 12}), hosts(1e8, count=12))
 
 
 def test_a_mesh_that_the_user_gives_is_found_where_it_fits_only_with_layers_divided() -> None:
-    """Whole, a rank's state of the two wide layers takes 150 MB; divided over four ranks, a quarter of it."""
+    """The state of the two wide layers takes 150 MB on a rank. Divided over four ranks, it takes a quarter of that."""
     rules = tuple(LayoutRule(modules=name, placement="split") for name in LAYERS[:2])
     script = dataclasses.replace(plan(16), layout=rules)
     request = PlanRequest(script=script, scope="all", mesh={"table": 4}, memory_nbytes=420e6)
@@ -116,7 +116,7 @@ def test_a_mesh_that_the_user_gives_is_found_where_it_fits_only_with_layers_divi
 
 
 def test_a_link_that_is_not_described_leaves_out_what_needs_it() -> None:
-    """Two ranks on each host, and no link within one: a search goes on with what can be costed."""
+    """With two ranks on each host and no link within it, the search goes on with the plans that can be predicted."""
     machines = cluster(cpu(), (link("network", 1e-4, 1e6),), count=2, devices_per_node=1)
     columns = model_table(cnn())
     assert able_plans(divided(16, mesh={"replicate": 2}), machines, columns, 16, 2)

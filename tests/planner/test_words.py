@@ -1,4 +1,4 @@
-"""Two plans told apart, a plan against a changed model, clusters changed on request."""
+"""Differences between two plans, between a plan's model and a changed one, and clusters changed on request."""
 
 import dataclasses
 
@@ -20,8 +20,8 @@ def test_equal_plans_differ_in_nothing() -> None:
 
 
 def test_every_difference_is_a_sentence() -> None:
-    one = plan(64, layout=(LayoutRule(modules="head", placement="column"),))
-    other = dataclasses.replace(
+    old = plan(64, layout=(LayoutRule(modules="head", placement="column"),))
+    new = dataclasses.replace(
         plan(128, microbatches=4),
         mesh={"stage": 2, "shard": 2, "split": 2},
         precision="bfloat16",
@@ -29,28 +29,28 @@ def test_every_difference_is_a_sentence() -> None:
         pipeline=PipelinePlan(schedule="zero-bubble"),
         layout=(LayoutRule(modules="blocks.*", recompute=True),),
     )
-    found = difference(one, other, ("old.json", "new.json"))
-    assert "Ranks: 1 in old.json, 8 in new.json" in found
-    assert "Split: none in old.json, 2 in new.json" in found
-    assert "The global batch: 64 in old.json, 128 in new.json: this changes what is computed" in found
-    assert "Microbatches: 1 in old.json, 4 in new.json" in found
-    assert "Precision: full in old.json, bfloat16 in new.json: this changes the numbers" in found
-    assert "Recompute: none in old.json, full in new.json" in found
-    assert "new.json runs as ZeRO-1, zero-bubble, recompute" in found
-    assert "Only old.json has a rule for modules head: column" in found
+    differences = difference(old, new, ("old.json", "new.json"))
+    assert "Ranks: 1 in old.json, 8 in new.json" in differences
+    assert "Split: none in old.json, 2 in new.json" in differences
+    assert "The global batch: 64 in old.json, 128 in new.json: this changes what is computed" in differences
+    assert "Microbatches: 1 in old.json, 4 in new.json" in differences
+    assert "Precision: full in old.json, bfloat16 in new.json: this changes the numbers" in differences
+    assert "Recompute: none in old.json, full in new.json" in differences
+    assert "new.json runs as ZeRO-1, zero-bubble, recompute" in differences
+    assert "Only old.json has a rule for modules head: column" in differences
 
 
 def test_the_order_of_axes_and_settings_of_shared_axes_are_told() -> None:
-    one = dataclasses.replace(plan(64), mesh={"shard": 2, "split": 2})
-    other = dataclasses.replace(one, mesh={"split": 2, "shard": 2}, sharding=ShardingPlan(level=1))
-    found = difference(one, other)
-    assert "Order of axes, outermost first: shard, split in A, split, shard in B" in found
-    assert "Sharding: level 3 in A, level 1 in B" in found
+    old = dataclasses.replace(plan(64), mesh={"shard": 2, "split": 2})
+    new = dataclasses.replace(old, mesh={"split": 2, "shard": 2}, sharding=ShardingPlan(level=1))
+    differences = difference(old, new)
+    assert "Order of axes, outermost first: shard, split in A, split, shard in B" in differences
+    assert "Sharding: level 3 in A, level 1 in B" in differences
 
 
 def test_a_plan_in_one_phrase() -> None:
-    found = dataclasses.replace(plan(64, microbatches=2), mesh={"replicate": 2, "shard": 4})
-    assert plan_words(found) == "replicate 2 x shard 4 with ZeRO-3, 2 microbatches"
+    mesh_plan = dataclasses.replace(plan(64, microbatches=2), mesh={"replicate": 2, "shard": 4})
+    assert plan_words(mesh_plan) == "replicate 2 x shard 4 with ZeRO-3, 2 microbatches"
     assert plan_words(plan(64)) == "1 rank, 1 microbatch"
 
 
@@ -107,14 +107,16 @@ def test_devices_of_several_kinds_change_in_proportion() -> None:
     twice, words = what_if(now, "devices=12")
     assert [(node.name, node.count) for node in twice.nodes] == [("a", 2), ("b", 2)]
     assert words == "12 devices (2 x 4 of a, 2 x 2 of b)"
-    # 100 are 66.7 and 33.3: of 16 x 4 + 18 x 2 and 17 x 4 + 16 x 2, the second is nearer
+    # 100 devices would be 66.7 and 33.3: 17 x 4 + 16 x 2 is nearer to that than 16 x 4 + 18 x 2
     assert [node.count for node in what_if(now, "devices=100")[0].nodes] == [17, 16]
     assert [(node.name, node.count) for node in what_if(now, "devices=2")[0].nodes] == [("b", 1)]
     for count in (6, 8, 10, 96, 480, 16384):
         changed = what_if(now, f"devices={count}")[0]
         assert changed.device_count == count
         assert abs(sum(node.count * 4 for node in changed.nodes if node.name == "a") - count * 4 / 6) <= 4
-    with pytest.raises(PlanError, match=r"not whole nodes of the kinds of 'mixed', which have 4 .a., 2 .b. devices"):
+    with pytest.raises(
+        PlanError, match=r"cannot be made up of whole nodes of 'mixed', whose kinds have 4 .a., 2 .b. devices"
+    ):
         what_if(now, "devices=7")
 
 

@@ -53,9 +53,8 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
     except PlanError:
         return None
     rank_samples = np.maximum(1, limits.samples // meshes.data)
-    rows = np.flatnonzero(
-        (meshes.microbatches == 1) | (meshes.microbatches >= rank_samples)
-    )  # numbers of microbatches in between need no less memory
+    # numbers of microbatches in between need no less memory
+    rows = np.flatnonzero((meshes.microbatches == 1) | (meshes.microbatches >= rank_samples))
     order = rows[np.argsort(least[rows], kind="stable")][:_MESHES]
     levels = tuple(sorted({limits.levels[0], limits.levels[-1]}))
     strategies = variants(

@@ -84,9 +84,8 @@ def _relieve(explorer: Explorer) -> None:
 
         alike = (branch for branch in explorer.branches if branch.precision == candidate.plan.precision)
         best_memory = next((branch.best_memory for branch in alike if branch.cluster is candidate.cluster), None)
-        if (
-            best_memory is not None
-        ):  # None for a plan of a part of the cluster, in a precision that the whole does not have
+        # None for a plan of a part of the cluster, in a precision that the whole does not have
+        if best_memory is not None:
             relieve(best_memory, candidate.plan, explorer.samples, fits)
 
 

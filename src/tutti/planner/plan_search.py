@@ -119,9 +119,8 @@ def _search(
     given = precisions(model, cluster, request)
     requests = [request]
     batch = request.script.batch
-    if (
-        request.objective == "time-to-quality" and request.noise is not None and not batch.ramp
-    ):  # a growing batch is the user's choice
+    # a growing batch is the user's choice
+    if request.objective == "time-to-quality" and request.noise is not None and not batch.ramp:
         sizes = batches_to_try(batch.global_batch_size, request.noise, cluster.device_count)
         requests = [_with_batch(request, size) for size in sizes]
     costed: list[Costed] = []
@@ -276,10 +275,8 @@ def _best(good: list[Costed], request: PlanRequest) -> Costed:
     """Return the plainest of the plans that count as equal to the best."""
     least = min(candidate.value for candidate in good)
     equal = [candidate for candidate in good if candidate.value <= least * (1 + TIE)]
-    if request.objective not in (
-        "throughput",
-        "time-to-quality",
-    ):  # many devices may cost no more than few and take less time
+    # many devices may cost no more than few and take less time
+    if request.objective not in ("throughput", "time-to-quality"):
         fastest = min(candidate.prediction.step_time_s.value for candidate in equal)
         equal = [candidate for candidate in equal if candidate.prediction.step_time_s.value <= fastest * (1 + TIE)]
     script = request.script

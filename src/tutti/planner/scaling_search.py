@@ -45,9 +45,8 @@ def scaling(request: PlanRequest, counts: Sequence[int], search: Callable[[PlanR
             count, dataclasses.replace(request, objective="throughput", max_devices=count, noise=None), search
         )
         before = max(points, key=lambda point: point.throughput_per_s, default=current)
-        if (
-            current.throughput_per_s < before.throughput_per_s
-        ):  # a search ended early: the additional devices can stay idle
+        # a search ended early: the additional devices can stay idle
+        if current.throughput_per_s < before.throughput_per_s:
             current = dataclasses.replace(before, devices=count)
         points.append(dataclasses.replace(current, worth=_worth(points, current)))
     until = pays_until(points)
