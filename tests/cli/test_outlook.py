@@ -119,7 +119,7 @@ def test_predict_draws_the_step_and_writes_a_page(files: dict[str, str], tmp_pat
     assert "page written to" in shown.stderr
     text = page.read_text(encoding="utf-8")
     assert "transformer on here" in text
-    assert "Stage 4 with gpipe, 4 microbatches" in text
+    assert "Stage (pipeline parallel) 4 with gpipe, 4 microbatches" in text
 
 
 def test_plan_writes_a_page_and_a_curve_into_its_document(files: dict[str, str], tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ def test_what_is_not_known_costs_nothing_and_is_said() -> None:
         "data: a sample takes 1 ms of a core, 500 us of waiting, 976.6 KiB of storage (assumed); ranks load between "
         "steps, a batch every 96 ms, for which a step waits 96 ms; the read rate of storage is unknown and not "
         "counted; the script's own work between steps is not predicted"
-    ) in found.notes
-    assert "limited by data loading" in found.notes[0]
+    ) in prediction.notes
+    assert "limited by data loading" in prediction.notes[0]
 
 
 def test_workers_load_ahead_and_only_what_is_longer_than_the_rest_is_waited_for() -> None:

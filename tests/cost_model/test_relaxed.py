@@ -121,8 +121,8 @@ def test_delayed_averages_travel_behind_so_many_steps(delay: int) -> None:
     expected_s = (8 * N / 20e9 + wire_s - 0.7 * hidden_s) / 5
     assert prediction.step_time_s.value - free.step_time_s.value == pytest.approx(expected_s, rel=1e-6)
     waited = costed("local:5", machines=machines)
-    assert found.memory.total - waited.memory.total == pytest.approx(N, rel=1e-9)
-    assert any("applied after them" in note for note in found.notes)
+    assert prediction.memory.total - waited.memory.total == pytest.approx(N, rel=1e-9)
+    assert any("applied after them" in note for note in prediction.notes)
 
 
 def test_codes_of_pairs_travel_behind_all_of_the_steps() -> None:
