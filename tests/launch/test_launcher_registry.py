@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -17,9 +16,10 @@ from tutti.config.plan import Plan
 from tutti.config.run_folder import RunFolder
 from tutti.errors import LaunchError
 from tutti.launch import launch_environment, launcher_registry
-from tutti.launch.launcher import LaunchSpec
+from tutti.launch.launcher import LaunchSpec, RankError
 from tutti.launch.launcher_registry import LAUNCHERS, launcher_for, launcher_names, register_launcher
 from tutti.launch.local_launcher import LocalLauncher
+from tutti.launch.rank_main import rank_command
 
 STARTED: list[int] = []
 """The ranks that `ToyLauncher` has started."""
@@ -47,7 +47,7 @@ class ToyHandle:
 
 
 class ToyLauncher:
-    """Starts each rank as `python script.py`, with the variables that every rank reads."""
+    """Starts each rank as a process of its own, with the variables that every rank reads."""
 
     def start(self, spec: LaunchSpec) -> ToyHandle:
         STARTED.extend(spec.ranks)
@@ -55,8 +55,7 @@ class ToyLauncher:
         return ToyHandle(
             {
                 rank: subprocess.Popen(
-                    [sys.executable, spec.target, *spec.arguments],
-                    env={**os.environ, **shared, **launch_environment.of_rank(rank, local_rank)},
+                    rank_command(spec), env={**os.environ, **shared, **launch_environment.of_rank(rank, local_rank)}
                 )
                 for local_rank, rank in enumerate(spec.ranks)
             }
@@ -79,6 +78,31 @@ def test_a_launcher_from_outside_runs_a_script_of_two_ranks(tmp_path: Path) -> N
     assert outcome.exit_code == 0, outcome.output
     assert sorted(STARTED) == [0, 1]
     assert serialization.load(Plan, RunFolder(folder).plan).world_size == 2
+
+
+def test_a_failure_under_a_launcher_from_outside_names_its_rank(tmp_path: Path) -> None:
+    register_launcher("toy", ToyLauncher)
+    script, folder = tmp_path / "fails.py", tmp_path / "run"
+    script.write_text(
+        "import os, sys, time\n"
+        "print('output of rank', os.environ['RANK'])\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    raise KeyError('no such column')\n"
+        "time.sleep(60)\n"
+    )
+    arguments = ["--on", "toy", "--nproc", "2", "--no-predict", "--folder", str(folder), str(script)]
+    outcome = CliRunner().invoke(command, arguments, standalone_mode=False)
+    shown = outcome.output + str(outcome.exception or "")
+    assert outcome.return_value == 1 or outcome.exit_code == 1, shown
+    record = serialization.load(RankError, RunFolder(folder).rank(1) / "error.json")
+    assert (record.rank, record.kind) == (1, "exception")
+    assert "KeyError: 'no such column'" in record.message
+    assert "output of rank 0" in (RunFolder(folder).rank(0) / "stdout.log").read_text()
+
+
+def test_a_module_is_started_as_a_module(tmp_path: Path) -> None:
+    spec = LaunchSpec(target="package.train", arguments=("-m", "x"), is_module=True, folder=tmp_path)
+    assert rank_command(spec)[1:] == ["-m", "tutti.launch.rank_main", "-m", "package.train", "-m", "x"]
 
 
 def test_local_is_the_launcher_of_this_machine() -> None:

@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from tutti.errors import TuttiError
+from tutti.errors import PlanError, TuttiError
 
 _COMMANDS = {
     "probe": "measure this machine or a cluster, or describe one from data sheets",
@@ -45,12 +45,17 @@ def cli() -> None:
     """Train a PyTorch model on the machines you have: planned, verified against one device, reported honestly."""
 
 
+def _refusal_code(error: TuttiError) -> str:
+    """Return the code of a refusal of `tutti.config.refusals` for the end of its message; docs/refusals.md lists it."""
+    return f" [{error.code}]" if isinstance(error, PlanError) and "." not in error.code else ""
+
+
 def main() -> None:
     """Run a command; a TuttiError is printed as one sentence on standard error and sets the exit code."""
     try:
         code = cli.main(standalone_mode=False)
     except TuttiError as error:
-        print(f"tutti: {error}", file=sys.stderr)
+        print(f"tutti: {error}{_refusal_code(error)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()

@@ -81,6 +81,16 @@ def become(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
+def started_rank() -> tuple[int, Path, int, dict[str, str]]:
+    """Return what `of_node` and `of_rank` wrote for a rank that is a process of its own.
+
+    Returns:
+        Its rank, the run folder, threads per rank, and all variables.
+    """
+    read = os.environ
+    return int(read["RANK"]), Path(read["TUTTI_RUN_FOLDER"]), int(read["OMP_NUM_THREADS"]), dict(read)
+
+
 def place_and_rendezvous() -> tuple[int, int, str, float]:
     """Return what `of_node` and `of_rank` wrote for this rank: rank, world size, rendezvous, and seconds to wait."""
     read = os.environ

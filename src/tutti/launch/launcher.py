@@ -117,7 +117,19 @@ class Handle(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts the ranks of one node."""
+    """Starts the ranks of one node. With several nodes, `tutti run --nnodes` runs on each.
+
+    What a launcher provides, also one whose ranks do not share a host (pods, jobs of a cluster):
+
+    - Each rank runs `rank_main.rank_command(spec)`, or forks `rank_main.main`, under the variables of
+      `launch_environment.of_node` and `of_rank`. So its output and its failure are recorded where the supervisor looks.
+    - The run folder `spec.folder` is the same folder for every rank and for the process that called `start`: the
+      supervisor reads each rank's stdout.log, stderr.log and error.json there.
+    - `of_node` lets the ranks of a single node meet in a file and over loopback. Ranks that share no host need
+      TUTTI_RENDEZVOUS = tcp://HOST:PORT, with the host of rank 0, and their own LOCAL_RANK, LOCAL_WORLD_SIZE and
+      NODE_RANK; leave GLOO_SOCKET_IFNAME out.
+    - The handle tells the exit codes of ranks, and `stop` ends ranks with everything that they started.
+    """
 
     def start(self, spec: LaunchSpec) -> Handle:
         """Start the ranks and return at once.

@@ -2,8 +2,8 @@
 
 A launcher is one file beside `local_launcher.py` with a class that has `start(spec) -> Handle` (see
 `tutti.launch.launcher`), one line in `LAUNCHERS` and one test. A Kubernetes launcher would be
-`tutti/launch/kubernetes.py`: its `start` creates one pod for each rank with the variables of
-`tutti.launch.launch_environment`, and its handle reads and deletes those pods.
+`tutti/launch/kubernetes.py`: its `start` creates one pod for each rank, its handle reads and deletes those pods.
+`tutti.launch.launcher.Launcher` says what ranks need that share no host.
 
 Another package adds its own with `register_launcher`, or in its pyproject.toml:
 

@@ -1,6 +1,8 @@
-"""The main function of a forked rank: sets up the process, runs the user's script as `python` would, records failures.
+"""The main function of a rank: sets up the process, runs the user's script as `python` would, records failures.
 
-Runs only in the rank's process. Its output goes to files in the rank's folder, a failure to error.json there.
+Runs only in the rank's process. Its output goes to files in the rank's folder, a failure to error.json there. The local
+launcher forks `main`; other launchers start the command of `rank_command`, which reads the variables of
+`tutti.launch.launch_environment`.
 """
 
 import atexit
@@ -24,8 +26,8 @@ from types import FrameType, TracebackType
 from tutti.config import serialization
 from tutti.config.run_folder import RunFolder
 from tutti.errors import TuttiError
-from tutti.launch.launch_environment import become
-from tutti.launch.launcher import ErrorKind, RankError
+from tutti.launch.launch_environment import become, started_rank
+from tutti.launch.launcher import ErrorKind, LaunchSpec, RankError
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -49,6 +51,40 @@ class RankTask:
     folder: Path
     threads: int
     environment: dict[str, str]
+
+
+def rank_command(spec: LaunchSpec) -> list[str]:
+    """Return the command that runs a rank, for launchers that do not fork.
+
+    It runs under the variables of `launch_environment.of_node` and `of_rank`, which say which rank it is. The run
+    folder must exist for the rank under the same path.
+
+    Args:
+        spec: what is started.
+
+    Examples:
+        >>> spec = LaunchSpec(target="train.py", arguments=("--epochs", "3"), folder=Path("/runs/1"))
+        >>> rank_command(spec)[1:]
+        ['-m', 'tutti.launch.rank_main', 'train.py', '--epochs', '3']
+    """
+    module = ["-m"] if spec.is_module else []
+    return [sys.executable, "-m", "tutti.launch.rank_main", *module, spec.target, *spec.arguments]
+
+
+def _task_of_environment(arguments: list[str]) -> RankTask:
+    """Return the task of a rank that was started as `rank_command` says."""
+    is_module = arguments[:1] == ["-m"]
+    target, *rest = arguments[is_module:]
+    rank, folder, threads, environment = started_rank()
+    return RankTask(
+        rank=rank,
+        target=target,
+        arguments=tuple(rest),
+        is_module=is_module,
+        folder=folder,
+        threads=threads,
+        environment=environment,
+    )
 
 
 def main(task: RankTask) -> None:
@@ -132,7 +168,8 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
 
 def leave_with_supervisor() -> None:
     """Make this process the leader of a group that ends as a whole as soon as the process that started it is gone."""
-    os.setpgid(0, 0)  # so that whatever the script starts can be ended with it
+    with contextlib.suppress(PermissionError):  # the leader of a session, as in a container, leads its group already
+        os.setpgid(0, 0)  # so that whatever the script starts can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     threading.Thread(target=_end_with_supervisor, name="tutti-supervisor-watch", daemon=True).start()
 
@@ -230,3 +267,7 @@ def _write(folder: Path, failure: RankError) -> None:
         partial.replace(folder / "error.json")
     except OSError:
         sys.stderr.write(failure.traceback or failure.message)
+
+
+if __name__ == "__main__":
+    main(_task_of_environment(sys.argv[1:]))
