@@ -164,11 +164,11 @@ def test_no_prediction_is_below_its_bounds(case: str, offload: bool) -> None:
         assert bounds.step_s[row] <= step_s, plan_words(intended)
         assert coarse_s[mesh] <= step_s, plan_words(intended)
         assert coarse_nbytes[mesh] <= nbytes, plan_words(intended)
-        assert bounds.least_memory[row] <= nbytes, plan_words(intended)
+        assert bounds.emptiest_nbytes[row] <= nbytes, plan_words(intended)
         if len(machines.nodes) == 1:  # on several kinds of nodes, the prediction may not report the fullest rank
-            assert bounds.memory[row] <= nbytes, plan_words(intended)
+            assert bounds.fullest_nbytes[row] <= nbytes, plan_words(intended)
         if prediction.fits:
-            assert bounds.memory[row] <= most * (1 + ROUNDING), plan_words(intended)
+            assert bounds.fullest_nbytes[row] <= most * (1 + ROUNDING), plan_words(intended)
 
 
 def test_gradients_of_layers_divided_over_all_ranks_are_summed_by_none() -> None:
@@ -198,7 +198,7 @@ def test_what_the_script_holds_is_in_the_bounds_of_ranks_on_hosts(machines: Clus
         least.append(
             variant_bounds(
                 BestCaseMemory(BestCase(model, machines, "full"), script), meshes, variant_rows, 40
-            ).least_memory
+            ).emptiest_nbytes
         )
     np.testing.assert_allclose(least[1] - least[0], more, rtol=1e-9)
 
@@ -248,7 +248,7 @@ def test_no_cut_is_quicker_than_the_pace_of_its_places(
 def test_bounds_of_memory_are_the_predictions_own_arithmetic(case: str) -> None:
     """Bounds equal the predicted bytes where all microbatches are alike, and are a little lower elsewhere."""
     bounds, _, rows = rows_of(case, 60)
-    ratios = [bounds.memory[row] / prediction.memory.total for row, _, _, prediction in rows]
+    ratios = [bounds.fullest_nbytes[row] / prediction.memory.total for row, _, _, prediction in rows]
     assert np.median(ratios) > 0.999
     assert np.min(ratios) > 0.7
 

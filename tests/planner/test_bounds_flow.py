@@ -33,12 +33,12 @@ def test_no_prediction_is_below_its_bounds(name: str, monkeypatch: pytest.Monkey
         assert bounds.step_s[row] <= step_s, plan_words(intended)
         assert coarse_s[mesh] <= step_s, plan_words(intended)
         assert coarse_nbytes[mesh] <= nbytes, plan_words(intended)
-        assert bounds.least_memory[row] <= nbytes, plan_words(intended)
+        assert bounds.emptiest_nbytes[row] <= nbytes, plan_words(intended)
         if len(machines.nodes) == 1:
-            assert bounds.memory[row] <= nbytes, plan_words(intended)
+            assert bounds.fullest_nbytes[row] <= nbytes, plan_words(intended)
         if intended.degree("stage") > 1:
             staged += 1
-            near.append(bounds.memory[row] / prediction.memory.total)
+            near.append(bounds.fullest_nbytes[row] / prediction.memory.total)
             assert stages_of(spec, intended).sent.any()
     assert staged >= 10
     assert np.median(near) > 0.99

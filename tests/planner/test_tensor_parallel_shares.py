@@ -180,7 +180,7 @@ def test_bounds_are_not_above_plans_of_unequal_parts(case: str) -> None:
                 step_s = done.step_time_s.value * (1 + 1e-9)
                 assert bounds.step_s[row] <= step_s, plan_words(unequal)
                 assert coarse_s[int(strategies.shape[row])] <= step_s, plan_words(unequal)
-                assert bounds.least_memory[row] <= done.memory.total, plan_words(unequal)
+                assert bounds.emptiest_nbytes[row] <= done.memory.total, plan_words(unequal)
                 assert branch.least[strategies.shape[row]] <= done.memory.total, plan_words(unequal)
                 checked += 1
     assert checked >= 60

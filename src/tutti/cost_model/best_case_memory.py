@@ -1,5 +1,7 @@
 """The least bytes that ranks of a plan hold, from the prediction's own formulas."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,8 +25,38 @@ The first places hold the most microbatches; the first and the last have the mod
 """
 
 
-STATES = 9
-"""Number of kinds of bytes that `BestCaseMemory.state` returns for each place."""
+class PlaceState(NamedTuple):
+    """Bytes of state on one place of the stage axis, (plans,) each.
+
+    Attributes:
+        parameters: in their own precision.
+        lower: copies of parameters in the lower precision.
+        gradients: of all parameters that are trained.
+        optimizer: the optimizer's state.
+        buffers: buffers of modules.
+        temporary: temporary tensors of the largest update.
+        bucket: the largest bucket of gradients that all data-parallel ranks reduce.
+        expert_bucket: the largest bucket of experts' divided gradients.
+        largest: the largest module's gradients; 0 where stages share tied parameters.
+    """
+
+    parameters: Array
+    lower: Array
+    gradients: Array
+    optimizer: Array
+    buffers: Array
+    temporary: Array
+    bucket: Array
+    expert_bucket: Array
+    largest: Array
+
+
+KINDS_OF_STATE = len(PlaceState._fields)
+
+
+def state_at(columns: tuple[Array, ...], place: int) -> PlaceState:
+    """Return the state at a sampled place (`PLACES`: the least of any place) from columns of `BestCaseMemory.state`."""
+    return PlaceState(*columns[place :: PLACES + 1][:KINDS_OF_STATE])
 
 
 def sampled_places(stages: int) -> tuple[int, ...]:
@@ -116,12 +148,10 @@ class BestCaseMemory:
         return self._sums[key]
 
     def state(self, split: int, expert: int, table: int, stage: int, chunks: int) -> tuple[float, ...]:
-        """Return bytes of state on each sampled place, and the least on any place, kind by kind.
+        """Return bytes of state on each sampled place, and the least on any place, for each kind of `PlaceState`.
 
-        The kinds are: parameters; their copies in lower precision; gradients; optimizer state; buffers; temporary
-        tensors of the largest update; the largest bucket of gradients that all data-parallel ranks reduce; the largest
-        bucket of experts' divided gradients; the largest module's gradients (0 where stages share tied parameters). Two
-        numbers follow: the parameters of the largest block, and those outside of blocks or tied between them.
+        Two numbers follow: the parameters of the largest block, and those outside of blocks or tied between them.
+        `state_at` takes the columns apart.
         """
         stages = self.work.stages(stage, chunks)
         try:
@@ -129,7 +159,7 @@ class BestCaseMemory:
         except PlanError:
             part = None
         if stages is None or part is None:
-            return (0.0,) * (STATES * (PLACES + 1) + 2)
+            return (0.0,) * (KINDS_OF_STATE * (PLACES + 1) + 2)
         columns, place = self._columns, stages.stage % stage
         state = state_by_place(
             columns, part, stages, stage, update_temporaries(self.best_case.model), half=self.best_case.half
@@ -142,8 +172,17 @@ class BestCaseMemory:
             for included in (~divided, columns.expert & (expert > 1))
         )
         largest = np.zeros(stage) if stages.ties else state.largest
-        kinds = (state.parameters, state.lower, state.gradients, state.optimizer, state.buffers, state.temporary, fused,
-                 fused_experts, largest)  # fmt: skip
+        kinds = PlaceState(
+            parameters=state.parameters,
+            lower=state.lower,
+            gradients=state.gradients,
+            optimizer=state.optimizer,
+            buffers=state.buffers,
+            temporary=state.temporary,
+            bucket=fused,
+            expert_bucket=fused_experts,
+            largest=largest,
+        )
         found = [value for kind in kinds for value in self._sampled(kind, stage)]
         units = units_of(columns, part)
         return (*found, max(units[1:], default=0.0), units[0])

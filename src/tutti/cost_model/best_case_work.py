@@ -5,6 +5,7 @@ The formulas are the prediction's own. They are evaluated once for all plans tha
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,6 +82,30 @@ def _before(values: Array) -> Array:
     return np.asarray(np.cumsum(values, axis=-1) - values, dtype=np.float64)
 
 
+class StepWork(NamedTuple):
+    """The work of a step, for many plans (plans,) each, as `BestCaseWork.step` returns it.
+
+    Attributes:
+        least_s: seconds of all passes, at least, for the place that ends last.
+        path_s: the same for any microbatch's path.
+        estimated_s: estimated seconds of all passes.
+        mean_s: seconds of all passes as a mean over the places.
+        forward_s: a microbatch's forward on the place that ends last.
+        backward_s: its backward there.
+        reduced_nbytes: bytes of that place's gradients that all data-parallel ranks reduce.
+        update_s: seconds of that place's update.
+    """
+
+    least_s: Array
+    path_s: Array
+    estimated_s: Array
+    mean_s: Array
+    forward_s: Array
+    backward_s: Array
+    reduced_nbytes: Array
+    update_s: Array
+
+
 class BestCaseWork:
     """The work of a model on the best workers of a cluster."""
 
@@ -111,10 +136,7 @@ class BestCaseWork:
                 whether stages lie on different hosts, index into KINDS, recompute).
 
         Returns:
-            Eight values. Seconds of all passes of a step: at least for the place that ends last, at least for any
-                microbatch's path, probable, and as a mean over the places. Then, for the place that ends last: seconds
-                of a microbatch's forward and of its backward, bytes of the gradients that all data-parallel ranks
-                reduce, and seconds of its update.
+            The values of `StepWork` for one plan.
         """
         *rest, kind, again = key
         whole = tuple(rest)

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.cost_model.best_case import BestCase, uneven
-from tutti.cost_model.best_case_memory import PLACES, STATES, BestCaseMemory
+from tutti.cost_model.best_case_memory import PLACES, BestCaseMemory, state_at
+from tutti.cost_model.best_case_work import StepWork
 from tutti.cost_model.loading_time import loader_s
 from tutti.cost_model.memory_cost import RankState, StateSharding, in_update, sharded
 from tutti.cost_model.plan_table import SCHEDULES, Array, Flags, Ints, MeshTable, Variants, by_kind
@@ -24,211 +25,239 @@ from tutti.cost_model.sharding_cost import gathered_nbytes
 _ZERO_BUBBLE = SCHEDULES.index("zero-bubble")
 
 
+_OVERLAP = 0.8
+"""Fraction of a pass that is taken to hide communication in estimates; a guess that only orders plans."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Bounds of many plans, (plans,) each.
+    """Bounds and estimates of many plans, (plans,) each.
 
     Attributes:
         step_s: least seconds of a step.
-        memory: least bytes on the fullest rank.
-        least_memory: least bytes on any rank.
-        likely_s: probable seconds of a step.
+        estimated_s: estimated seconds of a step.
+        fullest_nbytes: least bytes on the fullest rank.
+        emptiest_nbytes: least bytes on the emptiest rank.
     """
 
     step_s: Array
-    memory: Array
-    least_memory: Array
-    likely_s: Array
+    estimated_s: Array
+    fullest_nbytes: Array
+    emptiest_nbytes: Array
 
 
-def least_samples(shapes: MeshTable, samples: int) -> Ints:
-    """Return the least number of samples in every microbatch of the rank that has most, for any shares.
+def least_microbatch(meshes: MeshTable, samples: int) -> Ints:
+    """Return the least samples in every microbatch of the rank that has most, for any shares.
 
-    A rank without samples computes one all the same.
+    A rank without samples still computes one.
     """
-    slices = samples // shapes.microbatches
-    return np.asarray(np.maximum(1, -(-slices // shapes.data)), dtype=np.int64)
+    whole = samples // meshes.microbatches
+    return np.asarray(np.maximum(1, -(-whole // meshes.data)), dtype=np.int64)
 
 
-def whole_slices(shapes: MeshTable, samples: int) -> tuple[Ints, Array]:
-    """Return (samples of a microbatch, the mean data-parallel rank's fraction of it), for unequal shares.
+def whole_microbatch(meshes: MeshTable, samples: int) -> tuple[Ints, Array]:
+    """Return (samples of a microbatch over all ranks, the mean data-parallel rank's fraction of them).
 
-    No rank has more than the whole microbatch, and none needs less time per sample than it would for the whole.
+    They bound plans with unequal shares: a rank has at most the whole microbatch, and larger microbatches take no more
+    time per sample.
     """
-    slices = -(-samples // shapes.microbatches)
-    part = samples / (shapes.microbatches * shapes.data * slices)
-    return np.asarray(slices, dtype=np.int64), np.asarray(part, dtype=np.float64)
+    whole = -(-samples // meshes.microbatches)
+    fraction = samples / (meshes.microbatches * meshes.data * whole)
+    return np.asarray(whole, dtype=np.int64), np.asarray(fraction, dtype=np.float64)
 
 
-def shape_bounds(best_case: BestCase, shapes: MeshTable, samples: int, *, offload: bool = False) -> tuple[Array, Array]:
+def shape_bounds(best_case: BestCase, meshes: MeshTable, samples: int, *, offload: bool = False) -> tuple[Array, Array]:
     """Return lower bounds (seconds, bytes) of every plan on each mesh; `offload`: state lies in the host's memory."""
-    best, speed, _ = by_kind((shapes.world,), best_case.facts)
+    best_worker, speed, _ = by_kind((meshes.world,), best_case.facts)
 
-    def both(count: Ints) -> Array:
-        return np.asarray(sum(by_kind((count, best.astype(np.int64)), best_case.seconds)), dtype=np.float64)
+    def microbatch_s(count: Ints) -> Array:
+        """Return forward and backward of so many samples on the best worker."""
+        return np.asarray(sum(by_kind((count, best_worker.astype(np.int64)), best_case.seconds)), dtype=np.float64)
 
+    least_s = microbatch_s(least_microbatch(meshes, samples))
     if best_case.mixed:  # the rank that has most may be the best, and others have less
-        slices, part = whole_slices(shapes, samples)
-        each = np.maximum(both(least_samples(shapes, samples)), part * both(slices) / speed)
+        whole, fraction = whole_microbatch(meshes, samples)
+        each_s = np.maximum(least_s, fraction * microbatch_s(whole) / speed)
     else:
-        each = both(least_samples(shapes, samples)) / speed
-    seconds = shapes.microbatches * each / (shapes.split * shapes.context * shapes.space * shapes.stage)
-    parameters, gradients, optimizer, _ = by_kind((shapes.split, shapes.expert, shapes.table), best_case.state)
+        each_s = least_s / speed
+    seconds = meshes.microbatches * each_s / (meshes.split * meshes.context * meshes.space * meshes.stage)
+    parameters, gradients, optimizer, _ = by_kind((meshes.split, meshes.expert, meshes.table), best_case.state)
     # with stages, parameters and gradients stay whole
-    whole = np.where(shapes.stage > 1, 1, shapes.copies)
-    memory = ((parameters + gradients) / whole + optimizer / shapes.copies) / shapes.stage
-    return np.asarray(seconds, dtype=np.float64), np.asarray(memory * (not offload), dtype=np.float64)
+    shards = np.where(meshes.stage > 1, 1, meshes.copies)
+    nbytes = ((parameters + gradients) / shards + optimizer / meshes.copies) / meshes.stage
+    return np.asarray(seconds, dtype=np.float64), np.asarray(nbytes * (not offload), dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class MeshFacts:
     """What the plans on a mesh have in common, (meshes,) each. Bytes are those of a rank that has all stages.
 
     Attributes:
-        count: least samples of a microbatch on the rank that has most.
-        best: index of the best worker.
+        count: samples of a microbatch on a rank.
+        best_worker: index of the best worker.
         speed: the ranks' mean speed relative to the best worker.
         hosts: number of hosts.
         parameters: bytes of parameters.
         gradients: bytes of gradients.
         optimizer: bytes of optimizer state.
-        outside: bytes of parameters outside of blocks, or tied.
+        outside_blocks: bytes of parameters outside of blocks, or tied.
     """
 
     count: Array
-    best: Array
+    best_worker: Array
     speed: Array
     hosts: Array
     parameters: Array
     gradients: Array
     optimizer: Array
-    outside: Array
+    outside_blocks: Array
 
-    def take(self, rows: NDArray[np.intp]) -> "Facts":
-        return Facts(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
+    def take(self, rows: NDArray[np.intp]) -> "MeshFacts":
+        return MeshFacts(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
 
 
-def _facts(best_case: BestCase, rows: MeshTable, samples: int) -> Facts:
-    best, speed, hosts = by_kind((rows.world,), best_case.facts)
-    columns = by_kind((rows.split, rows.expert, rows.table), best_case.state)
-    return Facts(
-        count=least_samples(rows, samples).astype(np.float64),
-        best=best,
+def _mesh_facts(best_case: BestCase, meshes: MeshTable, samples: int) -> MeshFacts:
+    best_worker, speed, hosts = by_kind((meshes.world,), best_case.facts)
+    columns = by_kind((meshes.split, meshes.expert, meshes.table), best_case.state)
+    return MeshFacts(
+        count=least_microbatch(meshes, samples).astype(np.float64),
+        best_worker=best_worker,
         speed=speed,
         hosts=hosts,
         parameters=columns[0],
         gradients=columns[1],
         optimizer=columns[2],
-        outside=columns[3],
+        outside_blocks=columns[3],
     )
 
 
-@np.errstate(invalid="ignore")  # meshes that divide nothing take for ever: inf - inf
-def variant_bounds(best_memory: BestCaseMemory, found: MeshTable, variant_rows: Variants, samples: int) -> Bounds:
-    """Return bounds and estimates of the plans `variant_rows` on the meshes `found`."""
-    meshes, place = np.unique(variant_rows.shape, return_inverse=True)
-    where = place.reshape(-1)
-    each = found.take(meshes)  # what depends on the mesh alone is worked out once for all its variants
-    rows, facts = each.take(where), _facts(best_memory.best_case, each, samples).take(where)
-    least, likely = _with_data(
-        best_memory.best_case, rows, facts, samples, *_seconds(best_memory, rows, variant_rows, facts, samples)
-    )
-    fullest, emptiest = _memory(best_memory, rows, variant_rows, facts)
-    if best_memory.best_case.mixed:  # a rank may have fewer samples than the mean one has
+@np.errstate(invalid="ignore")  # impossible meshes cost inf, and inf - inf is NaN
+def variant_bounds(best_memory: BestCaseMemory, meshes: MeshTable, variants: Variants, samples: int) -> Bounds:
+    """Return bounds and estimates of the plans `variants` on `meshes`."""
+    used, place = np.unique(variants.shape, return_inverse=True)
+    of_plan = place.reshape(-1)
+    different = meshes.take(used)  # what depends on the mesh alone is computed once for all its plans
+    best_case, rows = best_memory.best_case, different.take(of_plan)
+    facts = _mesh_facts(best_case, different, samples).take(of_plan)
+    passes = _seconds(best_memory, rows, variants, facts, samples)
+    least_s, estimated_s = _with_loading(best_case, rows, facts, samples, *passes)
+    fullest, emptiest = _memory(best_memory, rows, variants, facts)
+    if best_case.mixed:
+        # a rank may have fewer samples than the mean one; with split, it may hold an arbitrarily small part
         fewest = np.maximum(1, samples // rows.microbatches // rows.data)
-        emptiest = _memory(best_memory, rows, variant_rows, dataclasses.replace(facts, count=fewest))[1]
-        # and any part of what split divides
-        emptiest = np.where(_uneven(best_memory.best_case, rows) > 0, best_memory.reserve, emptiest)
-    return Bounds(step_s=least, memory=fullest, least_memory=emptiest, likely_s=likely)
+        emptiest = _memory(best_memory, rows, variants, dataclasses.replace(facts, count=fewest))[1]
+        emptiest = np.where(_uneven(best_case, rows) > 0, best_memory.reserve, emptiest)
+    return Bounds(step_s=least_s, estimated_s=estimated_s, fullest_nbytes=fullest, emptiest_nbytes=emptiest)
 
 
-def _memory(best_memory: BestCaseMemory, rows: MeshTable, variant_rows: Variants, facts: Facts) -> tuple[Array, Array]:
+def _memory(
+    best_memory: BestCaseMemory, meshes: MeshTable, variants: Variants, facts: MeshFacts
+) -> tuple[Array, Array]:
     """Return (bytes on the fullest of the sampled places, bytes that every place has at least)."""
-    inner = (rows.split, rows.context, rows.expert, rows.table, rows.space, facts.count.astype(np.int64))
-    active = by_kind(
-        (*inner, rows.stage, variant_rows.chunks, rows.microbatches, variant_rows.schedule, variant_rows.recompute),
-                     best_memory.activations)  # fmt: skip
-    columns = by_kind((rows.split, rows.expert, rows.table, rows.stage, variant_rows.chunks), best_memory.state)
-    block, outside = columns[-2:]
-    sharding = StateSharding(degree=variant_rows.shard, level=variant_rows.level, offloaded=variant_rows.offload > 0)
-    reduces = rows.data * rows.context * rows.space > 1
-    reduces_experts = rows.copies * rows.table * rows.context * rows.space > 1
-    single_device = ~reduces & ~reduces_experts & (rows.split == 1) & (rows.stage > 1) & (rows.microbatches > 1)
+    inner = (meshes.split, meshes.context, meshes.expert, meshes.table, meshes.space, facts.count.astype(np.int64))
+    pipeline = (meshes.stage, variants.chunks, meshes.microbatches, variants.schedule, variants.recompute)
+    active = by_kind((*inner, *pipeline), best_memory.activations)
+    columns = by_kind((meshes.split, meshes.expert, meshes.table, meshes.stage, variants.chunks), best_memory.state)
+    block, outside_blocks = columns[-2:]
+    sharding = StateSharding(degree=variants.shard, level=variants.level, offloaded=variants.offload > 0)
+    reduces = meshes.data * meshes.context * meshes.space > 1
+    reduces_experts = meshes.copies * meshes.table * meshes.context * meshes.space > 1
+    reduces_nothing = ~reduces & ~reduces_experts & (meshes.split == 1)
+    accumulates_beside = reduces_nothing & (meshes.stage > 1) & (meshes.microbatches > 1)
     by_place = []
     for place, activations in enumerate(active):
-        parameters, lower, gradients, optimizer, buffers, temporary, bucket, expert_bucket, largest = columns[
-            place :: PLACES + 1
-        ][:STATES]
-        bucket_nbytes = np.maximum(np.where(reduces, bucket, 0.0), np.where(reduces_experts, expert_bucket, 0.0))
+        held = state_at(columns, place)
+        in_transit = np.maximum(np.where(reduces, held.bucket, 0.0), np.where(reduces_experts, held.expert_bucket, 0.0))
         state = sharded(
             RankState(
-                parameters=parameters,
-                lower=lower,
-                gradients=gradients,
-                optimizer=optimizer,
-                communication=bucket_nbytes,
+                parameters=held.parameters,
+                lower=held.lower,
+                gradients=held.gradients,
+                optimizer=held.optimizer,
+                communication=in_transit,
             ),
             sharding,
             block=block,
-            outside=outside,
-            accumulates=rows.microbatches > 1,
+            outside=outside_blocks,
+            accumulates=meshes.microbatches > 1,
             on_cpu=best_memory.on_cpu,
         )
-        peak = state.total + activations + np.where(single_device, largest, 0.0)
+        peak = state.total + activations + np.where(accumulates_beside, held.largest, 0.0)
         if best_memory.on_cpu:
-            peak = np.maximum(peak, in_update(state, temporary, variant_rows.shard).total)
-        by_place.append(peak * (1 + best_memory.fragments) + buffers + best_memory.reserve)
+            peak = np.maximum(peak, in_update(state, held.temporary, variants.shard).total)
+        by_place.append(peak * (1 + best_memory.fragments) + held.buffers + best_memory.reserve)
     return np.max(by_place[:PLACES], axis=0), np.asarray(by_place[PLACES], dtype=np.float64)
 
 
 def _seconds(
-    best_memory: BestCaseMemory, rows: MeshTable, variant_rows: Variants, facts: Facts, samples: int
+    best_memory: BestCaseMemory, meshes: MeshTable, variants: Variants, facts: MeshFacts, samples: int
 ) -> tuple[Array, Array]:
-    """Return least and probable seconds of a step.
+    """Return least and estimated seconds of a step.
 
     Passes follow one another. Gradient reduction overlaps the last microbatch's backward, and the excess is waited for.
     Level 3 gathers parameters while the passes run, level 1 gathers updated ones. A rank updates its part of the
     optimizer state.
     """
-    kind = (variant_rows.schedule == _ZERO_BUBBLE).astype(np.int64)
-    count, best = facts.count.astype(np.int64), facts.best.astype(np.int64)
-    inner = (rows.split, rows.context, rows.expert, rows.table, rows.space, count, best)
-    best_case, each = best_memory.best_case, best_memory.best_case.per_node
-    across_hosts = ((rows.stage > 1) & (rows.world // rows.stage % each == 0) & (not best_case.unequal)).astype(
-        np.int64
-    )
-    outer = (rows.stage, variant_rows.chunks, rows.microbatches, across_hosts, kind, variant_rows.recompute)
-    least, path, likely, mean, ahead, back, summed, update = by_kind((*inner, *outer), best_memory.work.step)
-    update = update / np.where(variant_rows.level > 0, variant_rows.shard, 1)
-    sums, gathers, probable = _exchanged(best_case, rows, variant_rows, facts)
-    third, times = variant_rows.level == 3, rows.microbatches.astype(np.float64)
-    call = _latency(best_case, facts, variant_rows.shard)
-    calls = best_memory.blocks * call
-    ahead_s = np.where(third, gathers * facts.parameters + calls, 0.0)
-    back_s = np.where(third, gathers * (facts.parameters - facts.outside) + calls, 0.0)
-    last_s = back_s + sums * summed + np.where(variant_rows.level >= 2, calls, 0.0)
-    waits = times * np.maximum(0.0, ahead_s - ahead) + (times - 1) * np.maximum(0.0, back_s - back)
-    waits = waits + np.maximum(0.0, last_s - back) + _statistics(best_case, rows, facts)
-    gathered = np.where(variant_rows.level == 1, gathers * summed + call, 0.0)
-    bound = np.maximum(least + waits + gathered + update, path)
+    kind = (variants.schedule == _ZERO_BUBBLE).astype(np.int64)
+    count, best_worker = facts.count.astype(np.int64), facts.best_worker.astype(np.int64)
+    inner = (meshes.split, meshes.context, meshes.expert, meshes.table, meshes.space)
+    best_case, per_node = best_memory.best_case, best_memory.best_case.per_node
+    whole_hosts = (meshes.stage > 1) & (meshes.world // meshes.stage % per_node == 0) & (not best_case.unequal)
+    across_hosts = whole_hosts.astype(np.int64)
+    outer = (meshes.stage, variants.chunks, meshes.microbatches, across_hosts, kind, variants.recompute)
+    work = StepWork(*by_kind((*inner, count, best_worker, *outer), best_memory.work.step))
+    update_s = work.update_s / np.where(variants.level > 0, variants.shard, 1)
+    exchange = _exchanged(best_case, meshes, variants, facts)
+    latency_s = _latency(best_case, facts, variants.shard)
+    waits_s = _waits(best_memory, meshes, variants, facts, work, exchange, best_memory.blocks * latency_s)
+    waits_s = waits_s + _batch_statistics_s(best_case, meshes, facts)
+    gather_updated_s = np.where(variants.level == 1, exchange.gather_s_per_byte * work.reduced_nbytes + latency_s, 0.0)
+    bound_s = np.maximum(work.least_s + waits_s + gather_updated_s + update_s, work.path_s)
     # Where ranks differ, the slowest may be one that waits for nothing: only the mean of the work is sure.
-    bound = np.where(facts.speed < 1, mean / facts.speed, bound)
+    bound_s = np.where(facts.speed < 1, work.mean_s / facts.speed, bound_s)
+    estimated_s = work.estimated_s
     if best_case.mixed:
-        slices, part = whole_slices(rows, samples)
-        whole = by_kind((*inner[:5], slices, best, *outer), best_memory.work.step)
-        slack = part * _slack(best_memory, rows, variant_rows, (*inner[:5], slices, best))
-        most = mean - _slack(best_memory, rows, variant_rows, inner)
-        bound = _however_cut(best_case, rows, (variant_rows.chunks == 1) & (kind == 0), most, part * whole[3] - slack)
-        likely = np.maximum(likely * facts.speed, part * whole[2])
-    passing = np.maximum(0.0, probable[0] - 0.8 * back) + np.maximum(0.0, probable[1] - 0.8 * likely) + gathered
+        whole, fraction = whole_microbatch(meshes, samples)
+        of_whole = StepWork(*by_kind((*inner, whole, best_worker, *outer), best_memory.work.step))
+        slack_s = fraction * _slack(best_memory, meshes, variants, (*inner, whole, best_worker))
+        most_s = work.mean_s - _slack(best_memory, meshes, variants, (*inner, count, best_worker))
+        fills = (variants.chunks == 1) & (kind == 0)
+        bound_s = _speed_proportional_bound(best_case, meshes, fills, most_s, fraction * of_whole.mean_s - slack_s)
+        estimated_s = np.maximum(estimated_s * facts.speed, fraction * of_whole.estimated_s)
+    exposed_s = np.maximum(0.0, exchange.reductions_s - _OVERLAP * work.backward_s)
+    exposed_s = exposed_s + np.maximum(0.0, exchange.gathers_s - _OVERLAP * estimated_s) + gather_updated_s
     return (
-        np.asarray(bound, dtype=np.float64),
-        np.maximum(bound, (likely + update) / facts.speed + passing),
+        np.asarray(bound_s, dtype=np.float64),
+        np.maximum(bound_s, (estimated_s + update_s) / facts.speed + exposed_s),
     )
 
 
-def _with_data(
-    best_case: BestCase, rows: MeshTable, facts: Facts, samples: int, least: Array, likely: Array
+def _waits(
+    best_memory: BestCaseMemory,
+    meshes: MeshTable,
+    variants: Variants,
+    facts: MeshFacts,
+    work: StepWork,
+    exchange: "_Exchange",
+    latencies_s: Array,
+) -> Array:
+    """Return the least seconds of a step in which a rank waits for gathers of parameters and for gradients.
+
+    `latencies_s` is the latency of a gather, for all blocks of the model.
+    """
+    gathers_parameters, times = variants.level == 3, meshes.microbatches.astype(np.float64)
+    in_backward = facts.parameters - facts.outside_blocks
+    forward_s = np.where(gathers_parameters, exchange.gather_s_per_byte * facts.parameters + latencies_s, 0.0)
+    backward_s = np.where(gathers_parameters, exchange.gather_s_per_byte * in_backward + latencies_s, 0.0)
+    last_s = backward_s + exchange.reduce_s_per_byte * work.reduced_nbytes
+    last_s = last_s + np.where(variants.level >= 2, latencies_s, 0.0)
+    waits_s = times * np.maximum(0.0, forward_s - work.forward_s)
+    waits_s = waits_s + (times - 1) * np.maximum(0.0, backward_s - work.backward_s)
+    return np.asarray(waits_s + np.maximum(0.0, last_s - work.backward_s), dtype=np.float64)
+
+
+def _with_loading(
+    best_case: BestCase, meshes: MeshTable, facts: MeshFacts, samples: int, least_s: Array, estimated_s: Array
 ) -> tuple[Array, Array]:
     """Return a step's bound and estimate with the time of the loaders, for the rank with most samples.
 
@@ -236,123 +265,138 @@ def _with_data(
     """
     loading = best_case.model.loading
     if loading is None:
-        return least, likely
-    shared = np.maximum(facts.count * rows.microbatches, -(-samples // rows.data))  # microbatches may be unequal
-    own = np.full(len(least), float(samples)) if loading.stream else shared
-    own_s = own * loader_s(loading) / (max(1, loading.workers) * (rows.space if loading.parts else 1))
+        return least_s, estimated_s
+    shared = np.maximum(facts.count * meshes.microbatches, -(-samples // meshes.data))  # microbatches may be unequal
+    loaded = np.full(len(least_s), float(samples)) if loading.stream else shared
+    loading_s = loaded * loader_s(loading) / (max(1, loading.workers) * (meshes.space if loading.parts else 1))
     if loading.workers:
-        return np.maximum(least, own_s), np.maximum(likely, own_s)
+        return np.maximum(least_s, loading_s), np.maximum(estimated_s, loading_s)
     alike = (facts.speed >= 1) & (not best_case.mixed)
-    return np.where(alike, least + own_s, np.maximum(least, own_s)), likely + own_s
+    return np.where(alike, least_s + loading_s, np.maximum(least_s, loading_s)), estimated_s + loading_s
 
 
-def _however_cut(best_case: BestCase, rows: MeshTable, plain: Flags, most: Array, mean: Array) -> Array:
-    """Return the least seconds of a step whose shares, parts and cuts are by speed.
+def _speed_proportional_bound(
+    best_case: BestCase, meshes: MeshTable, fills: Flags, most_s: Array, mean_s: Array
+) -> Array:
+    """Return the least seconds of a step whose shares, split parts and stage cuts are proportional to device speed.
 
     Args:
         best_case: the model on the best devices.
-        rows: the meshes.
-        plain: whether the schedule fills and drains whole stages.
-        most: mean work over the places of the pipeline replica with most samples, which may have the best devices.
-        mean: mean work over all pipeline replicas.
+        meshes: the mesh of each plan.
+        fills: whether the schedule fills and drains whole stages.
+        most_s: mean work over the places of the pipeline replica with most samples, which may have the best devices.
+        mean_s: mean work over all pipeline replicas.
     """
-    count = np.where((rows.stage > 1) & plain, rows.microbatches, 0)
+    count = np.where((meshes.stage > 1) & fills, meshes.microbatches, 0)
     (relative_speed,) = by_kind(
-        (rows.world, rows.stage, rows.context * rows.space, rows.split, count), best_case.relative_speed
+        (meshes.world, meshes.stage, meshes.context * meshes.space, meshes.split, count), best_case.relative_speed
     )
     times = np.maximum(count, 1)
-    best = np.where(count > 0, (1 - (1 - 1 / times) ** rows.stage) * times / rows.stage, 1.0)
-    return np.asarray(np.maximum(mean / relative_speed, most / best), dtype=np.float64)
+    best_speed = np.where(count > 0, (1 - (1 - 1 / times) ** meshes.stage) * times / meshes.stage, 1.0)
+    return np.asarray(np.maximum(mean_s / relative_speed, most_s / best_speed), dtype=np.float64)
 
 
-def _links(best_case: BestCase, facts: Facts) -> tuple[Array, ...]:
+def _links(best_case: BestCase, facts: MeshFacts) -> tuple[Array, ...]:
     """Return `BestCase.links_of` for each row."""
-    return by_kind((facts.best.astype(np.int64),), best_case.links_of)
+    return by_kind((facts.best_worker.astype(np.int64),), best_case.links_of)
 
 
-def _slack(best_memory: BestCaseMemory, rows: MeshTable, variant_rows: Variants, inner: tuple[Ints, ...]) -> Array:
+def _slack(best_memory: BestCaseMemory, meshes: MeshTable, variants: Variants, inner: tuple[Ints, ...]) -> Array:
     """Return the most that unequal parts along split may save of a step's work, as a mean over places."""
-    ahead, back = by_kind(inner, best_memory.work.slack)
-    often = np.where(variant_rows.recompute > 0, 2.0, 1.0)
-    return np.asarray(
-        _uneven(best_memory.best_case, rows) * rows.microbatches * (often * ahead + back) / rows.stage, dtype=np.float64
-    )
+    forward_s, backward_s = by_kind(inner, best_memory.work.slack)
+    forwards = np.where(variants.recompute > 0, 2.0, 1.0)
+    saved_s = meshes.microbatches * (forwards * forward_s + backward_s) / meshes.stage
+    return np.asarray(_uneven(best_memory.best_case, meshes) * saved_s, dtype=np.float64)
 
 
-def _uneven(best_case: BestCase, rows: MeshTable) -> Array:
+def _uneven(best_case: BestCase, meshes: MeshTable) -> Array:
     """Return 1 where parts along split may be unequal."""
-    return by_kind((rows.world, rows.split), partial(uneven, best_case))[0]
+    return by_kind((meshes.world, meshes.split), partial(uneven, best_case))[0]
 
 
-def _latency(best_case: BestCase, facts: Facts, ranks: Ints) -> Array:
+def _latency(best_case: BestCase, facts: MeshFacts, ranks: Ints) -> Array:
     """Return the least seconds of a gather from this many ranks, however small.
 
     The gather is one ring, or rings within hosts and between them.
     """
-    hosts, (_, _, between, least) = -(-ranks // best_case.per_node), _links(best_case, facts)
-    return np.where(ranks > 1, np.maximum(np.log2(ranks) * least, (hosts - 1) * between), 0.0)
+    hosts, (_, _, between_hosts_s, least_s) = -(-ranks // best_case.per_node), _links(best_case, facts)
+    return np.where(ranks > 1, np.maximum(np.log2(ranks) * least_s, (hosts - 1) * between_hosts_s), 0.0)
 
 
-def _statistics(best_case: BestCase, rows: MeshTable, facts: Facts) -> Array:
+def _batch_statistics_s(best_case: BestCase, meshes: MeshTable, facts: MeshFacts) -> Array:
     """Return the least seconds of the communication of modules that normalise over the batch.
 
     Each microbatch has a gather in forward and a reduction in backward, both fully exposed.
     """
     modules = sum(module.batch_statistics for module in best_case.model.modules)
-    ranks = rows.data * rows.space
-    each = _latency(best_case, facts, ranks) + 2 * np.log2(ranks) * _links(best_case, facts)[3]
-    return np.where(rows.stage == 1, rows.microbatches * modules * each, 0.0)
+    ranks = meshes.data * meshes.space
+    each_s = _latency(best_case, facts, ranks) + 2 * np.log2(ranks) * _links(best_case, facts)[3]
+    return np.where(meshes.stage == 1, meshes.microbatches * modules * each_s, 0.0)
 
 
-def _exchanged(
-    best_case: BestCase, rows: MeshTable, variant_rows: Variants, facts: Facts
-) -> tuple[Array, Array, tuple[Array, Array]]:
-    """Return seconds of communication along the data-parallel axes, least and probable.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exchange:
+    """Communication along the data-parallel axes, (plans,) each.
+
+    Attributes:
+        reduce_s_per_byte: least seconds per byte of reduced gradients.
+        gather_s_per_byte: least seconds per byte that is gathered over shard.
+        reductions_s: estimated seconds of all reductions.
+        gathers_s: estimated seconds of the gathers of level 3.
+    """
+
+    reduce_s_per_byte: Array
+    gather_s_per_byte: Array
+    reductions_s: Array
+    gathers_s: Array
+
+
+def _exchanged(best_case: BestCase, meshes: MeshTable, variants: Variants, facts: MeshFacts) -> _Exchange:
+    """Return the communication along the data-parallel axes.
 
     Levels 2 and 3 reduce-scatter over shard, then reduce the parts over the other copies.
-
-    Returns:
-        Least seconds per byte of gradient reduction; least seconds per byte of gathering over shard; and the probable
-            seconds of (the reductions, the gathers of level 3).
     """
-    stages = rows.stage.astype(np.float64)
-    split, shard = rows.split.astype(np.float64), variant_rows.shard.astype(np.float64)
-    inner = (rows.table * rows.expert * rows.context * rows.space).astype(np.float64)
-    everyone = rows.copies * inner
-    whole = _ring(best_case, rows, facts, everyone, split)
-    parts = _ring(best_case, rows, facts, shard, split * inner)
+    stages = meshes.stage.astype(np.float64)
+    split, shard = meshes.split.astype(np.float64), variants.shard.astype(np.float64)
+    inner = (meshes.table * meshes.expert * meshes.context * meshes.space).astype(np.float64)
+    everyone = meshes.copies * inner
+    whole_least, whole_estimate = _ring(best_case, meshes, facts, everyone, split)
+    shard_least, shard_estimate = _ring(best_case, meshes, facts, shard, split * inner)
     others = everyone / shard
-    quickest = np.maximum(*_links(best_case, facts)[:2])
-    fastest = np.where(others > 1, ring_sent_nbytes(1 / quickest, others), 0.0)
-    divided = variant_rows.level >= 2
-    low = np.where(divided, parts[0] / 2 + fastest / shard, whole[0])
-    sums = np.where(divided, parts[1] / 2 + whole[1] / shard, whole[1]) * facts.gradients / stages
-    gathered = np.where(
-        variant_rows.level == 3,
-        gathered_nbytes(facts.parameters, facts.outside, rows.microbatches.astype(np.float64)) / stages,
-        0.0,
+    best_bandwidth = np.maximum(*_links(best_case, facts)[:2])
+    over_others = np.where(others > 1, ring_sent_nbytes(1 / best_bandwidth, others), 0.0)
+    shards_gradients = variants.level >= 2
+    estimate = np.where(shards_gradients, shard_estimate / 2 + whole_estimate / shard, whole_estimate)
+    each_pass = gathered_nbytes(facts.parameters, facts.outside_blocks, meshes.microbatches.astype(np.float64))
+    return _Exchange(
+        reduce_s_per_byte=np.where(shards_gradients, shard_least / 2 + over_others / shard, whole_least),
+        gather_s_per_byte=shard_least / 2,
+        reductions_s=estimate * facts.gradients / stages,
+        gathers_s=shard_estimate / 2 * np.where(variants.level == 3, each_pass / stages, 0.0),
     )
-    return low, parts[0] / 2, (sums, parts[1] / 2 * gathered)
 
 
-def _ring(best_case: BestCase, rows: MeshTable, facts: Facts, degree: Array, inside: Array) -> tuple[Array, Array]:
-    """Return least and probable seconds per byte of an all-reduce over `degree` ranks.
+def _ring(
+    best_case: BestCase, meshes: MeshTable, facts: MeshFacts, degree: Array, inner_ranks: Array
+) -> tuple[Array, Array]:
+    """Return least and estimated seconds per byte of an all-reduce over `degree` ranks.
 
     Whatever the algorithm, a host's connection carries 2 (h - 1) / h of the reduced bytes among h hosts, for each group
-    that crosses it. Groups too wide for a host all cross, one for each of the `inside` ranks in the axes within. Where
-    some may not cross, or hosts are unequal, only the fastest link counts.
+    that crosses the connection. Groups that do not fit into a host all cross, one for each of the `inner_ranks` ranks
+    in the axes within. Where some may not cross, or hosts are unequal, only the fastest link counts.
     """
-    (node, network, *_), each = _links(best_case, facts), best_case.per_node
-    reach = np.minimum(rows.world, each).astype(np.float64)
-    within = (degree * inside <= reach) & (each % np.maximum(degree * inside, 1) == 0) | (facts.hosts <= 1)
-    members = np.clip(reach / inside, 1.0, degree)
-    sharing_groups = np.maximum(1.0, reach / members)
-    spanned = np.maximum(2.0, degree / members)
-    across = ring_sent_nbytes(sharing_groups / network, spanned)
-    wide = ((degree - 1) * inside >= each) & (not best_case.unequal)
-    hosts = np.maximum(2.0, np.minimum(np.ceil(degree / np.ceil(each / inside)), facts.hosts))  # more ranks than cores
-    crossing = ring_sent_nbytes(np.minimum(inside, each) / network, hosts)
-    plain = ring_sent_nbytes(np.ones(len(rows)), degree)
-    least = np.where(within, plain / node, np.where(wide, crossing, plain / np.maximum(node, network)))
-    likely = np.where(within, plain / node, across)
-    return np.where(degree > 1, least, 0.0), np.where(degree > 1, likely, 0.0)
+    (node, network, *_), per_node = _links(best_case, facts), best_case.per_node
+    per_host = np.minimum(meshes.world, per_node).astype(np.float64)
+    span = degree * inner_ranks
+    within_host = (span <= per_host) & (per_node % np.maximum(span, 1) == 0) | (facts.hosts <= 1)
+    members = np.clip(per_host / inner_ranks, 1.0, degree)
+    sharing_groups = np.maximum(1.0, per_host / members)
+    across_s = ring_sent_nbytes(sharing_groups / network, np.maximum(2.0, degree / members))
+    all_cross = ((degree - 1) * inner_ranks >= per_node) & (not best_case.unequal)
+    # at least 2 hosts; no more than there are, where more ranks than cores share them
+    hosts = np.maximum(2.0, np.minimum(np.ceil(degree / np.ceil(per_node / inner_ranks)), facts.hosts))
+    crossing_s = ring_sent_nbytes(np.minimum(inner_ranks, per_node) / network, hosts)
+    ring_nbytes = ring_sent_nbytes(np.ones(len(meshes)), degree)
+    least = np.where(all_cross, crossing_s, ring_nbytes / np.maximum(node, network))
+    least, estimate = (np.where(within_host, ring_nbytes / node, other) for other in (least, across_s))
+    return np.where(degree > 1, least, 0.0), np.where(degree > 1, estimate, 0.0)

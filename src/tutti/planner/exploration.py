@@ -313,12 +313,12 @@ class Explorer:
         bounds = variant_bounds(branch.best_memory, branch.shapes, variant_rows, self.samples)
         world = branch.shapes.world[variant_rows.shape]
         # On unequal devices, a prediction reports the rank with the least memory left, which may not be the fullest.
-        shown = bounds.least_memory if branch.best_case.mixed else bounds.memory
+        shown = bounds.emptiest_nbytes if branch.best_case.mixed else bounds.fullest_nbytes
         least = objectives.bound(branch.cluster, self.request, bounds.step_s, world, shown)
-        likely = objectives.bound(branch.cluster, self.request, bounds.likely_s, world, bounds.memory)
+        likely = objectives.bound(branch.cluster, self.request, bounds.estimated_s, world, bounds.fullest_nbytes)
         room = self._room(branch.best_case, branch.shapes)[variant_rows.shape]
         tight = self._room(branch.best_case, branch.shapes, tightest=True)[variant_rows.shape]
-        fits, quick = bounds.memory <= room, least < self.best
+        fits, quick = bounds.fullest_nbytes <= room, least < self.best
         self._counts["considered"] += len(variant_rows) - len(rows)
         self._counts["too_large"] += int((~fits).sum())
         self._counts["too_slow"] += int((fits & ~quick).sum())

@@ -62,7 +62,7 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
     )
     if not len(strategies):
         return None
-    sizes = variant_bounds(BestCaseMemory(best_case, request.script), meshes, strategies, limits.samples).memory
+    sizes = variant_bounds(BestCaseMemory(best_case, request.script), meshes, strategies, limits.samples).fullest_nbytes
     costed: list[Costed] = []
     refused: dict[tuple[str, ...], int] = {}
     for row in np.argsort(sizes, kind="stable").tolist():

@@ -95,7 +95,7 @@ class Pool:
         self.variant_rows.append(taken)
         self.least = np.concatenate([self.least, least[rows]])
         self.likely = np.concatenate([self.likely, likely[rows]])
-        self.memory = np.concatenate([self.memory, bounds.memory[rows]])
+        self.memory = np.concatenate([self.memory, bounds.fullest_nbytes[rows]])
         self.room = np.concatenate([self.room, room[rows]])
         self.world = np.concatenate([self.world, at.world])
         self.family = np.concatenate([self.family, family(at, taken)])
