@@ -74,7 +74,7 @@ def expected_nbytes(mode: str, size: int) -> float:
 @pytest.mark.parametrize("mode", RUNS)
 def test_bytes_are_those_of_the_formula(size: int, mode: str) -> None:
     if mode not in trained(size)[0]:
-        pytest.skip("replicas meet in pairs")
+        pytest.skip("replicas exchange in pairs")
     channels = [channel for row in trained(size)[0][mode].rows for channel in row["communication"]]
     sent = sum(channel["nbytes"] for channel in channels if channel["carried"] == "parameters")
     assert sent == expected_nbytes(mode, size)

@@ -97,7 +97,7 @@ def test_the_planner_takes_it(tmp_path: Path) -> None:
     assert "a run's measured noise scale" in ask(str(cluster), *options).stdout
     with pytest.raises(PlanError, match="its batch counts samples, the one to plan for tokens"):
         ask(str(cluster), *options, "--unit", "tokens")
-    with pytest.raises(PlanError, match="leave the others out"):
+    with pytest.raises(PlanError, match="leave --critical-batch and --least-samples out"):
         ask(str(cluster), *options, "--critical-batch", "64")
     with pytest.raises(PlanError, match="--noise-from"):
         ask(str(cluster), "--target-quality", "test.accuracy=0.93")
