@@ -34,8 +34,8 @@ def command(
 ) -> None:
     """Show what the model of SCRIPT costs for one sample: parameters, FLOPs and bytes, by module.
 
-    The script runs up to job.prepare; the model is not run and takes no memory. Options of tutti come before SCRIPT,
-    the script's own ARGUMENTS after it. Instead of a script, a name with sizes: llama --layers 80, or llama3-70b.
+    The script runs up to job.prepare; the model is not run and takes no memory. Options that tutti does not know, and
+    all after --, are the script's. Instead of a script, a name with sizes: llama --layers 80, or llama3-70b.
     """
     model = named_model((str(script), *arguments))
     if model is None:

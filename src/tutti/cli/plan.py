@@ -81,7 +81,7 @@ def command(**given: Any) -> None:
     """Choose how to train SCRIPT: mesh, microbatches, recompute and precision, by predicted time and memory.
 
     Instead of a script, name an architecture with its sizes: `tutti plan llama --layers 80 --global-batch-size 512`.
-    With --cluster no hardware is needed. Options of tutti come before SCRIPT, the script's own ARGUMENTS after it.
+    With --cluster no hardware is needed. Options that tutti does not know, and all after --, are the script's.
     """
     options = _with_file(PlanOptions(**given))
     from tutti.cli.named_inputs import named_model

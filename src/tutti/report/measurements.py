@@ -44,11 +44,13 @@ def steady_steps(records: Records) -> tuple[MetricsRow, ...]:
 
 
 def steady_note(records: Records) -> str:
-    """Describe which steps `steady_steps` returned."""
+    """Describe which steps `steady_steps` returned, and which it left out."""
     steady, steps = steady_steps(records), records.spent("step")
     if len(steady) == len(steps) and len(steps) <= WARM_UP_STEPS:
         return f"median of all {len(steps)} steps, which are too few to leave out the first ones"
-    return f"median of {len(steady)} steady steps of {len(steps)}; the first {WARM_UP_STEPS} are left out"
+    others = len(steps) - len(steady) - WARM_UP_STEPS * len({row.generation for row in steps})
+    rest = f", as are {others} with a short batch or skipped" if others > 0 else ""
+    return f"median of {len(steady)} steady steps of {len(steps)}; the first {WARM_UP_STEPS} are left out{rest}"
 
 
 def typical(rows: Iterable[MetricsRow], name: str) -> float | None:
