@@ -51,8 +51,7 @@ def default_unpack(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
     - A dict is passed as keyword arguments and is its own target.
     - In a tuple or list the last entry is the target, and the others are inputs. A single input that is a dict is
-    passed as
-      keyword arguments.
+      passed as keyword arguments.
     - A single tensor is input and target.
 
     Raises:

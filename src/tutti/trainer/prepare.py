@@ -190,7 +190,7 @@ def build_loop(context: JobContext, arguments: PrepareArguments, divided: Divide
         initial_rates=tuple(initial_learning_rate(optimizer) for optimizer in parallel.optimizers),
         observer=divided.observer,
         clock=context.clock,
-        sizes=BucketSizeTuner(parallel),
+        bucket_tuner=BucketSizeTuner(parallel),
         statistics=RunningStatistics(parallel.model),
     )
 

@@ -350,8 +350,8 @@ def _of_modules(model: nn.Module, names: list[str]) -> int:
     return len({id(model.get_submodule(name.rpartition(".")[0])) for name in names})
 
 
-WIDTH = 4
-"""Numbers that a mixture reports: choices, dropped choices, passes, and the sum of its load-balancing losses."""
+TALLY_NUMEL = 4
+"""How many numbers a mixture reports: choices, dropped choices, passes, and the sum of its load-balancing losses."""
 
 
 def mixtures_of(model: nn.Module) -> tuple[str, ...]:
@@ -360,7 +360,7 @@ def mixtures_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def write_tallies(model: nn.Module, names: Sequence[str], numbers: torch.Tensor, copies: int) -> None:
-    """Add this rank's counts since the last call to `numbers`, (len(names) * WIDTH).
+    """Add this rank's counts since the last call to `numbers`, (len(names) * TALLY_NUMEL).
 
     A mixture counts for all ranks that share its slice, so `copies` ranks add the same.
     """
@@ -368,7 +368,7 @@ def write_tallies(model: nn.Module, names: Sequence[str], numbers: torch.Tensor,
     for position, name in enumerate(names):
         tally = tallies.get(name)
         if tally is not None and tally.passes:
-            part = numbers[position * WIDTH : (position + 1) * WIDTH]
+            part = numbers[position * TALLY_NUMEL : (position + 1) * TALLY_NUMEL]
             part += torch.tensor([tally.assigned, tally.dropped, tally.passes, 0], dtype=part.dtype, device=part.device)
             part[3] += tally.balance
             part /= copies
@@ -376,7 +376,7 @@ def write_tallies(model: nn.Module, names: Sequence[str], numbers: torch.Tensor,
 
 def read_tallies(names: Sequence[str], numbers: Sequence[float]) -> dict[str, Tally]:
     """The counts by mixture, from the sum of all ranks' numbers."""
-    rows = [numbers[start : start + WIDTH] for start in range(0, len(names) * WIDTH, WIDTH)]
+    rows = [numbers[start : start + TALLY_NUMEL] for start in range(0, len(names) * TALLY_NUMEL, TALLY_NUMEL)]
     return {
         name: Tally(assigned=round(assigned), dropped=round(dropped), passes=round(passes), balance=balance)
         for name, (assigned, dropped, passes, balance) in zip(names, rows, strict=True)
