@@ -220,19 +220,19 @@ def decode_add_levels(scales, packed, into, block, bits):  # type: ignore[no-unt
 
 
 @kernel
-def encode_min_max(values, old, new, scales, codes, block, x, bits_of_x, infinity, magnitude):  # type: ignore[no-untyped-def]
+def encode_min_max(values, old, new, ranges, codes, block, x, bits_of_x, infinity, magnitude):  # type: ignore[no-untyped-def]
     """Write one byte per value between the block's minimum and maximum, and the residual of what was not sent.
 
     x = values + old; code = floor((x - low) / step + 1/2), step = (high - low) / 255; new = x - its decoded value.
 
-    `scales`: (blocks, 2) low and high. `x`, `bits_of_x`, `infinity` and `magnitude` are from `block_buffers`. `old` and
+    `ranges`: (blocks, 2) low and high. `x`, `bits_of_x`, `infinity` and `magnitude` are from `block_buffers`. `old` and
     `new` of size 0: no error feedback.
     """
     n = values.size
     feedback = old.size > 0
     real = values.dtype.type
     sign = values.itemsize * 8 - 1
-    for index in range(scales.shape[0]):
+    for index in range(ranges.shape[0]):
         start = index * block
         size = min(block, n - start)
         inputs, written, left = values[start : start + size], codes[start : start + size], new[start : start + size]
@@ -259,13 +259,13 @@ def encode_min_max(values, old, new, scales, codes, block, x, bits_of_x, infinit
         high = np.float32(x[0])
         x[0] = first
         if largest >= infinity or not (np.isfinite(low) and np.isfinite(high)):
-            scales[index, :] = np.float32(np.nan)
+            ranges[index, :] = np.float32(np.nan)
             written[:] = 0
             if feedback:
                 left[:] = x[:size]
             continue
-        scales[index, 0] = low
-        scales[index, 1] = high
+        ranges[index, 0] = low
+        ranges[index, 1] = high
         base = real(low)
         step = real(high) / real(255) - base / real(255)
         inverse = real(1) / step if step > real(2.0**-100) else real(0)
@@ -280,12 +280,12 @@ def encode_min_max(values, old, new, scales, codes, block, x, bits_of_x, infinit
 
 
 @kernel
-def decode_add_min_max(scales, codes, into, block):  # type: ignore[no-untyped-def]
+def decode_add_min_max(ranges, codes, into, block):  # type: ignore[no-untyped-def]
     """into += low + code * step."""
     real = into.dtype.type
-    for index in range(scales.shape[0]):
+    for index in range(ranges.shape[0]):
         start = index * block
-        base, high = real(scales[index, 0]), real(scales[index, 1])
+        base, high = real(ranges[index, 0]), real(ranges[index, 1])
         step = high / real(255) - base / real(255)
         step = real(0) if step <= real(2.0**-100) else step
         part, read = into[start : start + block], codes[start : start + block]

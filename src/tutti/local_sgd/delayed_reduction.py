@@ -85,7 +85,7 @@ class ChunkReduction:
     def next(self) -> bool:
         """Wait for the round in progress and start the next one; return False if that was the last."""
         self._work.wait()
-        since, sent_before = self._channel.traffic.clock.moment(), self._collectives.sent_nbytes
+        since, sent_before = self._channel.traffic.clock.stream_time(), self._collectives.sent_nbytes
         works = next(self._rounds, None)
         self._channel.add_exposed(since)
         if works is not None:

@@ -28,7 +28,7 @@ def write_step_row(run: Run, result: StepResult, done: UpdateResult) -> None:
     total = None
     if progress.total_epochs is not None and run.steps_per_epoch is not None:
         total = progress.total_epochs * run.steps_per_epoch
-    timed = run.loop.clock.timed
+    phases_exact = run.loop.clock.phases_exact
     wall, phases = run.loop.clock.take_row()
     carried = run.parallel.layout.traffic.take()
     sent, exchanged = sent_nbytes(carried), exchanged_nbytes(carried)
@@ -53,7 +53,7 @@ def write_step_row(run: Run, result: StepResult, done: UpdateResult) -> None:
         **run.state.noise.take_row(),
         **run.state.consistency.row(),
         total_steps=total,
-        timed=timed,
+        timed=phases_exact,
         wall_s=wall,
         phases=phases,
     )

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from tutti.compression.gpu_kernels.launching import SCATTERED, launch, over_blocks, over_values
+from tutti.compression.gpu_kernels.launching import SCATTER_TILE, launch, over_blocks, over_values
 from tutti.compression.gpu_kernels.primitives import (
     INFINITY,
     SMALLEST_SCALE,
@@ -146,12 +146,12 @@ def take_values(places: Tensor, residual: Tensor, momentum: Tensor, indices: Ten
     """As cpu_kernels.take_values: move the values at `places` into the message; a given `momentum` becomes 0 there."""
     count = places.numel()
     views = (places, residual, momentum, indices, picked)
-    over_values(_take_kernel, count, residual, *views, count, tile=SCATTERED, corrected=momentum.numel() > 0)
+    over_values(_take_kernel, count, residual, *views, count, tile=SCATTER_TILE, corrected=momentum.numel() > 0)
 
 
 def decode_add_pairs(indices: Tensor, picked: Tensor, into: Tensor) -> None:
     """into[index] += value, atomically. NVIDIA GPUs treat subnormal numbers as 0 here, as in torch's index_add_."""
-    over_values(_decode_pairs_kernel, indices.numel(), into, indices, picked, into, indices.numel(), tile=SCATTERED)
+    over_values(_decode_pairs_kernel, indices.numel(), into, indices, picked, into, indices.numel(), tile=SCATTER_TILE)
 
 
 @inline
@@ -269,7 +269,7 @@ def encode_buckets(
     over_blocks(
         _choose_buckets_kernel, blocks, block, values, values, old, new, scales, indices, n, blocks, **constants
     )
-    rows = max(1, SCATTERED // (2 * pairs))
+    rows = max(1, SCATTER_TILE // (2 * pairs))
     constants = {"block": block, "rows": rows, "keep": keep, "pairs": pairs}
     launch(_write_buckets_kernel, -(-blocks // rows), values, new, scales, indices, packed, n, blocks, **constants)
 
@@ -277,7 +277,7 @@ def encode_buckets(
 def decode_add_buckets(scales: Tensor, indices: Tensor, packed: Tensor, into: Tensor, block: int, keep: int) -> None:
     """into += the decoded values."""
     views, count = (scales, indices, packed, into), indices.numel()
-    over_values(_decode_buckets_kernel, count, into, *views, count, tile=SCATTERED, block=block, keep=keep)
+    over_values(_decode_buckets_kernel, count, into, *views, count, tile=SCATTER_TILE, block=block, keep=keep)
 
 
 def largest_sums(values: Tensor, old: Tensor, new: Tensor, momentum: Momentum, count: int) -> Tensor | None:
