@@ -55,8 +55,8 @@ def make_reducer(
     codec = make_codec(compression)
     if gathers_messages(compression, CountedCollectives(group).size):
         return AllGatherReducer(codec, numel, **where)
-    back = None if entry.make_return_codec is None else load_factory(entry.make_return_codec)(compression)
-    return TwoPhaseReducer(codec, numel, back=back, **where)
+    return_codec = None if entry.make_return_codec is None else load_factory(entry.make_return_codec)(compression)
+    return TwoPhaseReducer(codec, numel, return_codec=return_codec, **where)
 
 
 def make_scatter_reducer(
