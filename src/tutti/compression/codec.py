@@ -40,8 +40,9 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Return the size of a message of `numel` values in bytes: a multiple of 4 that never falls as `numel`
-        grows.
+        """Return the size in bytes of a message of `numel` values.
+
+        It is a multiple of 4, and never falls as `numel` grows.
         """
 
     @abstractmethod

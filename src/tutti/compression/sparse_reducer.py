@@ -1,5 +1,4 @@
-"""Sparse all-reduce that may become dense (SparCML, Renggli et al. 2019): (position, value) pairs while they are
-shorter.
+"""Sparse all-reduce that may become dense (SparCML, Renggli et al. 2019): (position, value) pairs while shorter.
 
 A pair takes 4 bytes for the position and 4 for the value, so with more than N/2 pairs a dense slice is shorter (delta =
 N v / (c + v)). With the algorithm "split", every rank adds up one slice, and the slices are then gathered, sparse or
@@ -178,8 +177,7 @@ class SparseReducer(GradientReducer):
 
 
 def is_dense(nnz: int, numel: int, value_nbytes: int = 4) -> bool:
-    """Return whether `nnz` pairs take more bytes than all values: nnz > N v / (c + v), with positions of c = 4
-    bytes."""
+    """Return whether `nnz` pairs take more bytes than all values: nnz > N v / (c + v), with c = 4 bytes a position."""
     return nnz * (4 + value_nbytes) > numel * value_nbytes
 
 

@@ -143,8 +143,7 @@ def collect_above(
 
 
 def take_values(positions: Tensor, residual: Tensor, momentum: Tensor, indices: Tensor, message_values: Tensor) -> None:
-    """As cpu_kernels.take_values: move the values at `positions` into the message; a given `momentum` becomes 0
-    there."""
+    """As cpu_kernels.take_values: move the values at `positions` into the message; zero `momentum`, if given, there."""
     count = positions.numel()
     views = (positions, residual, momentum, indices, message_values)
     over_values(_take_kernel, count, residual, *views, count, tile=SCATTER_TILE, corrected=momentum.numel() > 0)
@@ -159,8 +158,7 @@ def decode_add_pairs(indices: Tensor, message_values: Tensor, into: Tensor) -> N
 
 @inline
 def bound_of(keys, keep: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the `keep`-th largest key of each row, (rows,), bit by bit from the highest; 0 if there are too few
-    keys."""
+    """Return the `keep`-th largest key of each row, (rows,), found bit by bit; 0 if there are too few keys."""
     unit_bit = tl.full([keys.shape[0]], 1, keys.dtype)
     bound = unit_bit - unit_bit
     highest: tl.constexpr = 30 if keys.dtype == tl.int32 else 62
@@ -312,8 +310,14 @@ def largest_sums(values: Tensor, old: Tensor, new: Tensor, momentum: Momentum, c
 
 
 def _chosen(above: Tensor, residual: Tensor, threshold: Tensor, count: int) -> Tensor:
-    """Return the positions of the `count` largest, in rising order, from those above a threshold and those equal to
-    it."""
+    """Return the positions of the `count` largest, in rising order.
+
+    Args:
+        above: positions of the values above the threshold.
+        residual: the sums.
+        threshold: the threshold, as an integer.
+        count: number of positions to return; values equal to the threshold fill it up.
+    """
     if above.numel() >= count:
         return above[largest(residual[above], count)]
     equal = (residual.view(threshold.dtype) & torch.iinfo(threshold.dtype).max == threshold).nonzero()[:, 0]
