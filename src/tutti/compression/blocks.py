@@ -1,6 +1,6 @@
-"""Flat values in blocks with one scale each: what the references of all block codecs share.
+"""Flat values in blocks with one scale each: functions that the references of all block codecs share.
 
-Where papers use one scale for a layer, a column or a bucket, the blocks here are never larger.
+If a paper uses one scale for a layer, a column or a bucket, the blocks here are never larger.
 """
 
 import torch
@@ -10,20 +10,22 @@ from tutti.errors import PlanError
 
 LANES = 16
 SMALLEST_SCALE = 2.0**-100
-"""Blocks with a smaller scale are sent as zeros, because the scale's inverse would not be finite. Error feedback keeps
+"""Smallest scale of a block that is sent.
+
+Blocks with a smaller scale are sent as zeros, because the scale's inverse would not be finite. Error feedback keeps
 their values.
 """
 
 
 def check_block(block: int, max_block: int = 2**20) -> None:
-    """Refuse block sizes that are not whole bytes of code and whole rows of lanes.
+    """Refuse a block size whose codes do not fill whole bytes, or whose values do not fill whole rows of lanes.
 
     Args:
         block: number of values in a block.
         max_block: the largest block size.
 
     Raises:
-        PlanError: for any other size.
+        PlanError: the block size is not allowed.
     """
     if block < LANES or block % LANES or block > max_block:
         raise PlanError(f"block = {block}; give a multiple of {LANES}, at most {max_block}")

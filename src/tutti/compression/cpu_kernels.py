@@ -21,15 +21,14 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 PATIENCE_S = 60.0
-"""Seconds for which a process waits for another that compiles the same kernel, before it compiles the kernel itself."""
+"""Seconds that a process waits for another that compiles the same kernel, before it compiles the kernel itself."""
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` for this processor: single-threaded, and without the interpreter's lock.
 
     The result is cached beside the function's file, or in the user's cache folder. One process compiles; others that
-    need the kernel in the meantime wait and read it from the cache. Where neither folder can be written, each process
-    compiles.
+    need the kernel meanwhile wait and read it from the cache. If neither folder can be written, each process compiles.
     """
     try:
         jitted: Any = numba.njit(nogil=True, cache=True)(function)

@@ -143,8 +143,8 @@ class TwoPhaseReducer(GradientReducer):
 class AllGatherReducer(GradientReducer):
     """All-reduce by an all-gather of every rank's message of the whole gradient, added up in the order of ranks.
 
-    It serves codecs whose messages are short whatever the number of ranks (top-k, DGC). It also serves any codec
-    between two ranks: that takes as many bytes as two phases, in one round, and the sum is not encoded again.
+    It suits codecs whose messages are short for any number of ranks (top-k, DGC). It also suits any codec between two
+    ranks: that takes as many bytes as two phases, in one round, and the sum is not encoded again.
 
     Args:
         codec: codec of the gradients.

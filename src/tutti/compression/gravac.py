@@ -132,14 +132,14 @@ def _square(values: Tensor) -> Tensor:
 
 
 def make_top_k_reducer(
-    compression: Compression, shapes: Sequence[Sequence[int]], **where: Any
+    compression: Compression, shapes: Sequence[Sequence[int]], **options: Any
 ) -> GradientReducer | None:
     """Make the reducer of top-k or dgc with the setting `sparse` or `gain`.
 
     Args:
         compression: the plan's compression.
         shapes: shapes of the tensors, in the order in which they lie in the flat gradient.
-        where: group, dtype, device and seed.
+        **options: group, dtype, device and seed.
 
     Returns:
         The reducer; None where the usual reducers serve.
@@ -147,7 +147,7 @@ def make_top_k_reducer(
     assert compression.entry.make_codec is not None
     codec, settings = load_factory(compression.entry.make_codec)(compression), compression.settings
     if settings["sparse"]:
-        return SparseReducer(codec, sum(torch.Size(shape).numel() for shape in shapes), **where)
+        return SparseReducer(codec, sum(torch.Size(shape).numel() for shape in shapes), **options)
     if settings.get("gain"):
-        return GravacReducer(codec, shapes, gain=settings["gain"], window=int(settings["window"]), **where)
+        return GravacReducer(codec, shapes, gain=settings["gain"], window=int(settings["window"]), **options)
     return None

@@ -207,12 +207,12 @@ def _normal(numel: int, seed: int, stream: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(low | high >> 1 << 32), dtype=torch.float64)
 
 
-def make_powersgd_reducer(compression: Compression, shapes: Sequence[Sequence[int]], **where: Any) -> PowerSGDReducer:
+def make_powersgd_reducer(compression: Compression, shapes: Sequence[Sequence[int]], **options: Any) -> PowerSGDReducer:
     """Make the PowerSGD reducer that a plan states.
 
     Args:
         compression: the plan's compression.
         shapes: shapes of the tensors, in the order in which they lie in the flat gradient.
-        where: group, dtype, device and seed.
+        **options: group, dtype, device and seed.
     """
-    return PowerSGDReducer(shapes, rank=int(compression.settings["rank"]), min_rate=MIN_RATE, **where)
+    return PowerSGDReducer(shapes, rank=int(compression.settings["rank"]), min_rate=MIN_RATE, **options)

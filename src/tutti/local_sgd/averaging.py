@@ -136,7 +136,7 @@ class LocalSgd(DivergedReplicas):
             parameters.copy_(self.combined(mean, *saved))
             if saved:
                 saved[0].copy_(parameters)
-        self.disagreement = drift.figures(self.replicas)
+        self.disagreement = drift.distances(self.replicas)
 
     @property
     def combines(self) -> tuple[str, ...]:
@@ -339,7 +339,7 @@ class DelayedAverage(LocalSgd):
             distance = snapshot - mean
             drift.add(distance, mean)
             parameters.sub_(distance)
-        self.disagreement = drift.figures(self.replicas)
+        self.disagreement = drift.distances(self.replicas)
         if self._compression is not None:
             compressed_sum, old_reference = self._compressed_sum(self._compression), self.saved_vectors["reference"]
             compressed_sum.commit()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tutti.comm.point_to_point import ring_all_reduce_nbytes, start_messages
 from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
-from tutti.compression.cast import AT_ONCE
+from tutti.compression.cast import CACHE_CHUNK_NUMEL
 from tutti.parallel.mesh import Mesh
 
 FlatVectors = list[torch.Tensor]
@@ -81,7 +81,9 @@ class FlatTensors:
             local = (self._parts(tensors, flats[index]) for flats in vectors)
             for tensor, *parts in zip(tensors, *local, strict=True):
                 if tensor.is_contiguous():
-                    yield from zip(*(torch.split(flat, AT_ONCE) for flat in (tensor.view(-1), *parts)), strict=True)
+                    yield from zip(
+                        *(torch.split(flat, CACHE_CHUNK_NUMEL) for flat in (tensor.view(-1), *parts)), strict=True
+                    )
                 else:
                     yield tensor, *(part.view(tensor.shape) for part in parts)
 
@@ -109,7 +111,7 @@ class ReplicaGroup:
         ranks: global rank of each replica.
         group: their process group.
         channel: accounting of what they exchange.
-        figures: accounting of single numbers.
+        scalar_channel: accounting of single numbers.
     """
 
     index: int = 0
@@ -117,20 +119,20 @@ class ReplicaGroup:
     ranks: tuple[int, ...] = (0,)
     group: Any = None
     channel: CommChannel = field(default_factory=untracked_channel, compare=False)
-    figures: CommChannel = field(default_factory=untracked_channel, compare=False)
+    scalar_channel: CommChannel = field(default_factory=untracked_channel, compare=False)
 
     @classmethod
-    def of(cls, mesh: Mesh, channel: CommChannel, figures: CommChannel) -> "ReplicaGroup":
+    def of(cls, mesh: Mesh, channel: CommChannel, scalar_channel: CommChannel) -> "ReplicaGroup":
         """Return the group of the ranks along `replicate`.
 
         Args:
             mesh: the mesh.
             channel: accounting of what replicas exchange.
-            figures: accounting of single numbers.
+            scalar_channel: accounting of single numbers.
         """
         size = mesh.degree("replicate")
         group = mesh.group("replicate") if size > 1 else None
-        return cls(mesh.index("replicate"), size, tuple(mesh.ranks("replicate")), group, channel, figures)
+        return cls(mesh.index("replicate"), size, tuple(mesh.ranks("replicate")), group, channel, scalar_channel)
 
     def start_sum(self, flats: FlatVectors, channel: CommChannel | None = None) -> CommHandle:
         """Start to all-reduce `flats` over the replicas, in place.
@@ -174,13 +176,13 @@ class ReplicaGroup:
         works = start_messages(receives, [(peer, flat) for peer in targets for flat in send], self.group)
         return self.channel.start(works, len(targets) * sum(flat.numel() * flat.element_size() for flat in send))
 
-    def gather(self, figures: torch.Tensor) -> torch.Tensor:
-        """Return the `figures` of every replica, stacked in their order: shape (replicas, *shape)."""
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the `tensor` of every replica, stacked in their order: shape (replicas, *shape)."""
         if self.size == 1:
-            return figures[None]
-        everyone = [torch.empty_like(figures) for _ in range(self.size)]
-        with self.figures.waiting((self.size - 1) * figures.numel() * figures.element_size()):
-            dist.all_gather(everyone, figures, group=self.group)
+            return tensor[None]
+        everyone = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self.scalar_channel.waiting((self.size - 1) * tensor.numel() * tensor.element_size()):
+            dist.all_gather(everyone, tensor, group=self.group)
         return torch.stack(everyone)
 
 
@@ -195,7 +197,10 @@ class Drift:
     """Distance of this replica from the mean, accumulated piece by piece."""
 
     def __init__(self) -> None:
-        self._squares, self._length = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        self._squares, self._mean_norm_squared = (
+            torch.zeros((), dtype=torch.float64),
+            torch.zeros((), dtype=torch.float64),
+        )
         self._numel = 0
 
     def add(self, distance: torch.Tensor, mean: torch.Tensor) -> None:
@@ -206,12 +211,15 @@ class Drift:
             mean: the mean's values.
         """
         distance, mean = distance.reshape(-1), mean.reshape(-1)
-        self._squares, self._length = self._squares + distance.dot(distance), self._length + mean.dot(mean)
+        self._squares, self._mean_norm_squared = (
+            self._squares + distance.dot(distance),
+            self._mean_norm_squared + mean.dot(mean),
+        )
         self._numel += distance.numel()
 
-    def figures(self, replicas: ReplicaGroup) -> dict[str, float | int]:
+    def distances(self, replicas: ReplicaGroup) -> dict[str, float | int]:
         """Return a replica's largest and mean distance from the mean, relative to the mean's norm. Collective."""
-        return _figures(replicas.gather(self._squares.reshape(1)), self._length, self._numel)
+        return _relative_distances(replicas.gather(self._squares.reshape(1)), self._mean_norm_squared, self._numel)
 
 
 def distance_from_mean(local: FlatVectors, mean: FlatVectors, replicas: ReplicaGroup) -> dict[str, float | int]:
@@ -224,9 +232,11 @@ def distance_from_mean(local: FlatVectors, mean: FlatVectors, replicas: ReplicaG
     """
     drift = Drift()
     for local_flat, mean_flat in zip(local, mean, strict=True):
-        for a, b in zip(*(torch.split(flat.reshape(-1), AT_ONCE) for flat in (local_flat, mean_flat)), strict=True):
+        for a, b in zip(
+            *(torch.split(flat.reshape(-1), CACHE_CHUNK_NUMEL) for flat in (local_flat, mean_flat)), strict=True
+        ):
             drift.add(a.to(b.dtype) - b, b)
-    return drift.figures(replicas)
+    return drift.distances(replicas)
 
 
 def distance_from_sampled_mean(local: FlatVectors, replicas: ReplicaGroup) -> dict[str, float | int]:
@@ -243,10 +253,10 @@ def distance_from_sampled_mean(local: FlatVectors, replicas: ReplicaGroup) -> di
     sample = torch.cat([flat[::stride].double() for flat in local])
     everyone = replicas.gather(sample)
     mean = everyone.mean(0)
-    return _figures((everyone - mean).square().sum(1), mean.square().sum(), sample.numel())
+    return _relative_distances((everyone - mean).square().sum(1), mean.square().sum(), sample.numel())
 
 
-def _figures(squares: torch.Tensor, length: torch.Tensor, numel: int) -> dict[str, float | int]:
+def _relative_distances(squares: torch.Tensor, norm_squared: torch.Tensor, numel: int) -> dict[str, float | int]:
     """Return the largest and the mean of the relative distances, and the number of parameters compared."""
-    relative = (squares.reshape(-1) / length.clamp_min(1e-300)).sqrt()
+    relative = (squares.reshape(-1) / norm_squared.clamp_min(1e-300)).sqrt()
     return {"max": float(relative.max()), "mean": float(relative.mean()), "parameters": numel}

@@ -83,7 +83,7 @@ class SecondMomentCorrection:
         """Start to sum the last observations over the replicas."""
         self._add_observations()
         self._summing = self.sums[1].clone()
-        self._work = self._replicas.start_sum([self._summing], self._replicas.figures)
+        self._work = self._replicas.start_sum([self._summing], self._replicas.scalar_channel)
 
     def updated(self) -> None:
         """Correct the update that the optimizers have made, and observe its gradients.

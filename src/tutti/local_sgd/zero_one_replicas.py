@@ -17,7 +17,7 @@ from tutti.parallel.parallel_model import ParallelModel
 class ZeroOneReplicas(DivergedReplicas):
     """Replicas that are synchronous until the second moment is frozen, and then agree every `local_updates` updates.
 
-    The residual of their displacements is saved and added to the next ones.
+    The residual of their displacements is kept and added to the next ones.
 
     Args:
         replicas: the group.
