@@ -24,8 +24,7 @@ _DTYPES = {
 
 
 CACHE_CHUNK_NUMEL = 1 << 16
-"""Number of values that a CPU processes at once if several passes follow one another, so that they stay in a core's
-cache.
+"""Number of values that a CPU processes at once, so that they stay in a core's cache from one pass to the next.
 
 Converting 2-byte values this way before adding takes 0.6 ns a value; adding tensors of two dtypes takes 2.3 ns.
 """

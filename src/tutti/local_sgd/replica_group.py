@@ -187,7 +187,7 @@ class ReplicaGroup:
 
 
 MEASURED_EVERY = 10
-"""Where the mean is not computed anyway, disagreement is measured in one of this many exchanges."""
+"""If the mean is not computed anyway, disagreement is measured in one of this many exchanges."""
 
 SAMPLED_PARAMETERS = 4096
 """Largest number of parameters compared in such a measurement."""
@@ -197,10 +197,8 @@ class Drift:
     """Distance of this replica from the mean, accumulated piece by piece."""
 
     def __init__(self) -> None:
-        self._squares, self._mean_norm_squared = (
-            torch.zeros((), dtype=torch.float64),
-            torch.zeros((), dtype=torch.float64),
-        )
+        self._squares = torch.zeros((), dtype=torch.float64)
+        self._mean_norm_squared = torch.zeros((), dtype=torch.float64)
         self._numel = 0
 
     def add(self, distance: torch.Tensor, mean: torch.Tensor) -> None:
@@ -211,10 +209,8 @@ class Drift:
             mean: the mean's values.
         """
         distance, mean = distance.reshape(-1), mean.reshape(-1)
-        self._squares, self._mean_norm_squared = (
-            self._squares + distance.dot(distance),
-            self._mean_norm_squared + mean.dot(mean),
-        )
+        self._squares = self._squares + distance.dot(distance)
+        self._mean_norm_squared = self._mean_norm_squared + mean.dot(mean)
         self._numel += distance.numel()
 
     def distances(self, replicas: ReplicaGroup) -> dict[str, float | int]:
