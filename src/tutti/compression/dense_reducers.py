@@ -194,8 +194,8 @@ class AllGatherReducer(GradientReducer):
         else:
             yield [self.collectives.all_gather(gathered.view(-1), message)]
         total = flat.zero_() if flat.dtype in FLOATS else torch.zeros_like(flat, dtype=torch.float32)
-        for part in gathered:
-            self.read(part, total)
+        for rank_message in gathered:
+            self.read(rank_message, total)
         if total is not flat:
             flat.copy_(total)
 

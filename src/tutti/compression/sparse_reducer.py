@@ -101,9 +101,9 @@ class SparseReducer(GradientReducer):
         yield [collectives.all_to_all(received, pairs, (receive_counts.tolist(), send_counts.tolist()))]
         local = values.new_zeros(end - begin)
         touched = torch.zeros(end - begin, dtype=torch.bool, device=values.device)
-        for part in torch.split(received, receive_counts.tolist()):  # in the order of ranks
-            local.index_add_(0, part[:, 0] - begin, _values(part, torch.float32).to(local.dtype))
-            touched[part[:, 0] - begin] = True
+        for rank_pairs in torch.split(received, receive_counts.tolist()):  # in the order of ranks
+            local.index_add_(0, rank_pairs[:, 0] - begin, _values(rank_pairs, torch.float32).to(local.dtype))
+            touched[rank_pairs[:, 0] - begin] = True
         nnz = touched.sum().view(1)
         counts = torch.empty(size, dtype=nnz.dtype, device=nnz.device)
         yield [collectives.all_gather(counts, nnz)]
@@ -131,9 +131,9 @@ class SparseReducer(GradientReducer):
         coded = message.new_empty(size * message.numel())
         yield [self.collectives.all_gather(coded, message)]
         total = local.new_zeros(self.numel)
-        for rank, part in enumerate(coded.view(size, -1)):
+        for rank, rank_message in enumerate(coded.view(size, -1)):
             start, stop = _slice(rank, self.numel, size)
-            self.return_codec.decode_add(part, total[start:stop])
+            self.return_codec.decode_add(rank_message, total[start:stop])
         return total
 
     def _doubling(self, positions: Tensor, values: Tensor) -> RoundsWithResult:
@@ -141,11 +141,8 @@ class SparseReducer(GradientReducer):
 
         Ranks beyond the largest power of two send their pairs to a partner first, and receive the sum at the end.
         """
-        collectives, power, rank = (
-            self.collectives,
-            1 << (self.collectives.size.bit_length() - 1),
-            self.collectives.rank,
-        )
+        collectives, rank = self.collectives, self.collectives.rank
+        power = 1 << (collectives.size.bit_length() - 1)
         local_pairs = _pairs(positions, values)
         self.switched = False
         if rank >= power:
