@@ -19,10 +19,10 @@ class HandClock(PhaseClock):
         self.at = 0.0
         self._since = self._row_since = 0.0
 
-    def now(self) -> float:
+    def device_time(self) -> float:
         return self.at
 
-    def moment(self) -> float:
+    def stream_time(self) -> float:
         return self.at
 
 
@@ -124,7 +124,7 @@ def test_an_end_is_noticed_when_the_next_exchange_starts() -> None:
 class ElapsingClock(HandClock):
     """Each look at it takes a second."""
 
-    def moment(self) -> float:
+    def stream_time(self) -> float:
         self.at += 1.0
         return self.at
 

@@ -38,12 +38,12 @@ def exchanges(numel: int, dtype: torch.dtype = torch.float64) -> dict[str, Gradi
         for name, codec in FEEDBACK.items()
         if "top" not in name
     }
-    made["top16-q4 and q4"] = TwoPhaseReducer(TOP16_Q4, numel, back=Levels(4, feedback=True), dtype=dtype)
+    made["top16-q4 and q4"] = TwoPhaseReducer(TOP16_Q4, numel, return_codec=Levels(4, feedback=True), dtype=dtype)
     made["gathered topk"] = AllGatherReducer(TopK(0.05), numel, dtype=dtype)
     made["gravac"] = GravacReducer(TopK(0.01), [(numel,)], gain=0.5, window=3, dtype=dtype)
     made["split topk"] = SparseReducer(TopK(0.05), numel, dtype=dtype)
     made["split dense"] = SparseReducer(TopK(0.7), numel, dtype=dtype)
-    made["split q4"] = SparseReducer(TopK(0.7), numel, dtype=dtype, back=Levels(4, feedback=True))
+    made["split q4"] = SparseReducer(TopK(0.7), numel, dtype=dtype, return_codec=Levels(4, feedback=True))
     made["doubling topk"] = SparseReducer(TopK(0.05), numel, dtype=dtype, algorithm="doubling")
     made["doubling dense"] = SparseReducer(TopK(0.3), numel, dtype=dtype, algorithm="doubling")
     return made

@@ -220,8 +220,8 @@ def test_dgc_without_momentum_is_top_k() -> None:
 
 
 def test_dgc_warms_up_and_clips_locally() -> None:
-    codec = DGC(0.001)
-    densities = [codec.at(progress).density for progress in (0, 0.26, 0.51, 0.76, 1.0)]
+    codec = DGC(0.001, warmup_steps=100)
+    densities = [codec.at_step(count).density for count in (0, 26, 51, 76, 100)]
     assert densities == [0.25, 0.0625, 0.015625, 0.00390625, 0.001]
     values = torch.tensor([3.0, 4.0])
     clip_locally(values, 2.0, 4)

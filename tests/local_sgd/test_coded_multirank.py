@@ -138,7 +138,7 @@ def what_went_in(size: int, code: str, rows: int, parts: int) -> tuple[torch.Ten
     )
     vectors = FlatTensors([("a", torch.zeros(rows, 5)), ("b", torch.zeros(3))])
     sums = CompressedReplicaSum(replicas, parse_compression(code), vectors, 0)
-    assert len(sums.exchanges) == parts
+    assert len(sums.reducers) == parts
     generator = torch.Generator().manual_seed(world.rank)
     came, went = torch.zeros(5 * rows + 3), torch.zeros(5 * rows + 3)
     for _ in range(5):
@@ -149,7 +149,7 @@ def what_went_in(size: int, code: str, rows: int, parts: int) -> tuple[torch.Ten
     kept = sums.saved_tensors()
     assert sums.count == 5
     assert layout.channel("parameters", "replicate").take().nbytes == sum(
-        one.collectives.sent_nbytes for one in sums.exchanges
+        one.collectives.sent_nbytes for one in sums.reducers
     )
     went -= torch.cat([kept[f"worker-residual-{part}"][0] for part in range(parts)])
     return came, went

@@ -79,7 +79,7 @@ def travelled(code: str) -> bool:
     assert arrived or isinstance(travel, ReductionInRounds)
     travel.finish()
     assert (
-        sum(total.nbytes for total in traffic.take()) == sum(one.collectives.sent_nbytes for one in sums.exchanges) > 0
+        sum(total.nbytes for total in traffic.take()) == sum(one.collectives.sent_nbytes for one in sums.reducers) > 0
     )
     if code == "float64":
         whole = 1 + torch.linspace(-1.0, 1.0, N, dtype=torch.float64) * ((size + 1) / 2)

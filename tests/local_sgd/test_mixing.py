@@ -149,7 +149,7 @@ def exchange_all(size: int) -> dict[str, Any]:
         mode.vectors, mode.buffers = FlatTensors([("x", model)]), Nothing()  # type: ignore[assignment]
         mode.restart()
         for _ in range(8):
-            mode.counts["since"] += 1
+            mode.counts["updates_since"] += 1
             mode.exchange(None)  # type: ignore[arg-type]
             biased = mode._biased()[0] if isinstance(mode, StochasticGradientPush) else model
             weight = float(mode.saved_vectors["weight"][0]) if isinstance(mode, StochasticGradientPush) else 1.0
@@ -162,7 +162,7 @@ def exchange_all(size: int) -> dict[str, Any]:
     elastic.restart()
     elastic.saved_vectors["centre"] = [torch.zeros(7, dtype=torch.float64)]
     for _ in range(8):
-        elastic.counts["since"] += 1
+        elastic.counts["updates_since"] += 1
         elastic.exchange(None)  # type: ignore[arg-type]
         kept.append(size * replicas.mean([model.clone()])[0] + elastic.saved_vectors["centre"][0])
     elastic.restart()

@@ -9,7 +9,7 @@ from torch import nn
 from harness import run_ranks
 from tutti.comm.world import join_world
 from tutti.local_sgd.replica_group import ReplicaGroup
-from tutti.local_sgd.second_moments import MOST, SecondMomentCorrection, check_correctable
+from tutti.local_sgd.second_moments import MAX_SAMPLED_PER_TENSOR, SecondMomentCorrection, check_correctable
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.planner.relaxed_strategies import CORRECTABLE
@@ -62,7 +62,7 @@ def test_large_tensors_are_looked_at_in_turns() -> None:
     optimizer = torch.optim.AdamW([p])
     moments = SecondMomentCorrection(ReplicaGroup(), (optimizer,), [p])
     gradient = torch.arange(1.0, 1 + p.numel(), dtype=torch.float64).view_as(p)
-    stride = math.ceil(p.numel() / MOST)
+    stride = math.ceil(p.numel() / MAX_SAMPLED_PER_TENSOR)
     seen: list[float] = []
     for _ in range(stride):
         moments.start()

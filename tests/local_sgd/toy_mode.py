@@ -29,13 +29,13 @@ class Halfway(DivergedReplicas):
         pass
 
     def exchange(self, parallel: ParallelModel) -> None:
-        if self.counts["since"] < self.period:
+        if self.counts["updates_since"] < self.period:
             return
         own, mean = self.vectors.read(), self.final_parameters()
         self.disagreement = distance_from_mean(own, mean, self.replicas)
         self.vectors.write([torch.lerp(x, to, self.share) for x, to in zip(own, mean, strict=True)])
         self.buffers.agree()
-        self.counts["since"], self.staleness = 0, 0
+        self.counts["updates_since"], self.staleness = 0, 0
 
     def final_parameters(self) -> FlatVectors:
         return self.replicas.mean(self.vectors.read())

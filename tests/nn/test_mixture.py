@@ -83,7 +83,7 @@ def test_ranks_keep_what_one_queue_of_their_tokens_keeps() -> None:
     for _ in range(50):
         counts = torch.randint(0, 5, (3, 2, 4), generator=generator)
         capacity = int(torch.randint(1, 12, (), generator=generator))
-        kept = Routing(counts=counts, rank=0, mass=torch.zeros(4)).kept(capacity)
+        kept = Routing(counts=counts, rank=0, probability_sums=torch.zeros(4)).kept(capacity)
         for expert in range(4):
             queue = [(r, k) for k in range(2) for r in range(3) for _ in range(int(counts[r, k, expert]))][:capacity]
             assert [[queue.count((r, k)) for k in range(2)] for r in range(3)] == kept[:, :, expert].tolist()

@@ -52,9 +52,9 @@ def summed(world: World, model: Net, replica: Replica, step: int, microbatches: 
     model.zero_grad(set_to_none=True)
     for index in range(microbatches):
         if index == 0:
-            replica.begin(piecewise=microbatches > 1)
+            replica.begin(accumulate=microbatches > 1)
         if index == microbatches - 1:
-            replica.last_of()
+            replica.announce_last_backward()
         use = world.rank == 1 and index == 0  # with several microbatches: used, but not in the last one
         backward(model, 1000 * step + 10 * index + world.rank, use=use)
     replica.finish()

@@ -136,7 +136,7 @@ def followed(world_size: int) -> dict[str, Any]:
         seen.append((self, before, flat.clone()))
 
     def keep(run: Any) -> dict[str, Any]:
-        exchange = run.state.consistency._sums.exchanges[0]
+        exchange = run.state.consistency._compressed_sum.reducers[0]
         own = [one for one in seen if one[0] is exchange]
         facts = {**look(run), "went": [one[1] for one in own], "came": [one[2] for one in own]}
         groups = [[tuple(p.shape) for p in bucket] for bucket in found]

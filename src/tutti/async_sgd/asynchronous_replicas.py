@@ -61,13 +61,13 @@ class AsynchronousReplicas(DivergedReplicas):
 
     def updated(self, parallel: ParallelModel, step: int) -> None:
         self.disagreement = None
-        self.counts["since"] += 1
+        self.counts["updates_since"] += 1
         self.staleness += 1
         self.equal = False
         self.exchange(parallel)
         if parallel.replica.parameters is not self._trained:
             with self.quiesced(parallel):
-                self._retrain(parallel)
+                self._change_trained(parallel)
 
     def finish(self, parallel: ParallelModel) -> None:
         with self.quiesced(parallel):

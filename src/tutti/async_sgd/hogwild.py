@@ -51,7 +51,7 @@ class Hogwild(AsynchronousReplicas):
         self._check_host(parallel)
         super().begin(parallel, step)
         self._share(list(parallel.model.parameters()), parallel)
-        self._take(parallel)
+        self._track_parameters(parallel)
         table = torch.zeros(2, self.replicas.size, dtype=torch.int64)
         self._share([table], parallel)
         self.counted, self.leaves = table

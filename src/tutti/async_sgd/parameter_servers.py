@@ -272,7 +272,7 @@ class ParameterServers(AsynchronousReplicas):
             self.vectors.write(served)
             self._found = self.vectors.read()
             self.buffers.agree()
-        self.equal, self.staleness, self.counts["since"] = True, 0, 0
+        self.equal, self.staleness, self.counts["updates_since"] = True, 0, 0
         yield
         self.served.restart()
         self.barrier()

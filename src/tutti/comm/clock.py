@@ -11,18 +11,18 @@ from tutti.machine import StolenTime
 STEP_PHASES: tuple[Phase, ...] = tuple(p for p in get_args(Phase) if p != "evaluation")
 
 _COMPUTING: tuple[Phase, ...] = ("forward", "backward", "optimizer")
-"""Phases from which waiting for other ranks is subtracted: it is exposed communication."""
+"""Phases in which the rank computes. Waiting for other ranks in them is counted as exposed communication instead."""
 
 
 class PhaseClock:
     """A stopwatch that is always in exactly one phase.
 
-    On a GPU, entering a phase waits for the device, so that work is counted in the phase that launched it. This wait is
-    not free, so it happens only in every `sample_every`-th step.
+    On a GPU, entering a phase waits for the device, so that work is counted in the phase that launched it. This takes
+    time, so phases are exact only in every `sample_every`-th step.
 
     Args:
         device: the device on which the rank computes.
-        sample_every: on a GPU, number of steps between two whose phases are exact.
+        sample_every: on a GPU, phases are exact in one of this many steps.
     """
 
     def __init__(self, device: torch.device, sample_every: int = 20) -> None:
@@ -39,24 +39,24 @@ class PhaseClock:
 
     def enter(self, phase: Phase) -> None:
         """End the current phase and begin `phase`."""
-        now = self.now()
+        now = self.device_time()
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
 
-    def now(self) -> float:
-        """Return perf_counter seconds; in timed steps, after the device has finished its work."""
-        if self._on_gpu and self.timed:
+    def device_time(self) -> float:
+        """Return perf_counter seconds; if phases are exact, after all work on the device has finished."""
+        if self._on_gpu and self.phases_exact:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def moment(self) -> float:
-        """Return perf_counter seconds; in timed steps, after the device has finished this thread's work."""
-        if self._on_gpu and self.timed:
+    def stream_time(self) -> float:
+        """Return perf_counter seconds; if phases are exact, after the work on this thread's stream has finished."""
+        if self._on_gpu and self.phases_exact:
             torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
 
-    def waited(self, seconds: float) -> Phase:
-        """Move the last `seconds` from the current phase to exposed communication, if that phase computes.
+    def count_as_exposed(self, seconds: float) -> Phase:
+        """Move the last `seconds` from the current phase to exposed communication, if the rank computes in that phase.
 
         Returns:
             The current phase.
@@ -67,8 +67,8 @@ class PhaseClock:
         return self._phase
 
     @property
-    def timed(self) -> bool:
-        """Whether the phases of the current step are exact."""
+    def phases_exact(self) -> bool:
+        """Whether the phases of the current step are exact, as they always are on a CPU."""
         return not self._on_gpu or self.steps % self.sample_every == 0
 
     def elapsed_s(self) -> float:

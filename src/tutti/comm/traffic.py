@@ -75,13 +75,13 @@ class CommChannel:
         carried: the kind of data.
     """
 
-    __slots__ = ("_began", "_flying", "_open", "_since", "_total", "traffic")
+    __slots__ = ("_began", "_open", "_pending", "_since", "_total", "traffic")
 
     def __init__(self, traffic: "Traffic", axes: str = "", carried: TrafficKind = "scalars") -> None:
         self.traffic = traffic
         self._total = ChannelTotals(axes=axes, carried=carried)
         self._open, self._since, self._began = 0, 0.0, 0.0
-        self._flying: list[CommHandle] = []
+        self._pending: list[CommHandle] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CommChannel":
         return self
@@ -96,10 +96,10 @@ class CommChannel:
         Returns:
             The handle to wait for.
         """
-        self._flying = [handle for handle in self._flying if not handle.poll()]
+        self._pending = [handle for handle in self._pending if not handle.poll()]
         self._begin(nbytes)
         handle = CommHandle(self, list(works))
-        self._flying.append(handle)
+        self._pending.append(handle)
         return handle
 
     def waiting(self, nbytes: int = 0) -> "CommChannel":
@@ -120,10 +120,10 @@ class CommChannel:
         """Record the end of an operation.
 
         Args:
-            waited_since: when the rank began to wait for it, as `PhaseClock.moment` gave it; None if nobody waited.
+            waited_since: when the rank began to wait for it (`PhaseClock.stream_time`); None if it did not wait.
         """
         clock = self.traffic.clock
-        now = clock.moment()
+        now = clock.stream_time()
         if waited_since is not None:
             self._expose(now - waited_since)
         self._open -= 1
@@ -132,20 +132,20 @@ class CommChannel:
 
     def add_exposed(self, since: float) -> None:
         """Count the time from `since` as exposed, because this rank worked for communication instead of computing."""
-        self._expose(self.traffic.clock.moment() - since)
+        self._expose(self.traffic.clock.stream_time() - since)
 
     def correct_nbytes(self, nbytes: int) -> None:
         """Add `nbytes` to the byte count, once the true, data-dependent size is known."""
         self._total.nbytes += nbytes
 
     def _expose(self, seconds: float) -> None:
-        phase, exposed = self.traffic.clock.waited(seconds), self._total.exposed_s
+        phase, exposed = self.traffic.clock.count_as_exposed(seconds), self._total.exposed_s
         exposed[phase] = exposed.get(phase, 0.0) + seconds
 
     def take(self) -> ChannelTotals:
         """Return the totals since the last call; operations in progress go on."""
         if self._open:
-            self._pass(self.traffic.clock.moment())
+            self._pass(self.traffic.clock.stream_time())
         total = self._total
         self._total = ChannelTotals(axes=total.axes, carried=total.carried)
         if total.carried in _UNTIMED:
@@ -153,7 +153,7 @@ class CommChannel:
         return total
 
     def _begin(self, nbytes: int) -> float:
-        now = self.traffic.clock.moment()
+        now = self.traffic.clock.stream_time()
         if not self._open:
             self._since = now
         self._open += 1
@@ -182,7 +182,7 @@ class CommHandle:
         message.
         """
         if self._works:
-            since = self._channel.traffic.clock.moment()
+            since = self._channel.traffic.clock.stream_time()
             while self._works:
                 self._works.pop(0).wait()
             self._channel.ended(since)
@@ -194,7 +194,7 @@ class CommHandle:
         """
         if not self._works:
             return True
-        since = self._channel.traffic.clock.moment()
+        since = self._channel.traffic.clock.stream_time()
         if self._ended(since):
             return True
         self._channel.add_exposed(since)

@@ -1,6 +1,6 @@
-"""Flat values in blocks with one scale each: what the references of all block codecs share.
+"""Flat values in blocks with one scale each: functions that the references of all block codecs share.
 
-Where papers use one scale for a layer, a column or a bucket, the blocks here are never larger.
+If a paper uses one scale for a layer, a column or a bucket, the blocks here are never larger.
 """
 
 import torch
@@ -10,23 +10,25 @@ from tutti.errors import PlanError
 
 LANES = 16
 SMALLEST_SCALE = 2.0**-100
-"""Blocks with a smaller scale are sent as zeros, because the scale's inverse would not be finite. Error feedback keeps
+"""Smallest scale of a block that is sent.
+
+Blocks with a smaller scale are sent as zeros, because the scale's inverse would not be finite. Error feedback keeps
 their values.
 """
 
 
-def check_block(block: int, most: int = 2**20) -> None:
-    """Refuse block sizes that are not whole bytes of code and whole rows of lanes.
+def check_block(block: int, max_block: int = 2**20) -> None:
+    """Refuse a block size whose codes do not fill whole bytes, or whose values do not fill whole rows of lanes.
 
     Args:
         block: number of values in a block.
-        most: the largest block size.
+        max_block: the largest block size.
 
     Raises:
-        PlanError: for any other size.
+        PlanError: the block size is not allowed.
     """
-    if block < LANES or block % LANES or block > most:
-        raise PlanError(f"block = {block}; give a multiple of {LANES}, at most {most}")
+    if block < LANES or block % LANES or block > max_block:
+        raise PlanError(f"block = {block}; give a multiple of {LANES}, at most {max_block}")
 
 
 def count(numel: int, block: int) -> int:
@@ -58,8 +60,8 @@ def quotient(x: Tensor, y: int) -> Tensor:
 
 def steps(scale: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Return (value of a level, levels per unit), each rounded once; 0 where the scale is 0 or NaN."""
-    usable, zero, most = scale > 0, torch.zeros_like(scale), torch.full_like(scale, levels)
-    return torch.where(usable, scale / most, zero), torch.where(usable, most / scale, zero)
+    usable, zero, num_levels = scale > 0, torch.zeros_like(scale), torch.full_like(scale, levels)
+    return torch.where(usable, scale / num_levels, zero), torch.where(usable, num_levels / scale, zero)
 
 
 def lane_sum(x: Tensor) -> Tensor:

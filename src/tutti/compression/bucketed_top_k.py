@@ -19,7 +19,7 @@ _LEVELS = 7
 
 @dataclass(frozen=True, slots=True)
 class BucketedTopK(Codec):
-    """Sends the largest values of each bucket: a scale, and for each value a 16-bit place, a sign and a 3-bit level.
+    """Sends the largest values of each bucket: a scale, and for each value a 16-bit position, a sign and a 3-bit level.
 
     A message takes (4 + 2.5 keep)/block bytes a value: 0.0859 for 16 of 512. Levels are rounded to nearest, relative to
     the bucket's largest magnitude. Error feedback keeps what is not sent.
@@ -33,7 +33,7 @@ class BucketedTopK(Codec):
     keep: int = 16
 
     def __post_init__(self) -> None:
-        blocks.check_block(self.block, most=2**15)
+        blocks.check_block(self.block, max_block=2**15)
         if not 1 <= self.keep <= self.block:
             raise PlanError(f"keep = {self.keep} with buckets of {self.block} values; give 1 to {self.block}")
 
@@ -53,18 +53,18 @@ class BucketedTopK(Codec):
         keys = torch.where(inside, rows.view(whole) & magnitude, -1)
         order = torch.sort(keys, dim=1, descending=True, stable=True).indices[:, : self.keep]
         valid = torch.gather(inside, 1, order)
-        places = torch.where(valid, order, self.block).sort(dim=1).values
-        valid, places = places < self.block, places % self.block
+        positions = torch.where(valid, order, self.block).sort(dim=1).values
+        valid, positions = positions < self.block, positions % self.block
         scale = torch.gather(rows, 1, order[:, :1]).abs()[:, 0].to(torch.float32)
         scale = torch.where(scale.isfinite(), scale, torch.full_like(scale, torch.nan))
         scales.copy_(scale.masked_fill(scale < blocks.SMALLEST_SCALE, 0))
-        level, negative, unit = _quantised(torch.gather(rows, 1, places), scales, valid)
-        indices.copy_(places.flatten())
+        level, negative, unit = _quantised(torch.gather(rows, 1, positions), scales, valid)
+        indices.copy_(positions.flatten())
         codes = level.to(torch.int32) | negative.to(torch.int32) << 3
         padded = torch.nn.functional.pad(codes, (0, self.keep % 2))
         packed.copy_(blocks.pack(padded, 4))
         sent = torch.where(negative, -(level * unit), level * unit)
-        left = rows.scatter_add(1, places, torch.where(valid, -sent, torch.zeros_like(sent)))
+        left = rows.scatter_add(1, positions, torch.where(valid, -sent, torch.zeros_like(sent)))
         state.new["residual"].copy_(left.flatten()[: x.numel()])
 
     def decode_add_by_torch(self, message: Tensor, into: Tensor) -> None:
@@ -73,8 +73,8 @@ class BucketedTopK(Codec):
         codes = blocks.unpack(packed, 4, rows * wide).view(rows, wide)[:, : self.keep]
         level = (codes & _LEVELS).to(into.dtype) * blocks.quotient(scales.to(into.dtype), _LEVELS)[:, None]
         start = torch.arange(rows, device=into.device)[:, None] * self.block
-        places = start + (indices.to(torch.int32) & 0xFFFF).view(rows, self.keep)
-        into.index_add_(0, places.flatten(), torch.where(codes > _LEVELS, -level, level).flatten())
+        positions = start + (indices.to(torch.int32) & 0xFFFF).view(rows, self.keep)
+        into.index_add_(0, positions.flatten(), torch.where(codes > _LEVELS, -level, level).flatten())
 
     def encode_by_numba(self, values: Tensor, state: CodecState, message: Tensor) -> None:
         from tutti.compression import cpu_kernels
@@ -106,7 +106,7 @@ class BucketedTopK(Codec):
         sparse_kernels.decode_add_buckets(scales, indices, packed, into, self.block, self.keep)
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
-        """Return views of the scales, places and codes."""
+        """Return views of the scales, positions and codes."""
         rows = blocks.count(numel, self.block)
         wanted = (torch.float32, rows), (torch.int16, rows * self.keep), (torch.uint8, rows * -(-self.keep // 2))
         return parts(message, *wanted)

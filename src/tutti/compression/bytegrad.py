@@ -19,7 +19,7 @@ from tutti.config.compression import Compression
 
 @dataclass(frozen=True, slots=True)
 class ByteGrad(Codec):
-    """Sends 1 + 8/block bytes a value, rounded to nearest, and so biased by less than range/510.
+    """Sends 1 + 8/block bytes a value. Rounds to nearest, so the error is at most range/510.
 
     Args:
         block: number of values that share a range.
@@ -41,15 +41,15 @@ class ByteGrad(Codec):
 
     def encode_by_torch(self, values: Tensor, state: CodecState, message: Tensor) -> None:
         old, new = residuals(state, values)
-        scales, codes = self._parts(message, values.numel())
+        ranges, codes = self._parts(message, values.numel())
         x = values + old if self.feedback else values
         rows = blocks.in_blocks(x, self.block)
         outside = blocks.in_blocks(torch.ones_like(x), self.block) == 0
         rows = torch.where(outside, rows[:, :1], rows)  # padding must not widen the last block's range
         low, high = rows.amin(dim=1).to(torch.float32), rows.amax(dim=1).to(torch.float32)
         bad = ~(rows.isfinite().all(dim=1) & low.isfinite() & high.isfinite())
-        scales.copy_(torch.stack([low, high], dim=1).masked_fill(bad[:, None], torch.nan))
-        base, step = _base_and_step(scales, x.dtype)
+        ranges.copy_(torch.stack([low, high], dim=1).masked_fill(bad[:, None], torch.nan))
+        base, step = _base_and_step(ranges, x.dtype)
         inverse = torch.where(step > 0, 1 / step, torch.zeros_like(step))
         level = ((rows - base) * inverse + 0.5).clamp(max=255).clamp(min=0).floor().masked_fill(bad[:, None], 0)
         codes.copy_(level.flatten()[: x.numel()].to(torch.uint8))
@@ -58,8 +58,8 @@ class ByteGrad(Codec):
             new.copy_(residual.flatten()[: x.numel()])
 
     def decode_add_by_torch(self, message: Tensor, into: Tensor) -> None:
-        scales, codes = self._parts(message, into.numel())
-        base, step = _base_and_step(scales, into.dtype)
+        ranges, codes = self._parts(message, into.numel())
+        base, step = _base_and_step(ranges, into.dtype)
         rows = blocks.in_blocks(codes.to(into.dtype), self.block)
         into += (base + rows * step).flatten()[: into.numel()]
 
@@ -82,24 +82,24 @@ class ByteGrad(Codec):
     def encode_by_triton(self, values: Tensor, state: CodecState, message: Tensor) -> None:
         from tutti.compression.gpu_kernels import dense_kernels
 
-        scales, codes = self._parts(message, values.numel())
-        dense_kernels.encode_min_max(values, *residuals(state, values), scales, codes, self.block)
+        ranges, codes = self._parts(message, values.numel())
+        dense_kernels.encode_min_max(values, *residuals(state, values), ranges, codes, self.block)
 
     def decode_add_by_triton(self, message: Tensor, into: Tensor) -> None:
         from tutti.compression.gpu_kernels import dense_kernels
 
-        scales, codes = self._parts(message, into.numel())
-        dense_kernels.decode_add_min_max(scales, codes, into, self.block)
+        ranges, codes = self._parts(message, into.numel())
+        dense_kernels.decode_add_min_max(ranges, codes, into, self.block)
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:
-        """Return views of the (blocks, 2) low and high values, and of the codes, one byte a value."""
+        """Return views of the ranges, (blocks, 2) lowest and highest values, and of the codes, one byte a value."""
         rows = blocks.count(numel, self.block)
-        scales, codes = parts(message, (torch.float32, 2 * rows), (torch.uint8, numel))
-        return [scales.view(rows, 2), codes]
+        ranges, codes = parts(message, (torch.float32, 2 * rows), (torch.uint8, numel))
+        return [ranges.view(rows, 2), codes]
 
 
-def _base_and_step(scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    low, high = (scales[:, side, None].to(dtype) for side in (0, 1))
+def _base_and_step(ranges: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    low, high = (ranges[:, side, None].to(dtype) for side in (0, 1))
     step = blocks.quotient(high, 255) - blocks.quotient(low, 255)
     return low, step.masked_fill(step <= blocks.SMALLEST_SCALE, 0)
 

@@ -23,8 +23,9 @@ _DTYPES = {
 }
 
 
-AT_ONCE = 1 << 16
-"""Values processed at once on a CPU where several passes follow one another, so that they stay in a core's cache.
+CACHE_CHUNK_NUMEL = 1 << 16
+"""Number of values that a CPU processes at once, so that they stay in a core's cache from one pass to the next.
+
 Converting 2-byte values this way before adding takes 0.6 ns a value; adding tensors of two dtypes takes 2.3 ns.
 """
 
@@ -63,7 +64,7 @@ class Cast(Codec):
         if half.dtype is into.dtype or into.device.type != "cpu":
             into += half
             return
-        for total, part in zip(torch.split(into, AT_ONCE), torch.split(half, AT_ONCE), strict=True):
+        for total, part in zip(torch.split(into, CACHE_CHUNK_NUMEL), torch.split(half, CACHE_CHUNK_NUMEL), strict=True):
             total += part.to(into.dtype)
 
     def _parts(self, message: Tensor, numel: int) -> list[Tensor]:

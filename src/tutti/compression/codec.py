@@ -40,8 +40,9 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Return the size of a message of `numel` values in bytes: a multiple of 4 that never falls as `numel`
-        grows.
+        """Return the size in bytes of a message of `numel` values.
+
+        It is a multiple of 4, and never falls as `numel` grows.
         """
 
     @abstractmethod
@@ -163,7 +164,7 @@ def residuals(state: CodecState, values: Tensor) -> tuple[Tensor, Tensor]:
 
 Implementation = TypeVar("Implementation")
 
-_TRIED = 5000
+_TRIAL_NUMEL = 5000
 """Values of a trial: several whole blocks of every codec's default size, and a remainder."""
 
 
@@ -196,8 +197,8 @@ def _triton_verified(kind: "type[Codec]", device: torch.device) -> bool:
         by_triton_kernels = _trial(kind(), device, "triton")
     except Exception as error:  # Triton's errors share no base class; after any of them, torch can do the work
         warnings.warn(
-            f"Triton cannot compute {kind.__name__} on {device}, so torch does, in more passes over memory; repair the "
-            f"Triton installation for full speed: {type(error).__name__}: {error}",
+            f"Triton cannot compute {kind.__name__} on {device}, so torch does, in more passes over memory; repair "
+            f"the Triton installation for full speed: {type(error).__name__}: {error}",
             RuntimeWarning,
         )
         return False
@@ -216,7 +217,7 @@ def _triton_verified(kind: "type[Codec]", device: torch.device) -> bool:
 
 def _trial(codec: "Codec", device: torch.device, backend: Literal["triton", "torch"]) -> list[Tensor]:
     """Return (message, decoded values, new residuals) of whole numbers, whose sums are exact in any order."""
-    numel = _TRIED
+    numel = _TRIAL_NUMEL
     counted = torch.arange(numel, device=device)
     state = codec.state(numel, dtype=torch.float32, device=device)
     for residual in state.old.values():

@@ -27,8 +27,8 @@ def stream_key(*words: int) -> StreamKey:
 
 def random_uniform(numel: int, key: StreamKey, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return (numel,) numbers of a stream, multiples of 2^-24 in [0, 1): a hash of each index and the key."""
-    place = torch.arange(numel, device=device, dtype=torch.int64)
-    word = (place * HASH_STEP + key[0]) & WORD_MASK
+    position = torch.arange(numel, device=device, dtype=torch.int64)
+    word = (position * HASH_STEP + key[0]) & WORD_MASK
     word = ((word ^ (word >> 16)) * HASH_FIRST) & WORD_MASK
     word = word ^ key[1]
     word = ((word ^ (word >> 15)) * HASH_SECOND) & WORD_MASK

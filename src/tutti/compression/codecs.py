@@ -46,17 +46,17 @@ def make_reducer(
         seed: seed of the codec's random numbers.
     """
     numel = sum(torch.Size(shape).numel() for shape in shapes)
-    where: dict[str, Any] = {"group": group, "dtype": dtype, "device": device, "seed": seed}
+    options: dict[str, Any] = {"group": group, "dtype": dtype, "device": device, "seed": seed}
     entry = compression.entry
     if entry.make_reducer is not None:
-        reducer: GradientReducer | None = load_factory(entry.make_reducer)(compression, shapes, **where)
+        reducer: GradientReducer | None = load_factory(entry.make_reducer)(compression, shapes, **options)
         if reducer is not None:
             return reducer
     codec = make_codec(compression)
     if gathers_messages(compression, CountedCollectives(group).size):
-        return AllGatherReducer(codec, numel, **where)
-    back = None if entry.make_return_codec is None else load_factory(entry.make_return_codec)(compression)
-    return TwoPhaseReducer(codec, numel, back=back, **where)
+        return AllGatherReducer(codec, numel, **options)
+    return_codec = None if entry.make_return_codec is None else load_factory(entry.make_return_codec)(compression)
+    return TwoPhaseReducer(codec, numel, return_codec=return_codec, **options)
 
 
 def make_scatter_reducer(

@@ -21,15 +21,14 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 PATIENCE_S = 60.0
-"""Seconds for which a process waits for another that compiles the same kernel, before it compiles the kernel itself."""
+"""Seconds that a process waits for another that compiles the same kernel, before it compiles the kernel itself."""
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` for this processor: single-threaded, and without the interpreter's lock.
 
     The result is cached beside the function's file, or in the user's cache folder. One process compiles; others that
-    need the kernel in the meantime wait and read it from the cache. Where neither folder can be written, each process
-    compiles.
+    need the kernel meanwhile wait and read it from the cache. If neither folder can be written, each process compiles.
     """
     try:
         jitted: Any = numba.njit(nogil=True, cache=True)(function)
@@ -73,9 +72,9 @@ def block_buffers(block: int, dtype: Any) -> tuple[Any, Any, Any, Any]:
 
 
 @inline
-def _random_uniform(place, low, high):  # type: ignore[no-untyped-def]
-    """Return number `place` of a stream, as codec_state.random_uniform defines it."""
-    word = np.uint32(np.uint32(place) * np.uint32(0x9E3779B9) + low)
+def _random_uniform(position, low, high):  # type: ignore[no-untyped-def]
+    """Return number `position` of a stream, as codec_state.random_uniform defines it."""
+    word = np.uint32(np.uint32(position) * np.uint32(0x9E3779B9) + low)
     word ^= word >> np.uint32(16)
     word = np.uint32(word * np.uint32(0x7FEB352D))
     word ^= high
@@ -220,19 +219,19 @@ def decode_add_levels(scales, packed, into, block, bits):  # type: ignore[no-unt
 
 
 @kernel
-def encode_min_max(values, old, new, scales, codes, block, x, bits_of_x, infinity, magnitude):  # type: ignore[no-untyped-def]
+def encode_min_max(values, old, new, ranges, codes, block, x, bits_of_x, infinity, magnitude):  # type: ignore[no-untyped-def]
     """Write one byte per value between the block's minimum and maximum, and the residual of what was not sent.
 
     x = values + old; code = floor((x - low) / step + 1/2), step = (high - low) / 255; new = x - its decoded value.
 
-    `scales`: (blocks, 2) low and high. `x`, `bits_of_x`, `infinity` and `magnitude` are from `block_buffers`. `old` and
+    `ranges`: (blocks, 2) low and high. `x`, `bits_of_x`, `infinity` and `magnitude` are from `block_buffers`. `old` and
     `new` of size 0: no error feedback.
     """
     n = values.size
     feedback = old.size > 0
     real = values.dtype.type
     sign = values.itemsize * 8 - 1
-    for index in range(scales.shape[0]):
+    for index in range(ranges.shape[0]):
         start = index * block
         size = min(block, n - start)
         inputs, written, left = values[start : start + size], codes[start : start + size], new[start : start + size]
@@ -259,13 +258,13 @@ def encode_min_max(values, old, new, scales, codes, block, x, bits_of_x, infinit
         high = np.float32(x[0])
         x[0] = first
         if largest >= infinity or not (np.isfinite(low) and np.isfinite(high)):
-            scales[index, :] = np.float32(np.nan)
+            ranges[index, :] = np.float32(np.nan)
             written[:] = 0
             if feedback:
                 left[:] = x[:size]
             continue
-        scales[index, 0] = low
-        scales[index, 1] = high
+        ranges[index, 0] = low
+        ranges[index, 1] = high
         base = real(low)
         step = real(high) / real(255) - base / real(255)
         inverse = real(1) / step if step > real(2.0**-100) else real(0)
@@ -280,12 +279,12 @@ def encode_min_max(values, old, new, scales, codes, block, x, bits_of_x, infinit
 
 
 @kernel
-def decode_add_min_max(scales, codes, into, block):  # type: ignore[no-untyped-def]
+def decode_add_min_max(ranges, codes, into, block):  # type: ignore[no-untyped-def]
     """into += low + code * step."""
     real = into.dtype.type
-    for index in range(scales.shape[0]):
+    for index in range(ranges.shape[0]):
         start = index * block
-        base, high = real(scales[index, 0]), real(scales[index, 1])
+        base, high = real(ranges[index, 0]), real(ranges[index, 1])
         step = high / real(255) - base / real(255)
         step = real(0) if step <= real(2.0**-100) else step
         part, read = into[start : start + block], codes[start : start + block]
@@ -367,12 +366,12 @@ def decode_add_signs(scales, bits, into, block):  # type: ignore[no-untyped-def]
 def collect_above(  # type: ignore[no-untyped-def]
     values, old, new, momentum, old_momentum, new_momentum, threshold, above, equal, x, bits_of_x, magnitude
 ):
-    """Add residuals to values, and collect the places of the largest sums.
+    """Add residuals to values, and collect the positions of the largest sums.
 
     new = old + values, or old + u with u = momentum old_momentum + values if `old_momentum` is not empty. Places whose
     magnitude (as an integer) is above `threshold` go into `above`, and the first of those equal to it into `equal`.
 
-    Returns how many places went into each; (-1, ...) if `above` is too small.
+    Returns how many positions went into each; (-1, ...) if `above` is too small.
     """
     n, block = values.size, x.size
     corrected = old_momentum.size > 0
@@ -413,26 +412,26 @@ def collect_above(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def take_values(places, residual, momentum, indices, picked):  # type: ignore[no-untyped-def]
-    """Move the values of `residual` at the ordered `places` into the message; the rounding error to float32 stays.
+def take_values(positions, residual, momentum, indices, message_values):  # type: ignore[no-untyped-def]
+    """Move the values of `residual` at the ordered `positions` into the message; the rounding error to float32 stays.
 
-    `momentum`, if it is not empty, becomes 0 at these places.
+    `momentum`, if it is not empty, becomes 0 at these positions.
     """
-    for j in range(places.size):
-        place = places[j]
-        value = np.float32(residual[place])
-        indices[j] = place
-        picked[j] = value
-        residual[place] -= residual.dtype.type(value)
+    for j in range(positions.size):
+        position = positions[j]
+        value = np.float32(residual[position])
+        indices[j] = position
+        message_values[j] = value
+        residual[position] -= residual.dtype.type(value)
         if momentum.size > 0:
-            momentum[place] = 0
+            momentum[position] = 0
 
 
 @kernel
-def decode_add_pairs(indices, picked, into):  # type: ignore[no-untyped-def]
+def decode_add_pairs(indices, message_values, into):  # type: ignore[no-untyped-def]
     """into[index] += value, one after another, so that an index that occurs twice is added twice."""
     for j in range(indices.size):
-        into[indices[j]] += into.dtype.type(picked[j])
+        into[indices[j]] += into.dtype.type(message_values[j])
 
 
 @inline
@@ -459,8 +458,8 @@ def _bound(keys, size, keep):  # type: ignore[no-untyped-def]
 def _choose(keys, size, keep, near, chosen):  # type: ignore[no-untyped-def]
     """Choose the `keep` largest keys.
 
-    Candidates' places go into `near`, in rising order, and `chosen` marks those that are among the largest. Returns the
-    number of candidates and the place of the largest key.
+    Candidates' positions go into `near`, in rising order, and `chosen` marks those that are among the largest. Returns
+    the number of candidates and the position of the largest key.
     """
     bound = _bound(keys, size, keep)
     count, largest = 0, 0
@@ -487,7 +486,8 @@ def encode_buckets(  # type: ignore[no-untyped-def]
 
     x = values + old; code = sign and 3-bit level relative to the bucket's largest magnitude; new = x - what is sent.
 
-    `indices`: `keep` places per bucket in rising order. A bucket shorter than `keep` is padded with place 0 and code 0.
+    `indices`: `keep` positions per bucket in rising order. A bucket shorter than `keep` is padded with position 0 and
+    code 0.
     """
     n = values.size
     real = values.dtype.type
@@ -517,19 +517,19 @@ def encode_buckets(  # type: ignore[no-untyped-def]
         unit = real(scale) / real(7) if usable else real(0)
         inverse = real(7) / real(scale) if usable else real(0)
         codes[:] = 0
-        place = 0
+        slot = 0
         for c in range(count):
             if chosen[c]:
                 j = near[c]
-                indices[index * keep + place] = j
+                indices[index * keep + slot] = j
                 if usable:
                     level = abs(x[j]) * inverse + real(0.5)
                     level = np.floor(level if level < real(7) else real(7))
                     negative = x[j] < 0
-                    codes[place] = np.uint8(np.int32(level)) | (np.uint8(negative) << np.uint8(3))
+                    codes[slot] = np.uint8(np.int32(level)) | (np.uint8(negative) << np.uint8(3))
                     left[j] = x[j] - (-(level * unit) if negative else level * unit)
-                place += 1
-        for j in range(place, keep):
+                slot += 1
+        for j in range(slot, keep):
             indices[index * keep + j] = 0
         for j in range(codes.size // 2):
             packed[index * (codes.size // 2) + j] = codes[2 * j] | codes[2 * j + 1] << 4

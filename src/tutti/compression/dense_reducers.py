@@ -34,7 +34,7 @@ class TwoPhaseReducer(GradientReducer):
         codec: codec of the gradients.
         numel: number of values in the flat gradient.
         group: process group, None for all ranks.
-        back: codec of the sums; None: `codec`, or what TernGrad names for sums.
+        return_codec: codec of the sums; None: `codec`, or for TernGrad its `return_codec`.
         dtype: dtype of the gradient.
         device: device of the gradient.
         seed: seed of the codec's random numbers.
@@ -46,27 +46,29 @@ class TwoPhaseReducer(GradientReducer):
         numel: int,
         *,
         group: Any = None,
-        back: Codec | None = None,
+        return_codec: Codec | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> None:
         collectives = CountedCollectives(group)
-        self.codec, self.back, self.numel = codec, back or _return_codec(codec, collectives.size), numel
+        self.codec, self.return_codec, self.numel = codec, return_codec or _return_codec(codec, collectives.size), numel
         self.length = chunk_length(numel, collectives.size)
         own_chunk = self._span(collectives.rank)
         seed = rank_seed(seed, collectives.rank)
         states = {
             "worker": codec.state(numel, dtype=dtype, device=device, seed=seed),
-            "server": self.back.state(own_chunk[1] - own_chunk[0], dtype=dtype, device=device, seed=~seed),
+            "server": self.return_codec.state(own_chunk[1] - own_chunk[0], dtype=dtype, device=device, seed=~seed),
         }
         super().__init__(collectives, states)
         own_numel = own_chunk[1] - own_chunk[0]
         self._sum = torch.zeros(own_numel, dtype=dtype if dtype in FLOATS else torch.float32, device=device)
-        there, again = codec.nbytes(self.length), self.back.nbytes(self.length)
-        self._out, self._in = (torch.zeros(collectives.size, there, dtype=torch.uint8, device=device) for _ in range(2))
-        self._all = torch.zeros(collectives.size, again, dtype=torch.uint8, device=device)
-        self._own = torch.zeros(again, dtype=torch.uint8, device=device)
+        chunk_nbytes, sum_nbytes = codec.nbytes(self.length), self.return_codec.nbytes(self.length)
+        self._out, self._in = (
+            torch.zeros(collectives.size, chunk_nbytes, dtype=torch.uint8, device=device) for _ in range(2)
+        )
+        self._all = torch.zeros(collectives.size, sum_nbytes, dtype=torch.uint8, device=device)
+        self._own = torch.zeros(sum_nbytes, dtype=torch.uint8, device=device)
 
     @property
     def spans(self) -> dict[str, list[Span]]:
@@ -93,15 +95,21 @@ class TwoPhaseReducer(GradientReducer):
         total = self._sum.zero_()
         for message in self._in:
             self.codec.decode_add(message, total)
-        if scales is not None and isinstance(self.back, Levels) and self.back.levels >= collectives.size:
-            scales_of_sum = scales[collectives.rank, : count(stop - start, self.back.block)] * self.back.levels
-            self.back.encode_with_scales(total, self.states["server"], self._own, scales_of_sum)
+        if (
+            scales is not None
+            and isinstance(self.return_codec, Levels)
+            and self.return_codec.levels >= collectives.size
+        ):
+            scales_of_sum = (
+                scales[collectives.rank, : count(stop - start, self.return_codec.block)] * self.return_codec.levels
+            )
+            self.return_codec.encode_with_scales(total, self.states["server"], self._own, scales_of_sum)
         else:
-            self.back.encode(total, self.states["server"], self._own)
+            self.return_codec.encode(total, self.states["server"], self._own)
         yield [collectives.all_gather(self._all.view(-1), self._own)]
         for rank, message in enumerate(self._all):
             begin, end = self._span(rank)
-            _decode(self.back, message, flat[begin:end])
+            _decode(self.return_codec, message, flat[begin:end])
 
     def _span(self, rank: int) -> tuple[int, int]:
         """Return the chunk that a rank owns."""
@@ -135,8 +143,8 @@ class TwoPhaseReducer(GradientReducer):
 class AllGatherReducer(GradientReducer):
     """All-reduce by an all-gather of every rank's message of the whole gradient, added up in the order of ranks.
 
-    It serves codecs whose messages are short whatever the number of ranks (top-k, DGC). It also serves any codec
-    between two ranks: that takes as many bytes as two phases, in one round, and the sum is not encoded again.
+    It suits codecs whose messages are short for any number of ranks (top-k, DGC). It also suits any codec between two
+    ranks: that takes as many bytes as two phases, in one round, and the sum is not encoded again.
 
     Args:
         codec: codec of the gradients.
@@ -186,8 +194,8 @@ class AllGatherReducer(GradientReducer):
         else:
             yield [self.collectives.all_gather(gathered.view(-1), message)]
         total = flat.zero_() if flat.dtype in FLOATS else torch.zeros_like(flat, dtype=torch.float32)
-        for part in gathered:
-            self.read(part, total)
+        for rank_message in gathered:
+            self.read(rank_message, total)
         if total is not flat:
             flat.copy_(total)
 

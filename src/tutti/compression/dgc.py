@@ -1,7 +1,8 @@
-"""Deep gradient compression (Lin et al. 2018): top-k of a velocity, with momentum correction and masking.
+"""Deep gradient compression (Lin et al. 2018): top-k of accumulated momentum, with masking of what was sent.
 
-u = m u + g, v = v + u; the k largest of v are sent, and u and v become 0 at their places. The optimizer that gets the
-sum must have no momentum of its own.
+u = m u + g, v = v + u. u is the momentum (state `momentum`), v the accumulated momentum that is not sent yet (state
+`residual`). The k largest values of v are sent, and u and v are zeroed at the sent positions. The optimizer that gets
+the sum must have no momentum of its own.
 """
 
 import math
@@ -19,12 +20,12 @@ from tutti.config.compression import Compression, ramped_density
 
 @dataclass(frozen=True, slots=True)
 class DGC(TopK):
-    """Sends the largest values of a velocity, in messages like those of top-k.
+    """Sends the largest values of the accumulated momentum, in messages like those of top-k.
 
     Args:
-        density: share of the values that is sent after the warm-up.
-        momentum: m, which the optimizer would have had.
-        warmup_steps: number of steps in which the density falls.
+        density: fraction of the values that is sent after the warm-up.
+        momentum: momentum factor m; the optimizer's own must be 0.
+        warmup_steps: number of steps in which the density falls to `density`.
     """
 
     density: float = 0.001
@@ -35,25 +36,17 @@ class DGC(TopK):
     def state_names(self) -> tuple[str, ...]:
         return ("residual", "momentum")
 
-    def at(self, progress: float) -> "DGC":
-        """Return the codec during the warm-up.
-
-        Args:
-            progress: 0 to 1. Sparsity grows geometrically from 75 % at 0 to its final value at 1.
-        """
-        return replace(self, density=ramped_density(self.density, progress))
-
     def at_step(self, count: int) -> Self:
         return replace(
             self, density=ramped_density(self.density, count / self.warmup_steps if self.warmup_steps else 1)
         )
 
     def encode_by_torch(self, values: Tensor, state: CodecState, message: Tensor) -> None:
-        residual, velocity = state.new["residual"], state.new["momentum"]
-        torch.mul(state.old["momentum"], self.momentum, out=velocity)
-        velocity += values
-        torch.add(state.old["residual"], velocity, out=residual)
-        self._take_by_torch(residual, velocity, message)
+        residual, momentum = state.new["residual"], state.new["momentum"]
+        torch.mul(state.old["momentum"], self.momentum, out=momentum)
+        momentum += values
+        torch.add(state.old["residual"], momentum, out=residual)
+        self._take_by_torch(residual, momentum, message)
 
     def _momentum(self, values: Tensor, state: CodecState) -> Momentum:
         return self.momentum, state.old["momentum"], state.new["momentum"]
@@ -62,11 +55,11 @@ class DGC(TopK):
 def clip_locally(values: Tensor, max_norm: float, ranks: int) -> None:
     """Scale a rank's gradient, in place, to a norm of at most max_norm / sqrt(ranks).
 
-    Do this before the gradient is added to the residual, which is not clipped again.
+    For training loops of your own. Call it before encoding; the residual is never clipped.
 
     Args:
         values: this rank's gradient.
-        max_norm: largest norm of the sum.
+        max_norm: bound for the summed gradient's norm.
         ranks: number of ranks.
     """
     norm = torch.linalg.vector_norm(values)

@@ -22,15 +22,15 @@ def threshold_ranks(expected: float) -> list[int]:
     return [math.ceil(expected + spread * math.sqrt(expected) + 2) for spread in (3, 12)]
 
 
-def most_above(numel: int, count: int) -> int:
-    """Return the buffer size for places above a threshold; if more places are above, the sample was misleading."""
+def above_capacity(numel: int, count: int) -> int:
+    """Return the buffer size for positions above a threshold. If there are more, the sample was misleading."""
     return min(numel, 4 * count + numel // 64 + 4096)
 
 
 def largest(x: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` largest magnitudes, in rising order.
+    """Return the positions of the `count` largest magnitudes, in rising order.
 
-    Among equal magnitudes the first places are chosen. NaN is above infinity.
+    Among equal magnitudes the first positions are chosen. NaN is above infinity.
     """
     whole, magnitude = (torch.int32, 2**31 - 1) if x.dtype is torch.float32 else (torch.int64, 2**63 - 1)
     keys = x.view(whole) & magnitude

@@ -22,9 +22,14 @@ from tutti.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A tensor of the flat gradient seen as a matrix: its start, rows and columns, and its places in the flat P and Q.
+    """A tensor of the flat gradient as a matrix.
 
     P and Q are stored column by column, which halves the time of thin products.
+
+    Attributes:
+        start: index of its first value in the flat gradient.
+        rows, columns: its shape.
+        p, q: index of its first value in the flat P and in the flat Q.
     """
 
     start: int
@@ -38,7 +43,8 @@ class PowerSGDReducer(GradientReducer):
     """Sums a flat gradient of consecutive tensors over a group, in two all-reduces.
 
     A tensor becomes a matrix (first dim, rest). If rank (rows + columns) >= rows columns / min_rate, it is not
-    compressed, but sent exactly together with P. A zero column of P stays zero; a zero column of Q is drawn anew.
+    compressed, but sent exactly together with P. A zero column of P stays zero; a zero column of Q is replaced by
+    random numbers.
 
     Args:
         shapes: shapes of the tensors, in the order in which they lie in the flat gradient.
@@ -67,7 +73,7 @@ class PowerSGDReducer(GradientReducer):
             raise PlanError(f"rank = {rank}; PowerSGD needs a rank of 1 or more")
         collectives = CountedCollectives(group, lone=lone)
         self.rank, self.seed = rank, seed
-        self.matrices, self.plain, self.numel = _places(shapes, rank, min_rate)
+        self.matrices, self.plain, self.numel = _lay_out(shapes, rank, min_rate)
         self._p = sum(matrix.rows * rank for matrix in self.matrices)
         q = sum(matrix.columns * rank for matrix in self.matrices)
         compressed = sum(matrix.rows * matrix.columns for matrix in self.matrices)
@@ -76,10 +82,10 @@ class PowerSGDReducer(GradientReducer):
             ("residual",), compressed, dtype=dtype, device=device, seed=rank_seed(seed, collectives.rank)
         )
         self._next_q = torch.zeros(q, dtype=factor_dtype, device=device)
-        begun, drawn = torch.zeros_like(self._next_q), _normal(q, seed, 0).to(self._next_q)
+        first_q, drawn = torch.zeros_like(self._next_q), _normal(q, seed, 0).to(self._next_q)
         for m in self.matrices:
-            self._q(begun, m).copy_(drawn[m.q : m.q + m.columns * rank].view(m.columns, rank))
-        super().__init__(collectives, {"worker": state}, {"q": begun})
+            self._q_of(first_q, m).copy_(drawn[m.q : m.q + m.columns * rank].view(m.columns, rank))
+        super().__init__(collectives, {"worker": state}, {"q": first_q})
 
     @property
     def spans(self) -> dict[str, list[Span]]:
@@ -97,38 +103,38 @@ class PowerSGDReducer(GradientReducer):
         return ends * (self._p + plain) * width // size + ends * self.shared["q"].numel() * width // size
 
     def rounds(self, flat: Tensor) -> Rounds:
-        state, q = self.states["worker"], self._begun()
+        state, q = self.states["worker"], self._initial_q()
         old, new = state.old["residual"], state.new["residual"]
-        first = torch.empty(self._p + sum(b - a for a, b in self.plain), dtype=q.dtype, device=q.device)
+        packed = torch.empty(self._p + sum(b - a for a, b in self.plain), dtype=q.dtype, device=q.device)
         offset = 0
         for m in self.matrices:
             size = m.rows * m.columns
             torch.add(flat[m.start : m.start + size], old[offset : offset + size], out=new[offset : offset + size])
-            torch.mm(new[offset : offset + size].view(m.rows, -1), self._q(q, m), out=self._of_p(first, m))
+            torch.mm(new[offset : offset + size].view(m.rows, -1), self._q_of(q, m), out=self._p_of(packed, m))
             offset += size
         if self.plain:
-            torch.cat([flat[start:stop] for start, stop in self.plain], out=first[self._p :])
-        yield [self.collectives.all_reduce(first)]
+            torch.cat([flat[start:stop] for start, stop in self.plain], out=packed[self._p :])
+        yield [self.collectives.all_reduce(packed)]
         offset = 0
         for m in self.matrices:
             size = m.rows * m.columns
-            orthogonalise(self._of_p(first, m))
-            torch.mm(new[offset : offset + size].view(m.rows, -1).t(), self._of_p(first, m), out=self._q(q, m))
-            left, right = self._of_p(first, m), self._q(q, m)
+            orthogonalise(self._p_of(packed, m))
+            torch.mm(new[offset : offset + size].view(m.rows, -1).t(), self._p_of(packed, m), out=self._q_of(q, m))
+            left, right = self._p_of(packed, m), self._q_of(q, m)
             new[offset : offset + size].view(m.rows, -1).sub_(left @ right.t())
             offset += size
         yield [self.collectives.all_reduce(q)]
         self._next_q = q
         for m in self.matrices:
             into = flat[m.start : m.start + m.rows * m.columns].view(m.rows, -1)
-            left, right = self._of_p(first, m), self._q(q, m)
+            left, right = self._p_of(packed, m), self._q_of(q, m)
             if into.dtype == left.dtype:
                 torch.mm(left, right.t(), out=into)  # in place: one pass over the gradient where a copy makes three
             else:
                 into.copy_(left @ right.t())
         offset = self._p
         for start, stop in self.plain:
-            flat[start:stop] = first[offset : offset + stop - start]
+            flat[start:stop] = packed[offset : offset + stop - start]
             offset += stop - start
 
     def revert(self, start: int, stop: int) -> None:
@@ -142,20 +148,20 @@ class PowerSGDReducer(GradientReducer):
             self.shared["q"].copy_(self._next_q)
         super().finish_step(finite)
 
-    def _begun(self) -> Tensor:
-        """Return the last step's Q. Columns of zeros are replaced by random ones, the same on all ranks."""
+    def _initial_q(self) -> Tensor:
+        """Return the last step's Q. Columns of zeros are replaced by random numbers, the same on all ranks."""
         q = self.shared["q"].clone()
         for m in self.matrices:
-            zero = (self._q(q, m) == 0).all(dim=0)
+            zero = (self._q_of(q, m) == 0).all(dim=0)
             if bool(zero.any()):
                 fresh = _normal(m.columns * self.rank, self.seed, 1 + m.start).to(q).view(m.columns, -1)
-                self._q(q, m)[:, zero] = fresh[:, zero]
+                self._q_of(q, m)[:, zero] = fresh[:, zero]
         return q
 
-    def _of_p(self, first: Tensor, m: _Matrix) -> Tensor:
-        return first[m.p : m.p + m.rows * self.rank].view(self.rank, m.rows).t()
+    def _p_of(self, packed: Tensor, m: _Matrix) -> Tensor:
+        return packed[m.p : m.p + m.rows * self.rank].view(self.rank, m.rows).t()
 
-    def _q(self, q: Tensor, m: _Matrix) -> Tensor:
+    def _q_of(self, q: Tensor, m: _Matrix) -> Tensor:
         return q[m.q : m.q + m.columns * self.rank].view(self.rank, m.columns).t()
 
 
@@ -163,19 +169,19 @@ def orthogonalise(p: Tensor) -> None:
     """Make the columns orthonormal, in place, by Gram-Schmidt. A column that depends on earlier ones becomes zero."""
     tiny = torch.finfo(p.dtype).tiny
     for column in range(p.shape[1]):
-        here = p[:, column]
-        before = torch.linalg.vector_norm(here)
+        vector = p[:, column]
+        norm_before = torch.linalg.vector_norm(vector)
         for _ in range(2):  # twice is enough (Kahan)
             if column:
-                here -= p[:, :column] @ (p[:, :column].t() @ here)
-        norm = torch.linalg.vector_norm(here)
-        if float(norm) <= max(float(before) * 4 * torch.finfo(p.dtype).eps, tiny):
-            here.zero_()
+                vector -= p[:, :column] @ (p[:, :column].t() @ vector)
+        norm = torch.linalg.vector_norm(vector)
+        if float(norm) <= max(float(norm_before) * 4 * torch.finfo(p.dtype).eps, tiny):
+            vector.zero_()
         else:
-            here /= norm
+            vector /= norm
 
 
-def _places(
+def _lay_out(
     shapes: Sequence[Sequence[int]], rank: int, min_rate: float
 ) -> tuple[list[_Matrix], list[tuple[int, int]], int]:
     """Return the matrices, the ranges that are not compressed, and the size of the whole gradient."""
@@ -195,18 +201,18 @@ def _places(
     return matrices, plain, offset
 
 
-def _normal(numel: int, seed: int, place: int) -> Tensor:
-    """Return normal random numbers, the same on every rank."""
-    low, high = stream_key(seed, place)
+def _normal(numel: int, seed: int, stream: int) -> Tensor:
+    """Return normal random numbers of a stream, the same on every rank."""
+    low, high = stream_key(seed, stream)
     return torch.randn(numel, generator=torch.Generator().manual_seed(low | high >> 1 << 32), dtype=torch.float64)
 
 
-def make_powersgd_reducer(compression: Compression, shapes: Sequence[Sequence[int]], **where: Any) -> PowerSGDReducer:
+def make_powersgd_reducer(compression: Compression, shapes: Sequence[Sequence[int]], **options: Any) -> PowerSGDReducer:
     """Make the PowerSGD reducer that a plan states.
 
     Args:
         compression: the plan's compression.
         shapes: shapes of the tensors, in the order in which they lie in the flat gradient.
-        where: group, dtype, device and seed.
+        **options: group, dtype, device and seed.
     """
-    return PowerSGDReducer(shapes, rank=int(compression.settings["rank"]), min_rate=MIN_RATE, **where)
+    return PowerSGDReducer(shapes, rank=int(compression.settings["rank"]), min_rate=MIN_RATE, **options)

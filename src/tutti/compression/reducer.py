@@ -190,7 +190,7 @@ class GradientReducer(ABC):
                 offset += end - begin
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residuals by `factor`, because values are that many times as large from now on."""
+        """Multiply the residuals by `factor`, because gradients are that many times as large from now on."""
         for state in self.states.values():
             for tensor in (*state.old.values(), *state.new.values()):
                 tensor.mul_(factor)
@@ -230,7 +230,7 @@ class GradientReducer(ABC):
 class RoundScheduler:
     """Runs several reducers at once.
 
-    Each `start` first advances by one round the reducers that were started at least `ahead` starts before.
+    Each `start` first advances by one round the reducers that were started at least `ahead` starts earlier.
 
     Args:
         ahead: number of further starts after which a reducer is first advanced.
@@ -238,25 +238,25 @@ class RoundScheduler:
 
     def __init__(self, ahead: int = 2) -> None:
         self.ahead = ahead
-        self._flying: list[tuple[int, Rounds, list[Any]]] = []
+        self._running: list[tuple[int, Rounds, list[Any]]] = []
         self._started = 0
 
     def start(self, rounds: Rounds) -> None:
         """Start another reducer and issue its first collectives."""
         self._started += 1
-        self._move(self._started - self.ahead)
-        self._flying.append((self._started, rounds, []))
-        self._move(self._started, since=self._started)
+        self._advance(self._started - self.ahead)
+        self._running.append((self._started, rounds, []))
+        self._advance(self._started, since=self._started)
 
     def finish(self) -> None:
         """Run all remaining rounds of all reducers, in turns."""
-        while self._flying:
-            self._move(self._started)
+        while self._running:
+            self._advance(self._started)
 
-    def _move(self, last: int, since: int = 0) -> None:
+    def _advance(self, last: int, since: int = 0) -> None:
         """Advance by one round the reducers that were started as number `since` to `last`."""
         still = []
-        for number, rounds, works in self._flying:
+        for number, rounds, works in self._running:
             if since <= number <= last:
                 wait_all(works)
                 following = next(rounds, None)
@@ -264,7 +264,7 @@ class RoundScheduler:
                     continue
                 works = following
             still.append((number, rounds, works))
-        self._flying = still
+        self._running = still
 
 
 def wait_all(works: list[Any]) -> None:
@@ -288,46 +288,46 @@ tensors that are the same on all ranks (shared.q).
 """
 
 
-def states_by_tensor(exchange: GradientReducer, sizes: Sequence[int]) -> list[TensorStates]:
+def states_by_tensor(reducer: GradientReducer, sizes: Sequence[int]) -> list[TensorStates]:
     """Copy the reducer's state, with one entry for each tensor in the flat gradient.
 
     Args:
-        exchange: the reducer.
+        reducer: the reducer.
         sizes: number of values of each tensor.
     """
-    return split_by_tensor(exchange.tensors(), exchange.spans, exchange.shared_spans, sizes)
+    return split_by_tensor(reducer.tensors(), reducer.spans, reducer.shared_spans, sizes)
 
 
 def load_states_by_tensor(
-    exchange: GradientReducer, sizes: Sequence[int], saved: Iterable[Mapping[str, Tensor]], count: int = 0
+    reducer: GradientReducer, sizes: Sequence[int], saved: Iterable[Mapping[str, Tensor]], count: int = 0
 ) -> None:
     """Load saved states, one per tensor, into a new reducer. Entries that the reducer has no use for are ignored.
 
     Args:
-        exchange: the new reducer.
+        reducer: the new reducer.
         sizes: number of values of each tensor in its flat gradient.
         saved: the states of these tensors.
         count: number of committed steps, so that no random number is drawn twice.
     """
     rows = [row for row in zip(_starts(sizes), sizes, saved, strict=True) if row[1]]
-    for state in exchange.states.values():
+    for state in reducer.states.values():
         state.count = count
-    worker = exchange.states["worker"]
+    worker = reducer.states["worker"]
     for name, old in worker.old.items():
-        whole = old.new_zeros(exchange.numel)
+        whole = old.new_zeros(reducer.numel)
         for start, size, entry in rows:
             if name in entry:
                 whole[start : start + size] = entry[name]
-        parts = [whole[begin:end] for begin, end in exchange.spans["worker"]]
+        parts = [whole[begin:end] for begin, end in reducer.spans["worker"]]
         if parts:
             old.copy_(torch.cat(parts))
             worker.new[name].copy_(old)
     by_start = {start: entry for start, _, entry in rows}
-    for name, shared_spans in exchange.shared_spans.items():
+    for name, shared_spans in reducer.shared_spans.items():
         for start, begin, end in shared_spans:
             part = by_start[start].get(f"shared.{name}")
             if part is not None and part.numel() == end - begin:
-                exchange.shared[name][begin:end] = part
+                reducer.shared[name][begin:end] = part
 
 
 def split_by_tensor(

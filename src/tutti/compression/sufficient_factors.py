@@ -22,13 +22,13 @@ class Factors:
     """This rank's factors of one weight in a step: rows of the output's gradient beside rows of the input.
 
     Args:
-        most: number of rows that are kept; None: any number. Rows beyond it are added to an ordinary gradient, as are
+        max_rows: number of rows that are kept; None: any number. Further rows are added to an ordinary gradient, as are
             all rows while `collecting` is False.
     """
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, max_rows: int | None = None) -> None:
         self.rows: list[Tensor] = []
-        self.count, self.most, self.collecting = 0, most, True
+        self.count, self.max_rows, self.collecting = 0, max_rows, True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Factors":
         copy = Factors()
@@ -37,7 +37,7 @@ class Factors:
 
     def takes(self, rows: int) -> bool:
         """Return whether this many more rows are kept."""
-        return self.collecting and (self.most is None or self.count + rows <= self.most)
+        return self.collecting and (self.max_rows is None or self.count + rows <= self.max_rows)
 
     def add(self, gradient: Tensor, inputs: Tensor) -> None:
         """Add (K, M) rows of the output's gradient and (K, N) rows of the input."""
@@ -159,6 +159,8 @@ def product(rows: Tensor, like: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
+    """The linear function whose backward gives the weight's gradient to `factors`."""
+
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors) -> Tensor:
         ctx.save_for_backward(inputs, weight)

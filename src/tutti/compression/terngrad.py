@@ -1,7 +1,7 @@
 """TernGrad (Wen et al. 2017): -1, 0 or 1 times a scale that all ranks share, drawn without bias.
 
 Values beyond 2.5 standard deviations of their block are clipped. The scale is the largest clipped magnitude over all
-ranks. With shared scales a sum over ranks is a whole number of scales, so the way back loses nothing more.
+ranks. With shared scales a sum over ranks is a whole number of scales, so sending the sum back loses nothing more.
 """
 
 from dataclasses import dataclass

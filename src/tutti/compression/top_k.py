@@ -1,6 +1,6 @@
-"""Top-k with error feedback: sends the k values of largest magnitude, with their places.
+"""Top-k with error feedback: sends the k values of largest magnitude, with their positions.
 
-The selection is exact; among equal magnitudes the first places are chosen. A sample only gives a threshold to start
+The selection is exact; among equal magnitudes the first positions are chosen. A sample only gives a threshold to start
 from.
 """
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tutti.compression.codec import Codec, arrays, parts
 from tutti.compression.codec_state import CodecState
-from tutti.compression.largest_values import SAMPLE, Momentum, largest, most_above, threshold_ranks
+from tutti.compression.largest_values import SAMPLE, Momentum, above_capacity, largest, threshold_ranks
 from tutti.config.compression import Compression
 from tutti.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
 class TopK(Codec):
-    """Sends k = ceil(density n) values, in rising order of places: 8 bytes each, a 32-bit place and a float32.
+    """Sends k = ceil(density n) values, in rising order of positions: 8 bytes each, a 32-bit position and a float32.
 
     Args:
         density: share of the values that is sent, above 0 and at most 1.
@@ -46,14 +46,16 @@ class TopK(Codec):
         return 8 * self.count(numel)
 
     def pairs(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return the places (int32) and values (float32) of a message, as views of it.
+        """Return the positions (int32) and values (float32) of a message, as views of it.
 
         Args:
             message: uint8, `nbytes(numel)` or more.
             numel: number of values in the gradient.
         """
-        indices, picked = parts(message, *((dtype, self.count(numel)) for dtype in (torch.int32, torch.float32)))
-        return indices, picked
+        indices, message_values = parts(
+            message, *((dtype, self.count(numel)) for dtype in (torch.int32, torch.float32))
+        )
+        return indices, message_values
 
     def encode_by_torch(self, values: Tensor, state: CodecState, message: Tensor) -> None:
         residual = state.new["residual"]
@@ -66,11 +68,11 @@ class TopK(Codec):
         new, (factor, old_u, new_u) = state.new["residual"], self._momentum(values, state)
         one_pass = arrays(values, state.old["residual"], new)
         real = one_pass[0].dtype.type
-        places = _search(one_pass, (real(factor), *arrays(old_u, new_u)), self.count(values.numel()))
-        if places is None:
+        positions = _search(one_pass, (real(factor), *arrays(old_u, new_u)), self.count(values.numel()))
+        if positions is None:
             self._take_by_torch(new, new_u, message)
         else:
-            cpu_kernels.take_values(places, *arrays(new, new_u, *self.pairs(message, values.numel())))
+            cpu_kernels.take_values(positions, *arrays(new, new_u, *self.pairs(message, values.numel())))
 
     @property
     def has_triton_kernels(self) -> bool:
@@ -80,15 +82,17 @@ class TopK(Codec):
         from tutti.compression.gpu_kernels import sparse_kernels
 
         new, momentum = state.new["residual"], self._momentum(values, state)
-        places = sparse_kernels.largest_sums(values, state.old["residual"], new, momentum, self.count(values.numel()))
-        if places is None:
+        positions = sparse_kernels.largest_sums(
+            values, state.old["residual"], new, momentum, self.count(values.numel())
+        )
+        if positions is None:
             self._take_by_torch(new, momentum[2], message)
         else:
-            sparse_kernels.take_values(places, new, momentum[2], *self.pairs(message, values.numel()))
+            sparse_kernels.take_values(positions, new, momentum[2], *self.pairs(message, values.numel()))
 
     def decode_add_by_torch(self, message: Tensor, into: Tensor) -> None:
-        indices, picked = self.pairs(message, into.numel())
-        into.index_add_(0, indices, picked.to(into.dtype))
+        indices, message_values = self.pairs(message, into.numel())
+        into.index_add_(0, indices, message_values.to(into.dtype))
 
     def decode_add_by_numba(self, message: Tensor, into: Tensor) -> None:
         from tutti.compression import cpu_kernels
@@ -105,18 +109,18 @@ class TopK(Codec):
         return 0.0, values[:0], values[:0]
 
     def _take_by_torch(self, residual: Tensor, momentum: Tensor, message: Tensor) -> None:
-        """Move the k largest values of `residual` into the message; a given `momentum` becomes 0 at their places."""
-        indices, picked = self.pairs(message, residual.numel())
-        places = largest(residual, indices.numel())
-        indices.copy_(places)
-        picked.copy_(residual[places])
-        residual[places] -= picked.to(residual.dtype)
+        """Move the k largest values of `residual` into the message; zero `momentum`, if given, at their positions."""
+        indices, message_values = self.pairs(message, residual.numel())
+        positions = largest(residual, indices.numel())
+        indices.copy_(positions)
+        message_values.copy_(residual[positions])
+        residual[positions] -= message_values.to(residual.dtype)
         if momentum.numel():
-            momentum[places] = 0
+            momentum[positions] = 0
 
 
 def _search(one_pass: list[Any], momentum: tuple[Any, ...], count: int) -> Any:
-    """Find the places of the `count` largest sums, in rising order, by a threshold from a sample.
+    """Find the positions of the `count` largest sums, in rising order, by a threshold from a sample.
 
     Returns None if the sample was misleading.
     """
@@ -129,7 +133,7 @@ def _search(one_pass: list[Any], momentum: tuple[Any, ...], count: int) -> Any:
     x, bits_of_x, _, magnitude = block_buffers(1024, values.dtype)
     sample = np.sort(_sampled(one_pass, momentum) & magnitude)
     equal = np.empty(count, np.int64)
-    above = np.empty(most_above(n, count) + x.size, np.int64)
+    above = np.empty(above_capacity(n, count) + x.size, np.int64)
     for rank in threshold_ranks(count / n * sample.size):
         threshold = sample[-rank] if rank <= sample.size else bits_of_x.dtype.type(-1)
         over, same = cpu_kernels.collect_above(*one_pass, *momentum, threshold, above, equal, x, bits_of_x, magnitude)
@@ -141,7 +145,7 @@ def _search(one_pass: list[Any], momentum: tuple[Any, ...], count: int) -> Any:
 
 
 def _sampled(one_pass: list[Any], momentum: tuple[Any, ...]) -> Any:
-    """Return the bits of the sums that the pass will form at sampled places, as integers."""
+    """Return the bits of the sums that the pass will form at sampled positions, as integers."""
     import numpy as np
 
     values, old, _ = one_pass
@@ -155,9 +159,9 @@ def _sampled(one_pass: list[Any], momentum: tuple[Any, ...]) -> Any:
 
 
 def _chosen(above: Any, equal: Any, count: int, residual: Any, magnitude: Any) -> Any:
-    """Return the places of the `count` largest, in rising order.
+    """Return the positions of the `count` largest, in rising order.
 
-    `above` are the places above a threshold, and `equal` the first ones equal to it.
+    `above` are the positions above a threshold, and `equal` the first ones equal to it.
     """
     import numpy as np
 

@@ -41,11 +41,11 @@ def adasum(
         replicas: the group.
         parts: (vectors) -> views of the tensors in them.
     """
-    whole = 1 << (replicas.size.bit_length() - 1)
+    power_of_two = 1 << (replicas.size.bit_length() - 1)
     combined_flats, index = [flat.clone() for flat in flats], replicas.index
     other = [torch.empty_like(flat) for flat in flats]
 
-    def meet(partner: int, *, sends: bool, receives: bool) -> None:
+    def swap(partner: int, *, sends: bool, receives: bool) -> None:
         handle = replicas.start_swap(
             combined_flats, [partner] if sends else [], [other] if receives else [], [partner] if receives else []
         )
@@ -56,28 +56,28 @@ def adasum(
             first, second = (local, theirs) if index < partner else (theirs, local)
             local.copy_(combine(first, second))
 
-    if index >= whole:
-        meet(index - whole, sends=True, receives=False)
-    elif index + whole < replicas.size:
-        meet(index + whole, sends=False, receives=True)
-        add(index + whole)
+    if index >= power_of_two:
+        swap(index - power_of_two, sends=True, receives=False)
+    elif index + power_of_two < replicas.size:
+        swap(index + power_of_two, sends=False, receives=True)
+        add(index + power_of_two)
     distance = 1
-    while distance < whole and index < whole:
-        meet(index ^ distance, sends=True, receives=True)
+    while distance < power_of_two and index < power_of_two:
+        swap(index ^ distance, sends=True, receives=True)
         add(index ^ distance)
         distance *= 2
-    if index + whole < replicas.size:
-        meet(index + whole, sends=True, receives=False)
-    elif index >= whole:
-        meet(index - whole, sends=False, receives=True)
+    if index + power_of_two < replicas.size:
+        swap(index + power_of_two, sends=True, receives=False)
+    elif index >= power_of_two:
+        swap(index - power_of_two, sends=False, receives=True)
         combined_flats = other
     return combined_flats
 
 
 class Adasum(DivergedReplicas):
-    """Replicas that combine their changes by Adasum every `period` updates: x <- x_before + adasum(x - x_before).
+    """Replicas that combine their changes by Adasum every `period` updates: x <- reference + adasum(x - reference).
 
-    Every replica keeps its own optimizer state.
+    The reference is the result of the last exchange. Every replica keeps its own optimizer state.
 
     Args:
         replicas: the group.
@@ -92,14 +92,14 @@ class Adasum(DivergedReplicas):
         self.saved_vectors = {"reference": self.vectors.read()}
 
     def exchange(self, parallel: ParallelModel) -> None:
-        if self.counts["since"] < self.period:
+        if self.counts["updates_since"] < self.period:
             return
         if self.counts["rounds"] % MEASURED_EVERY == 0:
             self.disagreement = distance_from_sampled_mean(self.vectors.read(), self.replicas)
         self.counts["rounds"] += 1
         self.vectors.write(self.final_parameters())
         self.buffers.agree()
-        self._alike()
+        self._restart_equal()
 
     def final_parameters(self) -> FlatVectors:
         change = list(torch._foreach_sub(self.vectors.read(), self.saved_vectors["reference"]))

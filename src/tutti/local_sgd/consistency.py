@@ -1,4 +1,4 @@
-"""The interface of a consistency mode: what the step loop calls around the steps. The loop itself knows no mode."""
+"""The interface of a consistency mode: what the training loop calls around its steps. The loop itself knows no mode."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from tutti.parallel.parallel_model import ParallelModel
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """What one replica resumes from in addition to the shared model.
+    """The state of one replica that a checkpoint saves in addition to the shared model.
 
     Attributes:
         tensors: tensors by name.
@@ -35,7 +35,7 @@ class ModeArguments(NamedTuple):
 
     Args:
         relaxed: the mode's parameters, with its defaults.
-        compression: the codec of what replicas sum; None: values are sent as they are.
+        compression: the codec of the vectors that replicas sum; None: values are sent as they are.
         seed: seed of the mode's random draws.
     """
 
@@ -114,14 +114,14 @@ class Consistency:
 
     @contextmanager
     def averaged_model(self, parallel: ParallelModel, *, saving: bool = False) -> Iterator[ReplicaState]:
-        """Temporarily load the model that all ranks would end with now, to evaluate or save it. Collective.
+        """Temporarily load the model that all ranks would end with, to evaluate or save it. Collective.
 
         Args:
             parallel: the model and its optimizers.
             saving: whether to load the mean of the optimizers' state too.
 
         Yields:
-            What this replica resumes from; complete only with `saving`.
+            The state from which this replica resumes; complete only with `saving`.
         """
         yield ReplicaState()
 
@@ -145,7 +145,7 @@ class Consistency:
         return {}
 
     def on_resumed(self, parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> None:
-        """Go on from the tensors that `resume` returned, which are filled now."""
+        """Continue from the tensors that `resume` returned, which are filled now."""
 
     def finish(self, parallel: ParallelModel) -> None:
         """End training: give every rank the same model. Collective."""
@@ -159,4 +159,4 @@ class Consistency:
         return {}
 
     def on_exit(self, parallel: ParallelModel) -> None:
-        """React to the end of the script on this rank, without an error; other ranks may still train."""
+        """React to the end of the script on this rank, without an error; other ranks may still be training."""

@@ -30,18 +30,17 @@ class DivergedReplicas(Consistency):
     Attributes:
         vectors: the trained parameters.
         buffers: the model's buffers that training changes.
-        counts: the mode's counters by name, saved in checkpoints. `since` counts updates since the last restart; some
-            modes also reset it at an exchange.
+        counts: the mode's counters by name, saved in checkpoints. `updates_since` counts updates since the last
+            restart; some modes also reset it at an exchange.
         saved_vectors: the mode's vectors by name, saved in checkpoints.
         equal: whether all replicas have the same parameters.
-        staleness: updates that this replica has made since the values it last took in from the others were current.
-        disagreement: relative distances of the replicas from their mean at the last exchange; None if not measured
-            then.
+        staleness: updates this replica has made since the values it last received from the others were current.
+        disagreement: relative distances of the replicas from their mean, if the last update measured them; else None.
     """
 
     def __init__(self, replicas: ReplicaGroup, period: int) -> None:
         self.replicas, self.period = replicas, period
-        self.counts = {"since": 0}
+        self.counts = {"updates_since": 0}
         self.saved_vectors: dict[str, FlatVectors] = {}
         self.equal = True
         self.staleness = 0
@@ -51,24 +50,24 @@ class DivergedReplicas(Consistency):
 
     @abstractmethod
     def restart(self) -> None:
-        """Start over with nothing in progress, after all replicas got the same parameters."""
+        """Begin again with no exchange in progress, after all replicas got the same parameters."""
 
     @abstractmethod
     def exchange(self, parallel: ParallelModel) -> None:
-        """Exchange if it is time. Called after every update that a replica makes."""
+        """Exchange if an exchange is due. Called after every update that a replica makes."""
 
     @abstractmethod
     def final_parameters(self) -> FlatVectors:
-        """Return the parameters that all ranks would end with now, without changing anything. Collective."""
+        """Return the parameters that all ranks would have if training ended now; change nothing. Collective."""
 
     def begin(self, parallel: ParallelModel, step: int) -> None:
-        """Let replicas differ from now on."""
+        """Let replicas diverge from now on."""
         self.diverged, self.gradient_scale = True, float(self.replicas.size)
         parallel.scope.world_size, parallel.scope.group, parallel.scope.diverged = 1, None, True
         parallel.replica.diverged_axes = ("replicate",)
         parallel.replica.rebuild_buckets(None, [])
         self.buffers = ReplicaBuffers(parallel.model, self.replicas)
-        self._take(parallel)
+        self._track_parameters(parallel)
         self.restart()
 
     def norm_squared(self, parallel: ParallelModel, named: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
@@ -80,9 +79,9 @@ class DivergedReplicas(Consistency):
     def updated(self, parallel: ParallelModel, step: int) -> None:
         self.disagreement = None
         if parallel.replica.parameters is not self._trained:
-            self._retrain(parallel)
+            self._change_trained(parallel)
             return
-        self.counts["since"] += 1
+        self.counts["updates_since"] += 1
         self.staleness += 1
         self.equal = False
         self.exchange(parallel)
@@ -91,14 +90,14 @@ class DivergedReplicas(Consistency):
         if self.diverged and not self.equal:
             self.vectors.write(self.final_parameters())
             self.buffers.agree()
-            self._alike()
+            self._restart_equal()
 
     @contextmanager
     def averaged_model(self, parallel: ParallelModel, *, saving: bool = False) -> Iterator[ReplicaState]:
         if not self.diverged or (self.equal and not saving):
             yield ReplicaState()
             return
-        numbers, counters = self.buffers.moved()
+        numbers, counters = self.buffers.changed()
         local, values, counts = self.vectors.read(), numbers.read(), counters.read()
         states, plain = copy_optimizer_states(parallel) if saving else ({}, [])
         replica_state = ReplicaState(
@@ -115,7 +114,7 @@ class DivergedReplicas(Consistency):
         )
         if not self.equal:
             self.vectors.write(self.final_parameters())
-            mean, largest = self.buffers.agreed(numbers.read(), counts)
+            mean, largest = self.buffers.consensus(numbers.read(), counts)
             numbers.write(mean)
             counters.write(largest)
         if saving:
@@ -137,7 +136,7 @@ class DivergedReplicas(Consistency):
             return {}
         self.counts.update(values["counts"])
         self.staleness, self.equal = values["staleness"], values["equal"]
-        numbers, counters = self._restored = self.buffers.called(values["buffers"])
+        numbers, counters = self._restored = self.buffers.select(values["buffers"])
         vectors = {"parameters": self.vectors, "numbers": numbers, "counters": counters}
         flats = {name: tensors.read() for name, tensors in vectors.items()}
         return {**_flat({**flats, **self.saved_vectors}), **make_optimizer_states(parallel, values["states"])}
@@ -152,25 +151,25 @@ class DivergedReplicas(Consistency):
             return {}
         return {"replicas": {"staleness": self.staleness, "disagreement": self.disagreement}}
 
-    def _take(self, parallel: ParallelModel) -> None:
-        """Manage the parameters that are trained now."""
+    def _track_parameters(self, parallel: ParallelModel) -> None:
+        """Read and write the parameters that are trained now."""
         self._trained = parallel.replica.parameters
         self.vectors = FlatTensors(_named(parallel, self._trained).items())
 
-    def _retrain(self, parallel: ParallelModel) -> None:
+    def _change_trained(self, parallel: ParallelModel) -> None:
         """Make replicas equal and restart, after the script has frozen or unfrozen parameters."""
         before = _named(parallel, self._trained)
-        self._take(parallel)
+        self._track_parameters(parallel)
         both = FlatTensors({**before, **_named(parallel, self._trained)}.items())
         self.restart()
         both.write(self.replicas.mean(both.read()))
         self.buffers.agree()
         self.saved_vectors = {}
-        self._alike()
+        self._restart_equal()
 
-    def _alike(self) -> None:
+    def _restart_equal(self) -> None:
         """Restart after all replicas got the same parameters."""
-        self.equal, self.staleness, self.counts["since"] = True, 0, 0
+        self.equal, self.staleness, self.counts["updates_since"] = True, 0, 0
         self.restart()
 
 
@@ -185,13 +184,13 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 def _flat(named: dict[str, FlatVectors]) -> dict[str, torch.Tensor]:
     """Return vectors as tensors with names like "parameters/0", as in checkpoints."""
-    return {f"{name}/{place}": flat for name, flats in named.items() for place, flat in enumerate(flats)}
+    return {f"{name}/{index}": flat for name, flats in named.items() for index, flat in enumerate(flats)}
 
 
 def _flats(name: str, tensors: dict[str, torch.Tensor]) -> FlatVectors:
     """Return the vectors called `name`, from tensors named by `_flat`."""
     count = sum(key.rpartition("/")[0] == name for key in tensors)
-    return [tensors[f"{name}/{place}"] for place in range(count)]
+    return [tensors[f"{name}/{index}"] for index in range(count)]
 
 
 class ReplicaBuffers:
@@ -209,31 +208,33 @@ class ReplicaBuffers:
     def __init__(self, model: nn.Module, replicas: ReplicaGroup) -> None:
         self._model, self._replicas = model, replicas
         tracked = set(_tracked(model))
-        self._seen = {name: (tensor, tensor._version) for name, tensor in self._now().items() if name not in tracked}
+        self._seen = {
+            name: (tensor, tensor._version) for name, tensor in self._current().items() if name not in tracked
+        }
 
-    def moved(self) -> tuple[FlatTensors, FlatTensors]:
+    def changed(self) -> tuple[FlatTensors, FlatTensors]:
         """Find the buffers that some replica has changed. Collective if the model has any buffers.
 
         Returns:
             (floating-point buffers, counters).
         """
-        now = self._now()
-        flags = [name not in self._seen or _changed(tensor, *self._seen[name]) for name, tensor in now.items()]
+        current = self._current()
+        flags = [name not in self._seen or _changed(tensor, *self._seen[name]) for name, tensor in current.items()]
         if not flags:
             return FlatTensors(()), FlatTensors(())
-        device = next(iter(now.values())).device
+        device = next(iter(current.values())).device
         anywhere = self._replicas.gather(torch.tensor(flags, dtype=torch.uint8, device=device)).amax(0).tolist()
-        return self.called([name for name, flag in zip(now, anywhere, strict=True) if flag])
+        return self.select([name for name, flag in zip(current, anywhere, strict=True) if flag])
 
-    def called(self, names: list[str]) -> tuple[FlatTensors, FlatTensors]:
-        """Return (floating-point buffers, counters) of these names, which count as changed from now on."""
-        now = self._now()
+    def select(self, names: list[str]) -> tuple[FlatTensors, FlatTensors]:
+        """Return (floating-point buffers, counters) with these names, which count as changed from now on."""
+        current = self._current()
         for name in names:
             self._seen.pop(name, None)
-        numbers = FlatTensors((name, now[name]) for name in names if now[name].is_floating_point())
-        return numbers, FlatTensors((name, now[name]) for name in names if not now[name].is_floating_point())
+        numbers = FlatTensors((name, current[name]) for name in names if current[name].is_floating_point())
+        return numbers, FlatTensors((name, current[name]) for name in names if not current[name].is_floating_point())
 
-    def agreed(self, numbers: FlatVectors, counters: FlatVectors) -> tuple[FlatVectors, FlatVectors]:
+    def consensus(self, numbers: FlatVectors, counters: FlatVectors) -> tuple[FlatVectors, FlatVectors]:
         """Return the values that replicas agree on: means of floating-point buffers, maxima of counters. Collective.
 
         Args:
@@ -244,12 +245,12 @@ class ReplicaBuffers:
 
     def agree(self) -> None:
         """Make changed buffers equal. Collective."""
-        numbers, counters = self.moved()
-        mean, largest = self.agreed(numbers.read(), counters.read())
+        numbers, counters = self.changed()
+        mean, largest = self.consensus(numbers.read(), counters.read())
         numbers.write(mean)
         counters.write(largest)
 
-    def _now(self) -> dict[str, torch.Tensor]:
+    def _current(self) -> dict[str, torch.Tensor]:
         persistent = set(self._model.state_dict(keep_vars=True))
         named = ((name, tensor) for name, tensor in self._model.named_buffers() if name in persistent)
         return {name: tensor for name, tensor in named if not tensor.is_complex()}

@@ -25,7 +25,7 @@ from tutti.parallel.parallel_model import ParallelModel
 
 
 class OverlappedExchange(DivergedReplicas):
-    """Replicas that begin an exchange every `period` updates and take in its result after the next update.
+    """Replicas that begin an exchange every `period` updates and apply its result after the next update.
 
     A resumed run starts the exchange again from the saved parameters.
     """
@@ -36,11 +36,11 @@ class OverlappedExchange(DivergedReplicas):
 
     @abstractmethod
     def begin_exchange(self) -> CommHandle:
-        """Start to exchange the present parameters."""
+        """Start to exchange the current parameters."""
 
     @abstractmethod
     def receive(self) -> None:
-        """Take in what the completed exchange has brought."""
+        """Apply the result of the completed exchange."""
 
     def restart(self) -> None:
         self._wait_for_exchange()
@@ -63,22 +63,22 @@ class OverlappedExchange(DivergedReplicas):
         return work is not None
 
     def _begin_if_due(self) -> None:
-        since = self.counts["since"]
-        if since > 0 and since % self.period == 0:
+        updates_since = self.counts["updates_since"]
+        if updates_since > 0 and updates_since % self.period == 0:
             self._work = self.begin_exchange()
 
 
 class ElasticAveraging(OverlappedExchange):
-    """EASGD: replicas are drawn to a centre, and the centre to them.
+    """EASGD: replicas are pulled towards a centre, and the centre towards them.
 
-    The differences d are summed while the next step computes. Every rank has the same centre, which is the model that
-    is evaluated, saved and left at the end.
+    The differences d are summed while the next step computes. Every rank has the same centre. It is the model that is
+    evaluated, saved and kept at the end of training.
 
     Args:
         replicas: the group.
         period: updates between two exchanges.
-        pull: fraction of the distance to the replicas' mean that the centre moves in an exchange, 0 to 1; it is the
-            number of replicas times a.
+        pull: fraction of the distance to the replicas' mean that the centre moves in an exchange, 0 to 1. It is a times
+            the number of replicas.
 
     Attributes:
         alpha: fraction of the distance to the centre that a replica moves; a in the equations.
@@ -88,26 +88,26 @@ class ElasticAveraging(OverlappedExchange):
         super().__init__(replicas, period)
         self.counts["rounds"] = 0
         self.alpha = pull / replicas.size
-        self._own: FlatVectors = []
-        self._sum: FlatVectors = []
+        self._differences: FlatVectors = []
+        self._summed_differences: FlatVectors = []
 
     def restart(self) -> None:
         super().restart()
         self.saved_vectors = {"centre": self.vectors.read()}
 
     def begin_exchange(self) -> CommHandle:
-        self._own = list(
+        self._differences = list(
             torch._foreach_mul(torch._foreach_sub(self.vectors.read(), self.saved_vectors["centre"]), self.alpha)
         )
-        self._sum = [flat.clone() for flat in self._own]
-        return self.replicas.start_sum(self._sum)
+        self._summed_differences = [flat.clone() for flat in self._differences]
+        return self.replicas.start_sum(self._summed_differences)
 
     def receive(self) -> None:
-        now = list(torch._foreach_sub(self.vectors.read(), self._own))
-        self.vectors.write(now)
-        torch._foreach_add_(self.saved_vectors["centre"], self._sum)
+        new = list(torch._foreach_sub(self.vectors.read(), self._differences))
+        self.vectors.write(new)
+        torch._foreach_add_(self.saved_vectors["centre"], self._summed_differences)
         if self.counts["rounds"] % MEASURED_EVERY == 0:
-            self.disagreement = distance_from_sampled_mean(now, self.replicas)
+            self.disagreement = distance_from_sampled_mean(new, self.replicas)
         self.counts["rounds"] += 1
         self.buffers.agree()
 
@@ -146,17 +146,17 @@ def shift_one(mixing: int, index: int, size: int) -> dict[int, float]:
 
 
 class DecentralisedReplicas(DivergedReplicas):
-    """Replicas that mix every `period` updates and are equal only in the mean."""
+    """Replicas that mix every `period` updates; only their mean follows synchronous training."""
 
     def __init__(self, replicas: ReplicaGroup, period: int) -> None:
         super().__init__(replicas, period)
         self.counts["mixings"] = 0
 
-    def mixed(self, now: FlatVectors) -> None:
-        """Complete a mixing: load its result `now`. Measures the disagreement every `MEASURED_EVERY` mixings."""
-        self.vectors.write(now)
+    def mixed(self, new: FlatVectors) -> None:
+        """Complete a mixing: load its result, and measure the disagreement in every `MEASURED_EVERY`-th mixing."""
+        self.vectors.write(new)
         if self.counts["mixings"] % MEASURED_EVERY == 0:
-            self.disagreement = distance_from_sampled_mean(now, self.replicas)
+            self.disagreement = distance_from_sampled_mean(new, self.replicas)
         self.counts["mixings"] += 1
         self.buffers.agree()
 
@@ -183,10 +183,10 @@ class GossipMixing(OverlappedExchange, DecentralisedReplicas):
         return self.replicas.start_swap(self._sent, partners, self._received, partners)
 
     def receive(self) -> None:
-        now = self.vectors.read()
+        new = self.vectors.read()
         for weight, theirs in zip(self._weights().values(), self._received, strict=True):
-            torch._foreach_add_(now, torch._foreach_sub(theirs, self._sent), alpha=weight)
-        self.mixed(now)
+            torch._foreach_add_(new, torch._foreach_sub(theirs, self._sent), alpha=weight)
+        self.mixed(new)
 
     def final_parameters(self) -> FlatVectors:
         return self.replicas.mean(self.vectors.read())
@@ -214,7 +214,7 @@ class StochasticGradientPush(DecentralisedReplicas):
         self.saved_vectors = {"excess": zeros, "weight": [weight]}
 
     def exchange(self, parallel: ParallelModel) -> None:
-        if self.counts["since"] % self.period:
+        if self.counts["updates_since"] % self.period:
             return
         targets, sources = self._graph(self.counts["mixings"], self.replicas.index, self.replicas.size)
         share = 1 / (len(targets) + 1)
@@ -224,9 +224,9 @@ class StochasticGradientPush(DecentralisedReplicas):
         for theirs in received:
             torch._foreach_add_(pushed, theirs)
         weight = pushed.pop()
-        now = [flat / weight.to(flat.dtype) for flat in pushed]
-        self.saved_vectors = {"excess": list(torch._foreach_sub(pushed, now)), "weight": [weight]}
-        self.mixed(now)
+        new = [flat / weight.to(flat.dtype) for flat in pushed]
+        self.saved_vectors = {"excess": list(torch._foreach_sub(pushed, new)), "weight": [weight]}
+        self.mixed(new)
         self.staleness = 0
 
     def final_parameters(self) -> FlatVectors:

@@ -18,12 +18,12 @@ def make_consistency(sync: SyncPlan, layout: Layout, seed: int = 0) -> Consisten
         layout: the run's layout.
         seed: seed of the mode's random draws.
     """
-    channel, figures = layout.channel("parameters", "replicate"), layout.channel("scalars", "replicate")
+    channel, scalar_channel = layout.channel("parameters", "replicate"), layout.channel("scalars", "replicate")
     if sync.compress is not None and sync.compress.method == ZERO_ONE:
-        return ZeroOneReplicas(ReplicaGroup.of(layout.mesh, channel, figures), sync.compress)
+        return ZeroOneReplicas(ReplicaGroup.of(layout.mesh, channel, scalar_channel), sync.compress)
     make = CONSISTENCY_MODES[sync.mode].make
     if make is None:
         return Consistency()
     arguments = ModeArguments(with_mode_defaults(sync.mode, sync.relaxed), sync.compress, seed)
-    mode: Consistency = load_factory(make)(ReplicaGroup.of(layout.mesh, channel, figures), arguments)
+    mode: Consistency = load_factory(make)(ReplicaGroup.of(layout.mesh, channel, scalar_channel), arguments)
     return mode

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tutti.comm.point_to_point import ring_all_reduce_nbytes, start_messages
 from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
-from tutti.compression.cast import AT_ONCE
+from tutti.compression.cast import CACHE_CHUNK_NUMEL
 from tutti.parallel.mesh import Mesh
 
 FlatVectors = list[torch.Tensor]
@@ -39,7 +39,7 @@ class FlatTensors:
     @property
     def kinds(self) -> list[tuple[torch.dtype, torch.device]]:
         """(dtype, device) of each vector."""
-        return [(_work(tensors[0].dtype), tensors[0].device) for tensors in self._kinds]
+        return [(_vector_dtype(tensors[0].dtype), tensors[0].device) for tensors in self._kinds]
 
     @property
     def shapes(self) -> list[list[torch.Size]]:
@@ -49,16 +49,20 @@ class FlatTensors:
     @property
     def nbytes(self) -> int:
         """Bytes of all vectors."""
-        return sum(sum(t.numel() for t in tensors) * _work(tensors[0].dtype).itemsize for tensors in self._kinds)
+        return sum(
+            sum(t.numel() for t in tensors) * _vector_dtype(tensors[0].dtype).itemsize for tensors in self._kinds
+        )
 
     def read(self) -> FlatVectors:
         """Return the values, copied."""
-        return [torch.cat([t.reshape(-1) for t in tensors]).to(_work(tensors[0].dtype)) for tensors in self._kinds]
+        return [
+            torch.cat([t.reshape(-1) for t in tensors]).to(_vector_dtype(tensors[0].dtype)) for tensors in self._kinds
+        ]
 
     def empty(self) -> FlatVectors:
         """Return uninitialised vectors of the same sizes."""
         return [
-            tensors[0].new_empty(sum(t.numel() for t in tensors), dtype=_work(tensors[0].dtype))
+            tensors[0].new_empty(sum(t.numel() for t in tensors), dtype=_vector_dtype(tensors[0].dtype))
             for tensors in self._kinds
         ]
 
@@ -73,23 +77,25 @@ class FlatTensors:
 
         A piece is small enough to stay in a core's cache while it is processed, unless a tensor is not contiguous.
         """
-        for place, tensors in enumerate(self._kinds):
-            local = (self._parts(tensors, flats[place]) for flats in vectors)
+        for index, tensors in enumerate(self._kinds):
+            local = (self._parts(tensors, flats[index]) for flats in vectors)
             for tensor, *parts in zip(tensors, *local, strict=True):
                 if tensor.is_contiguous():
-                    yield from zip(*(torch.split(flat, AT_ONCE) for flat in (tensor.view(-1), *parts)), strict=True)
+                    yield from zip(
+                        *(torch.split(flat, CACHE_CHUNK_NUMEL) for flat in (tensor.view(-1), *parts)), strict=True
+                    )
                 else:
                     yield tensor, *(part.view(tensor.shape) for part in parts)
 
     def parts(self, flats: FlatVectors) -> list[torch.Tensor]:
-        """Return each tensor's part of `flats`, as views, in their order there."""
+        """Return each tensor's part of `flats`, as views, in the order of the vectors."""
         return [part for tensors, flat in zip(self._kinds, flats, strict=True) for part in self._parts(tensors, flat)]
 
     def _parts(self, tensors: list[torch.Tensor], flat: torch.Tensor) -> Sequence[torch.Tensor]:
         return torch.split(flat, [t.numel() for t in tensors])
 
 
-def _work(dtype: torch.dtype) -> torch.dtype:
+def _vector_dtype(dtype: torch.dtype) -> torch.dtype:
     if not dtype.is_floating_point:
         return torch.int64
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -105,7 +111,7 @@ class ReplicaGroup:
         ranks: global rank of each replica.
         group: their process group.
         channel: accounting of what they exchange.
-        figures: accounting of single numbers.
+        scalar_channel: accounting of single numbers.
     """
 
     index: int = 0
@@ -113,20 +119,20 @@ class ReplicaGroup:
     ranks: tuple[int, ...] = (0,)
     group: Any = None
     channel: CommChannel = field(default_factory=untracked_channel, compare=False)
-    figures: CommChannel = field(default_factory=untracked_channel, compare=False)
+    scalar_channel: CommChannel = field(default_factory=untracked_channel, compare=False)
 
     @classmethod
-    def of(cls, mesh: Mesh, channel: CommChannel, figures: CommChannel) -> "ReplicaGroup":
+    def of(cls, mesh: Mesh, channel: CommChannel, scalar_channel: CommChannel) -> "ReplicaGroup":
         """Return the group of the ranks along `replicate`.
 
         Args:
             mesh: the mesh.
             channel: accounting of what replicas exchange.
-            figures: accounting of single numbers.
+            scalar_channel: accounting of single numbers.
         """
         size = mesh.degree("replicate")
         group = mesh.group("replicate") if size > 1 else None
-        return cls(mesh.index("replicate"), size, tuple(mesh.ranks("replicate")), group, channel, figures)
+        return cls(mesh.index("replicate"), size, tuple(mesh.ranks("replicate")), group, channel, scalar_channel)
 
     def start_sum(self, flats: FlatVectors, channel: CommChannel | None = None) -> CommHandle:
         """Start to all-reduce `flats` over the replicas, in place.
@@ -153,35 +159,35 @@ class ReplicaGroup:
         return flats
 
     def start_swap(
-        self, send: FlatVectors, to: Sequence[int], receive: Sequence[FlatVectors], frm: Sequence[int]
+        self, send: FlatVectors, targets: Sequence[int], receive: Sequence[FlatVectors], sources: Sequence[int]
     ) -> CommHandle:
         """Start to send vectors to some replicas and to receive vectors from others.
 
         Args:
-            send: vectors for each replica in `to`.
-            to: indices of the replicas that receive `send`.
-            receive: for each replica in `frm`, the vectors to fill.
-            frm: indices of the replicas that send.
+            send: vectors for each replica in `targets`.
+            targets: indices of the replicas that receive `send`.
+            receive: for each replica in `sources`, the vectors to fill.
+            sources: indices of the replicas that send.
 
         Returns:
             The handle to wait for.
         """
-        receives = [(peer, flat) for flats, peer in zip(receive, frm, strict=True) for flat in flats]
-        works = start_messages(receives, [(peer, flat) for peer in to for flat in send], self.group)
-        return self.channel.start(works, len(to) * sum(flat.numel() * flat.element_size() for flat in send))
+        receives = [(peer, flat) for flats, peer in zip(receive, sources, strict=True) for flat in flats]
+        works = start_messages(receives, [(peer, flat) for peer in targets for flat in send], self.group)
+        return self.channel.start(works, len(targets) * sum(flat.numel() * flat.element_size() for flat in send))
 
-    def gather(self, figures: torch.Tensor) -> torch.Tensor:
-        """Return the `figures` of every replica, stacked in their order: shape (replicas, *shape)."""
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the `tensor` of every replica, stacked in their order: shape (replicas, *shape)."""
         if self.size == 1:
-            return figures[None]
-        everyone = [torch.empty_like(figures) for _ in range(self.size)]
-        with self.figures.waiting((self.size - 1) * figures.numel() * figures.element_size()):
-            dist.all_gather(everyone, figures, group=self.group)
+            return tensor[None]
+        everyone = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self.scalar_channel.waiting((self.size - 1) * tensor.numel() * tensor.element_size()):
+            dist.all_gather(everyone, tensor, group=self.group)
         return torch.stack(everyone)
 
 
 MEASURED_EVERY = 10
-"""Where the mean is not computed anyway, disagreement is measured in one of this many exchanges."""
+"""If the mean is not computed anyway, disagreement is measured in one of this many exchanges."""
 
 SAMPLED_PARAMETERS = 4096
 """Largest number of parameters compared in such a measurement."""
@@ -191,27 +197,29 @@ class Drift:
     """Distance of this replica from the mean, accumulated piece by piece."""
 
     def __init__(self) -> None:
-        self._squares, self._length = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        self._squares = torch.zeros((), dtype=torch.float64)
+        self._mean_norm_squared = torch.zeros((), dtype=torch.float64)
         self._numel = 0
 
-    def add(self, gap: torch.Tensor, mean: torch.Tensor) -> None:
+    def add(self, distance: torch.Tensor, mean: torch.Tensor) -> None:
         """Add a piece.
 
         Args:
-            gap: this replica's distance from the mean, by value.
+            distance: this replica's distance from the mean, by value.
             mean: the mean's values.
         """
-        gap, mean = gap.reshape(-1), mean.reshape(-1)
-        self._squares, self._length = self._squares + gap.dot(gap), self._length + mean.dot(mean)
-        self._numel += gap.numel()
+        distance, mean = distance.reshape(-1), mean.reshape(-1)
+        self._squares = self._squares + distance.dot(distance)
+        self._mean_norm_squared = self._mean_norm_squared + mean.dot(mean)
+        self._numel += distance.numel()
 
-    def figures(self, replicas: ReplicaGroup) -> dict[str, float | int]:
-        """Return the largest and mean distance of a replica from the mean, relative to its length. Collective."""
-        return _figures(replicas.gather(self._squares.reshape(1)), self._length, self._numel)
+    def distances(self, replicas: ReplicaGroup) -> dict[str, float | int]:
+        """Return a replica's largest and mean distance from the mean, relative to the mean's norm. Collective."""
+        return _relative_distances(replicas.gather(self._squares.reshape(1)), self._mean_norm_squared, self._numel)
 
 
 def distance_from_mean(local: FlatVectors, mean: FlatVectors, replicas: ReplicaGroup) -> dict[str, float | int]:
-    """Return the largest and mean distance of a replica from `mean`, relative to its length. Collective.
+    """Return the largest and the mean distance of a replica from `mean`, relative to the norm of `mean`. Collective.
 
     Args:
         local: this replica's parameters.
@@ -220,13 +228,15 @@ def distance_from_mean(local: FlatVectors, mean: FlatVectors, replicas: ReplicaG
     """
     drift = Drift()
     for local_flat, mean_flat in zip(local, mean, strict=True):
-        for a, b in zip(*(torch.split(flat.reshape(-1), AT_ONCE) for flat in (local_flat, mean_flat)), strict=True):
+        for a, b in zip(
+            *(torch.split(flat.reshape(-1), CACHE_CHUNK_NUMEL) for flat in (local_flat, mean_flat)), strict=True
+        ):
             drift.add(a.to(b.dtype) - b, b)
-    return drift.figures(replicas)
+    return drift.distances(replicas)
 
 
 def distance_from_sampled_mean(local: FlatVectors, replicas: ReplicaGroup) -> dict[str, float | int]:
-    """Return the largest and mean distance of a replica from the mean, over a sample of the parameters. Collective.
+    """Return the largest and the mean relative distance of a replica from the mean, over sampled values. Collective.
 
     The sample has at most about `SAMPLED_PARAMETERS` evenly spaced parameters.
 
@@ -239,10 +249,10 @@ def distance_from_sampled_mean(local: FlatVectors, replicas: ReplicaGroup) -> di
     sample = torch.cat([flat[::stride].double() for flat in local])
     everyone = replicas.gather(sample)
     mean = everyone.mean(0)
-    return _figures((everyone - mean).square().sum(1), mean.square().sum(), sample.numel())
+    return _relative_distances((everyone - mean).square().sum(1), mean.square().sum(), sample.numel())
 
 
-def _figures(squares: torch.Tensor, length: torch.Tensor, numel: int) -> dict[str, float | int]:
+def _relative_distances(squares: torch.Tensor, norm_squared: torch.Tensor, numel: int) -> dict[str, float | int]:
     """Return the largest and the mean of the relative distances, and the number of parameters compared."""
-    relative = (squares.reshape(-1) / length.clamp_min(1e-300)).sqrt()
+    relative = (squares.reshape(-1) / norm_squared.clamp_min(1e-300)).sqrt()
     return {"max": float(relative.max()), "mean": float(relative.mean()), "parameters": numel}

@@ -3,7 +3,7 @@
 Adam divides by the root of v, a moving average of squared gradients. The gradient g_i of one of p replicas has p times
 the noise of their mean: E g_i^2 = S + N, but E mean(g)^2 = S + N / p. So v is up to p times as large as in exact
 training, and steps are up to sqrt(p) times as short, however often replicas are averaged (the square root rule of
-Malladi et al. 2022, arXiv 2205.10287, in reverse). Here a tensor's v is made of r g_i^2, with
+Malladi et al. 2022, arXiv 2205.10287, in reverse). Here v averages r g_i^2 instead, with one r per tensor:
 
     r = E |mean(g)|^2 / E |g_i|^2, at least 1 / p and at most 1.
 
@@ -23,7 +23,7 @@ from tutti.errors import PlanError
 from tutti.local_sgd.replica_group import FlatVectors, ReplicaGroup
 from tutti.parallel.layout import to_local
 
-SAMPLED, MOST = 4096, 256
+SAMPLED_VALUES, MAX_SAMPLED_PER_TENSOR = 4096, 256
 """Number of values observed in a step: of all tensors together (approximately), and of one tensor (at most)."""
 
 DECAY = 0.9
@@ -40,7 +40,7 @@ _MOMENT: Final[dict[type[Optimizer], str]] = {
 
 
 class SecondMomentCorrection:
-    """Corrects the optimizers' second moments for gradients of parts of a batch.
+    """Corrects the optimizers' second moments while each replica steps on the gradient of its own samples.
 
     All replicas must call the same methods in the same steps.
 
@@ -58,7 +58,7 @@ class SecondMomentCorrection:
         self._replicas = replicas
         self._owners = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
         self._trained = [p for p in trained if p in self._owners]
-        wanted = min(MOST, max(1, SAMPLED // max(1, len(self._trained))))
+        wanted = min(MAX_SAMPLED_PER_TENSOR, max(1, SAMPLED_VALUES // max(1, len(self._trained))))
         self._strides = [-(-p.numel() // wanted) for p in self._trained]
         self._counts = [p.numel() // stride for p, stride in zip(self._trained, self._strides, strict=True)]
         double = any(p.dtype is torch.float64 for p in self._trained)
@@ -71,49 +71,49 @@ class SecondMomentCorrection:
         self._stepped: set[Optimizer] = set()
         self._hooks = [o.register_step_post_hook(lambda o, args, kwargs: self._stepped.add(o)) for o in optimizers]
         self._work: CommHandle | None = None
-        self._seen: torch.Tensor | None = None
+        self._summing: torch.Tensor | None = None
 
     def cancel(self) -> None:
-        """Stop observing, because another object takes over."""
-        self._land()
+        """Stop observing, because another object continues."""
+        self._add_observations()
         for hook in self._hooks:
             hook.remove()
 
     def start(self) -> None:
         """Start to sum the last observations over the replicas."""
-        self._land()
-        self._seen = self.sums[1].clone()
-        self._work = self._replicas.start_sum([self._seen], self._replicas.figures)
+        self._add_observations()
+        self._summing = self.sums[1].clone()
+        self._work = self._replicas.start_sum([self._summing], self._replicas.scalar_channel)
 
     def updated(self) -> None:
         """Correct the update that the optimizers have made, and observe its gradients.
 
         Parameters whose update was skipped on this replica are left out.
         """
-        self._land()
+        self._add_observations()
         stepped = [p for p in self._trained if p.grad is not None and self._owners[p] in self._stepped]
         self._correct(stepped)
         self._stepped.clear()
-        self._look({*stepped})
+        self._observe({*stepped})
 
     @property
     def ratios(self) -> list[float]:
-        """The ratio r by tensor; 1 where nothing is known."""
+        """The ratio r of each tensor; 1 if nothing has been observed."""
         whole, local = self.sums[0]  # |mean(g)|^2 and the mean of |g_i|^2, by tensor
         r = torch.where(local > 0, whole / local.clamp_min(1e-300), 1.0)
         ratios: list[float] = r.clamp(1 / self._replicas.size, 1.0).tolist()
         return ratios
 
-    def _land(self) -> None:
+    def _add_observations(self) -> None:
         """Wait for the summed observations and add them to the moving sums."""
-        if self._work is None or self._seen is None:
+        if self._work is None or self._summing is None:
             return
         self._work.wait()
-        values, squares = self._halves(self._seen.double())
+        values, squares = self._values_and_squares(self._summing.double())
         means = torch.stack([part.square().sum() for part in self._parts(values / self._replicas.size)])
         self.sums[0].mul_(DECAY).add_(torch.stack([means, squares / self._replicas.size]))
         self.sums[1].zero_()
-        self._work = self._seen = None
+        self._work = self._summing = None
 
     def _correct(self, stepped: list[nn.Parameter]) -> None:
         """Add the missing (r - 1) g_i^2, with its weight in the moving average, to the second moments."""
@@ -131,21 +131,21 @@ class SecondMomentCorrection:
         if moments:
             torch._foreach_addcmul_(moments, gradients, gradients, factors)
 
-    def _look(self, stepped: set[nn.Parameter]) -> None:
+    def _observe(self, stepped: set[nn.Parameter]) -> None:
         """Observe evenly spaced values of each gradient, different ones each time, and the sum of their squares."""
         count = int(self.sums[2])
         self.sums[2] += 1
-        values, squares = self._halves(self.sums[1])
-        for place, (p, part) in enumerate(zip(self._trained, self._parts(values), strict=True)):
+        values, squares = self._values_and_squares(self.sums[1])
+        for index, (p, part) in enumerate(zip(self._trained, self._parts(values), strict=True)):
             if p not in stepped or p.grad is None:
                 continue
-            stride = self._strides[place]
+            stride = self._strides[index]
             part.copy_(to_local(p.grad).reshape(-1)[count % stride :: stride][: part.numel()])
-            squares[place] = part.square().sum()
+            squares[index] = part.square().sum()
 
-    def _halves(self, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _values_and_squares(self, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the observed values, and the sums of their squares by tensor."""
-        return seen[: sum(self._counts)], seen[sum(self._counts) :]
+        return observations[: sum(self._counts)], observations[sum(self._counts) :]
 
     def _parts(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the values by tensor."""

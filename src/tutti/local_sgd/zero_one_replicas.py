@@ -17,7 +17,7 @@ from tutti.parallel.parallel_model import ParallelModel
 class ZeroOneReplicas(DivergedReplicas):
     """Replicas that are synchronous until the second moment is frozen, and then agree every `local_updates` updates.
 
-    The residual of their displacements is saved and added to the next ones.
+    The residual of their displacements is kept and added to the next ones.
 
     Args:
         replicas: the group.
@@ -29,7 +29,7 @@ class ZeroOneReplicas(DivergedReplicas):
     def __init__(self, replicas: ReplicaGroup, compression: Compression) -> None:
         super().__init__(replicas, 1)
         self.compression, self.counts["agreed"] = compression, 0
-        self._sums: CompressedReplicaSum | None = None
+        self._compressed_sum: CompressedReplicaSum | None = None
 
     def begin(self, parallel: ParallelModel, step: int) -> None:
         self.rule = zero_one_adam_of(parallel.optimizers[0])
@@ -44,30 +44,30 @@ class ZeroOneReplicas(DivergedReplicas):
 
     def restart(self) -> None:
         self.rule.rebase()
-        self._sums = (
+        self._compressed_sum = (
             CompressedReplicaSum(self.replicas, self.compression, self._displacements())
             if self.replicas.size > 1
             else None
         )
-        self._hold()
+        self._register_residuals()
 
     def exchange(self, parallel: ParallelModel) -> None:
         settings = self.compression.settings
         due = local_updates(self.counts["agreed"], int(settings["local_steps"]), int(settings["longest"]))
-        if self.counts["since"] < due:
+        if self.counts["updates_since"] < due:
             return
         local, displacements = self.vectors.read(), self._displacements()
         flats = displacements.read()
         torch._foreach_div_(flats, float(self.replicas.size))
-        if self._sums is not None:
-            self._sums.sum(flats)
+        if self._compressed_sum is not None:
+            self._compressed_sum.sum(flats)
         displacements.write(flats)
         self.rule.agree()
         self.disagreement = distance_from_mean(local, self.vectors.read(), self.replicas)
         self.buffers.agree()
-        self._hold()
+        self._register_residuals()
         self.counts["agreed"] += 1
-        self.counts["since"], self.staleness, self.equal = 0, 0, True
+        self.counts["updates_since"], self.staleness, self.equal = 0, 0, True
 
     def final_parameters(self) -> FlatVectors:
         return self.replicas.mean(self.vectors.read())
@@ -77,6 +77,6 @@ class ZeroOneReplicas(DivergedReplicas):
             (str(place), state["displacement"]) for place, (_, _, state) in enumerate(self.rule.learned())
         )
 
-    def _hold(self) -> None:
-        """Register the residuals for checkpoints."""
-        self.saved_vectors = {} if self._sums is None else self._sums.saved_tensors()
+    def _register_residuals(self) -> None:
+        """Give the residuals to checkpoints."""
+        self.saved_vectors = {} if self._compressed_sum is None else self._compressed_sum.saved_tensors()

@@ -1,8 +1,8 @@
 """Mixture of experts: a gate sends every token to one or two of many feed-forward networks.
 
 Top-1: Fedus, Zoph and Shazeer 2022, Switch Transformers (arXiv 2101.03961). Top-2: Lepikhin et al. 2021, GShard (arXiv
-2006.16668); every second choice is kept while the expert has capacity left. The module runs on one device. On several,
-`exchange` makes the ranks that share a microbatch slice route it as one device would.
+2006.16668); unlike GShard, a second choice is dropped only when the expert is full. The module runs on one device. On
+several, `exchange` makes the ranks that share a microbatch route it as one device would.
 """
 
 import math
@@ -24,17 +24,17 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """What the ranks that share a microbatch slice know about each other's tokens.
+    """What the ranks that share a microbatch know about each other's tokens.
 
     Attributes:
-        counts: (ranks, top_k, experts), int64 on the CPU: tokens that chose an expert first, second.
-        rank: which row of `counts` is this rank's.
-        mass: (experts,), the gate's probabilities added up over the tokens of all ranks, with gradient.
+        counts: (ranks, top_k, experts), int64 on the CPU: number of tokens whose first, second choice is an expert.
+        rank: this rank's row of `counts`.
+        probability_sums: (experts,), the gate's probabilities, summed over the tokens of all ranks, with gradient.
     """
 
     counts: Tensor
     rank: int
-    mass: Tensor
+    probability_sums: Tensor
 
     @property
     def tokens(self) -> int:
@@ -43,7 +43,7 @@ class Routing:
     def kept(self, capacity: int | None) -> Tensor:
         """Return how many of `counts` fit into the experts' capacity.
 
-        An expert takes `capacity` tokens: all first choices before any second one, each in the order of the slice
+        An expert takes `capacity` tokens: all first choices before any second one, each in the order of the microbatch
         (ranks in order, and tokens in order within a rank).
         """
         if capacity is None:
@@ -57,10 +57,10 @@ class Routing:
 
 @dataclass(slots=True)
 class Tally:
-    """What one mixture has counted while training, since `take_tallies`, over all ranks that share a slice.
+    """Counters of one mixture during training since `take_tallies`, over all ranks that share a microbatch.
 
     Attributes:
-        assigned: choices of tokens.
+        assigned: number of choices.
         dropped: choices that exceeded an expert's capacity.
         passes: forward passes.
         balance: sum of the load-balancing losses of these passes.
@@ -73,12 +73,12 @@ class Tally:
 
     @property
     def balance_loss(self) -> float:
-        """The mean load-balancing loss of a pass; 1 when balanced."""
+        """The mean load-balancing loss of a forward pass; 1 when balanced."""
         return float(self.balance) / max(self.passes, 1)
 
 
 class ExpertExchange(Protocol):
-    """How a mixture communicates with the ranks that share its slice.
+    """How a mixture communicates with the ranks that share its microbatch.
 
     `recomputing`: whether forward runs again within backward.
     """
@@ -86,8 +86,14 @@ class ExpertExchange(Protocol):
     @property
     def recomputing(self) -> bool: ...
 
-    def agree(self, counts: Tensor, mass: Tensor, *, training: bool) -> Routing:
-        """Agree on the slice's routing, from this rank's counts (top_k, experts) and probability mass (experts,)."""
+    def agree(self, counts: Tensor, probability_sums: Tensor, *, training: bool) -> Routing:
+        """Agree on the microbatch's routing.
+
+        Args:
+            counts: this rank's counts, (top_k, experts).
+            probability_sums: this rank's sums of probabilities, (experts,).
+            training: whether the mixture is in training mode.
+        """
 
     def compute(self, experts: "Experts", rows: Tensor, kept: Tensor) -> Tensor:
         """Compute `rows` (n, width), ordered by expert, wherever the experts are; `kept`: (ranks, experts)."""
@@ -106,8 +112,8 @@ class SingleDevice:
     def recomputing(self) -> bool:
         return False
 
-    def agree(self, counts: Tensor, mass: Tensor, *, training: bool) -> Routing:
-        return Routing(counts=counts.cpu()[None], rank=0, mass=mass)
+    def agree(self, counts: Tensor, probability_sums: Tensor, *, training: bool) -> Routing:
+        return Routing(counts=counts.cpu()[None], rank=0, probability_sums=probability_sums)
 
     def compute(self, experts: Experts, rows: Tensor, kept: Tensor) -> Tensor:
         return experts.run_experts(rows, kept[0].tolist())
@@ -116,11 +122,11 @@ class SingleDevice:
 class MixtureOfExperts(nn.Module):
     """Mixture of experts, (..., width) -> (..., width): each token goes to the `top_k` experts its gate prefers.
 
-    Top-1 weighs an expert's result by the gate's probability, top-2 by the two probabilities normalised to 1. While
-    training, an expert takes ceil(capacity_factor * top_k * tokens / experts) tokens of the microbatch slice, over all
-    ranks that share it: first choices before second ones, each in the slice's order. A token beyond an expert's
-    capacity gets 0 from it, so put a residual connection around the module. In evaluation, and with
-    capacity_factor=None, nothing is dropped.
+    Top-1 weights an expert's result by the gate's probability, top-2 by the two probabilities normalised to 1. While
+    training, an expert takes ceil(capacity_factor * top_k * tokens / experts) tokens of the microbatch, over all ranks
+    that share it: first choices before second ones, each in the microbatch's order. A token beyond an expert's capacity
+    gets 0 from it, so put a residual connection around the module. In evaluation, and with capacity_factor=None,
+    nothing is dropped.
 
     Parameters: `gate.weight` (experts, width), `input_weight` (experts, width, hidden), `input_bias` (experts, hidden),
     `output_weight` (experts, hidden, width), `output_bias` (experts, width). The gate computes in its parameters' own
@@ -132,16 +138,16 @@ class MixtureOfExperts(nn.Module):
         experts: number of experts.
         top_k: 1 or 2.
         capacity_factor: capacity of an expert, relative to an even share of the choices; None for no limit.
-        activation: between an expert's two layers.
+        activation: function between an expert's two layers.
         bias: whether the layers have biases.
         device, dtype: of the parameters.
 
     Attributes:
-        auxiliary_loss: load-balancing loss of the last forward: while training experts * sum(f_i P_i) (Switch, equation
-            4), where f_i is the fraction of the slice's tokens whose first choice is expert i, and P_i the mean
-            probability. It is 1 when balanced, and 0 in evaluation. Add it to the loss, times a coefficient (Switch:
-            0.01): see `auxiliary_loss(model)`.
-        assigned: choices of the slice's tokens in the last forward.
+        auxiliary_loss: load-balancing loss of the last forward. While training, it is experts * sum(f_i P_i) (Switch,
+            equation 4). f_i is the fraction of the microbatch's tokens whose first choice is expert i, and P_i the mean
+            probability of expert i. It is 1 when balanced, and 0 in evaluation. Add it to the loss, times a coefficient
+            (Switch: 0.01): see `auxiliary_loss(model)`.
+        assigned: number of choices of the microbatch's tokens in the last forward.
         dropped: how many of them exceeded an expert's capacity.
 
     Raises:
@@ -165,12 +171,12 @@ class MixtureOfExperts(nn.Module):
         _check(experts, top_k, capacity_factor, activation)
         self.width, self.hidden, self.experts, self.top_k = width, hidden, experts, top_k
         self.capacity_factor, self.activation = capacity_factor, activation
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.gate = nn.Linear(width, experts, bias=False, **made)
-        self.input_weight = nn.Parameter(torch.empty(experts, width, hidden, **made))
-        self.output_weight = nn.Parameter(torch.empty(experts, hidden, width, **made))
-        self.input_bias = nn.Parameter(torch.empty(experts, hidden, **made)) if bias else None
-        self.output_bias = nn.Parameter(torch.empty(experts, width, **made)) if bias else None
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate = nn.Linear(width, experts, bias=False, **factory_kwargs)
+        self.input_weight = nn.Parameter(torch.empty(experts, width, hidden, **factory_kwargs))
+        self.output_weight = nn.Parameter(torch.empty(experts, hidden, width, **factory_kwargs))
+        self.input_bias = nn.Parameter(torch.empty(experts, hidden, **factory_kwargs)) if bias else None
+        self.output_bias = nn.Parameter(torch.empty(experts, width, **factory_kwargs)) if bias else None
         self.exchange: ExpertExchange = SingleDevice()
         self.auxiliary_loss = torch.zeros(())
         self.assigned = self.dropped = 0
@@ -190,7 +196,7 @@ class MixtureOfExperts(nn.Module):
         return f"{self.width}, {self.hidden}, experts={self.experts}, top_k={self.top_k}"
 
     def capacity(self, tokens: int) -> int | None:
-        """Return how many tokens each expert takes of a slice of `tokens`; None for all."""
+        """Return how many tokens each expert takes of a microbatch of `tokens`; None for all."""
         if self.capacity_factor is None or not self.training:
             return None
         return max(math.ceil(self.capacity_factor * self.top_k * tokens / self.experts), 1)
@@ -253,26 +259,29 @@ class MixtureOfExperts(nn.Module):
         counts = torch.stack([torch.bincount(choice, minlength=self.experts) for choice in choices])
         routing = self.exchange.agree(counts, probabilities.sum(0), training=self.training)
         kept = routing.kept(self.capacity(routing.tokens))
-        self._account(routing, int(kept.sum()))
+        self._update_counters(routing, int(kept.sum()))
         expert = choices.reshape(-1)
         slots = torch.argsort(expert, stable=True)  # by expert, then by choice, then by token
         group = expert[slots] * self.top_k + slots.div(choices.shape[1], rounding_mode="floor")
         sizes = counts.t().reshape(-1)
-        place = torch.arange(len(slots), device=slots.device) - (sizes.cumsum(0) - sizes)[group]
+        position = torch.arange(len(slots), device=slots.device) - (sizes.cumsum(0) - sizes)[group]
         fits = kept[routing.rank].t().reshape(-1).to(slots.device)
-        return kept.sum(1), slots[place < fits[group]]
+        return kept.sum(1), slots[position < fits[group]]
 
-    def _account(self, routing: Routing, kept: int) -> None:
+    def _update_counters(self, routing: Routing, kept: int) -> None:
+        """Update the load-balancing loss and the counters. Forward within backward (recompute) counts nothing again."""
         total = int(routing.counts.sum())
         if not self.exchange.recomputing:
             self.assigned, self.dropped = total, total - kept
             self.tally.assigned += self.assigned * self.training
             self.tally.dropped += self.dropped * self.training
         if not self.training:
-            self.auxiliary_loss = torch.zeros((), dtype=routing.mass.dtype, device=routing.mass.device)
+            self.auxiliary_loss = torch.zeros(
+                (), dtype=routing.probability_sums.dtype, device=routing.probability_sums.device
+            )
             return
-        first = routing.counts[:, 0].sum(0).to(routing.mass)
-        self.auxiliary_loss = (first * routing.mass).sum() * (self.experts / max(routing.tokens, 1) ** 2)
+        first = routing.counts[:, 0].sum(0).to(routing.probability_sums)
+        self.auxiliary_loss = (first * routing.probability_sums).sum() * (self.experts / max(routing.tokens, 1) ** 2)
         if not self.exchange.recomputing:
             self.tally.passes += 1
             self.tally.balance = self.tally.balance + self.auxiliary_loss.detach()
@@ -280,8 +289,8 @@ class MixtureOfExperts(nn.Module):
     def _shapes(self, rows: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """Route tensors without values: every expert gets an equal share, as far as its capacity allows."""
         self.auxiliary_loss = probabilities.sum() / len(rows) if self.training else probabilities.new_zeros(())
-        fair = len(rows) * self.top_k // self.experts
-        size = min(fair, self.capacity(len(rows)) or fair)
+        even_share = len(rows) * self.top_k // self.experts
+        size = min(even_share, self.capacity(len(rows)) or even_share)
         kept = torch.full((1, self.experts), size, device="cpu")
         return kept, torch.empty(size * self.experts, dtype=torch.int64, device=rows.device)
 
@@ -298,8 +307,8 @@ def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
 def auxiliary_loss(model: nn.Module) -> Tensor:
     """Add up the load-balancing losses of all mixtures in `model`, from their last forward pass.
 
-    Use it in the loss function: `loss + 0.01 * auxiliary_loss(model)`. It is that of the whole slice, the same on all
-    ranks that share it. A mixture that one forward pass calls twice counts with its last call.
+    Use it in the loss function: `loss + 0.01 * auxiliary_loss(model)`. The loss covers the whole microbatch, and is the
+    same on all ranks that share it. If a forward pass calls a mixture twice, only the last call counts.
 
     Raises:
         ScriptError: the model has no MixtureOfExperts.

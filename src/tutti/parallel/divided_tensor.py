@@ -1,8 +1,10 @@
-"""DividedTensor: a rank's part of a tensor that behaves as the whole one. The base of tensor and spatial parallelism.
+"""This rank's part of an activation; to the user's code it behaves as the whole tensor.
 
-A subclass has a table of handlers: torch function -> its computation on parts, with the result of the whole tensor.
-Sizes are answered here, for every subclass. A function without a handler goes to the subclass's `without_handler`:
-tensor parallelism gathers the whole tensor, spatial parallelism refuses.
+The base of tensor and spatial parallelism. Not a DTensor: it holds activations, never parameters.
+
+A subclass has a table of handlers. Each computes one torch function on parts, with the result of the whole tensor.
+Size queries are answered here, for every subclass. A function without a handler goes to the subclass's
+`call_unhandled`: tensor parallelism gathers the whole tensor, spatial parallelism refuses.
 """
 
 from abc import abstractmethod
@@ -17,14 +19,14 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 It runs with torch's dispatch to subclasses disabled, so a divided argument acts as the local tensor.
 """
 
-H = TypeVar("H", bound=Handler)
+HandlerT = TypeVar("HandlerT", bound=Handler)
 
 
 class DividedTensor(torch.Tensor):
     """This rank's part of a whole tensor.
 
     Attributes:
-        handlers: by `handler_key` of a torch function; each subclass has its own.
+        handlers: handlers of this subclass, by `handler_key(function)`.
     """
 
     handlers: ClassVar[dict[Any, Handler]]
@@ -37,15 +39,16 @@ class DividedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not args and "input" in kwargs:
+            # torch.relu(input=x): handlers expect the tensor as args[0].
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         with torch._C.DisableTorchFunctionSubclass():
             cls.check_call(args)
-            handler = _QUERIES.get(name_of(func)) or cls.handlers.get(cls.handler_key(func))
+            handler = _SIZE_QUERIES.get(name_of(func)) or cls.handlers.get(cls.handler_key(func))
             if handler is not None:
                 result = handler(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            return cls.without_handler(func, args, kwargs)
+            return cls.call_unhandled(func, args, kwargs)
 
     @staticmethod
     def handler_key(func: Any) -> Hashable:
@@ -55,20 +58,20 @@ class DividedTensor(torch.Tensor):
 
     @staticmethod
     def check_call(args: tuple[Any, ...]) -> None:
-        """Refuse arguments with which no function may be called."""
+        """Hook: raise if these arguments are not allowed in any call."""
 
     @classmethod
     @abstractmethod
-    def without_handler(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a function that has no handler, or refuse it."""
+    def call_unhandled(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a function that has no handler, or raise."""
 
     @abstractmethod
     def _whole_shape(self) -> tuple[int, ...]:
         """Return the shape of the whole tensor. Call it only where dispatch to subclasses is disabled."""
 
     @abstractmethod
-    def marked(self, part: torch.Tensor) -> Self:
-        """Return the plain tensor `part` as a part that lies where this one does."""
+    def with_same_placement(self, part: torch.Tensor) -> Self:
+        """Wrap `part` with this tensor's placement."""
 
     @abstractmethod
     def placement_text(self) -> str:
@@ -86,13 +89,13 @@ class DividedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.marked(self.as_subclass(torch.Tensor).clone())
+            return self.with_same_placement(self.as_subclass(torch.Tensor).clone())
 
     @classmethod
-    def handles(cls, *keys: Hashable) -> Callable[[H], H]:
+    def handles(cls, *keys: Hashable) -> Callable[[HandlerT], HandlerT]:
         """Decorator: register a handler for the functions of these keys."""
 
-        def register(handler: H) -> H:
+        def register(handler: HandlerT) -> HandlerT:
             cls.handlers.update(dict.fromkeys(keys, handler))
             return handler
 
@@ -100,7 +103,7 @@ class DividedTensor(torch.Tensor):
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a torch function; "get:NAME" for reading a property."""
+    """Return the name of a torch function; "get:NAME" if it reads a property."""
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__", "__delete__"):
         return f"{name.strip('_')}:{getattr(getattr(function, '__self__', None), '__name__', '')}"
@@ -142,8 +145,11 @@ def _len(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return whole_shape(args[0])[0]
 
 
-_QUERIES: dict[str, Handler] = {
+_SIZE_QUERIES: dict[str, Handler] = {
     "size": _size, "get:shape": _shape, "numel": _numel, "nelement": _numel, "dim": _dim, "ndimension": _dim,
     "get:ndim": _dim, "__len__": _len,
 }  # fmt: skip
-"""Questions about the size of a tensor, which the whole tensor answers."""
+"""Size queries; they return the whole tensor's size.
+
+Keyed by name, so that one entry covers both `torch.numel` and `torch.Tensor.numel`.
+"""

@@ -8,7 +8,11 @@ from tutti.errors import CheckpointError
 
 
 def pack_scalar(value: Any) -> Any:
-    """Convert a scalar of optimizer state to plain values; a one-element tensor becomes number, dtype and shape."""
+    """Convert a value of optimizer state to a list for checkpoints.
+
+    A real one-element tensor becomes ["tensor", dtype, number, shape]. Any other value becomes ["value", value]; a
+    tensor in it is moved to the CPU.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return ["tensor", str(value.dtype).removeprefix("torch."), value.item(), list(value.shape)]
     return ["value", value.cpu() if isinstance(value, torch.Tensor) else value]

@@ -1,4 +1,4 @@
-"""Capturing: stop a script at `Job.prepare` and take its arguments. So `tutti` describes and plans without training.
+"""Capturing: stop a script at `Job.prepare` and take its arguments, to describe and plan it without training.
 
 The state is one module-level variable, because the user's script cannot be handed a parameter.
 """
@@ -27,7 +27,7 @@ class CapturedScript:
         dataset_samples: number of samples; None if unknown.
         tokens_per_sample: mean tokens per sample; 0 if unknown.
         loading: measures the cost of loading a sample; None if that cannot be measured.
-        script_nbytes: growth of the process' memory while the script ran: its libraries, and its data in memory.
+        script_nbytes: growth of the process's memory while the script ran: its libraries, and its data in memory.
     """
 
     model: nn.Module
@@ -74,9 +74,9 @@ def is_capturing() -> bool:
 
 
 def script_growth_nbytes() -> float:
-    """Return how many bytes the process has grown by since capturing began.
+    """Return by how many bytes the process has grown since capturing began.
 
-    Modules that were loaded before do not count. If a process captures several scripts in turn, those that they share
+    Modules that were loaded before do not count. If a process captures several scripts in turn, modules that they share
     count for the first script only.
     """
     return float(max(0, _resident_nbytes() - (_initial_nbytes or 0)))

@@ -81,7 +81,7 @@ def evaluate(
 
 
 def samples_at_once(run: Run) -> int:
-    """Return how many samples a rank computes at once in training (at most 256): evaluation needs no more memory."""
+    """Return how many samples a rank computes at once in training, at most 256: evaluation needs no more memory."""
     batch, tokens = run.parallel.plan.batch, run.state.loader.source.tokens
     samples: float = batch.global_batch_size
     if batch.unit == "tokens" and tokens:
@@ -99,26 +99,26 @@ def _metric_functions(run: Run, metrics: Mapping[str, Metric]) -> dict[str, Metr
 def _evaluation_batches(run: Run, source: DataSource, batch_size: int) -> Iterator[tuple[Any, bool]]:
     """Yield this rank's batches, and whether each counts.
 
-    A rank has a contiguous share of a map data set, or every n-th batch of a stream. Where forward communicates with
-    other data-parallel ranks, ranks with fewer batches compute further ones that do not count.
+    A rank has a contiguous share of a map data set, or every n-th batch of a stream. If forward communicates with other
+    data-parallel ranks, ranks with fewer batches compute further ones that do not count.
     """
     rank, size = run.state.consistency.evaluation_share(run.parallel)
-    together = run.parallel.mesh.degree("shard", "expert", "table") > 1
+    collective_forward = run.parallel.mesh.degree("shard", "expert", "table") > 1
     if source.is_stream:
         number, batch = 0, None
         for number, batch in enumerate(DataLoader(source.dataset, batch_size=batch_size, collate_fn=source.collate), 1):
             if (number - 1) % size == rank:
                 yield batch, True
-        if together and 0 < number % size <= rank:
+        if collective_forward and 0 < number % size <= rank:
             yield batch, False
         return
     bounds = cut(len(source.dataset), size)
     indices = np.arange(bounds[rank], bounds[rank + 1])
     keys = [[(0, int(i)) for i in indices[s : s + batch_size]] for s in range(0, len(indices), batch_size)]
     counted = len(keys)
-    if together:
-        most = -(-max(stop - start for start, stop in pairwise(bounds)) // batch_size)
-        keys += [[(0, min(bounds[rank], len(source.dataset) - 1))]] * (most - counted)
+    if collective_forward:
+        max_batches = -(-max(stop - start for start, stop in pairwise(bounds)) // batch_size)
+        keys += [[(0, min(bounds[rank], len(source.dataset) - 1))]] * (max_batches - counted)
     gather = source.collate is Collate().function
     samples = SeededSamples(source.dataset, run.settings.seed, "evaluate", gather=gather)
     options = {k: v for k, v in source.options.items() if k != "persistent_workers"}
@@ -128,7 +128,7 @@ def _evaluation_batches(run: Run, source: DataSource, batch_size: int) -> Iterat
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode, and restore each one's mode afterwards, also of modules the user froze."""
+    """Put every module in evaluation mode, and restore each module's mode afterwards (the user may freeze some)."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

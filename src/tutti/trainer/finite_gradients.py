@@ -27,14 +27,15 @@ _REMEDY = (
 def gradients_finite(run: Run) -> bool:
     """Return whether the reduced gradients are finite. Ranks that step together get the same answer.
 
-    A replica that may skip updates by itself judges its own gradients. Under loss scaling the scaler finds gradients
-    that are not finite; they are checked here only for a compressor, which has to know, and the result is else True.
+    A replica that may skip updates by itself checks only its own gradients. Under loss scaling the scaler finds
+    gradients that are not finite. They are then checked here only if gradients are compressed, because the compressor
+    must know; otherwise the result is True.
 
     Raises:
-        TrainingError: they are not finite and the Job says on_nonfinite = "stop"; never under loss scaling.
+        TrainingError: gradients are not finite and the Job says on_nonfinite = "stop"; never under loss scaling.
     """
-    scaled = run.state.scaler.is_enabled()
-    if scaled and run.parallel.replica.compressor is None:
+    loss_scaling = run.state.scaler.is_enabled()
+    if loss_scaling and run.parallel.replica.compressor is None:
         return True
     # Ranks that reduce in shared memory have checked their slices while these were in the cache. That takes 0.6 to
     # 0.9 ms of a 70 ms step (MLP of 10 M parameters, 2 ranks); checking all buckets again would take 1.4 ms.
@@ -46,27 +47,27 @@ def gradients_finite(run: Run) -> bool:
         ):
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         finite = not float(flag)
-    if not finite and not scaled and run.settings.on_nonfinite == "stop":
+    if not finite and not loss_scaling and run.settings.on_nonfinite == "stop":
         run.loop.statistics.restore()
         raise TrainingError(_nonfinite_gradient_message(run))
     return finite
 
 
-def nonfinite_loss_message(loss: float, bad: list[int], step: int) -> str:
-    """Return the error for a loss that is not finite.
+def nonfinite_loss_message(loss: float, nonfinite: list[int], step: int) -> str:
+    """Return the error message for a loss that is not finite.
 
     Args:
         loss: the global loss.
-        bad: the ranks whose part of the loss is not finite.
+        nonfinite: the ranks whose part of the loss is not finite.
         step: number of the step, from 1.
     """
-    where = f"rank {bad[0]}" if len(bad) == 1 else f"ranks {', '.join(map(str, bad))}"
+    where = f"rank {nonfinite[0]}" if len(nonfinite) == 1 else f"ranks {', '.join(map(str, nonfinite))}"
     kind = _nonfinite_kind(loss != loss)
     return f"the loss is {kind} at step {step} on {where}; {_parameters_as_after(step - 1)}. {_REMEDY}"
 
 
 def never_finite_message(run: Run) -> str:
-    """Return the error for gradients that are not finite at any loss scale. Collective."""
+    """Return the error message for gradients that are not finite at any loss scale. Collective."""
     scale, after = run.state.scaler.get_scale(), _parameters_as_after(run.state.progress.step)
     return (
         f"{_locate_nonfinite(run)}, at every loss scale down to {scale:.2g}, so every further step would be skipped; "
@@ -76,11 +77,11 @@ def never_finite_message(run: Run) -> str:
 
 
 def _nonfinite_gradient_message(run: Run) -> str:
-    """Return the error for gradients that are not finite. Collective, unless this rank skips updates by itself."""
-    how = run.parallel.plan.sync.gradient_code
+    """Return the error message for gradients that are not finite. Collective, unless this rank skips by itself."""
+    compression = run.parallel.plan.sync.gradient_code
     too_large = (
         "float16 cannot represent sums above 65504: compress gradients to bfloat16 instead. "
-        if how is not None and how.method == "float16"
+        if compression is not None and compression.method == "float16"
         else ""
     )
     return f"{_locate_nonfinite(run)}; {_parameters_as_after(run.state.progress.step)}. {too_large}{_REMEDY}"
@@ -94,9 +95,9 @@ def _locate_nonfinite(run: Run) -> str:
         if _skips_independently(run)
         else [*enumerate(run.parallel.world.gather(first))]
     )
-    bad = [(rank, *location) for rank, location in ranks if location is not None]
-    rank, name, is_nan = bad[0]
-    where = f" on rank {rank}" if _skips_independently(run) or len(bad) < run.parallel.world.world_size else ""
+    nonfinite = [(rank, *location) for rank, location in ranks if location is not None]
+    rank, name, is_nan = nonfinite[0]
+    where = f" on rank {rank}" if _skips_independently(run) or len(nonfinite) < run.parallel.world.world_size else ""
     return f"the loss is finite, but the gradient of {name} is {_nonfinite_kind(is_nan)} at step {step}{where}"
 
 
@@ -109,24 +110,24 @@ def _parameters_as_after(step: int) -> str:
 
 
 def _skips_independently(run: Run) -> bool:
-    """Whether this rank skips an update by itself: telling the others would mean a wait in every step."""
+    """Return whether this rank skips an update by itself. Telling the other ranks would cost a wait in every step."""
     return run.state.consistency.diverged and not run.state.consistency.skip_together
 
 
 def _gradients_identical(run: Run) -> bool:
-    """Whether all ranks hold the same gradients, so that each reaches the same answer without communication.
+    """Return whether all ranks hold the same gradients, so that each reaches the same answer without communication.
 
-    Gradients from factors do not count as the same: each rank multiplies the factors itself.
+    Gradients computed from factors do not count as the same, because each rank multiplies the factors itself.
     """
-    others = [axis for axis in run.parallel.mesh.degrees if axis not in _IDENTICAL_AXES]
-    whole = not run.parallel.layout.shards and run.parallel.mesh.degree(*others) == 1
-    return whole and not run.state.consistency.diverged and not run.parallel.replica.factored.weights
+    other_axes = [axis for axis in run.parallel.mesh.degrees if axis not in _IDENTICAL_AXES]
+    unsharded = not run.parallel.layout.shards and run.parallel.mesh.degree(*other_axes) == 1
+    return unsharded and not run.state.consistency.diverged and not run.parallel.replica.factored.weights
 
 
 def _sums_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether the sum of each tensor is finite, reading memory once.
+    """Return whether the sum of each tensor is finite. This reads memory once.
 
-    False if any value is not finite, and possibly if finite values are so large that their sum overflows.
+    The result is False if a value is not finite, and possibly if finite values are so large that their sum overflows.
     """
     gradients = [_gradient_values(tensor) for tensor in tensors]
     if any(gradient.is_cuda for gradient in gradients):  # one kernel launch for many tensors

@@ -281,6 +281,8 @@ class Job:
     def step(self, batch: Any) -> float:
         """Make one optimizer update on a global batch.
 
+        Calls `forward_backward` with the loss function given to `prepare`, then `update`.
+
         Args:
             batch: this rank's share of the global batch, as the loader yielded it.
 
@@ -317,7 +319,7 @@ class Job:
         done = update(run, run.parallel.optimizers if optimizer is None else (optimizer,), finite=result.finite)
         run.state.consistency.updated(run.parallel, run.state.progress.step)
         run.loop.clock.enter("other")
-        chosen = run.loop.sizes.end(full_batch=result.samples == run.state.loader.stated_size)
+        chosen = run.loop.bucket_tuner.end(full_batch=result.samples == run.state.loader.stated_size)
         if chosen is not None:
             write_bucket_size(run, chosen)
         self._result = None

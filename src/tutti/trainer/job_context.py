@@ -35,7 +35,7 @@ class JobContext:
         name: name of the run; None: the script's.
         folder: run folder that the script asks for.
         resume: run folder or checkpoint that the script resumes from.
-        facts: what the user wants the report to say about the run.
+        facts: statements of the user about the run, for the report.
     """
 
     settings: JobSettings

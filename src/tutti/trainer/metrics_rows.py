@@ -13,14 +13,14 @@ from tutti.trainer.step import StepResult
 from tutti.trainer.update import UpdateResult
 
 
-def write_step_row(run: Run, result: StepResult, done: UpdateResult) -> None:
+def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) -> None:
     """Count the step, write its row and show the progress."""
     progress, unit = run.state.progress, run.parallel.plan.batch.unit
     if progress.step == 0:
         unused = run.parallel.replica.unused(run.parallel.model)
         if unused:
-            shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-            run.output.screen.say(f"parameters without a gradient in the first step, unused by the loss: {shown}")
+            listed = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+            run.output.screen.say(f"parameters without a gradient in the first step, unused by the loss: {listed}")
     progress.step += 1
     progress.samples_seen += result.samples
     tokens = run.state.loader.tokens
@@ -28,7 +28,7 @@ def write_step_row(run: Run, result: StepResult, done: UpdateResult) -> None:
     total = None
     if progress.total_epochs is not None and run.steps_per_epoch is not None:
         total = progress.total_epochs * run.steps_per_epoch
-    timed = run.loop.clock.timed
+    phases_exact = run.loop.clock.phases_exact
     wall, phases = run.loop.clock.take_row()
     carried = run.parallel.layout.traffic.take()
     sent, exchanged = sent_nbytes(carried), exchanged_nbytes(carried)
@@ -38,13 +38,13 @@ def write_step_row(run: Run, result: StepResult, done: UpdateResult) -> None:
         step=progress.step,
         epoch=run.state.progress.epoch,
         loss=result.loss,
-        learning_rate=done.learning_rate,
+        learning_rate=update_result.learning_rate,
         samples=result.samples,
         tokens=tokens,
         samples_seen=progress.samples_seen,
-        grad_norm=done.grad_norm,
-        **({} if done.gain is None else {"gain": done.gain, "base_steps": progress.base_steps}),
-        skipped=done.skipped,
+        grad_norm=update_result.grad_norm,
+        **({} if update_result.gain is None else {"gain": update_result.gain, "base_steps": progress.base_steps}),
+        skipped=update_result.skipped,
         loss_scale=run.state.scaler.get_scale() if run.state.scaler.is_enabled() else None,
         sent_nbytes=sent,
         exchanged_nbytes=exchanged,
@@ -53,7 +53,7 @@ def write_step_row(run: Run, result: StepResult, done: UpdateResult) -> None:
         **run.state.noise.take_row(),
         **run.state.consistency.row(),
         total_steps=total,
-        timed=timed,
+        timed=phases_exact,
         wall_s=wall,
         phases=phases,
     )
@@ -66,7 +66,7 @@ def write_step_row(run: Run, result: StepResult, done: UpdateResult) -> None:
 def _expert_fields(tallies: dict[str, Tally]) -> dict[str, Any]:
     """Return the fields about mixtures of experts: tokens assigned and dropped by all ranks, and balance losses.
 
-    Totals over layers (the balance loss as `auxiliary_loss` gives it), and each layer's under "experts".
+    Each is a total over layers (the balance loss as `auxiliary_loss` gives it); "experts" has those of each layer.
     """
     if not tallies:
         return {"tokens_assigned": None, "tokens_dropped": None}
@@ -82,7 +82,7 @@ def _expert_fields(tallies: dict[str, Tally]) -> dict[str, Any]:
 
 
 def write_evaluation_row(run: Run, source: DataSource, name: str, values: dict[str, float], samples: int) -> None:
-    """Write the row of one evaluation. Time since the last row is counted in it.
+    """Write the row of one evaluation, with the time since the last row.
 
     Args:
         run: the run.
@@ -117,14 +117,14 @@ def _evaluation_data_fields(run: Run, source: DataSource, name: str) -> dict[str
     known = run.output.data_facts.get(name)
     if known is None or known[0] is not source.dataset:
         info = describe_data(source.dataset, run.settings.seed, name)
-        same = overlap(run.state.loader.source.dataset, source.dataset, run.settings.seed)
-        facts = {"data": data_fields(info), "overlap_with_training": same}
+        overlap_facts = overlap(run.state.loader.source.dataset, source.dataset, run.settings.seed)
+        facts = {"data": data_fields(info), "overlap_with_training": overlap_facts}
         known = run.output.data_facts[name] = (source.dataset, facts)
     return known[1]
 
 
 def write_bucket_size(run: Run, chosen: ChosenBucketSize) -> None:
-    """Write and show the bucket size that the ranks chose, and the step time with each size that was tried."""
+    """Write and show the bucket size that the ranks chose, and the step time with each size that they tried."""
     output, mib = run.output, {f"{size / MIB:g}": seconds for size, seconds in chosen.step_s.items()}
     size = chosen.nbytes / MIB
     step, elapsed_s = run.state.progress.step, run.loop.clock.elapsed_s()

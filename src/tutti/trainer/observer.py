@@ -1,4 +1,4 @@
-"""Observers of a run: verification records a run through one, and the run need not know how."""
+"""Observers of a run. Verification records a run through one, so the run need not know how."""
 
 import importlib
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +21,7 @@ class StopRun(SystemExit):
 
 
 class Observer(Protocol):
-    """Is told the events of a run, in this order; the per-step events come in every step (counted from 0)."""
+    """Receives the events of a run, in this order; the per-step events come in every step (counted from 0)."""
 
     def built(self, model: nn.Module, world: World) -> None:
         """The script has built the model. It is on this rank's device, and not yet made equal between ranks."""

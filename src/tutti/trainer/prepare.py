@@ -1,7 +1,7 @@
-"""Prepare: turns the user's model, optimizer and data into a Run.
+"""Prepare: turn the user's model, optimizer and data into a Run.
 
-`prepare_run` reads top to bottom: the model (`build_model`), the state that checkpoints save (`build_state`), the loop
-(`build_loop`), the output (`open_output`).
+Read `prepare_run` first. It builds the model (`build_model`), the state that checkpoints save (`build_state`), the loop
+(`build_loop`) and the output (`open_output`).
 """
 
 import hashlib
@@ -75,7 +75,7 @@ class PrepareArguments:
         source: the training data.
         scheduler: a learning-rate scheduler, or None.
         weights: file with the initial values of the model, unless the run is resumed.
-        tape: recording of the constructor if job.build made the model without memory, else None.
+        tape: recording of the model's constructor if job.build made the model without memory, else None.
     """
 
     model: nn.Module
@@ -94,10 +94,11 @@ class DividedModel:
     """The model divided over ranks, and how batches enter it.
 
     Attributes:
+        parallel: this rank's part of the model.
         pipeline: runs this rank's stages; None without pipeline parallelism.
         observer: the run's observer, which has seen the model as the script built it.
         source: the data in the form that this rank's part of the model takes.
-        unpack: splits such a batch into arguments and a target.
+        unpack: splits a batch of `source` into arguments and a target.
     """
 
     parallel: ParallelModel
@@ -108,7 +109,7 @@ class DividedModel:
 
 
 def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
-    """Build the Run: the model, the run folder, the loop; then load a checkpoint and write the header. Collective.
+    """Build the Run, load a checkpoint, and write the run's header. Collective.
 
     Args:
         context: ranks, plan and settings of the Job.
@@ -127,7 +128,7 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     run = Run(settings=context.settings, state=state, loop=loop, output=output)
     resumed_from = _resume(run, context.resume or context.launch_options.resume, arguments.weights)
     _write_header(run, context, resumed_from)
-    _start_row(run, context)
+    _write_start_row(run, context)
     deprioritise_gloo_threads()  # after the last process group has been created
     loop.observer.prepared(state)
     return run
@@ -136,7 +137,7 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
 def build_model(context: JobContext, arguments: PrepareArguments) -> DividedModel:
     """Make the model equal on all ranks, divide it as the plan says, and set up gradient reduction. Collective."""
     world, model = context.world, arguments.model
-    plan = _annotated(context, model)
+    plan = _annotated_plan(context, model)
     set_matmul_precision(plan.precision, world.device)
     observer = load_observer(context.launch_options.observer)
     _synchronize_model(arguments, world, context.screen, observer, independent=plan.sync.mode == "ensemble")
@@ -166,7 +167,7 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
 
 
 def build_state(context: JobContext, arguments: PrepareArguments, divided: DividedModel) -> TrainingState:
-    """Build everything that a checkpoint will save, as it is before the first step. Collective."""
+    """Build everything that checkpoints save, as it is before the first step. Collective."""
     parallel, seed = divided.parallel, context.settings.seed
     plan = parallel.plan
     return TrainingState(
@@ -180,7 +181,7 @@ def build_state(context: JobContext, arguments: PrepareArguments, divided: Divid
 
 
 def build_loop(context: JobContext, arguments: PrepareArguments, divided: DividedModel) -> TrainingLoop:
-    """Build what the steps use apart from the training state."""
+    """Build the parts that steps use, apart from the training state."""
     parallel = divided.parallel
     return TrainingLoop(
         pipeline=divided.pipeline,
@@ -190,7 +191,7 @@ def build_loop(context: JobContext, arguments: PrepareArguments, divided: Divide
         initial_rates=tuple(initial_learning_rate(optimizer) for optimizer in parallel.optimizers),
         observer=divided.observer,
         clock=context.clock,
-        sizes=BucketSizeTuner(parallel),
+        bucket_tuner=BucketSizeTuner(parallel),
         statistics=RunningStatistics(parallel.model),
     )
 
@@ -208,8 +209,8 @@ def open_output(context: JobContext, folder: RunFolder, state: TrainingState) ->
     return RunOutput(folder=folder, log=log, screen=context.screen, checkpoints=checkpoints)
 
 
-def _annotated(context: JobContext, model: nn.Module) -> Plan:
-    """Add the script's annotations to the plan; refuse one that cannot run, warn if it is another model's."""
+def _annotated_plan(context: JobContext, model: nn.Module) -> Plan:
+    """Add the script's annotations to the plan. Refuse a plan that cannot run; warn if it is another model's."""
     plan = with_annotations(context.plan, model, stated_mesh=context.stated_mesh)
     check_plan(plan)
     context.screen.say(model_mismatch_warning(plan, model))
@@ -243,7 +244,7 @@ def _divide_model(
     stages: StagePartition | None,
     device: torch.device,
 ) -> Shards:
-    """Divide the model by the plan; a model without memory then gets the memory of this rank's part."""
+    """Divide the model by the plan. A model without memory then gets the memory and values of this rank's part."""
     with arguments.tape or nullcontext():
         shards = parallelize(arguments.model, plan, layout, scope, stages)
     if arguments.tape is not None:
@@ -262,14 +263,14 @@ def _rebind_optimizers(
 
 
 def _sample_inputs(arguments: PrepareArguments, context: JobContext, plan: Plan, observer: Observer) -> tuple[Any, Any]:
-    """Return the model's arguments, on the device, for as many samples as a rank computes at once, at most 4."""
+    """Return the model's arguments, on the device, for as many samples as a rank computes at once, but at most 4."""
     count = plan.batch.global_batch_size // (plan.batch.num_microbatches * plan.data_parallel_degree)
     batch = first_samples(arguments.source, context.settings.seed, max(1, min(count, 4)))
     return arguments.unpack(observer.sampled(to_device(batch, context.world.device)))[:2]
 
 
 def build_optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
-    """Return the optimizers; callables among them are called with the model's parameters first.
+    """Return the optimizers. A callable among them is called with the model's parameters.
 
     Args:
         model: the user's model.
@@ -302,8 +303,8 @@ def _synchronize_model(
 ) -> None:
     """Put the model on its device, with rank 0's values on every rank. Collective.
 
-    A model without memory stays so: its initial values will be equal anyway, which is checked here. `independent`: each
-    rank keeps its own initial values.
+    A model without memory stays without; here it is only checked that its initial values will be equal. With
+    `independent`, each rank keeps its own initial values.
     """
     model = arguments.model
     if arguments.tape is not None:
@@ -336,7 +337,7 @@ def _batch_scope(model: nn.Module, layout: Layout) -> BatchScope:
 
 
 def _noise_meter(context: JobContext, plan: Plan) -> NoiseMeter:
-    """Build the meter of the gradient noise scale; it stays off unless the Job asks and the plan allows it."""
+    """Build the meter of the gradient noise scale. It is off unless the Job asks for it and the plan allows it."""
     rule = context.settings.lr_rule
     adascale = rule is not None and rule.scale == "adascale"
     every = context.settings.noise_every or (1 if adascale else None)
@@ -417,7 +418,7 @@ def _recipe(run: Run) -> Recipe:
     )
 
 
-def _start_row(run: Run, context: JobContext) -> None:
+def _write_start_row(run: Run, context: JobContext) -> None:
     wall, phases = run.loop.clock.take_row()
     run.output.log.row(
         "start",
@@ -430,7 +431,7 @@ def _start_row(run: Run, context: JobContext) -> None:
 
 
 def captured_script(context: JobContext, arguments: PrepareArguments) -> CapturedScript:
-    """Collect what a capturing process takes from the script in place of a Run."""
+    """Collect what a capturing process needs from the script instead of a Run."""
     seed, source = context.settings.seed, arguments.source
 
     def samples(count: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -476,8 +477,8 @@ def _describe_difference(first: Sequence[TensorEntry], other: Sequence[TensorEnt
     remedy = "build the same model on every rank, independent of the rank's number"
     for expected, actual in zip(first, other, strict=False):
         if expected != actual:
-            there, here = _describe_entry(expected), _describe_entry(actual)
-            return f"models differ between ranks: rank 0 has {there}, rank {rank} has {here} in its place; {remedy}"
+            entry_0, entry = _describe_entry(expected), _describe_entry(actual)
+            return f"models differ between ranks: rank 0 has {entry_0}, rank {rank} has {entry} in its place; {remedy}"
     longer, extra = (0, first[len(other)]) if len(first) > len(other) else (rank, other[len(first)])
     return f"models differ between ranks: only rank {longer} has {_describe_entry(extra)}; {remedy}"
 
@@ -488,7 +489,7 @@ def _describe_entry(entry: TensorEntry) -> str:
 
 
 def differing_values(model: nn.Module, world: World) -> tuple[int, str] | None:
-    """Return the first (rank, tensor name) whose values differ from rank 0's; None if all agree. Collective."""
+    """Return the first (rank, tensor name) whose values differ from rank 0's; None if there is none. Collective."""
     digests = [(name, tensor_digest(tensor)) for name, tensor in _parameters_and_buffers(model)]
     everyone = world.gather(digests)
     for rank, theirs in enumerate(everyone):
@@ -518,22 +519,22 @@ def _parameters_and_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def model_mismatch_warning(plan: Plan, model: nn.Module) -> str:
     """Describe how `model` differs from the model that the plan was made for: modules that are new, missing or changed.
 
-    Modules that share parameters are not compared: which of them counts a parameter depends on which ran first.
+    Modules that share parameters are not compared, because the module that ran first counts the parameter.
 
     Returns:
         One sentence, or an empty string if nothing differs.
     """
     holders: dict[int, set[str]] = {}
-    now: dict[str, str] = {}
+    current: dict[str, str] = {}
     for name, module in model.named_modules():
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
         for parameter in parameters:
             holders.setdefault(id(parameter), set()).add(name or "(model)")
         count = sum(parameter.numel() for parameter in parameters if not is_lazy(parameter))
         if count:
-            now[name or "(model)"] = describe_module(type(module).__name__, count)
+            current[name or "(model)"] = describe_module(type(module).__name__, count)
     shared = frozenset(name for names in holders.values() if len(names) > 1 for name in names)
-    difference = differences(plan.made_for, now, shared)
+    difference = differences(plan.made_for, current, shared)
     if not difference:
         return ""
     mesh = format_mesh(plan.mesh)

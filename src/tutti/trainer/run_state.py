@@ -27,10 +27,10 @@ class JobSettings:
 
     Attributes:
         clip_norm: bound of the gradients' global norm; None: no clipping.
-        on_nonfinite: what happens at a loss or gradient that is NaN or infinite.
+        on_nonfinite: whether a NaN or infinite loss or gradient ends the run or only skips the update.
         checkpoint_every: steps between two checkpoints; None: none during training.
-        keep_checkpoints: how many of the newest checkpoints stay. 0: only the newest, and none is written when training
-            ends.
+        keep_checkpoints: how many of the newest checkpoints are kept. 0: only the newest, and none is written when
+            training ends.
         noise_every: steps between measurements of the gradient noise scale; None: not measured.
     """
 
@@ -60,25 +60,25 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module) -> None:
         self._norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-        self._live: list[torch.Tensor] = []
-        self._kept: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
+        self._saved: list[torch.Tensor] = []
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Save the statistics at the start of a step."""
         buffers = [
             buffer for norm in self._norms if norm.training for buffer in norm._buffers.values() if buffer is not None
         ]
-        live = [buffer for buffer in buffers if not buffer.is_meta]  # a meta buffer is on another stage's ranks
-        if [*map(id, live)] != [*map(id, self._live)]:
-            self._live, self._kept = live, [torch.empty_like(buffer) for buffer in live]
-        if live:
-            torch._foreach_copy_(self._kept, live)
+        buffers = [buffer for buffer in buffers if not buffer.is_meta]  # a meta buffer is on another stage's ranks
+        if [*map(id, buffers)] != [*map(id, self._buffers)]:
+            self._buffers, self._saved = buffers, [torch.empty_like(buffer) for buffer in buffers]
+        if buffers:
+            torch._foreach_copy_(self._saved, buffers)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the statistics that `keep` saved."""
-        if self._live:
-            torch._foreach_copy_(self._live, self._kept)
+        """Restore the statistics that `save` copied."""
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._saved)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,9 +91,9 @@ class TrainingLoop:
         unpack: splits a batch into arguments and a target.
         scheduler_clock: whether the scheduler counts steps or epochs.
         initial_rates: learning rate of each optimizer before the first step.
-        observer: is told the events of the run.
+        observer: receives the events of the run.
         clock: measures the phases of a step.
-        sizes: finds the bucket size if the plan says that it is measured.
+        bucket_tuner: finds the bucket size by measurement, if the plan asks for that.
         statistics: running statistics of norm layers, for steps that are skipped.
     """
 
@@ -104,7 +104,7 @@ class TrainingLoop:
     initial_rates: tuple[float, ...]
     observer: Observer
     clock: PhaseClock
-    sizes: BucketSizeTuner
+    bucket_tuner: BucketSizeTuner
     statistics: RunningStatistics
 
 
@@ -118,7 +118,7 @@ class RunOutput:
         screen: messages and progress for the user.
         checkpoints: saves the training state.
         throughput: samples or tokens per second, smoothed.
-        data_facts: by name of an evaluation, its data set and the fields that describe it.
+        data_facts: (data set, fields that describe it) of each evaluation, by name.
     """
 
     folder: RunFolder
@@ -143,7 +143,7 @@ class Run:
         return self.state.parallel
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; returns its output on ranks where `gives_output`."""
+        """Run the model; return its output on ranks where `gives_output`, None elsewhere."""
         model, pipeline = self.parallel.model, self.loop.pipeline
         return model(*args, **kwargs) if pipeline is None else pipeline.forward(model, args, kwargs)
 
@@ -154,6 +154,6 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps per epoch; None for a stream, and where the batch grows, because epochs then differ."""
+        """Steps per epoch; None for a stream, and for a growing batch, because epochs then differ."""
         loader = self.state.loader
         return None if loader.source.is_stream or self.parallel.plan.batch.ramp else len(loader)

@@ -1,8 +1,8 @@
-"""One step: forward and backward of every microbatch, gradients of the global mean, one update.
+"""Forward and backward of one step; update.py makes the update.
 
 The global loss is sum(total) / sum(count) over all ranks and microbatches. Each part's total is divided by the number
-of samples in the global batch before backward. Where the mean is over something else (tokens), gradients are multiplied
-once by samples / sum(count) after the reduction.
+of samples in the global batch before backward. If the loss is a mean over something else (tokens), gradients are
+multiplied once by samples / sum(count) after the reduction.
 """
 
 import math
@@ -20,7 +20,7 @@ from tutti.data.seeds import derive_seed, seed_device
 from tutti.errors import ScriptError, TrainingError
 from tutti.nn.mixture import Tally
 from tutti.parallel.data.replicate import LossFunction
-from tutti.parallel.expert.expert_parallel import WIDTH, read_tallies, write_tallies
+from tutti.parallel.expert.expert_parallel import TALLY_NUMEL, read_tallies, write_tallies
 from tutti.parallel.losses import Weighted, as_weighted
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.pipeline_runner import PipelineBatch
@@ -35,9 +35,9 @@ class StepResult:
     Attributes:
         loss: global mean loss.
         samples: samples of the global batch.
-        count: what the loss is a mean over, over all ranks: samples or tokens.
-        finite: whether the update may be made.
-        experts: for each mixture of experts, its counts over all ranks.
+        count: number of samples or tokens in the loss's mean, summed over ranks.
+        finite: whether no rank has a non-finite loss or gradient. Under loss scaling the scaler checks the gradients.
+        experts: the counts of each mixture of experts, by module name, over all ranks.
     """
 
     loss: float
@@ -47,17 +47,17 @@ class StepResult:
     experts: dict[str, Tally] = field(default_factory=dict)
 
 
-def forward_backward(run: Run, function: LossFunction, batch: Any) -> StepResult:
-    """Compute the gradients of the global mean loss in every parameter's `grad`, identical on all ranks. Collective.
+def forward_backward(run: Run, loss_of_batch: LossFunction, batch: Any) -> StepResult:
+    """Set every parameter's `grad` to the gradient of the global mean loss. Collective.
 
     Args:
         run: the run.
-        function: (model, batch) -> loss of the batch.
+        loss_of_batch: (model, batch) -> loss of the batch.
         batch: this rank's share of the global batch, as the loader yielded it.
 
     Raises:
-        TrainingError: on every rank, for a loss or gradient that is not finite if the Job says on_nonfinite = "stop",
-            and for a batch whose loss has nothing to average over.
+        TrainingError: on every rank, if the loss or a gradient is not finite and the Job says on_nonfinite = "stop",
+            or if the loss of the global batch has nothing to average over.
         ScriptError: the batch is not the loader's, or the loss does not depend on the model.
     """
     share = run.state.loader.share
@@ -66,21 +66,22 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> StepResult
             "a step was given a batch before the loader yielded one; iterate over the loader that prepare returned"
         )
     check_batch_size(batch, sum(share.sizes))
-    run.loop.sizes.begin()
+    run.loop.bucket_tuner.begin()
     batch = run.loop.observer.loaded(run.state.progress.step, batch)
     for optimizer in run.parallel.optimizers:
         optimizer.zero_grad(set_to_none=True)
     run.parallel.replica.shards.clear()
     run.state.noise.begin(run.state.progress.step)
-    run.loop.statistics.keep()
-    size = 2 + run.parallel.world.world_size + WIDTH * len(run.parallel.mixtures) + run.state.noise.width
+    run.loop.statistics.save()
+    # All-reduced together: loss, count, a non-finite flag per rank, a tally per mixture, the noise meter's sums.
+    size = 2 + run.parallel.world.world_size + TALLY_NUMEL * len(run.parallel.mixtures) + run.state.noise.width
     totals = torch.zeros(size, dtype=torch.float64, device=run.parallel.world.device)
     pieces = split_batch(batch, share.sizes)
     if run.loop.pipeline is not None:
-        _pipeline_microbatches(run, function, share, pieces, totals)
-        pieces = []
-    for index, piece in enumerate(pieces):
-        _microbatch(run, function, share, index, piece, totals, last=index == len(pieces) - 1)
+        _pipeline_microbatches(run, loss_of_batch, share, pieces, totals)
+    else:
+        for index, piece in enumerate(pieces):
+            _microbatch(run, loss_of_batch, share, index, piece, totals, last=index == len(pieces) - 1)
     run.loop.clock.enter("other")
     result = _step_result(run, share, totals.tolist())
     finite = result.finite and gradients_finite(run)
@@ -104,9 +105,16 @@ def forward_backward(run: Run, function: LossFunction, batch: Any) -> StepResult
 
 
 def _microbatch(
-    run: Run, function: LossFunction, share: BatchShare, index: int, batch: Any, totals: torch.Tensor, *, last: bool
+    run: Run,
+    loss_of_batch: LossFunction,
+    share: BatchShare,
+    index: int,
+    batch: Any,
+    totals: torch.Tensor,
+    *,
+    last: bool,
 ) -> None:
-    """Run forward and backward of one microbatch. Reductions overlap the last one's backward."""
+    """Run forward and backward of one microbatch. Gradients are reduced during the last microbatch's backward."""
     part, step, device = share.parts[index], run.state.progress.step, run.parallel.world.device
     run.loop.clock.enter("forward")
     seed_device(
@@ -118,52 +126,58 @@ def _microbatch(
         run.loop.observer.microbatch(step, index, share),
     ):
         with autocast(run.parallel.plan.precision, device):
-            root = _backward_root(run, share, index, function(run.parallel.model, local_batch), totals)
-        reduced = _start_loss_all_reduce(run, share, totals) if last else None
+            scaled_loss = _scaled_loss(run, share, index, loss_of_batch(run.parallel.model, local_batch), totals)
+        loss_handle = _start_loss_all_reduce(run, share, totals) if last else None
         run.loop.clock.enter("backward")
         if index == 0:
-            run.parallel.replica.begin(piecewise=not last)
+            run.parallel.replica.begin(accumulate=not last)
         if last:
-            run.parallel.replica.last_of()
+            run.parallel.replica.announce_last_backward()
             run.parallel.replica.shards.begin()
         with run.state.noise.part(run.parallel.replica.parameters), run.parallel.replica.factored.backward():
-            root.backward()  # type: ignore[no-untyped-call]
-    if reduced is not None:
+            scaled_loss.backward()  # type: ignore[no-untyped-call]
+    if loss_handle is not None:
         run.loop.clock.enter("exposed_communication")
         run.parallel.replica.finish()
-        reduced.wait()
+        loss_handle.wait()
 
 
 def _pipeline_microbatches(
-    run: Run, function: LossFunction, share: BatchShare, pieces: list[Any], totals: torch.Tensor
+    run: Run, loss_of_batch: LossFunction, share: BatchShare, pieces: list[Any], totals: torch.Tensor
 ) -> None:
-    """Run all microbatches through this rank's stages; losses are all-reduced during the last backwards."""
+    """Run all microbatches through this rank's stages.
+
+    Losses are all-reduced while the last microbatches' backwards run.
+    """
     assert run.loop.pipeline is not None
     run.state.scaler.scale(totals[:1])  # creates the scale on every rank, also on those that see no loss
-    reduced: list[CommHandle | None] = []
+    loss_handles: list[CommHandle | None] = []
 
-    def root(index: int, value: Any) -> torch.Tensor:
-        return _backward_root(run, share, index, value, totals)
+    def scaled_loss_of(index: int, value: Any) -> torch.Tensor:
+        return _scaled_loss(run, share, index, value, totals)
 
-    run.parallel.replica.begin(piecewise=True)
+    def start_loss_all_reduce() -> None:
+        loss_handles.append(_start_loss_all_reduce(run, share, totals))
+
+    run.parallel.replica.begin(accumulate=True)
     run.parallel.replica.shards.begin()
     batch = PipelineBatch(
         parallel=run.parallel,
-        function=function,
+        function=loss_of_batch,
         pieces=pieces,
         share=share,
         step=run.state.progress.step,
         clock=run.loop.clock,
     )
-    run.loop.pipeline.forward_backward(batch, root, lambda: reduced.append(_start_loss_all_reduce(run, share, totals)))
+    run.loop.pipeline.forward_backward(batch, scaled_loss_of, start_loss_all_reduce)
     run.parallel.replica.finish()
-    for handle in reduced:
+    for handle in loss_handles:
         if handle is not None:
             handle.wait()
 
 
 def _start_loss_all_reduce(run: Run, share: BatchShare, totals: torch.Tensor) -> CommHandle | None:
-    """Start the all-reduce of losses, one non-finite flag per rank, the experts' counts and the noise meter's sums."""
+    """Complete `totals` (loss and count are in it already), and start their all-reduce."""
     totals[2 + run.parallel.world.rank] = ~torch.isfinite(totals[0])
     if run.parallel.mixtures:
         copies = run.parallel.world.world_size // run.parallel.mesh.degree("stage")
@@ -172,8 +186,8 @@ def _start_loss_all_reduce(run: Run, share: BatchShare, totals: torch.Tensor) ->
     return run.state.consistency.start_losses(run.parallel, totals, share)
 
 
-def _backward_root(run: Run, share: BatchShare, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a microbatch's backward starts from: its loss, weighted for the global mean and scaled."""
+def _scaled_loss(run: Run, share: BatchShare, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
+    """Add a microbatch's loss to `totals`; return it divided by the global batch size and times the loss scale."""
     run.loop.observer.loss(value)
     part = share.parts[index]
     loss = _weighted_part(value, part, run.parallel.mesh.degree("context"))
@@ -185,7 +199,7 @@ def _backward_root(run: Run, share: BatchShare, index: int, value: Any, totals: 
 
 
 def _weighted_part(loss: Any, part: MicrobatchShare, sequence_parts: int) -> Weighted:
-    """Return a part's loss as (total, count), with weight 0 on a rank that only takes part in the collectives."""
+    """Return a part's loss as (total, count), with weight 0 if the rank has no samples of this microbatch."""
     weighted = as_weighted(loss, part.loaded / sequence_parts)
     if not weighted.total.requires_grad:
         raise ScriptError(
@@ -223,7 +237,12 @@ def _step_result(run: Run, share: BatchShare, totals: list[float]) -> StepResult
 
 
 def _finish_gradients(run: Run, factor: float) -> None:
-    """Undo loss scaling, and multiply gradients by `factor`, which makes them those of the loss' own mean."""
+    """Undo loss scaling, and rescale gradients from a mean over samples to the loss's own mean (tokens).
+
+    Args:
+        run: the run.
+        factor: samples of the global batch, divided by the loss's count.
+    """
     for optimizer in run.parallel.optimizers:
         if run.state.scaler.is_enabled():
             with run.parallel.replica.shards.whole_gradients(optimizer):

@@ -2,10 +2,10 @@
 
 Warm-up and batch-size rules are in optim/learning_rate.py; `_rate_factor` applies them here.
 
-torch's fused CPU kernels for Adam, AdamW and SGD are used where the script chose no kernels. They pass over memory
-once: on one core AdamW takes 5 ms instead of 27 for 8 M float32 values, SGD with momentum 4.4 instead of 6.5 for 10 M.
-They read parameter, gradient and moments in memory order. If a gradient's layout differs from its parameter's (channels
-last beside contiguous), torch 2.13 silently applies it to the wrong values. So a step is fused only if layouts agree.
+torch's fused CPU kernels for Adam, AdamW and SGD are used if the script chose no kernels. They pass over memory once:
+on one core AdamW takes 5 ms instead of 27 for 8 M float32 values, SGD with momentum 4.4 instead of 6.5 for 10 M. They
+read parameter, gradient and moments in memory order. If a gradient's layout differs from its parameter's (channels last
+beside contiguous), torch 2.13 silently applies it to the wrong values. So a step is fused only if layouts agree.
 """
 
 import math
@@ -28,9 +28,9 @@ from tutti.trainer.finite_gradients import never_finite_message
 from tutti.trainer.run_state import Run
 
 MIN_LOSS_SCALE = 2.0**-8
-"""A loss scale below this means that gradients are not finite at any scale.
+"""If the loss scale falls below this, gradients are not finite at any scale.
 
-The scale starts at 2^12 and is halved by each skipped step.
+The scale starts at 2^12, and each skipped step halves it.
 """
 
 
@@ -42,7 +42,8 @@ class UpdateResult:
         learning_rate: rate of the first optimizer's first group.
         gain: AdaScale's gain; None without AdaScale.
         grad_norm: global norm before clipping; None without clipping.
-        skipped: whether the update was skipped, because float16 gradients overflowed or something was not finite.
+        skipped: whether the update was skipped, because float16 gradients overflowed or a loss or gradient was not
+            finite.
     """
 
     learning_rate: float
@@ -56,7 +57,7 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
 
     Args:
         run: the run.
-        optimizers: those that step now.
+        optimizers: the optimizers that step now.
         finite: whether the step's loss and gradients are finite; if not, the update is skipped.
 
     Raises:
@@ -70,23 +71,23 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
             _advance_schedule(run, gain or 1.0)
         return UpdateResult(learning_rate=rate, gain=gain, grad_norm=None, skipped=True)
     norm = _clip_gradients(run)
-    scale = run.state.scaler.get_scale() if run.state.scaler.is_enabled() else 1.0
-    own_factor = rate_factor * run.state.consistency.learning_rate_scale
+    old_scale = run.state.scaler.get_scale() if run.state.scaler.is_enabled() else 1.0
+    local_factor = rate_factor * run.state.consistency.learning_rate_scale
     with ExitStack() as stack:
-        if own_factor != 1.0:
+        if local_factor != 1.0:
             for optimizer in optimizers:
-                stack.enter_context(scaled_learning_rate(optimizer, own_factor))
+                stack.enter_context(scaled_learning_rate(optimizer, local_factor))
         for optimizer in optimizers:
             with fused_kernels(optimizer):
                 run.state.scaler.step(optimizer)
         run.state.scaler.update()
     skipped = False
-    if run.state.scaler.is_enabled() and (now := run.state.scaler.get_scale()) != scale:
-        skipped = now < scale
-        if now < MIN_LOSS_SCALE:  # the scale is the same on all ranks, so all of them raise
+    if run.state.scaler.is_enabled() and (new_scale := run.state.scaler.get_scale()) != old_scale:
+        skipped = new_scale < old_scale
+        if new_scale < MIN_LOSS_SCALE:  # the scale is the same on all ranks, so all of them raise
             raise TrainingError(never_finite_message(run))
         if run.parallel.replica.compressor is not None:
-            run.parallel.replica.compressor.rescale(now / scale)
+            run.parallel.replica.compressor.rescale(new_scale / old_scale)
     if not skipped:
         _advance_schedule(run, gain or 1.0)
         if run.parallel.replica.updated(len(run.parallel.optimizers)):
@@ -96,7 +97,7 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
 
 
 def _adascale_gain_of_step(run: Run) -> float | None:
-    """Return AdaScale's gain: how many steps of the base batch this step is worth; None without AdaScale."""
+    """Return AdaScale's gain, the number of base-batch steps that this step is worth; None without AdaScale."""
     rule = run.settings.lr_rule
     if rule is None or rule.scale != "adascale" or rule.base_batch_size is None:
         return None
@@ -104,7 +105,7 @@ def _adascale_gain_of_step(run: Run) -> float | None:
 
 
 def _advance_schedule(run: Run, gain: float) -> None:
-    """Count the update in steps of the base batch; a scheduler that counts steps advances by the whole ones."""
+    """Count the update in steps of the base batch. A scheduler that counts steps advances by whole steps."""
     before = math.floor(run.state.progress.base_steps)
     run.state.progress.base_steps += gain
     if run.state.scheduler is not None and run.loop.scheduler_clock == "step":
@@ -150,10 +151,10 @@ _OPTIMIZER_STATE: dict[type[Optimizer], frozenset[str]] = {
     AdamW: _MOMENTS,
     SGD: frozenset({"momentum_buffer"}),
 }
-"""State that each optimizer keeps for a parameter. With any other state, its step is not fused."""
+"""State that each optimizer keeps for a parameter. If there is any other state, the step is not fused."""
 
-_PLAIN = (Tensor, nn.Parameter)
-"""Tensor types that are nothing but their values."""
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+"""Tensor types without behaviour of their own."""
 
 
 @contextmanager
@@ -180,7 +181,7 @@ def fused_kernels(optimizer: Optimizer) -> Iterator[None]:
 
 
 def can_fuse(optimizer: Optimizer) -> bool:
-    """Whether the script chose no kernels and the fused ones compute the same."""
+    """Return whether the script chose no kernels and the fused ones compute the same."""
     known = _OPTIMIZER_STATE.get(type(optimizer))
     if known is None or not all(map(_kernels_unspecified, optimizer.param_groups)):
         return False
@@ -197,13 +198,13 @@ def _kernels_unspecified(group: dict[str, Any]) -> bool:
     """Whether the group requests no particular kernels and its rates are plain numbers."""
     if any(group.get(name) for name in ("fused", "foreach", "capturable", "differentiable")):
         return False
-    asked = group.get("fused") is False or group.get("foreach") is False
-    return not asked and not any(isinstance(rate, Tensor) for rate in (group["lr"], *group.get("betas", ())))
+    unfused = group.get("fused") is False or group.get("foreach") is False
+    return not unfused and not any(isinstance(rate, Tensor) for rate in (group["lr"], *group.get("betas", ())))
 
 
 def _same_layout(parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> bool:
     """Whether parameter, gradient and state are dense CPU tensors of one dtype and one memory layout."""
-    if type(parameter) not in _PLAIN or parameter.device.type != "cpu" or not _dense(parameter):
+    if type(parameter) not in _PLAIN_TYPES or parameter.device.type != "cpu" or not _dense(parameter):
         return False
     if parameter.dtype not in (torch.float32, torch.float64):
         return False

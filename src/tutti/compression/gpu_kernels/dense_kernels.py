@@ -152,12 +152,12 @@ def step_of(low, high):  # type: ignore[no-untyped-def]
     return tl.where(step <= SMALLEST_SCALE, 0.0, step)
 
 
-@kernel(anywhere=("scales", "codes"))
+@kernel(anywhere=("ranges", "codes"))
 def _encode_min_max_kernel(  # type: ignore[no-untyped-def]
     values,
     old,
     new,
-    scales,
+    ranges,
     codes,
     n,
     blocks,
@@ -172,8 +172,8 @@ def _encode_min_max_kernel(  # type: ignore[no-untyped-def]
     if feedback:
         x += tl.load(old + at, mask=inside, other=0.0)
     low, high = range_of(x, inside)
-    tl.store(scales + 2 * row, low, mask=row < blocks)
-    tl.store(scales + 2 * row + 1, high, mask=row < blocks)
+    tl.store(ranges + 2 * row, low, mask=row < blocks)
+    tl.store(ranges + 2 * row + 1, high, mask=row < blocks)
     base = low.to(x.dtype)
     step = step_of(base, high.to(x.dtype))
     inverse = tl.where(step > 0, quotient(tl.full(step.shape, 1, step.dtype), step), 0.0)
@@ -188,26 +188,26 @@ def _encode_min_max_kernel(  # type: ignore[no-untyped-def]
         tl.store(new + at, tl.where(good, x - (base + level * step), x), mask=inside)
 
 
-@kernel(anywhere=("scales", "codes"))
-def _decode_min_max_kernel(scales, codes, into, n, block: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+@kernel(anywhere=("ranges", "codes"))
+def _decode_min_max_kernel(ranges, codes, into, n, block: tl.constexpr, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     """into += low + code * step."""
     at, inside = flat_positions(n, tile)
     x = tl.load(into + at, mask=inside)
-    low = tl.load(scales + 2 * (at // block), mask=inside).to(x.dtype)
-    high = tl.load(scales + 2 * (at // block) + 1, mask=inside).to(x.dtype)
+    low = tl.load(ranges + 2 * (at // block), mask=inside).to(x.dtype)
+    high = tl.load(ranges + 2 * (at // block) + 1, mask=inside).to(x.dtype)
     level = tl.load(codes + at, mask=inside).to(tl.int32).to(x.dtype)
     tl.store(into + at, x + (low + level * step_of(low, high)), mask=inside)
 
 
-def encode_min_max(values: Tensor, old: Tensor, new: Tensor, scales: Tensor, codes: Tensor, block: int) -> None:
+def encode_min_max(values: Tensor, old: Tensor, new: Tensor, ranges: Tensor, codes: Tensor, block: int) -> None:
     """As cpu_kernels.encode_min_max; `old` and `new` of size 0: no error feedback."""
-    views, rows = (values, old, new, scales, codes), scales.shape[0]
+    views, rows = (values, old, new, ranges, codes), ranges.shape[0]
     over_blocks(_encode_min_max_kernel, rows, block, values, *views, values.numel(), rows, feedback=old.numel() > 0)
 
 
-def decode_add_min_max(scales: Tensor, codes: Tensor, into: Tensor, block: int) -> None:
+def decode_add_min_max(ranges: Tensor, codes: Tensor, into: Tensor, block: int) -> None:
     """into += the decoded values."""
-    over_values(_decode_min_max_kernel, into.numel(), into, scales, codes, into, into.numel(), block=block)
+    over_values(_decode_min_max_kernel, into.numel(), into, ranges, codes, into, into.numel(), block=block)
 
 
 @kernel(anywhere=("scales", "bits"))

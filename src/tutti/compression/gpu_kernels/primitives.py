@@ -39,9 +39,9 @@ UNIT = tl.constexpr(2.0**-24)
 
 @inline
 def block_positions(n, block: tl.constexpr, rows: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the places of this program's blocks.
+    """Return the positions of this program's blocks.
 
-    Returns (rows,) the numbers of the blocks, (rows, width) the places of their values, and which of these exist.
+    Returns (rows,) the numbers of the blocks, (rows, width) the positions of their values, and which of these exist.
     """
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, width)
@@ -51,7 +51,7 @@ def block_positions(n, block: tl.constexpr, rows: tl.constexpr, width: tl.conste
 
 @inline
 def flat_positions(count, tile: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return this program's (tile,) places of a flat tensor, and which of these exist."""
+    """Return this program's (tile,) positions of a flat tensor, and which of these exist."""
     at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     return at, at < count
 
@@ -93,9 +93,9 @@ def steps(scale, levels: tl.constexpr, like):  # type: ignore[no-untyped-def]
 
 
 @inline
-def uniform_at(place, low, high):  # type: ignore[no-untyped-def]
-    """Return the numbers of a stream at these places, float32, as codec_state.random_uniform defines them."""
-    word = place.to(tl.uint32) * 0x9E3779B9 + low.to(tl.uint32)
+def uniform_at(position, low, high):  # type: ignore[no-untyped-def]
+    """Return the numbers of a stream at these positions, float32, as codec_state.random_uniform defines them."""
+    word = position.to(tl.uint32) * 0x9E3779B9 + low.to(tl.uint32)
     word ^= word >> 16
     word *= 0x7FEB352D
     word ^= high.to(tl.uint32)

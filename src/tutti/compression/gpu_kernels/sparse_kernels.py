@@ -1,4 +1,4 @@
-"""Triton kernels of sparse codes: the largest values and their places."""
+"""Triton kernels of sparse codes: the largest values and their positions."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from tutti.compression.gpu_kernels.launching import SCATTERED, launch, over_blocks, over_values
+from tutti.compression.gpu_kernels.launching import SCATTER_TILE, launch, over_blocks, over_values
 from tutti.compression.gpu_kernels.primitives import (
     INFINITY,
     SMALLEST_SCALE,
@@ -19,7 +19,7 @@ from tutti.compression.gpu_kernels.primitives import (
     steps,
     value_of,
 )
-from tutti.compression.largest_values import SAMPLE, Momentum, largest, most_above, threshold_ranks
+from tutti.compression.largest_values import SAMPLE, Momentum, above_capacity, largest, threshold_ranks
 
 
 @inline
@@ -48,7 +48,7 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
     everything: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Write the magnitudes of the sums at sampled places, or at all."""
+    """Write the magnitudes of the sums at sampled positions, or at all positions."""
     number, inside = flat_positions(count, tile)
     at = number
     if not everything:
@@ -68,50 +68,50 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
     above,
     counts,
     n,
-    room,
+    capacity,
     momentum: tl.constexpr,
     corrected: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """new = old + values (or + u); write the places above the threshold, and count those above and equal to it.
+    """new = old + values (or + u); write the positions above the threshold, and count those above and equal to it.
 
-    The places are in no order.
+    The positions are in no order.
     """
     at, inside = flat_positions(n, tile)
     x = sum_of(values, old, old_u, new_u, at, inside, momentum, corrected, True)
     tl.store(new + at, x, mask=inside)
     keys, bound = magnitudes(x), tl.load(threshold)
     over = ((keys > bound) & inside).to(tl.int32)
-    picked, same = tl.sum(over), tl.sum(((keys == bound) & inside).to(tl.int32))
-    first = tl.atomic_add(counts, picked)
+    num_over, same = tl.sum(over), tl.sum(((keys == bound) & inside).to(tl.int32))
+    first = tl.atomic_add(counts, num_over)
     tl.atomic_add(counts + 1, same)
     slot = first + tl.cumsum(over) - 1
-    tl.store(above + slot, at.to(tl.int32), mask=(over > 0) & (slot < room))
+    tl.store(above + slot, at.to(tl.int32), mask=(over > 0) & (slot < capacity))
 
 
-@kernel(anywhere=("indices", "picked"))
+@kernel(anywhere=("indices", "message_values"))
 def _take_kernel(  # type: ignore[no-untyped-def]
-    where, residual, momentum, indices, picked, count, corrected: tl.constexpr, tile: tl.constexpr
+    positions, residual, momentum, indices, message_values, count, corrected: tl.constexpr, tile: tl.constexpr
 ):
-    """Move the values of `residual` at the places `where` into the message; the rounding error stays."""
+    """Move the values of `residual` at `positions` into the message; the rounding error stays."""
     number, inside = flat_positions(count, tile)
-    place = tl.load(where + number, mask=inside)
-    x = tl.load(residual + place, mask=inside)
+    position = tl.load(positions + number, mask=inside)
+    x = tl.load(residual + position, mask=inside)
     value = x.to(tl.float32)
-    tl.store(indices + number, place.to(tl.int32), mask=inside)
-    tl.store(picked + number, value, mask=inside)
-    tl.store(residual + place, x - value.to(x.dtype), mask=inside)
+    tl.store(indices + number, position.to(tl.int32), mask=inside)
+    tl.store(message_values + number, value, mask=inside)
+    tl.store(residual + position, x - value.to(x.dtype), mask=inside)
     if corrected:
-        tl.store(momentum + place, tl.zeros_like(x), mask=inside)
+        tl.store(momentum + position, tl.zeros_like(x), mask=inside)
 
 
-@kernel(anywhere=("indices", "picked"))
-def _decode_pairs_kernel(indices, picked, into, count, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+@kernel(anywhere=("indices", "message_values"))
+def _decode_pairs_kernel(indices, message_values, into, count, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     """into[index] += value; an index that occurs twice is added twice."""
     number, inside = flat_positions(count, tile)
-    place = tl.load(indices + number, mask=inside)
-    value = tl.load(picked + number, mask=inside).to(into.dtype.element_ty)
-    tl.atomic_add(into + place, value, mask=inside)
+    position = tl.load(indices + number, mask=inside)
+    value = tl.load(message_values + number, mask=inside).to(into.dtype.element_ty)
+    tl.atomic_add(into + position, value, mask=inside)
 
 
 def sample_magnitudes(values: Tensor, old: Tensor, momentum: float, old_u: Tensor, keys: Tensor) -> None:
@@ -132,9 +132,9 @@ def collect_above(
     above: Tensor,
     counts: Tensor,
 ) -> None:
-    """As cpu_kernels.collect_above, except that places equal to the threshold are only counted.
+    """As cpu_kernels.collect_above, except that positions equal to the threshold are only counted.
 
-    `above`: int32 places in no order, as many as fit. `counts`: (above, equal), int32, zeros before the call.
+    `above`: int32 positions in no order, as many as fit. `counts`: (above, equal), int32, zeros before the call.
     """
     views = (values, old, new, old_u, new_u)
     constants: dict[str, Any] = {"momentum": momentum, "corrected": old_u.numel() > 0}
@@ -142,21 +142,23 @@ def collect_above(
     over_values(_collect_kernel, n, values, *views, threshold, above, counts, n, above.numel(), **constants)
 
 
-def take_values(places: Tensor, residual: Tensor, momentum: Tensor, indices: Tensor, picked: Tensor) -> None:
-    """As cpu_kernels.take_values: move the values at `places` into the message; a given `momentum` becomes 0 there."""
-    count = places.numel()
-    views = (places, residual, momentum, indices, picked)
-    over_values(_take_kernel, count, residual, *views, count, tile=SCATTERED, corrected=momentum.numel() > 0)
+def take_values(positions: Tensor, residual: Tensor, momentum: Tensor, indices: Tensor, message_values: Tensor) -> None:
+    """As cpu_kernels.take_values: move the values at `positions` into the message; zero `momentum`, if given, there."""
+    count = positions.numel()
+    views = (positions, residual, momentum, indices, message_values)
+    over_values(_take_kernel, count, residual, *views, count, tile=SCATTER_TILE, corrected=momentum.numel() > 0)
 
 
-def decode_add_pairs(indices: Tensor, picked: Tensor, into: Tensor) -> None:
+def decode_add_pairs(indices: Tensor, message_values: Tensor, into: Tensor) -> None:
     """into[index] += value, atomically. NVIDIA GPUs treat subnormal numbers as 0 here, as in torch's index_add_."""
-    over_values(_decode_pairs_kernel, indices.numel(), into, indices, picked, into, indices.numel(), tile=SCATTERED)
+    over_values(
+        _decode_pairs_kernel, indices.numel(), into, indices, message_values, into, indices.numel(), tile=SCATTER_TILE
+    )
 
 
 @inline
 def bound_of(keys, keep: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the `keep`-th largest key of each row, (rows,), bit by bit from the highest; 0 where keys are too few."""
+    """Return the `keep`-th largest key of each row, (rows,), found bit by bit; 0 if there are too few keys."""
     unit_bit = tl.full([keys.shape[0]], 1, keys.dtype)
     bound = unit_bit - unit_bit
     highest: tl.constexpr = 30 if keys.dtype == tl.int32 else 62
@@ -182,7 +184,7 @@ def _choose_buckets_kernel(  # type: ignore[no-untyped-def]
     keep: tl.constexpr,
     slots: tl.constexpr,
 ):
-    """new = values + old; write each bucket's scale and the places of its `keep` largest values, in rising order.
+    """new = values + old; write each bucket's scale and the positions of its `keep` largest values, in rising order.
 
     Of equal values the first are chosen.
     """
@@ -224,8 +226,8 @@ def _write_buckets_kernel(  # type: ignore[no-untyped-def]
     slot = 2 * byte[None, :, None] + tl.arange(0, 2)[None, None, :]
     bucket = row[:, None, None]
     live = (slot < keep) & (slot < n - bucket * block) & (bucket < blocks)
-    place = tl.load(indices + bucket * keep + slot, mask=live, other=0).to(tl.int64)
-    at = bucket * block + place
+    position = tl.load(indices + bucket * keep + slot, mask=live, other=0).to(tl.int64)
+    at = bucket * block + position
     x = tl.load(new + at, mask=live, other=0.0)
     scale = tl.load(scales + row, mask=row < blocks, other=0.0)
     unit, inverse = steps(scale, 7, x)
@@ -255,8 +257,8 @@ def _decode_buckets_kernel(  # type: ignore[no-untyped-def]
     byte = tl.load(codes + bucket * half + slot // 2, mask=inside).to(tl.int32)
     code = (byte >> (4 * (slot % 2)).to(tl.int32)) & 15
     level = (code & 7).to(scale.dtype) * unit
-    place = tl.load(indices + number, mask=inside).to(tl.int64)
-    tl.atomic_add(into + bucket * block + place, tl.where(code > 7, -level, level), mask=inside)
+    position = tl.load(indices + number, mask=inside).to(tl.int64)
+    tl.atomic_add(into + bucket * block + position, tl.where(code > 7, -level, level), mask=inside)
 
 
 def encode_buckets(
@@ -269,7 +271,7 @@ def encode_buckets(
     over_blocks(
         _choose_buckets_kernel, blocks, block, values, values, old, new, scales, indices, n, blocks, **constants
     )
-    rows = max(1, SCATTERED // (2 * pairs))
+    rows = max(1, SCATTER_TILE // (2 * pairs))
     constants = {"block": block, "rows": rows, "keep": keep, "pairs": pairs}
     launch(_write_buckets_kernel, -(-blocks // rows), values, new, scales, indices, packed, n, blocks, **constants)
 
@@ -277,23 +279,23 @@ def encode_buckets(
 def decode_add_buckets(scales: Tensor, indices: Tensor, packed: Tensor, into: Tensor, block: int, keep: int) -> None:
     """into += the decoded values."""
     views, count = (scales, indices, packed, into), indices.numel()
-    over_values(_decode_buckets_kernel, count, into, *views, count, tile=SCATTERED, block=block, keep=keep)
+    over_values(_decode_buckets_kernel, count, into, *views, count, tile=SCATTER_TILE, block=block, keep=keep)
 
 
 def largest_sums(values: Tensor, old: Tensor, new: Tensor, momentum: Momentum, count: int) -> Tensor | None:
-    """Form new = old + values, or old + u and u with it, and find the places of the `count` largest.
+    """Form new = old + values, or old + u and u with it, and find the positions of the `count` largest.
 
-    It waits for the device once per threshold that it tries, to learn how many places were found.
+    It waits for the device once per threshold that it tries, to learn how many positions were found.
 
     Returns:
-        The places in rising order; None where the sample was misleading.
+        The positions in rising order; None if the sample was misleading.
     """
     n, whole = values.numel(), torch.int32 if values.dtype is torch.float32 else torch.int64
     keys = torch.empty(min(n, SAMPLE), dtype=whole, device=values.device)
     factor, old_u, new_u = momentum
     sample_magnitudes(values, old, factor, old_u, keys)
     keys = keys.sort().values
-    above = torch.empty(most_above(n, count), dtype=torch.int32, device=values.device)
+    above = torch.empty(above_capacity(n, count), dtype=torch.int32, device=values.device)
     for rank in threshold_ranks(count / n * keys.numel()):
         at = keys.numel() - rank
         threshold = keys[at : at + 1] if at >= 0 else torch.full_like(keys[:1], -1)
@@ -308,7 +310,14 @@ def largest_sums(values: Tensor, old: Tensor, new: Tensor, momentum: Momentum, c
 
 
 def _chosen(above: Tensor, residual: Tensor, threshold: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` largest, in rising order, from those above a threshold and those equal to it."""
+    """Return the positions of the `count` largest, in rising order.
+
+    Args:
+        above: positions of the values above the threshold.
+        residual: the sums.
+        threshold: the threshold, as an integer.
+        count: number of positions to return; values equal to the threshold fill it up.
+    """
     if above.numel() >= count:
         return above[largest(residual[above], count)]
     equal = (residual.view(threshold.dtype) & torch.iinfo(threshold.dtype).max == threshold).nonzero()[:, 0]

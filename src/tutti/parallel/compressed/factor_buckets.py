@@ -194,8 +194,8 @@ def make_factored(plan: Plan, layout: Layout, model: nn.Module) -> FactoredLayer
         worth = factors_pay(least, weight.shape[0], weight.shape[1], weight.element_size(), width)
         if not axes or not FACTORED_AXES.issuperset(axes) or not worth:
             continue
-        most = 2 * weight.numel() * weight.element_size() // (sum(weight.shape) * width)
-        chosen.setdefault(weight, (_ordered(mesh, axes), Factors(most)))
+        max_rows = 2 * weight.numel() * weight.element_size() // (sum(weight.shape) * width)
+        chosen.setdefault(weight, (_ordered(mesh, axes), Factors(max_rows)))
         module.__class__ = FactoredLinear
         modules.append(cast(FactoredLinear, module))
         modules[-1].factors = chosen[weight][1]

@@ -88,14 +88,14 @@ class Replica:
         sparse = sum(ring_all_reduce_nbytes(p, self._groups[p].size) for p in self._sparse)
         return self.shards.sent_nbytes + sparse + sum(bucket.sent_nbytes for bucket in self._buckets)
 
-    def begin(self, *, piecewise: bool = False) -> None:
+    def begin(self, *, accumulate: bool = False) -> None:
         """Begin a step. Gradients are reduced from here on.
 
         Args:
-            piecewise: whether several backwards follow, whose gradients add up in the buckets; `last_of` tells the last
-                one for each parameter. Otherwise the next backward is the only one.
+            accumulate: whether several backwards follow, whose gradients add up in the buckets. Each parameter's last
+                one is then told by `announce_last_backward`. Otherwise the next backward is the only one.
         """
-        self._last = set() if piecewise else None
+        self._last = set() if accumulate else None
         trainable = _trainable(self._model)
         if [*map(id, trainable)] != [*map(id, self.parameters)]:  # the script has frozen or unfrozen some
             with long_lived_blocks():
@@ -109,7 +109,7 @@ class Replica:
             bucket.open()
         self._next, self._summing = 0, True
 
-    def last_of(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    def announce_last_backward(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Announce that the next backward is the last to reach some parameters, so that it may start their reductions.
 
         Args:

@@ -1,7 +1,8 @@
-"""The exchanges of a mixture of experts: the counts of all ranks that share its microbatch slice, and the tokens.
+"""The exchanges of a mixture of experts: the counts of all ranks that share its microbatch, and the tokens.
 
-Capacity, the order in which tokens are dropped and the load-balancing loss are those of the whole slice, so they do not
-depend on the number of ranks. One gather a layer tells every rank all counts; the sizes of the all-to-alls follow.
+Capacity, the order in which tokens are dropped and the load-balancing loss are those of the whole microbatch, so they
+do not depend on the number of ranks. One gather a layer tells every rank all counts; the sizes of the all-to-alls
+follow.
 """
 
 import functools
@@ -29,7 +30,7 @@ from tutti.parallel.layout import GRADIENT_AXES, Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharers:
-    """The ranks that share every slice.
+    """The ranks that share every microbatch.
 
     Attributes:
         group: of all of them.
@@ -68,7 +69,7 @@ class ExpertHolders:
 
 
 class OwnSlice(SingleDevice):
-    """One rank computes the whole slice, so nothing is exchanged; forward may run again within backward."""
+    """One rank computes the whole microbatch, so nothing is exchanged; forward may run again within backward."""
 
     def __init__(self, scope: BatchScope) -> None:
         self.scope = scope
@@ -101,14 +102,14 @@ class SharedSlice:
     def recomputing(self) -> bool:
         return self.sharers.scope.recomputing
 
-    def agree(self, counts: Tensor, mass: Tensor, *, training: bool) -> Routing:
-        """Every rank's counts, and the sum of all masses; evaluation without holders needs no exchange."""
+    def agree(self, counts: Tensor, probability_sums: Tensor, *, training: bool) -> Routing:
+        """Gather every rank's counts and sum the probabilities; evaluation without holders needs no exchange."""
         if not self.sharers.scope.counts:
-            counts, mass = torch.zeros_like(counts), mass * 0.0
+            counts, probability_sums = torch.zeros_like(counts), probability_sums * 0.0
         if not training and self.holders is None:
-            return Routing(counts=counts.cpu()[None], rank=0, mass=mass)
-        total, everyone = _GatherCounts.apply(mass, counts, self.sharers)  # type: ignore[no-untyped-call]
-        return Routing(counts=everyone, rank=self.sharers.rank, mass=total)
+            return Routing(counts=counts.cpu()[None], rank=0, probability_sums=probability_sums)
+        total, everyone = _GatherCounts.apply(probability_sums, counts, self.sharers)  # type: ignore[no-untyped-call]
+        return Routing(counts=everyone, rank=self.sharers.rank, probability_sums=total)
 
     def compute(self, experts: Experts, rows: Tensor, kept: Tensor) -> Tensor:
         """Compute the rows of local experts while the other rows are in flight, in backward as well."""
@@ -137,22 +138,22 @@ class SharedSlice:
 
 
 class _GatherCounts(torch.autograd.Function):
-    """(sum of every rank's mass, every rank's counts on the CPU).
+    """(sum of every rank's sums of probabilities, every rank's counts on the CPU).
 
     Each rank's loss contributes to the sum's gradient, so backward adds the contributions.
     """
 
     @staticmethod
-    def forward(ctx: Any, mass: Tensor, counts: Tensor, sharers: Sharers) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, probability_sums: Tensor, counts: Tensor, sharers: Sharers) -> tuple[Tensor, Tensor]:
         ctx.sharers = sharers
-        packed = torch.cat([counts.reshape(-1).double(), mass.double()])
+        packed = torch.cat([counts.reshape(-1).double(), probability_sums.double()])
         everyone = [torch.empty_like(packed) for _ in range(sharers.size)]
         with sharers.channel.waiting((sharers.size - 1) * packed.numel() * packed.element_size()):
             dist.all_gather(everyone, packed, group=sharers.group)
         table = torch.stack(everyone)
         theirs = table[:, : counts.numel()].round().long().cpu().reshape(sharers.size, *counts.shape)
         ctx.mark_non_differentiable(theirs)
-        return table[:, counts.numel() :].sum(0).to(mass.dtype), theirs
+        return table[:, counts.numel() :].sum(0).to(probability_sums.dtype), theirs
 
     @staticmethod
     @once_differentiable
@@ -243,7 +244,7 @@ STACKS = ("input_weight", "input_bias", "output_weight", "output_bias")
 
 
 def divide_experts(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout, scope: BatchScope) -> None:
-    """Share every mixture's slice over the ranks that compute it, and divide its experts over `expert`.
+    """Share every mixture's microbatches over the ranks that compute it, and divide its experts over `expert`.
 
     Experts are divided in order, unevenly where the ranks do not divide their number. `replicate` in a layout rule
     keeps a mixture whole. Recognised are tutti.nn.MixtureOfExperts, and stacked experts as in transformers (Mixtral,
@@ -350,8 +351,8 @@ def _of_modules(model: nn.Module, names: list[str]) -> int:
     return len({id(model.get_submodule(name.rpartition(".")[0])) for name in names})
 
 
-WIDTH = 4
-"""Numbers that a mixture reports: choices, dropped choices, passes, and the sum of its load-balancing losses."""
+TALLY_NUMEL = 4
+"""How many numbers a mixture reports: choices, dropped choices, passes, and the sum of its load-balancing losses."""
 
 
 def mixtures_of(model: nn.Module) -> tuple[str, ...]:
@@ -360,15 +361,15 @@ def mixtures_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def write_tallies(model: nn.Module, names: Sequence[str], numbers: torch.Tensor, copies: int) -> None:
-    """Add this rank's counts since the last call to `numbers`, (len(names) * WIDTH).
+    """Add this rank's counts since the last call to `numbers`, (len(names) * TALLY_NUMEL).
 
-    A mixture counts for all ranks that share its slice, so `copies` ranks add the same.
+    A mixture counts for all ranks that share its microbatch, so `copies` ranks add the same.
     """
     tallies = take_tallies(model)
     for position, name in enumerate(names):
         tally = tallies.get(name)
         if tally is not None and tally.passes:
-            part = numbers[position * WIDTH : (position + 1) * WIDTH]
+            part = numbers[position * TALLY_NUMEL : (position + 1) * TALLY_NUMEL]
             part += torch.tensor([tally.assigned, tally.dropped, tally.passes, 0], dtype=part.dtype, device=part.device)
             part[3] += tally.balance
             part /= copies
@@ -376,7 +377,7 @@ def write_tallies(model: nn.Module, names: Sequence[str], numbers: torch.Tensor,
 
 def read_tallies(names: Sequence[str], numbers: Sequence[float]) -> dict[str, Tally]:
     """The counts by mixture, from the sum of all ranks' numbers."""
-    rows = [numbers[start : start + WIDTH] for start in range(0, len(names) * WIDTH, WIDTH)]
+    rows = [numbers[start : start + TALLY_NUMEL] for start in range(0, len(names) * TALLY_NUMEL, TALLY_NUMEL)]
     return {
         name: Tally(assigned=round(assigned), dropped=round(dropped), passes=round(passes), balance=balance)
         for name, (assigned, dropped, passes, balance) in zip(names, rows, strict=True)

@@ -28,7 +28,7 @@ from tutti.parallel.pipeline.stage_program import Value
 from tutti.parallel.pipeline.stage_tracing import Ending
 from tutti.parallel.pipeline.stage_work import StageWork
 
-LossRoot = Callable[[int, Any], torch.Tensor]
+ScaledLossOf = Callable[[int, Any], torch.Tensor]
 """(microbatch, return value of the user's function) -> the scalar to differentiate."""
 
 
@@ -84,7 +84,7 @@ class Pipeline:
     def forward_backward(
         self,
         batch: PipelineBatch,
-        root: LossRoot,
+        scaled_loss_of: ScaledLossOf,
         forwards_done: Callable[[], None],
     ) -> None:
         """Run forward and backward of all microbatches of a step.
@@ -93,13 +93,11 @@ class Pipeline:
         are reduced over those stages. The reduction over data-parallel ranks begins during a parameter's last backward.
 
         Args:
-            run: the run in progress.
-            function: the user's function of (model, batch).
-            pieces: one batch for each microbatch.
-            root: makes the scalar to differentiate from the function's return value.
+            batch: the global batch, with the user's function of (model, microbatch).
+            scaled_loss_of: makes the scalar to differentiate from the function's return value.
             forwards_done: called after this rank's last forward.
         """
-        step = _Step(self, batch, root)
+        step = _Step(self, batch, scaled_loss_of)
         orders = self._orders_for(len(batch.pieces))
         session = self._links.session(orders, step.placement)
         step.run(orders[self.stages.position], session, forwards_done)
@@ -159,14 +157,19 @@ class Pipeline:
 class _Step:
     """Runs one global batch through this rank's stages."""
 
-    def __init__(self, pipeline: Pipeline, batch: PipelineBatch, root: LossRoot) -> None:
+    def __init__(self, pipeline: Pipeline, batch: PipelineBatch, scaled_loss_of: ScaledLossOf) -> None:
         self.pipeline, self.stages, self.plan, self.device = (
             pipeline,
             pipeline.stages,
             batch.parallel.plan,
             pipeline.device,
         )
-        self._batch, self._parallel, self._function, self._root = batch, batch.parallel, batch.function, root
+        self._batch, self._parallel, self._function, self._scaled_loss_of = (
+            batch,
+            batch.parallel,
+            batch.function,
+            scaled_loss_of,
+        )
         prepared = [self._parallel.sequences.prepare(to_device(piece, self.device)) for piece in batch.pieces]
         self._pieces, self._around = [part for part, _ in prepared], [around for _, around in prepared]
         self._placements: list[Placement] = []
@@ -196,7 +199,7 @@ class _Step:
             if messages and not waited:  # other ranks compute meanwhile
                 self.placement(min(action.microbatch + AHEAD * self.stages.ranks, len(self._pieces) - 1))
                 waited = True
-            replica.last_of(endings.get(index, ()))
+            replica.announce_last_backward(endings.get(index, ()))
             clock.enter("forward" if action.kind == "F" else "backward")
             received: dict[int, torch.Tensor] = {}
             for message in messages:
@@ -240,7 +243,7 @@ class _Step:
             if stage == self.stages.count - 1:
                 with self._around[microbatch]():
                     value = self._value(work, values, microbatch)
-                work.loss = self._root(microbatch, value)
+                work.loss = self._scaled_loss_of(microbatch, value)
 
     def _value(self, work: StageWork, values: dict[int, torch.Tensor], microbatch: int) -> Any:
         """The return value of the user's function, given the model's output."""

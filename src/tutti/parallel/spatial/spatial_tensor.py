@@ -1,4 +1,4 @@
-"""The cut tensor behaves as the whole tensor, holds this rank's part, and refuses what it cannot compute exactly."""
+"""SpatialTensor: this rank's part of a cut tensor. It behaves as the whole one, or refuses what it cannot compute."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tutti.parallel.spatial.halo_geometry import Rows, bounds_of, owned
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """How a dim is cut: along `axis` of the grid, at `bounds`."""
+    """How a dim of a tensor is cut: along `axis` of the grid of ranks, at `bounds`."""
 
     axis: int
     bounds: tuple[int, ...]
@@ -51,7 +51,7 @@ class SpatialTensor(DividedTensor):
         return name_of(func)
 
     @classmethod
-    def without_handler(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_unhandled(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise PlanError(
             f"mesh.space: {name_of(func)} is not supported on a cut tensor; compute it on the whole tensor, "
             "tutti.parallel.spatial.whole(x), or remove space from the mesh"
@@ -62,7 +62,7 @@ class SpatialTensor(DividedTensor):
             size if along is None else along.extent for size, along in zip(self.shape, self._tutti_where, strict=True)
         )
 
-    def marked(self, part: torch.Tensor) -> Self:
+    def with_same_placement(self, part: torch.Tensor) -> Self:
         result: Self = cut(part, self._tutti_where, self._tutti_space)  # type: ignore[assignment]
         return result
 

@@ -45,14 +45,14 @@ class SplitTensor(DividedTensor):
             _refuse_custom_function(args)
 
     @classmethod
-    def without_handler(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_unhandled(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return on_whole(func, args, kwargs)
 
     def _whole_shape(self) -> tuple[int, ...]:
         place, shape = self.place, tuple(self.shape)
         return (*shape[: place.dim], place.spread.size, *shape[place.dim + 1 :])
 
-    def marked(self, part: torch.Tensor) -> Self:
+    def with_same_placement(self, part: torch.Tensor) -> Self:
         result: Self = parted(part, self.place)  # type: ignore[assignment]
         return result
 
