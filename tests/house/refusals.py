@@ -21,8 +21,8 @@ PAGE = ROOT / "docs" / "refusals.md"
 _HEAD = """# Refusals
 
 tutti refuses a plan that cannot be right before training starts. The message names the fields, the reason and the
-remedy. Look the refusal up by a part of its sentence, or by the code in brackets at the end of the message. In Python
-the code is `PlanError.code`.
+remedy. Look the refusal up by a part of its sentence. The message of a refused combination ends with its code in
+brackets. In Python the code is `PlanError.code`.
 
 ## By subject
 
@@ -51,16 +51,16 @@ The code is the place that refuses: module and function.
 """
 
 _SUBJECTS = {
-    "pipeline stages (`stage`)": (r"mesh\.stage|\bstages?\b|pipeline", "parallel.pipeline"),
+    "pipeline stages (`stage`)": (r"mesh\.stage|\bstages?\b|stages_per_rank|pipeline", "parallel.pipeline"),
     "tensor parallelism (`split`)": (r"mesh\.split|\bsplit\b|split axis|split_shares", "parallel.tensor"),
-    "sharding (`shard`)": (r"mesh\.shard|\bshard|sharding", "parallel.sharding"),
+    "sharding (`shard`)": (r"mesh\.shard|tutti\.shard|sharding\.(level|offload)|^[a-z-]*shard", "parallel.sharding"),
     "context parallelism (`context`)": (r"mesh\.context|\bcontext\b|sequences", "parallel.context"),
     "experts (`expert`)": (r"mesh\.expert|\bexperts?\b", "parallel.expert"),
     "embedding tables (`table`)": (r"mesh\.table|\btables?\b", "parallel.embedding"),
     "spatial parallelism (`space`)": (r"mesh\.space|\bspace\b|space_grid", "parallel.spatial"),
     "replicas that diverge (`sync.mode`)": (r"sync\.mode|sync\.relaxed|diverge", "local_sgd", "async_sgd"),
     "compressed gradients (`compress`)": (r"compress|\bcodecs?\b", "compression", "parallel.compressed"),
-    "batch and microbatches": (r"batch|microbatch",),
+    "batch and microbatches": (r"global_batch_size|num_microbatches|global batch|batch\.",),
     "clusters, devices and memory": (r"\bcluster\b|devices?\b|memory\b|\blinks?\b",),
 }
 """Subject -> the pattern of texts about it, and the packages that are about nothing else."""

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -51,7 +52,7 @@ class ToyLauncher:
 
     def start(self, spec: LaunchSpec) -> ToyHandle:
         STARTED.extend(spec.ranks)
-        shared = launch_environment.of_node(spec, spec.folder)
+        shared = launch_environment.of_node(spec, Path(tempfile.mkdtemp()))
         return ToyHandle(
             {
                 rank: subprocess.Popen(

@@ -95,7 +95,7 @@ def test_the_planner_takes_it(tmp_path: Path) -> None:
     assert choice.totals is not None
     assert choice.totals.evidence == "measured"
     assert "a run's measured noise scale" in ask(str(cluster), *options).stdout
-    with pytest.raises(PlanError, match="its batch counts samples, but the plan.s counts tokens"):
+    with pytest.raises(PlanError, match=r"its batch counts samples, but the plan.s counts tokens"):
         ask(str(cluster), *options, "--unit", "tokens")
     with pytest.raises(PlanError, match="leave --critical-batch and --least-samples out"):
         ask(str(cluster), *options, "--critical-batch", "64")

@@ -13,7 +13,7 @@ from tutti.cost_model.compute_cost import update_temporaries
 from tutti.cost_model.memory_cost import convolving, kept, kept_by_stage, put_off, state_by_place
 from tutti.cost_model.module_costs import model_table
 from tutti.cost_model.overlap import buckets
-from tutti.cost_model.pipeline_cost import at_most_held
+from tutti.cost_model.pipeline_cost import least_held
 from tutti.cost_model.plan_table import RECOMPUTE, SCHEDULES, Array
 from tutti.cost_model.sharding_cost import units_of
 from tutti.errors import PlanError
@@ -108,7 +108,7 @@ class BestCaseMemory:
             return [[(IMPOSSIBLE,) * (PLACES + 1)] * len(SCHEDULES)] * len(forms)
         always, within, output, off, sent = samples * np.stack(found, axis=1).reshape(5, len(forms), 1, chunks, stage)
         often, pending, back, on = (
-            np.stack(each) for each in zip(*(at_most_held(one, chunks, stage, count) for one in SCHEDULES), strict=True)
+            np.stack(each) for each in zip(*(least_held(one, chunks, stage, count) for one in SCHEDULES), strict=True)
         )
         came = np.concatenate([np.zeros_like(sent[..., :1]), sent[..., :-1]], axis=-1)
         total = (always * often + off * pending + sent * back + came * on).sum(axis=2)

@@ -633,7 +633,7 @@ def times_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> A
 
 
 @lru_cache(maxsize=4096)
-def at_most_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> tuple[Array, Array, Array, Array]:
+def least_held(schedule: ScheduleName, chunks: int, stage: int, count: int) -> tuple[Array, Array, Array, Array]:
     """Return four arrays (stages per rank, places): lower bounds of what a place holds at its peak.
 
     They are `times_held`, and the numbers of microbatches whose weight gradients the place delays, of which it

@@ -4,6 +4,9 @@ A bound counts what every plan must do: its share of the model's arithmetic and 
 device, the pipeline's unavoidable filling, the gradients' transfer over the fastest link, the state that must be
 stored somewhere. An estimate adds the other communication and is often within a third of the prediction. It decides
 only the order.
+
+`shape_bounds` bounds all plans of a mesh (its "shape") at once, so that most meshes need not be taken apart.
+`variant_bounds` bounds single plans.
 """
 
 import dataclasses
@@ -90,7 +93,7 @@ def shape_bounds(best_case: BestCase, meshes: MeshTable, samples: int, *, offloa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshFacts:
-    """What the plans on a mesh have in common, (meshes,) each. Bytes are those of a rank that has all stages.
+    """What all plans on a mesh have in common, by mesh or by plan. Bytes are those of a rank that has all stages.
 
     Attributes:
         count: samples of a microbatch on a rank.
@@ -134,8 +137,8 @@ def _mesh_facts(best_case: BestCase, meshes: MeshTable, samples: int) -> MeshFac
 @np.errstate(invalid="ignore")  # impossible meshes cost inf, and inf - inf is NaN
 def variant_bounds(best_memory: BestCaseMemory, meshes: MeshTable, variants: Variants, samples: int) -> Bounds:
     """Return bounds and estimates of the plans `variants` on `meshes`."""
-    used, place = np.unique(variants.shape, return_inverse=True)
-    of_plan = place.reshape(-1)
+    used, inverse = np.unique(variants.shape, return_inverse=True)
+    of_plan = inverse.reshape(-1)
     different = meshes.take(used)  # what depends on the mesh alone is computed once for all its plans
     best_case, rows = best_memory.best_case, different.take(of_plan)
     facts = _mesh_facts(best_case, different, samples).take(of_plan)
@@ -165,7 +168,7 @@ def _memory(
     reduces_nothing = ~reduces & ~reduces_experts & (meshes.split == 1)
     accumulates_beside = reduces_nothing & (meshes.stage > 1) & (meshes.microbatches > 1)
     by_place = []
-    for place, activations in enumerate(active):
+    for place, activations in enumerate(active):  # the sampled places, then the least of every column
         held = state_at(columns, place)
         in_transit = np.maximum(np.where(reduces, held.bucket, 0.0), np.where(reduces_experts, held.expert_bucket, 0.0))
         state = sharded(
@@ -198,13 +201,13 @@ def _seconds(
     Level 3 gathers parameters while the passes run, level 1 gathers updated ones. A rank updates its part of the
     optimizer state.
     """
-    kind = (variants.schedule == _ZERO_BUBBLE).astype(np.int64)
+    zero_bubble = (variants.schedule == _ZERO_BUBBLE).astype(np.int64)  # index into KINDS of best_case_work
     count, best_worker = facts.count.astype(np.int64), facts.best_worker.astype(np.int64)
     inner = (meshes.split, meshes.context, meshes.expert, meshes.table, meshes.space)
     best_case, per_node = best_memory.best_case, best_memory.best_case.per_node
     whole_hosts = (meshes.stage > 1) & (meshes.world // meshes.stage % per_node == 0) & (not best_case.unequal)
     across_hosts = whole_hosts.astype(np.int64)
-    outer = (meshes.stage, variants.chunks, meshes.microbatches, across_hosts, kind, variants.recompute)
+    outer = (meshes.stage, variants.chunks, meshes.microbatches, across_hosts, zero_bubble, variants.recompute)
     work = StepWork(*by_kind((*inner, count, best_worker, *outer), best_memory.work.step))
     update_s = work.update_s / np.where(variants.level > 0, variants.shard, 1)
     exchange = _exchanged(best_case, meshes, variants, facts)
@@ -213,7 +216,8 @@ def _seconds(
     waits_s = waits_s + _batch_statistics_s(best_case, meshes, facts)
     gather_updated_s = np.where(variants.level == 1, exchange.gather_s_per_byte * work.reduced_nbytes + latency_s, 0.0)
     bound_s = np.maximum(work.least_s + waits_s + gather_updated_s + update_s, work.path_s)
-    # Where ranks differ, the slowest may be one that waits for nothing: only the mean of the work is sure.
+    # Where ranks differ in speed, the slowest rank may never wait, so waits are not counted: a step only lasts at
+    # least the mean work at the mean speed.
     bound_s = np.where(facts.speed < 1, work.mean_s / facts.speed, bound_s)
     estimated_s = work.estimated_s
     if best_case.mixed:
@@ -221,7 +225,7 @@ def _seconds(
         of_whole = StepWork(*by_kind((*inner, whole, best_worker, *outer), best_memory.work.step))
         slack_s = fraction * _slack(best_memory, meshes, variants, (*inner, whole, best_worker))
         most_s = work.mean_s - _slack(best_memory, meshes, variants, (*inner, count, best_worker))
-        fills = (variants.chunks == 1) & (kind == 0)
+        fills = (variants.chunks == 1) & (zero_bubble == 0)
         bound_s = _speed_proportional_bound(best_case, meshes, fills, most_s, fraction * of_whole.mean_s - slack_s)
         estimated_s = np.maximum(estimated_s * facts.speed, fraction * of_whole.estimated_s)
     exposed_s = np.maximum(0.0, exchange.reductions_s - _OVERLAP * work.backward_s)
@@ -358,10 +362,10 @@ def _exchanged(best_case: BestCase, meshes: MeshTable, variants: Variants, facts
     """
     stages = meshes.stage.astype(np.float64)
     split, shard = meshes.split.astype(np.float64), variants.shard.astype(np.float64)
-    inner = (meshes.table * meshes.expert * meshes.context * meshes.space).astype(np.float64)
-    everyone = meshes.copies * inner
+    inner_ranks = (meshes.table * meshes.expert * meshes.context * meshes.space).astype(np.float64)
+    everyone = meshes.copies * inner_ranks
     whole_least, whole_estimate = _ring(best_case, meshes, facts, everyone, split)
-    shard_least, shard_estimate = _ring(best_case, meshes, facts, shard, split * inner)
+    shard_least, shard_estimate = _ring(best_case, meshes, facts, shard, split * inner_ranks)
     others = everyone / shard
     best_bandwidth = np.maximum(*_links(best_case, facts)[:2])
     over_others = np.where(others > 1, ring_sent_nbytes(1 / best_bandwidth, others), 0.0)

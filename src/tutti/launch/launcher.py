@@ -99,7 +99,7 @@ class Handle(Protocol):
     """Ranks that have been started."""
 
     def wait(self, timeout_s: float) -> dict[int, int]:
-        """Wait until another rank ends, or for `timeout_s` seconds.
+        """Wait until a rank ends that no earlier call has returned, or for `timeout_s` seconds.
 
         Returns:
             Exit codes by rank of all ranks that have ended so far; -N for a rank ended by signal N.
@@ -111,18 +111,20 @@ class Handle(Protocol):
 
         Args:
             grace_s: seconds that ranks have to end by themselves, before they are killed.
-            hurry: kill them as soon as this returns true.
+            hurry: asked while waiting; true (the user pressed Ctrl-C again) ends the grace.
         """
         ...
 
 
 class Launcher(Protocol):
-    """Starts the ranks of one node. With several nodes, `tutti run --nnodes` runs on each.
+    """Starts the ranks that one `tutti run` is responsible for; with `--nnodes`, those of the node it runs on.
 
     What a launcher provides, also one whose ranks do not share a host (pods, jobs of a cluster):
 
     - Each rank runs `rank_main.rank_command(spec)`, or forks `rank_main.main`, under the variables of
       `launch_environment.of_node` and `of_rank`. So its output and its failure are recorded where the supervisor looks.
+      The command begins with this process' interpreter, and `spec.threads` is chosen for this machine's cores: replace
+      both where ranks run on others.
     - The run folder `spec.folder` is the same folder for every rank and for the process that called `start`: the
       supervisor reads each rank's stdout.log, stderr.log and error.json there.
     - `of_node` lets the ranks of a single node meet in a file and over loopback. Ranks that share no host need
