@@ -20,7 +20,7 @@ AXIS_ALIASES: dict[str, AxisName] = {
 
 PARALLELISM: dict[AxisName, str] = {
     "replicate": "data parallel",
-    "shard": "fully sharded data parallel",
+    "shard": "sharded data parallel",
     "expert": "expert parallel",
     "table": "embedding parallel",
     "split": "tensor parallel",
