@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tutti.cli.plan_trials import seated, words_in_full
+from tutti.cli.plan_trials import with_node_order, words_in_full
 from tutti.cli.planning import SEARCH_S, search
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
@@ -68,7 +68,7 @@ class Planned:
 
 def step_of(model: ModelSpec, cluster: ClusterSpec, choice: Choice, tracks: int = ROWS) -> Timeline:
     """Return the timeline of the chosen plan's step, with at most `tracks` tracks."""
-    return timeline(model, seated(cluster, choice.nodes), choice.best, most_tracks=tracks)
+    return timeline(model, with_node_order(cluster, choice.nodes), choice.best, most_tracks=tracks)
 
 
 def curve_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, limit_s: float | None) -> ScalingCurve:

@@ -113,9 +113,9 @@ def _compute_cause(loser: Costed, best: Costed) -> str:
     plan, chosen = loser.plan, best.plan
     against = f"{seconds(_compute_s(loser.prediction))} of compute against {seconds(_compute_s(best.prediction))}"
     host_groups = place_ranks(loser.cluster, plan.world_size)
-    crowded = [host_group for host_group in host_groups if host_group.oversubscribed > 1]
-    if crowded:
-        return f"{crowded[0].sharing} ranks share {count(crowded[0].device.cores, 'core')}; {against}"
+    oversubscribed = [host_group for host_group in host_groups if host_group.oversubscribed > 1]
+    if oversubscribed:
+        return f"{oversubscribed[0].sharing} ranks share {count(oversubscribed[0].device.cores, 'core')}; {against}"
     if plan.precision != chosen.precision:
         return f"{plan.precision} is slower on {host_groups[0].device.name}; {against}"
     if plan.world_size < chosen.world_size:
