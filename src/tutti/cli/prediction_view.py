@@ -177,13 +177,13 @@ def trust_here(cluster: str, runs: Path = Path("runs")) -> str:
         cluster: the cluster's name.
         runs: the folder of runs to look in.
     """
-    from tutti.report.prediction_history import build_history, run_folders, trust_in
+    from tutti.report.prediction_history import build_history, prediction_accuracy, run_folders
 
     if not runs.is_dir():
         return ""
     newest = sorted(run_folders([runs]), key=lambda folder: (folder / "run.json").stat().st_mtime_ns)[-RECENT:]
     entries = [entry for entry in build_history(newest).entries if entry.cluster == cluster]
-    return f"So far in {runs}: {trust_in(entries, cluster).sentence}" if entries else ""
+    return f"So far in {runs}: {prediction_accuracy(entries, cluster).sentence}" if entries else ""
 
 
 def show_curve(out: "Console", curve: ScalingCurve) -> None:
