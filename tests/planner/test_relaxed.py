@@ -174,7 +174,9 @@ def test_where_hosts_take_turns_a_way_that_computes_nothing_more_needs_no_larger
     coded = replace(rare, compress=Compression(method="qsgd", bits=8))
     (often,) = [strategy for strategy in RELAXED_STRATEGIES if strategy.words == "qsgd,bits=8"]
     worth = {
-        strategy.words: Tried(strategy=strategy, one=base, samples=1.0, evidence="assumed", totals=exact.totals).worth
+        strategy.words: Tried(
+            strategy=strategy, costed=base, samples=1.0, evidence="assumed", totals=exact.totals
+        ).worth
         for strategy in (rare, coded, often)
     }
     assert worth[rare.words] == WORTH

@@ -14,7 +14,7 @@ BY_WORDS = {strategy.words: strategy for strategy in RELAXED_STRATEGIES}
 
 def tried(words: str, value: float, samples: float = 1.0) -> Tried:
     placeholder: Any = SimpleNamespace(value=value, cluster=cards(2, 2), plan=SimpleNamespace(world_size=4))
-    return Tried(strategy=BY_WORDS[words], one=placeholder, samples=samples, evidence="assumed", totals=placeholder)
+    return Tried(strategy=BY_WORDS[words], costed=placeholder, samples=samples, evidence="assumed", totals=placeholder)
 
 
 @pytest.mark.parametrize(

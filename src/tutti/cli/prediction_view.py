@@ -24,7 +24,7 @@ from tutti.planner import (
     plan_words,
     rows,
     scaling,
-    whole_words,
+    training_cost_text,
 )
 from tutti.planner.objectives import money
 
@@ -259,7 +259,7 @@ def page_of_choice(planned: Planned, top: int, command: str) -> "PlanPage":
     lead = explain(choice).splitlines()[0].partition(": ")[2]
     return PlanPage(
         name=f"{choice.model} on {choice.cluster}",
-        lead=". ".join((f"{lead[0].upper()}{lead[1:]}", *whole_words(choice.totals))) + ".",
+        lead=". ".join((f"{lead[0].upper()}{lead[1:]}", *training_cost_text(choice.totals))) + ".",
         keys=_keys(choice.best, choice.prediction, planned.timeline),
         prediction=choice.prediction,
         timeline=planned.timeline,

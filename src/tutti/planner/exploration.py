@@ -222,26 +222,26 @@ class Explorer:
             self.best = min(self.best, costed.value)
         return costed
 
-    def add(self, found: Costed | None) -> None:
+    def add(self, candidate: Costed | None) -> None:
         """Predict and record a plan that another search found, if it found any."""
-        if found is not None:
-            self.cost(found.plan, found.cluster)
+        if candidate is not None:
+            self.cost(candidate.plan, candidate.cluster)
 
-    def _branch(self, cluster: ClusterSpec, precision: Precision, found: MeshTable) -> SearchBranch | None:
+    def _branch(self, cluster: ClusterSpec, precision: Precision, meshes: MeshTable) -> SearchBranch | None:
         """Bound all meshes for one order of nodes and one precision; return None where that precision is impossible."""
         try:
             best_case = BestCase(self.model, cluster, precision, self.request.script.layout)
-            seconds, memory = shape_bounds(best_case, found, self.samples, offload=self._offload)
+            seconds, memory = shape_bounds(best_case, meshes, self.samples, offload=self._offload)
         except PlanError as error:
             nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))
             self.impossible.setdefault(str(error), nothing)
             return None
         # Where parts along split may be unequal, the memory in a prediction may be that of a rank with a small part.
-        (uneven_rows,) = by_kind((found.world, found.split), partial(uneven, best_case))
+        (uneven_rows,) = by_kind((meshes.world, meshes.split), partial(uneven, best_case))
         shown = np.where(uneven_rows > 0, 0.0, memory)
-        least = objectives.bound(cluster, self.request, seconds, found.world, shown)
-        fits = memory <= self._room(best_case, found)
-        self._counts["considered"] += len(found)
+        least = objectives.bound(cluster, self.request, seconds, meshes.world, shown)
+        fits = memory <= self._room(best_case, meshes)
+        self._counts["considered"] += len(meshes)
         self._counts["too_large"] += int((~fits).sum())
         rows = np.flatnonzero(fits)
         return SearchBranch(
@@ -249,20 +249,20 @@ class Explorer:
             precision=precision,
             best_case=best_case,
             best_memory=BestCaseMemory(best_case, self.request.script),
-            shapes=found,
+            shapes=meshes,
             least=least,
             waiting=rows[np.argsort(least[rows], kind="stable")],
             pool=Pool(),
         )
 
-    def _room(self, best_case: BestCase, found: MeshTable, *, tightest: bool = False) -> Array:
+    def _room(self, best_case: BestCase, meshes: MeshTable, *, tightest: bool = False) -> Array:
         """Return the memory of the largest (or smallest) rank of each mesh in bytes, (meshes,)."""
 
         def room(world: int) -> tuple[float]:
             ground = best_case.ground(world)
             return (ground.least_nbytes if tightest else ground.memory_nbytes,)
 
-        (capacity,) = by_kind((found.world,), room)
+        (capacity,) = by_kind((meshes.world,), room)
         return np.minimum(capacity, self.request.memory_nbytes or math.inf)
 
     def over(self, part: float = 1.0) -> bool:

@@ -123,7 +123,7 @@ def by_axes(values: Array, plan: Plan, keep: tuple[AxisName, ...], how: np.ufunc
 
 
 def improved(
-    best_memory: BestCaseMemory, cluster: ClusterSpec, one: Plan, prediction: Prediction, samples: int
+    best_memory: BestCaseMemory, cluster: ClusterSpec, equal_plan: Plan, prediction: Prediction, samples: int
 ) -> list[Plan]:
     """Return variants of a plan that suit unequal devices better; empty where none differs from it.
 
@@ -132,11 +132,11 @@ def improved(
     Args:
         best_memory: the memory and work of the model on this cluster.
         cluster: the machines, in the order in which ranks are placed.
-        one: the plan, with equal shares.
+        equal_plan: the plan, with equal shares.
         prediction: the prediction for that plan.
         samples: samples in the global batch.
     """
-    host_groups, plan, best_case = place_ranks(cluster, one.world_size), one, best_memory.best_case
+    host_groups, plan, best_case = place_ranks(cluster, equal_plan.world_size), equal_plan, best_memory.best_case
     rank_samples = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
     rates = speeds(best_case.model, host_groups, best_case.precision, np.full(plan.world_size, float(rank_samples)))
     plans: list[Plan] = []

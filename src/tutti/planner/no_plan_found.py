@@ -183,9 +183,9 @@ def _parts(prediction: Prediction) -> str:
     return ", ".join(f"{name} {gigabytes(value)}" for name, value in ordered)
 
 
-def _remedy(one: Costed, room: float) -> str:
+def _remedy(costed: Costed, room: float) -> str:
     """Name what would make a data-parallel plan fit."""
-    memory = one.prediction.memory
+    memory = costed.prediction.memory
     if memory.parameters + memory.gradients + memory.optimizer > room:
         copies = "data parallelism keeps a copy of all of that on every rank"
         return f"{copies}; use devices with more memory or a smaller model"
@@ -271,9 +271,9 @@ def nothing_keeps(request: PlanRequest, costed: list[Costed]) -> str:
     """
     fitting = [candidate for candidate in costed if candidate.broken]
 
-    def over(one: Costed) -> float:
-        totals = objectives.totals(one.cluster, request, one.plan, one.prediction)
-        return objectives.over_limits(request, totals, one.prediction)
+    def over(costed: Costed) -> float:
+        totals = objectives.totals(costed.cluster, request, costed.plan, costed.prediction)
+        return objectives.over_limits(request, totals, costed.prediction)
 
     best = min(fitting, key=over)
     totals = objectives.totals(best.cluster, request, best.plan, best.prediction)
@@ -283,11 +283,11 @@ def nothing_keeps(request: PlanRequest, costed: list[Costed]) -> str:
     )
 
 
-def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, one: Costed) -> str:
+def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: Costed) -> str:
     """Explain that the value of the objective is not a finite number."""
     return (
         f"no plan of model {model.name!r} on cluster {cluster.name!r} has a {request.objective} that can be compared "
-        f"(the first, {plan_words(one.plan)}, has {one.value}): a rate, size or price is out of range; "
+        f"(the first, {plan_words(costed.plan)}, has {costed.value}): a rate, size or price is out of range; "
         "correct the cluster file or the model"
     )
 

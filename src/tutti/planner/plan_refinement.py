@@ -96,9 +96,9 @@ def _key(plan: Plan) -> tuple[object, ...]:
             plan.pipeline, plan.space_grid, plan.context)  # fmt: skip
 
 
-def neighbours(one: Costed, explorer: Explorer) -> Iterator[Plan]:
-    """Yield the plans that differ from `one` in one setting."""
-    plan = one.plan
+def neighbours(costed: Costed, explorer: Explorer) -> Iterator[Plan]:
+    """Yield the plans that differ from `costed` in one setting."""
+    plan = costed.plan
     if explorer.limits.microbatches is None:
         most = explorer.samples // plan.data_parallel_degree
         microbatches = plan.batch.num_microbatches
@@ -479,6 +479,6 @@ def _bases(explorer: Explorer) -> Iterator[tuple[Plan, ClusterSpec]]:
         )
 
 
-def _rank(one: Costed) -> tuple[bool, float]:
+def _rank(costed: Costed) -> tuple[bool, float]:
     """Return a sort key: good plans first, by value."""
-    return not one.good, one.value
+    return not costed.good, costed.value

@@ -281,16 +281,16 @@ def _best(good: list[Costed], request: PlanRequest) -> Costed:
         equal = [candidate for candidate in equal if candidate.prediction.step_time_s.value <= fastest * (1 + TIE)]
     script = request.script
 
-    def modesty(one: Costed) -> tuple[object, ...]:
+    def modesty(costed: Costed) -> tuple[object, ...]:
         return (
-            one.plan.world_size,
-            one.plan.precision != script.precision,
-            mechanisms(one.plan),
-            one.plan.degree("replicate") < one.plan.world_size,  # pure replication needs no change of the model
-            one.plan.batch.num_microbatches,
-            len(one.plan.shares) + len(one.plan.split_shares),
-            len(one.plan.layout),
-            one.value,
+            costed.plan.world_size,
+            costed.plan.precision != script.precision,
+            mechanisms(costed.plan),
+            costed.plan.degree("replicate") < costed.plan.world_size,  # pure replication needs no change of the model
+            costed.plan.batch.num_microbatches,
+            len(costed.plan.shares) + len(costed.plan.split_shares),
+            len(costed.plan.layout),
+            costed.value,
         )
 
     return min(equal, key=modesty)
@@ -320,8 +320,8 @@ def _representatives(costed: list[Costed], best: Costed) -> list[Costed]:
     group of the chosen plan, these are the plans that do not fit and the two fastest that do.
     """
 
-    def group(one: Costed) -> tuple[int, str, bool]:
-        return (one.plan.world_size, one.plan.precision, bool(one.plan.shares))
+    def group(costed: Costed) -> tuple[int, str, bool]:
+        return (costed.plan.world_size, costed.plan.precision, bool(costed.plan.shares))
 
     chosen = _firsts([candidate for candidate in costed if group(candidate) != group(best)], group)
     same = sorted(
@@ -334,13 +334,17 @@ def _representatives(costed: list[Costed], best: Costed) -> list[Costed]:
 def _families(costed: list[Costed], best: Costed) -> list[Costed]:
     """Return the plans to list besides the chosen one: the best with other meshes, and the best of each kind."""
 
-    def mesh(one: Costed) -> object:
-        by_speed = bool(one.plan.shares or one.plan.split_shares)
-        return (tuple(one.plan.mesh.items()), _level(one.plan), one.plan.precision, by_speed)
+    def mesh(costed: Costed) -> object:
+        by_speed = bool(costed.plan.shares or costed.plan.split_shares)
+        return (tuple(costed.plan.mesh.items()), _level(costed.plan), costed.plan.precision, by_speed)
 
-    def kind(one: Costed) -> object:
-        axes = tuple(sorted(axis for axis, degree in one.plan.mesh.items() if degree > 1))
-        return (axes, _level(one.plan), one.plan.precision if one.plan.precision != best.plan.precision else "")
+    def kind(costed: Costed) -> object:
+        axes = tuple(sorted(axis for axis, degree in costed.plan.mesh.items() if degree > 1))
+        return (
+            axes,
+            _level(costed.plan),
+            costed.plan.precision if costed.plan.precision != best.plan.precision else "",
+        )
 
     meshes = [candidate for candidate in _firsts(costed, mesh) if mesh(candidate) != mesh(best)]
     nearest = sorted(meshes, key=_rank)[:SHOWN_FAMILIES]
@@ -369,10 +373,10 @@ def _level(plan: Plan) -> int:
     return plan.sharding.level if plan.mesh.get("shard", 1) > 1 else 0
 
 
-def _rank(one: Costed) -> tuple[bool, bool, float]:
+def _rank(costed: Costed) -> tuple[bool, bool, float]:
     """Return a sort key within a group: plans that fit, by value; then the others, by the memory they need."""
-    fits = one.prediction.fits
-    return (not fits, bool(one.broken), one.value if fits else one.prediction.memory.total)
+    fits = costed.prediction.fits
+    return (not fits, bool(costed.broken), costed.value if fits else costed.prediction.memory.total)
 
 
 def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, best: Costed) -> tuple[Alternative, ...]:

@@ -72,7 +72,7 @@ def search_relaxed(
     )
     tried = _ranked(trial.all_strategies([*bases[:BASES], *filter(_copies, bases[BASES:])]))
     for candidate in _better(tried, best.value):
-        doubt = _doubt(candidate.one)
+        doubt = _doubt(candidate.costed)
         if trial.value(candidate, doubt) < min(trial.doubted(plan, doubt) for plan in _near(plans, best, doubt)):
             return _relaxed(request, exact, best, candidate, doubt, tried)
     if not bases:
@@ -88,14 +88,14 @@ class Tried:
 
     Attributes:
         strategy: how it sends less.
-        one: the plan and its prediction.
+        costed: the plan and its prediction.
         samples: samples to the same quality, as a multiple of exact training.
         evidence: where `samples` comes from.
         totals: the whole training, with these samples.
     """
 
     strategy: RelaxedStrategy
-    one: Costed
+    costed: Costed
     samples: float
     evidence: Evidence
     totals: Totals
@@ -103,7 +103,7 @@ class Tried:
     @property
     def counted(self) -> float:
         """The objective's value, including the additional samples."""
-        return self.one.value * self.samples
+        return self.costed.value * self.samples
 
     @property
     def worth(self) -> float:
@@ -112,7 +112,7 @@ class Tried:
             return 0.0
         if self.strategy.compress is None:
             return WORTH  # it computes nothing in addition to exact reduction
-        host_groups = place_ranks(self.one.cluster, self.one.plan.world_size)
+        host_groups = place_ranks(self.costed.cluster, self.costed.plan.world_size)
         in_turns = any(host_group.slowdown > 1 for host_group in host_groups)
         return WORTH + (WORTH_IN_TURNS - WORTH) / (self.strategy.relaxed.period or 1) if in_turns else WORTH
 
@@ -189,16 +189,16 @@ class _Trial:
                     objectives.totals(costed.cluster, self.request, costed.plan, costed.prediction), samples
                 )
                 if not objectives.broken_limit(self.request, totals, costed.prediction):
-                    yield Tried(strategy=strategy, one=costed, samples=samples, evidence=evidence, totals=totals)
+                    yield Tried(strategy=strategy, costed=costed, samples=samples, evidence=evidence, totals=totals)
 
     def value(self, tried: Tried, doubt: Doubt) -> float:
         """Return a strategy's objective, with its additional samples, if the prediction is wrong by `doubt`."""
-        return self.doubted(tried.one, doubt) * tried.samples
+        return self.doubted(tried.costed, doubt) * tried.samples
 
-    def doubted(self, one: Costed, doubt: Doubt) -> float:
+    def doubted(self, costed: Costed, doubt: Doubt) -> float:
         """Return a plan's objective if its prediction is wrong by `doubt`."""
-        cluster = doubt.of(one.cluster)
-        return _value(one.cluster, self.request, one.plan, predict(self.model, cluster, one.plan))
+        cluster = doubt.of(costed.cluster)
+        return _value(costed.cluster, self.request, costed.plan, predict(self.model, cluster, costed.plan))
 
     def _cost(self, plan: Plan, cluster: ClusterSpec) -> Costed | None:
         """Predict a plan; return None when time is up or the strategy does not apply to the plan."""
@@ -234,15 +234,15 @@ def _in_order(cluster: ClusterSpec, choice: Choice) -> ClusterSpec:
     return replace(cluster, nodes=tuple(sorted(cluster.nodes, key=lambda node: choice.nodes.index(node.name))))
 
 
-def _floor(one: Costed) -> float:
+def _floor(costed: Costed) -> float:
     """Return the objective's value if no rank waited for communication; no strategy can have less."""
-    step = one.prediction.step_time_s.value
-    return one.value * (1 - one.prediction.phases["exposed_communication"] / step) if step else one.value
+    step = costed.prediction.step_time_s.value
+    return costed.value * (1 - costed.prediction.phases["exposed_communication"] / step) if step else costed.value
 
 
-def _copies(one: Costed) -> bool:
+def _copies(costed: Costed) -> bool:
     """Return whether every rank has the whole model and optimizer."""
-    return one.plan.degree("replicate") == one.plan.world_size
+    return costed.plan.degree("replicate") == costed.plan.world_size
 
 
 def _near(plans: Sequence[Costed], best: Costed, doubt: Doubt) -> list[Costed]:
@@ -293,26 +293,28 @@ def _equal(counted: float, least: float) -> float:
     return least if counted <= (1 + TIE) * least else counted
 
 
-def _changes(one: Tried) -> tuple[float, ...]:
+def _changes(tried: Tried) -> tuple[float, ...]:
     """Return a sort key that is smaller the less a strategy changes."""
-    relaxed = one.strategy.relaxed
-    coded = one.strategy.compress is not None
+    relaxed = tried.strategy.relaxed
+    coded = tried.strategy.compress is not None
     return (
-        RELAXATIONS.index(one.strategy.relaxation),
-        one.samples,
+        RELAXATIONS.index(tried.strategy.relaxation),
+        tried.samples,
         coded,
         -(relaxed.after or 0),
         relaxed.period or 1,
-        one.counted,
+        tried.counted,
     )
 
 
-def _doubt(one: Costed) -> Doubt:
+def _doubt(costed: Costed) -> Doubt:
     """Return the margins of error of the measurements on which a strategy's prediction rests."""
-    group = network(one.cluster, place_ranks(one.cluster, one.plan.world_size), one.plan).group(*one.plan.mesh)
-    evidence: Evidence = "assumed" if disturbed(one.cluster) else group.link.evidence
-    device = place_ranks(one.cluster, one.plan.world_size)[0].device
-    return Doubt(links=1 + cost_constants.STEP_MARGIN[evidence], kernels=1 + kernel_margin(device, one.plan))
+    group = network(costed.cluster, place_ranks(costed.cluster, costed.plan.world_size), costed.plan).group(
+        *costed.plan.mesh
+    )
+    evidence: Evidence = "assumed" if disturbed(costed.cluster) else group.link.evidence
+    device = place_ranks(costed.cluster, costed.plan.world_size)[0].device
+    return Doubt(links=1 + cost_constants.STEP_MARGIN[evidence], kernels=1 + kernel_margin(device, costed.plan))
 
 
 def _times(totals: Totals, samples: float) -> Totals:
@@ -331,12 +333,12 @@ def _times(totals: Totals, samples: float) -> Totals:
 
 
 def _relaxed(
-    request: PlanRequest, exact: Choice, best: Costed, one: Tried, doubt: Doubt, tried: Sequence[Tried]
+    request: PlanRequest, exact: Choice, best: Costed, chosen: Tried, doubt: Doubt, tried: Sequence[Tried]
 ) -> Choice:
-    """Return the choice of the strategy `one`."""
-    sentence = chosen_words(request, best, one, doubt)
+    """Return the choice of the strategy `chosen`."""
+    sentence = chosen_words(request, best, chosen, doubt)
     first = Alternative(
-        plan=exact.best, prediction=exact.prediction, reason=why_exact_lost(best, one), totals=exact.totals
+        plan=exact.best, prediction=exact.prediction, reason=why_exact_lost(best, chosen), totals=exact.totals
     )
     others = tuple(
         replace(other, reason=f"compared with the best exact plan: {other.reason}") for other in exact.alternatives
@@ -344,20 +346,20 @@ def _relaxed(
     return replace(
         exact,
         request=request,
-        best=one.one.plan,
-        prediction=one.one.prediction,
-        totals=one.totals,
-        alternatives=(first, *_runners_up([other for other in tried if other is not one], one.counted), *others),
+        best=chosen.costed.plan,
+        prediction=chosen.costed.prediction,
+        totals=chosen.totals,
+        alternatives=(first, *_runners_up([other for other in tried if other is not chosen], chosen.counted), *others),
         remarks=(sentence, *(f"With exact gradient reduction: {remark}" for remark in exact.remarks)),
         changes=tuple(f"With exact gradient reduction: {change}" for change in exact.changes),
-        relaxation=replace(_relaxation(request, best, one, sentence, doubt), chosen=True),
+        relaxation=replace(_relaxation(request, best, chosen, sentence, doubt), chosen=True),
     )
 
 
 def _exact(request: PlanRequest, exact: Choice, best: Costed, tried: Sequence[Tried], why: str) -> Choice:
     """Return the exact choice, with the strategies that it was compared with."""
     near = tried[0] if tried else None
-    doubt = _doubt(near.one) if near is not None else None
+    doubt = _doubt(near.costed) if near is not None else None
     sentence = exact_words(request, best, near, doubt, why)
     return replace(
         exact,
@@ -372,8 +374,8 @@ def _runners_up(tried: Sequence[Tried], chosen: float) -> tuple[Alternative, ...
     """Return the strategies to list, each with the reason why it was not chosen."""
     return tuple(
         Alternative(
-            plan=candidate.one.plan,
-            prediction=candidate.one.prediction,
+            plan=candidate.costed.plan,
+            prediction=candidate.costed.prediction,
             reason=why_strategy_lost(candidate, chosen),
             totals=candidate.totals,
         )
@@ -382,45 +384,45 @@ def _runners_up(tried: Sequence[Tried], chosen: float) -> tuple[Alternative, ...
 
 
 def _relaxation(
-    request: PlanRequest, best: Costed, one: Tried | None, sentence: str, doubt: Doubt | None
+    request: PlanRequest, best: Costed, candidate: Tried | None, sentence: str, doubt: Doubt | None
 ) -> RelaxationGain:
     """Return what the best strategy would bring, as data."""
     step_s = best.prediction.step_time_s.value
-    if one is None or doubt is None:
+    if candidate is None or doubt is None:
         return RelaxationGain(relax=request.relax, exact_step_s=step_s, step_s=step_s, sentence=sentence)
     return RelaxationGain(
         relax=request.relax,
-        strategy=one.strategy.words,
+        strategy=candidate.strategy.words,
         exact_step_s=step_s,
-        step_s=one.one.prediction.step_time_s.value,
-        samples=one.samples,
-        evidence=one.evidence,
+        step_s=candidate.costed.prediction.step_time_s.value,
+        samples=candidate.samples,
+        evidence=candidate.evidence,
         links=doubt.links,
         kernels=doubt.kernels,
         sentence=sentence,
     )
 
 
-def chosen_words(request: PlanRequest, best: Costed, one: Tried, doubt: Doubt) -> str:
+def chosen_words(request: PlanRequest, best: Costed, chosen: Tried, doubt: Doubt) -> str:
     """Return the sentence that says why a plan that sends less was chosen, and what that changes.
 
     Args:
         request: what was asked.
         best: the best exact plan.
-        one: the plan that was chosen.
+        chosen: the plan that was chosen.
         doubt: margins of error with which it still wins.
     """
-    counted = counted_words(one.samples, one.evidence)
-    if one.strategy.relaxation == "exact":
+    counted = counted_words(chosen.samples, chosen.evidence)
+    if chosen.strategy.relaxation == "exact":
         return (
-            f"{_describe_strategy(one)}, which sends fewer bytes and loses nothing: a step takes {_step(one.one)} "
-            f"instead of {_step(best)} where gradients are reduced directly. That pays even if "
-            f"{doubt_words(one, doubt)}"
+            f"{_describe_strategy(chosen)}, which sends fewer bytes and loses nothing: a step takes "
+            f"{_step(chosen.costed)} instead of {_step(best)} where gradients are reduced directly. That pays even if "
+            f"{doubt_words(chosen, doubt)}"
         )
     return (
-        f"{_describe_strategy(one)}, as --relax {request.relax} allows: a step takes {_step(one.one)} instead "
+        f"{_describe_strategy(chosen)}, as --relax {request.relax} allows: a step takes {_step(chosen.costed)} instead "
         f"of {_step(best)} with exact gradient reduction. Counting {counted}, that pays even if "
-        f"{doubt_words(one, doubt)}. The results differ from those of one device: compare the quality with that of "
+        f"{doubt_words(chosen, doubt)}. The results differ from those of one device: compare the quality with that of "
         "an exact run"
     )
 
@@ -438,9 +440,11 @@ def exact_words(request: PlanRequest, best: Costed, near: Tried | None, doubt: D
     begin = f"Gradient reduction stays exact, although --relax {request.relax} allows other strategies: "
     if near is None or doubt is None:
         return begin + (why or "no strategy that sends less applies to these plans")
-    comparison = f"if {_describe_strategy(near, small=True)}, a step takes {_step(near.one)} instead of {_step(best)}"
+    comparison = (
+        f"if {_describe_strategy(near, small=True)}, a step takes {_step(near.costed)} instead of {_step(best)}"
+    )
     counted = counted_words(near.samples, near.evidence)
-    if near.one.value >= best.value:
+    if near.costed.value >= best.value:
         return f"{begin}the best of them is no faster; {comparison}"
     if near.counted >= best.value:
         return f"{begin}{comparison}, but counting {counted} that is no gain"
@@ -453,7 +457,7 @@ def exact_words(request: PlanRequest, best: Costed, near: Tried | None, doubt: D
     return f"{begin}{comparison}; {unsure}"
 
 
-def doubt_words(one: Tried, doubt: Doubt) -> str:
+def doubt_words(tried: Tried, doubt: Doubt) -> str:
     """Return the margins of error as text."""
     links = f"links are {doubt.links:.2g} times as fast as predicted"
     return f"{links} and the codec's kernels {doubt.kernels:.2g} times as slow" if doubt.kernels > 1 else links
@@ -466,27 +470,27 @@ def counted_words(samples: float, evidence: Evidence) -> str:
     return f"{samples:.3g} times the samples ({evidence})"
 
 
-def why_exact_lost(best: Costed, one: Tried) -> str:
+def why_exact_lost(best: Costed, chosen: Tried) -> str:
     """Return a phrase saying why the best exact plan was not chosen."""
-    ratio = best.value / one.counted
-    return f"exact gradient reduction; {ratio:.2f}x as long as {one.strategy.words} with its additional samples"
+    ratio = best.value / chosen.counted
+    return f"exact gradient reduction; {ratio:.2f}x as long as {chosen.strategy.words} with its additional samples"
 
 
-def why_strategy_lost(one: Tried, chosen: float) -> str:
+def why_strategy_lost(tried: Tried, chosen: float) -> str:
     """Return a phrase saying why a strategy was not chosen; `chosen` is the value of the plan that was."""
-    ratio, counted = one.counted / chosen, counted_words(one.samples, one.evidence)
+    ratio, counted = tried.counted / chosen, counted_words(tried.samples, tried.evidence)
     if ratio < 1:
         return f"{1 - ratio:.0%} less, counting {counted}, which is within the prediction's error"
     return f"{ratio:.2f}x as long, counting {counted}"
 
 
-def _describe_strategy(one: Tried, *, small: bool = False) -> str:
+def _describe_strategy(tried: Tried, *, small: bool = False) -> str:
     """Return a clause that says what is sent; `small` starts it with a small letter."""
-    verb = "gradients are sent as" if one.strategy.mode == "synchronous" else "replicas are synchronised by"
-    words = f"{verb} {one.strategy.words}"
+    verb = "gradients are sent as" if tried.strategy.mode == "synchronous" else "replicas are synchronised by"
+    words = f"{verb} {tried.strategy.words}"
     return words if small else words[0].upper() + words[1:]
 
 
-def _step(one: Costed) -> str:
+def _step(costed: Costed) -> str:
     """Return a plan's step time as text."""
-    return seconds(one.prediction.step_time_s.value)
+    return seconds(costed.prediction.step_time_s.value)

@@ -74,13 +74,13 @@ def _point(count: int, request: PlanRequest, search: Callable[[PlanRequest], Cho
     )
 
 
-def _worth(before: list[ScalingPoint], one: ScalingPoint) -> float | None:
+def _worth(before: list[ScalingPoint], larger: ScalingPoint) -> float | None:
     """Return what each additional device adds in speed, relative to the average per device of the last plan."""
     known = [point for point in before if point.throughput_per_s]
-    if not known or not one.throughput_per_s:
+    if not known or not larger.throughput_per_s:
         return None
-    gained = one.throughput_per_s / known[-1].throughput_per_s - 1
-    return gained / (one.devices / known[-1].devices - 1)
+    gained = larger.throughput_per_s / known[-1].throughput_per_s - 1
+    return gained / (larger.devices / known[-1].devices - 1)
 
 
 def pays_until(points: Sequence[ScalingPoint]) -> int:

@@ -287,14 +287,14 @@ def _at_which_link(
     return ""
 
 
-def _link_of(one: Costed, tier: LinkTier) -> LinkSpec | None:
+def _link_of(costed: Costed, tier: LinkTier) -> LinkSpec | None:
     """Return the link of a tier that the ranks of a plan use; None where they use none."""
-    return link_of_tier(one.cluster, place_ranks(one.cluster, one.plan.world_size), tier)
+    return link_of_tier(costed.cluster, place_ranks(costed.cluster, costed.plan.world_size), tier)
 
 
-def _step(model: ModelSpec, cluster: ClusterSpec, one: Costed) -> float:
+def _step(model: ModelSpec, cluster: ClusterSpec, costed: Costed) -> float:
     """Predict the step time of a plan on a changed cluster, in seconds; infinite where that is impossible."""
     try:
-        return predict(model, cluster, one.plan).step_time_s.value
+        return predict(model, cluster, costed.plan).step_time_s.value
     except TuttiError:
         return math.inf
