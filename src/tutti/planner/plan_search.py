@@ -157,7 +157,7 @@ def _search(
     if not any(candidate.good for candidate in costed):
         raise PlanError(nothing_good(model, cluster, request, costed))
     over = _ending(clock, CHANGES * whole_s)
-    return _choice(model, cluster, request, costed, impossible, _together(parts), over)
+    return _choice(model, cluster, request, costed, impossible, _total_coverage(parts), over)
 
 
 def _ending(clock: Clock | None, seconds: float) -> Callable[[], bool]:
@@ -196,7 +196,7 @@ def _with_batch(request: PlanRequest, size: int) -> PlanRequest:
     return dataclasses.replace(request, script=dataclasses.replace(request.script, batch=batch))
 
 
-def _together(parts: Sequence[Coverage]) -> Coverage:
+def _total_coverage(parts: Sequence[Coverage]) -> Coverage:
     """Add up the coverage of several searches."""
     names = [field.name for field in dataclasses.fields(Coverage) if field.name != "gap"]
     counts = {name: sum(getattr(part, name) for part in parts) for name in names}
@@ -426,7 +426,7 @@ def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Cloc
             explorer = Explorer(model, (part,), request, [_quickest(model, part, request)], clock, share_s)
         except PlanError:  # no plan of this part serves the request
             continue
-        explorer.run(than=whole.best)
+        explorer.run(better_than=whole.best)
         polish(explorer)
         good = sorted(
             (candidate for candidate in explorer.costed if candidate.good), key=lambda candidate: candidate.value
