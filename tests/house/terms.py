@@ -58,7 +58,7 @@ def _forms(word: str) -> set[str]:
     stem = word[:-1] if word.endswith("e") else word
     past = word[:-1] + "i" if word.endswith("y") and word[-2] not in "aeiou" else stem
     plural = f"{past}es" if past.endswith(("i", "s", "sh", "ch", "x")) else f"{word}s"
-    forms = {word, plural, f"{past}ed", f"{stem}ing"}
+    forms = {word, plural, f"{past}ed", f"{stem}ing", f"{stem}ings"}
     return forms | {f"{word}led", f"{word}ling"} if word.endswith("l") else forms
 
 

@@ -1,4 +1,4 @@
-"""Sentences with numbers on why a plan lost and what a choice means."""
+"""Explain in sentences with numbers why a plan lost and what a choice means."""
 
 import math
 import re
@@ -36,7 +36,7 @@ def why(request: PlanRequest, loser: Costed, best: Costed) -> str:
     if not prediction.fits:
         return (
             f"does not fit: needs {nbytes(prediction.memory.total)} for each rank ({_largest_part(prediction)}), "
-            f"but a rank has {nbytes(objectives.room_nbytes(loser.cluster, plan))}"
+            f"but a rank has {nbytes(objectives.capacity_nbytes(loser.cluster, plan))}"
         )
     if loser.broken:
         return f"not allowed: {loser.broken}"

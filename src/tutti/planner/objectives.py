@@ -125,7 +125,7 @@ def totals(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: P
     )
 
 
-def room_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
+def capacity_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
     """Return the bytes that each rank of a plan may fill, on its smallest device."""
     return min(host_group.memory_nbytes for host_group in place_ranks(cluster, plan.world_size))
 

@@ -421,7 +421,7 @@ def wide_rules(plan: Plan, cluster: ClusterSpec, columns: ModelTable, samples: i
 
 
 def _traffic(columns: ModelTable, index: int, plan: Plan, samples: int, *, by_outputs: bool) -> tuple[float, float]:
-    """Return the bytes of activations that a rank sends in a step for a divided layer, and of gradients that it saves."""
+    """Return the bytes of activations that a rank sends per step for a divided layer, and of gradients it saves."""
     n, ranks = plan.degree("table"), plan.data_parallel_degree
     float32_samples = samples / ranks * (0.5 if plan.precision in ("bfloat16", "float16") else 1.0)
     inputs, outputs = float(columns.linear[index]), float(columns.outputs[index])

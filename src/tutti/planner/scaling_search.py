@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from tutti.config.cluster import ClusterSpec
 from tutti.config.prediction import ScalingCurve, ScalingPoint
 from tutti.errors import PlanError
-from tutti.planner.candidates import host_groups
+from tutti.planner.candidates import max_unshared_ranks
 from tutti.planner.plan_description import plan_words
 from tutti.planner.plan_request import Choice, PlanRequest
 
@@ -19,7 +19,7 @@ def device_counts(cluster: ClusterSpec, most: int | None = None) -> tuple[int, .
 
     Each core of a CPU counts as a device, because it can have a rank.
     """
-    limit = min(host_groups(cluster), most or host_groups(cluster))
+    limit = min(max_unshared_ranks(cluster), most or max_unshared_ranks(cluster))
     counts = [1]
     while counts[-1] * 2 < limit:
         counts.append(counts[-1] * 2)
