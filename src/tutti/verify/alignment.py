@@ -14,6 +14,7 @@ from tutti.checkpoint.training_state import TrainingState
 from tutti.config.vocabulary import DATA_AXES, AxisName
 from tutti.data.batches import MicrobatchShare
 from tutti.parallel.context.sequence_order import SequenceOrder
+from tutti.parallel.divided_tensor import local
 from tutti.parallel.layout import TensorShard, to_local
 from tutti.parallel.spatial import spatial_tensor as space
 from tutti.parallel.tensor import tensor_activation as split
@@ -386,10 +387,10 @@ def local_activation(value: torch.Tensor) -> tuple[torch.Tensor, TensorShard | N
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(value, split.SplitTensor):
             placement = value.place
-            return split.local(value), shard.cut(placement.dim, *placement.spread.parts[placement.group.rank])
+            return local(value), shard.cut(placement.dim, *placement.spread.parts[placement.group.rank])
         if isinstance(value, space.SpatialTensor):
             for dim, along in enumerate(space.where_of(value)):
                 if along is not None:
                     shard = shard.cut(dim, space.rows_of(along, space.space_of([value])))
-            return space.local(value), shard
+            return local(value), shard
     return value, None
