@@ -19,9 +19,9 @@ SIZE_EXCEPTIONS: dict[str, str] = {}
 ENVIRONMENT_FILES: dict[str, str] = {
     "src/tutti/environment.py": "the one reader",
     "src/tutti/launch/launch_environment.py": "composes the environment that a rank is started with",
-    "src/tutti/profile/probe/host_facts.py": "the user's cache folder, and the interface the probe's ranks meet on",
+    "src/tutti/profile/probe/host_facts.py": "the user's cache folder, and the network interface of the probe's ranks",
 }
-"""File -> why it touches the environment. Readers of a run's meaning are env.py alone."""
+"""File -> why it touches the environment. Only environment.py reads variables that change what a run does."""
 
 PUBLIC_NAMES = [
     "ClusterSpec",
@@ -225,6 +225,16 @@ def test_docstring_checker() -> None:
     assert undocumented("") == []
     assert undocumented("x = 1") == ["the module has no docstring"]
     assert undocumented('"""What it is."""') == []
+
+
+@pytest.mark.parametrize("word", ["party", "parties", "crowded", "WISHES", "paced", "dialling", "seating"])
+def test_word_checker(word: str) -> None:
+    name = word if word.isupper() else f"my_{word}"
+    assert retired_identifiers(f"{name} = 1", "src/a.py") != []
+    assert retired_identifiers(f"# {word}\nx = 1", "src/a.py") == []
+    assert retired_identifiers("always = space = forward = 1", "src/a.py") == []
+    assert retired_in_messages("f'a {crowded} place'", "src/a.py") == []
+    assert retired_in_messages("print('crowded cores')", "src/a.py") != []
 
 
 @pytest.mark.parametrize(

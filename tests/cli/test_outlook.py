@@ -18,7 +18,7 @@ from cost_model.examples_mesh import machines, meshed, transformer
 from report.run_folders import write_run
 from tutti.cli import plan as plan_command
 from tutti.cli import predict as predict_command
-from tutti.cli.plan_trials import check_here, fastest, said, seated
+from tutti.cli.plan_trials import check_here, fastest, said, with_node_order
 from tutti.cli.plan_view import drawn, held, show_timeline
 from tutti.cli.prediction_view import show_trials, trust_here, with_measured
 from tutti.config import serialization
@@ -206,8 +206,8 @@ def test_nodes_are_seated_in_the_order_of_the_choice() -> None:
     from planner.machines import mixed
 
     both = mixed()
-    assert seated(both, ()) == both
-    assert [node.name for node in seated(both, ("b", "a")).nodes] == ["b", "a"]
+    assert with_node_order(both, ()) == both
+    assert [node.name for node in with_node_order(both, ("b", "a")).nodes] == ["b", "a"]
 
 
 def test_past_runs_for_the_same_cluster_tell_how_far_to_trust(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from house.tree import imports, module_name
+from house.tree import imports, module_name, syntax_nodes
 
 _BASE = frozenset(
     {"errors", "machine", "host_memory", "environment", "config", "comm", "compression", "optim", "data", "nn"}
@@ -88,7 +88,7 @@ def import_circle(files: list[Path]) -> list[str]:
     known = {module_name(path): path for path in files}
     graph = {}
     for module, path in known.items():
-        graph[module] = _executed(ast.parse(path.read_text(encoding="utf-8"))) & set(known) - {module}
+        graph[module] = _executed(path.read_text(encoding="utf-8")) & set(known) - {module}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -96,10 +96,10 @@ def import_circle(files: list[Path]) -> list[str]:
     return []
 
 
-def _executed(tree: ast.AST) -> set[str]:
+def _executed(source: str) -> set[str]:
     """Return the dotted names that imports may load: a and a.b for `from a import b`, a.b for `import a.b`."""
     names = set()
-    for node in ast.walk(tree):
+    for node in syntax_nodes(source):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):

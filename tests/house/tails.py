@@ -3,6 +3,8 @@
 import ast
 import re
 
+from house.tree import syntax_nodes
+
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_METHODS = 20
@@ -18,7 +20,7 @@ def oversized(source: str) -> list[str]:
     lines = len(source.splitlines())
     if lines > MAX_FILE_LINES:
         findings.append(f"{lines} lines; at most {MAX_FILE_LINES}")
-    for node in ast.walk(ast.parse(source)):
+    for node in syntax_nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = _length(node)
             if length > MAX_FUNCTION_LINES:
@@ -58,6 +60,8 @@ def _matches(pattern: re.Pattern[str], text: str) -> list[str]:
 
 def undocumented(source: str) -> list[str]:
     """Return a sentence if the module has no docstring; an empty file, which only marks a package, needs none."""
+    if source.startswith('"""'):  # nearly every file: saves parsing it
+        return []
     tree = ast.parse(source)
     return ["the module has no docstring"] if tree.body and not ast.get_docstring(tree) else []
 
@@ -67,8 +71,10 @@ def environment_uses(source: str) -> list[str]:
     like.
     """
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-    findings = []
-    for node in ast.walk(ast.parse(source)):
+    findings: list[str] = []
+    if not any(name in source for name in names):
+        return findings
+    for node in syntax_nodes(source):
         if isinstance(node, ast.Attribute) and node.attr in names and getattr(node.value, "id", "") == "os":
             findings.append(f"line {node.lineno}: os.{node.attr}")
         elif isinstance(node, ast.ImportFrom) and node.module == "os":

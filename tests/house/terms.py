@@ -4,9 +4,10 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-from house.tree import name_of
+from house.tree import name_of, syntax_nodes
 
 RETIRED: dict[str, str] = {
     "apart": "diverged, piecewise",
@@ -32,12 +33,12 @@ RETIRED: dict[str, str] = {
     "way": "the noun that is meant: strategy, direction, route",
     "wish": "option",
 }
-"""Retired word -> the standard term. No identifier and no file name may contain the word, in singular or plural."""
+"""Retired word -> the standard term. No identifier and no file name may contain the word in any of its forms."""
 
 IN_MESSAGES = frozenset(
     {"courier", "crowd", "desk", "dial", "errand", "gauge", "lane", "momenta", "parcel", "seat", "wards", "wish"}
 )
-"""Retired words that plain English does not need either: no message to the user may contain them."""
+"""Retired words that plain English does not need either: no message to the user may contain a form of them."""
 
 _SIMD_FILES = ("cpu_kernels", "blocks", "one_bit", "qsgd")
 
@@ -46,19 +47,39 @@ OTHER_MEANINGS: dict[tuple[str, str], str] = {
 }
 """(File, word) -> the standard meaning that the word has in this file."""
 
-_WORD = re.compile(r"_+|(?<=[a-z0-9])(?=[A-Z])")
-_SENTENCE = re.compile(r"[A-Za-z]+")
+_BETWEEN_WORDS = re.compile(r"_+|(?<=[a-z0-9])(?=[A-Z])")
+_NO_LETTERS = re.compile(r"[^A-Za-z]+")
+_ANY_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_CLASS = re.compile(r"^class (\w+)[:(]", re.MULTILINE)
 
 
-def _retired(word: str) -> str | None:
-    """Return the retired word of which this is a form, or None."""
-    lower = word.lower()
-    return next((form for form in (lower, lower.removesuffix("s"), lower.removesuffix("es")) if form in RETIRED), None)
+def _forms(word: str) -> set[str]:
+    """Return a word with its plural, "-ed" and "-ing" forms: party, parties; crowd, crowded; dial, dialled, dialing."""
+    stem = word[:-1] if word.endswith("e") else word
+    past = word[:-1] + "i" if word.endswith("y") and word[-2] not in "aeiou" else stem
+    plural = f"{past}es" if past.endswith(("i", "s", "sh", "ch", "x")) else f"{word}s"
+    forms = {word, plural, f"{past}ed", f"{stem}ing", f"{stem}ings"}
+    return forms | {f"{word}led", f"{word}ling"} if word.endswith("l") else forms
 
 
-def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+_RETIRED_FORMS = {form: word for word in RETIRED for form in _forms(word)}
+
+
+def _has_retired_word(text: str) -> bool:
+    """Return whether a retired word occurs anywhere, also in comments and docstrings; only such files are parsed."""
+    return not _RETIRED_FORMS.keys().isdisjoint(word.lower() for word in _ANY_WORD.findall(text))
+
+
+@cache
+def _retired_in(text: str, separator: re.Pattern[str]) -> tuple[str, ...]:
+    """Return the retired words of which the parts of a text are forms."""
+    parts = (part.lower() for part in separator.split(text))
+    return tuple(_RETIRED_FORMS[part] for part in parts if part in _RETIRED_FORMS)
+
+
+def identifiers(source: str) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of every identifier in a module: names, attributes, parameters, keywords."""
-    for node in ast.walk(tree):
+    for node in syntax_nodes(source):
         for field in ("name", "id", "arg", "attr", "asname"):
             name = getattr(node, field, None)
             if isinstance(name, str):
@@ -67,36 +88,39 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def retired_identifiers(source: str, name: str) -> list[str]:
     """Return a sentence for each identifier of a file, and for its own name, that contains a retired word."""
-    findings = []
-    for line, identifier in [(1, Path(name).stem), *identifiers(ast.parse(source))]:
-        for part in _WORD.split(identifier):
-            word = _retired(part)
-            if word and (name, word) not in OTHER_MEANINGS:
-                findings.append(f"line {line}: {identifier}: write {RETIRED[word]}")
-    return sorted(set(findings))
+    if not _has_retired_word(f"{name}\n{source}"):
+        return []
+    findings = {
+        f"line {line}: {identifier}: write {RETIRED[word]}"
+        for line, identifier in [(1, Path(name).stem), *identifiers(source)]
+        for word in _retired_in(identifier, _BETWEEN_WORDS)
+        if (name, word) not in OTHER_MEANINGS
+    }
+    return sorted(findings)
 
 
 def retired_in_messages(source: str, name: str) -> list[str]:
     """Return a sentence for each text of a file, without docstrings, that contains a retired word."""
-    tree = ast.parse(source)
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    findings = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            for part in _SENTENCE.findall(node.value):
-                word = _retired(part)
-                if word in IN_MESSAGES and (name, word) not in OTHER_MEANINGS:
-                    findings.append(f"line {node.lineno}: {part!r} in a message: write {RETIRED[word]}")
-    return sorted(set(findings))
+    if not _has_retired_word(source):
+        return []
+    nodes = syntax_nodes(source)
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    findings = {
+        f"line {node.lineno}: {word!r} in a message: write {RETIRED[word]}"
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        for word in _retired_in(node.value, _NO_LETTERS)
+        if word in IN_MESSAGES and (name, word) not in OTHER_MEANINGS
+    }
+    return sorted(findings)
 
 
 def repeated_classes(files: list[Path]) -> list[str]:
     """Return a sentence for each class name that several files define at module level."""
     places = defaultdict(list)
     for path in files:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(name_of(path))
+        for name in _CLASS.findall(path.read_text(encoding="utf-8")):
+            places[name].append(name_of(path))
     return [
         f"class {name} has several meanings: {', '.join(where)}" for name, where in places.items() if len(where) > 1
     ]

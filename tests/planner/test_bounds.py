@@ -17,7 +17,7 @@ from tutti.config.plan import LayoutRule, PipelinePlan, Plan
 from tutti.config.prediction import Prediction
 from tutti.config.vocabulary import AxisName, Precision
 from tutti.cost_model import compute_cost, predict
-from tutti.cost_model.best_case import BestCase, paced
+from tutti.cost_model.best_case import BestCase, pipeline_speed_bound
 from tutti.cost_model.best_case_memory import BestCaseMemory
 from tutti.cost_model.compute_cost import op_table
 from tutti.cost_model.microbatch_cost import at_least, taken_in_passes
@@ -239,9 +239,9 @@ def test_no_cut_is_quicker_than_the_pace_of_its_places(
     work = data.draw(st.lists(st.floats(0.01, 10), min_size=len(speeds), max_size=len(speeds)))
     seconds = np.array(work) / np.array(speeds)
     lasts = float(np.max(microbatches * seconds + np.cumsum(seconds) - seconds))
-    assert microbatches * sum(work) / len(work) <= lasts * paced([[speed] for speed in speeds], microbatches) * (
-        1 + 1e-9
-    )
+    assert microbatches * sum(work) / len(work) <= lasts * pipeline_speed_bound(
+        [[speed] for speed in speeds], microbatches
+    ) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "mixed" not in case])

@@ -96,10 +96,10 @@ def test_every_field_that_is_changed_is_told(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("batch.ramp", "The batch grows: never in A, 8 until batch 10 in B: this changes what is computed"),
+        ("batch.ramp", "Batch ramp: none in A; 8 until batch 10 in B (changes results)"),
         ("layout.modules", "Only B has a rule for modules blocks.2: recompute"),
         ("layout.recompute", "Recompute: full in A, selective in B"),
-        ("made_for", "Made for different models: only in A embed (Linear 32); only in B embed (Linear 64)"),
+        ("made_for", "Only B's model has embed (Linear 64)"),
         ("sync.bucket_sizes", "26,214,400 bytes in A, 26,214,400 bytes at first, then of the size measured as fastest"),
         ("sharding.offload", "Sharding: level 3 in A, level 3; offload optimizer in B"),
     ],

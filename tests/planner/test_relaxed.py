@@ -15,12 +15,12 @@ from tutti.config.sync_notation import format_relaxation, parse_sync
 from tutti.cost_model import predict
 from tutti.errors import PlanError
 from tutti.planner import Choice, NoiseScale, PlanRequest, choose, explain, rows
-from tutti.planner.relaxed_search import Tried, _costed
+from tutti.planner.relaxed_search import TriedStrategy, _costed
 from tutti.planner.relaxed_strategies import (
     BEGINS,
     RELAXED_STRATEGIES,
-    WORTH,
-    WORTH_IN_TURNS,
+    REQUIRED_SAVING,
+    REQUIRED_SAVING_OVERSUBSCRIBED,
     RelaxedStrategy,
     correctable,
     samples_of,
@@ -160,7 +160,7 @@ def test_where_hosts_take_turns_on_cores_a_gain_must_be_larger() -> None:
     assert uncontended.relaxation.chosen
     assert not in_turns.relaxation.chosen
     gain = 1 - in_turns.relaxation.step_s * in_turns.relaxation.samples / in_turns.relaxation.exact_step_s
-    assert WORTH < gain < WORTH_IN_TURNS
+    assert REQUIRED_SAVING < gain < REQUIRED_SAVING_OVERSUBSCRIBED
     assert "too small to change training for" in explain(in_turns)
 
 
@@ -174,12 +174,14 @@ def test_where_hosts_take_turns_a_way_that_computes_nothing_more_needs_no_larger
     coded = replace(rare, compress=Compression(method="qsgd", bits=8))
     (often,) = [strategy for strategy in RELAXED_STRATEGIES if strategy.words == "qsgd,bits=8"]
     worth = {
-        strategy.words: Tried(strategy=strategy, one=base, samples=1.0, evidence="assumed", totals=exact.totals).worth
+        strategy.words: TriedStrategy(
+            strategy=strategy, costed=base, samples=1.0, evidence="assumed", totals=exact.totals
+        ).required_saving
         for strategy in (rare, coded, often)
     }
-    assert worth[rare.words] == WORTH
-    assert worth[often.words] == WORTH_IN_TURNS
-    assert worth[coded.words] - WORTH == pytest.approx((WORTH_IN_TURNS - WORTH) / 8)
+    assert worth[rare.words] == REQUIRED_SAVING
+    assert worth[often.words] == REQUIRED_SAVING_OVERSUBSCRIBED
+    assert worth[coded.words] - REQUIRED_SAVING == pytest.approx((REQUIRED_SAVING_OVERSUBSCRIBED - REQUIRED_SAVING) / 8)
 
 
 def counted_with(optimizer: str) -> dict[tuple[str, int], float]:

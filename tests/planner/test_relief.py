@@ -16,7 +16,7 @@ from tutti.config.plan import LayoutRule, PipelinePlan, Plan
 from tutti.cost_model import predict
 from tutti.planner import PlanRequest, choose
 from tutti.planner.plan_description import settings_words
-from tutti.planner.plan_refinement import BlockLoad, chosen, with_forms
+from tutti.planner.plan_refinement import BlockLoad, least_recompute, with_forms
 from tutti.profile.architectures import architecture
 
 BLOCKS = 4
@@ -28,7 +28,7 @@ def load(nbytes: list[list[float]], seconds: list[list[float]], place: list[int]
         nbytes=np.array(nbytes),
         within=np.zeros((3, len(place))),
         seconds=np.array(seconds),
-        place=np.array(place),
+        pipeline_rank=np.array(place),
         fixed=np.zeros(max(place) + 1),
     )
 
@@ -53,7 +53,7 @@ def test_the_choice_is_as_good_as_any_that_keeps_a_little_less(data: st.DataObje
         return kept, sum(seconds[form][block] for block, form in enumerate(forms))
 
     every = [totals(forms) for forms in product(range(3), repeat=count)]
-    picked = chosen(model, budget)
+    picked = least_recompute(model, budget)
     tighter = budget * (1 - count / 400)
     if picked is None:
         assert not any((kept <= tighter).all() for kept, _ in every)

@@ -25,7 +25,7 @@ from tutti.planner import Choice, PlanRequest, choose
 from tutti.planner.candidates import limits_of
 from tutti.planner.exploration import Explorer
 from tutti.planner.mesh_enumeration import plan_of, shapes, variants
-from tutti.planner.mixed_hardware import MicrobatchTime, improved, together
+from tutti.planner.mixed_hardware import MicrobatchTime, improved, parts_finishing_together
 from tutti.planner.plan_description import plan_words
 from tutti.planner.plan_explanation import difference, explain
 from tutti.profile.architectures import architecture
@@ -208,7 +208,7 @@ def test_parts_add_up_and_all_with_room_finish_together(
 ) -> None:
     times = [MicrobatchTime(a, b) for a, b in zip(whole, part, strict=False)]
     limits, least = np.array(most[: len(times)]), 0.01
-    shares = together(times, limits, least)
+    shares = parts_finishing_together(times, limits, least)
     assert shares.sum() == pytest.approx(1.0)
     if limits.sum() <= 1:
         return

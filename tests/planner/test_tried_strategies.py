@@ -6,15 +6,17 @@ from typing import Any
 import pytest
 
 from planner.machines import cards, own_links
-from tutti.planner.relaxed_search import TIE, Doubt, Tried, _better, _ranked
-from tutti.planner.relaxed_strategies import RELAXED_STRATEGIES, WORTH
+from tutti.planner.relaxed_search import TIE, ErrorMargins, TriedStrategy, _better, _ranked
+from tutti.planner.relaxed_strategies import RELAXED_STRATEGIES, REQUIRED_SAVING
 
 BY_WORDS = {strategy.words: strategy for strategy in RELAXED_STRATEGIES}
 
 
-def tried(words: str, value: float, samples: float = 1.0) -> Tried:
+def tried(words: str, value: float, samples: float = 1.0) -> TriedStrategy:
     placeholder: Any = SimpleNamespace(value=value, cluster=cards(2, 2), plan=SimpleNamespace(world_size=4))
-    return Tried(strategy=BY_WORDS[words], one=placeholder, samples=samples, evidence="assumed", totals=placeholder)
+    return TriedStrategy(
+        strategy=BY_WORDS[words], costed=placeholder, samples=samples, evidence="assumed", totals=placeholder
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,15 +47,15 @@ def test_fewer_samples_go_before_all_but_the_dial() -> None:
 
 
 def test_what_is_equal_to_the_best_of_its_dial_is_as_good_as_that() -> None:
-    best, gains = tried("post-local:period=8,after=4 in qsgd,bits=4", 1.0), 1.001 / (1 - WORTH)
+    best, gains = tried("post-local:period=8,after=4 in qsgd,bits=4", 1.0), 1.001 / (1 - REQUIRED_SAVING)
     equal = tried("post-local:period=8,after=4", 1 + 0.9 * TIE)
     others = [tried("local:period=8", 1 + 1.1 * TIE), tried("qsgd,bits=8", 1 + 0.9 * TIE)]
     assert _better([best, equal, *others], gains) == [best, equal]
-    assert _better([best, equal, *others], 0.999 / (1 - WORTH)) == []
+    assert _better([best, equal, *others], 0.999 / (1 - REQUIRED_SAVING)) == []
 
 
 def test_links_are_doubted_that_hosts_have_of_their_own() -> None:
-    doubted = Doubt(links=2.0, kernels=1.0).of(own_links(cards(2, 2)))
+    doubted = ErrorMargins(links=2.0, kernels=1.0).of(own_links(cards(2, 2)))
     for before, after in zip(own_links(cards(2, 2)).every_link, doubted.every_link, strict=True):
         assert after.bandwidth_bytes_per_s == 2 * before.bandwidth_bytes_per_s
         assert after.latency_s == before.latency_s / 2

@@ -17,7 +17,7 @@ from tutti.cost_model.module_costs import model_table
 from tutti.errors import PlanError
 from tutti.parallel.capabilities import with_capabilities
 from tutti.planner import PlanRequest, choose, explain
-from tutti.planner.plan_refinement import able_plans, wide_plans, wide_rules
+from tutti.planner.plan_refinement import possible_wide_plans, wide_plans, wide_rules
 from tutti.profile import describe_model
 
 LAYERS = ("4", "6", "8")
@@ -119,8 +119,8 @@ def test_a_link_that_is_not_described_leaves_out_what_needs_it() -> None:
     """With two ranks on each host and no link within it, the search goes on with the plans that can be predicted."""
     machines = cluster(cpu(), (link("network", 1e-4, 1e6),), count=2, devices_per_node=1)
     columns = model_table(cnn())
-    assert able_plans(divided(16, mesh={"replicate": 2}), machines, columns, 16, 2)
+    assert possible_wide_plans(divided(16, mesh={"replicate": 2}), machines, columns, 16, 2)
     four = divided(16, mesh={"replicate": 4})
     with pytest.raises(PlanError, match="no link of tier 'node'"):
         list(wide_plans(four, machines, columns, 16, 2))
-    assert able_plans(four, machines, columns, 16, 2) == []
+    assert possible_wide_plans(four, machines, columns, 16, 2) == []

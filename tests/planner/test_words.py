@@ -32,11 +32,11 @@ def test_every_difference_is_a_sentence() -> None:
     differences = difference(old, new, ("old.json", "new.json"))
     assert "Ranks: 1 in old.json, 8 in new.json" in differences
     assert "Split: none in old.json, 2 in new.json" in differences
-    assert "The global batch: 64 in old.json, 128 in new.json: this changes what is computed" in differences
+    assert "The global batch: 64 in old.json, 128 in new.json (changes results)" in differences
     assert "Microbatches: 1 in old.json, 4 in new.json" in differences
-    assert "Precision: full in old.json, bfloat16 in new.json: this changes the numbers" in differences
+    assert "Precision: full in old.json, bfloat16 in new.json (changes results)" in differences
     assert "Recompute: none in old.json, full in new.json" in differences
-    assert "new.json runs as ZeRO-1, zero-bubble, recompute" in differences
+    assert "new.json uses ZeRO-1, zero-bubble, recompute" in differences
     assert "Only old.json has a rule for modules head: column" in differences
 
 

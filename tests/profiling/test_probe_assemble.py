@@ -26,11 +26,11 @@ from tutti.profile.probe.cluster_assembly import (
     SharedRates,
     assemble,
     at_once,
-    crowded,
-    in_kinds,
-    renamed,
-    slowest,
-    turns,
+    group_by_speed,
+    is_oversubscribed,
+    merge_hosts,
+    oversubscription,
+    rename_by_speed,
 )
 from tutti.profile.probe.host_facts import HostFacts
 
@@ -187,7 +187,7 @@ def test_times_that_disagree_are_said(tier: Literal["node", "network"]) -> None:
     one = replace(link(1e9), tier=tier, points=points)
     cluster = assemble(replace(findings([fact("a")]), **{f"{tier}_links": [(one,)]}))  # type: ignore[arg-type]
     assert cluster.conditions is not None
-    assert "1000000 bytes a quarter took at most 1 ms and half more than 4 ms" in cluster.conditions.notes[-1]
+    assert "(of 1000000 bytes: lower quartile 1 ms, median 4 ms)" in cluster.conditions.notes[-1]
 
 
 def test_one_rank_of_each_host_measures_at_once() -> None:
@@ -202,16 +202,16 @@ def test_one_rank_of_each_host_measures_at_once() -> None:
     assert at_once([on("a", "m", "card"), on("a", "m", "other card"), on("b", "m", "card")], 1) == [1]
 
 
-def test_more_hosts_than_cores_of_one_machine_are_crowded() -> None:
+def test_more_hosts_than_cores_of_one_machine_are_oversubscribed() -> None:
     def on(host: str, machine: str, machine_cores: int) -> RankFacts:
         found = fact(host, cores=1)
         return replace(found, host=replace(found.host, machine=machine, machine_cores=machine_cores))
 
     lab = [on("a", "m", 2), on("b", "m", 2), on("c", "m", 2), on("d", "other", 1), on("e", "", 0)]
-    assert crowded(lab, [0, 1, 2, 3, 4])
-    assert not crowded(lab, [0, 2, 3, 4])
-    assert turns(lab, [0, 1, 2, 3, 4]) == 1.5
-    assert turns(lab, [0, 3, 4]) == turns(lab, [4]) == 1
+    assert is_oversubscribed(lab, [0, 1, 2, 3, 4])
+    assert not is_oversubscribed(lab, [0, 2, 3, 4])
+    assert oversubscription(lab, [0, 1, 2, 3, 4]) == 1.5
+    assert oversubscription(lab, [0, 3, 4]) == oversubscription(lab, [4]) == 1
 
 
 def test_of_hosts_that_measured_at_once_the_slowest_products_count_and_else_the_middle() -> None:
@@ -229,7 +229,7 @@ def test_of_hosts_that_measured_at_once_the_slowest_products_count_and_else_the_
                        vectors=(VectorRate(kind="pool", forward=relative_speed,
                                            backward=10 * relative_speed),))  # fmt: skip
 
-    found = slowest({"a": rates(2.0, 512), "b": rates(1.0), "c": rates(2.2, 512)})
+    found = merge_hosts({"a": rates(2.0, 512), "b": rates(1.0), "c": rates(2.2, 512)})
     assert [(rate.n, rate.flops_per_s) for rate in found.gemm] == [(256, 256.0)]  # b skipped N = 512
     assert found.memory[0].bytes_per_s == 2.0
     assert (found.weights[0].forward, found.weights[0].input_gradient) == (2.0, 3.0)
@@ -238,10 +238,10 @@ def test_of_hosts_that_measured_at_once_the_slowest_products_count_and_else_the_
     assert [rate.relative for rate in found.images] == [2.0]
     assert found.notes[0] == RATES.notes[0]
     assert [note.split(",")[0] for note in found.notes[1:]] == [
-        "host b multiplies at 50% of the usual speed of its kind"
+        "host b runs matrix products at 50% of the median speed of its kind of device"
     ]
-    assert slowest({"a": rates(2.0), "b": rates(1.0)}).notes == RATES.notes  # which of two is the usual one?
-    assert slowest({"a": rates(2.0, 512)}) == rates(2.0, 512)
+    assert merge_hosts({"a": rates(2.0), "b": rates(1.0)}).notes == RATES.notes  # which of two is the usual one?
+    assert merge_hosts({"a": rates(2.0, 512)}) == rates(2.0, 512)
 
 
 def test_a_host_that_multiplies_far_slower_has_another_device_whatever_its_name() -> None:
@@ -256,20 +256,22 @@ def test_a_host_that_multiplies_far_slower_has_another_device_whatever_its_name(
         "d": rates(4.4, 4.0),
         "e": rates(1.0, 1.2),
     }
-    groups = in_kinds(found)
+    groups = group_by_speed(found)
     assert [list(group) for group in groups] == [["b", "c"], ["a", "d"], ["e"]]
     assert [group[host] for group in groups for host in group] == [found[host] for host in "bcade"]
-    assert in_kinds({"a": rates(10.0, 10.0), "b": rates(6.0, 7.1)}) == [{"a": rates(10.0, 10.0), "b": rates(6.0, 7.1)}]
-    assert in_kinds({"a": rates(10.0), "b": rates()}) == [{"a": rates(10.0), "b": rates()}]  # nothing to compare
-    assert in_kinds({"a": rates(10.0)}) == [{"a": rates(10.0)}]
+    assert group_by_speed({"a": rates(10.0, 10.0), "b": rates(6.0, 7.1)}) == [
+        {"a": rates(10.0, 10.0), "b": rates(6.0, 7.1)}
+    ]
+    assert group_by_speed({"a": rates(10.0), "b": rates()}) == [{"a": rates(10.0), "b": rates()}]  # nothing to compare
+    assert group_by_speed({"a": rates(10.0)}) == [{"a": rates(10.0)}]
 
-    facts = renamed([*map(fact, "aabcde"), fact("g", device="GPU")], "CPU, 4 cores", groups)
+    facts = rename_by_speed([*map(fact, "aabcde"), fact("g", device="GPU")], "CPU, 4 cores", groups)
     slow = "CPU, 4 cores, slower"
     assert [one.device for one in facts] == [slow, slow, *["CPU, 4 cores"] * 2, slow, f"{slow} (2)", "GPU"]
 
 
 def test_hosts_with_devices_of_another_pace_are_nodes_of_their_own() -> None:
-    facts = renamed([*map(fact, "abc")], "CPU, 4 cores", [{"a": RATES, "c": RATES}, {"b": RATES}])
+    facts = rename_by_speed([*map(fact, "abc")], "CPU, 4 cores", [{"a": RATES, "c": RATES}, {"b": RATES}])
     half = replace(RATES, gemm=tuple(replace(rate, flops_per_s=rate.flops_per_s / 2) for rate in RATES.gemm))
     cluster = assemble(
         Findings(

@@ -193,7 +193,7 @@ def test_a_size_that_is_slower_than_another_is_measured_again_and_the_better_rat
     monkeypatch.setattr(compute_rates, "_sizes", sizes)
     first = [rate(256, 9.0), rate(512, 10.0), rate(1024, 7.0), rate(2048, 9.4)]
     slower = [rate(256, 2.0, "float16"), rate(512, 1.0, "float16")]
-    found = compute_rates.again([*first, *slower], CPU, TINY)
+    found = compute_rates.remeasure_doubtful([*first, *slower], CPU, TINY)
     assert asked == [("float32", 256), ("float32", 1024), ("float32", 2048), ("float16", 512)]
     assert [one.flops_per_s for one in found] == [9.8, 10.0, 9.8, 9.9, 2.0, 1.0]
 
@@ -212,7 +212,9 @@ def test_a_size_whose_samples_are_apart_is_measured_again_and_the_better_rate_ke
             [rate(wanted[0], second[wanted[0]], 0.1)], [], 1.0
         )
     )  # fmt: skip
-    found = compute_rates.again([rate(256, 25.0, 0.73), rate(512, 48.0, 0.2), rate(2048, 47.0, 0.6)], CPU, TINY)
+    found = compute_rates.remeasure_doubtful(
+        [rate(256, 25.0, 0.73), rate(512, 48.0, 0.2), rate(2048, 47.0, 0.6)], CPU, TINY
+    )
     assert [one.flops_per_s for one in found] == [52.0, 48.0, 47.0]
 
 

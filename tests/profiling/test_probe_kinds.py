@@ -23,7 +23,7 @@ SUBJECTS = [
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_subjects_have_the_flops_that_are_said_of_them(subject: compute_rates.Subject) -> None:
+def test_subjects_have_the_flops_that_are_said_of_them(subject: compute_rates.TimedOperator) -> None:
     """Attention's are those of its two products, which torch counts where it makes them one by one."""
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
         subject.forward()
@@ -33,7 +33,7 @@ def test_subjects_have_the_flops_that_are_said_of_them(subject: compute_rates.Su
 def test_what_is_measured_is_relative_to_products_timed_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product of 4 ms in each pass, forward and backward together 24 ms: 12 of 24."""
     monkeypatch.setattr(compute_rates, "product_s", lambda *_: 4e-3)
-    monkeypatch.setattr(compute_rates, "_there_and_back_s", lambda *_: 24e-3)
+    monkeypatch.setattr(compute_rates, "_forward_backward_s", lambda *_: 24e-3)
     found = compute_rates.measure_operator_rates(CPU, QUICK)
     assert found.efficiency == dict.fromkeys(KINDS, pytest.approx(0.5))
     assert [rate.relative for rate in found.convolutions] == pytest.approx([1.0] * 4)
@@ -46,7 +46,7 @@ def test_sizes_of_convolutions_are_told_from_all_of_them(monkeypatch: pytest.Mon
     slower = dict(zip((one.weight_nbytes for one in subjects), (4.0, 3.0, 2.0, 1.0), strict=True))
     monkeypatch.setattr(compute_rates, "product_s", lambda flops, *_: flops)
     monkeypatch.setattr(
-        compute_rates, "_there_and_back_s", lambda one, *_: 3 * one.flops * slower.get(one.weight_nbytes, 1.0)
+        compute_rates, "_forward_backward_s", lambda one, *_: 3 * one.flops * slower.get(one.weight_nbytes, 1.0)
     )
     found = compute_rates.measure_operator_rates(CPU, QUICK)
     assert [rate.weight_nbytes for rate in found.convolutions] == sorted(slower)
@@ -62,7 +62,7 @@ def test_small_images_are_told_from_the_largest_of_as_many_channels(monkeypatch:
     relative_speed = {16: 0.5, 4: 4.0}
     monkeypatch.setattr(compute_rates, "product_s", lambda flops, *_: flops)
     monkeypatch.setattr(
-        compute_rates, "_there_and_back_s", lambda one, *_: 6 * one.flops * relative_speed.get(one.pixels, 1.0)
+        compute_rates, "_forward_backward_s", lambda one, *_: 6 * one.flops * relative_speed.get(one.pixels, 1.0)
     )
     found = compute_rates.measure_operator_rates(CPU, QUICK)
     assert [(rate.pixels, rate.relative) for rate in found.images] == [(256, 1.0), (16, 2.0), (4, 0.25)]
@@ -77,7 +77,7 @@ def test_all_kinds_are_measured_on_a_cpu_where_there_is_time_for_them() -> None:
     assert all(0 < rate.relative < 20 for rate in (*found.convolutions, *found.images))
     assert torch.get_num_threads() == threads
     nothing = compute_rates.measure_operator_rates(CPU, replace(QUICK, kinds=0))
-    assert nothing == compute_rates.measure_operator_rates(torch.device("cuda"), QUICK) == compute_rates.Kinds()
+    assert nothing == compute_rates.measure_operator_rates(torch.device("cuda"), QUICK) == compute_rates.OperatorRates()
 
 
 @pytest.mark.parametrize("flops", [1e3, 151e6, 1.2e9])
@@ -102,17 +102,20 @@ def test_products_have_sides_whose_rates_are_known(flops: float, monkeypatch: py
 def test_of_each_the_least_disturbed_turn_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     products, operators = iter((1.0, 5.0)), iter((20.0, 4.0))
     monkeypatch.setattr(compute_rates, "product_s", lambda *_: next(products))
-    monkeypatch.setattr(compute_rates, "_there_and_back_s", lambda *_: next(operators))
-    assert compute_rates._took([compute_rates.attention()], CPU, replace(QUICK, kinds=2)) == (3.0, 4.0)
+    monkeypatch.setattr(compute_rates, "_forward_backward_s", lambda *_: next(operators))
+    assert compute_rates._products_and_operators_s([compute_rates.attention()], CPU, replace(QUICK, kinds=2)) == (
+        3.0,
+        4.0,
+    )
 
 
 def test_layers_have_twice_the_turns_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[tuple[int, int]] = []
 
-    def took(subjects: list[compute_rates.Subject], device: object, effort: Effort) -> tuple[float, float]:
+    def took(subjects: list[compute_rates.TimedOperator], device: object, effort: Effort) -> tuple[float, float]:
         turns.append((len(subjects), effort.kinds))
         return 1.0, 1.0
 
-    monkeypatch.setattr(compute_rates, "_took", took)
+    monkeypatch.setattr(compute_rates, "_products_and_operators_s", took)
     compute_rates.measure_operator_rates(CPU, replace(QUICK, kinds=3))
     assert turns == [(len(compute_rates.layers()), 6), *[(1, 3)] * 7]

@@ -88,7 +88,7 @@ def _on_pretended_hosts(hosts: tuple[str, ...], folder: str, slow: str = "") -> 
     real = host_facts.facts()
     machine = "" if slow else real.machine  # hosts of one machine, if too many for its cores, take turns
     pretended = replace(real, name=hosts[dist.get_rank()], machine=machine)
-    again = compute_rates.again
+    again = compute_rates.remeasure_doubtful
 
     def slowly(*words: Any) -> Any:
         if not slow:
@@ -193,7 +193,7 @@ def _samples_beside_others() -> list[tuple[float, float]]:
 
     from tutti.comm.world import join_world, leave_world
     from tutti.profile.probe import compute_rates, memory_rates
-    from tutti.profile.probe.rank_probe import _rendezvous_of
+    from tutti.profile.probe.rank_probe import _make_barrier
 
     taken: list[tuple[float, float]] = []
 
@@ -205,14 +205,14 @@ def _samples_beside_others() -> list[tuple[float, float]]:
 
     join_world()
     try:
-        meet = _rendezvous_of([[0, 2], [1]])
-        assert (meet is None) == (dist.get_rank() == 1)
+        barrier = _make_barrier([[0, 2], [1]])
+        assert (barrier is None) == (dist.get_rank() == 1)
         time.sleep(0.3 * dist.get_rank())
         effort = replace(TINY, weight_size=16, dtypes=("float32",))
         with mock.patch.object(memory_rates.probe_timing, "once", once):
-            memory_rates.measure(torch.device("cpu"), effort, threads=(1, 2), memory_nbytes=2**24, meet=meet)
+            memory_rates.measure(torch.device("cpu"), effort, threads=(1, 2), memory_nbytes=2**24, barrier=barrier)
             compute_rates.measure_weight_rates(
-                torch.device("cpu"), effort, threads=(1,), dtypes=("float32",), meet=meet
+                torch.device("cpu"), effort, threads=(1,), dtypes=("float32",), barrier=barrier
             )
         return taken
     finally:
@@ -250,7 +250,7 @@ def _sample_s(machine_cores: int) -> list[float]:
         own = rank_probe._facts(torch.device("cpu"))
         changed = {"machine": "m", "machine_cores": machine_cores, "cores": 1}
         facts = [replace(own, host=replace(own.host, name=name, **changed)) for name in "ab"]
-        with mock.patch.object(rank_probe, "_device_rates", rates):
+        with mock.patch.object(rank_probe, "_measure_device", rates):
             exclusive = rank_probe._measure_exclusive(dist.group.WORLD, facts, torch.device("cpu"), TINY, print)[0]  # type: ignore
         return [*lasting, probe_timing._LEAST_S.get(), *(one.gemm[0].flops_per_s for one in exclusive.values())]
     finally:

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_each_kind_is_measured_once_and_its_calls_are_of_one_size() -> None:
-    subjects = compute_rates.subjects()
+    subjects = compute_rates.vector_operators()
     assert sorted(one.kind for one in subjects) == sorted(get_args(VectorKind))
     for one in subjects:
         values = torch.randn(one.shape, requires_grad=True)
@@ -26,7 +26,7 @@ def test_a_rate_is_of_elements_in_the_time_of_a_flop(monkeypatch: pytest.MonkeyP
     """A product at 1 GFLOP/s, 2 ns and 5 ns an element: the least disturbed of each, not of one turn."""
     turns = iter([(9.0, 5.0), (2.0, 7.0)])
     paces = iter([3e-9, 1e-9])
-    one = compute_rates.Vectors(kind="pool", shape=(10, 20), calls=(torch.relu,))
+    one = compute_rates.VectorOperators(kind="pool", shape=(10, 20), calls=(torch.relu,))
     monkeypatch.setattr(compute_rates, "product_s", lambda flops, *_: flops * next(paces))
     monkeypatch.setattr(
         compute_rates, "_vector_forward_backward_s", lambda *_: tuple(200e-9 * ns for ns in next(turns))
@@ -46,10 +46,12 @@ def test_backward_is_timed_apart_and_without_one_the_call_counts_again(monkeypat
         return 10.0 if backward else 1.0
 
     monkeypatch.setattr(compute_rates, "_vector_time_s", took)
-    both = compute_rates.Vectors(kind="function", shape=(4, 4), calls=(torch.tanh, torch.log))
+    both = compute_rates.VectorOperators(kind="function", shape=(4, 4), calls=(torch.tanh, torch.log))
     assert compute_rates._vector_forward_backward_s(both, CPU, QUICK) == (2.0, 20.0)
     assert seen == [False, True] * 2
-    drawn = compute_rates.Vectors(kind="random", shape=(4, 4), calls=(lambda x: torch.empty_like(x).bernoulli_(0.5),))
+    drawn = compute_rates.VectorOperators(
+        kind="random", shape=(4, 4), calls=(lambda x: torch.empty_like(x).bernoulli_(0.5),)
+    )
     assert compute_rates._vector_forward_backward_s(drawn, CPU, QUICK) == (1.0, 1.0)
 
 

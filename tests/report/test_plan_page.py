@@ -17,10 +17,10 @@ from tutti.report.plan_page import (
     PageTable,
     PlanPage,
     TableRow,
-    held_plot,
     plan_html,
     scaling_plot,
     timeline_plot,
+    track_memory_plot,
     trials_plot,
 )
 
@@ -81,7 +81,7 @@ def test_every_number_says_where_it_comes_from() -> None:
 
 
 def test_predicted_is_hatched_or_dashed_and_measured_solid() -> None:
-    plot = held_plot(timeline(transformer(), machines(1, 8), GPIPE))
+    plot = track_memory_plot(timeline(transformer(), machines(1, 8), GPIPE))
     assert "<pattern" in plot.svg
     drawn = scaling_plot(curve())
     assert drawn is not None

@@ -14,7 +14,7 @@ from tutti.config import serialization
 from tutti.config.run_folder import RunFolder
 from tutti.config.run_report import PredictionHistory
 from tutti.errors import ReportError
-from tutti.report.prediction_history import build_history, history_html, run_folders, trust_in
+from tutti.report.prediction_history import build_history, history_html, prediction_accuracy, run_folders
 
 # run_folders predicts 9.5 ms (8 to 12) for steps of 10.5 ms
 
@@ -59,7 +59,7 @@ def test_trust_is_told_for_all_and_by_cluster(runs: Path) -> None:
 
 def test_of_many_runs_nine_of_ten_are_told(runs: Path) -> None:
     entries = build_history([runs / "good"]).entries * 6
-    trust = trust_in(entries, "")
+    trust = prediction_accuracy(entries, "")
     assert trust.ninetieth.value == pytest.approx(1 - 9.5 / 10.5)
     assert "nine of ten errors are at most" in trust.sentence
 

@@ -114,7 +114,7 @@ def test_measured_is_solid_and_predicted_is_hatched(pages: dict[str, str]) -> No
 
 def test_time_in_no_phase_is_drawn_as_such(tmp_path: Path) -> None:
     texts = [report_html(build_report(write_run(tmp_path / str(lost), Story(lost_s=lost)))) for lost in (0.0, 0.5)]
-    assert ["in no phase</text>" in text for text in texts] == [False, True]
+    assert ["unaccounted</text>" in text for text in texts] == [False, True]
 
 
 def test_refusals_stand_in_place_of_the_number(pages: dict[str, str]) -> None:

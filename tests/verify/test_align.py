@@ -26,7 +26,7 @@ def shares(batch: int, weights: tuple[float, ...], microbatches: int, index: int
 
 
 def gap(whole: torch.Tensor, values: list[torch.Tensor], parts: list[MicrobatchShare]) -> float | None:
-    pieces = [RankTensor(rank=r, part=p, value=v) for r, (p, v) in enumerate(zip(parts, values, strict=True))]
+    pieces = [RankTensor(rank=r, share=p, value=v) for r, (p, v) in enumerate(zip(parts, values, strict=True))]
     found = smallest_gap(whole, pieces, rms([whole]), GAUGE)
     return None if found is None else found.largest
 

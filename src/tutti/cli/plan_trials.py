@@ -171,7 +171,7 @@ def measured(trial: Trial, folder: Path) -> Trial:
     )
 
 
-def seated(cluster: ClusterSpec, nodes: tuple[str, ...]) -> ClusterSpec:
+def with_node_order(cluster: ClusterSpec, nodes: tuple[str, ...]) -> ClusterSpec:
     """Return the cluster with its kinds of nodes in the order in which a choice places ranks.
 
     Args:
@@ -201,7 +201,7 @@ def to_try(model: ModelSpec, cluster: ClusterSpec, choice: Choice, most: int) ->
         most: how many plans to return at most, the choice included.
     """
     best = Alternative(plan=choice.best, prediction=choice.prediction, reason="chosen", totals=choice.totals)
-    machines, request = seated(cluster, choice.nodes), choice.request
+    machines, request = with_node_order(cluster, choice.nodes), choice.request
     allowed = precisions(model, machines, request)
     others = [
         other
@@ -235,7 +235,7 @@ def weights(
     """Return the objective's value of one second of each plan's step; None if the objective does not depend on time."""
     if choice.request.objective == "memory":
         return None
-    machines = seated(cluster, choice.nodes)
+    machines = with_node_order(cluster, choice.nodes)
     return tuple(
         _value(model, machines, choice.request, plan) / plan.prediction.step_time_s.value
         for plan in plans

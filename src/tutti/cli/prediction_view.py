@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tutti.cli.plan_trials import seated, words_in_full
+from tutti.cli.plan_trials import with_node_order, words_in_full
 from tutti.cli.planning import SEARCH_S, search
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
@@ -24,7 +24,7 @@ from tutti.planner import (
     plan_words,
     rows,
     scaling,
-    whole_words,
+    training_cost_text,
 )
 from tutti.planner.objectives import money
 
@@ -68,7 +68,7 @@ class Planned:
 
 def step_of(model: ModelSpec, cluster: ClusterSpec, choice: Choice, tracks: int = ROWS) -> Timeline:
     """Return the timeline of the chosen plan's step, with at most `tracks` tracks."""
-    return timeline(model, seated(cluster, choice.nodes), choice.best, most_tracks=tracks)
+    return timeline(model, with_node_order(cluster, choice.nodes), choice.best, most_tracks=tracks)
 
 
 def curve_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, limit_s: float | None) -> ScalingCurve:
@@ -177,13 +177,13 @@ def trust_here(cluster: str, runs: Path = Path("runs")) -> str:
         cluster: the cluster's name.
         runs: the folder of runs to look in.
     """
-    from tutti.report.prediction_history import build_history, run_folders, trust_in
+    from tutti.report.prediction_history import build_history, prediction_accuracy, run_folders
 
     if not runs.is_dir():
         return ""
     newest = sorted(run_folders([runs]), key=lambda folder: (folder / "run.json").stat().st_mtime_ns)[-RECENT:]
     entries = [entry for entry in build_history(newest).entries if entry.cluster == cluster]
-    return f"So far in {runs}: {trust_in(entries, cluster).sentence}" if entries else ""
+    return f"So far in {runs}: {prediction_accuracy(entries, cluster).sentence}" if entries else ""
 
 
 def show_curve(out: "Console", curve: ScalingCurve) -> None:
@@ -259,7 +259,7 @@ def page_of_choice(planned: Planned, top: int, command: str) -> "PlanPage":
     lead = explain(choice).splitlines()[0].partition(": ")[2]
     return PlanPage(
         name=f"{choice.model} on {choice.cluster}",
-        lead=". ".join((f"{lead[0].upper()}{lead[1:]}", *whole_words(choice.totals))) + ".",
+        lead=". ".join((f"{lead[0].upper()}{lead[1:]}", *training_cost_text(choice.totals))) + ".",
         keys=_keys(choice.best, choice.prediction, planned.timeline),
         prediction=choice.prediction,
         timeline=planned.timeline,

@@ -1,7 +1,7 @@
-"""RunReport: what a run did, read from its run folder. Every number is a Quantity that carries its evidence.
+"""RunReport: what a run did, read from its run folder, and comparisons of several runs.
 
-The fields are those that an honest report needs (the rules of tutti.report). What the run did not record is null and is
-shown as "not recorded".
+The fields are those that an honest report needs (the rules of tutti.report). Most numbers are a Quantity, which carries
+its unit and evidence. What the run did not record is null and is shown as "not recorded".
 """
 
 import math
@@ -31,10 +31,10 @@ Claim = Literal["speedup", "efficiency", "strong scaling", "ranking", "rate", "e
 class Quantity:
     """A number with its unit and evidence. A `value` of None, with an `evidence` of None, means "not recorded".
 
-    Units are "s", "B", "B/s", "FLOP", "FLOP/s", "samples", "samples/s", "ratio" (shown in percent), "x" (a factor), and
-    "" for a plain number.
-
     Attributes:
+        unit: "" for a plain number, "ratio" for a fraction (shown in percent), "x" for a factor; "s", "B", "B/s",
+            "FLOP", "FLOP/s", "samples/s", "tokens/s"; "device s" and "core s" for costs; for counts what is counted:
+            "samples", "tokens", "steps", "epochs", "ranks", "hosts", "devices" or "cores".
         low, high: bounds of an estimate.
         note: how the number was obtained.
     """
@@ -58,12 +58,13 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerificationSummary:
-    """Whether N ranks were shown to compute what one device computes (verify.json).
+    """Outcome of the verification that N ranks compute what one device computes (verify.json).
 
     Attributes:
         largest: the largest relative difference of a tensor that was tolerated.
+        tolerance: the largest accepted relative difference.
         arithmetic: number format of the computation.
-        cause: likely cause of a failure.
+        cause: likely cause of a failure, and its remedy.
     """
 
     passed: bool
@@ -77,7 +78,7 @@ class VerificationSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """Why a rank ended early."""
+    """Why a rank ended early; the kind is "peer" if it only lost another rank."""
 
     rank: int
     host: str
@@ -91,7 +92,8 @@ class RuleFinding:
 
     Attributes:
         rule: number of the rule, 1 to 12; 0 for rules of the report itself.
-        where: path of the field.
+        code: short name of the finding, such as "QUALITY-LOSS".
+        where: dotted path of the field.
         run: position of the run in a comparison; None for all runs.
         refuses: the claims that may not be made.
     """
@@ -110,7 +112,13 @@ Split = Literal["train", "validation", "test", "other"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricCurve:
-    """One value over the run, as four parallel tuples. `time_s` is on the run's clock, which excludes down time."""
+    """One metric over the run, as four parallel tuples.
+
+    Attributes:
+        samples: samples trained on until each point.
+        time_s: seconds on the run's clock, which excludes downtime.
+        note: how the points were obtained.
+    """
 
     name: str  # "training loss", "test accuracy"
     split: Split
@@ -128,8 +136,13 @@ class QualityReport:
     """The quality reached, on held-out data where the run evaluated some.
 
     Attributes:
-        selection: whether `test_value` is that of the last evaluation or of the best.
-        eval_every_samples: samples trained on between two evaluations.
+        name: the evaluation by which the run is judged.
+        split: the part of the data that it used.
+        test_value: the value of the evaluation that `selection` names: the last or the best.
+        best_value: the best value of all evaluations.
+        reached: whether any evaluation reached the target; None without a target.
+        eval_every_samples: samples trained on between two evaluations (median).
+        eval_samples: number of samples evaluated.
     """
 
     name: str = ""
@@ -151,11 +164,15 @@ class TimeReport:
     """Where the time went.
 
     Attributes:
-        wall: time from the start of prepare to the end, over all generations of a resumed run.
+        wall: time from the start of prepare to the end, over all generations of a resumed run, without downtime.
         breakdown: time of rank 0 by phase.
-        accounted: sum of the breakdown over `wall`; 1 when it adds up.
+        accounted: sum of the breakdown divided by `wall`; 1 when it adds up.
         per_step: median of the steady steps; its note says which those are.
+        step_phases: the same by phase.
+        load_wait: time that rank 0 waited for data, over the whole run.
         startup: time until the first step, by part.
+        generations: how often the run was started; 1 if it was never resumed.
+        repeated_steps: steps that were made again after a resume.
     """
 
     wall: Quantity
@@ -171,11 +188,16 @@ class TimeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopsReport:
-    """FLOPs and rates.
+    """FLOPs of the model, and their rate.
 
     Attributes:
         model_per_sample: FLOPs of forward and backward.
-        peak_fraction: rate over the dense peak.
+        formula: how they are counted.
+        dtype: number format of the products; the peak is that of this dtype.
+        rate: the model's FLOPs per second in the steady steps, on all devices.
+        peak: peak of all devices.
+        peak_fraction: `rate` divided by `peak`.
+        to_target: the model's FLOPs until the target was reached.
     """
 
     model_per_sample: Quantity = Quantity(unit="FLOP")
@@ -191,7 +213,11 @@ class FlopsReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetReport:
-    """What it took to first reach the target quality; null where there is no target or it was missed."""
+    """What it took to first reach the target quality; null where there is no target or it was missed.
+
+    Attributes:
+        device_seconds: devices times seconds, or for a run on CPUs cores times seconds.
+    """
 
     time: Quantity = Quantity(unit="s")
     steps: Quantity = Quantity(unit="steps")
@@ -202,20 +228,27 @@ class TargetReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionCheck:
-    """A predicted number beside the measured one. `error` is (predicted - measured) / measured."""
+    """A predicted number beside the measured one.
+
+    Attributes:
+        error: (predicted - measured) / measured.
+        within: whether the measured value lies in the predicted interval; None without an interval.
+    """
 
     name: str
     predicted: Quantity
     measured: Quantity
     error: Quantity
-    within: bool | None  # whether the measured value lies in the predicted interval
+    within: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """One rank: where it ran, its peak memory and its time by phase. Evaluation counts in rank 0's.
+    """One rank: where it ran, its peak memory and the time of its steps by phase.
 
     Attributes:
+        device: such as "cuda:0".
+        threads: number of threads on which it computes.
         stolen: fraction of its host's core time that a hypervisor gave to other machines.
     """
 
@@ -231,17 +264,16 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationReport:
-    """One communication channel in a step of rank 0.
+    """One communication channel in a step of rank 0: medians over the steady steps.
 
     Attributes:
-        axes: the axes it goes over.
+        axes: the axes it goes over, joined by "+".
         carried: what it carries.
-        exchanges: number of exchanges.
         sent: bytes that rank 0 sent.
         in_progress: seconds during which an exchange had begun and was not known to have ended.
         exposed: seconds that rank 0 waited.
-        exposed_in: the same by phase.
-        hidden: the part of `in_progress` in which it did not wait.
+        exposed_in: seconds that rank 0 waited, by phase.
+        hidden: fraction of `in_progress` during which rank 0 did not wait.
     """
 
     axes: str
@@ -262,7 +294,7 @@ class ExpertsReport:
         name: name of the module.
         assigned: (token, expert) choices.
         dropped: choices that exceeded an expert's capacity.
-        share: dropped over assigned.
+        share: dropped choices divided by all choices.
         balance_loss: load-balancing loss of a step; 1 when balanced.
     """
 
@@ -275,7 +307,9 @@ class ExpertsReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseReport:
-    """The gradient noise scale, measured while training, in the unit of the batch: means over the run's second half.
+    """The gradient noise scale, measured while training, in the unit of the batch.
+
+    All values but `measured` are means over the second half of the measurements.
 
     Attributes:
         critical_batch: the batch size at which twice the minimum number of samples is needed, taken to be the noise
@@ -296,7 +330,17 @@ StartState = Literal["disk-cold", "disk-warm", "ram", "generated"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """The data trained and evaluated on, and where it was stored when the clock started."""
+    """The data trained and evaluated on, and where it was stored when the clock started.
+
+    Attributes:
+        kind: class name of the data set.
+        hash_covers: which part of the data was hashed.
+        train_test_overlap: samples that are in both.
+        start_state: where the training data was when the clock started.
+        bytes_read, preprocess_timed, native_shape: stated by the user: bytes read while training, whether the time
+            includes preprocessing, and the shape of the data before it.
+        input_shape: shape of the model's inputs.
+    """
 
     name: str
     kind: str
@@ -315,7 +359,12 @@ class DataReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningReport:
-    """What was spent on finding the recipe before this run."""
+    """What was spent on finding the recipe before this run, as the user stated it.
+
+    Attributes:
+        trials: number of runs.
+        space: the settings that were tried.
+    """
 
     trials: Quantity = Quantity()
     device_seconds: Quantity = Quantity(unit="device s")
@@ -325,7 +374,7 @@ class TuningReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReport:
-    """One tier of links."""
+    """One tier of links, with the transfer to which its numbers are fitted."""
 
     tier: str
     latency: Quantity
@@ -340,6 +389,9 @@ class SystemReport:
         device_model: models of all ranks' devices, joined by "+".
         device_kind: "cpu" or "cuda".
         devices: number of devices; for a CPU run the number of hosts, whose cores the ranks share.
+        cores_used: threads of all ranks.
+        cores_granted: cores that all hosts grant.
+        year: year in which the device appeared.
         peak_dense_flops: peak of one device, by dtype.
         sums: what gradient reductions went through, as text.
     """
@@ -362,7 +414,7 @@ class SystemReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReport:
-    """The batch of a step: global, per rank, and per microbatch of a rank."""
+    """The batch of a step: global, per rank, and per microbatch of a rank (means where shares are unequal)."""
 
     global_size: Quantity
     local_size: Quantity
@@ -373,7 +425,13 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeReport:
-    """How the optimizer was driven. `compress` is the codec of gradient reductions; None where they were exact."""
+    """Training settings.
+
+    Attributes:
+        lr_rule: how the learning rate follows the batch size.
+        last_batch: what happens to a short last batch.
+        compress: codec of gradient reductions; None where they were exact.
+    """
 
     optimizer: str
     lr: Quantity
@@ -391,7 +449,7 @@ StopRule = Literal["target", "epochs", "steps", "time"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopReport:
-    """What ended the run."""
+    """What ended the run: the rule, and its value (a number of epochs, for example)."""
 
     rule: StopRule | None = None
     value: Quantity = Quantity()
@@ -402,7 +460,7 @@ BaselineSource = Literal["measured-here", "published"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineReport:
-    """What the run is compared with, and who tuned it."""
+    """The baseline of the run, as the user stated it: where its numbers come from, its name, and who tuned it."""
 
     source: BaselineSource | None = None
     system: str | None = None
@@ -414,9 +472,24 @@ class RunReport:
     """Everything a run folder says about its run.
 
     Attributes:
-        config_sha256: hash of what determines the result except the seed: script arguments, recipe, model, training
+        scope: largest unit of training that the run completed; "train" only when training ended by itself or reached
+            the target.
+        headline: the run in one sentence.
+        throughput: samples (or tokens) per second of the steady steps.
+        steps: number of steps, without repeated ones.
+        skipped_steps: steps without an update, because the loss or gradients were not finite.
+        device_seconds: devices times seconds, or for a run on CPUs cores times seconds.
+        scaling: "strong" or "weak", if the user stated it.
+        predicted_phases: predicted seconds of a step by phase.
+        predicted_memory: predicted peak memory of the fullest rank by component.
+        memory_peak: peak memory of the fullest rank.
+        sent_per_step: bytes per step of the rank that sends most.
+        replicas: how far replicas diverged, by name; empty where they were equal.
+        config_sha256: hash of what determines the result except the seed: script, arguments, recipe, model, training
             data.
-        scope: "train" only when training ended by itself or reached the target.
+        git_dirty: whether there were uncommitted changes.
+        env_lock_sha256: hash of the list of installed packages.
+        version: version of this format.
     """
 
     name: str
@@ -483,6 +556,9 @@ class ComparisonRow:
 
     Attributes:
         time: time to the target where one is set, otherwise time of the whole run.
+        device_seconds: devices times seconds, up to the same point as `time`.
+        speedup: time of the first run divided by the time of this run.
+        efficiency: `speedup` divided by the ratio of devices (or cores).
         refusal: why no speed-up may be stated; shown in its place.
     """
 
@@ -498,7 +574,12 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Several runs side by side; the first is the reference."""
+    """Several runs side by side; the first is the reference.
+
+    Attributes:
+        differences: settings that are not equal in all runs.
+        scaling: "strong" if the global batch is constant, "weak" otherwise; None if all runs have as many ranks.
+    """
 
     runs: tuple[RunReport, ...]
     rows: tuple[ComparisonRow, ...]
@@ -515,8 +596,8 @@ class HistoryEntry:
 
     Attributes:
         cluster: name of the cluster it was predicted for.
-        within: whether the measured step lies in the predicted interval.
-        memory_error: error of the memory of the rank that needs most.
+        within: whether the measured step time lies in the predicted interval.
+        memory_error: error of the peak memory of the fullest rank.
     """
 
     name: str
@@ -540,8 +621,8 @@ class PredictionAccuracy:
     Attributes:
         median, ninetieth: median and 90th percentile of the absolute errors of step times.
         bias: signed median error; negative where runs took longer than predicted.
-        within: number of runs whose step was in the predicted interval.
-        memory_median: median of the absolute errors of memory.
+        within: number of runs whose step time was in the predicted interval.
+        memory_median: median of the absolute errors of peak memory.
     """
 
     cluster: str

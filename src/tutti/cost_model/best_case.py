@@ -129,7 +129,7 @@ class BestCase:
         speeds = np.concatenate([np.full(count, speed) for count, speed in self.ground(world).speeds])
         grid = speeds.reshape(stage, -1, inner, split)
         places = (grid.mean(axis=3) if uneven(self, world, split)[0] else grid.min(axis=3)).min(axis=2)
-        return (paced(places, microbatches) if microbatches else float(places.mean()),)
+        return (pipeline_speed_bound(places, microbatches) if microbatches else float(places.mean()),)
 
     def worker(self, best: int) -> Worker:
         """Return the best worker with this index."""
@@ -223,7 +223,7 @@ class BestCase:
         return totals[0], totals[1], totals[2], totals[3]
 
 
-def paced(speeds: ArrayLike, microbatches: int) -> float:
+def pipeline_speed_bound(speeds: ArrayLike, microbatches: int) -> float:
     """Return an upper bound of the work per second of pipeline replicas, as a mean, for any cut of the work.
 
     The unit is the work of a place of speed 1 that never waits.

@@ -232,8 +232,8 @@ class Network:
 
     Attributes:
         hosts: ranks on each host.
-        crowding: mean part of the groups at a host's connection that communicate at the same time as one of
-            them.
+        concurrent_fraction: mean fraction of the groups at a host's connection that communicate at the same time as
+            one of them.
         known: cache of groups.
     """
 
@@ -241,7 +241,7 @@ class Network:
     host_groups: tuple[HostGroup, ...]
     mesh: Mesh
     hosts: Hosts
-    crowding: float = 1.0
+    concurrent_fraction: float = 1.0
     known: dict[tuple[AxisName, ...], RankGroup] = field(default_factory=dict, compare=False)
 
     def group(self, *axes: AxisName) -> RankGroup:
@@ -267,16 +267,16 @@ class Network:
         if not stage_nbytes:
             return self
         part = sum(min(nbytes[other], stage_nbytes) for other in together) / (len(together) * stage_nbytes)
-        return self if part == 1 else replace(self, crowding=part, known={})
+        return self if part == 1 else replace(self, concurrent_fraction=part, known={})
 
     def _group(self, axes: tuple[AxisName, ...]) -> RankGroup:
-        return self._seated(span_of(self.mesh, axes, self.hosts))
+        return self._rank_group(span_of(self.mesh, axes, self.hosts))
 
-    def _seated(self, span: Span) -> RankGroup:
+    def _rank_group(self, span: Span) -> RankGroup:
         """Return the groups of a span with the links they use."""
         if span.ranks == 1:
             return RankGroup(span=span)
-        flows = max(1.0, self.crowding * span.sharing_groups)
+        flows = max(1.0, self.concurrent_fraction * span.sharing_groups)
         network = self._link("network").shared(flows) if span.hosts > 1 else None
         node = self._link("node") if span.hosts == 1 or link_of_tier(self.cluster, self.host_groups, "node") else None
         return RankGroup(
@@ -291,7 +291,7 @@ class Network:
         (place,) = [place for place, (axis, _) in enumerate(self.mesh) if axis == "space"]
         folded = tuple((cast(AxisName, f"space {number}"), parts) for number, parts in enumerate(grid))
         mesh = (*self.mesh[:place], *folded, *self.mesh[place + 1 :])
-        return self._seated(span_of(mesh, (folded[dim][0],), self.hosts))
+        return self._rank_group(span_of(mesh, (folded[dim][0],), self.hosts))
 
     def neighbours(self, axis: AxisName, at_once: int | None = None) -> tuple[Link, ...]:
         """Return the link from each place along `axis` to the next, and from the last to the first.

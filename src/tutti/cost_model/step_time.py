@@ -275,7 +275,12 @@ class _Once:
         nbytes = [float(weights[setting.own(stage)].sum()) for stage in range(setting.plan.degree("stage"))]
         net = wires.network.of_stage(work.stage, nbytes)
         like = (columns.gradients, columns.expert, columns.table, columns.sequence, *work.passes, *work.taken.backward)
-        key = (*(column[own].tobytes() for column in like), work.taken.after.tobytes(), work.optimizer_s, net.crowding)
+        key = (
+            *(column[own].tobytes() for column in like),
+            work.taken.after.tobytes(),
+            work.optimizer_s,
+            net.concurrent_fraction,
+        )
         if key not in self.known:
             self.known[key] = synchronise(
                 columns,

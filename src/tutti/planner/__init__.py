@@ -12,7 +12,7 @@
 
 from tutti.planner.candidates import candidates
 from tutti.planner.plan_description import changed_modules, plan_words, stamp
-from tutti.planner.plan_explanation import PlanRow, difference, explain, rows, whole_words
+from tutti.planner.plan_explanation import PlanRow, difference, explain, rows, training_cost_text
 from tutti.planner.plan_request import (
     Alternative,
     Choice,
@@ -51,6 +51,6 @@ __all__ = [
     "samples_to_quality",
     "scaling",
     "stamp",
+    "training_cost_text",
     "what_if",
-    "whole_words",
 ]

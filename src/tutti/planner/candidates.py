@@ -1,4 +1,4 @@
-"""What the planner tries: data-parallel plans, and for other meshes the degrees of every axis."""
+"""List what the planner tries: data-parallel plans, and for other meshes the degrees of every axis."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def degrees(cluster: ClusterSpec, request: PlanRequest, samples: int) -> list[in
                 f"ask for at most {samples} ranks or a larger global_batch_size"
             )
         return [request.degree]
-    most = min(host_groups(cluster), samples, request.max_devices or samples)
+    most = min(max_unshared_ranks(cluster), samples, request.max_devices or samples)
     per_node = {node.devices_per_node for node in cluster.nodes}
     wanted = set(range(1, min(most, 16) + 1)) | {most}
     wanted |= {degree for degree in range(17, min(most, 4096) + 1) if samples % degree == 0}
@@ -216,7 +216,7 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> L
     """
     script = request.script
     samples = samples_of(script.batch.global_batch_size, script.batch.unit, model.tokens_per_sample)
-    most = host_groups(cluster)
+    most = max_unshared_ranks(cluster)
     if request.max_devices is not None:
         most = min(most, request.max_devices)
     least = 1
@@ -227,10 +227,10 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> L
     per_node = max(ranks_of_node(cluster, node) for node in cluster.nodes)
     blocks = len({module.block for module in model.modules if module.block >= 0})
     cuts = len(script.pipeline.cuts)
-    held = request.keep_microbatches or (model.batch_statistics and not request.allow_microbatches)
-    asks = any(rule.recompute is not None for rule in script.layout)
-    stated = "shard" in request.demanded or (fixed is not None and script.sharding != ShardingPlan())
-    levels = (script.sharding.level,) if stated else (1, 2, 3)
+    fixed_microbatches = request.keep_microbatches or (model.batch_statistics and not request.allow_microbatches)
+    script_recomputes = any(rule.recompute is not None for rule in script.layout)
+    fixed_level = "shard" in request.demanded or (fixed is not None and script.sharding != ShardingPlan())
+    levels = (script.sharding.level,) if fixed_level else (1, 2, 3)
     return Limits(
         samples=samples,
         least_ranks=least,
@@ -248,8 +248,8 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> L
         levels=levels,
         may_shard=_may_shard(request),
         must_shard="shard" in request.demanded and request.demanded["shard"] != 1,
-        recompute=(0,) if asks else (0, 1, 2),
-        microbatches=script.batch.num_microbatches if held else None,
+        recompute=(0,) if script_recomputes else (0, 1, 2),
+        microbatches=script.batch.num_microbatches if fixed_microbatches else None,
         own_microbatches=script.batch.num_microbatches,
         pipeline=script.pipeline if script.pipeline != PipelinePlan(cuts=script.pipeline.cuts) else None,
         axes=_fixed_axes(request),
@@ -258,7 +258,7 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> L
     )
 
 
-def host_groups(cluster: ClusterSpec) -> int:
+def max_unshared_ranks(cluster: ClusterSpec) -> int:
     """Return the number of ranks that the cluster takes without two ranks sharing a core."""
     return sum(node.count * ranks_of_node(cluster, node) for node in cluster.nodes)
 
@@ -285,7 +285,7 @@ def _may_shard(request: PlanRequest) -> bool:
     return request.scope != "data" and (request.mesh is None or request.mesh.get("shard", 1) > 1)
 
 
-def _axis(request: PlanRequest, axis: AxisName, able: tuple[int, ...]) -> tuple[int, ...]:
+def _axis(request: PlanRequest, axis: AxisName, possible_degrees: tuple[int, ...]) -> tuple[int, ...]:
     """Return the degrees to try along one axis: those that the model allows, or the one that was asked for."""
     if request.mesh is not None:
         return (request.mesh.get(axis, 1),)
@@ -293,10 +293,10 @@ def _axis(request: PlanRequest, axis: AxisName, able: tuple[int, ...]) -> tuple[
         return (1,)
     wanted = request.demanded.get(axis)
     if wanted is None:
-        return able
+        return possible_degrees
     if wanted > 1:
         return (wanted,)
-    divided = tuple(degree for degree in able if degree > 1)
+    divided = tuple(degree for degree in possible_degrees if degree > 1)
     if wanted == 0 and not divided:
         raise PlanError(
             f"the script asks for the {axis} axis, but no part of the model can be divided over 2 or more ranks; "

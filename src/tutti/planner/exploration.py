@@ -28,37 +28,37 @@ from tutti.planner.candidates import Limits, limits_of
 from tutti.planner.mesh_enumeration import plan_of, shapes, variants
 from tutti.planner.mixed_hardware import improved
 from tutti.planner.plan_request import Alternative, Coverage, PlanRequest
-from tutti.planner.search_pool import Lesson, Pool, plainness, takes_long
+from tutti.planner.search_pool import FamilyRecord, Pool, mechanism_count, slow_to_predict
 
 Clock = Callable[[], float]
 
 _CHUNK = 300
 """Number of meshes whose variants are made at once."""
 
-_AT_ONCE = 12
+_BATCH = 12
 """Number of plans that are predicted before the order is computed anew."""
 
 _PATIENCE = 150
 """The search ends when this many plans in a row brought no gain and more than this many are left."""
 
-_QUIET = 0.125
+_MIN_IDLE_FRACTION = 0.125
 """With a time limit, the search ends early only if there was also no gain for this fraction of the limit. Plans that
-are left may be better, and the time was given to examine them.
+are left may be better, and the user gave the time to examine them.
 """
 
-_EACH = 4
-"""Number of plans for which a mesh counts as long as its variants are not made."""
+_PLANS_PER_MESH = 4
+"""Number of plans that a mesh counts for while its variants are not made."""
 
-_SURE = 6
+_MIN_PREDICTED = 6
 """Number of plans that are predicted however short the time is."""
 
-_UNTIL_ONE = 3.0
+_PATIENCE_WITHOUT_PLAN = 3.0
 """Multiple of the time limit that a search may take as long as no plan fits."""
 
 _HOPELESS = 60
 """The search ends when this many plans in a row brought no gain and none at all fits."""
 
-_FIRST, _SEARCH = 0.5, 0.85
+_FIRST_LOOK, _SEARCH = 0.5, 0.85
 """Fractions of the time after which the first look and the search end; the rest is for neighbours of the best plans."""
 
 _GAIN = 0.002
@@ -150,10 +150,10 @@ class Explorer:
         self.limits: Limits = limits_of(model, clusters[0], request)
         self.samples = self.limits.samples
         self._clock, self._limit_s = clock, limit_s
-        self._began, self._until_one = _now(self._clock), _UNTIL_ONE
+        self._began, self._patience = _now(self._clock), _PATIENCE_WITHOUT_PLAN
         self.costed: list[Costed] = []
         self.impossible: dict[str, Alternative] = {}
-        self._lessons: dict[int, Lesson] = {}
+        self._family_records: dict[int, FamilyRecord] = {}
         self._counts = {"considered": 0, "too_large": 0, "too_slow": 0, "refused": 0}
         self.best = math.inf
         meshes = shapes(self.limits, request)
@@ -164,16 +164,16 @@ class Explorer:
             if (branch := self._branch(cluster, precision, meshes))
         ]
 
-    def run(self, *, than: float | None = None) -> None:
+    def run(self, *, better_than: float | None = None) -> None:
         """Search until nothing that is left can be better, there was no gain for long, or time is up.
 
         Args:
-            than: only plans with a value below this are wanted, so no additional time is taken where none fits.
+            better_than: only plans with a value below this are wanted, so no additional time is taken where none fits.
         """
-        if than is not None:
-            self.best, self._until_one = min(self.best, than), 1.0
+        if better_than is not None:
+            self.best, self._patience = min(self.best, better_than), 1.0
         self._prune()
-        self._first()
+        self._predict_families()
         idle, gained_s = 0, _now(self._clock)
         while not self.over(_SEARCH):
             self._prune()
@@ -184,8 +184,8 @@ class Explorer:
             if grown:  # better plans, found first, may rule out meshes before their variants are made
                 continue
             better = self.best < before * (1 - _GAIN)
-            idle, gained_s = (0, _now(self._clock)) if better else (idle + _AT_ONCE, gained_s)
-            if _enough(self, idle, gained_s):
+            idle, gained_s = (0, _now(self._clock)) if better else (idle + _BATCH, gained_s)
+            if _stop_early(self, idle, gained_s):
                 break
         self._prune()
 
@@ -222,26 +222,26 @@ class Explorer:
             self.best = min(self.best, costed.value)
         return costed
 
-    def add(self, found: Costed | None) -> None:
-        """Predict and record a plan that another search found, if it found any."""
-        if found is not None:
-            self.cost(found.plan, found.cluster)
+    def add(self, candidate: Costed | None) -> None:
+        """Predict and record a plan that another search found; None is ignored."""
+        if candidate is not None:
+            self.cost(candidate.plan, candidate.cluster)
 
-    def _branch(self, cluster: ClusterSpec, precision: Precision, found: MeshTable) -> SearchBranch | None:
+    def _branch(self, cluster: ClusterSpec, precision: Precision, meshes: MeshTable) -> SearchBranch | None:
         """Bound all meshes for one order of nodes and one precision; return None where that precision is impossible."""
         try:
             best_case = BestCase(self.model, cluster, precision, self.request.script.layout)
-            seconds, memory = shape_bounds(best_case, found, self.samples, offload=self._offload)
+            seconds, memory = shape_bounds(best_case, meshes, self.samples, offload=self._offload)
         except PlanError as error:
             nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))
             self.impossible.setdefault(str(error), nothing)
             return None
         # Where parts along split may be unequal, the memory in a prediction may be that of a rank with a small part.
-        (uneven_rows,) = by_kind((found.world, found.split), partial(uneven, best_case))
-        shown = np.where(uneven_rows > 0, 0.0, memory)
-        least = objectives.bound(cluster, self.request, seconds, found.world, shown)
-        fits = memory <= self._room(best_case, found)
-        self._counts["considered"] += len(found)
+        (uneven_rows,) = by_kind((meshes.world, meshes.split), partial(uneven, best_case))
+        reported_memory = np.where(uneven_rows > 0, 0.0, memory)
+        least = objectives.bound(cluster, self.request, seconds, meshes.world, reported_memory)
+        fits = memory <= self._capacity(best_case, meshes)
+        self._counts["considered"] += len(meshes)
         self._counts["too_large"] += int((~fits).sum())
         rows = np.flatnonzero(fits)
         return SearchBranch(
@@ -249,30 +249,30 @@ class Explorer:
             precision=precision,
             best_case=best_case,
             best_memory=BestCaseMemory(best_case, self.request.script),
-            shapes=found,
+            shapes=meshes,
             least=least,
             waiting=rows[np.argsort(least[rows], kind="stable")],
             pool=Pool(),
         )
 
-    def _room(self, best_case: BestCase, found: MeshTable, *, tightest: bool = False) -> Array:
+    def _capacity(self, best_case: BestCase, meshes: MeshTable, *, tightest: bool = False) -> Array:
         """Return the memory of the largest (or smallest) rank of each mesh in bytes, (meshes,)."""
 
-        def room(world: int) -> tuple[float]:
+        def capacity_of(world: int) -> tuple[float]:
             ground = best_case.ground(world)
             return (ground.least_nbytes if tightest else ground.memory_nbytes,)
 
-        (capacity,) = by_kind((found.world,), room)
+        (capacity,) = by_kind((meshes.world,), capacity_of)
         return np.minimum(capacity, self.request.memory_nbytes or math.inf)
 
     def over(self, part: float = 1.0) -> bool:
         """Return whether this fraction of the time is used up. While no plan fits, several times as much is allowed."""
         if self._clock is None:
             return False
-        patience = 1.0 if math.isfinite(self.best) else self._until_one
+        patience = 1.0 if math.isfinite(self.best) else self._patience
         return self._clock() >= self._began + patience * part * self._limit_s
 
-    def _first(self) -> None:
+    def _predict_families(self) -> None:
         """Predict the best plan of every family in a sample of all meshes.
 
         This gives a plan to beat, and for each family the error of the estimates.
@@ -286,8 +286,8 @@ class Explorer:
             picked = np.unique(np.concatenate([np.arange(0, len(rows), step)[:_CHUNK], simple[: _CHUNK // 4]]))
             self._make(branch, rows[picked])
             branch.waiting = np.delete(rows, picked)
-            for number, row in enumerate(_best_of_families(branch.pool, self._lessons)):
-                if self.over(_FIRST) and number >= _SURE:
+            for number, row in enumerate(_best_of_families(branch.pool, self._family_records)):
+                if self.over(_FIRST_LOOK) and number >= _MIN_PREDICTED:
                     break
                 self._cost_rows(branch, np.array([row], dtype=np.intp), keep=True)
             branch.pool.drop(branch.pool.done)
@@ -313,12 +313,12 @@ class Explorer:
         bounds = variant_bounds(branch.best_memory, branch.shapes, variant_rows, self.samples)
         world = branch.shapes.world[variant_rows.shape]
         # On unequal devices, a prediction reports the rank with the least memory left, which may not be the fullest.
-        shown = bounds.emptiest_nbytes if branch.best_case.mixed else bounds.fullest_nbytes
-        least = objectives.bound(branch.cluster, self.request, bounds.step_s, world, shown)
+        reported_memory = bounds.emptiest_nbytes if branch.best_case.mixed else bounds.fullest_nbytes
+        least = objectives.bound(branch.cluster, self.request, bounds.step_s, world, reported_memory)
         likely = objectives.bound(branch.cluster, self.request, bounds.estimated_s, world, bounds.fullest_nbytes)
-        room = self._room(branch.best_case, branch.shapes)[variant_rows.shape]
-        tight = self._room(branch.best_case, branch.shapes, tightest=True)[variant_rows.shape]
-        fits, quick = bounds.fullest_nbytes <= room, least < self.best
+        capacity = self._capacity(branch.best_case, branch.shapes)[variant_rows.shape]
+        tight = self._capacity(branch.best_case, branch.shapes, tightest=True)[variant_rows.shape]
+        fits, quick = bounds.fullest_nbytes <= capacity, least < self.best
         self._counts["considered"] += len(variant_rows) - len(rows)
         self._counts["too_large"] += int((~fits).sum())
         self._counts["too_slow"] += int((fits & ~quick).sum())
@@ -336,14 +336,14 @@ class Explorer:
 
     def _cost_next(self) -> bool:
         """Predict the most promising plans; return whether there were any."""
-        orders = [branch.pool.corrected(self._lessons) for branch in self.branches]
+        orders = [branch.pool.corrected(self._family_records) for branch in self.branches]
         branch_of = np.concatenate([np.full(len(order), index) for index, order in enumerate(orders)] or [np.empty(0)])
         row_of = np.concatenate([np.arange(len(order)) for order in orders] or [np.empty(0, dtype=np.intp)])
         score = np.concatenate(orders or [np.empty(0)])
         usable = np.flatnonzero(np.isfinite(score))
         if not len(usable):
             return False
-        picked = usable[np.argsort(score[usable], kind="stable")[:_AT_ONCE]]
+        picked = usable[np.argsort(score[usable], kind="stable")[:_BATCH]]
         for index, branch in enumerate(self.branches):
             self._cost_rows(branch, row_of[picked[branch_of[picked] == index]].astype(np.intp))
         return True
@@ -355,17 +355,17 @@ class Explorer:
             if self.over(_SEARCH) and not keep:
                 break
             pool.done[row] = True
-            variant_rows, at = pool.variant_rows[int(pool.part[row])], int(pool.row[row])
+            variant_rows, at = pool.variant_rows[int(pool.chunk[row])], int(pool.row[row])
             plan = plan_of(self.model, self.request, branch.shapes, variant_rows, at, branch.precision)
-            lesson = self._lessons.setdefault(int(pool.family[row]), Lesson())
+            record = self._family_records.setdefault(int(pool.family[row]), FamilyRecord())
             costed = self._cost_all(branch, plan)
             if not costed:
-                lesson.refused += 1
+                record.refused += 1
                 continue
             best = min(costed, key=lambda candidate: (not candidate.good, candidate.value))
-            lesson.count += 1
-            lesson.time += math.log(max(best.value, 1e-300) / max(float(pool.likely[row]), 1e-300))
-            lesson.memory += math.log(best.prediction.memory.total / max(float(pool.memory[row]), 1.0))
+            record.count += 1
+            record.time += math.log(max(best.value, 1e-300) / max(float(pool.likely[row]), 1e-300))
+            record.memory += math.log(best.prediction.memory.total / max(float(pool.memory[row]), 1.0))
         if not keep:
             pool.drop(pool.done)
 
@@ -390,37 +390,37 @@ def _timed(explorer: Explorer) -> bool:
     return explorer._clock is not None and math.isfinite(explorer._limit_s)
 
 
-def _enough(explorer: Explorer, idle: int, gained_s: float) -> bool:
+def _stop_early(explorer: Explorer, idle: int, gained_s: float) -> bool:
     """Return whether there was no gain for so long that predicting more plans is not worth its time."""
     if not math.isfinite(explorer.best):
         return idle >= _HOPELESS and not any(candidate.prediction.fits for candidate in explorer.costed)
-    waited = not _timed(explorer) or _now(explorer._clock) >= gained_s + _QUIET * explorer._limit_s
+    waited = not _timed(explorer) or _now(explorer._clock) >= gained_s + _MIN_IDLE_FRACTION * explorer._limit_s
     return idle >= _PATIENCE and waited and not _in_time(explorer)
 
 
 def _in_time(explorer: Explorer) -> bool:
     """Return whether all plans that are left can be predicted in the remaining time."""
-    left = sum(len(branch.pool) + _EACH * len(branch.waiting) for branch in explorer.branches)
+    left = sum(len(branch.pool) + _PLANS_PER_MESH * len(branch.waiting) for branch in explorer.branches)
     return left <= _PATIENCE or (
         _timed(explorer) and not explorer.over(_SEARCH / (1 + left / max(1, len(explorer.costed))))
     )
 
 
-def _best_of_families(pool: Pool, lessons: dict[int, Lesson]) -> list[int]:
+def _best_of_families(pool: Pool, records: dict[int, FamilyRecord]) -> list[int]:
     """Return the most promising row of each of at most `_FAMILIES` families.
 
     The four most promising families come first, then the plainest of the others. Families that are slow to predict
     come last.
     """
-    order = pool.corrected(lessons)
+    order = pool.corrected(records)
     kinds, at = np.unique(pool.family, return_inverse=True)
     firsts = np.full(len(kinds), -1, dtype=np.int64)
     ranked = np.argsort(order, kind="stable")[::-1]
     firsts[at.reshape(-1)[ranked]] = ranked
-    hopeful = [
+    promising = [
         (int(kind), int(first)) for kind, first in zip(kinds, firsts, strict=True) if math.isfinite(order[first])
     ]
-    hopeful.sort(key=lambda pair: order[pair[1]])
-    plain = sorted(hopeful[: 3 * _FAMILIES], key=lambda pair: (plainness(pair[0]), order[pair[1]]))
-    chosen = [*hopeful[:4], *[pair for pair in plain if pair not in hopeful[:4]]][:_FAMILIES]
-    return [first for _, first in sorted(chosen, key=lambda pair: takes_long(pair[0]))]
+    promising.sort(key=lambda pair: order[pair[1]])
+    plain = sorted(promising[: 3 * _FAMILIES], key=lambda pair: (mechanism_count(pair[0]), order[pair[1]]))
+    chosen = [*promising[:4], *[pair for pair in plain if pair not in promising[:4]]][:_FAMILIES]
+    return [first for _, first in sorted(chosen, key=lambda pair: slow_to_predict(pair[0]))]

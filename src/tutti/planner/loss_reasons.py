@@ -1,4 +1,4 @@
-"""Sentences with numbers on why a plan lost and what a choice means."""
+"""Explain in sentences with numbers why a plan lost and what a choice means."""
 
 import math
 import re
@@ -36,7 +36,7 @@ def why(request: PlanRequest, loser: Costed, best: Costed) -> str:
     if not prediction.fits:
         return (
             f"does not fit: needs {nbytes(prediction.memory.total)} for each rank ({_largest_part(prediction)}), "
-            f"but a rank has {nbytes(objectives.room_nbytes(loser.cluster, plan))}"
+            f"but a rank has {nbytes(objectives.capacity_nbytes(loser.cluster, plan))}"
         )
     if loser.broken:
         return f"not allowed: {loser.broken}"
@@ -113,9 +113,9 @@ def _compute_cause(loser: Costed, best: Costed) -> str:
     plan, chosen = loser.plan, best.plan
     against = f"{seconds(_compute_s(loser.prediction))} of compute against {seconds(_compute_s(best.prediction))}"
     host_groups = place_ranks(loser.cluster, plan.world_size)
-    crowded = [host_group for host_group in host_groups if host_group.oversubscribed > 1]
-    if crowded:
-        return f"{crowded[0].sharing} ranks share {count(crowded[0].device.cores, 'core')}; {against}"
+    oversubscribed = [host_group for host_group in host_groups if host_group.oversubscribed > 1]
+    if oversubscribed:
+        return f"{oversubscribed[0].sharing} ranks share {count(oversubscribed[0].device.cores, 'core')}; {against}"
     if plan.precision != chosen.precision:
         return f"{plan.precision} is slower on {host_groups[0].device.name}; {against}"
     if plan.world_size < chosen.world_size:

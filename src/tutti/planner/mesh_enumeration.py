@@ -123,19 +123,19 @@ def _thinned(counts: list[int]) -> list[int]:
     return kept
 
 
-def variants(limits: Limits, found: MeshTable, rows: NDArray[np.intp], *, offload: bool = False) -> Variants:
+def variants(limits: Limits, meshes: MeshTable, rows: NDArray[np.intp], *, offload: bool = False) -> Variants:
     """Return all combinations of sharding, schedule, recompute and attention for some meshes.
 
     Args:
         limits: what restricts the search.
-        found: all meshes.
-        rows: the rows of `found` to combine.
+        meshes: all meshes.
+        rows: the rows of `meshes` to combine.
         offload: whether plans that keep state in the host's memory are made, instead of those that do not.
     """
     parts: list[NDArray[np.int64]] = []
     if not len(rows):
         return _variants(np.empty((0, 8), dtype=np.int64))
-    keys = np.stack([found.stage[rows], found.copies[rows], found.context[rows]], axis=1)
+    keys = np.stack([meshes.stage[rows], meshes.copies[rows], meshes.context[rows]], axis=1)
     kinds, where = np.unique(keys, axis=0, return_inverse=True)
     order = np.argsort(where.reshape(-1), kind="stable")
     ends = np.cumsum(np.bincount(where.reshape(-1), minlength=len(kinds)))

@@ -1,7 +1,7 @@
 """Plans for devices of unequal speed or memory.
 
-Here are chosen each rank's number of samples, the cuts of a pipeline, the parts of layers that are split, and
-the order of the nodes.
+This module chooses each rank's number of samples, the cuts of a pipeline, the parts of layers that are split, and the
+order of the nodes.
 """
 
 import dataclasses
@@ -54,21 +54,23 @@ def orders(
         loading: how samples are loaded, or None where that is unknown.
         objective: what the best plan minimises.
     """
-    feeding = [_feeding(node, loading) for node in cluster.nodes]
+    loading_limits = [_loading_limits(node, loading) for node in cluster.nodes]
     network = [cluster.link_at(node, "network") for node in cluster.nodes]
-    joined = [0.0 if link is None else link.bandwidth_bytes_per_s for link in network]
-    fed_alike, joined_alike = len(set(feeding)) == 1, len(set(joined)) == 1
-    if fed_alike and joined_alike and not is_mixed(cluster):
+    network_rates = [0.0 if link is None else link.bandwidth_bytes_per_s for link in network]
+    equal_loading, equal_networks = len(set(loading_limits)) == 1, len(set(network_rates)) == 1
+    if equal_loading and equal_networks and not is_mixed(cluster):
         return (cluster,)
     kinds = [_kind(cluster, node) for node in cluster.nodes]
-    fastest_first = sorted(range(len(kinds)), key=lambda i: (kinds[i], feeding[i], -joined[i], cluster.nodes[i].name))
+    fastest_first = sorted(
+        range(len(kinds)), key=lambda i: (kinds[i], loading_limits[i], -network_rates[i], cluster.nodes[i].name)
+    )
     wanted = [fastest_first]
-    if not fed_alike:
-        wanted.append(sorted(fastest_first, key=lambda i: feeding[i], reverse=True))
-    if not joined_alike:
-        wanted.append(sorted(fastest_first, key=lambda i: -joined[i]))
-    paid = [_paid(cluster, node, objective) for node in cluster.nodes]
-    wanted.append(sorted(fastest_first, key=lambda i: paid[i]))
+    if not equal_loading:
+        wanted.append(sorted(fastest_first, key=lambda i: loading_limits[i], reverse=True))
+    if not equal_networks:
+        wanted.append(sorted(fastest_first, key=lambda i: -network_rates[i]))
+    prices = [_price_per_rate(cluster, node, objective) for node in cluster.nodes]
+    wanted.append(sorted(fastest_first, key=lambda i: prices[i]))
     wanted.append(sorted(fastest_first, key=lambda i: -cluster.devices[cluster.nodes[i].device].memory_nbytes))
     for kind in dict.fromkeys(kinds[i] for i in wanted[-2]):
         wanted.append(sorted(fastest_first, key=lambda i: kinds[i] != kind))
@@ -85,18 +87,18 @@ def _peak(device: DeviceSpec) -> float:
 def _kind(cluster: ClusterSpec, node: NodeSpec) -> tuple[float | str, ...]:
     """Return a sort key that is equal for nodes of one kind and least for the fastest kind."""
     device = cluster.devices[node.device]
-    paid = (device.price_per_device_hour or 0.0, device.power_w or 0.0)
-    return (-_peak(device), -device.memory_nbytes, *paid, -node.devices_per_node, -node.memory_nbytes, node.device)
+    prices = (device.price_per_device_hour or 0.0, device.power_w or 0.0)
+    return (-_peak(device), -device.memory_nbytes, *prices, -node.devices_per_node, -node.memory_nbytes, node.device)
 
 
-def _paid(cluster: ClusterSpec, node: NodeSpec, objective: Objective) -> float:
+def _price_per_rate(cluster: ClusterSpec, node: NodeSpec, objective: Objective) -> float:
     """Return the price or power per FLOP/s under an objective that counts it, else 0."""
     device = cluster.devices[node.device]
     rate = {"cost": device.price_per_device_hour, "energy": device.power_w}.get(objective)
     return (rate or 0.0) / max(_peak(device), 1.0)
 
 
-def _feeding(node: NodeSpec, loading: Loading | None) -> tuple[float, int]:
+def _loading_limits(node: NodeSpec, loading: Loading | None) -> tuple[float, int]:
     """Return what limits data loading on a host: its disk's read rate and its cores; 0 for what does not matter."""
     stored = loading is not None and loading.stored_nbytes > 0
     worked = loading is not None and loading.core_s > 0 and loading.workers > 0
@@ -117,13 +119,13 @@ def by_axes(values: Array, plan: Plan, keep: tuple[AxisName, ...], how: np.ufunc
     """
     axes = list(plan.mesh)
     grid = values.reshape([plan.mesh[axis] for axis in axes])
-    gone = tuple(position for position, axis in enumerate(axes) if axis not in keep)
-    reduced = reduce(lambda left, axis: how.reduce(left, axis=axis, keepdims=True), gone, grid)
+    reduced_axes = tuple(position for position, axis in enumerate(axes) if axis not in keep)
+    reduced = reduce(lambda left, axis: how.reduce(left, axis=axis, keepdims=True), reduced_axes, grid)
     return np.asarray(reduced, dtype=np.float64).reshape(-1)
 
 
 def improved(
-    best_memory: BestCaseMemory, cluster: ClusterSpec, one: Plan, prediction: Prediction, samples: int
+    best_memory: BestCaseMemory, cluster: ClusterSpec, equal_plan: Plan, prediction: Prediction, samples: int
 ) -> list[Plan]:
     """Return variants of a plan that suit unequal devices better; empty where none differs from it.
 
@@ -132,11 +134,11 @@ def improved(
     Args:
         best_memory: the memory and work of the model on this cluster.
         cluster: the machines, in the order in which ranks are placed.
-        one: the plan, with equal shares.
+        equal_plan: the plan, with equal shares.
         prediction: the prediction for that plan.
         samples: samples in the global batch.
     """
-    host_groups, plan, best_case = place_ranks(cluster, one.world_size), one, best_memory.best_case
+    host_groups, plan, best_case = place_ranks(cluster, equal_plan.world_size), equal_plan, best_memory.best_case
     rank_samples = max(1, round(samples / plan.batch.num_microbatches / plan.data_parallel_degree))
     rates = speeds(best_case.model, host_groups, best_case.precision, np.full(plan.world_size, float(rank_samples)))
     plans: list[Plan] = []
@@ -180,46 +182,46 @@ def shares(
     data_degrees = [plan.mesh[axis] if axis in DATA_AXES else 1 for axis in plan.mesh]
     for _ in range(ROUNDS):
         rank_loads = np.broadcast_to(loads.reshape(data_degrees), list(plan.mesh.values())).reshape(-1)
-        rates = _together(plan, speeds(best_case.model, host_groups, best_case.precision, rank_loads))
+        rates = _data_parallel_rates(plan, speeds(best_case.model, host_groups, best_case.precision, rank_loads))
         # rounding to whole samples may give a rank one more than its share
         loads = balanced(rates, np.maximum(1.0, most - 1), slices)
     return listed(loads)
 
 
-def _together(plan: Plan, rates: Array) -> Array:
+def _data_parallel_rates(plan: Plan, rates: Array) -> Array:
     """Return the speed of each data-parallel rank, (data-parallel degree,), from that of every rank.
 
-    With several devices, the slowest one counts; along stages and parts of layers that are cut by speed, the mean.
+    If it has several devices, the slowest one counts; along stages and parts of layers that are cut by speed, the mean.
     """
     if plan.split_weights:
         grid, at = rates.reshape(list(plan.mesh.values())), list(plan.mesh).index("split")
         rates = np.broadcast_to(grid.mean(axis=at, keepdims=True), grid.shape).reshape(-1)
-    place_rates = by_axes(rates, plan, (*DATA_AXES, "stage"), np.minimum)
+    device_rates = by_axes(rates, plan, (*DATA_AXES, "stage"), np.minimum)
     if plan.mesh.get("stage", 1) == 1:
-        return place_rates
+        return device_rates
     axes = tuple(axis for axis in plan.mesh if axis in (*DATA_AXES, "stage"))
-    grid, over = place_rates.reshape([plan.mesh[axis] for axis in axes]), axes.index("stage")
+    grid, over = device_rates.reshape([plan.mesh[axis] for axis in axes]), axes.index("stage")
     return np.asarray((grid.mean(axis=over) if plan.pipeline.cuts else grid.min(axis=over)).reshape(-1))
 
 
-def balanced(rates: Array, room: Array, total: float) -> Array:
-    """Return loads in proportion to `rates` that sum to `total`, each at most its `room`.
+def balanced(rates: Array, capacity: Array, total: float) -> Array:
+    """Return loads in proportion to `rates` that sum to `total`, each at most its `capacity`.
 
-    What exceeds one rank's room is divided among the others, again in proportion to their rates. If all ranks
-    together have too little room, loads are in proportion to the room instead.
+    What exceeds one rank's capacity is divided among the others, again in proportion to their rates. If all ranks
+    together have too little capacity, loads are in proportion to the capacity instead.
 
     Args:
         rates: speed of each rank, (ranks,).
-        room: largest load of each rank, (ranks,).
+        capacity: largest load of each rank, (ranks,).
         total: the sum of all loads.
     """
-    if room.sum() <= total:
-        return np.asarray(room * (total / room.sum()), dtype=np.float64)
+    if capacity.sum() <= total:
+        return np.asarray(capacity * (total / capacity.sum()), dtype=np.float64)
     loads, full = np.zeros(len(rates)), np.zeros(len(rates), dtype=bool)
     while True:
-        rest = total - room[full].sum()
-        loads = np.where(full, room, rates * (rest / rates[~full].sum()))
-        over = ~full & (loads > room)
+        rest = total - capacity[full].sum()
+        loads = np.where(full, capacity, rates * (rest / rates[~full].sum()))
+        over = ~full & (loads > capacity)
         if not over.any():
             return np.asarray(loads, dtype=np.float64)
         full |= over
@@ -282,16 +284,16 @@ def _memory(host_groups: tuple[HostGroup, ...]) -> Array:
     return np.array([host_group.memory_nbytes for host_group in host_groups for _ in range(host_group.ranks)])
 
 
-_HALVINGS = 60
+_BISECTION_STEPS = 60
 
 
 def split_shares(
     best_memory: BestCaseMemory, plan: Plan, memory: RankMemory, host_groups: tuple[HostGroup, ...], samples: int
 ) -> tuple[float, ...]:
-    """Return the part of the divided layers for each place along the split axis such that all finish together.
+    """Return the part of the divided layers for each split rank such that all finish together.
 
-    Parts are limited by memory, and each has at least one head or unit. The result is empty where the places are
-    alike, or the model or the plan needs equal parts. A place has the speed and memory of its weakest rank.
+    Parts are limited by memory, and each has at least one head or unit. The result is empty where the split ranks
+    are alike, or the model or the plan needs equal parts. All ranks of one split index count as the weakest of them.
 
     Args:
         best_memory: the memory and work of the model on this cluster.
@@ -304,24 +306,24 @@ def split_shares(
     if degree == 1 or len(host_groups) == 1:
         return ()
     microbatch_times = [_microbatch_time(best_memory, plan, host_group, samples) for host_group in host_groups]
-    of_places = by_place(plan, host_groups)
+    groups_by_split_rank = by_place(plan, host_groups)
     slowest = [
         max(
             (microbatch_times[host_group] for host_group in members),
             key=lambda microbatch_time: microbatch_time.total_s(1 / degree),
         )
-        for members in of_places
+        for members in groups_by_split_rank
     ]
     free = np.array(
-        [min(host_groups[host_group].memory_nbytes for host_group in members) for members in of_places],
+        [min(host_groups[host_group].memory_nbytes for host_group in members) for members in groups_by_split_rank],
         dtype=np.float64,
     )
     if len(set(slowest)) == 1 and len(set(free.tolist())) == 1:
         return ()
-    growing = max(1.0, _growing(best_memory, plan, memory))
-    least, most = _least(best_memory, plan), np.maximum(0.0, 1 + (free - memory.total) / growing) / degree
+    divided_nbytes = max(1.0, _divided_nbytes(best_memory, plan, memory))
+    least, most = _least(best_memory, plan), np.maximum(0.0, 1 + (free - memory.total) / divided_nbytes) / degree
     whole = np.floor(most / least) * least  # parts are rounded to whole heads, possibly upwards
-    new_shares = listed(together(slowest, whole if whole.sum() > 1 else most, least))
+    new_shares = listed(parts_finishing_together(slowest, whole if whole.sum() > 1 else most, least))
     if not new_shares or min(new_shares) <= 0:
         return ()
     divided = dataclasses.replace(plan, split_shares=new_shares)
@@ -350,17 +352,17 @@ class MicrobatchTime:
         return self.whole_s + part * self.part_s
 
 
-def together(microbatch_times: list[MicrobatchTime], most: Array, least: float) -> Array:
-    """Return parts that add up to 1 with which all places take the same time, as far as the limits allow.
+def parts_finishing_together(microbatch_times: list[MicrobatchTime], most: Array, least: float) -> Array:
+    """Return parts that add up to 1 with which all split ranks take the same time, as far as the limits allow.
 
-    Each part is (T - a) / b, at least `least` and at most the place's `most`. Here a is the time that does not depend
-    on the part, and b the time that is proportional to it. The sum of the parts grows with T, so T is found by
-    bisection. If the places have too little memory together, parts are in proportion to `most` instead.
+    Each part is (T - a) / b, at least `least` and at most the rank's `most`. Here a is the time that does not depend on
+    the part, and b the time that is proportional to it. The sum of the parts grows with T, so T is found by bisection.
+    If the ranks together have too little memory, parts are in proportion to `most` instead.
 
     Args:
-        microbatch_times: time of each place.
-        most: largest part of each place, (places,).
-        least: smallest part of any place.
+        microbatch_times: time of each split rank.
+        most: largest part of each split rank, (split,).
+        least: smallest part of any rank.
     """
     if most.sum() <= 1:
         return np.asarray(most / max(most.sum(), 1e-300), dtype=np.float64)
@@ -371,14 +373,14 @@ def together(microbatch_times: list[MicrobatchTime], most: Array, least: float) 
     def within(until_s: float) -> Array:
         return np.asarray(np.minimum(np.maximum((until_s - a) / b, least), most), dtype=np.float64)
 
-    for _ in range(_HALVINGS):
+    for _ in range(_BISECTION_STEPS):
         middle = (low + high) / 2
         low, high = (low, middle) if within(middle).sum() > 1 else (middle, high)
     result = within(high)
     return np.asarray(result / result.sum(), dtype=np.float64)
 
 
-def _growing(best_memory: BestCaseMemory, plan: Plan, memory: RankMemory) -> float:
+def _divided_nbytes(best_memory: BestCaseMemory, plan: Plan, memory: RankMemory) -> float:
     """Return the bytes of `memory` that are proportional to a rank's part of the divided layers.
 
     A layer divided by its outputs keeps its whole input, whatever its part is.
@@ -388,9 +390,9 @@ def _growing(best_memory: BestCaseMemory, plan: Plan, memory: RankMemory) -> flo
     keeps = kept(
         columns, part, recompute_regions(best_memory.best_case.model, plan), half=best_memory.best_case.half
     ).always
-    ours, kept_in_part = part.split, part.split & (part.saved < part.passed)
+    divided, saves_divided = part.split, part.split & (part.saved < part.passed)
     held = memory.parameters + memory.gradients + memory.optimizer
-    of_state, of_kept = state[ours].sum() / max(1.0, state.sum()), keeps[kept_in_part].sum() / max(1.0, keeps.sum())
+    of_state, of_kept = state[divided].sum() / max(1.0, state.sum()), keeps[saves_divided].sum() / max(1.0, keeps.sum())
     return (1 + best_memory.fragments) * float(held * of_state + memory.activations * of_kept)
 
 
@@ -454,12 +456,12 @@ def blocks_of(model: ModelSpec, seconds: Array, state: Array, kept: Array) -> Bl
     """
     roots = block_roots(model)
     order = list(dict.fromkeys(module.block for module in model.modules if module.block >= 0))
-    place, current = [], 0
+    positions, current = [], 0
     for module in model.modules:
         if module.block >= 0:
             current = order.index(module.block)
-        place.append(current)
-    where = np.array(place, dtype=np.intp)
+        positions.append(current)
+    where = np.array(positions, dtype=np.intp)
 
     def summed(values: Array) -> Array:
         return np.bincount(where, weights=values, minlength=max(1, len(order))).astype(np.float64)
@@ -472,7 +474,7 @@ def blocks_of(model: ModelSpec, seconds: Array, state: Array, kept: Array) -> Bl
     )
 
 
-def cut(blocks: Blocks, speeds: Array, room: Array, live: Array) -> tuple[int, ...] | None:
+def cut(blocks: Blocks, speeds: Array, capacity: Array, live: Array) -> tuple[int, ...] | None:
     """Return the first block of stages 1, 2, ... such that the slowest stage is as fast as possible; None if none fits.
 
     Every stage has at least one block. This is dynamic programming over contiguous cuts:
@@ -481,7 +483,7 @@ def cut(blocks: Blocks, speeds: Array, room: Array, live: Array) -> tuple[int, .
     Args:
         blocks: time and memory of each block.
         speeds: speed of each stage's ranks, (stages,).
-        room: bytes that each stage has for state and activations, (stages,).
+        capacity: bytes that each stage has for state and activations, (stages,).
         live: number of microbatches whose activations each stage holds at once, (stages,).
     """
     count, stages = len(blocks.seconds), len(speeds)
@@ -496,7 +498,7 @@ def cut(blocks: Blocks, speeds: Array, room: Array, live: Array) -> tuple[int, .
     for stage in range(stages):
         stage_s = (time[None, :] - time[:, None]) / speeds[stage]
         held = (state[None, :] - state[:, None]) + live[stage] * (kept[None, :] - kept[:, None])
-        valid = (np.arange(count + 1)[None, :] > np.arange(count + 1)[:, None]) & (held <= room[stage])
+        valid = (np.arange(count + 1)[None, :] > np.arange(count + 1)[:, None]) & (held <= capacity[stage])
         reached = np.where(valid, np.maximum(best[:, None], stage_s), np.inf)
         begins.append(np.argmin(reached, axis=0))
         best = np.min(reached, axis=0)

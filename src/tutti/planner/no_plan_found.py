@@ -1,4 +1,4 @@
-"""Messages for a model that no plan can hold: what it needs, what the cluster has, and what would be enough."""
+"""Explain why no plan can hold a model: what it needs, what the cluster has, and what would be enough."""
 
 import dataclasses
 
@@ -27,8 +27,8 @@ from tutti.planner.plan_request import PlanRequest
 _MOST_RANKS = 2**20
 """Clusters with more ranks than this are not suggested."""
 
-_MESHES = 3000
-_PREDICTED = 6
+_MAX_MESHES = 3000
+_MAX_PREDICTED = 6
 _REFUSALS = 5
 """A combination of axes is not tried again after this many refusals."""
 
@@ -55,7 +55,7 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
     rank_samples = np.maximum(1, limits.samples // meshes.data)
     # numbers of microbatches in between need no less memory
     rows = np.flatnonzero((meshes.microbatches == 1) | (meshes.microbatches >= rank_samples))
-    order = rows[np.argsort(least[rows], kind="stable")][:_MESHES]
+    order = rows[np.argsort(least[rows], kind="stable")][:_MAX_MESHES]
     levels = tuple(sorted({limits.levels[0], limits.levels[-1]}))
     strategies = variants(
         dataclasses.replace(limits, recompute=limits.recompute[-1:], levels=levels, blocks=0), meshes, order
@@ -77,12 +77,12 @@ def smallest(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> Co
             continue
         value = prediction.memory.total
         costed.append(Costed(plan=plan, prediction=prediction, cluster=cluster, value=value))
-        if len(costed) == _PREDICTED or prediction.fits:
+        if len(costed) == _MAX_PREDICTED or prediction.fits:
             break
     return min(costed, key=lambda candidate: (not candidate.prediction.fits, candidate.value), default=None)
 
 
-def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: list[Costed]) -> str:
+def no_usable_plan(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: list[Costed]) -> str:
     """Explain a search without a usable plan: all are too large, break a limit, or have a value that is not finite.
 
     Args:
@@ -95,7 +95,7 @@ def nothing_good(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, c
     if not fitting:
         return no_fit(model, cluster, request, costed)
     if any(candidate.broken for candidate in fitting):
-        return nothing_keeps(request, fitting)
+        return all_break_limits(request, fitting)
     return _not_finite(model, cluster, request, fitting[0])
 
 
@@ -111,7 +111,7 @@ def no_fit(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed:
     nearest = min(
         costed,
         key=lambda candidate: (
-            candidate.prediction.memory.total - objectives.room_nbytes(candidate.cluster, candidate.plan)
+            candidate.prediction.memory.total - objectives.capacity_nbytes(candidate.cluster, candidate.plan)
         ),
         default=None,
     )
@@ -124,20 +124,24 @@ def no_fit(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed:
         return _refused(model, cluster, request) or (
             f"model {model.name!r} does not fit on cluster {cluster.name!r}, and no plan can be predicted for it"
         )
-    plan, memory, room = nearest.plan, nearest.prediction.memory, objectives.room_nbytes(nearest.cluster, nearest.plan)
+    plan, memory, capacity = (
+        nearest.plan,
+        nearest.prediction.memory,
+        objectives.capacity_nbytes(nearest.cluster, nearest.plan),
+    )
     device = place_ranks(nearest.cluster, plan.world_size)[0].device.name
     if not wide:
         return (
             f"model {model.name!r} does not fit on cluster {cluster.name!r}: the smallest plan "
             f"({count(plan.world_size, 'rank')}, {count(plan.batch.num_microbatches, 'microbatch')}) needs "
-            f"{_need(nearest.prediction)}, but {device} has {nbytes(room)}; {_remedy(nearest, room)}"
+            f"{_need(nearest.prediction)}, but {device} has {nbytes(capacity)}; {_remedy(nearest, capacity)}"
         )
     state = sum(module.parameter_nbytes + module.gradient_nbytes + module.optimizer_nbytes for module in model.modules)
     return (
         f"model {model.name!r} does not fit on cluster {cluster.name!r}: it needs {gigabytes(state)} for parameters, "
         f"gradients and {model.optimizer or 'the optimizer'}'s state; the smallest plan of "
         f"{count(plan.world_size, 'rank')} ({plan_words(plan)}) needs {gigabytes(memory.total)} a rank "
-        f"({_parts(nearest.prediction)}), but {device} has {gigabytes(room)}; "
+        f"({_parts(nearest.prediction)}), but {device} has {gigabytes(capacity)}; "
         f"{what_fits(model, cluster, request, nearest)}"
     )
 
@@ -183,10 +187,10 @@ def _parts(prediction: Prediction) -> str:
     return ", ".join(f"{name} {gigabytes(value)}" for name, value in ordered)
 
 
-def _remedy(one: Costed, room: float) -> str:
+def _remedy(costed: Costed, capacity: float) -> str:
     """Name what would make a data-parallel plan fit."""
-    memory = one.prediction.memory
-    if memory.parameters + memory.gradients + memory.optimizer > room:
+    memory = costed.prediction.memory
+    if memory.parameters + memory.gradients + memory.optimizer > capacity:
         copies = "data parallelism keeps a copy of all of that on every rank"
         return f"{copies}; use devices with more memory or a smaller model"
     return "use a smaller global_batch_size, more microbatches, recompute in the layout, or devices with more memory"
@@ -233,10 +237,10 @@ def enough(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> tupl
 
     def fits(factor: int) -> tuple[ClusterSpec, Costed] | None:
         devices = factor * cluster.device_count  # more CPU ranks would only share the hosts' memory
-        free_of = dataclasses.replace(free, max_devices=devices)
+        limited = dataclasses.replace(free, max_devices=devices)
         nodes = tuple(dataclasses.replace(node, count=node.count * factor) for node in cluster.nodes)
         grown = dataclasses.replace(cluster, nodes=nodes, links=_links(cluster))
-        candidate = smallest(model, grown, free_of)
+        candidate = smallest(model, grown, limited)
         return (grown, candidate) if candidate is not None and candidate.prediction.fits else None
 
     high = 1
@@ -262,7 +266,7 @@ def _links(cluster: ClusterSpec) -> tuple[LinkSpec, ...]:
     return (*cluster.links, dataclasses.replace(cluster.links[0], tier="network"))
 
 
-def nothing_keeps(request: PlanRequest, costed: list[Costed]) -> str:
+def all_break_limits(request: PlanRequest, costed: list[Costed]) -> str:
     """Explain that all plans that fit break a limit of the request, and name the plan that is nearest to keeping it.
 
     Args:
@@ -271,9 +275,9 @@ def nothing_keeps(request: PlanRequest, costed: list[Costed]) -> str:
     """
     fitting = [candidate for candidate in costed if candidate.broken]
 
-    def over(one: Costed) -> float:
-        totals = objectives.totals(one.cluster, request, one.plan, one.prediction)
-        return objectives.over_limits(request, totals, one.prediction)
+    def over(costed: Costed) -> float:
+        totals = objectives.totals(costed.cluster, request, costed.plan, costed.prediction)
+        return objectives.over_limits(request, totals, costed.prediction)
 
     best = min(fitting, key=over)
     totals = objectives.totals(best.cluster, request, best.plan, best.prediction)
@@ -283,11 +287,11 @@ def nothing_keeps(request: PlanRequest, costed: list[Costed]) -> str:
     )
 
 
-def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, one: Costed) -> str:
+def _not_finite(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, costed: Costed) -> str:
     """Explain that the value of the objective is not a finite number."""
     return (
         f"no plan of model {model.name!r} on cluster {cluster.name!r} has a {request.objective} that can be compared "
-        f"(the first, {plan_words(one.plan)}, has {one.value}): a rate, size or price is out of range; "
+        f"(the first, {plan_words(costed.plan)}, has {costed.value}): a rate, size or price is out of range; "
         "correct the cluster file or the model"
     )
 

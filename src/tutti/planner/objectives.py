@@ -125,7 +125,7 @@ def totals(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: P
     )
 
 
-def room_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
+def capacity_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
     """Return the bytes that each rank of a plan may fill, on its smallest device."""
     return min(host_group.memory_nbytes for host_group in place_ranks(cluster, plan.world_size))
 
@@ -201,35 +201,35 @@ def bound(cluster: ClusterSpec, request: PlanRequest, step_s: Array, world: NDAr
     return np.asarray(step_s * factors[where.reshape(-1)], dtype=np.float64)
 
 
-def broken_limit(request: PlanRequest, found: Totals, prediction: Prediction) -> str:
+def broken_limit(request: PlanRequest, training: Totals, prediction: Prediction) -> str:
     """Return a phrase with the limit of the request that a plan breaks; empty where the plan keeps all.
 
     Args:
         request: what was asked.
-        found: the whole training with the plan.
+        training: the whole training with the plan.
         prediction: the prediction for that plan.
     """
     if request.memory_nbytes is not None and prediction.memory.total > request.memory_nbytes:
         return f"takes {nbytes(prediction.memory.total)} a rank, but the limit is {nbytes(request.memory_nbytes)}"
-    if request.budget is not None and found.cost is not None and found.cost > request.budget:
-        return f"costs {money(found.cost)}, but the budget is {money(request.budget)}"
-    if request.deadline_s is not None and found.steps is not None and found.time_s > request.deadline_s:
-        return f"takes {duration(found.time_s)}, but the deadline is {duration(request.deadline_s)}"
+    if request.budget is not None and training.cost is not None and training.cost > request.budget:
+        return f"costs {money(training.cost)}, but the budget is {money(request.budget)}"
+    if request.deadline_s is not None and training.steps is not None and training.time_s > request.deadline_s:
+        return f"takes {duration(training.time_s)}, but the deadline is {duration(request.deadline_s)}"
     return ""
 
 
-def over_limits(request: PlanRequest, found: Totals, prediction: Prediction) -> float:
+def over_limits(request: PlanRequest, training: Totals, prediction: Prediction) -> float:
     """Return the factor by which a plan exceeds the limit that it breaks most; at most 1 where it keeps all.
 
     Args:
         request: what was asked.
-        found: the whole training with the plan.
+        training: the whole training with the plan.
         prediction: the prediction for that plan.
     """
     limits = (
         (request.memory_nbytes, prediction.memory.total),
-        (request.budget, found.cost),
-        (request.deadline_s, found.time_s if found.steps is not None else None),
+        (request.budget, training.cost),
+        (request.deadline_s, training.time_s if training.steps is not None else None),
     )
     return max((has / limit for limit, has in limits if limit is not None and has is not None), default=0.0)
 
@@ -248,23 +248,23 @@ def money(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def shown_value(request: PlanRequest, found: Totals, prediction: Prediction) -> str:
+def shown_value(request: PlanRequest, training: Totals, prediction: Prediction) -> str:
     """Return the objective's value of a plan as text.
 
     Args:
         request: what was asked.
-        found: the whole training with the plan, or one step of it.
+        training: the whole training with the plan, or one step of it.
         prediction: the prediction for that plan.
     """
-    whole = "" if found.steps is not None else " a step"
+    whole = "" if training.steps is not None else " a step"
     if request.objective == "device-hours":
-        return f"{found.device_hours:,.3g} device-hours{whole}"
+        return f"{training.device_hours:,.3g} device-hours{whole}"
     if request.objective == "cost":
-        return f"a cost of {money(found.cost or 0.0)}{whole}"
+        return f"a cost of {money(training.cost or 0.0)}{whole}"
     if request.objective == "energy":
-        return f"{found.energy_kwh or 0.0:,.3g} kWh{whole}"
+        return f"{training.energy_kwh or 0.0:,.3g} kWh{whole}"
     if request.objective == "memory":
         return f"{nbytes(prediction.memory.total)} a rank"
     if request.objective == "time-to-quality":
-        return f"{duration(found.time_s)} to the quality"
+        return f"{duration(training.time_s)} to the quality"
     return f"{seconds(prediction.step_time_s.value)} a step"

@@ -1,4 +1,4 @@
-"""A Choice for a reader, as sentences and as the rows of a table; and the differences between two plans."""
+"""Turn a Choice into sentences and table rows, and describe how two plans differ."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class PlanRow:
         exposed: predicted time of exposed communication.
         memory: predicted memory of the fullest rank.
         value: the quantity that the objective compares.
-        fits: whether the plan fits into memory.
+        fits: whether the plan fits into memory; False without a prediction.
         reason: why the plan was or was not chosen.
     """
 
@@ -58,10 +58,10 @@ def rows(choice: Choice) -> tuple[PlanRow, ...]:
     )
 
 
-def _row(choice: Choice, one: Alternative, *, chosen: bool) -> PlanRow:
+def _row(choice: Choice, alternative: Alternative, *, chosen: bool) -> PlanRow:
     """Return the table row of one plan."""
-    plan, prediction = one.plan, one.prediction
-    value = shown_value(choice.request, one.totals, prediction) if one.totals and prediction else ""
+    plan, prediction = alternative.plan, alternative.prediction
+    value = shown_value(choice.request, alternative.totals, prediction) if alternative.totals and prediction else ""
     return PlanRow(
         chosen=chosen,
         ranks=plan.world_size,
@@ -75,12 +75,12 @@ def _row(choice: Choice, one: Alternative, *, chosen: bool) -> PlanRow:
         memory=nbytes(prediction.memory.total) if prediction else "",
         value=value,
         fits=prediction.fits if prediction else False,
-        reason=one.reason,
+        reason=alternative.reason,
     )
 
 
 def explain(choice: Choice) -> str:
-    """Describe a choice in lines of text: what was chosen, what it is predicted to cost, and what the choice means."""
+    """Describe a choice in lines of text: what was chosen, what it is predicted to cost, and why."""
     plan, prediction = choice.best, choice.prediction
     time = prediction.step_time_s
     batch = plan.batch
@@ -91,10 +91,10 @@ def explain(choice: Choice) -> str:
         f"Predicted step {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)}), "
         f"{prediction.throughput_per_s:,.0f} {batch.unit}/s; memory {nbytes(prediction.memory.total)} "
         f"{_of_ranks(plan)}",
-        *whole_words(choice.totals),
+        *training_cost_text(choice.totals),
         *choice.remarks,
         *choice.changes,
-        *([_searched(choice.coverage)] if choice.coverage is not None and choice.coverage.left else []),
+        *([_coverage_text(choice.coverage)] if choice.coverage is not None and choice.coverage.left else []),
     ]
     return "\n".join(lines) + "\n"
 
@@ -114,8 +114,8 @@ def _ranks(plan: Plan) -> str:
     return f"{count(plan.world_size, 'rank')} as {named}" + (f" ({settings})" if settings else "")
 
 
-def whole_words(totals: Totals | None) -> tuple[str, ...]:
-    """Return a sentence with the cost of the whole training.
+def training_cost_text(totals: Totals | None) -> tuple[str, ...]:
+    """Return a sentence with the cost of the whole training, or nothing where no cost is known.
 
     Where the length of training is unknown, the sentence gives the cost of one step, if prices or powers are known.
     """
@@ -135,15 +135,15 @@ def whole_words(totals: Totals | None) -> tuple[str, ...]:
     return (f"The whole training: {', '.join(parts)}{note}",)
 
 
-def _searched(coverage: Coverage) -> str:
-    """Say what the search left open."""
+def _coverage_text(coverage: Coverage) -> str:
+    """Say how many plans the search predicted, ruled out and left open."""
     return (
         f"{coverage.costed:,} plans were predicted, {coverage.too_slow + coverage.too_large:,} ruled out by bounds, "
         f"{coverage.left:,} not examined: none of those can be better by more than {coverage.gap:.0%}"
     )
 
 
-_SHOWN = 8
+_MAX_SHOWN = 8
 """Largest number of entries of a list that are printed."""
 
 
@@ -158,12 +158,12 @@ def difference(first: Plan, second: Plan, names: tuple[str, str] = ("A", "B")) -
         second: the other plan.
         names: what the sentences call the two plans.
     """
-    sentences = _told(first, second, *names)
-    return sentences or tuple(_unsaid(_leaves(first), _leaves(second), *names))
+    sentences = _effective_differences(first, second, *names)
+    return sentences or tuple(_ineffective_differences(_leaves(first), _leaves(second), *names))
 
 
-def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
-    """Return the differences that have an effect."""
+def _effective_differences(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
+    """Return the differences that have an effect, a sentence each."""
     sentences = []
     if first.world_size != second.world_size:
         sentences.append(f"Ranks: {first.world_size} in {a}, {second.world_size} in {b}")
@@ -172,10 +172,12 @@ def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
         degree, other = first.mesh.get(axis, 1), second.mesh.get(axis, 1)
         if degree != other:
             sentences.append(f"{axis.capitalize()}: {_degree(degree)} in {a}, {_degree(other)} in {b}")
-    shared = [axis for axis in first.mesh if first.mesh[axis] > 1 and second.mesh.get(axis, 1) > 1]
-    turned = [axis for axis in second.mesh if axis in shared]
-    if shared != turned:
-        sentences.append(f"Order of axes, outermost first: {', '.join(shared)} in {a}, {', '.join(turned)} in {b}")
+    common = [axis for axis in first.mesh if first.mesh[axis] > 1 and second.mesh.get(axis, 1) > 1]
+    common_in_second = [axis for axis in second.mesh if axis in common]
+    if common != common_in_second:
+        sentences.append(
+            f"Order of axes, outermost first: {', '.join(common)} in {a}, {', '.join(common_in_second)} in {b}"
+        )
     sentences += _batches(first, second, a, b)
     sentences += _compared_settings(first, second, a, b)
     if first.shares != second.shares:
@@ -185,7 +187,7 @@ def _told(first: Plan, second: Plan, a: str, b: str) -> tuple[str, ...]:
     if _replicas(first) != _replicas(second):
         sentences.append(f"Replicas: {_replicas(first)} in {a}, {_replicas(second)} in {b}")
     if first.sync.gradient_code != second.sync.gradient_code:
-        sentences.append(f"Gradients are reduced {_written(first)} in {a}, {_written(second)} in {b}")
+        sentences.append(f"Gradients are reduced {_gradient_code(first)} in {a}, {_gradient_code(second)} in {b}")
     if _buckets(first) != _buckets(second):
         sentences.append(f"Gradients are fused into buckets of {_buckets(first)} in {a}, {_buckets(second)} in {b}")
     return (*sentences, *_rules(first, second, a, b), *_models(first, second, a, b))
@@ -202,7 +204,7 @@ def _replicas(plan: Plan) -> str:
     return plan.sync.mode if plan.sync.mode == "synchronous" else format_relaxation(plan.sync)
 
 
-def _written(plan: Plan) -> str:
+def _gradient_code(plan: Plan) -> str:
     """Describe how gradients are encoded."""
     code = plan.sync.gradient_code
     return "exactly" if code is None else f"as {format_compression(code)}"
@@ -216,7 +218,7 @@ def _degree(degree: int) -> str:
 def _batches(first: Plan, second: Plan, a: str, b: str) -> list[str]:
     """Return the differences between the two batches."""
     sentences = []
-    for field, words in (
+    for field, label in (
         ("global_batch_size", "The global batch"),
         ("unit", "The batch counts"),
         ("num_microbatches", "Microbatches"),
@@ -224,33 +226,31 @@ def _batches(first: Plan, second: Plan, a: str, b: str) -> list[str]:
     ):
         value, other = getattr(first.batch, field), getattr(second.batch, field)
         if value != other:
-            changes = ": this changes what is computed" if field != "num_microbatches" else ""
-            sentences.append(f"{words}: {value} in {a}, {other} in {b}{changes}")
+            changes = " (changes results)" if field != "num_microbatches" else ""
+            sentences.append(f"{label}: {value} in {a}, {other} in {b}{changes}")
     if first.batch.ramp != second.batch.ramp:
-        sentences.append(
-            f"The batch grows: {_ramp(first)} in {a}, {_ramp(second)} in {b}: this changes what is computed"
-        )
+        sentences.append(f"Batch ramp: {_ramp(first)} in {a}; {_ramp(second)} in {b} (changes results)")
     return sentences
 
 
 def _ramp(plan: Plan) -> str:
-    """Describe how the global batch grows."""
-    sizes = [f"{size} until batch {until}" for until, size in plan.batch.ramp[:_SHOWN]]
-    return ", ".join([*sizes, *(["..."] if len(plan.batch.ramp) > _SHOWN else [])]) or "never"
+    """Describe how the global batch grows; "none" where it does not."""
+    sizes = [f"{size} until batch {until}" for until, size in plan.batch.ramp[:_MAX_SHOWN]]
+    return ", ".join([*sizes, *(["..."] if len(plan.batch.ramp) > _MAX_SHOWN else [])]) or "none"
 
 
 def _compared_settings(first: Plan, second: Plan, a: str, b: str) -> list[str]:
     """Return the differences that the mesh does not show, where they have an effect in at least one of the plans."""
     sentences = []
     if first.precision != second.precision:
-        sentences.append(f"Precision: {first.precision} in {a}, {second.precision} in {b}: this changes the numbers")
+        sentences.append(f"Precision: {first.precision} in {a}, {second.precision} in {b} (changes results)")
     if recompute_words(first) != recompute_words(second):
         sentences.append(f"Recompute: {recompute_words(first)} in {a}, {recompute_words(second)} in {b}")
     both = first.degree("shard") > 1 and second.degree("shard") > 1
     if (both or first.sharding.offload != second.sharding.offload) and first.sharding != second.sharding:
-        sentences.append(f"Sharding: {_words(first.sharding)} in {a}, {_words(second.sharding)} in {b}")
+        sentences.append(f"Sharding: {_settings_text(first.sharding)} in {a}, {_settings_text(second.sharding)} in {b}")
     if first.degree("stage") > 1 and second.degree("stage") > 1 and first.pipeline != second.pipeline:
-        sentences.append(f"Pipeline: {_words(first.pipeline)} in {a}, {_words(second.pipeline)} in {b}")
+        sentences.append(f"Pipeline: {_settings_text(first.pipeline)} in {a}, {_settings_text(second.pipeline)} in {b}")
     if first.degree("context") > 1 and second.degree("context") > 1 and first.context != second.context:
         sentences.append(f"Attention over the context axis: {first.context} in {a}, {second.context} in {b}")
     if first.space_grid != second.space_grid:
@@ -261,10 +261,10 @@ def _compared_settings(first: Plan, second: Plan, a: str, b: str) -> list[str]:
         if settings_words(plan) and {axis for axis, degree in plan.mesh.items() if degree > 1}
         != {axis for axis, degree in other.mesh.items() if degree > 1}
     ]  # fmt: skip
-    return sentences + [f"{name} runs as {settings_words(plan)}" for plan, name in lone]
+    return sentences + [f"{name} uses {settings_words(plan)}" for plan, name in lone]
 
 
-def _words(value: Any) -> str:
+def _settings_text(value: Any) -> str:
     """Return the settings of a dataclass as text, without those that are empty."""
     parts = []
     for field in dataclasses.fields(value):
@@ -279,8 +279,8 @@ def _shares(plan: Plan) -> str:
     """Describe the shares of the data-parallel ranks."""
     if not plan.shares:
         return "equal"
-    shown = ", ".join(f"{share:.12g}" for share in plan.shares[:_SHOWN])
-    return shown + (", ..." if len(plan.shares) > _SHOWN else "")
+    shown = ", ".join(f"{share:.12g}" for share in plan.shares[:_MAX_SHOWN])
+    return shown + (", ..." if len(plan.shares) > _MAX_SHOWN else "")
 
 
 def _rules(first: Plan, second: Plan, a: str, b: str) -> list[str]:
@@ -288,25 +288,23 @@ def _rules(first: Plan, second: Plan, a: str, b: str) -> list[str]:
 
     Recompute is left out of the rules where it was already compared for the whole plan.
     """
-    above = recompute_words(first) != recompute_words(second)
+    recompute_compared = recompute_words(first) != recompute_words(second)
     pairs = ((first, second, a), (second, first, b))
     sentences = [
         f"Only {name} has a rule for modules {rule.modules}: {', '.join(parts)}"
         for plan, other, name in pairs
         for rule in plan.layout
-        if rule not in other.layout and (parts := _opinions(rule, recompute=not above))
+        if rule not in other.layout and (parts := _rule_settings(rule, recompute=not recompute_compared))
     ]
-    if not sentences and not above:
-        rules = [[rule for rule in plan.layout if _opinions(rule, recompute=True)] for plan in (first, second)]
+    if not sentences and not recompute_compared:
+        rules = [[rule for rule in plan.layout if _rule_settings(rule, recompute=True)] for plan in (first, second)]
         if rules[0] != rules[1]:
-            sentences.append(
-                f"The layout's rules, of which the last match counts, are in different orders in {a} and {b}"
-            )
+            sentences.append(f"Layout rules, of which the last match counts, are in different orders in {a} and {b}")
     return sentences
 
 
-def _opinions(rule: LayoutRule, *, recompute: bool) -> list[str]:
-    """Return the settings of a rule, as text."""
+def _rule_settings(rule: LayoutRule, *, recompute: bool) -> list[str]:
+    """Return the settings of a layout rule, as text."""
     parts = [f"chunks {rule.chunks}"] if rule.chunks is not None else []
     parts += [rule.placement] if rule.placement != "auto" else []
     if recompute and rule.recompute is not None:
@@ -315,18 +313,20 @@ def _opinions(rule: LayoutRule, *, recompute: bool) -> list[str]:
 
 
 def _models(first: Plan, second: Plan, a: str, b: str) -> list[str]:
-    """Say which modules differ between the models for which the plans were made."""
-    if first.made_for == second.made_for:
-        return []
-    only = [_modules(plan.made_for, other.made_for) for plan, other in ((first, second), (second, first))]
-    return [f"Made for different models: only in {a} {only[0]}; only in {b} {only[1]}"]
+    """Return the modules that only one of the two models has, or describes differently."""
+    pairs = ((first, second, a), (second, first, b))
+    return [
+        f"Only {name}'s model has {modules}"
+        for plan, other, name in pairs
+        if (modules := _changed_modules(plan.made_for, other.made_for))
+    ]
 
 
-def _modules(own: dict[str, str], other: dict[str, str]) -> str:
-    """Return the modules of `own` that `other` does not have or describes differently, as text."""
-    changed = [f"{name} ({words})" for name, words in own.items() if other.get(name) != words]
-    return (
-        ", ".join(changed[:_SHOWN]) + (f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else "") or "none"
+def _changed_modules(modules: dict[str, str], other: dict[str, str]) -> str:
+    """Return the modules that `other` does not have or describes differently, as text; empty for none."""
+    changed = [f"{name} ({kind})" for name, kind in modules.items() if other.get(name) != kind]
+    return ", ".join(changed[:_MAX_SHOWN]) + (
+        f" and {len(changed) - _MAX_SHOWN} more" if len(changed) > _MAX_SHOWN else ""
     )
 
 
@@ -339,8 +339,8 @@ def _leaves(value: Any, name: str = "") -> dict[str, Any]:
     return {leaf: content for part in parts for leaf, content in part.items()}
 
 
-def _unsaid(first: dict[str, Any], second: dict[str, Any], a: str, b: str) -> list[str]:
-    """Return the differences between fields that have no effect."""
+def _ineffective_differences(first: dict[str, Any], second: dict[str, Any], a: str, b: str) -> list[str]:
+    """Return the differences between fields that have no effect, a sentence each."""
     names = [*first, *(name for name in second if name not in first)]
     return [
         f"{name}: {first.get(name)} in {a}, {second.get(name)} in {b}"

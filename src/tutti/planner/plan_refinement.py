@@ -1,4 +1,4 @@
-"""Small changes to the best plans that enumeration leaves out.
+"""Predict small changes to the best plans that the enumeration of meshes leaves out.
 
 These are the order of axes, numbers of microbatches between powers of two, divisions of space in several dims,
 blocks that need not recompute, and wide layers that are divided.
@@ -28,23 +28,26 @@ from tutti.errors import PlanError
 from tutti.planner.exploration import Costed, Explorer
 from tutti.planner.mixed_hardware import state_of
 
-_BEST = 4
-"""Number of plans whose neighbours are predicted."""
+_POLISHED_PLANS = 4
+"""Number of plans whose neighbours are predicted in a round."""
 
-_ROUNDS = 3
+_POLISH_ROUNDS = 3
 
-_RELIEVED = 6
+_MAX_RELIEVED_MESHES = 6
 """Number of meshes for which the fewest recomputing blocks are searched."""
 
 
 def polish(explorer: Explorer) -> None:
-    """Predict data-parallel plans with wide layers divided, then neighbours of the best plans as long as that gains."""
-    widen(explorer)
+    """Predict data-parallel plans with wide layers divided, then neighbours of the best plans as long as that gains.
+
+    Last, predict plans that recompute fewer blocks.
+    """
+    try_wide_layers(explorer)
     seen = {_key(candidate.plan) for candidate in explorer.costed}
-    for _ in range(_ROUNDS):
+    for _ in range(_POLISH_ROUNDS):
         good = sorted(
             (candidate for candidate in explorer.costed if candidate.good), key=lambda candidate: candidate.value
-        )[:_BEST]
+        )[:_POLISHED_PLANS]
         before = good[0].value if good else 0.0
         for candidate in good:
             for plan in neighbours(candidate, explorer):
@@ -53,40 +56,42 @@ def polish(explorer: Explorer) -> None:
                     explorer.cost(plan, candidate.cluster)
         if not good or min(candidate.value for candidate in explorer.costed if candidate.good) >= before:
             break
-    _relieve(explorer)
+    _recompute_fewer_blocks(explorer)
 
 
-def _relieve(explorer: Explorer) -> None:
+def _recompute_fewer_blocks(explorer: Explorer) -> None:
     """For the best plans that recompute all blocks, predict plans that recompute only some of them.
 
     This is done where the plan would win if it did not recompute at all.
     """
     if len(explorer.limits.recompute) == 1:
         return
-    again = [
+    recomputing = [
         candidate
         for candidate in explorer.costed
         if candidate.good and any(rule.recompute for rule in candidate.plan.layout)
     ]
-    ranked = sorted(again, key=lambda candidate: candidate.value)
+    ranked = sorted(recomputing, key=lambda candidate: candidate.value)
     meshes = {tuple(candidate.plan.mesh.items()): candidate for candidate in reversed(ranked)}  # the best of each mesh
-    for candidate in sorted(meshes.values(), key=lambda candidate: candidate.value)[:_RELIEVED]:
+    for candidate in sorted(meshes.values(), key=lambda candidate: candidate.value)[:_MAX_RELIEVED_MESHES]:
         best = min(rival.value for rival in explorer.costed if rival.good)
-        bare = explorer.cost(
+        without_recompute = explorer.cost(
             dataclasses.replace(candidate.plan, layout=explorer.request.script.layout), candidate.cluster
         )
-        if bare is None or bare.value >= best or explorer.over():
+        if without_recompute is None or without_recompute.value >= best or explorer.over():
             continue
 
         def fits(plan: Plan, cluster: ClusterSpec = candidate.cluster) -> bool:
             costed = None if explorer.over() else explorer.cost(plan, cluster)
             return costed is not None and costed.good
 
-        alike = (branch for branch in explorer.branches if branch.precision == candidate.plan.precision)
-        best_memory = next((branch.best_memory for branch in alike if branch.cluster is candidate.cluster), None)
+        same_precision = (branch for branch in explorer.branches if branch.precision == candidate.plan.precision)
+        best_memory = next(
+            (branch.best_memory for branch in same_precision if branch.cluster is candidate.cluster), None
+        )
         # None for a plan of a part of the cluster, in a precision that the whole does not have
         if best_memory is not None:
-            relieve(best_memory, candidate.plan, explorer.samples, fits)
+            offer_less_recompute(best_memory, candidate.plan, explorer.samples, fits)
 
 
 def _key(plan: Plan) -> tuple[object, ...]:
@@ -96,9 +101,9 @@ def _key(plan: Plan) -> tuple[object, ...]:
             plan.pipeline, plan.space_grid, plan.context)  # fmt: skip
 
 
-def neighbours(one: Costed, explorer: Explorer) -> Iterator[Plan]:
-    """Yield the plans that differ from `one` in one setting."""
-    plan = one.plan
+def neighbours(costed: Costed, explorer: Explorer) -> Iterator[Plan]:
+    """Yield plans that differ from `costed` in the microbatches, the order of two axes, or the division of space."""
+    plan = costed.plan
     if explorer.limits.microbatches is None:
         most = explorer.samples // plan.data_parallel_degree
         microbatches = plan.batch.num_microbatches
@@ -118,7 +123,7 @@ def neighbours(one: Costed, explorer: Explorer) -> Iterator[Plan]:
 
 
 def _orders(mesh: dict[AxisName, int]) -> Iterator[dict[AxisName, int]]:
-    """Yield the mesh with two neighbouring axes swapped."""
+    """Yield the mesh with each pair of neighbouring axes swapped."""
     axes = list(mesh)
     for at in range(len(axes) - 1):
         changed = [*axes[:at], axes[at + 1], axes[at], *axes[at + 2 :]]
@@ -148,39 +153,37 @@ _TRIES = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLoad:
-    """What blocks hold and cost in each form of recompute (none, selective, full).
-
-    A place is one of the pipeline's ranks.
+    """Memory and time of blocks in each form of recompute (none, selective, full).
 
     Attributes:
         names: the blocks.
-        nbytes: bytes that the block holds when its place holds most, (forms, blocks).
-        within: bytes that the block holds while it is recomputed, (forms, blocks).
+        nbytes: bytes that the block saves when its pipeline rank saves most, (forms, blocks).
+        within: additional bytes while the block is recomputed, (forms, blocks).
         seconds: time of recomputing the block in a step, (forms, blocks).
-        place: place of each block, (blocks,).
-        fixed: bytes that do not depend on the form, (places,).
+        pipeline_rank: rank of each block along the stage axis, (blocks,).
+        fixed: bytes of each pipeline rank that do not depend on the form, (pipeline ranks,).
     """
 
     names: tuple[str, ...]
     nbytes: Array
     within: Array
     seconds: Array
-    place: NDArray[np.intp]
+    pipeline_rank: NDArray[np.intp]
     fixed: Array
 
     def needed(self, form: int) -> Array:
-        """Return the bytes of each place if all of its blocks have this form, (places,)."""
+        """Return the bytes of each pipeline rank if all of its blocks have this form, (pipeline ranks,)."""
         sums = self.fixed.copy()
-        np.add.at(sums, self.place, self.nbytes[form])
+        np.add.at(sums, self.pipeline_rank, self.nbytes[form])
         most = np.zeros(len(sums))
-        np.maximum.at(most, self.place, self.within[form])
+        np.maximum.at(most, self.pipeline_rank, self.within[form])
         return np.asarray(sums + most, dtype=np.float64)
 
 
-def relieve(best_memory: BestCaseMemory, plan: Plan, samples: int, fits: Callable[[Plan], bool]) -> None:
+def offer_less_recompute(best_memory: BestCaseMemory, plan: Plan, samples: int, fits: Callable[[Plan], bool]) -> None:
     """Offer plans to `fits` that recompute less than `plan` does, and search for the largest budget of bytes that fits.
 
-    Nothing is offered where the model has no blocks, or a block lies on several places.
+    Nothing is offered where the model has no blocks, or a block lies on several pipeline ranks.
 
     Args:
         best_memory: the memory and work of the model on this cluster.
@@ -188,14 +191,14 @@ def relieve(best_memory: BestCaseMemory, plan: Plan, samples: int, fits: Callabl
         samples: samples in the global batch.
         fits: predicts a plan and returns whether it fits.
     """
-    load = load_of(best_memory, plan, samples)
+    load = block_load(best_memory, plan, samples)
     if load is None:
         return
     low, high = float(load.needed(len(RECOMPUTE) - 1).min()), float(load.needed(0).max())
     seen: set[tuple[int, ...]] = set()
     for _ in range(_TRIES):
         budget = (low + high) / 2
-        forms = chosen(load, np.full(len(load.fixed), budget))
+        forms = least_recompute(load, np.full(len(load.fixed), budget))
         if forms is None:
             low = budget
             continue
@@ -207,11 +210,11 @@ def relieve(best_memory: BestCaseMemory, plan: Plan, samples: int, fits: Callabl
         seen.add(key)
 
 
-def load_of(best_memory: BestCaseMemory, plan: Plan, samples: int) -> BlockLoad | None:
-    """Return what the blocks of the model hold and cost under the mesh and schedule of a plan.
+def block_load(best_memory: BestCaseMemory, plan: Plan, samples: int) -> BlockLoad | None:
+    """Return the memory and time of the model's blocks under the mesh and schedule of a plan.
 
-    The result is None where the model has no blocks, a block lies on several places, or the plan has cuts of its own
-    or is impossible.
+    The result is None where the model has no blocks, a block lies on several pipeline ranks, or the plan has cuts of
+    its own or is impossible.
 
     Args:
         best_memory: the memory and work of the model on this cluster.
@@ -237,17 +240,19 @@ def load_of(best_memory: BestCaseMemory, plan: Plan, samples: int) -> BlockLoad 
         or all(not name for name in roots.values())
     ):
         return None
-    inside, place = np.flatnonzero(block >= 0), assignment.stage % stage
-    first = np.array([place[np.flatnonzero(block == number)[0]] for number in range(len(roots))], dtype=np.intp)
-    if (first[block[inside]] != place[inside]).any():
+    inside, rank_of_module = np.flatnonzero(block >= 0), assignment.stage % stage
+    first = np.array(
+        [rank_of_module[np.flatnonzero(block == number)[0]] for number in range(len(roots))], dtype=np.intp
+    )
+    if (first[block[inside]] != rank_of_module[inside]).any():
         return None
     part = work.part(degrees)
     often = times_held(plan.pipeline.schedule, chunks, stage, count).reshape(-1)[assignment.stage] * rank_samples
     keeps = [kept(work.columns, part, regions, half=best_memory.best_case.half) for regions in work.regions]
-    beside = np.where(block < 0, often * keeps[0].always, 0.0) + state_of(work.columns, part, plan)
-    fixed = np.bincount(place, weights=beside, minlength=stage)
+    outside_blocks = np.where(block < 0, often * keeps[0].always, 0.0) + state_of(work.columns, part, plan)
+    fixed = np.bincount(rank_of_module, weights=outside_blocks, minlength=stage)
     most = np.zeros(stage)
-    np.maximum.at(most, place, rank_samples * keeps[0].output)
+    np.maximum.at(most, rank_of_module, rank_samples * keeps[0].output)
 
     def by_block(values: Array) -> Array:
         return np.bincount(block[inside], weights=values[inside], minlength=len(roots)).astype(np.float64)
@@ -257,25 +262,25 @@ def load_of(best_memory: BestCaseMemory, plan: Plan, samples: int) -> BlockLoad 
         nbytes=np.stack([by_block(often * saved.always) for saved in keeps]),
         within=np.stack([by_block(rank_samples * saved.within) for saved in keeps]),
         seconds=np.stack([by_block(count * again) for again in passes.again]),
-        place=first,
+        pipeline_rank=first,
         fixed=np.asarray(fixed + most, dtype=np.float64),
     )
 
 
-def chosen(load: BlockLoad, budget: Array) -> NDArray[np.intp] | None:
-    """Return the form of each block that keeps every place within its budget and recomputes least, (blocks,).
+def least_recompute(load: BlockLoad, budget: Array) -> NDArray[np.intp] | None:
+    """Return the form of each block that keeps every pipeline rank within its budget and recomputes least, (blocks,).
 
     Args:
-        load: what the blocks hold and cost.
-        budget: bytes that each place may hold, (places,).
+        load: memory and time of the blocks.
+        budget: bytes that each pipeline rank may hold, (pipeline ranks,).
 
     Returns:
         Indices into the forms, or None where no choice of forms keeps the budget.
     """
     forms = np.zeros(len(load.names), dtype=np.intp)
-    for place, most in enumerate(budget.tolist()):
-        members = np.flatnonzero(load.place == place)
-        free = most - float(load.fixed[place])
+    for pipeline_rank, most in enumerate(budget.tolist()):
+        members = np.flatnonzero(load.pipeline_rank == pipeline_rank)
+        free = most - float(load.fixed[pipeline_rank])
         if float(load.nbytes[0, members].sum() + load.within[0, members].max(initial=0.0)) <= free:
             continue
         picked = _knapsack(
@@ -345,7 +350,7 @@ counts.
 """
 
 
-def widen(explorer: Explorer) -> None:
+def try_wide_layers(explorer: Explorer) -> None:
     """Predict data-parallel plans whose wide linear layers are divided, where that may send less."""
     request = explorer.request
     columns = model_table(explorer.model)
@@ -355,13 +360,13 @@ def widen(explorer: Explorer) -> None:
         return
     for plan, cluster in list(_bases(explorer)):
         for degree in _degrees(plan.degree("replicate"), explorer.limits.per_node):
-            for wide_plan in able_plans(plan, cluster, columns, explorer.samples, degree):
+            for wide_plan in possible_wide_plans(plan, cluster, columns, explorer.samples, degree):
                 if explorer.over():
                     return
                 explorer.cost(wide_plan, cluster)
 
 
-def able_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int, degree: int) -> list[Plan]:
+def possible_wide_plans(base: Plan, cluster: ClusterSpec, columns: ModelTable, samples: int, degree: int) -> list[Plan]:
     """Return `wide_plans` as a list; empty where the cluster does not describe a link that they need."""
     try:
         return list(wide_plans(base, cluster, columns, samples, degree))
@@ -407,23 +412,23 @@ def wide_rules(plan: Plan, cluster: ClusterSpec, columns: ModelTable, samples: i
         if find_placement(plan.layout, name) != "auto" or columns.parameters[index] < (4 * plan.degree("table")) ** 2:
             continue
         by_outputs = by_columns("split", columns.linear[index], columns.outputs[index])
-        sent, spared = _traffic(columns, index, plan, samples, by_outputs=by_outputs)
-        if spared > sent + waits:
+        sent, saved = _traffic(columns, index, plan, samples, by_outputs=by_outputs)
+        if saved > sent + waits:
             rule = LayoutRule(modules=name, placement="column" if by_outputs else "row")
-            gains.append((spared - sent, rule))
+            gains.append((saved - sent, rule))
     gains.sort(key=lambda pair: -pair[0])
     return tuple(rule for _, rule in gains[:MOST_LAYERS])
 
 
 def _traffic(columns: ModelTable, index: int, plan: Plan, samples: int, *, by_outputs: bool) -> tuple[float, float]:
-    """Return the bytes that a rank sends in a step for a divided layer's rows, and the bytes of gradient it saves."""
+    """Return the bytes of activations that a rank sends per step for a divided layer, and of gradients it saves."""
     n, ranks = plan.degree("table"), plan.data_parallel_degree
-    here = samples / ranks * (0.5 if plan.precision in ("bfloat16", "float16") else 1.0)
-    into, out = float(columns.linear[index]), float(columns.outputs[index])
-    sent = 2 * here * (n - 1) * (into + out / n if by_outputs else into / n + out)
+    float32_samples = samples / ranks * (0.5 if plan.precision in ("bfloat16", "float16") else 1.0)
+    inputs, outputs = float(columns.linear[index]), float(columns.outputs[index])
+    sent = 2 * float32_samples * (n - 1) * (inputs + outputs / n if by_outputs else inputs / n + outputs)
     rest = ranks // n
-    spared = 2 * float(columns.gradients[index]) * ((ranks - 1) / ranks - (rest - 1) / rest / n)
-    return sent, spared
+    saved = 2 * float(columns.gradients[index]) * ((ranks - 1) / ranks - (rest - 1) / rest / n)
+    return sent, saved
 
 
 def wide_remark(model: ModelSpec, plan: Plan) -> str:
@@ -436,12 +441,12 @@ def wide_remark(model: ModelSpec, plan: Plan) -> str:
     if not layers:
         return ""
     pairs = [_traffic(columns, i, plan, samples, by_outputs=bool(part.by_outputs[i])) for i in layers]
-    sent, spared = (sum(values) for values in zip(*pairs, strict=True))
+    sent, saved = (sum(values) for values in zip(*pairs, strict=True))
     named = [repr(columns.names[i]) for i in layers[:3]] + ([f"{len(layers) - 3} more"] if len(layers) > 3 else [])
     names = " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
     return (
         f"{names} {'has' if len(layers) == 1 else 'have'} large weights and small activations: each rank keeps a part "
-        f"of the weights and sends activations, {nbytes(sent)} in a step instead of {nbytes(spared)} of gradients"
+        f"of the weights and sends activations, {nbytes(sent)} in a step instead of {nbytes(saved)} of gradients"
     )
 
 
@@ -454,9 +459,11 @@ def _degrees(ranks: int, per_node: int) -> list[int]:
 
 def _bases(explorer: Explorer) -> Iterator[tuple[Plan, ClusterSpec]]:
     """Yield plans of replicas: the best that were predicted, and one for each other power of two of ranks."""
-    alike = sorted((candidate for candidate in explorer.costed if set(candidate.plan.mesh) == {"replicate"}), key=_rank)
+    replicated = sorted(
+        (candidate for candidate in explorer.costed if set(candidate.plan.mesh) == {"replicate"}), key=_rank
+    )
     best: dict[int, Costed] = {}
-    for candidate in alike:
+    for candidate in replicated:
         best.setdefault(candidate.plan.degree("replicate"), candidate)
     known = [candidate for degree, candidate in best.items() if degree > 1]
     yield from ((candidate.plan, candidate.cluster) for candidate in known[:_BASES])
@@ -479,6 +486,6 @@ def _bases(explorer: Explorer) -> Iterator[tuple[Plan, ClusterSpec]]:
         )
 
 
-def _rank(one: Costed) -> tuple[bool, float]:
+def _rank(costed: Costed) -> tuple[bool, float]:
     """Return a sort key: good plans first, by value."""
-    return not one.good, one.value
+    return not costed.good, costed.value

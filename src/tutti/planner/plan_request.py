@@ -330,25 +330,25 @@ def steps_to_quality(batch: float, noise: NoiseScale) -> float:
     return samples_to_quality(batch, noise) / batch
 
 
-def batches_to_try(own: int, noise: NoiseScale, ranks: int) -> tuple[int, ...]:
+def batches_to_try(script_batch: int, noise: NoiseScale, ranks: int) -> tuple[int, ...]:
     """Return the global batch sizes that are worth a search: the script's own, multiplied and divided by powers of two.
 
     None is above 4 times the critical batch, or above the least samples that the quality takes. Beyond that, a larger
     batch saves less than a fifth of the steps, while the samples grow in proportion to it.
 
     Args:
-        own: the script's global batch size.
+        script_batch: the script's global batch size.
         noise: samples to a quality by batch size.
         ranks: number of devices.
     """
-    most = max(float(own), min(4 * noise.critical_batch, noise.least_samples))
-    least = max(1.0, min(own, noise.critical_batch) / 4, min(float(own), float(ranks)) / 4)
-    sizes = {own}
-    batch = own
+    most = max(float(script_batch), min(4 * noise.critical_batch, noise.least_samples))
+    least = max(1.0, min(script_batch, noise.critical_batch) / 4, min(float(script_batch), float(ranks)) / 4)
+    sizes = {script_batch}
+    batch = script_batch
     while batch * 2 <= most and len(sizes) <= MOST_DOUBLINGS:
         batch *= 2
         sizes.add(batch)
-    batch = own
+    batch = script_batch
     while batch // 2 >= least and batch % 2 == 0:
         batch //= 2
         sizes.add(batch)

@@ -21,7 +21,7 @@ from tutti.planner.candidates import LOWER, candidates, possible, precisions
 from tutti.planner.exploration import Clock, Costed, Explorer
 from tutti.planner.loss_reasons import remarks, why
 from tutti.planner.mixed_hardware import orders
-from tutti.planner.no_plan_found import nothing_good, smallest
+from tutti.planner.no_plan_found import no_usable_plan, smallest
 from tutti.planner.plan_refinement import polish
 from tutti.planner.plan_request import Alternative, Choice, Coverage, Objective, PlanRequest, batches_to_try
 from tutti.planner.relaxed_search import search_relaxed
@@ -66,10 +66,10 @@ def choose(
     plain = _is_plain(request.script) and len(cluster.devices) == 1
     if request.relax == "exact" and not (plain and may_pay(model, choice.best)):
         return choice
-    opened = search_relaxed(model, cluster, request, choice, clock, limit_s / 2)
-    if request.relax == "exact" and not (opened.relaxation is not None and opened.relaxation.chosen):
+    relaxed = search_relaxed(model, cluster, request, choice, clock, limit_s / 2)
+    if request.relax == "exact" and not (relaxed.relaxation is not None and relaxed.relaxation.chosen):
         return choice  # a strategy that loses nothing is mentioned only if it is chosen
-    return opened
+    return relaxed
 
 
 def _is_plain(script: Plan) -> bool:
@@ -101,7 +101,7 @@ def _data_parallel(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest)
     if not costed:
         return impossible[0].reason
     if not any(candidate.good for candidate in costed):
-        return nothing_good(model, cluster, request, costed)
+        return no_usable_plan(model, cluster, request, costed)
     coverage = Coverage(
         considered=len(costed) + len(impossible), too_large=0, too_slow=0, costed=len(costed),
         refused=len(impossible), left=0, gap=0.0,
@@ -125,39 +125,39 @@ def _search(
         requests = [_with_batch(request, size) for size in sizes]
     costed: list[Costed] = []
     impossible: list[Alternative] = []
-    parts: list[Coverage] = []
-    whole_s, seatings = limit_s, orders(cluster, model.loading, request.objective)
+    coverages: list[Coverage] = []
+    whole_s, node_orders = limit_s, orders(cluster, model.loading, request.objective)
     for index, sized_request in enumerate(requests):
         remaining = limit_s / (len(requests) - index) if math.isfinite(limit_s) else limit_s
         began = clock() if clock is not None else 0.0
         try:
-            explorer = Explorer(model, seatings, sized_request, given, clock, remaining)
+            explorer = Explorer(model, node_orders, sized_request, given, clock, remaining)
         except PlanError as error:
             if len(requests) == 1:
                 raise
             impossible.append(Alternative(plan=sized_request.script, prediction=None, reason=str(error)))
             continue
-        search_parts(explorer, seatings, clock, remaining)
+        search_parts(explorer, node_orders, clock, remaining)
         explorer.run()
         if not any(predicted.prediction.fits for predicted in explorer.costed) and explorer.limits.may_shard:
             remaining -= clock() - began if clock is not None else 0.0
             remaining = max(remaining, 0.3 * limit_s)
-            explorer = Explorer(model, seatings, sized_request, given, clock, remaining, offload=True)
+            explorer = Explorer(model, node_orders, sized_request, given, clock, remaining, offload=True)
             explorer.run()
         if not any(predicted.good for predicted in explorer.costed):
             # No plan with a low value of the objective keeps the limits: minimise the limited quantity instead.
-            explorer.add(_frugal(model, cluster, sized_request, given, clock, remaining))
+            explorer.add(_best_by_limit(model, cluster, sized_request, given, clock, remaining))
         polish(explorer)
         costed += explorer.costed
         impossible += explorer.impossible.values()
-        parts.append(explorer.coverage())
+        coverages.append(explorer.coverage())
         limit_s -= clock() - began if clock is not None else 0.0
-    if not costed and impossible and not any(part.too_large for part in parts):
+    if not costed and impossible and not any(coverage.too_large for coverage in coverages):
         raise PlanError(impossible[0].reason)
     if not any(candidate.good for candidate in costed):
-        raise PlanError(nothing_good(model, cluster, request, costed))
+        raise PlanError(no_usable_plan(model, cluster, request, costed))
     over = _ending(clock, CHANGES * whole_s)
-    return _choice(model, cluster, request, costed, impossible, _together(parts), over)
+    return _choice(model, cluster, request, costed, impossible, _total_coverage(coverages), over)
 
 
 def _ending(clock: Clock | None, seconds: float) -> Callable[[], bool]:
@@ -168,7 +168,7 @@ def _ending(clock: Clock | None, seconds: float) -> Callable[[], bool]:
     return lambda: clock() >= end
 
 
-def _frugal(
+def _best_by_limit(
     model: ModelSpec,
     cluster: ClusterSpec,
     request: PlanRequest,
@@ -196,11 +196,11 @@ def _with_batch(request: PlanRequest, size: int) -> PlanRequest:
     return dataclasses.replace(request, script=dataclasses.replace(request.script, batch=batch))
 
 
-def _together(parts: Sequence[Coverage]) -> Coverage:
+def _total_coverage(coverages: Sequence[Coverage]) -> Coverage:
     """Add up the coverage of several searches."""
     names = [field.name for field in dataclasses.fields(Coverage) if field.name != "gap"]
-    counts = {name: sum(getattr(part, name) for part in parts) for name in names}
-    return Coverage(**counts, gap=max((part.gap for part in parts), default=0.0))
+    counts = {name: sum(getattr(coverage, name) for coverage in coverages) for name in names}
+    return Coverage(**counts, gap=max((coverage.gap for coverage in coverages), default=0.0))
 
 
 def _choice(
@@ -272,7 +272,7 @@ def _cost(
 
 
 def _best(good: list[Costed], request: PlanRequest) -> Costed:
-    """Return the plainest of the plans that count as equal to the best."""
+    """Return the simplest of the plans that count as equal to the best."""
     least = min(candidate.value for candidate in good)
     equal = [candidate for candidate in good if candidate.value <= least * (1 + TIE)]
     # many devices may cost no more than few and take less time
@@ -281,19 +281,19 @@ def _best(good: list[Costed], request: PlanRequest) -> Costed:
         equal = [candidate for candidate in equal if candidate.prediction.step_time_s.value <= fastest * (1 + TIE)]
     script = request.script
 
-    def modesty(one: Costed) -> tuple[object, ...]:
+    def plainness(costed: Costed) -> tuple[object, ...]:
         return (
-            one.plan.world_size,
-            one.plan.precision != script.precision,
-            mechanisms(one.plan),
-            one.plan.degree("replicate") < one.plan.world_size,  # pure replication needs no change of the model
-            one.plan.batch.num_microbatches,
-            len(one.plan.shares) + len(one.plan.split_shares),
-            len(one.plan.layout),
-            one.value,
+            costed.plan.world_size,
+            costed.plan.precision != script.precision,
+            mechanisms(costed.plan),
+            costed.plan.degree("replicate") < costed.plan.world_size,  # pure replication needs no change of the model
+            costed.plan.batch.num_microbatches,
+            len(costed.plan.shares) + len(costed.plan.split_shares),
+            len(costed.plan.layout),
+            costed.value,
         )
 
-    return min(equal, key=modesty)
+    return min(equal, key=plainness)
 
 
 def _as_written(cluster: ClusterSpec, best: Costed) -> Costed:
@@ -320,8 +320,8 @@ def _representatives(costed: list[Costed], best: Costed) -> list[Costed]:
     group of the chosen plan, these are the plans that do not fit and the two fastest that do.
     """
 
-    def group(one: Costed) -> tuple[int, str, bool]:
-        return (one.plan.world_size, one.plan.precision, bool(one.plan.shares))
+    def group(costed: Costed) -> tuple[int, str, bool]:
+        return (costed.plan.world_size, costed.plan.precision, bool(costed.plan.shares))
 
     chosen = _firsts([candidate for candidate in costed if group(candidate) != group(best)], group)
     same = sorted(
@@ -334,13 +334,17 @@ def _representatives(costed: list[Costed], best: Costed) -> list[Costed]:
 def _families(costed: list[Costed], best: Costed) -> list[Costed]:
     """Return the plans to list besides the chosen one: the best with other meshes, and the best of each kind."""
 
-    def mesh(one: Costed) -> object:
-        by_speed = bool(one.plan.shares or one.plan.split_shares)
-        return (tuple(one.plan.mesh.items()), _level(one.plan), one.plan.precision, by_speed)
+    def mesh(costed: Costed) -> object:
+        by_speed = bool(costed.plan.shares or costed.plan.split_shares)
+        return (tuple(costed.plan.mesh.items()), _level(costed.plan), costed.plan.precision, by_speed)
 
-    def kind(one: Costed) -> object:
-        axes = tuple(sorted(axis for axis, degree in one.plan.mesh.items() if degree > 1))
-        return (axes, _level(one.plan), one.plan.precision if one.plan.precision != best.plan.precision else "")
+    def kind(costed: Costed) -> object:
+        axes = tuple(sorted(axis for axis, degree in costed.plan.mesh.items() if degree > 1))
+        return (
+            axes,
+            _level(costed.plan),
+            costed.plan.precision if costed.plan.precision != best.plan.precision else "",
+        )
 
     meshes = [candidate for candidate in _firsts(costed, mesh) if mesh(candidate) != mesh(best)]
     nearest = sorted(meshes, key=_rank)[:SHOWN_FAMILIES]
@@ -369,10 +373,10 @@ def _level(plan: Plan) -> int:
     return plan.sharding.level if plan.mesh.get("shard", 1) > 1 else 0
 
 
-def _rank(one: Costed) -> tuple[bool, bool, float]:
+def _rank(costed: Costed) -> tuple[bool, bool, float]:
     """Return a sort key within a group: plans that fit, by value; then the others, by the memory they need."""
-    fits = one.prediction.fits
-    return (not fits, bool(one.broken), one.value if fits else one.prediction.memory.total)
+    fits = costed.prediction.fits
+    return (not fits, bool(costed.broken), costed.value if fits else costed.prediction.memory.total)
 
 
 def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, best: Costed) -> tuple[Alternative, ...]:
@@ -395,13 +399,13 @@ def _not_allowed(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, b
     return tuple(faster)
 
 
-_TIME = 0.35
+_PART_TIME = 0.35
 """Fraction of the time limit for the first part of the cluster at most. Each later part has half of the one before."""
 
-_MOST = 4
+_MAX_PARTS = 4
 """Largest number of parts of the cluster that are searched."""
 
-_TAKEN = 6
+_PLANS_PER_PART = 6
 """Number of plans from each part with which the search of the whole cluster begins."""
 
 
@@ -416,23 +420,23 @@ def search_parts(whole: Explorer, clusters: tuple[ClusterSpec, ...], clock: Cloc
         clock: returns seconds; needed for `limit_s`.
         limit_s: time limit of the whole search, in seconds.
     """
-    model, request, share_s = whole.model, whole.request, limit_s * _TIME
-    for cluster, part in islice(parts(clusters, request), _MOST):
+    model, request, share_s = whole.model, whole.request, limit_s * _PART_TIME
+    for cluster, part in islice(cluster_parts(clusters, request), _MAX_PARTS):
         try:
-            explorer = Explorer(model, (part,), request, [_quickest(model, part, request)], clock, share_s)
+            explorer = Explorer(model, (part,), request, [_fastest_precision(model, part, request)], clock, share_s)
         except PlanError:  # no plan of this part serves the request
             continue
-        explorer.run(than=whole.best)
+        explorer.run(better_than=whole.best)
         polish(explorer)
         good = sorted(
             (candidate for candidate in explorer.costed if candidate.good), key=lambda candidate: candidate.value
         )
-        for candidate in good[:_TAKEN]:
+        for candidate in good[:_PLANS_PER_PART]:
             whole.cost(candidate.plan, cluster)
         share_s /= 2
 
 
-def _quickest(model: ModelSpec, part: ClusterSpec, request: PlanRequest) -> Precision:
+def _fastest_precision(model: ModelSpec, part: ClusterSpec, request: PlanRequest) -> Precision:
     """Return the allowed precision in which the slowest device has the highest rate."""
     devices = [part.devices[node.device] for node in part.nodes]
 
@@ -443,7 +447,7 @@ def _quickest(model: ModelSpec, part: ClusterSpec, request: PlanRequest) -> Prec
     return max(given, key=rate) if len(given) > 1 else given[0]
 
 
-def parts(clusters: tuple[ClusterSpec, ...], request: PlanRequest) -> Iterator[tuple[ClusterSpec, ClusterSpec]]:
+def cluster_parts(clusters: tuple[ClusterSpec, ...], request: PlanRequest) -> Iterator[tuple[ClusterSpec, ClusterSpec]]:
     """Yield pairs of a cluster and its first nodes, if the request lets the other nodes stay idle.
 
     For the first order of nodes, these are the first 1, 2, 4 ... kinds of nodes; for the other orders, the first kind.
@@ -467,7 +471,7 @@ def parts(clusters: tuple[ClusterSpec, ...], request: PlanRequest) -> Iterator[t
 
 
 def _ends(cluster: ClusterSpec) -> list[int]:
-    """Return for every run of equal nodes the index after its last node."""
+    """Return for every run of nodes with equal devices the index after its last node."""
     nodes, starts = cluster.nodes, [0]
     for at in range(1, len(nodes)):
         if is_mixed(dataclasses.replace(cluster, nodes=nodes[starts[-1] : at + 1])):

@@ -1,4 +1,4 @@
-"""Replace the best exact plan by one that sends less, if that gains more than the predictions may be wrong.
+"""Replace the best exact plan by one that sends less, if it gains more than the predictions may be wrong.
 
 Every strategy of relaxed_strategies.py is predicted on the plans that would be fastest if nothing had to be sent.
 The best result is counted with the additional samples that it may need. It is chosen only if it still beats every
@@ -27,8 +27,8 @@ from tutti.planner.exploration import Clock, Costed
 from tutti.planner.plan_request import Alternative, Choice, PlanRequest, RelaxationGain, Totals
 from tutti.planner.relaxed_strategies import (
     RELAXATIONS,
-    WORTH,
-    WORTH_IN_TURNS,
+    REQUIRED_SAVING,
+    REQUIRED_SAVING_OVERSUBSCRIBED,
     RelaxedStrategy,
     correctable,
     samples_of,
@@ -68,13 +68,16 @@ def search_relaxed(
     trial = _Trial(model, request, clock, limit_s)
     plans = [best, *trial.exact_plans(best, exact)]
     bases = sorted(
-        (base for base in plans if base.plan.data_parallel_degree > 1 and _floor(base) < best.value), key=_floor
+        (base for base in plans if base.plan.data_parallel_degree > 1 and _value_without_waiting(base) < best.value),
+        key=_value_without_waiting,
     )
-    tried = _ranked(trial.all_strategies([*bases[:BASES], *filter(_copies, bases[BASES:])]))
+    tried = _ranked(trial.all_strategies([*bases[:BASES], *filter(_is_replicated, bases[BASES:])]))
     for candidate in _better(tried, best.value):
-        doubt = _doubt(candidate.one)
-        if trial.value(candidate, doubt) < min(trial.doubted(plan, doubt) for plan in _near(plans, best, doubt)):
-            return _relaxed(request, exact, best, candidate, doubt, tried)
+        margins = _margins_of(candidate.costed)
+        if trial.value(candidate, margins) < min(
+            trial.value_with_errors(plan, margins) for plan in _possible_winners(plans, best, margins)
+        ):
+            return _relaxed(request, exact, best, candidate, margins, tried)
     if not bases:
         several = any(base.plan.data_parallel_degree > 1 for base in plans)
         slow = "no plan of several ranks would be faster even if nothing had to be sent"
@@ -83,47 +86,51 @@ def search_relaxed(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class TriedStrategy:
     """A plan with a strategy that sends less.
 
     Attributes:
         strategy: how it sends less.
-        one: the plan and its prediction.
+        costed: the plan and its prediction.
         samples: samples to the same quality, as a multiple of exact training.
         evidence: where `samples` comes from.
         totals: the whole training, with these samples.
     """
 
     strategy: RelaxedStrategy
-    one: Costed
+    costed: Costed
     samples: float
     evidence: Evidence
     totals: Totals
 
     @property
-    def counted(self) -> float:
+    def value_with_samples(self) -> float:
         """The objective's value, including the additional samples."""
-        return self.one.value * self.samples
+        return self.costed.value * self.samples
 
     @property
-    def worth(self) -> float:
+    def required_saving(self) -> float:
         """The fraction of the exact plan's value that the strategy must save to be chosen."""
         if self.strategy.relaxation == "exact":
             return 0.0
         if self.strategy.compress is None:
-            return WORTH  # it computes nothing in addition to exact reduction
-        host_groups = place_ranks(self.one.cluster, self.one.plan.world_size)
+            return REQUIRED_SAVING  # it computes nothing in addition to exact reduction
+        host_groups = place_ranks(self.costed.cluster, self.costed.plan.world_size)
         in_turns = any(host_group.slowdown > 1 for host_group in host_groups)
-        return WORTH + (WORTH_IN_TURNS - WORTH) / (self.strategy.relaxed.period or 1) if in_turns else WORTH
+        return (
+            REQUIRED_SAVING + (REQUIRED_SAVING_OVERSUBSCRIBED - REQUIRED_SAVING) / (self.strategy.relaxed.period or 1)
+            if in_turns
+            else REQUIRED_SAVING
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doubt:
+class ErrorMargins:
     """How far a prediction may be wrong in a strategy's favour.
 
     Attributes:
-        links: how many times as fast as predicted links may be.
-        kernels: how many times as slow as predicted the codec's kernels may be.
+        links: links may be this many times as fast as predicted.
+        kernels: the codec's kernels may be this many times as slow as predicted.
     """
 
     links: float
@@ -170,11 +177,11 @@ class _Trial:
             if plan.data_parallel_degree > 1 and (costed := self._cost(plan, best.cluster)) is not None and costed.good:
                 by_degree.setdefault(plan.data_parallel_degree, []).append(costed)
         for same in by_degree.values():
-            least = sorted(same, key=_floor)
+            least = sorted(same, key=_value_without_waiting)
             yield from least[:2]
-            yield from [candidate for candidate in filter(_copies, least) if candidate not in least[:2]][:2]
+            yield from [candidate for candidate in filter(_is_replicated, least) if candidate not in least[:2]][:2]
 
-    def all_strategies(self, bases: Sequence[Costed]) -> Iterator[Tried]:
+    def all_strategies(self, bases: Sequence[Costed]) -> Iterator[TriedStrategy]:
         """Yield every strategy on every plan that can use it, where the result fits and keeps the request's limits."""
         corrected = correctable(self.model)
         for base in bases:
@@ -185,20 +192,22 @@ class _Trial:
                 if costed is None or not costed.prediction.fits:
                     continue
                 samples, evidence = samples_of(strategy, self.request, costed.plan, self.model.optimizer)
-                totals = _times(
+                totals = _with_samples(
                     objectives.totals(costed.cluster, self.request, costed.plan, costed.prediction), samples
                 )
                 if not objectives.broken_limit(self.request, totals, costed.prediction):
-                    yield Tried(strategy=strategy, one=costed, samples=samples, evidence=evidence, totals=totals)
+                    yield TriedStrategy(
+                        strategy=strategy, costed=costed, samples=samples, evidence=evidence, totals=totals
+                    )
 
-    def value(self, tried: Tried, doubt: Doubt) -> float:
-        """Return a strategy's objective, with its additional samples, if the prediction is wrong by `doubt`."""
-        return self.doubted(tried.one, doubt) * tried.samples
+    def value(self, tried: TriedStrategy, margins: ErrorMargins) -> float:
+        """Return a strategy's objective, with its additional samples, if the prediction is wrong by `margins`."""
+        return self.value_with_errors(tried.costed, margins) * tried.samples
 
-    def doubted(self, one: Costed, doubt: Doubt) -> float:
-        """Return a plan's objective if its prediction is wrong by `doubt`."""
-        cluster = doubt.of(one.cluster)
-        return _value(one.cluster, self.request, one.plan, predict(self.model, cluster, one.plan))
+    def value_with_errors(self, costed: Costed, margins: ErrorMargins) -> float:
+        """Return a plan's objective if its prediction is wrong by `margins`."""
+        cluster = margins.of(costed.cluster)
+        return _value(costed.cluster, self.request, costed.plan, predict(self.model, cluster, costed.plan))
 
     def _cost(self, plan: Plan, cluster: ClusterSpec) -> Costed | None:
         """Predict a plan; return None when time is up or the strategy does not apply to the plan."""
@@ -234,42 +243,46 @@ def _in_order(cluster: ClusterSpec, choice: Choice) -> ClusterSpec:
     return replace(cluster, nodes=tuple(sorted(cluster.nodes, key=lambda node: choice.nodes.index(node.name))))
 
 
-def _floor(one: Costed) -> float:
+def _value_without_waiting(costed: Costed) -> float:
     """Return the objective's value if no rank waited for communication; no strategy can have less."""
-    step = one.prediction.step_time_s.value
-    return one.value * (1 - one.prediction.phases["exposed_communication"] / step) if step else one.value
+    step = costed.prediction.step_time_s.value
+    return costed.value * (1 - costed.prediction.phases["exposed_communication"] / step) if step else costed.value
 
 
-def _copies(one: Costed) -> bool:
+def _is_replicated(costed: Costed) -> bool:
     """Return whether every rank has the whole model and optimizer."""
-    return one.plan.degree("replicate") == one.plan.world_size
+    return costed.plan.degree("replicate") == costed.plan.world_size
 
 
-def _near(plans: Sequence[Costed], best: Costed, doubt: Doubt) -> list[Costed]:
+def _possible_winners(plans: Sequence[Costed], best: Costed, margins: ErrorMargins) -> list[Costed]:
     """Return the exact plans that might be the best if links were faster: none gains more than all its waiting."""
     return [
         candidate
         for candidate in plans
-        if candidate is best or (candidate.good and candidate.value < doubt.links * best.value)
+        if candidate is best or (candidate.good and candidate.value < margins.links * best.value)
     ]
 
 
-def _ranked(tried: Iterator[Tried]) -> list[Tried]:
+def _ranked(tried: Iterator[TriedStrategy]) -> list[TriedStrategy]:
     """Return the best plan of each strategy, in order of the value with its additional samples.
 
     Strategies that count as equal to the first are ordered by how much they change, the least first.
     """
-    best: dict[str, Tried] = {}
+    best: dict[str, TriedStrategy] = {}
     for candidate in tried:
         rival = best.get(candidate.strategy.words)
-        if rival is None or candidate.counted < rival.counted:
+        if rival is None or candidate.value_with_samples < rival.value_with_samples:
             best[candidate.strategy.words] = candidate
-    order = sorted(best.values(), key=lambda candidate: candidate.counted)
-    equal = [candidate for candidate in order if _equal(candidate.counted, order[0].counted) == order[0].counted]
-    return [*sorted(equal, key=_changes), *order[len(equal) :]]
+    order = sorted(best.values(), key=lambda candidate: candidate.value_with_samples)
+    equal = [
+        candidate
+        for candidate in order
+        if _equal(candidate.value_with_samples, order[0].value_with_samples) == order[0].value_with_samples
+    ]
+    return [*sorted(equal, key=_change_key), *order[len(equal) :]]
 
 
-def _better(tried: Sequence[Tried], exact: float) -> list[Tried]:
+def _better(tried: Sequence[TriedStrategy], exact: float) -> list[TriedStrategy]:
     """Return those of `_ranked` that save enough, compared with exact gradient reduction, to be worth a change.
 
     A strategy that counts as equal to the best of its relaxation level is judged by the value of that best one.
@@ -279,43 +292,46 @@ def _better(tried: Sequence[Tried], exact: float) -> list[Tried]:
     least: dict[Relaxation, float] = {}
     for candidate in tried:
         least[candidate.strategy.relaxation] = min(
-            candidate.counted, least.get(candidate.strategy.relaxation, candidate.counted)
+            candidate.value_with_samples, least.get(candidate.strategy.relaxation, candidate.value_with_samples)
         )
     return [
         candidate
         for candidate in tried
-        if _equal(candidate.counted, least[candidate.strategy.relaxation]) < (1 - candidate.worth) * exact
+        if _equal(candidate.value_with_samples, least[candidate.strategy.relaxation])
+        < (1 - candidate.required_saving) * exact
     ]
 
 
 def _equal(counted: float, least: float) -> float:
-    """Return `least` if `counted` is equal to it within TIE, else `counted`."""
+    """Return `least` if a value is equal to it within TIE, else the value."""
     return least if counted <= (1 + TIE) * least else counted
 
 
-def _changes(one: Tried) -> tuple[float, ...]:
+def _change_key(tried: TriedStrategy) -> tuple[float, ...]:
     """Return a sort key that is smaller the less a strategy changes."""
-    relaxed = one.strategy.relaxed
-    coded = one.strategy.compress is not None
+    relaxed = tried.strategy.relaxed
+    coded = tried.strategy.compress is not None
     return (
-        RELAXATIONS.index(one.strategy.relaxation),
-        one.samples,
+        RELAXATIONS.index(tried.strategy.relaxation),
+        tried.samples,
         coded,
         -(relaxed.after or 0),
         relaxed.period or 1,
-        one.counted,
+        tried.value_with_samples,
     )
 
 
-def _doubt(one: Costed) -> Doubt:
+def _margins_of(costed: Costed) -> ErrorMargins:
     """Return the margins of error of the measurements on which a strategy's prediction rests."""
-    group = network(one.cluster, place_ranks(one.cluster, one.plan.world_size), one.plan).group(*one.plan.mesh)
-    evidence: Evidence = "assumed" if disturbed(one.cluster) else group.link.evidence
-    device = place_ranks(one.cluster, one.plan.world_size)[0].device
-    return Doubt(links=1 + cost_constants.STEP_MARGIN[evidence], kernels=1 + kernel_margin(device, one.plan))
+    group = network(costed.cluster, place_ranks(costed.cluster, costed.plan.world_size), costed.plan).group(
+        *costed.plan.mesh
+    )
+    evidence: Evidence = "assumed" if disturbed(costed.cluster) else group.link.evidence
+    device = place_ranks(costed.cluster, costed.plan.world_size)[0].device
+    return ErrorMargins(links=1 + cost_constants.STEP_MARGIN[evidence], kernels=1 + kernel_margin(device, costed.plan))
 
 
-def _times(totals: Totals, samples: float) -> Totals:
+def _with_samples(totals: Totals, samples: float) -> Totals:
     """Return the whole training with `samples` times the steps. Totals of a single step do not change."""
     if totals.steps is None:
         return totals
@@ -331,12 +347,17 @@ def _times(totals: Totals, samples: float) -> Totals:
 
 
 def _relaxed(
-    request: PlanRequest, exact: Choice, best: Costed, one: Tried, doubt: Doubt, tried: Sequence[Tried]
+    request: PlanRequest,
+    exact: Choice,
+    best: Costed,
+    chosen: TriedStrategy,
+    margins: ErrorMargins,
+    tried: Sequence[TriedStrategy],
 ) -> Choice:
-    """Return the choice of the strategy `one`."""
-    sentence = chosen_words(request, best, one, doubt)
+    """Return the choice of the strategy `chosen`."""
+    sentence = chosen_words(request, best, chosen, margins)
     first = Alternative(
-        plan=exact.best, prediction=exact.prediction, reason=why_exact_lost(best, one), totals=exact.totals
+        plan=exact.best, prediction=exact.prediction, reason=why_exact_lost(best, chosen), totals=exact.totals
     )
     others = tuple(
         replace(other, reason=f"compared with the best exact plan: {other.reason}") for other in exact.alternatives
@@ -344,36 +365,40 @@ def _relaxed(
     return replace(
         exact,
         request=request,
-        best=one.one.plan,
-        prediction=one.one.prediction,
-        totals=one.totals,
-        alternatives=(first, *_runners_up([other for other in tried if other is not one], one.counted), *others),
+        best=chosen.costed.plan,
+        prediction=chosen.costed.prediction,
+        totals=chosen.totals,
+        alternatives=(
+            first,
+            *_runners_up([other for other in tried if other is not chosen], chosen.value_with_samples),
+            *others,
+        ),
         remarks=(sentence, *(f"With exact gradient reduction: {remark}" for remark in exact.remarks)),
         changes=tuple(f"With exact gradient reduction: {change}" for change in exact.changes),
-        relaxation=replace(_relaxation(request, best, one, sentence, doubt), chosen=True),
+        relaxation=replace(_relaxation(request, best, chosen, sentence, margins), chosen=True),
     )
 
 
-def _exact(request: PlanRequest, exact: Choice, best: Costed, tried: Sequence[Tried], why: str) -> Choice:
+def _exact(request: PlanRequest, exact: Choice, best: Costed, tried: Sequence[TriedStrategy], why: str) -> Choice:
     """Return the exact choice, with the strategies that it was compared with."""
     near = tried[0] if tried else None
-    doubt = _doubt(near.one) if near is not None else None
-    sentence = exact_words(request, best, near, doubt, why)
+    margins = _margins_of(near.costed) if near is not None else None
+    sentence = exact_words(request, best, near, margins, why)
     return replace(
         exact,
         request=request,
         alternatives=(*_runners_up(tried, best.value), *exact.alternatives),
         remarks=(*exact.remarks, sentence),
-        relaxation=_relaxation(request, best, near, sentence, doubt),
+        relaxation=_relaxation(request, best, near, sentence, margins),
     )
 
 
-def _runners_up(tried: Sequence[Tried], chosen: float) -> tuple[Alternative, ...]:
+def _runners_up(tried: Sequence[TriedStrategy], chosen: float) -> tuple[Alternative, ...]:
     """Return the strategies to list, each with the reason why it was not chosen."""
     return tuple(
         Alternative(
-            plan=candidate.one.plan,
-            prediction=candidate.one.prediction,
+            plan=candidate.costed.plan,
+            prediction=candidate.costed.prediction,
             reason=why_strategy_lost(candidate, chosen),
             totals=candidate.totals,
         )
@@ -382,111 +407,115 @@ def _runners_up(tried: Sequence[Tried], chosen: float) -> tuple[Alternative, ...
 
 
 def _relaxation(
-    request: PlanRequest, best: Costed, one: Tried | None, sentence: str, doubt: Doubt | None
+    request: PlanRequest, best: Costed, candidate: TriedStrategy | None, sentence: str, margins: ErrorMargins | None
 ) -> RelaxationGain:
     """Return what the best strategy would bring, as data."""
     step_s = best.prediction.step_time_s.value
-    if one is None or doubt is None:
+    if candidate is None or margins is None:
         return RelaxationGain(relax=request.relax, exact_step_s=step_s, step_s=step_s, sentence=sentence)
     return RelaxationGain(
         relax=request.relax,
-        strategy=one.strategy.words,
+        strategy=candidate.strategy.words,
         exact_step_s=step_s,
-        step_s=one.one.prediction.step_time_s.value,
-        samples=one.samples,
-        evidence=one.evidence,
-        links=doubt.links,
-        kernels=doubt.kernels,
+        step_s=candidate.costed.prediction.step_time_s.value,
+        samples=candidate.samples,
+        evidence=candidate.evidence,
+        links=margins.links,
+        kernels=margins.kernels,
         sentence=sentence,
     )
 
 
-def chosen_words(request: PlanRequest, best: Costed, one: Tried, doubt: Doubt) -> str:
+def chosen_words(request: PlanRequest, best: Costed, chosen: TriedStrategy, margins: ErrorMargins) -> str:
     """Return the sentence that says why a plan that sends less was chosen, and what that changes.
 
     Args:
         request: what was asked.
         best: the best exact plan.
-        one: the plan that was chosen.
-        doubt: margins of error with which it still wins.
+        chosen: the plan that was chosen.
+        margins: margins of error with which it still wins.
     """
-    counted = counted_words(one.samples, one.evidence)
-    if one.strategy.relaxation == "exact":
+    counted = samples_text(chosen.samples, chosen.evidence)
+    if chosen.strategy.relaxation == "exact":
         return (
-            f"{_describe_strategy(one)}, which sends fewer bytes and loses nothing: a step takes {_step(one.one)} "
-            f"instead of {_step(best)} where gradients are reduced directly. That pays even if "
-            f"{doubt_words(one, doubt)}"
+            f"{_describe_strategy(chosen)}, which sends fewer bytes and loses nothing: a step takes "
+            f"{_step(chosen.costed)} instead of {_step(best)} where gradients are reduced directly. That pays even if "
+            f"{margins_text(chosen, margins)}"
         )
     return (
-        f"{_describe_strategy(one)}, as --relax {request.relax} allows: a step takes {_step(one.one)} instead "
+        f"{_describe_strategy(chosen)}, as --relax {request.relax} allows: a step takes {_step(chosen.costed)} instead "
         f"of {_step(best)} with exact gradient reduction. Counting {counted}, that pays even if "
-        f"{doubt_words(one, doubt)}. The results differ from those of one device: compare the quality with that of "
-        "an exact run"
+        f"{margins_text(chosen, margins)}. The results differ from those of one device: compare the quality with that "
+        "of an exact run"
     )
 
 
-def exact_words(request: PlanRequest, best: Costed, near: Tried | None, doubt: Doubt | None, why: str) -> str:
+def exact_words(
+    request: PlanRequest, best: Costed, near: TriedStrategy | None, margins: ErrorMargins | None, why: str
+) -> str:
     """Return the sentence that says why gradient reduction stays exact although the request allows strategies.
 
     Args:
         request: what was asked.
         best: the best exact plan.
         near: the best plan with a strategy, if there is one.
-        doubt: margins of error of its prediction.
+        margins: margins of error of its prediction.
         why: the reason where no strategy was tried.
     """
     begin = f"Gradient reduction stays exact, although --relax {request.relax} allows other strategies: "
-    if near is None or doubt is None:
+    if near is None or margins is None:
         return begin + (why or "no strategy that sends less applies to these plans")
-    comparison = f"if {_describe_strategy(near, small=True)}, a step takes {_step(near.one)} instead of {_step(best)}"
-    counted = counted_words(near.samples, near.evidence)
-    if near.one.value >= best.value:
+    comparison = (
+        f"if {_describe_strategy(near, small=True)}, a step takes {_step(near.costed)} instead of {_step(best)}"
+    )
+    counted = samples_text(near.samples, near.evidence)
+    if near.costed.value >= best.value:
         return f"{begin}the best of them is no faster; {comparison}"
-    if near.counted >= best.value:
+    if near.value_with_samples >= best.value:
         return f"{begin}{comparison}, but counting {counted} that is no gain"
-    gain = 1 - near.counted / best.value
-    if gain < near.worth:
+    gain = 1 - near.value_with_samples / best.value
+    if gain < near.required_saving:
         return (
             f"{begin}{comparison}; counting {counted}, that is a gain of {gain:.0%}, too small to change training for"
         )
-    unsure = f"counting {counted}, that would be no gain if {doubt_words(near, doubt)}"
+    unsure = f"counting {counted}, that would be no gain if {margins_text(near, margins)}"
     return f"{begin}{comparison}; {unsure}"
 
 
-def doubt_words(one: Tried, doubt: Doubt) -> str:
+def margins_text(tried: TriedStrategy, margins: ErrorMargins) -> str:
     """Return the margins of error as text."""
-    links = f"links are {doubt.links:.2g} times as fast as predicted"
-    return f"{links} and the codec's kernels {doubt.kernels:.2g} times as slow" if doubt.kernels > 1 else links
+    links = f"links are {margins.links:.2g} times as fast as predicted"
+    return f"{links} and the codec's kernels {margins.kernels:.2g} times as slow" if margins.kernels > 1 else links
 
 
-def counted_words(samples: float, evidence: Evidence) -> str:
+def samples_text(samples: float, evidence: Evidence) -> str:
     """Return the assumed or measured number of samples of a strategy as text."""
     if abs(samples - 1) < 0.005:
         return "the same number of samples" + ("" if evidence == "measured" else f" ({evidence})")
     return f"{samples:.3g} times the samples ({evidence})"
 
 
-def why_exact_lost(best: Costed, one: Tried) -> str:
+def why_exact_lost(best: Costed, chosen: TriedStrategy) -> str:
     """Return a phrase saying why the best exact plan was not chosen."""
-    ratio = best.value / one.counted
-    return f"exact gradient reduction; {ratio:.2f}x as long as {one.strategy.words} with its additional samples"
+    ratio = best.value / chosen.value_with_samples
+    return f"exact gradient reduction; {ratio:.2f}x as long as {chosen.strategy.words} with its additional samples"
 
 
-def why_strategy_lost(one: Tried, chosen: float) -> str:
+def why_strategy_lost(tried: TriedStrategy, chosen: float) -> str:
     """Return a phrase saying why a strategy was not chosen; `chosen` is the value of the plan that was."""
-    ratio, counted = one.counted / chosen, counted_words(one.samples, one.evidence)
+    ratio, counted = tried.value_with_samples / chosen, samples_text(tried.samples, tried.evidence)
     if ratio < 1:
         return f"{1 - ratio:.0%} less, counting {counted}, which is within the prediction's error"
     return f"{ratio:.2f}x as long, counting {counted}"
 
 
-def _describe_strategy(one: Tried, *, small: bool = False) -> str:
+def _describe_strategy(tried: TriedStrategy, *, small: bool = False) -> str:
     """Return a clause that says what is sent; `small` starts it with a small letter."""
-    verb = "gradients are sent as" if one.strategy.mode == "synchronous" else "replicas are synchronised by"
-    words = f"{verb} {one.strategy.words}"
+    verb = "gradients are sent as" if tried.strategy.mode == "synchronous" else "replicas are synchronised by"
+    words = f"{verb} {tried.strategy.words}"
     return words if small else words[0].upper() + words[1:]
 
 
-def _step(one: Costed) -> str:
+def _step(costed: Costed) -> str:
     """Return a plan's step time as text."""
-    return seconds(one.prediction.step_time_s.value)
+    return seconds(costed.prediction.step_time_s.value)

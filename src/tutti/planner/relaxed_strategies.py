@@ -163,12 +163,12 @@ CORRECTABLE = ("Adam", "AdamW", "NAdam", "RAdam")
 a third vector.
 """
 
-WORTH = 0.05
+REQUIRED_SAVING = 0.05
 """The fraction that a strategy which changes training must save, including its additional samples, to be chosen. The
 planner's choices are to be right within this fraction, so a smaller gain does not justify a change.
 """
 
-WORTH_IN_TURNS = 0.15
+REQUIRED_SAVING_OVERSUBSCRIBED = 0.15
 """The same for a codec that runs in every step where ranks or hosts take turns on cores. There the cost of a codec is
 less certain.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from tutti.config.cluster import ClusterSpec
 from tutti.config.prediction import ScalingCurve, ScalingPoint
 from tutti.errors import PlanError
-from tutti.planner.candidates import host_groups
+from tutti.planner.candidates import max_unshared_ranks
 from tutti.planner.plan_description import plan_words
 from tutti.planner.plan_request import Choice, PlanRequest
 
@@ -19,7 +19,7 @@ def device_counts(cluster: ClusterSpec, most: int | None = None) -> tuple[int, .
 
     Each core of a CPU counts as a device, because it can have a rank.
     """
-    limit = min(host_groups(cluster), most or host_groups(cluster))
+    limit = min(max_unshared_ranks(cluster), most or max_unshared_ranks(cluster))
     counts = [1]
     while counts[-1] * 2 < limit:
         counts.append(counts[-1] * 2)
@@ -74,13 +74,13 @@ def _point(count: int, request: PlanRequest, search: Callable[[PlanRequest], Cho
     )
 
 
-def _worth(before: list[ScalingPoint], one: ScalingPoint) -> float | None:
+def _worth(before: list[ScalingPoint], larger: ScalingPoint) -> float | None:
     """Return what each additional device adds in speed, relative to the average per device of the last plan."""
     known = [point for point in before if point.throughput_per_s]
-    if not known or not one.throughput_per_s:
+    if not known or not larger.throughput_per_s:
         return None
-    gained = one.throughput_per_s / known[-1].throughput_per_s - 1
-    return gained / (one.devices / known[-1].devices - 1)
+    gained = larger.throughput_per_s / known[-1].throughput_per_s - 1
+    return gained / (larger.devices / known[-1].devices - 1)
 
 
 def pays_until(points: Sequence[ScalingPoint]) -> int:

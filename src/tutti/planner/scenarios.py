@@ -19,12 +19,12 @@ from tutti.planner.plan_description import plan_words
 from tutti.planner.plan_request import PlanRequest
 
 _FACTORS = (2.0, 4.0, 8.0, 16.0)
-_RIVALS = 4
-_TOLD = 3
+_MAX_RIVALS = 4
+_MAX_SENTENCES = 3
 
 _MOST_DEVICES = 2**24
 
-_AROUND = 64
+_SEARCH_RADIUS = 64
 """How far the search for a number of devices goes, in nodes of a kind above and below its proportional count."""
 
 
@@ -177,10 +177,12 @@ def _with_devices(cluster: ClusterSpec, value: str, text: str) -> tuple[ClusterS
         raise PlanError(
             f"--what-if {text}: {many} nodes need a link between them; add a network link to the cluster file"
         )
-    words = f"{count} devices"
+    description = f"{count} devices"
     if len(cluster.nodes) > 1:
-        words += " (" + ", ".join(f"{kind.count} x {kind.devices_per_node} of {kind.name}" for kind in nodes) + ")"
-    return dataclasses.replace(cluster, nodes=nodes), words
+        description += (
+            " (" + ", ".join(f"{kind.count} x {kind.devices_per_node} of {kind.name}" for kind in nodes) + ")"
+        )
+    return dataclasses.replace(cluster, nodes=nodes), description
 
 
 def _one_kind(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpec, ...]:
@@ -210,7 +212,7 @@ def _in_proportion(cluster: ClusterSpec, count: int, text: str) -> tuple[NodeSpe
     for node in cluster.nodes:
         wanted = count * node.count * node.devices_per_node / whole
         nearest = int(wanted / node.devices_per_node)
-        counts_to_try = range(max(0, nearest - _AROUND), nearest + _AROUND + 1)
+        counts_to_try = range(max(0, nearest - _SEARCH_RADIUS), nearest + _SEARCH_RADIUS + 1)
         reached, chosen = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
         for many in counts_to_try:
             devices = many * node.devices_per_node
@@ -249,14 +251,14 @@ def changes(
     if request.objective not in ("throughput", "time-to-quality"):
         return ()
     sentences: list[str] = []
-    rivals = [rival for rival in others if rival.plan.mesh != best.plan.mesh][: 3 * _RIVALS]
+    rivals = [rival for rival in others if rival.plan.mesh != best.plan.mesh][: 3 * _MAX_RIVALS]
     tiers: tuple[LinkTier, ...] = ("network", "node")
     for tier in tiers:
         if _link_of(best, tier) is None:
             continue
-        sentence = _at_which_link(model, best, rivals[:_RIVALS], tier, over)
+        sentence = _at_which_link(model, best, rivals[:_MAX_RIVALS], tier, over)
         sentences += [sentence] if sentence else []
-    return tuple(sentences[:_TOLD])
+    return tuple(sentences[:_MAX_SENTENCES])
 
 
 def _at_which_link(
@@ -274,27 +276,29 @@ def _at_which_link(
                 return ""
             bandwidth = link.bandwidth_bytes_per_s * factor
             cluster = with_bandwidth(best.cluster, tier, bandwidth)
-            own_s = _step(model, cluster, best)
+            best_s = _step(model, cluster, best)
             for rival in rivals:
                 rival_s = _step(model, with_bandwidth(rival.cluster, tier, bandwidth), rival)
-                gained = rival.prediction.step_time_s.value / best.prediction.step_time_s.value - rival_s / own_s
-                if rival_s < 0.98 * own_s and gained > 0.02:  # otherwise the rival was as good at the present bandwidth
+                gained = rival.prediction.step_time_s.value / best.prediction.step_time_s.value - rival_s / best_s
+                if (
+                    rival_s < 0.98 * best_s and gained > 0.02
+                ):  # otherwise the rival was as good at the present bandwidth
                     return (
                         f"At {bits_per_s(bandwidth)} on {tier} links instead of "
                         f"{bits_per_s(link.bandwidth_bytes_per_s)}, {plan_words(rival.plan)} would be "
-                        f"{own_s / rival_s:.2f}x as fast as this plan"
+                        f"{best_s / rival_s:.2f}x as fast as this plan"
                     )
     return ""
 
 
-def _link_of(one: Costed, tier: LinkTier) -> LinkSpec | None:
+def _link_of(costed: Costed, tier: LinkTier) -> LinkSpec | None:
     """Return the link of a tier that the ranks of a plan use; None where they use none."""
-    return link_of_tier(one.cluster, place_ranks(one.cluster, one.plan.world_size), tier)
+    return link_of_tier(costed.cluster, place_ranks(costed.cluster, costed.plan.world_size), tier)
 
 
-def _step(model: ModelSpec, cluster: ClusterSpec, one: Costed) -> float:
+def _step(model: ModelSpec, cluster: ClusterSpec, costed: Costed) -> float:
     """Predict the step time of a plan on a changed cluster, in seconds; infinite where that is impossible."""
     try:
-        return predict(model, cluster, one.plan).step_time_s.value
+        return predict(model, cluster, costed.plan).step_time_s.value
     except TuttiError:
         return math.inf

@@ -1,4 +1,4 @@
-"""The plans that the search has not predicted yet, and what predictions have shown of plans like them."""
+"""Hold the plans that the search has not predicted yet, and compare predictions with estimates, family by family."""
 
 from dataclasses import dataclass, field
 
@@ -17,12 +17,12 @@ _FAILURES = 4
 
 
 @dataclass(slots=True, kw_only=True)
-class Lesson:
-    """What predictions of a family showed.
+class FamilyRecord:
+    """How predictions of a family of plans differed from their estimates.
 
     Attributes:
         time: sum of log(predicted / estimated) step times.
-        memory: the same of memory.
+        memory: sum of log(predicted / estimated) memory.
         count: number of predictions.
         refused: number of plans that could not be predicted.
     """
@@ -33,13 +33,13 @@ class Lesson:
     refused: int = 0
 
     @property
-    def hopeless(self) -> bool:
-        """Whether the family is not tried again."""
+    def always_refused(self) -> bool:
+        """Whether the family is not tried again: only refusals, and several of them."""
         return self.count == 0 and self.refused >= _FAILURES
 
 
 def family(shapes: MeshTable, variant_rows: Variants) -> Ints:
-    """Return a number for what each plan combines: the axes it uses, its sharding, schedule and recompute."""
+    """Return a number that encodes what each plan combines: the axes it uses, its sharding, schedule and recompute."""
     axes = (shapes.split, shapes.stage, shapes.context, shapes.expert, shapes.table, shapes.space)
     code = np.zeros(len(variant_rows), dtype=np.int64)
     for axis in axes:
@@ -57,15 +57,15 @@ class Pool:
     """Plans of one SearchBranch (one order of nodes, one precision) that wait to be predicted, as columns.
 
     Attributes:
-        variant_rows: the plans, in the parts in which they were added.
+        variant_rows: the plans, in the chunks in which they were added.
         least: bound of the objective.
         likely: estimate of the objective.
         memory: least bytes on the fullest rank.
-        room: bytes that such a rank has.
+        capacity: bytes of memory of such a rank.
         world: number of ranks.
         family: see `family`.
-        part: index into `variant_rows`.
-        row: row of that part.
+        chunk: index into `variant_rows`.
+        row: row of that chunk.
         done: whether the plan was predicted.
     """
 
@@ -73,10 +73,10 @@ class Pool:
     least: Array = field(default_factory=lambda: np.empty(0))
     likely: Array = field(default_factory=lambda: np.empty(0))
     memory: Array = field(default_factory=lambda: np.empty(0))
-    room: Array = field(default_factory=lambda: np.empty(0))
+    capacity: Array = field(default_factory=lambda: np.empty(0))
     world: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     family: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    part: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    chunk: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     row: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     done: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
 
@@ -86,7 +86,7 @@ class Pool:
     def add(
         self, shapes: MeshTable, variant_rows: Variants, keep: NDArray[np.bool_], least: Array, likely: Array,
         bounds: Bounds,
-        room: Array,
+        capacity: Array,
     ) -> None:  # fmt: skip
         """Add the rows of `variant_rows` that `keep` marks."""
         rows = np.flatnonzero(keep)
@@ -96,49 +96,49 @@ class Pool:
         self.least = np.concatenate([self.least, least[rows]])
         self.likely = np.concatenate([self.likely, likely[rows]])
         self.memory = np.concatenate([self.memory, bounds.fullest_nbytes[rows]])
-        self.room = np.concatenate([self.room, room[rows]])
+        self.capacity = np.concatenate([self.capacity, capacity[rows]])
         self.world = np.concatenate([self.world, at.world])
         self.family = np.concatenate([self.family, family(at, taken)])
-        self.part = np.concatenate([self.part, np.full(len(rows), len(self.variant_rows) - 1, dtype=np.int64)])
+        self.chunk = np.concatenate([self.chunk, np.full(len(rows), len(self.variant_rows) - 1, dtype=np.int64)])
         self.row = np.concatenate([self.row, np.arange(len(rows), dtype=np.int64)])
         self.done = np.concatenate([self.done, np.zeros(len(rows), dtype=np.bool_)])
 
     def drop(self, rows: NDArray[np.bool_]) -> None:
         """Drop the marked rows."""
         kept = ~rows
-        for name in ("least", "likely", "memory", "room", "world", "family", "part", "row", "done"):
+        for name in ("least", "likely", "memory", "capacity", "world", "family", "chunk", "row", "done"):
             setattr(self, name, getattr(self, name)[kept])
 
-    def corrected(self, lessons: dict[int, Lesson]) -> Array:
+    def corrected(self, records: dict[int, FamilyRecord]) -> Array:
         """Return estimates corrected by the predictions of each family; infinite for families that are refused."""
-        known = [lesson for lesson in lessons.values() if lesson.count]
-        count = max(1, sum(lesson.count for lesson in known))
-        overall = (sum(lesson.time for lesson in known) / count, sum(lesson.memory for lesson in known) / count)
+        known = [record for record in records.values() if record.count]
+        count = max(1, sum(record.count for record in known))
+        overall = (sum(record.time for record in known) / count, sum(record.memory for record in known) / count)
         families, where = np.unique(self.family, return_inverse=True)
         times, sizes = np.ones(len(families)), np.ones(len(families))
         for index, number in enumerate(families.tolist()):
-            lesson = lessons.get(number, Lesson())
+            record = records.get(number, FamilyRecord())
             # The mean over all families counts like one prediction of this family: families differ more than plans do.
-            weight = lesson.count + 1
-            times[index] = np.exp((lesson.time + overall[0]) / weight) if not lesson.hopeless else np.inf
-            sizes[index] = np.exp((lesson.memory + overall[1]) / weight)
+            weight = record.count + 1
+            times[index] = np.exp((record.time + overall[0]) / weight) if not record.always_refused else np.inf
+            sizes[index] = np.exp((record.memory + overall[1]) / weight)
         at = where.reshape(-1)
-        too_large = self.memory * sizes[at] > self.room
+        too_large = self.memory * sizes[at] > self.capacity
         return np.asarray(self.likely * times[at] * np.where(too_large, _TOO_LARGE, 1.0), dtype=np.float64)
 
 
-def plainness(code: int) -> int:
+def mechanism_count(code: int) -> int:
     """Return the number of mechanisms that a family combines."""
-    axes, level, schedule, recompute, offload = _parts(code)
+    axes, level, schedule, recompute, offload = _decoded(code)
     return axes.bit_count() + (level > 0) + (recompute > 0) + (schedule > 0) + (offload > 0)
 
 
-def takes_long(code: int) -> bool:
+def slow_to_predict(code: int) -> bool:
     """Return whether prediction is slow for large pipelines, because the schedule's order must be simulated."""
-    return SCHEDULES[_parts(code)[2]] in ("interleaved", "zero-bubble")
+    return SCHEDULES[_decoded(code)[2]] in ("interleaved", "zero-bubble")
 
 
-def _parts(code: int) -> tuple[int, int, int, int, int]:
+def _decoded(code: int) -> tuple[int, int, int, int, int]:
     """Return (axes, level, schedule, recompute, offload) of a family's number."""
     code //= 2
     offload, code = code % 3, code // 3

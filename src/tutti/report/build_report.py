@@ -363,8 +363,8 @@ def data_report(records: Records, evaluation: str) -> DataReport:
 def batch_report(records: Records) -> BatchReport:
     """Return the batch of a step, of a rank, and of a rank's microbatch (means over ranks where shares are unequal)."""
     header, recipe, plan = records.header, records.header.recipe, records.plan
-    parts = plan.data_parallel_degree if plan else header.world_size
-    local = recipe.global_batch_size / parts
+    degree = plan.data_parallel_degree if plan else header.world_size
+    local = recipe.global_batch_size / degree
     shares = ":".join(f"{share:g}" for share in plan.shares) if plan and plan.shares else ""
     note = f"mean over ranks; shares {shares}" if shares else "mean over ranks"
     steps = [f"{size} before batch {until}" for until, size in recipe.batch_ramp]
@@ -529,7 +529,9 @@ def prediction_checks(records: Records, report: RunReport) -> tuple[PredictionCh
         ("peak memory of a rank", predicted(memory.value, "B", memory.low, memory.high), report.memory_peak),
         ("bytes sent by a rank in a step", predicted(prediction.sent_nbytes_per_rank, "B"), report.sent_per_step),
     )
-    return tuple(prediction_check(name, guess, truth) for name, guess, truth in pairs)
+    return tuple(
+        prediction_check(name, predicted_value, measured_value) for name, predicted_value, measured_value in pairs
+    )
 
 
 def predicted(value: float, unit: str, low: float | None = None, high: float | None = None) -> Quantity:
@@ -537,19 +539,25 @@ def predicted(value: float, unit: str, low: float | None = None, high: float | N
     return Quantity(value=value, unit=unit, evidence="predicted", low=low, high=high)
 
 
-def prediction_check(name: str, guess: Quantity, truth: Quantity) -> PredictionCheck:
-    """Compare one predicted quantity with the measured one; zero predicted and zero measured count as no error."""
+def prediction_check(name: str, prediction: Quantity, measurement: Quantity) -> PredictionCheck:
+    """Compare one predicted quantity with the measured one; two zeros count as no error.
+
+    Args:
+        name: what is predicted.
+        prediction: the predicted quantity.
+        measurement: the measured quantity.
+    """
     error = within = None
-    if guess.value is not None and truth.value is not None:
-        if truth.value:
-            error = (guess.value - truth.value) / truth.value
-        elif not guess.value:
+    if prediction.value is not None and measurement.value is not None:
+        if measurement.value:
+            error = (prediction.value - measurement.value) / measurement.value
+        elif not prediction.value:
             error = 0.0
-        if guess.low is not None and guess.high is not None:
-            within = guess.low <= truth.value <= guess.high
+        if prediction.low is not None and prediction.high is not None:
+            within = prediction.low <= measurement.value <= prediction.high
     return PredictionCheck(
-        name=name, predicted=guess, measured=truth, error=seen(error, "ratio", "(predicted - measured) / measured"),
-        within=within,
+        name=name, predicted=prediction, measured=measurement,
+        error=seen(error, "ratio", "(predicted - measured) / measured"), within=within,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from tutti.config.run_report import (
 )
 from tutti.errors import ReportError
 from tutti.report.formatting import listed, plural, quality_text, show, significant
-from tutti.report.honesty_rules import by_gravity, check_run, eps_of
+from tutti.report.honesty_rules import by_severity, check_run, eps_of
 from tutti.report.measurements import seen
 
 
@@ -392,4 +392,4 @@ def check_comparison(reports: Reports) -> tuple[RuleFinding, ...]:
     """Return the findings over all runs and in each of them, the most severe first."""
     across = [item for rule in RULES for item in rule(reports)]
     within = [replace(item, run=i) for i, report in enumerate(reports) for item in check_run(report)]
-    return by_gravity([*across, *within])
+    return by_severity([*across, *within])

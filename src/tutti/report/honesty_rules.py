@@ -80,7 +80,7 @@ def finding(
         rule: number of the rule; 0 for rules of the report itself.
         code: short name of the finding, such as "QUALITY-LOSS".
         severity: "refuse", "warn" or "note".
-        sentence: the finding in words.
+        sentence: the finding as one sentence.
         where: dotted path of the field that it is about.
         refuses: claims that may not be made.
     """
@@ -101,7 +101,7 @@ def target_missed(report: RunReport) -> list[RuleFinding]:
     return finding(1, "QUALITY-LOSS", "warn", sentence, "quality.test_value", ("speedup", "efficiency"))
 
 
-def quality_is_there(report: RunReport) -> list[RuleFinding]:
+def quality_on_held_out_data(report: RunReport) -> list[RuleFinding]:
     """Rule 2: a time means little without a quality measured on held-out data."""
     quality = report.quality
     if quality.test_value.value is None:
@@ -308,7 +308,7 @@ def enough_cores(report: RunReport) -> list[RuleFinding]:
     return finding(0, "FUNCTION-NOT-SPEED", "warn", sentence, "system.cores_granted", ("speedup", "efficiency"))
 
 
-def cores_of_its_own(report: RunReport) -> list[RuleFinding]:
+def cores_not_stolen(report: RunReport) -> list[RuleFinding]:
     """Warn when a hypervisor gave core time to other machines, which lengthens the measured times unevenly."""
     hosts = {rank.host: rank.stolen.value for rank in report.ranks if (rank.stolen.value or 0) > STOLEN}
     if not hosts:
@@ -328,7 +328,7 @@ def interruptions(report: RunReport) -> list[RuleFinding]:
     generations, again = report.time.generations.value or 1, report.time.repeated_steps.value or 0
     if generations > 1:
         redone = f"; {plural(again, 'repeated step')} count in the time, but only once in the curves" if again else ""
-        sentence = f"The run was resumed {plural(generations - 1, 'time')}{redone}. Down time is not counted."
+        sentence = f"The run was resumed {plural(generations - 1, 'time')}{redone}. Downtime is not counted."
         findings += finding(0, "RESUMED", "note", sentence, "time.generations")
     if report.skipped_steps.value:
         sentence = (
@@ -356,7 +356,7 @@ def prediction_error(report: RunReport) -> list[RuleFinding]:
 
 RULES: tuple[Rule, ...] = (
     target_missed,
-    quality_is_there,
+    quality_on_held_out_data,
     best_of_epochs,
     data_overlap,
     tuning_cost,
@@ -370,7 +370,7 @@ RULES: tuple[Rule, ...] = (
     baseline_rerun,
     same_as_one_device,
     enough_cores,
-    cores_of_its_own,
+    cores_not_stolen,
     interruptions,
     prediction_error,
 )
@@ -380,12 +380,12 @@ _ORDER: dict[Severity, int] = {"refuse": 0, "warn": 1, "note": 2}
 
 def check_run(report: RunReport) -> tuple[RuleFinding, ...]:
     """Return the findings of all rules about one run, the most severe first."""
-    return by_gravity([item for rule in RULES for item in rule(report)])
+    return by_severity([item for rule in RULES for item in rule(report)])
 
 
-def by_gravity(found: list[RuleFinding]) -> tuple[RuleFinding, ...]:
+def by_severity(findings: list[RuleFinding]) -> tuple[RuleFinding, ...]:
     """Sort findings: refusals first, then warnings, then notes, each by rule number."""
-    return tuple(sorted(found, key=lambda item: (_ORDER[item.severity], item.rule)))
+    return tuple(sorted(findings, key=lambda item: (_ORDER[item.severity], item.rule)))
 
 
 def eps_of(value: float, higher_is_better: bool) -> float:

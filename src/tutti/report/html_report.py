@@ -27,7 +27,7 @@ from tutti.report.formatting import (
 from tutti.report.honesty_rules import REQUIRED, TITLES
 from tutti.report.measurements import exposed_phases, seen
 from tutti.report.report_figures import (
-    MOST_RANKS,
+    MAX_BARS,
     checks_plot,
     communication_plot,
     curve_plot,
@@ -226,8 +226,8 @@ def _overlaid(comparison: Comparison) -> list[Plot]:
 
 def _time_plots(report: RunReport) -> list[Plot]:
     """Draw the run's wall time, the steps of every rank, and one step as predicted and measured."""
-    ranks = [(f"rank {rank.rank}", rank.breakdown) for rank in report.ranks][:MOST_RANKS]
-    more = "" if len(report.ranks) <= MOST_RANKS else f"; the first {MOST_RANKS} of {len(report.ranks)} ranks"
+    ranks = [(f"rank {rank.rank}", rank.breakdown) for rank in report.ranks][:MAX_BARS]
+    more = "" if len(report.ranks) <= MAX_BARS else f"; the first {MAX_BARS} of {len(report.ranks)} ranks"
     plots = [
         stacked_plot(
             [("run", report.time.breakdown)],

@@ -20,7 +20,7 @@ STARTUP_NOTE = "rank 0; the wall time includes prepare, in phase other"
 
 
 def seen(value: float | None, unit: str = "", note: str = "") -> Quantity:
-    """Return a measured quantity; empty (value None) if the value is missing or not finite."""
+    """Return a measured quantity; one without a value if the value is missing or not finite."""
     value = finite(value)
     return Quantity(unit=unit) if value is None else Quantity(value=value, unit=unit, evidence="measured", note=note)
 
@@ -60,7 +60,7 @@ def typical(rows: Iterable[MetricsRow], name: str) -> float | None:
 
 
 def phases_of(rows: Iterable[MetricsRow]) -> dict[Phase, float]:
-    """Return the seconds by phase, summed over rows of every kind; unknown phases count as "other"."""
+    """Return the seconds by phase, summed over all rows; unknown phases count as "other"."""
     total: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
     for row in rows:
         whole = "evaluation" if row.kind == "evaluate" else "other"
@@ -76,7 +76,7 @@ def quantities(seconds: dict[Phase, float], note: str = "") -> dict[Phase, Quant
 
 
 def wall_s(records: Records) -> float:
-    """Return the seconds from the start of training to its last row, over all generations."""
+    """Return the seconds from the start of prepare to the last row, over all generations."""
     return records.rows[-1].time_s if records.rows else 0.0
 
 
@@ -94,7 +94,7 @@ def time_report(records: Records) -> TimeReport:
         phase: _typical_phase(steady, phase) for phase in PHASES if phase != "evaluation"
     }
     return TimeReport(
-        wall=seen(wall, "s", "down time between generations is not counted" if generations > 1 else ""),
+        wall=seen(wall, "s", "downtime between generations is not counted" if generations > 1 else ""),
         breakdown=quantities(parts),
         accounted=seen(
             sum(parts.values()) / wall if wall else None, "ratio", "sum of the phases divided by the wall time"
@@ -139,11 +139,11 @@ def communication(records: Records) -> tuple[CommunicationReport, ...]:
             carried = next((word for word in get_args(TrafficKind) if word == entry.get("carried")), None)
             if carried is not None:
                 channels.setdefault((str(entry.get("axes", "")), carried), []).append(entry)
-    reports = [_one(axes, carried, entries, len(rows)) for (axes, carried), entries in channels.items()]
+    reports = [_channel_report(axes, carried, entries, len(rows)) for (axes, carried), entries in channels.items()]
     return tuple(sorted(reports, key=lambda channel: (-(channel.sent.value or 0), channel.axes, channel.carried)))
 
 
-def _one(axes: str, carried: TrafficKind, entries: list[dict[str, Any]], steps: int) -> CommunicationReport:
+def _channel_report(axes: str, carried: TrafficKind, entries: list[dict[str, Any]], steps: int) -> CommunicationReport:
     """Summarise one channel; it exchanged nothing in the steps that do not mention it."""
 
     def typical(values: Iterable[float | None]) -> float:
@@ -177,7 +177,7 @@ def sent_per_step(records: Records) -> Quantity:
     They are counted like `Prediction.sent_nbytes_per_rank`.
     """
     rank_0 = _typical_sent(steady_steps(records))
-    others = [_typical_sent(_like(rows, steady_steps(records))) for rows in records.rank_rows.values()]
+    others = [_typical_sent(_rows_of_steps(rows, steady_steps(records))) for rows in records.rank_rows.values()]
     known = [value for value in (rank_0, *others) if value is not None]
     note = "gradients, sharded parameters and activations; median of the steady steps, rank that sends the most"
     return seen(max(known, default=None), "B", note)
@@ -191,8 +191,8 @@ def _typical_sent(rows: Iterable[MetricsRow]) -> float | None:
     return median(values) if values else None
 
 
-def _like(rows: tuple[MetricsRow, ...], steady: tuple[MetricsRow, ...]) -> list[MetricsRow]:
-    """Return a rank's step rows for the given steps."""
+def _rows_of_steps(rows: tuple[MetricsRow, ...], steady: tuple[MetricsRow, ...]) -> list[MetricsRow]:
+    """Return those of a rank's rows that belong to the given steps."""
     steps = {row.step for row in steady}
     return [row for row in rows if row.kind == "step" and row.step in steps]
 

@@ -90,7 +90,7 @@ class PlanPage:
     """The content of the page.
 
     Attributes:
-        name: the plan in a few words.
+        name: short description of the plan.
         lead: summary sentence.
         keys: predicted numbers at the top of the page.
         remarks: why the plan was chosen.
@@ -113,7 +113,9 @@ class PlanPage:
 
 def plan_html(page: PlanPage) -> str:
     """Render the page as one HTML file with inline style and figures, no scripts and no external references."""
-    doings = [doing for doing in ACTIVITY_LABELS if any(doing in track.seconds for track in page.timeline.tracks)]
+    activities = [
+        activity for activity in ACTIVITY_LABELS if any(activity in track.seconds for track in page.timeline.tracks)
+    ]
     return (
         environment()
         .get_template("plan.html")
@@ -121,11 +123,11 @@ def plan_html(page: PlanPage) -> str:
             p=page,
             badges=_badges(page),
             step_plots=[timeline_plot(page.timeline)],
-            memory_plots=[held_plot(page.timeline)],
+            memory_plots=[track_memory_plot(page.timeline)],
             scaling_figure=scaling_plot(page.scaling) if page.scaling is not None else None,
             trials_figure=trials_plot(page.trials) if page.trials is not None else None,
-            doings=[ACTIVITY_LABELS[doing] for doing in doings],
-            tracks=[_track_row(page.timeline, track, doings) for track in page.timeline.tracks],
+            activities=[ACTIVITY_LABELS[activity] for activity in activities],
+            tracks=[_track_row(page.timeline, track, activities) for track in page.timeline.tracks],
             duration=duration,
             rate=significant,
             percent=signed_percent,
@@ -149,11 +151,11 @@ def _badges(page: PlanPage) -> list[tuple[str, str]]:
     return badges
 
 
-def _track_row(found: Timeline, track: Track, doings: list[Activity]) -> dict[str, object]:
+def _track_row(timeline: Timeline, track: Track, activities: list[Activity]) -> dict[str, object]:
     """Build a table row of a track: the fraction of the step that each activity takes."""
-    parts = [track.seconds.get(doing, 0.0) / found.step_time_s.value for doing in doings]
+    parts = [track.seconds.get(activity, 0.0) / timeline.step_time_s.value for activity in activities]
     return {
-        "name": track_name(track, found),
+        "name": track_name(track, timeline),
         "count": track.count,
         "shares": [f"{part:.1%}".replace("%", " %") if part else "" for part in parts],
         "full_when": track.full_when,
@@ -176,112 +178,118 @@ OUTLINED: tuple[Activity, ...] = ("bubble", "waiting")
 BREAK = 0.03
 """Width of the gap that replaces omitted microbatches, as a fraction of the drawn time."""
 
-MOST_BESIDE = 7
+MAX_LEGEND_COLUMNS = 7
 """Maximum number of legend entries per row: more would be wider than the page."""
 
-Place = Callable[[float], float]
+XOfTime = Callable[[float], float]
 
 
-def track_name(track: Track, found: Timeline) -> str:
+def track_name(track: Track, timeline: Timeline) -> str:
     """Return the ranks of a track as text, with their stage if the timeline has several stages."""
-    return track.ranks + (f" (stage {track.stage})" if len({other.stage for other in found.tracks}) > 1 else "")
+    return track.ranks + (f" (stage {track.stage})" if len({other.stage for other in timeline.tracks}) > 1 else "")
 
 
 @styled
-def timeline_plot(found: Timeline) -> Plot:
+def timeline_plot(timeline: Timeline) -> Plot:
     """Draw one predicted step: a row per track, bars for activities, and lines below them for hidden communication."""
-    left, end_s = found.left_out, found.step_time_s.value
+    omission, end_s = timeline.left_out, timeline.step_time_s.value
     factor, unit = (1e3, "ms") if end_s < 1 else (1.0, "s")
-    place, width = _placed(left, end_s)
-    handles = _doing_handles(found)
-    figure, axes = new_figure(14.2, 1.2 + 0.3 * _legend_rows(handles) + 0.46 * len(found.tracks))
-    for row, track in enumerate(found.tracks):
-        for doing in FILLS:
-            _draw(axes, row, [bar for bar in track.bars if bar.doing == doing], doing, place)
+    x_of, width = _x_of_time(omission, end_s)
+    handles = _activity_handles(timeline)
+    figure, axes = new_figure(14.2, 1.2 + 0.3 * _legend_rows(handles) + 0.46 * len(timeline.tracks))
+    for row, track in enumerate(timeline.tracks):
+        for activity in FILLS:
+            _draw(axes, row, [bar for bar in track.bars if bar.doing == activity], activity, x_of)
         for bar in track.hidden:
             axes.plot(
-                [place(bar.start_s), place(bar.end_s)], [row + 0.42] * 2, color=FILLS["communication"], linewidth=2.5,
+                [x_of(bar.start_s), x_of(bar.end_s)], [row + 0.42] * 2, color=FILLS["communication"], linewidth=2.5,
                 solid_capstyle="butt",
             )  # fmt: skip
-    rows(axes, [track_name(track, found) for track in found.tracks])
+    rows(axes, [track_name(track, timeline) for track in timeline.tracks])
     axes.set_xlim(0, width)
-    if left is not None:
-        axes.axvspan(place(left.start_s), place(left.end_s), facecolor=PAPER, zorder=4)
-        for edge in (left.start_s, left.end_s):
-            axes.axvline(place(edge), color=MUTED, linewidth=1, linestyle=(0, (2, 3)), zorder=5)
-    ticks = _ticks(left, end_s, factor)
-    axes.set_xticks([place(tick / factor) for tick in ticks], [f"{tick:g}" for tick in ticks])
+    if omission is not None:
+        axes.axvspan(x_of(omission.start_s), x_of(omission.end_s), facecolor=PAPER, zorder=4)
+        for edge in (omission.start_s, omission.end_s):
+            axes.axvline(x_of(edge), color=MUTED, linewidth=1, linestyle=(0, (2, 3)), zorder=5)
+    ticks = _ticks(omission, end_s, factor)
+    axes.set_xticks([x_of(tick / factor) for tick in ticks], [f"{tick:g}" for tick in ticks])
     axes.set_xlabel(f"time of a step ({unit})")
     _legend(figure, handles)
     note = "all predicted; ranks that do the same share a row"
-    if left is not None:
-        note += f"; {plural(left.microbatches, 'microbatch')} of {found.num_microbatches} left out at the gap"
-    if found.tracks_left_out:
-        note += f"; {plural(found.tracks_left_out, 'row')} between these not shown"
-    words = "One step, predicted. " + " ".join(f"{track_name(track, found)}: {_told(track)}." for track in found.tracks)
+    if omission is not None:
+        note += f"; {plural(omission.microbatches, 'microbatch')} of {timeline.num_microbatches} left out at the gap"
+    if timeline.tracks_left_out:
+        note += f"; {plural(timeline.tracks_left_out, 'row')} between these not shown"
+    alt_text = "One step, predicted. " + " ".join(
+        f"{track_name(track, timeline)}: {_describe_track(track)}." for track in timeline.tracks
+    )
     return Plot(
-        title="One step, rank by rank", note=note, svg=inline(figure, "timeline", words), words=words, wide=True
+        title="One step, rank by rank",
+        note=note,
+        svg=inline(figure, "timeline", alt_text),
+        alt_text=alt_text,
+        wide=True,
     )
 
 
-def _doing_handles(found: Timeline) -> list[Patch | Line2D]:
+def _activity_handles(timeline: Timeline) -> list[Patch | Line2D]:
     """Return a legend entry for each activity that takes a visible part of the step."""
-    least = 0.002 * found.step_time_s.value
-    used = [doing for doing in FILLS if any(track.seconds.get(doing, 0) > least for track in found.tracks)]
+    least = 0.002 * timeline.step_time_s.value
+    used = [activity for activity in FILLS if any(track.seconds.get(activity, 0) > least for track in timeline.tracks)]
     handles: list[Patch | Line2D] = [
-        Patch(facecolor=FILLS[doing], edgecolor=MUTED if doing in OUTLINED else FILLS[doing], linewidth=0.8,
-              label=ACTIVITY_LABELS[doing])
-        for doing in used
+        Patch(facecolor=FILLS[activity], edgecolor=MUTED if activity in OUTLINED else FILLS[activity], linewidth=0.8,
+              label=ACTIVITY_LABELS[activity])
+        for activity in used
     ]  # fmt: skip
-    if any(track.hidden for track in found.tracks):
+    if any(track.hidden for track in timeline.tracks):
         handles.append(Line2D([], [], color=FILLS["communication"], linewidth=2.5, label=ACTIVITY_LABELS["hidden"]))
     return handles
 
 
-def _placed(left: Omission | None, end_s: float) -> tuple[Place, float]:
-    """Return the function that maps a moment of the step to its x coordinate, and the width of the drawing."""
-    if left is None:
-        return (lambda moment: moment), end_s
-    away = left.end_s - left.start_s
-    gap = BREAK * (end_s - away)
+def _x_of_time(omission: Omission | None, end_s: float) -> tuple[XOfTime, float]:
+    """Return the function that maps a time within the step to its x coordinate, and the width of the drawing."""
+    if omission is None:
+        return (lambda time_s: time_s), end_s
+    omitted_s = omission.end_s - omission.start_s
+    gap = BREAK * (end_s - omitted_s)
 
-    def place(moment: float) -> float:
-        if moment <= left.start_s:
-            return moment
-        return max(left.start_s + gap, moment - away + gap)
+    def x_of(time_s: float) -> float:
+        if time_s <= omission.start_s:
+            return time_s
+        return max(omission.start_s + gap, time_s - omitted_s + gap)
 
-    return place, end_s - away + gap
+    return x_of, end_s - omitted_s + gap
 
 
-def _ticks(left: Omission | None, end_s: float, factor: float) -> list[float]:
+def _ticks(omission: Omission | None, end_s: float, factor: float) -> list[float]:
     """Return tick positions at round numbers, without those inside the omitted part."""
-    shown = end_s - (left.end_s - left.start_s if left is not None else 0.0)
+    shown = end_s - (omission.end_s - omission.start_s if omission is not None else 0.0)
     steps = MaxNLocator(10).tick_values(0.0, shown * factor)
     size = float(steps[1] - steps[0])
     ticks = [index * size for index in range(int(end_s * factor / size) + 1)] if end_s / shown < 1000 else [0.0]
     return [
         round(tick, 9) for tick in ticks
-        if left is None or tick <= left.start_s * factor or tick >= left.end_s * factor
+        if omission is None or tick <= omission.start_s * factor or tick >= omission.end_s * factor
     ]  # fmt: skip
 
 
-def _draw(axes: Axes, row: int, bars: Sequence[Bar], doing: Activity, place: Place) -> None:
+def _draw(axes: Axes, row: int, bars: Sequence[Bar], activity: Activity, x_of: XOfTime) -> None:
     """Draw all bars of one activity in a row as one path."""
     if not bars:
         return
     starts, ends = (
-        np.array([place(at) for at in edge]) for edge in ([b.start_s for b in bars], [b.end_s for b in bars])
+        np.array([x_of(at) for at in edge]) for edge in ([b.start_s for b in bars], [b.end_s for b in bars])
     )
     low, high = np.full(len(bars), row - 0.31), np.full(len(bars), row + 0.31)
     corners = np.stack([starts, low, ends, low, ends, high, starts, high, starts, low], axis=1).reshape(-1, 2)
     codes = np.tile([Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY], len(bars))
-    edge = MUTED if doing in OUTLINED else PAPER
-    axes.add_patch(PathPatch(Path(corners, codes), facecolor=FILLS[doing], edgecolor=edge, linewidth=0.5))
+    edge = MUTED if activity in OUTLINED else PAPER
+    axes.add_patch(PathPatch(Path(corners, codes), facecolor=FILLS[activity], edgecolor=edge, linewidth=0.5))
 
 
 def _legend_rows(handles: Sequence[Patch | Line2D]) -> int:
     """Return the number of rows that the legend needs."""
-    return -(-len(handles) // MOST_BESIDE)
+    return -(-len(handles) // MAX_LEGEND_COLUMNS)
 
 
 def _legend(figure: Figure, handles: Sequence[Patch | Line2D]) -> None:
@@ -292,46 +300,50 @@ def _legend(figure: Figure, handles: Sequence[Patch | Line2D]) -> None:
     )  # fmt: skip
 
 
-def _told(track: Track) -> str:
+def _describe_track(track: Track) -> str:
     """Describe in words how long a track spends on each activity."""
-    return ", ".join(f"{ACTIVITY_LABELS[doing]} {duration(lasts)}" for doing, lasts in track.seconds.items())
+    return ", ".join(f"{ACTIVITY_LABELS[activity]} {duration(seconds)}" for activity, seconds in track.seconds.items())
 
 
 @styled
-def held_plot(found: Timeline) -> Plot:
+def track_memory_plot(timeline: Timeline) -> Plot:
     """Draw the predicted peak memory of a rank of each track by component (hatched), with its memory limit."""
-    tracks = found.tracks
+    tracks = timeline.tracks
     biggest = max(max(track.memory.total, track.memory_limit_nbytes) for track in tracks)
     factor, unit = next((f, u) for f, u in ((2.0**30, "GiB"), (2.0**20, "MiB"), (1.0, "B")) if biggest >= f or f == 1)
-    holders = [part.name for part in fields(RankMemory) if any(getattr(track.memory, part.name) for track in tracks)]
+    components = [
+        field.name for field in fields(RankMemory) if any(getattr(track.memory, field.name) for track in tracks)
+    ]
     handles: list[Patch | Line2D] = [
         Patch(facecolor="none", edgecolor=SERIES[index % len(SERIES)], hatch="////", label=name)
-        for index, name in enumerate(holders)
+        for index, name in enumerate(components)
     ]
     handles.append(Line2D([], [], color=INK, linewidth=2, label="limit"))
     figure, axes = new_figure(14.2, 1.2 + 0.3 * _legend_rows(handles) + 0.46 * len(tracks))
     for row, track in enumerate(tracks):
         at = 0.0
-        for index, name in enumerate(holders):
+        for index, name in enumerate(components):
             size = float(getattr(track.memory, name)) / factor
             segment(axes, row, at, size, SERIES[index % len(SERIES)], hatched=True)
             at += size
         limit = track.memory_limit_nbytes / factor
         axes.plot([limit, limit], [row - 0.42, row + 0.42], color=INK, linewidth=2)
         over = at > limit
-        words = f"{at:,.1f} {unit}, {at / limit:.0%}".replace("%", " % of the limit") + (": too much" if over else "")
-        axes.text(max(at, limit) + 0.01 * biggest / factor, row, words, va="center", fontsize=12, color=INK)
-    rows(axes, [track_name(track, found) for track in tracks])
+        text = f"{at:,.1f} {unit}, {at / limit:.0%}".replace("%", " % of the limit") + (": too much" if over else "")
+        axes.text(max(at, limit) + 0.01 * biggest / factor, row, text, va="center", fontsize=12, color=INK)
+    rows(axes, [track_name(track, timeline) for track in tracks])
     axes.set_xlim(0, biggest / factor * 1.27)
     axes.set_xlabel(f"peak memory of a rank ({unit})")
     _legend(figure, handles)
-    words = "Memory of a rank, predicted. " + " ".join(
-        f"{track_name(entry, found)}: {entry.memory.total / factor:.1f} {unit} of "
+    alt_text = "Peak memory of a rank, predicted. " + " ".join(
+        f"{track_name(entry, timeline)}: {entry.memory.total / factor:.1f} {unit} of "
         f"{entry.memory_limit_nbytes / factor:.1f}."
         for entry in tracks
     )
     note = "hatched: predicted, by component at the peak; line: memory limit of a rank"
-    return Plot(title="Memory of a rank", note=note, svg=inline(figure, "held", words), words=words, wide=True)
+    return Plot(
+        title="Peak memory of a rank", note=note, svg=inline(figure, "memory", alt_text), alt_text=alt_text, wide=True
+    )
 
 
 @styled
@@ -376,28 +388,28 @@ def scaling_plot(curve: ScalingCurve) -> Plot | None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set(xlabel="available devices", ylabel=f"{curve.unit}/s")
     axes.legend(loc="upper left", handlelength=2.4)
-    words = "Throughput against devices, predicted. " + " ".join(
+    alt_text = "Throughput against devices, predicted. " + " ".join(
         f"{p.devices}: {significant(p.throughput_per_s)} {curve.unit}/s." for p in points
     )
     return Plot(
         title="Speed against devices", note="the best plan that uses at most this many devices; " + curve.sentence,
-        svg=inline(figure, "scaling", words), words=words, wide=True,
+        svg=inline(figure, "scaling", alt_text), alt_text=alt_text, wide=True,
     )  # fmt: skip
 
 
 @styled
-def trials_plot(found: Trials) -> Plot | None:
+def trials_plot(trials: Trials) -> Plot | None:
     """Draw the step time of each plan that was run: predicted (hatched) above measured (solid, with its range).
 
     Returns None when no trial was measured.
     """
-    known = [trial for trial in found.trials if trial.measured_s is not None]
-    if not known:
+    measured_trials = [trial for trial in trials.trials if trial.measured_s is not None]
+    if not measured_trials:
         return None
-    longest = max(max(t.predicted.value, t.most_s or 0.0) for t in known)
+    longest = max(max(t.predicted.value, t.most_s or 0.0) for t in measured_trials)
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
-    figure, axes = new_figure(14.2, 1.4 + 0.78 * len(known))
-    for row, trial in enumerate(known):
+    figure, axes = new_figure(14.2, 1.4 + 0.78 * len(measured_trials))
+    for row, trial in enumerate(measured_trials):
         measured = float(trial.measured_s or 0.0)
         axes.barh(row - 0.2, trial.predicted.value * factor, height=0.34, facecolor="none", edgecolor=SERIES[0],
                   hatch="////", linewidth=1)  # fmt: skip
@@ -408,15 +420,17 @@ def trials_plot(found: Trials) -> Plot | None:
             shown = trial.predicted.value if shift < 0 else measured
             axes.text(value * factor + 0.008 * longest * factor, row + shift, duration(shown), va="center",
                       fontsize=12, color=INK)  # fmt: skip
-    rows(axes, [trial.words for trial in known])
+    rows(axes, [trial.words for trial in measured_trials])
     axes.set_xlim(0, longest * factor * 1.12)
     axes.set_xlabel(f"time of a step ({unit})")
-    spread_words = "measured, with a line from the fastest to the slowest step"
+    spread_label = "measured, with a line from the fastest to the slowest step"
     predicted = Patch(facecolor="none", edgecolor=SERIES[0], hatch="////", label="predicted")
-    _legend(figure, [predicted, Patch(facecolor=SERIES[1], label=spread_words)])
-    words = "Plans that were run. " + " ".join(
+    _legend(figure, [predicted, Patch(facecolor=SERIES[1], label=spread_label)])
+    alt_text = "Plans that were run. " + " ".join(
         f"{t.words}: predicted {duration(t.predicted.value)}, measured {duration(float(t.measured_s or 0))}."
-        for t in known
+        for t in measured_trials
     )
     note = "median of the measured steps; plans in the order of their predicted step times"
-    return Plot(title="Predicted and measured", note=note, svg=inline(figure, "trials", words), words=words, wide=True)
+    return Plot(
+        title="Predicted and measured", note=note, svg=inline(figure, "trials", alt_text), alt_text=alt_text, wide=True
+    )

@@ -27,7 +27,7 @@ from tutti.report.html_report import environment
 from tutti.report.measurements import seen
 from tutti.report.svg import INK, MUTED, PAPER, SERIES, Plot, inline, new_figure, styled
 
-FEW = 5
+MIN_RUNS_FOR_PERCENTILE = 5
 """Minimum number of runs for a percentile of the errors."""
 
 
@@ -66,9 +66,9 @@ def build_history(folders: Sequence[Path]) -> PredictionHistory:
             entries.append(entry)
     entries.sort(key=lambda entry: (entry.started_utc, entry.folder))
     clusters = list(dict.fromkeys(entry.cluster for entry in entries))
-    trust = [trust_in(entries, "")] if entries else []
+    trust = [prediction_accuracy(entries, "")] if entries else []
     if len(clusters) > 1:
-        trust += [trust_in([entry for entry in entries if entry.cluster == name], name) for name in clusters]
+        trust += [prediction_accuracy([entry for entry in entries if entry.cluster == name], name) for name in clusters]
     return PredictionHistory(entries=tuple(entries), trust=tuple(trust), left_out=tuple(left_out))
 
 
@@ -109,7 +109,7 @@ def _cluster_name(folder: Path) -> str:
         return ""
 
 
-def trust_in(entries: Sequence[HistoryEntry], cluster: str) -> PredictionAccuracy:
+def prediction_accuracy(entries: Sequence[HistoryEntry], cluster: str) -> PredictionAccuracy:
     """Summarise the prediction errors of runs, as numbers and in one sentence.
 
     Args:
@@ -120,19 +120,19 @@ def trust_in(entries: Sequence[HistoryEntry], cluster: str) -> PredictionAccurac
     sizes = sorted(abs(error) for error in errors)
     memory = [abs(float(e.memory_error.value)) for e in entries if e.memory_error.value is not None]
     within = sum(bool(entry.within) for entry in entries)
-    most = quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) >= FEW else None
+    most = quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) >= MIN_RUNS_FOR_PERCENTILE else None
     bias, size = median(errors), median(sizes)
     where = f" on {cluster}" if cluster else ""
     strategy = "longer than" if bias < 0 else "less time than" if bias > 0 else "as long as"
-    words = [
+    clauses = [
         f"{plural(len(entries), 'run')}{where}: steps took {strategy} predicted (median error {signed_percent(bias)})",
         f"the median absolute error is {significant(100 * size)} %",
     ]
     if most is not None:
-        words.append(f"nine of ten errors are at most {significant(100 * most)} %")
-    words.append(f"{within} of {len(entries)} were in the predicted interval")
+        clauses.append(f"nine of ten errors are at most {significant(100 * most)} %")
+    clauses.append(f"{within} of {len(entries)} were in the predicted interval")
     if memory:
-        words.append(f"the median absolute error of memory is {significant(100 * median(memory))} %")
+        clauses.append(f"the median absolute error of memory is {significant(100 * median(memory))} %")
     return PredictionAccuracy(
         cluster=cluster,
         runs=len(entries),
@@ -141,36 +141,36 @@ def trust_in(entries: Sequence[HistoryEntry], cluster: str) -> PredictionAccurac
         bias=seen(bias, "ratio", "median of (predicted - measured) / measured"),
         within=within,
         memory_median=seen(median(memory) if memory else None, "ratio", "median of the absolute errors of peak memory"),
-        sentence="; ".join(words) + ".",
+        sentence="; ".join(clauses) + ".",
     )
 
 
-MOST_SHOWN = 60
+MAX_SHOWN = 60
 """Maximum number of runs in the figure; the newest are shown."""
 
 
 @styled
 def history_plot(history: PredictionHistory) -> Plot | None:
     """Draw the predicted step time of each run in percent of the measured one, with its predicted interval."""
-    shown = [e for e in history.entries if e.predicted_step.value and e.measured_step.value][-MOST_SHOWN:]
+    shown = [e for e in history.entries if e.predicted_step.value and e.measured_step.value][-MAX_SHOWN:]
     if not shown:
         return None
     figure, axes = new_figure(14.2, 4.4)
     axes.axhline(100, color=INK, linewidth=1.6)
-    seen: list[float] = [100.0]
+    percents: list[float] = [100.0]
     for at, entry in enumerate(shown):
         truth = float(entry.measured_step.value or 1)
         centre = 100 * float(entry.predicted_step.value or 0) / truth
         low, high = (100 * float(end or 0) / truth for end in (entry.predicted_step.low, entry.predicted_step.high))
-        seen.append(centre)
+        percents.append(centre)
         if low > 0 and high > 0:
-            seen += [low, high]
+            percents += [low, high]
             axes.plot([at, at], [low, high], color=SERIES[0], linewidth=1.6, linestyle=(0, (3, 2)))
         axes.plot(
             [at], [centre], "o", markersize=8, markerfacecolor=PAPER, markeredgewidth=2,
             markeredgecolor=SERIES[0] if entry.within else SERIES[1],
         )  # fmt: skip
-    reach = max(1.6, max(seen) / 100, 100 / min(seen)) * 1.15
+    reach = max(1.6, max(percents) / 100, 100 / min(percents)) * 1.15
     axes.set_yscale("log", base=2)
     axes.set_ylim(100 / reach, 100 * reach)
     axes.yaxis.set_major_locator(FixedLocator([100 * 2.0**power for power in range(-8, 9)]))
@@ -179,21 +179,25 @@ def history_plot(history: PredictionHistory) -> Plot | None:
     step = -(-len(shown) // 12)
     axes.set_xticks(range(0, len(shown), step), [shown[at].started_utc[:10] for at in range(0, len(shown), step)])
     axes.set_xlim(-0.6, len(shown) - 0.4)
-    axes.set(xlabel="runs, in order of their start", ylabel="predicted step, in % of measured")
+    axes.set(xlabel="runs, in order of their start", ylabel="predicted step time (% of measured)")
     axes.plot([], [], "o", markersize=8, markerfacecolor=PAPER, markeredgewidth=2, markeredgecolor=SERIES[0],
               label="measured within the predicted interval (dashed)")  # fmt: skip
     axes.plot([], [], "o", markersize=8, markerfacecolor=PAPER, markeredgewidth=2, markeredgecolor=SERIES[1],
               label="outside it")  # fmt: skip
     axes.plot([], [], color=MUTED, linewidth=1.6, label="prediction equals measurement")
     figure.legend(loc="outside upper left", ncols=3, columnspacing=1.4)
-    words = "Predicted step times in percent of measured ones. " + " ".join(
+    alt_text = "Predicted step times in percent of measured ones. " + " ".join(
         f"{e.name}: predicted {duration(float(e.predicted_step.value or 0))}, "
         f"measured {duration(float(e.measured_step.value or 0))}."
         for e in shown
     )
     note = f"{plural(len(shown), 'run')}; above the line: predicted too slow, below it: too fast"
     return Plot(
-        title="Accuracy of predictions", note=note, svg=inline(figure, "history", words), words=words, wide=True
+        title="Accuracy of predictions",
+        note=note,
+        svg=inline(figure, "history", alt_text),
+        alt_text=alt_text,
+        wide=True,
     )
 
 
@@ -225,5 +229,5 @@ def history_table(history: PredictionHistory) -> RenderableType:
             style=None if entry.within else "yellow",
         )  # fmt: skip
     parts: list[RenderableType] = [shown, *(Text(trust.sentence) for trust in history.trust)]
-    parts += [Text(f"left out: {words}", style="dim") for words in history.left_out]
+    parts += [Text(f"left out: {reason}", style="dim") for reason in history.left_out]
     return Group(*parts)

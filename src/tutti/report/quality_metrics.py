@@ -121,15 +121,19 @@ def _curve(
     )
 
 
-def choose(found: Sequence[MetricCurve], target: QualityTarget | None) -> MetricCurve | None:
+def choose(candidates: Sequence[MetricCurve], target: QualityTarget | None) -> MetricCurve | None:
     """Return the evaluation curve by which the run is judged; None without evaluations.
 
     It is the target's, or else the first one of the best split (test, validation, other, train), with losses last.
 
+    Args:
+        candidates: all curves of the run.
+        target: the quality to reach.
+
     Raises:
         ReportError: the target names an evaluation that the run does not have.
     """
-    evaluations = [curve for curve in found if curve.name != "training loss"]
+    evaluations = [curve for curve in candidates if curve.name != "training loss"]
     if target is not None:
         wanted = [c for c in evaluations if c.metric == target.metric]
         if target.name is not None:
@@ -294,9 +298,13 @@ def samples_by_strategy(runs: Sequence[Records], target: QualityTarget) -> dict[
         raise ReportError(
             "all runs named are exact; also name one that compressed its gradients or let replicas diverge"
         )
-    got = {strategy: [count for count in counts if count is not None] for strategy, counts in by_strategy.items()}
+    reached_counts = {
+        strategy: [count for count in counts if count is not None] for strategy, counts in by_strategy.items()
+    }
     return {
-        strategy: mean(got[strategy]) / mean(reached) if len(got[strategy]) == len(counts) else None
+        strategy: mean(reached_counts[strategy]) / mean(reached)
+        if len(reached_counts[strategy]) == len(counts)
+        else None
         for strategy, counts in by_strategy.items()
     }
 

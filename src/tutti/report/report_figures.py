@@ -1,6 +1,6 @@
 """Draw the figures of the report: learning curves, time, communication, memory and prediction errors.
 
-In all figures, measured values are solid and predicted ones are dashed or hatched.
+Measured values are solid. Predicted values are dashed, hatched or hollow.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tutti.report.measurements import PHASES
 from tutti.report.svg import INK, MUTED, PAPER, PHASE_COLOURS, SERIES, Plot, inline, new_figure, rows, segment, styled
 
 SPLIT_COLOURS: dict[Split, int] = {"train": 0, "test": 1, "validation": 2, "other": 3}
-MOST_RANKS = 12
+MAX_BARS = 12
 
 
 def _label_seconds(axes: Axes, axis: str = "x") -> None:
@@ -68,7 +68,7 @@ def curve_plot(
         title: title of the figure.
         name: prefix of the figure's ids, unique on the page.
         target: quality to mark with a horizontal line.
-        by_run: colour by position among `curves`; otherwise by the part of the data (training, test, ...).
+        by_run: colour by position among `curves`; otherwise by split (training, test, ...).
     """
     if not any(curve.values for curve, _ in curves):
         return None
@@ -97,7 +97,7 @@ def curve_plot(
     axes.set_ylabel(" / ".join(metrics))
     if len(curves) > 1:
         axes.legend(loc="best", handlelength=1.6)
-    words = f"{title}. " + " ".join(
+    alt_text = f"{title}. " + " ".join(
         f"{label}: {quality_text(c.values[0])} to {quality_text(c.values[-1])} over {significant(c.steps[-1])} steps."
         for c, label in curves
         if c.values
@@ -105,7 +105,7 @@ def curve_plot(
     note = next((curve.note for curve, _ in curves if curve.note), "") or "measured"
     if any(len(curve.values) > 60 for curve, _ in curves):
         note += "; pale: as recorded, solid: running mean"
-    return Plot(title=title, note=note, svg=inline(figure, name, words), words=words)
+    return Plot(title=title, note=note, svg=inline(figure, name, alt_text), alt_text=alt_text)
 
 
 def _thousands(value: float) -> str:
@@ -148,10 +148,10 @@ def stacked_plot(
     longest = max(totals) + gap
     factor, shown_unit = (1e3, unit.replace("(s)", "(ms)")) if longest < 1 else (1.0, unit)
     figure, axes = new_figure(14.2, 1.3 + 0.52 * len(bars))
-    used = [phase for phase in PHASES if any((parts.get(phase, _ZERO).value or 0) > 0 for _, parts in bars)]
+    shown_phases = [phase for phase in PHASES if any((parts.get(phase, _ZERO).value or 0) > 0 for _, parts in bars)]
     for row, (_, parts) in enumerate(bars):
         left = 0.0
-        for phase in used:
+        for phase in shown_phases:
             seconds = float(parts.get(phase, _ZERO).value or 0)
             segment(axes, row, left * factor, seconds * factor, PHASE_COLOURS[phase], row in hatched)
             if seconds > 0.055 * longest and row not in hatched:
@@ -168,19 +168,21 @@ def stacked_plot(
     rows(axes, [label for label, _ in bars])
     axes.set_xlim(0, longest * factor * 1.1)
     axes.set_xlabel(shown_unit)
-    for phase in used:
+    for phase in shown_phases:
         axes.bar(0, 0, color=PHASE_COLOURS[phase], label=PHASE_NAMES[phase])
     if gap:
-        axes.bar(0, 0, facecolor="none", edgecolor=MUTED, label="in no phase")
-    figure.legend(loc="outside upper left", ncols=len(used) + 1, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
-    words = f"{title}. " + " ".join(f"{label}: {_parts_in_words(parts)}." for label, parts in bars)
-    return Plot(title=title, note=note, svg=inline(figure, name, words), words=words, wide=True)
+        axes.bar(0, 0, facecolor="none", edgecolor=MUTED, label="unaccounted")
+    figure.legend(
+        loc="outside upper left", ncols=len(shown_phases) + 1, handlelength=0.9, handleheight=0.9, columnspacing=1.4
+    )
+    alt_text = f"{title}. " + " ".join(f"{label}: {_describe_phases(parts)}." for label, parts in bars)
+    return Plot(title=title, note=note, svg=inline(figure, name, alt_text), alt_text=alt_text, wide=True)
 
 
 _ZERO = Quantity()
 
 
-def _parts_in_words(parts: dict[Phase, Quantity]) -> str:
+def _describe_phases(parts: dict[Phase, Quantity]) -> str:
     """Describe the seconds by phase in words."""
     return ", ".join(f"{PHASE_NAMES[p]} {duration(q.value)}" for p, q in parts.items() if q.value)
 
@@ -191,54 +193,54 @@ def communication_plot(report: RunReport) -> Plot | None:
 
     Returns None if the run recorded no communication.
     """
-    longest = max((_took(channel) for channel in report.communication), default=0.0)
-    shown = [channel for channel in report.communication if _took(channel) > 0.002 * longest]
-    bars = sorted(shown, key=_took, reverse=True)[:MOST_RANKS]
+    longest = max((_channel_seconds(channel) for channel in report.communication), default=0.0)
+    shown = [channel for channel in report.communication if _channel_seconds(channel) > 0.002 * longest]
+    bars = sorted(shown, key=_channel_seconds, reverse=True)[:MAX_BARS]
     if not bars:
         return None
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
     figure, axes = new_figure(14.2, 1.3 + 0.52 * len(bars))
-    waited = PHASE_COLOURS["exposed_communication"]
+    colour = PHASE_COLOURS["exposed_communication"]
     for row, channel in enumerate(bars):
-        exposed, total = float(channel.exposed.value or 0), _took(channel)
-        axes.barh(row, total * factor, height=0.62, facecolor="none", edgecolor=waited, linewidth=1.2)
-        segment(axes, row, 0, exposed * factor, waited, hatched=False)
+        exposed, total = float(channel.exposed.value or 0), _channel_seconds(channel)
+        axes.barh(row, total * factor, height=0.62, facecolor="none", edgecolor=colour, linewidth=1.2)
+        segment(axes, row, 0, exposed * factor, colour, hatched=False)
         share = "" if channel.hidden.value is None else f", {channel.hidden.value:.0%} hidden".replace("%", " %")
         axes.text((total + 0.008 * longest) * factor, row, f"{duration(total)}{share}", va="center", color=INK)
     names = [f"{channel.axes.replace('+', ' and ')}: {CARRIED[channel.carried]}" for channel in bars]
     rows(axes, names)
     axes.set_xlim(0, longest * factor * 1.25)
     axes.set_xlabel(f"time in progress per step ({unit})")
-    axes.bar(0, 0, color=waited, label="exposed: rank 0 waited")
-    axes.bar(0, 0, facecolor="none", edgecolor=waited, label="hidden behind compute")
+    axes.bar(0, 0, color=colour, label="exposed: rank 0 waited")
+    axes.bar(0, 0, facecolor="none", edgecolor=colour, label="hidden behind compute")
     figure.legend(loc="outside upper left", ncols=2, handlelength=0.9, handleheight=0.9, columnspacing=1.4)
-    words = "Communication per step. " + " ".join(
-        f"{name}: {duration(float(channel.exposed.value or 0))} exposed of {duration(_took(channel))}."
+    alt_text = "Communication per step. " + " ".join(
+        f"{name}: {duration(float(channel.exposed.value or 0))} exposed of {duration(_channel_seconds(channel))}."
         for name, channel in zip(names, bars, strict=True)
     )
     return Plot(
         title="Exposed and hidden communication",
         note="measured on rank 0, median of the steady steps",
-        svg=inline(figure, "communication", words),
-        words=words,
+        svg=inline(figure, "communication", alt_text),
+        alt_text=alt_text,
         wide=True,
     )
 
 
-def _took(one: CommunicationReport) -> float:
-    """Return the seconds that a channel was in progress, or the exposed seconds where progress was not timed."""
-    return max(float(one.in_progress.value or 0), float(one.exposed.value or 0))
+def _channel_seconds(channel: CommunicationReport) -> float:
+    """Return the seconds that a channel was in progress; where progress was not timed, those that rank 0 waited."""
+    return max(float(channel.in_progress.value or 0), float(channel.exposed.value or 0))
 
 
 @styled
 def checks_plot(report: RunReport) -> Plot | None:
-    """Draw each predicted value in percent of the measured one, with its interval; return None without such pairs."""
-    pairs = [c for c in report.checks if c.predicted.value and c.measured.value]
-    if not pairs:
+    """Draw each predicted value in percent of the measured one, with its interval; return None if there is none."""
+    checks = [c for c in report.checks if c.predicted.value and c.measured.value]
+    if not checks:
         return None
-    figure, axes = new_figure(6.9, 1.2 + 0.46 * len(pairs))
+    figure, axes = new_figure(6.9, 1.2 + 0.46 * len(checks))
     axes.axvline(100, color=INK, linewidth=1.6)
-    for row, check in enumerate(pairs):
+    for row, check in enumerate(checks):
         truth = float(check.measured.value or 1)
         centre = 100 * float(check.predicted.value or 0) / truth
         if check.predicted.low is not None and check.predicted.high is not None:
@@ -248,9 +250,11 @@ def checks_plot(report: RunReport) -> Plot | None:
         axes.plot(
             [centre], [row], "o", markersize=8, markerfacecolor=PAPER, markeredgecolor=SERIES[0], markeredgewidth=2
         )
-    rows(axes, [check.name for check in pairs])
+    rows(axes, [check.name for check in checks])
     low, high = axes.get_xlim()
-    smallest = min(100 * float(c.predicted.low or c.predicted.value or 1) / float(c.measured.value or 1) for c in pairs)
+    smallest = min(
+        100 * float(c.predicted.low or c.predicted.value or 1) / float(c.measured.value or 1) for c in checks
+    )
     if low < 25 or high > 250:  # large errors: on a log scale, ratios of 1/8 and 8 lie equally far from 1
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:.3g}")
@@ -259,14 +263,16 @@ def checks_plot(report: RunReport) -> Plot | None:
         axes.set_xlim(1e4 / edge, edge)
     else:
         axes.set_xlim(min(low, 60), max(high, 140))
-    axes.set_xlabel("predicted, in % of measured")
-    words = "Predicted values in percent of measured ones. " + " ".join(
+    axes.set_xlabel("predicted (% of measured)")
+    alt_text = "Predicted values in percent of measured ones. " + " ".join(
         f"{c.name}: predicted {number(c.predicted.value or 0, c.predicted.unit)}, "
         f"measured {number(c.measured.value or 0, c.measured.unit)}."
-        for c in pairs
+        for c in checks
     )
     note = "circle: predicted; dashed: its interval; solid line: measured"
-    return Plot(title="Accuracy of the prediction", note=note, svg=inline(figure, "checks", words), words=words)
+    return Plot(
+        title="Accuracy of the prediction", note=note, svg=inline(figure, "checks", alt_text), alt_text=alt_text
+    )
 
 
 @styled
@@ -275,28 +281,30 @@ def memory_plot(report: RunReport) -> Plot | None:
 
     Returns None if neither is known.
     """
-    ranks = [rank for rank in report.ranks if rank.peak_memory.value][:MOST_RANKS]
-    guess = {name: q for name, q in report.predicted_memory.items() if q.value}
-    if not ranks and not guess:
+    ranks = [rank for rank in report.ranks if rank.peak_memory.value][:MAX_BARS]
+    predicted = {name: q for name, q in report.predicted_memory.items() if q.value}
+    if not ranks and not predicted:
         return None
-    figure, axes = new_figure(6.9, 1.2 + 0.46 * (len(ranks) + bool(guess)))
-    biggest = max([float(r.peak_memory.value or 0) for r in ranks] + [sum(float(q.value or 0) for q in guess.values())])
+    figure, axes = new_figure(6.9, 1.2 + 0.46 * (len(ranks) + bool(predicted)))
+    biggest = max(
+        [float(r.peak_memory.value or 0) for r in ranks] + [sum(float(q.value or 0) for q in predicted.values())]
+    )
     factor, unit = next((f, u) for f, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if biggest >= f or f == 1)
     left = 0.0
-    for i, quantity in enumerate(guess.values()):
+    for i, quantity in enumerate(predicted.values()):
         segment(axes, 0, left / factor, float(quantity.value or 0) / factor, SERIES[i % len(SERIES)], hatched=True)
         left += float(quantity.value or 0)
-    shift = int(bool(guess))
-    for row, rank in enumerate(ranks, start=shift):
+    first_row = int(bool(predicted))
+    for row, rank in enumerate(ranks, start=first_row):
         segment(axes, row, 0, float(rank.peak_memory.value or 0) / factor, SERIES[0], hatched=False)
-    rows(axes, ["predicted"] * shift + [f"rank {rank.rank}" for rank in ranks])
+    rows(axes, ["predicted"] * first_row + [f"rank {rank.rank}" for rank in ranks])
     axes.set_xlabel(f"peak memory ({unit})")
-    for i, component in enumerate(guess):
+    for i, component in enumerate(predicted):
         axes.bar(0, 0, facecolor="none", edgecolor=SERIES[i % len(SERIES)], hatch="////", label=component)
-    if guess:
+    if predicted:
         figure.legend(loc="outside upper left", ncols=4, handlelength=1.1, handleheight=0.9, columnspacing=1.2)
-    parts = ", ".join(f"{component} {number(q.value or 0, 'B')}" for component, q in guess.items())
-    words = "Peak memory. " + (f"Predicted: {parts}. " if guess else "")
-    words += " ".join(f"Rank {r.rank}: {number(r.peak_memory.value or 0, 'B')}." for r in ranks)
-    note = "solid: measured; hatched: predicted, by component" if guess else "measured"
-    return Plot(title="Memory of a rank", note=note, svg=inline(figure, "memory", words), words=words)
+    parts = ", ".join(f"{component} {number(q.value or 0, 'B')}" for component, q in predicted.items())
+    alt_text = "Peak memory. " + (f"Predicted: {parts}. " if predicted else "")
+    alt_text += " ".join(f"Rank {r.rank}: {number(r.peak_memory.value or 0, 'B')}." for r in ranks)
+    note = "solid: measured; hatched: predicted, by component" if predicted else "measured"
+    return Plot(title="Peak memory by rank", note=note, svg=inline(figure, "memory", alt_text), alt_text=alt_text)

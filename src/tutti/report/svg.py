@@ -65,14 +65,14 @@ class Plot:
 
     Attributes:
         note: line below the title.
-        words: the figure's content as text, for readers who cannot see it.
+        alt_text: the figure's content as text, for readers who cannot see it.
         wide: whether it spans the full width of the page.
     """
 
     title: str
     note: str
     svg: str
-    words: str
+    alt_text: str
     wide: bool = False
 
 
@@ -97,13 +97,13 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def inline(figure: Figure, name: str, words: str) -> str:
+def inline(figure: Figure, name: str, alt_text: str) -> str:
     """Return the figure's SVG with page colours and fonts, unique ids and no external references.
 
     Args:
         figure: the figure, drawn with the placeholder colours.
         name: prefix of the ids, unique on the page.
-        words: the figure's content as text, for readers who cannot see it.
+        alt_text: the figure's content as text, for readers who cannot see it.
     """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -117,7 +117,7 @@ def inline(figure: Figure, name: str, words: str) -> str:
     text = re.sub(
         r"font(?:-family)?: (?:(\d[\d.]*px) )?'[^;\"]*;?", lambda m: f"font-size: {m[1]};" if m[1] else "", text
     )
-    label = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    label = alt_text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     head, rest = text.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)  # the viewBox stays; the page sets the size
     return f'{head} role="img" aria-label="{label}">{rest}'

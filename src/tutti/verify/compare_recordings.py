@@ -19,9 +19,9 @@ from tutti.verify.alignment import (
     RankShard,
     RankTensor,
     batch_alignments,
-    counted,
     covers_whole,
     guessed_alignments,
+    having_samples,
     part_alignments,
     sample_alignments,
     sampled_part,
@@ -29,8 +29,8 @@ from tutti.verify.alignment import (
 from tutti.verify.recording import MicrobatchRecord, ModuleCall, RankRecord, StepRecord, Values
 from tutti.verify.tolerance import ToleranceChecker, difference, number_difference, rms
 
-EXACT = 1e-9
-"""Largest relative difference between settings that count as equal: plain Python computes them alike everywhere."""
+SETTING_TOLERANCE = 1e-9
+"""Largest relative difference of equal settings: plain Python computes them alike everywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,31 +38,32 @@ class FirstDifference:
     """The first difference between two recordings.
 
     Attributes:
-        first: the tensor and its difference.
+        difference: the tensor and its difference.
         alignment: pairs of the tensor's rows on one device and on the ranks; None if it has no rows of samples.
     """
 
-    first: TensorDifference
+    difference: TensorDifference
     alignment: Alignment | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecordings:
-    """One step on one device and on every rank in order.
+    """One step on one device (the reference) and on every rank in order.
 
     Attributes:
-        head, heads: records of one device and of the ranks for the whole run.
-        one, ranks: their records of this step.
+        head, heads: records of the whole run, of one device and of the ranks.
+        reference, ranks: their records of this step.
     """
 
     head: RankRecord
     heads: tuple[RankRecord, ...]
-    one: StepRecord
+    reference: StepRecord
     ranks: tuple[StepRecord, ...]
 
     @property
-    def holdings(self) -> tuple[RankShard, ...]:
-        return tuple(head.holding for head in self.heads)
+    def rank_shards(self) -> tuple[RankShard, ...]:
+        """The part of the model that each rank holds."""
+        return tuple(head.rank_shard for head in self.heads)
 
     def gaps(
         self,
@@ -90,11 +91,11 @@ class StepRecordings:
         """
         differences: dict[int | None, float] = {}
         for rank, tensors in enumerate(values):
-            holding = self.heads[rank].holding
-            if name in (holding.state_names if entry else holding.names):
+            rank_shard = self.heads[rank].rank_shard
+            if name in (rank_shard.state_names if entry else rank_shard.names):
                 got = tensors.get(entry or name)
-                held = (holding.states if entry else holding.tensors).get(name)
-                differences[rank] = _gap(_part(expected, held, got), got, scale, _part(where, held, got))
+                shard = (rank_shard.states if entry else rank_shard.tensors).get(name)
+                differences[rank] = _gap(_part(expected, shard, got), got, scale, _part(where, shard, got))
         return differences or {None: math.inf}
 
     def owner(self, name: str) -> str:
@@ -123,47 +124,49 @@ def compare_start(head: RankRecord, heads: Sequence[RankRecord], checker: Tolera
         gaps = {rank.rank: _gap(expected, rank.initial.get(name), scale) for rank in heads}
         module = head.owners.get(name, "") or head.model
         first = first or checker.judge(gaps, stage="initial state", step=-1, module=module, tensor=_last_name(name))
-    return FirstDifference(first=first) if first else _uncovered(head, heads, checker)
+    return FirstDifference(difference=first) if first else _uncovered(head, heads, checker)
 
 
 def _uncovered(head: RankRecord, heads: Sequence[RankRecord], checker: ToleranceChecker) -> FirstDifference | None:
-    """Return a difference for the first tensor that the parts on all ranks do not cover; None if all are covered."""
+    """Return a difference for the first tensor that the ranks' shards together do not cover, or None."""
     for name, shape in head.shapes.items():
-        parts = [rank.holding.tensors.get(name) for rank in heads if name in rank.holding.names]
-        if not parts or not covers_whole(shape, parts):
+        shards = [rank.rank_shard.tensors.get(name) for rank in heads if name in rank.rank_shard.names]
+        if not shards or not covers_whole(shape, shards):
             module = head.owners.get(name, "") or head.model
             missing: dict[int | None, float] = {None: math.inf}
             first = checker.judge(missing, stage="parameter", step=-1, module=module, tensor=_last_name(name))
-            return FirstDifference(first=first) if first else None
+            return FirstDifference(difference=first) if first else None
     return None
 
 
-def compare_step(sides: StepRecordings, checker: ToleranceChecker) -> FirstDifference | None:
+def compare_step(recordings: StepRecordings, checker: ToleranceChecker) -> FirstDifference | None:
     """Compare one step of all ranks with one device's; return None if everything agrees."""
     checks: tuple[Callable[[StepRecordings, ToleranceChecker], Iterator[FirstDifference]], ...] = (
         _between, _order, _inputs, _forward, _loss, _gradients, _settings, _used, _after,
     )  # fmt: skip
-    return next((difference for check in checks for difference in check(sides, checker)), None)
+    return next((difference for check in checks for difference in check(recordings, checker)), None)
 
 
-def _between(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
+def _between(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
     """Compare what the script itself did to the state after the last update."""
     for kind in ("parameters", "buffers", "optimizer"):
-        expected: Values = getattr(sides.one.between, kind)
-        got: list[Values] = [getattr(step.between, kind) for step in sides.ranks]
-        after: Values = getattr(sides.one.after, kind)
+        expected: Values = getattr(recordings.reference.between, kind)
+        got: list[Values] = [getattr(step.between, kind) for step in recordings.ranks]
+        after: Values = getattr(recordings.reference.after, kind)
         for name in dict.fromkeys(name for values in (expected, *got) for name in values):
             zero = torch.zeros((), dtype=torch.float64)
             tensor = expected.get(name, zero.expand(after[name].shape) if name in after else zero)
             scale = max(rms([tensor]), rms([after[name]]) if name in after else 0.0, 1e-6)
-            owned = name.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else name
+            owner_name = name.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else name
             entry = name if kind == "optimizer" else ""
             changed = [
                 {name: values.get(name, _no_change(step, kind, name))}
-                for values, step in zip(got, sides.ranks, strict=True)
+                for values, step in zip(got, recordings.ranks, strict=True)
             ]
-            gaps = sides.gaps(owned, tensor, changed, scale, entry=entry)
-            yield from _judged(checker, gaps, "between steps", sides, sides.owner(owned), _last_name(name))
+            gaps = recordings.gaps(owner_name, tensor, changed, scale, entry=entry)
+            yield from _judged(
+                checker, gaps, "between steps", recordings, recordings.owner(owner_name), _last_name(name)
+            )
 
 
 def _no_change(step: StepRecord, kind: str, name: str) -> torch.Tensor | None:
@@ -171,119 +174,148 @@ def _no_change(step: StepRecord, kind: str, name: str) -> torch.Tensor | None:
     return None if after is None else torch.zeros_like(after)
 
 
-def _order(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
+def _order(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
+    """Compare which samples make up the global batch, and their order."""
     gaps = {
-        rank: 0.0 if (step.indices, step.batch_size) == (sides.one.indices, sides.one.batch_size) else math.inf
-        for rank, step in enumerate(sides.ranks)
+        rank: 0.0
+        if (step.indices, step.batch_size) == (recordings.reference.indices, recordings.reference.batch_size)
+        else math.inf
+        for rank, step in enumerate(recordings.ranks)
     }
-    yield from _judged(checker, gaps, "data order", sides, "", "indices of the global batch")
+    yield from _judged(checker, gaps, "data order", recordings, "", "indices of the global batch")
 
 
-def _inputs(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
-    for name, module_gap in compare_inputs(sides.one, sides.ranks, sides.holdings, checker):
+def _inputs(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
+    for name, module_gap in compare_inputs(recordings.reference, recordings.ranks, recordings.rank_shards, checker):
         if module_gap is None:
             checker.skip(name)
         else:
-            yield from _judged(checker, module_gap.gaps, "input", sides, "", name, module_gap.alignment)
+            yield from _judged(checker, module_gap.gaps, "input", recordings, "", name, module_gap.alignment)
 
 
-def _forward(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
-    for index in range(min(len(step.parts) for step in (sides.one, *sides.ranks))):
-        parts = [step.parts[index] for step in sides.ranks]
-        if not any(part.calls for part in parts):
+def _forward(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
+    for index in range(min(len(step.microbatches) for step in (recordings.reference, *recordings.ranks))):
+        records = [step.microbatches[index] for step in recordings.ranks]
+        if not any(record.calls for record in records):
             continue
-        for place, gap in compare_forward(sides.one.parts[index], MicrobatchRecords.of(parts, sides.holdings), checker):
-            module = place.module or sides.head.model
+        groups = MicrobatchRecords.of(records, recordings.rank_shards)
+        for forward_tensor, gap in compare_forward(recordings.reference.microbatches[index], groups, checker):
+            module = forward_tensor.module or recordings.head.model
             if gap is None:
-                checker.skip(f"{place.tensor} of {module}")
+                checker.skip(f"{forward_tensor.tensor} of {module}")
             else:
-                yield from _judged(checker, gap.gaps, "forward", sides, module, place.tensor, gap.alignment)
+                yield from _judged(
+                    checker, gap.gaps, "forward", recordings, module, forward_tensor.tensor, gap.alignment
+                )
 
 
-def _loss(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
-    gaps = {rank: number_difference(sides.one.loss, step.loss) for rank, step in enumerate(sides.ranks)}
-    yield from _judged(checker, gaps, "loss", sides, "", "loss")
+def _loss(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
+    gaps = {rank: number_difference(recordings.reference.loss, step.loss) for rank, step in enumerate(recordings.ranks)}
+    yield from _judged(checker, gaps, "loss", recordings, "", "loss")
 
 
-def _gradients(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
-    known = [gradient for gradient in sides.one.gradients.values() if gradient is not None]
+def _gradients(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
+    known = [gradient for gradient in recordings.reference.gradients.values() if gradient is not None]
     floor = checker.floor * rms(known)
-    for name in _backward_order(sides):
-        expected = sides.one.gradients[name]
+    for name in _backward_order(recordings):
+        expected = recordings.reference.gradients[name]
         scale = max(rms([expected] if expected is not None else []), floor)
-        gaps = sides.gaps(name, expected, [step.gradients for step in sides.ranks], scale)
-        yield from _judged(checker, gaps, "gradient", sides, sides.owner(name), f"gradient of {_last_name(name)}")
+        gaps = recordings.gaps(name, expected, [step.gradients for step in recordings.ranks], scale)
+        yield from _judged(
+            checker, gaps, "gradient", recordings, recordings.owner(name), f"gradient of {_last_name(name)}"
+        )
 
 
-def _backward_order(sides: StepRecordings) -> list[str]:
+def _backward_order(recordings: StepRecordings) -> list[str]:
     """Return the parameters with gradients, those of the module that ran last first."""
-    last = {call.module: number for part in sides.one.parts[:1] for number, call in enumerate(part.calls)}
+    last = {
+        call.module: number
+        for record in recordings.reference.microbatches[:1]
+        for number, call in enumerate(record.calls)
+    }
 
     def when(name: str) -> int:
-        owner = sides.head.owners.get(name, "")
+        owner = recordings.head.owners.get(name, "")
         while owner and owner not in last:
             owner = owner.rpartition(".")[0]
         return last.get(owner, len(last))
 
-    return sorted(sides.one.gradients, key=when, reverse=True)
+    return sorted(recordings.reference.gradients, key=when, reverse=True)
 
 
-def _settings(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
-    names = dict.fromkeys(name for step in (sides.one, *sides.ranks) for name in step.hyper_parameters)
+def _settings(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
+    names = dict.fromkeys(name for step in (recordings.reference, *recordings.ranks) for name in step.hyper_parameters)
     for name in names:
-        expected = sides.one.hyper_parameters.get(name, math.nan)
-        others = [step.hyper_parameters.get(name, math.nan) for step in sides.ranks]
+        expected = recordings.reference.hyper_parameters.get(name, math.nan)
+        others = [step.hyper_parameters.get(name, math.nan) for step in recordings.ranks]
         stage: Stage = "learning rate" if name.endswith(".lr") else "hyper-parameter"
         yield from _exact(
-            checker, expected, others, stage, sides, f"{name.rpartition('.')[2]} of optimizer {name.partition('.')[0]}"
+            checker,
+            expected,
+            others,
+            stage,
+            recordings,
+            f"{name.rpartition('.')[2]} of optimizer {name.partition('.')[0]}",
         )
-    rates = [step.learning_rate for step in sides.ranks]
-    yield from _exact(checker, sides.one.learning_rate, rates, "learning rate", sides, "learning rate of the update")
+    rates = [step.learning_rate for step in recordings.ranks]
+    yield from _exact(
+        checker, recordings.reference.learning_rate, rates, "learning rate", recordings, "learning rate of the update"
+    )
 
 
 def _exact(
-    checker: ToleranceChecker, expected: float, others: Sequence[float], stage: Stage, sides: StepRecordings, name: str
+    checker: ToleranceChecker,
+    expected: float,
+    others: Sequence[float],
+    stage: Stage,
+    recordings: StepRecordings,
+    name: str,
 ) -> Iterator[FirstDifference]:
+    """Compare a setting by `SETTING_TOLERANCE`, however large the checker's tolerance is."""
     gaps = {rank: number_difference(expected, other) for rank, other in enumerate(others)}
-    strict = {rank: max(gap, 2 * checker.tolerance) if gap > EXACT else 0.0 for rank, gap in gaps.items()}
-    yield from _judged(checker, strict, stage, sides, "", name)
+    strict = {rank: max(gap, 2 * checker.tolerance) if gap > SETTING_TOLERANCE else 0.0 for rank, gap in gaps.items()}
+    yield from _judged(checker, strict, stage, recordings, "", name)
 
 
-def _used(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
-    """Compare norms of gradients after averaging and clipping; a script may have changed gradients in between."""
-    floor = checker.floor * max(sides.one.used_norms.values(), default=0.0)
-    for name, expected in sides.one.used_norms.items():
+def _used(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
+    """Compare norms of the gradients that the optimizer used: after reduction, after clipping, and after the script."""
+    floor = checker.floor * max(recordings.reference.used_norms.values(), default=0.0)
+    for name, expected in recordings.reference.used_norms.items():
         scale = max(expected, floor, 1e-300)
-        gaps = {rank: abs(norm - expected) / scale for rank, norm in _norms(sides, name).items()}
-        yield from _judged(checker, gaps, "gradient used", sides, sides.owner(name), f"gradient of {_last_name(name)}")
+        gaps = {rank: abs(norm - expected) / scale for rank, norm in _norms(recordings, name).items()}
+        yield from _judged(
+            checker, gaps, "gradient used", recordings, recordings.owner(name), f"gradient of {_last_name(name)}"
+        )
 
 
-def _norms(sides: StepRecordings, name: str) -> dict[int | None, float]:
+def _norms(recordings: StepRecordings, name: str) -> dict[int | None, float]:
     """Return a gradient's norm by rank, or under None the norm of all parts together if ranks hold parts of it."""
-    holders = [rank for rank, holding in enumerate(sides.holdings) if name in holding.names]
-    norms: dict[int | None, float] = {r: sides.ranks[r].used_norms.get(name, math.inf) for r in holders}
-    if not any(name in sides.holdings[rank].tensors for rank in holders):
+    holders = [rank for rank, rank_shard in enumerate(recordings.rank_shards) if name in rank_shard.names]
+    norms: dict[int | None, float] = {r: recordings.ranks[r].used_norms.get(name, math.inf) for r in holders}
+    if not any(name in recordings.rank_shards[rank].tensors for rank in holders):
         return norms
-    return {None: math.sqrt(sum(norms[rank] ** 2 for rank in holders if name in sides.holdings[rank].counts))}
+    return {None: math.sqrt(sum(norms[rank] ** 2 for rank in holders if name in recordings.rank_shards[rank].counts))}
 
 
-def _after(sides: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
+def _after(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
     """Compare the state after the update."""
     kinds: tuple[tuple[Stage, str], ...] = (
         ("parameter", "parameters"), ("buffer", "buffers"), ("optimizer state", "optimizer"),
     )  # fmt: skip
     for stage, kind in kinds:
-        expected: Values = getattr(sides.one.after, kind)
-        got: list[Values] = [getattr(step.after, kind) for step in sides.ranks]
+        expected: Values = getattr(recordings.reference.after, kind)
+        got: list[Values] = [getattr(step.after, kind) for step in recordings.ranks]
         typical = _typical(expected, by_entry=kind == "optimizer")
-        noise = checker.tolerance * rms([g for g in sides.one.gradients.values() if g is not None])
+        noise = checker.tolerance * rms([g for g in recordings.reference.gradients.values() if g is not None])
         for name, tensor in expected.items():
             scale = max(rms([tensor]), checker.floor * typical[_last_name(name) if kind == "optimizer" else ""], 1e-6)
-            where = _meaningful(sides.one.gradients.get(name), noise) if kind == "parameters" else None
-            owned = name.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else name
-            gaps = sides.gaps(owned, tensor, got, scale, entry=name if kind == "optimizer" else "", where=where)
-            words = f"{_last_name(name)} of {_last_name(owned)}" if kind == "optimizer" else _last_name(name)
-            yield from _judged(checker, gaps, stage, sides, sides.owner(owned), words)
+            where = _above_rounding(recordings.reference.gradients.get(name), noise) if kind == "parameters" else None
+            owner_name = name.partition(".")[2].rpartition(".")[0] if kind == "optimizer" else name
+            gaps = recordings.gaps(
+                owner_name, tensor, got, scale, entry=name if kind == "optimizer" else "", where=where
+            )
+            words = f"{_last_name(name)} of {_last_name(owner_name)}" if kind == "optimizer" else _last_name(name)
+            yield from _judged(checker, gaps, stage, recordings, recordings.owner(owner_name), words)
 
 
 def _typical(values: Values, *, by_entry: bool) -> dict[str, float]:
@@ -294,7 +326,7 @@ def _typical(values: Values, *, by_entry: bool) -> dict[str, float]:
     return {name: rms(tensors) for name, tensors in groups.items()}
 
 
-def _meaningful(gradient: torch.Tensor | None, noise: float) -> torch.Tensor | None:
+def _above_rounding(gradient: torch.Tensor | None, noise: float) -> torch.Tensor | None:
     """Return a mask of the elements whose gradient exceeds rounding.
 
     Elsewhere, Adam and similar optimizers step by the sign of a rounding error.
@@ -302,16 +334,17 @@ def _meaningful(gradient: torch.Tensor | None, noise: float) -> torch.Tensor | N
     return None if gradient is None else gradient.double().abs() > noise
 
 
-def _part(whole: torch.Tensor | None, held: TensorShard | None, got: torch.Tensor | None) -> torch.Tensor | None:
+def _part(whole: torch.Tensor | None, shard: TensorShard | None, got: torch.Tensor | None) -> torch.Tensor | None:
     """Return the part of one device's tensor that a rank holds as `got`."""
-    if whole is None or held is None or got is None:
+    if whole is None or shard is None or got is None:
         return whole
-    return sampled_part(whole, held, got)
+    return sampled_part(whole, shard, got)
 
 
 def _gap(
     expected: torch.Tensor | None, got: torch.Tensor | None, scale: float, where: torch.Tensor | None = None
 ) -> float:
+    """Return the difference of two tensors relative to `scale`, where the mask allows; infinite if one is missing."""
     if expected is None or got is None:
         return 0.0 if expected is got else math.inf
     if where is not None and expected.shape == got.shape == where.shape:
@@ -323,14 +356,15 @@ def _judged(
     checker: ToleranceChecker,
     gaps: Mapping[int, float] | Mapping[int | None, float],
     stage: Stage,
-    sides: StepRecordings,
+    recordings: StepRecordings,
     module: str,
     tensor: str,
     alignment: Alignment | None = None,
 ) -> Iterator[FirstDifference]:
-    first = checker.judge(gaps, stage=stage, step=sides.one.step, module=module, tensor=tensor)
+    """Yield a difference if the checker does not tolerate it."""
+    first = checker.judge(gaps, stage=stage, step=recordings.reference.step, module=module, tensor=tensor)
     if first is not None:
-        yield FirstDifference(first=first, alignment=alignment)
+        yield FirstDifference(difference=first, alignment=alignment)
 
 
 def _last_name(name: str) -> str:
@@ -377,34 +411,34 @@ class MicrobatchRecords:
     """One microbatch on the ranks of one mesh position, in order of their samples.
 
     Attributes:
-        ranks, parts: the ranks' numbers and their records.
+        ranks, records: the ranks' numbers and their records.
         calls: each rank's module calls by key; the key matches one device's call.
-        holding: what the first rank holds of the model.
+        rank_shard: what the first rank holds of the model.
     """
 
     ranks: tuple[int, ...]
-    parts: tuple[MicrobatchRecord, ...]
+    records: tuple[MicrobatchRecord, ...]
     calls: tuple[dict[tuple[str, int], ModuleCall], ...]
-    holding: RankShard
+    rank_shard: RankShard
 
     @classmethod
-    def of(cls, parts: Sequence[MicrobatchRecord], holdings: Sequence[RankShard]) -> "list[MicrobatchRecords]":
+    def of(cls, records: Sequence[MicrobatchRecord], rank_shards: Sequence[RankShard]) -> "list[MicrobatchRecords]":
         """Group the records of one microbatch by mesh position.
 
         Args:
-            parts: the microbatch on every rank, in order of rank.
-            holdings: what each rank holds of the model.
+            records: the microbatch on every rank, in order of rank.
+            rank_shards: what each rank holds of the model.
         """
-        places: dict[MeshPosition, list[int]] = {}
-        for rank, holding in enumerate(holdings):
-            places.setdefault(holding.place, []).append(rank)
-        groups = [tuple(sorted(ranks, key=lambda rank: holdings[rank].data_index)) for ranks in places.values()]
+        ranks_at: dict[MeshPosition, list[int]] = {}
+        for rank, rank_shard in enumerate(rank_shards):
+            ranks_at.setdefault(rank_shard.mesh_position, []).append(rank)
+        groups = [tuple(sorted(ranks, key=lambda rank: rank_shards[rank].data_index)) for ranks in ranks_at.values()]
         return [
             cls(
                 ranks,
-                tuple(parts[rank] for rank in ranks),
-                tuple({call.key: call for call in parts[rank].calls} for rank in ranks),
-                holdings[ranks[0]],
+                tuple(records[rank] for rank in ranks),
+                tuple({call.key: call for call in records[rank].calls} for rank in ranks),
+                rank_shards[ranks[0]],
             )
             for ranks in groups
         ]
@@ -421,44 +455,44 @@ class MicrobatchRecords:
             The tensors in order of rank; None if a rank did not make this call.
         """
         tensors = []
-        for rank, part, calls in zip(self.ranks, self.parts, self.calls, strict=True):
-            if part.part.count == 0:
+        for rank, record, calls in zip(self.ranks, self.records, self.calls, strict=True):
+            if record.share.count == 0:
                 continue
             values = getattr(calls[call.key], attribute) if call.key in calls else ()
             if position >= len(values):
                 return None
-            held = calls[call.key].parts.get((attribute, position))
-            tensors.append(RankTensor(rank=rank, part=part.part, value=values[position], held=held))
+            shard = calls[call.key].shards.get((attribute, position))
+            tensors.append(RankTensor(rank=rank, share=record.share, value=values[position], shard=shard))
         return tensors
 
 
 def compare_forward(
-    one: MicrobatchRecord, places: Sequence[MicrobatchRecords], checker: ToleranceChecker
+    reference: MicrobatchRecord, groups: Sequence[MicrobatchRecords], checker: ToleranceChecker
 ) -> Iterator[tuple[ForwardTensor, TensorGap | None]]:
     """Compare every recorded output, in order of execution.
 
     Args:
-        one: the microbatch on one device.
-        places: the microbatch on the ranks, by mesh position.
+        reference: the microbatch on one device.
+        groups: the microbatch on the ranks, by mesh position.
         checker: holds the tolerance.
 
     Yields:
         (tensor, gap) for each output; the gap is None where the output could not be compared.
     """
-    for call in one.calls:
+    for call in reference.calls:
         for position, expected in enumerate(call.outputs):
-            place = ForwardTensor(
+            forward_tensor = ForwardTensor(
                 module=call.module, tensor="output" if len(call.outputs) == 1 else f"output {position + 1}"
             )
             scale = max(rms([expected]), checker.floor * rms(call.inputs))
             gaps: list[tuple[MicrobatchRecords, TensorGap]] = []
-            for pieces in places:
-                tensors = pieces.tensors(call, "outputs", position)
-                gap = smallest_gap(expected, tensors, scale, checker, pieces.holding) if tensors else None
-                gaps += [(pieces, gap)] if gap is not None else []
-            far = next((pieces for pieces, gap in gaps if gap.largest > checker.tolerance), None)
+            for group in groups:
+                tensors = group.tensors(call, "outputs", position)
+                gap = smallest_gap(expected, tensors, scale, checker, group.rank_shard) if tensors else None
+                gaps += [(group, gap)] if gap is not None else []
+            far = next((group for group, gap in gaps if gap.largest > checker.tolerance), None)
             blamed = _blamed(call, far, checker) if far is not None else None
-            yield blamed or (place, _merged([gap for _, gap in gaps]))
+            yield blamed or (forward_tensor, _merged([gap for _, gap in gaps]))
 
 
 def _merged(gaps: Sequence[TensorGap]) -> TensorGap | None:
@@ -473,13 +507,13 @@ def _merged(gaps: Sequence[TensorGap]) -> TensorGap | None:
 
 
 def _blamed(
-    call: ModuleCall, pieces: MicrobatchRecords, checker: ToleranceChecker
+    call: ModuleCall, group: MicrobatchRecords, checker: ToleranceChecker
 ) -> tuple[ForwardTensor, TensorGap] | None:
-    """Blame the surrounding module if the inputs of a call already differ, because it computed them itself."""
+    """Return the input of a call that already differs, with the surrounding module, which computed it; or None."""
     parent = call.module.rpartition(".")[0]
     for position, expected in enumerate(call.inputs):
-        tensors = pieces.tensors(call, "inputs", position)
-        gap = smallest_gap(expected, tensors, rms([expected]), checker, pieces.holding) if tensors else None
+        tensors = group.tensors(call, "inputs", position)
+        gap = smallest_gap(expected, tensors, rms([expected]), checker, group.rank_shard) if tensors else None
         if gap is not None and gap.largest > checker.tolerance:
             return ForwardTensor(module=parent, tensor=f"input of {call.module}" if call.module else "input"), gap
     return None
@@ -487,10 +521,10 @@ def _blamed(
 
 def smallest_gap(
     expected: torch.Tensor,
-    pieces: Sequence[RankTensor],
+    rank_tensors: Sequence[RankTensor],
     scale: float,
     checker: ToleranceChecker,
-    holding: RankShard = UNSHARDED,
+    rank_shard: RankShard = UNSHARDED,
 ) -> TensorGap | None:
     """Return the gap in the first alignment within the tolerance, or else in the best one.
 
@@ -499,34 +533,40 @@ def smallest_gap(
 
     Args:
         expected: one device's tensor.
-        pieces: the ranks' tensors.
+        rank_tensors: the ranks' tensors.
         scale: the size that differences are relative to.
         checker: holds the tolerance.
-        holding: what these ranks hold of the model.
+        rank_shard: what these ranks hold of the model.
 
     Returns:
         The gap, or None if the tensors cannot be compared.
     """
-    real = counted(pieces)
-    if not real:
+    with_samples = having_samples(rank_tensors)
+    if not with_samples:
         return None
     best: TensorGap | None = None
-    shared = bool(holding.place)
-    known = part_alignments(expected, real, holding.order) if shared else sample_alignments(expected, real)
-    for alignment in known:
+    divided = bool(rank_shard.mesh_position)
+    alignments = (
+        part_alignments(expected, with_samples, rank_shard.order)
+        if divided
+        else sample_alignments(expected, with_samples)
+    )
+    for alignment in alignments:
         best = _better(best, _measured(alignment, scale))
         if best.largest <= checker.tolerance:
             return best
     if best is None:
-        for alignment in chain(guessed_alignments(expected, real, holding.order), batch_alignments(expected, real)):
+        for alignment in chain(
+            guessed_alignments(expected, with_samples, rank_shard.order), batch_alignments(expected, with_samples)
+        ):
             gap = _measured(alignment, scale)
             if gap.largest <= checker.tolerance:
                 return gap
     return best
 
 
-def _better(one: TensorGap | None, other: TensorGap) -> TensorGap:
-    return other if one is None or other.largest < one.largest else one
+def _better(best: TensorGap | None, gap: TensorGap) -> TensorGap:
+    return gap if best is None or gap.largest < best.largest else best
 
 
 def _measured(alignment: Alignment, scale: float) -> TensorGap:
@@ -534,36 +574,36 @@ def _measured(alignment: Alignment, scale: float) -> TensorGap:
 
 
 def compare_inputs(
-    one: StepRecord, ranks: Sequence[StepRecord], holdings: Sequence[RankShard], checker: ToleranceChecker
+    reference: StepRecord, ranks: Sequence[StepRecord], rank_shards: Sequence[RankShard], checker: ToleranceChecker
 ) -> Iterator[tuple[str, TensorGap | None]]:
     """Compare every tensor of the batch, microbatch by microbatch.
 
     Args:
-        one: the step on one device.
+        reference: the step on one device.
         ranks: the step on every rank.
-        holdings: what each rank holds of the model.
+        rank_shards: what each rank holds of the model.
         checker: holds the tolerance.
 
     Yields:
         (name, gap) for each tensor and microbatch; the gap is None where the tensor could not be compared.
     """
-    for name, expected in one.inputs.items():
-        for index, part in enumerate(one.parts):
-            whole = _rows(expected, one, index)
-            if part.part.count == 0 or any(name not in r.inputs or index >= len(r.parts) for r in ranks):
+    for name, expected in reference.inputs.items():
+        for index, microbatch in enumerate(reference.microbatches):
+            whole = _rows(expected, reference, index)
+            if microbatch.share.count == 0 or any(name not in r.inputs or index >= len(r.microbatches) for r in ranks):
                 yield name, None
                 continue
-            for pieces in MicrobatchRecords.of([step.parts[index] for step in ranks], holdings):
+            for group in MicrobatchRecords.of([step.microbatches[index] for step in ranks], rank_shards):
                 tensors = [
-                    RankTensor(rank=rank, part=part.part, value=_rows(ranks[rank].inputs[name], ranks[rank], index))
-                    for rank, part in zip(pieces.ranks, pieces.parts, strict=True)
+                    RankTensor(rank=rank, share=record.share, value=_rows(ranks[rank].inputs[name], ranks[rank], index))
+                    for rank, record in zip(group.ranks, group.records, strict=True)
                 ]
-                yield name, smallest_gap(whole, tensors, rms([whole]), checker, pieces.holding)
+                yield name, smallest_gap(whole, tensors, rms([whole]), checker, group.rank_shard)
 
 
 def _rows(value: torch.Tensor, step: StepRecord, index: int) -> torch.Tensor:
     """Return one microbatch's rows of a batch tensor; the whole tensor if it has no row per sample."""
-    sizes = [part.part.loaded for part in step.parts]
+    sizes = [microbatch.share.loaded for microbatch in step.microbatches]
     if value.dim() == 0 or value.shape[0] != sum(sizes):
         return value
     return value.narrow(0, sum(sizes[:index]), sizes[index])

@@ -1,8 +1,9 @@
 """Find the likely cause of the first difference, from what was recorded around it: one small rule per cause.
 
-Rules are tried in order. Each looks for evidence that only its cause leaves: losses that add up, moments that are equal
-on every rank, a learning rate in the ratio of the numbers of ranks. A difference that no rule explains gets a general
-cause that depends only on its stage.
+Rules are tried in order. Most rules look for specific evidence: losses that add up, moments that are equal on every
+rank, a learning rate in the ratio of the numbers of ranks. Some only look at the stage, because it allows one cause, or
+because all more specific rules of this stage come before them. A difference that no rule explains gets a general cause
+that depends only on its stage.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tutti.config.verdict import Cause
+from tutti.config.verdict import Cause, TensorDifference
 from tutti.verify.compare_recordings import FirstDifference, StepRecordings
 from tutti.verify.recording import LossRecord, MicrobatchRecord
 from tutti.verify.tolerance import number_difference, rms
@@ -21,34 +22,39 @@ class DifferenceCase:
     """The evidence that the rules examine.
 
     Attributes:
-        found: the first difference.
-        sides: recordings of the step of the difference; None if it was found before the first step.
+        first_difference: the first tensor that differs.
+        recordings: recordings of the step of the difference; None if the difference is not in a step.
         world_size: number of ranks that were compared with one device.
         later: the first difference of each later step.
         repeated: whether both recordings are runs of one device.
     """
 
-    found: FirstDifference
-    sides: StepRecordings | None
+    first_difference: FirstDifference
+    recordings: StepRecordings | None
     world_size: int
     later: tuple[FirstDifference, ...] = ()
     repeated: bool = False
 
     @property
+    def difference(self) -> TensorDifference:
+        """The tensor that differs first."""
+        return self.first_difference.difference
+
+    @property
     def stage(self) -> str:
-        return self.found.first.stage
+        return self.difference.stage
 
     @property
     def where(self) -> str:
         """The module that differs, as text."""
-        return f"module {self.found.first.module!r}" if self.found.first.module else "the script"
+        return f"module {self.difference.module!r}" if self.difference.module else "the script"
 
     @property
-    def parts(self) -> Iterator[MicrobatchRecord]:
+    def microbatches(self) -> Iterator[MicrobatchRecord]:
         """All microbatches of the step, on one device and on every rank."""
-        if self.sides is not None:
-            for step in (self.sides.one, *self.sides.ranks):
-                yield from step.parts
+        if self.recordings is not None:
+            for step in (self.recordings.reference, *self.recordings.ranks):
+                yield from step.microbatches
 
 
 Rule = Callable[[DifferenceCase], Cause | None]
@@ -65,28 +71,34 @@ def _unexplained(case: DifferenceCase) -> Cause:
     return Cause(kind=kind, sentence=sentence.format(where=case.where), remedy=remedy)
 
 
-_SAME = "make forward, loss and update depend only on the samples, the parameters and torch's random numbers"
+_DETERMINISM_REMEDY = (
+    "make forward, loss and update depend only on the samples, the parameters and torch's random numbers"
+)
 
 
 _BY_STAGE: dict[str, tuple[str, str, str]] = {
-    "forward": ("forward_differs", "{where} computes different values on ranks than on one device", _SAME),
-    "loss": ("loss_differs", "the loss differs though the model's outputs agree", _SAME),
+    "forward": (
+        "forward_differs",
+        "{where} computes different values on ranks than on one device",
+        _DETERMINISM_REMEDY,
+    ),
+    "loss": ("loss_differs", "the loss differs though the model's outputs agree", _DETERMINISM_REMEDY),
     "gradient": (
         "gradient_changed_locally",
         "a rank's gradient of {where} depends on its share of the samples although outputs and losses agree: a custom "
-        "backward or hooks change gradients before they are averaged",
+        "backward or hooks change gradients before they are reduced",
         "leave gradients to autograd, and clip with Job(clip_norm=...)",
     ),
     "gradient used": (
         "gradient_changed_after_averaging",
         "the script changes gradients between forward_backward and update, in a way that depends on the rank or on "
         "the number of ranks, first in {where}",
-        "do not scale or average gradients: tutti has already averaged them over the global batch",
+        "do not scale or reduce gradients: tutti has already reduced them to the mean over the global batch",
     ),
     "hyper-parameter": (
         "settings_depend_on_ranks",
         "a setting of the optimizer depends on the rank or on the number of ranks",
-        "give the optimizer the settings of the global batch on every rank",
+        "use the same optimizer settings on every rank; choose them for the global batch",
     ),
     "parameter": (
         "update_differs",
@@ -109,7 +121,7 @@ _BY_STAGE: dict[str, tuple[str, str, str]] = {
 
 def foreign_random(case: DifferenceCase) -> Cause | None:
     """Find random numbers that forward or loss drew from generators other than torch's default."""
-    sources = dict.fromkeys(source for part in case.parts for source in part.foreign)
+    sources = dict.fromkeys(source for microbatch in case.microbatches for source in microbatch.foreign)
     if case.stage not in ("forward", "loss", "gradient") or not sources:
         return None
     return Cause(
@@ -149,8 +161,8 @@ def not_repeatable(case: DifferenceCase) -> Cause | None:
 
 
 def different_seed(case: DifferenceCase) -> Cause | None:
-    """Find ranks that built different models."""
-    ranks = format_ranks(case.found.first.ranks)
+    """Blame the seed, where seeds or initial values differ."""
+    ranks = format_ranks(case.difference.ranks)
     if case.stage == "seed":
         return Cause(
             kind="different_seed",
@@ -169,7 +181,7 @@ def different_seed(case: DifferenceCase) -> Cause | None:
 
 
 def batch_size(case: DifferenceCase) -> Cause | None:
-    """Find a global batch size that depends on the number of ranks."""
+    """Blame a global batch size that depends on the number of ranks, where batch sizes differ."""
     if case.stage != "batch size":
         return None
     return Cause(
@@ -181,12 +193,12 @@ def batch_size(case: DifferenceCase) -> Cause | None:
 
 
 def data_order(case: DifferenceCase) -> Cause | None:
-    """Find ranks that disagree on which samples the global batch holds."""
+    """Blame the sampler or the data set, where ranks disagree on the samples of the global batch or their order."""
     if case.stage != "data order":
         return None
     return Cause(
         kind="data_order",
-        sentence=f"data order: on {format_ranks(case.found.first.ranks)} the samples of the global batch, or their "
+        sentence=f"data order: on {format_ranks(case.difference.ranks)} the samples of the global batch, or their "
         "order, differ from one device's",
         remedy="pass the whole data set, and no sampler that divides it among ranks or depends on the rank; tutti "
         "divides the data",
@@ -194,13 +206,13 @@ def data_order(case: DifferenceCase) -> Cause | None:
 
 
 def sample_values(case: DifferenceCase) -> Cause | None:
-    """Find samples whose values differ between ranks and one device although their indices agree."""
+    """Blame the data set or `collate_fn`, where samples with equal indices have different values."""
     if case.stage != "input":
         return None
     return Cause(
         kind="samples_depend_on_rank",
-        sentence=f"the same samples have different values on {format_ranks(case.found.first.ranks)} than on one "
-        f"device ({case.found.first.tensor}): the data set or collate_fn depends on the rank, on the process, or on "
+        sentence=f"the same samples have different values on {format_ranks(case.difference.ranks)} than on one "
+        f"device ({case.difference.tensor}): the data set or collate_fn depends on the rank, on the process, or on "
         "the other samples of the batch",
         remedy="make a sample depend only on its index and on the seeds that tutti sets for it; move work on whole "
         "batches into the model",
@@ -209,50 +221,48 @@ def sample_values(case: DifferenceCase) -> Cause | None:
 
 def unaligned_random(case: DifferenceCase) -> Cause | None:
     """Find random operators whose draws verification cannot match between ranks and one device."""
-    names = dict.fromkeys(name for part in case.parts for name in part.unaligned)
+    names = dict.fromkeys(name for microbatch in case.microbatches for name in microbatch.unaligned)
     if case.stage not in ("forward", "loss", "gradient") or not names:
         return None
     return Cause(
         kind="random_not_comparable",
-        sentence=f"{', '.join(names)} draws random numbers that cannot be made to agree between one device and "
-        f"ranks; values from {case.where} on cannot be compared",
+        sentence=f"{', '.join(names)} draw{'s' if len(names) == 1 else ''} random numbers that cannot be made to agree "
+        f"between one device and ranks; from {case.where} onwards, values cannot be compared",
         remedy="verify with that operator's randomness turned off, or draw its random numbers with torch.rand",
     )
 
 
 def padding(case: DifferenceCase) -> Cause | None:
     """Find padding that changes the result, where each rank pads to its own longest sample."""
-    if case.stage not in ("forward", "loss", "gradient") or case.sides is None:
+    if case.stage not in ("forward", "loss", "gradient") or case.recordings is None:
         return None
-    shorter = ranks_with_less_padding(case.sides)
-    differing = case.found.first.ranks
-    if not shorter or (case.stage == "forward" and not set(differing) <= set(shorter)):
+    otherwise_padded = ranks_padded_otherwise(case.recordings)
+    differing = case.difference.ranks
+    if not otherwise_padded or (case.stage == "forward" and not set(differing) <= set(otherwise_padded)):
         return None
     return Cause(
         kind="padding",
-        sentence=f"samples are padded less on {format_ranks(shorter)} than on one device (to the longest of fewer "
-        f"samples), and {case.where} computes different values for real tokens when there is more padding",
+        sentence=f"samples are padded less on {format_ranks(otherwise_padded)} than on one device (to the longest of "
+        f"fewer samples), and {case.where} computes different values for real tokens when there is more padding",
         remedy="mask padding wherever tokens are mixed or averaged (attention masks, packed sequences, masked "
         "means), or pad every sample to one length",
     )
 
 
 def control_flow(case: DifferenceCase) -> Cause | None:
-    """Find ranks whose forward runs other code or uses other values than one device's."""
-    if case.stage != "forward" or case.sides is None:
+    """Find ranks that call other modules than one device, or a fixed set of ranks that differs while others agree."""
+    if case.stage != "forward" or case.recordings is None:
         return None
-    pairs = case.found.alignment or []
-    agreeing = [pair.rank for pair in pairs if pair.rank not in case.found.first.ranks]
-    keys = [{call.key for call in part.calls} for part in case.parts if part.part.count]
-    same_calls = all(key == keys[0] for key in keys)
-    always = all(
-        difference.first.ranks == case.found.first.ranks
-        for difference in case.later
-        if difference.first.stage == "forward"
+    pairs = case.first_difference.alignment or []
+    agreeing = [pair.rank for pair in pairs if pair.rank not in case.difference.ranks]
+    calls = [{call.key for call in microbatch.calls} for microbatch in case.microbatches if microbatch.share.count]
+    same_calls = all(keys == calls[0] for keys in calls)
+    same_ranks_later = all(
+        later.difference.ranks == case.difference.ranks for later in case.later if later.difference.stage == "forward"
     )
-    if same_calls and not (agreeing and always):
+    if same_calls and not (agreeing and same_ranks_later):
         return None
-    ranks = format_ranks(case.found.first.ranks)
+    ranks = format_ranks(case.difference.ranks)
     return Cause(
         kind="rank_dependent_forward",
         sentence=f"forward computes something different on {ranks} than on the other ranks and on one device, first "
@@ -263,7 +273,7 @@ def control_flow(case: DifferenceCase) -> Cause | None:
 
 def local_statistics(case: DifferenceCase) -> Cause | None:
     """Find ranks that normalised their own rows: the mean or mean square of the rows is then equal on every rank."""
-    if case.stage != "forward" or not case.found.alignment or not moments_agree(case):
+    if case.stage != "forward" or not case.first_difference.alignment or not moments_agree(case):
         return None
     return Cause(
         kind="local_batch_statistics",
@@ -276,25 +286,29 @@ def local_statistics(case: DifferenceCase) -> Cause | None:
 
 def buffer_in_forward(case: DifferenceCase) -> Cause | None:
     """Find a module whose output uses a buffer that each rank updates from its local batch."""
-    if case.stage != "forward" or case.sides is None:
+    if case.stage != "forward" or case.recordings is None:
         return None
-    names = [name for name in case.sides.one.after.buffers if case.sides.owner(name) == case.found.first.module]
+    names = [
+        name
+        for name in case.recordings.reference.after.buffers
+        if case.recordings.owner(name) == case.difference.module
+    ]
     for name in names:
-        expected = case.sides.one.after.buffers[name]
-        others = [step.after.buffers.get(name) for step in case.sides.ranks]
-        if any(other is None or not nearly_equal(expected, other) for other in others):
+        expected = case.recordings.reference.after.buffers[name]
+        others = [step.after.buffers.get(name) for step in case.recordings.ranks]
+        if any(other is None or not buffers_equal(expected, other) for other in others):
             return _buffer_cause(case, name)
     return None
 
 
 def buffer(case: DifferenceCase) -> Cause | None:
-    """Find a buffer that each rank updates from its own samples."""
-    return _buffer_cause(case, case.found.first.tensor) if case.stage == "buffer" else None
+    """Blame a buffer that differs after the update: each rank updates it from its own samples."""
+    return _buffer_cause(case, case.difference.tensor) if case.stage == "buffer" else None
 
 
 def coupled_forward(case: DifferenceCase) -> Cause | None:
     """Blame an output that depends on the other samples of the batch, where no earlier rule explains the difference."""
-    if case.stage != "forward" or case.found.alignment is None:
+    if case.stage != "forward" or case.first_difference.alignment is None:
         return None
     return Cause(
         kind="coupled_samples",
@@ -308,9 +322,9 @@ def sum_loss(case: DifferenceCase) -> Cause | None:
     """Find a loss that is a sum: the ranks' losses add up to one device's."""
     if case.stage != "loss" or not mean_losses(case):
         return None
-    added = all(number_difference(expected, sum(ranks)) < CLOSE for expected, ranks in mean_losses(case))
+    add_up = all(number_difference(expected, sum(ranks)) < LOSS_TOLERANCE for expected, ranks in mean_losses(case))
     several = any(len(ranks) > 1 for _, ranks in mean_losses(case))
-    if not (added and several):
+    if not (add_up and several):
         return None
     return Cause(
         kind="loss_is_a_sum",
@@ -321,36 +335,37 @@ def sum_loss(case: DifferenceCase) -> Cause | None:
 
 
 def weighted_loss(case: DifferenceCase) -> Cause | None:
-    """Find a `Weighted` loss whose total or count is not the sum over the parts of the batch."""
-    weighted = case.sides is not None and any(
-        part.loss is not None and part.loss.count is not None for part in case.sides.one.parts
+    """Blame the total or count of a `Weighted`, where the loss differs and is one."""
+    weighted = case.recordings is not None and any(
+        microbatch.loss is not None and microbatch.loss.count is not None
+        for microbatch in case.recordings.reference.microbatches
     )
     if case.stage != "loss" or not weighted:
         return None
     return Cause(
         kind="weighted_does_not_add_up",
         sentence="the loss is a tutti.Weighted whose total or count over the whole batch is not the sum over its parts",
-        remedy="return as total the sum over this part's tokens, and as count their number",
+        remedy="return total=sum over this part's tokens, count=number of those tokens",
     )
 
 
 def mean_of_means(case: DifferenceCase) -> Cause | None:
-    """Find a loss that is a mean over something other than samples.
+    """Find a loss that is a mean over items whose number differs between ranks.
 
     One device's loss then lies among the ranks' losses, but is not their mean by samples.
     """
     if case.stage != "loss":
         return None
     pairs = [(expected, ranks) for expected, ranks in mean_losses(case) if len(ranks) > 1]
-    slack = [CLOSE * abs(expected) for expected, _ in pairs]
+    slack = [LOSS_TOLERANCE * abs(expected) for expected, _ in pairs]
     inside = [min(r) - s <= expected <= max(r) + s for (expected, r), s in zip(pairs, slack, strict=True)]
     if not pairs or not all(inside):
         return None
     return Cause(
         kind="mean_over_ranks",
-        sentence="mean over ranks instead of samples: the loss is a mean over something that ranks have different "
-        "numbers of (tokens, masked entries, weights), so the mean of the ranks' means is not the global mean",
-        remedy="return tutti.Weighted(total=sum of the losses, count=number of tokens) instead of the mean",
+        sentence="mean over ranks instead of samples: the loss is a mean over items (tokens, masked entries, ...) "
+        "whose number differs between ranks, so the mean of the ranks' means is not the global mean",
+        remedy="return tutti.Weighted(total=sum of the losses, count=number of items) instead of the mean",
     )
 
 
@@ -368,42 +383,43 @@ def coupled_loss(case: DifferenceCase) -> Cause | None:
 
 
 def local_clipping(case: DifferenceCase) -> Cause | None:
-    """Find gradients that each rank changed before they were averaged."""
-    if case.stage != "gradient" or case.sides is None:
+    """Find hooks on gradients, or operators of gradient clipping that ran within backward."""
+    if case.stage != "gradient" or case.recordings is None:
         return None
-    operators = dict.fromkeys(name for part in case.parts for name in part.backward_ops)
-    hooked = case.sides.head.hooked
+    operators = dict.fromkeys(name for microbatch in case.microbatches for name in microbatch.backward_ops)
+    hooked = case.recordings.head.hooked
     if not operators and not hooked:
         return None
     what = f"hooks on {', '.join(hooked[:3])}" if hooked else f"clipping operators in backward ({', '.join(operators)})"
     return Cause(
         kind="local_clipping",
-        sentence=f"local clipping: gradients are changed on each rank before they are averaged ({what}); outputs "
-        f"and loss agree, but the gradient of {case.where} does not",
-        remedy="let the Job clip the averaged gradient: Job(clip_norm=...), and remove the hooks",
+        sentence=f"gradients are changed on each rank (hooks or clipping) before they are reduced: {what}; outputs and "
+        f"loss agree, but the gradient of {case.where} does not",
+        remedy="let the Job clip the reduced gradient, Job(clip_norm=...), and remove the hooks",
     )
 
 
 def learning_rate(case: DifferenceCase) -> Cause | None:
-    """Find a learning rate that depends on the number of ranks."""
-    if case.stage != "learning rate" or case.sides is None:
+    """Find a learning rate that differs between ranks and one device: set differently, or by a scheduler."""
+    if case.stage != "learning rate" or case.recordings is None:
         return None
-    reference, other = case.sides.one, case.sides.ranks[(case.found.first.ranks or (0,))[0]]
+    reference, rank_record = case.recordings.reference, case.recordings.ranks[(case.difference.ranks or (0,))[0]]
     for name, rate in reference.hyper_parameters.items():
-        theirs = other.hyper_parameters.get(name, 0.0)
-        if not name.endswith(".lr") or not rate or rate == theirs:
+        rank_rate = rank_record.hyper_parameters.get(name, 0.0)
+        if not name.endswith(".lr") or not rate or rate == rank_rate:
             continue
         if reference.step == 0:
             return Cause(
                 kind="learning_rate_depends_on_ranks",
-                sentence=f"the learning rate is {theirs:g} on {case.world_size} ranks and {rate:g} on one device, "
-                f"{theirs / rate:g} times as large: it depends on the number of ranks, but the global batch does not",
+                sentence=f"the learning rate is {rank_rate:g} on {case.world_size} ranks and {rate:g} on one device, "
+                f"{rank_rate / rate:g} times as large: it depends on the number of ranks, but the global batch does "
+                "not",
                 remedy="give the learning rate of the global batch; state how it scales with the batch in "
                 "Job(lr_rule=...)",
             )
         return Cause(
             kind="scheduler_depends_on_ranks",
-            sentence=f"the learning rate of step {reference.step + 1} is {theirs:g} on {case.world_size} ranks and "
+            sentence=f"the learning rate of step {reference.step + 1} is {rank_rate:g} on {case.world_size} ranks and "
             f"{rate:g} on one device: the scheduler advances a different number of times per step",
             remedy="pass the scheduler to job.prepare(scheduler=...), which advances it once per step, and do not "
             "step it yourself",
@@ -438,14 +454,22 @@ def _buffer_cause(case: DifferenceCase, name: str) -> Cause:
     return Cause(
         kind="unsynchronised_buffer",
         sentence=f"unsynchronised buffer: {name.rpartition('.')[2]!r} of {case.where} is updated from each rank's "
-        "own samples, so the ranks diverge",
+        "own samples, so its values already differ between ranks",
         remedy="update it from statistics of all samples (torch.distributed.all_reduce of the sum and the count "
         "when it is initialised), or use torch.nn.BatchNorm*, which tutti synchronises",
     )
 
 
-CLOSE = 1e-4
-"""Two numbers count as equal below this relative difference. Rules distinguish numbers that differ by percents."""
+LOSS_TOLERANCE = 1e-4
+"""Largest relative difference of equal losses. The rules distinguish losses that differ by percents."""
+
+MOMENT_TOLERANCE = 1e-3
+"""Largest difference of equal moments of a module's output, relative to the output's root mean
+square (for the mean square: its square).
+"""
+
+BUFFER_TOLERANCE = 1e-6
+"""Largest relative difference of equal buffers."""
 
 
 def mean_losses(case: DifferenceCase) -> list[tuple[float, list[float]]]:
@@ -454,18 +478,18 @@ def mean_losses(case: DifferenceCase) -> list[tuple[float, list[float]]]:
     Returns:
         Pairs of one device's loss and the losses of the ranks that have samples.
     """
-    if case.sides is None:
+    if case.recordings is None:
         return []
     losses = []
-    heads = case.sides.heads
-    for step, parts in enumerate(case.sides.head.losses):
-        for index, (_, expected) in enumerate(parts):
+    heads = case.recordings.heads
+    for step, microbatches in enumerate(case.recordings.head.losses):
+        for index, (_, expected) in enumerate(microbatches):
             others = [
                 head.losses[step][index] for head in heads if step < len(head.losses) and index < len(head.losses[step])
             ]
-            real = [loss for part, loss in others if part.count]
-            if _is_mean(expected) and all(_is_mean(loss) for loss in real):
-                losses.append((expected.total, [loss.total for loss in real if loss]))  # type: ignore[union-attr]
+            counted = [loss for share, loss in others if share.count]
+            if _is_mean(expected) and all(_is_mean(loss) for loss in counted):
+                losses.append((expected.total, [loss.total for loss in counted if loss]))  # type: ignore[union-attr]
     return losses
 
 
@@ -475,7 +499,7 @@ def _is_mean(loss: LossRecord | None) -> bool:
 
 def moments_agree(case: DifferenceCase) -> bool:
     """Return whether the mean or mean square over a rank's rows is equal on all ranks although the rows differ."""
-    pairs = case.found.alignment or []
+    pairs = case.first_difference.alignment or []
     tensors = [pair.got.double() for pair in pairs if pair.got.dim() and pair.got.numel() > pair.got.shape[-1]]
     if len(tensors) < len(pairs) or any(tensor.isnan().any() for tensor in tensors):
         return False
@@ -483,7 +507,7 @@ def moments_agree(case: DifferenceCase) -> bool:
     for channel in (1, -1, None):
         for power in (1, 2):
             moments = [_moment(tensor, channel, power) for tensor in tensors]
-            if all(_near(moments[0], other, scale**power) for other in moments[1:]) and len(moments) > 1:
+            if all(_moments_equal(moments[0], other, scale**power) for other in moments[1:]) and len(moments) > 1:
                 return True
     return False
 
@@ -492,29 +516,31 @@ def _moment(tensor: torch.Tensor, channel: int | None, power: int) -> torch.Tens
     """Return the mean of a power of the values, over all dims except the channel dim."""
     if channel is None or tensor.dim() < 2:
         return (tensor**power).mean()
-    kept = channel % tensor.dim()
-    return (tensor**power).mean([dim for dim in range(tensor.dim()) if dim != kept])
+    channel_dim = channel % tensor.dim()
+    return (tensor**power).mean([dim for dim in range(tensor.dim()) if dim != channel_dim])
 
 
-def _near(one: torch.Tensor, other: torch.Tensor, scale: float) -> bool:
-    return one.shape == other.shape and float((one - other).abs().max()) <= 1e-3 * scale
+def _moments_equal(first: torch.Tensor, second: torch.Tensor, scale: float) -> bool:
+    return first.shape == second.shape and float((first - second).abs().max()) <= MOMENT_TOLERANCE * scale
 
 
-def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors agree up to rounding."""
-    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-6, atol=1e-12)
+def buffers_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two buffers agree up to rounding."""
+    return first.shape == second.shape and torch.allclose(
+        first.double(), second.double(), rtol=BUFFER_TOLERANCE, atol=1e-12
+    )
 
 
-def ranks_with_less_padding(sides: StepRecordings) -> tuple[int, ...]:
-    """Return the ranks whose batch has a tensor with fewer entries per sample than one device's."""
-    shorter = []
-    for rank, step in enumerate(sides.ranks):
-        for name, expected in sides.one.inputs.items():
+def ranks_padded_otherwise(recordings: StepRecordings) -> tuple[int, ...]:
+    """Return the ranks whose batch has a tensor whose samples have another shape than one device's."""
+    ranks = []
+    for rank, step in enumerate(recordings.ranks):
+        for name, expected in recordings.reference.inputs.items():
             tensor = step.inputs.get(name)
             if tensor is not None and tensor.dim() == expected.dim() and tensor.shape[1:] != expected.shape[1:]:
-                shorter.append(rank)
+                ranks.append(rank)
                 break
-    return tuple(shorter)
+    return tuple(ranks)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -34,7 +34,7 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While open, random operators draw one device's values.
 
     Args:
-        part: this rank's part of the microbatch.
+        share: the samples of the microbatch that this rank computes.
         guide: shapes of one device's draws by seed; None on the one device itself.
 
     Attributes:
@@ -48,9 +48,9 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     draws_whole = True
     """Divided layers draw for the whole activation while this is set (parallel/tensor)."""
 
-    def __init__(self, part: MicrobatchShare, guide: Mapping[int, tuple[int, ...]] | None) -> None:
+    def __init__(self, share: MicrobatchShare, guide: Mapping[int, tuple[int, ...]] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.part = part
+        self.share = share
         self.guide = guide
         self.draws: dict[int, tuple[int, ...]] = {}
         self.unaligned: list[str] = []
@@ -127,8 +127,8 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return this rank's rows of what one device draws under `seed`."""
         self.draws[seed] = shape
         full = shape if self.guide is None else self.guide.get(seed, shape)
-        place = rows_of(full, shape, self.part)
-        return None if place is None else place(draw(full))
+        take_rows = rows_of(full, shape, self.share)
+        return None if take_rows is None else take_rows(draw(full))
 
     def _as_one_device(self, seed: int, result: Any) -> bool:
         """Return whether an operator's result has the shape that it has on one device, so that equal seeds suffice."""
@@ -176,52 +176,55 @@ def _by_value(name: str, first: torch.Tensor, rest: tuple[Any, ...], uniform: to
 
 
 def rows_of(
-    full: tuple[int, ...], shape: tuple[int, ...], part: MicrobatchShare
+    full: tuple[int, ...], shape: tuple[int, ...], share: MicrobatchShare
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return a function that cuts a part's rows from a tensor of the whole microbatch.
+    """Return a function that takes a share's rows from a tensor of the whole microbatch.
 
-    Samples lie along the dim where the two shapes differ in the ratio of their samples, alone or flattened with other
-    dims. A tensor without such a dim has no samples and is taken whole. Where other dims are smaller too, because each
-    rank pads to its own longest sample, the leading entries are taken.
+    Samples lie along the dim where the two shapes differ in the ratio of their samples, possibly flattened with other
+    dims. A tensor without such a dim has no samples and is taken whole. If other dims are smaller too, because each
+    rank pads to its own longest sample, their leading entries are taken.
 
     Args:
         full: shape of the tensor for the whole microbatch.
-        shape: shape of the part's rows.
-        part: the samples of the part.
+        shape: shape of the share's rows.
+        share: the samples of the share.
 
     Returns:
         The function, or None if the shapes do not say where the samples are.
     """
-    whole, part_size, offset = part.slice_size, part.loaded, part.start - part.slice_start
+    whole, share_size, offset = share.slice_size, share.loaded, share.start - share.slice_start
     if full == shape:
         return lambda tensor: tensor
     if len(full) != len(shape):
         return None
     differing = [dim for dim in range(len(full)) if full[dim] != shape[dim]]
-    if len(differing) == 1 and full[differing[0]] * part_size == shape[differing[0]] * whole:
+    if len(differing) == 1 and full[differing[0]] * share_size == shape[differing[0]] * whole:
         dim = differing[0]
         length = full[dim] // whole
-        return lambda tensor: tensor.narrow(dim, offset * length, part_size * length)
+        return lambda tensor: tensor.narrow(dim, offset * length, share_size * length)
     for dim in differing:
         others_fit = all(shape[d] <= full[d] for d in range(len(full)) if d != dim)
         if (
             full[dim] % whole == 0
-            and shape[dim] % part_size == 0
-            and shape[dim] // part_size <= full[dim] // whole
+            and shape[dim] % share_size == 0
+            and shape[dim] // share_size <= full[dim] // whole
             and others_fit
         ):
-            return _ragged(full, shape, dim, part)
+            return _take_unpadded(full, shape, dim, share)
     return None
 
 
-def _ragged(
-    full: tuple[int, ...], shape: tuple[int, ...], dim: int, part: MicrobatchShare
+def _take_unpadded(
+    full: tuple[int, ...], shape: tuple[int, ...], dim: int, share: MicrobatchShare
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    whole, part_size, offset = part.slice_size, part.loaded, part.start - part.slice_start
+    """Return a function that takes a share's rows and shortens their other dims to `shape`."""
+    whole, share_size, offset = share.slice_size, share.loaded, share.start - share.slice_start
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.reshape(*full[:dim], whole, full[dim] // whole, *full[dim + 1 :]).narrow(dim, offset, part_size)
-        target = (*shape[:dim], part_size, shape[dim] // part_size, *shape[dim + 1 :])
+        tensor = tensor.reshape(*full[:dim], whole, full[dim] // whole, *full[dim + 1 :]).narrow(
+            dim, offset, share_size
+        )
+        target = (*shape[:dim], share_size, shape[dim] // share_size, *shape[dim + 1 :])
         return tensor[tuple(slice(0, size) for size in target)].reshape(shape)
 
     return cut

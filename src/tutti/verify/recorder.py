@@ -81,7 +81,7 @@ class DoublePrecisionInputs:
 
 
 TensorCopy = tuple[torch.Tensor, TensorShard | None]
-"""A copy, and the part of the whole tensor that it is; None for all of it."""
+"""A copy, and which part of the whole tensor it is; None for all of it."""
 
 
 class CallLog:
@@ -137,8 +137,8 @@ class CallLog:
             self.left_out += 1
             return
         outputs = self._copied(output)
-        parts = {(kind, i): held for kind, copies in (("inputs", inputs), ("outputs", outputs))
-                 for i, (_, held) in enumerate(copies) if held is not None}  # fmt: skip
+        shards = {(kind, i): shard for kind, copies in (("inputs", inputs), ("outputs", outputs))
+                 for i, (_, shard) in enumerate(copies) if shard is not None}  # fmt: skip
         self.calls.append(
             ModuleCall(
                 module=name,
@@ -146,7 +146,7 @@ class CallLog:
                 kind=type(module).__name__,
                 inputs=tuple(tensor for tensor, _ in inputs),
                 outputs=tuple(tensor for tensor, _ in outputs),
-                parts=parts,
+                shards=shards,
             )
         )
 
@@ -163,13 +163,13 @@ class CallLog:
         """
         if isinstance(value, PackedSequence):
             return sample_columns(pad_packed_sequence(value, batch_first=True)[0]), None
-        plain, held = local_activation(value)
+        plain, shard = local_activation(value)
         if plain.is_nested:
             plain = plain.to_padded_tensor(0.0)
         key = (id(value), plain._version)
         if key not in self._copies:
-            copy = sample_columns(plain, held)
-            self._copies[key] = (value, (copy, held))
+            copy = sample_columns(plain, shard)
+            self._copies[key] = (value, (copy, shard))
             self._budget -= copy.numel() * copy.element_size()
         return self._copies[key][1]
 
@@ -190,7 +190,7 @@ class RunRecorder(DoublePrecisionInputs):
         self._inputs: Values = {}
         self._after: ModelState | None = None
         self._between = ModelState()
-        self._parts: list[MicrobatchRecord] = []
+        self._microbatches: list[MicrobatchRecord] = []
         self._loss: LossRecord | None = None
         self._gradients: dict[str, torch.Tensor | None] = {}
         self._hyper: dict[str, float] = {}
@@ -241,7 +241,7 @@ class RunRecorder(DoublePrecisionInputs):
         self._inputs = {
             f"batch{pytree.keystr(path)}": sample_columns(leaf) for path, leaf in flat if isinstance(leaf, torch.Tensor)
         }
-        self._parts = []
+        self._microbatches = []
         self._between = ModelState() if self._after is None else changes(self._after, recorded_state(self.training))
         if self.reference is None:
             write_record(self.folder.state(step), whole_state(self.training))
@@ -254,12 +254,12 @@ class RunRecorder(DoublePrecisionInputs):
     @contextmanager
     def microbatch(self, step: int, index: int, share: BatchShare) -> Iterator[None]:
         """Record forward, and align random draws in forward and backward."""
-        part = share.parts[index]
+        rank_share = share.parts[index]
         guide: ReferenceGuide | None = None
         if self.reference is not None and self.reference.guide(step, index).exists():
             guide = read_record(self.reference.guide(step, index))
         torch.manual_seed(derive_seed(self.training.parallel.seed, "verify", step, index))
-        mode = AlignedRandom(part, guide.draws if guide else None)
+        mode = AlignedRandom(rank_share, guide.draws if guide else None)
         self._loss = None
         self.log.begin(guide.calls if guide else None, BUDGET_NBYTES // len(share.parts))
         before = _foreign_generators()
@@ -268,9 +268,9 @@ class RunRecorder(DoublePrecisionInputs):
         foreign = [name for name, state in _foreign_generators().items() if state != before[name]]
         self._lowest.append(mode.lowest)
         self._drew = self._drew or bool(mode.draws)
-        self._parts.append(
+        self._microbatches.append(
             MicrobatchRecord(
-                part=part,
+                share=rank_share,
                 calls=tuple(self.log.calls),
                 loss=self._loss,
                 foreign=(*foreign, *(["a torch.Generator of its own"] if mode.own_generator else [])),
@@ -285,7 +285,7 @@ class RunRecorder(DoublePrecisionInputs):
         self.log.end()
 
     def gradients(self, step: int) -> None:
-        """Record the averaged gradients and the settings of the optimizers."""
+        """Record the reduced gradients and the settings of the optimizers."""
         self._still.close()
         self._without_calls()
         layout = self.training.parallel.layout
@@ -319,7 +319,7 @@ class RunRecorder(DoublePrecisionInputs):
             batch_size=share.batch_size,
             indices=tuple(int(index) for index in self.training.loader.indices),
             inputs=self._inputs,
-            parts=tuple(self._parts),
+            microbatches=tuple(self._microbatches),
             loss=loss,
             gradients=self._gradients,
             hyper_parameters=self._hyper,
@@ -330,7 +330,7 @@ class RunRecorder(DoublePrecisionInputs):
         )
         rank = self.training.parallel.world.rank
         write_record(self.folder.step(rank, len(self.losses)), record)
-        self.losses.append(tuple((part.part, part.loss) for part in self._parts))
+        self.losses.append(tuple((microbatch.share, microbatch.loss) for microbatch in self._microbatches))
         write_record(self.folder.rank(rank), self._record())
         if len(self.losses) >= self.recording.steps:
             raise StopRun
@@ -338,8 +338,8 @@ class RunRecorder(DoublePrecisionInputs):
     def _without_calls(self) -> None:
         """Add records of microbatches that could not be observed because a pipeline interleaves them."""
         share = self.training.loader.share
-        if not self._parts and share is not None:
-            self._parts = [MicrobatchRecord(part=part, calls=(), loss=None) for part in share.parts]
+        if not self._microbatches and share is not None:
+            self._microbatches = [MicrobatchRecord(share=rank_share, calls=(), loss=None) for rank_share in share.parts]
             self._note("module outputs were not compared, because a pipeline interleaves its stages' microbatches")
 
     def _record(self) -> RankRecord:
@@ -367,7 +367,7 @@ class RunRecorder(DoublePrecisionInputs):
                 for name, shape in training.parallel.layout.names.items()
             },
             drew=self._drew,
-            holding=RankShard.of(training),
+            rank_shard=RankShard.of(training),
         )
 
     def _no_packed_dropout(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -398,8 +398,8 @@ class RunRecorder(DoublePrecisionInputs):
         if wide:
             self._note(f"only evenly spread columns were compared of module outputs wider than {MAX_COLUMNS}")
 
-    def _note(self, words: str) -> None:
-        self._notes[words] = None
+    def _note(self, text: str) -> None:
+        self._notes[text] = None
 
 
 def _double(leaf: Any) -> Any:
@@ -483,20 +483,20 @@ def _sampled(training: TrainingState, kind: str) -> Values:
     }
 
 
-def changes(one: ModelState, other: ModelState) -> ModelState:
-    """Return `other` - `one`, tensor by tensor, without the tensors that are equal in both."""
+def changes(before: ModelState, after: ModelState) -> ModelState:
+    """Return `after` - `before`, tensor by tensor, without the tensors that are equal in both."""
     return ModelState(
-        parameters=_changed(one.parameters, other.parameters),
-        buffers=_changed(one.buffers, other.buffers),
-        optimizer=_changed(one.optimizer, other.optimizer),
+        parameters=_changed(before.parameters, after.parameters),
+        buffers=_changed(before.buffers, after.buffers),
+        optimizer=_changed(before.optimizer, after.optimizer),
     )
 
 
-def _changed(one: Values, other: Values) -> Values:
+def _changed(before: Values, after: Values) -> Values:
     return {
-        name: value.double() - one[name].double()
-        for name, value in other.items()
-        if name in one and value.shape == one[name].shape and not torch.equal(value, one[name])
+        name: value.double() - before[name].double()
+        for name, value in after.items()
+        if name in before and value.shape == before[name].shape and not torch.equal(value, before[name])
     }
 
 
@@ -534,8 +534,8 @@ def restore(training: TrainingState, saved: dict[str, Any]) -> None:
             part = whole if whole.shape == tensor.shape else layout.shard_of(name).take(whole)
             if part.shape == tensor.shape:
                 tensor.copy_(part)
-    for follow in layout.states.after_load:
-        follow()
+    for hook in layout.states.after_load:
+        hook()
     names = layout.state_names(training.parallel.model, training.parallel.optimizers)
     for index, (optimizer, states) in enumerate(zip(training.parallel.optimizers, saved["optimizers"], strict=True)):
         for parameter, name in names[index].items():
@@ -549,10 +549,10 @@ def restore(training: TrainingState, saved: dict[str, Any]) -> None:
                 }
 
 
-def _part(value: Any, held: TensorShard) -> Any:
+def _part(value: Any, shard: TensorShard) -> Any:
     """Return a saved entry, or this rank's part of it if it has the parameter's shape."""
-    whole = isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == held.shape
-    return held.take(value) if whole else value
+    whole = isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == shard.shape
+    return shard.take(value) if whole else value
 
 
 def make_double(training: TrainingState) -> None:

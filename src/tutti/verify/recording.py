@@ -1,4 +1,4 @@
-"""The files that a recorded run leaves on disk, by rank and step, and how they are read back."""
+"""Define the files that a recorded run leaves on disk, by rank and step, and read them back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,9 +20,11 @@ class ModuleCall:
     """One call of one module in forward.
 
     Attributes:
+        module: its dotted name; "" is the model.
         number: counts the calls of this module within the microbatch.
         kind: class name of the module.
-        parts: the tensors that are parts of whole ones, by kind ("inputs" or "outputs") and position.
+        inputs, outputs: sampled copies of its tensors.
+        shards: for tensors of which the rank has a part: which part, by kind ("inputs" or "outputs") and position.
     """
 
     module: str
@@ -30,7 +32,7 @@ class ModuleCall:
     kind: str  # class name
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
-    parts: Mapping[tuple[str, int], TensorShard] = field(default_factory=dict)
+    shards: Mapping[tuple[str, int], TensorShard] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -55,7 +57,7 @@ class MicrobatchRecord:
     """One microbatch on one rank.
 
     Attributes:
-        part: the samples that the rank computes.
+        share: the samples that the rank computes.
         calls: module calls in order of their end.
         loss: None if the script's loss is not one number.
         foreign: sources of random numbers, other than torch's own, that forward drew from.
@@ -63,7 +65,7 @@ class MicrobatchRecord:
         backward_ops: operators of gradient clipping that ran within backward.
     """
 
-    part: MicrobatchShare
+    share: MicrobatchShare
     calls: tuple[ModuleCall, ...]
     loss: LossRecord | None
     foreign: tuple[str, ...] = ()
@@ -90,7 +92,7 @@ class StepRecord:
     Attributes:
         indices: samples of the whole global batch.
         inputs: tensors of the batch by name.
-        gradients: averaged over the global batch; None for a parameter without one.
+        gradients: the mean over the global batch; None for a parameter without one.
         hyper_parameters: settings of the optimizers; "0.1.lr" is the rate of group 1 of optimizer 0.
         learning_rate: rate of the update.
         used_norms: norms of the gradients that the optimizer used.
@@ -102,7 +104,7 @@ class StepRecord:
     batch_size: int
     indices: tuple[int, ...]
     inputs: Values
-    parts: tuple[MicrobatchRecord, ...]
+    microbatches: tuple[MicrobatchRecord, ...]
     loss: float
     gradients: dict[str, torch.Tensor | None]
     hyper_parameters: dict[str, float]
@@ -125,7 +127,7 @@ class RankRecord:
         losses: loss of every microbatch of every step.
         shapes: shapes of the whole parameters and buffers.
         drew: whether forward drew random numbers.
-        holding: which part of the model the rank holds.
+        rank_shard: which part of the model the rank holds.
     """
 
     rank: int
@@ -141,7 +143,7 @@ class RankRecord:
     losses: tuple[tuple[tuple[MicrobatchShare, LossRecord | None], ...], ...]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     drew: bool = False
-    holding: RankShard = field(default_factory=RankShard)
+    rank_shard: RankShard = field(default_factory=RankShard)
 
     @property
     def steps(self) -> int:
@@ -173,8 +175,8 @@ class RecordingFolder:
     def step(self, rank: int, step: int) -> Path:
         return self.path / f"rank-{rank}-step-{step}.pt"
 
-    def guide(self, step: int, part: int) -> Path:
-        return self.path / f"guide-{step}-{part}.pt"
+    def guide(self, step: int, microbatch: int) -> Path:
+        return self.path / f"guide-{step}-{microbatch}.pt"
 
     def state(self, step: int) -> Path:
         return self.path / f"state-{step}.pt"

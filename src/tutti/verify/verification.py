@@ -36,11 +36,12 @@ class VerificationTrial:
     """One recorded run of the script.
 
     Attributes:
+        world_size: number of ranks.
         folder: new folder for the recording and the run.
         steps: number of steps to record.
         double: compute in float64.
         still: turn dropout off.
-        reference: the recording of one device whose states and random draws this run follows.
+        reference: folder of one device's recording, whose states and random draws this run follows.
         compress: codec of gradient reductions.
     """
 
@@ -92,62 +93,68 @@ class VerificationRequest:
     compress: str | None = None
 
 
-def verify(question: VerificationRequest, run: Runner, folder: Path) -> Verdict:
+def verify(request: VerificationRequest, run: Runner, folder: Path) -> Verdict:
     """Run a script on one device and on ranks, and compare the two.
 
+    If they differ, the script runs on one device again, which shows whether it is deterministic.
+
     Args:
-        question: what to verify.
+        request: what to verify.
         run: runs the script once.
         folder: for the recordings; the caller removes it.
 
     Raises:
         ScriptError: the script fails on one device, or makes no step there.
     """
-    one, notes = _one_device(question, run, folder)
-    exact = question.compress if _loses_nothing(question.compress) else None
-    many = replace(one, world_size=question.world_size, folder=folder / "ranks", reference=one.folder, compress=exact)
-    failure = run(many)
+    reference, notes = _one_device(request, run, folder)
+    exact = request.compress if _loses_nothing(request.compress) else None
+    tested = replace(
+        reference, world_size=request.world_size, folder=folder / "ranks", reference=reference.folder, compress=exact
+    )
+    failure = run(tested)
     if failure is not None:
-        return _failed(question, failure, one.double)
-    comparison = compare_trials(one, many, question.tolerance)
-    if comparison.found is not None and comparison.draws_of_its_own:
-        one, many = (replace(trial, folder=trial.folder.with_suffix(".still"), still=True) for trial in (one, many))
-        many = replace(many, reference=one.folder)
-        failure = run(one) or run(many)
+        return _failed(request, failure, reference.double)
+    comparison = compare_trials(reference, tested, request.tolerance)
+    if comparison.first_difference is not None and comparison.draws_may_differ:
+        reference, tested = (
+            replace(trial, folder=trial.folder.with_suffix(".still"), still=True) for trial in (reference, tested)
+        )
+        tested = replace(tested, reference=reference.folder)
+        failure = run(reference) or run(tested)
         if failure is not None:
-            return _failed(question, failure, one.double)
-        comparison = compare_trials(one, many, question.tolerance)
+            return _failed(request, failure, reference.double)
+        comparison = compare_trials(reference, tested, request.tolerance)
         notes = (*notes, "dropout was off, because ranks that share samples draw different masks than one device")
-    if comparison.found is None:
-        return _with_compression(question, run, (one, many), _passed(question, comparison, notes))
-    again = replace(one, folder=folder / "again", reference=one.folder)
-    repeated = None if run(again) is not None else compare_trials(one, again, question.tolerance)
-    if repeated is not None and repeated.found is not None:
-        return _refused(question, replace(repeated, repeated=True), notes)
-    return _refused(question, comparison, notes)
+    if comparison.first_difference is None:
+        return _with_compression(request, run, (reference, tested), _passed(request, comparison, notes))
+    again = replace(reference, folder=folder / "again", reference=reference.folder)
+    repeated = None if run(again) is not None else compare_trials(reference, again, request.tolerance)
+    if repeated is not None and repeated.first_difference is not None:
+        return _refused(request, replace(repeated, repeated=True), notes)
+    return _refused(request, comparison, notes)
 
 
 def _with_compression(
-    question: VerificationRequest, run: Runner, trials: tuple[VerificationTrial, VerificationTrial], passed: Verdict
+    request: VerificationRequest, run: Runner, trials: tuple[VerificationTrial, VerificationTrial], passed: Verdict
 ) -> Verdict:
-    """Extend the verdict on exact reductions by what a run with compressed reductions shows."""
-    reference, many = trials
-    if question.compress is None or question.world_size == 1 or _loses_nothing(question.compress):
+    """Run again with compressed reductions, and add the outcome to the verdict on exact reductions."""
+    reference, tested = trials
+    if request.compress is None or request.world_size == 1 or _loses_nothing(request.compress):
         return passed
-    beside = _frozen_reference(question.compress, reference)
-    trial = replace(many, folder=many.folder.with_suffix(".compressed"), compress=question.compress)
-    if beside is not None:
-        trial = replace(trial, compress=beside.compress, reference=beside.folder)
-    failure = (None if beside is None else run(beside)) or run(trial)
+    frozen = _frozen_reference(request.compress, reference)
+    trial = replace(tested, folder=tested.folder.with_suffix(".compressed"), compress=request.compress)
+    if frozen is not None:
+        trial = replace(trial, compress=frozen.compress, reference=frozen.folder)
+    failure = (None if frozen is None else run(frozen)) or run(trial)
     if failure is not None:
-        return _failed(question, failure, reference.double)
-    if beside is not None:
-        reference = beside
-    note, alike = compressed_note(question.compress, reference.folder, trial.folder, question.world_size)
+        return _failed(request, failure, reference.double)
+    if frozen is not None:
+        reference = frozen
+    note, ranks_agree = compressed_note(request.compress, reference.folder, trial.folder, request.world_size)
     sentence = passed.sentence.replace("one device computes,", "one device computes with exact reductions,", 1)
-    if not alike:
-        sentence = f"FAIL: with compressed reductions ({question.compress}), ranks differ from each other"
-    return replace(passed, passed=alike, sentence=sentence, notes=(*passed.notes, note))
+    if not ranks_agree:
+        sentence = f"FAIL: with compressed reductions ({request.compress}), ranks differ from each other"
+    return replace(passed, passed=ranks_agree, sentence=sentence, notes=(*passed.notes, note))
 
 
 def _loses_nothing(compress: str | None) -> bool:
@@ -155,41 +162,41 @@ def _loses_nothing(compress: str | None) -> bool:
     return compress is not None and parse_compression(compress).method == FACTORS
 
 
-def _frozen_reference(compress: str, one: VerificationTrial) -> VerificationTrial | None:
+def _frozen_reference(compress: str, reference: VerificationTrial) -> VerificationTrial | None:
     """Return the reference for momentum compression: one device whose second moment is frozen after the first update.
 
     None if the codec does not freeze the second moment.
     """
-    how = parse_compression(compress)
-    if how.freeze_step is None:
+    codec = parse_compression(compress)
+    if codec.freeze_step is None:
         return None
-    if how.method == ZERO_ONE:  # reductions continue; the second moment is updated in the first step and then rarely
-        words = format_compression(replace(how, freeze_step=_NEVER, kappa=1))
+    if codec.method == ZERO_ONE:  # reductions continue; the second moment is updated in the first step and then rarely
+        option_text = format_compression(replace(codec, freeze_step=_NEVER, kappa=1))
     else:
-        words = format_compression(replace(how, freeze_step=1))
-    return replace(one, folder=one.folder.with_suffix(".frozen"), compress=words)
+        option_text = format_compression(replace(codec, freeze_step=1))
+    return replace(reference, folder=reference.folder.with_suffix(".frozen"), compress=option_text)
 
 
-def _one_device(question: VerificationRequest, run: Runner, folder: Path) -> tuple[VerificationTrial, tuple[str, ...]]:
+def _one_device(request: VerificationRequest, run: Runner, folder: Path) -> tuple[VerificationTrial, tuple[str, ...]]:
     """Run the reference on one device, in float64 if that is asked for and the script runs in it.
 
     Returns:
         The trial, and notes for the verdict.
     """
-    double = question.arithmetic != "script"
-    trial = VerificationTrial(world_size=1, folder=folder / "one", steps=question.steps, double=double)
+    double = request.arithmetic != "script"
+    trial = VerificationTrial(world_size=1, folder=folder / "one", steps=request.steps, double=double)
     failure = run(trial)
     notes: tuple[str, ...] = ()
-    if failure is not None and question.arithmetic == "auto":
+    if failure is not None and request.arithmetic == "auto":
         trial = replace(trial, folder=folder / "one-own", double=False)
         in_double, failure = failure, run(trial)
         last = in_double.strip().splitlines()[-1]
         notes = (f"computed in the script's own dtypes, because in float64 it fails ({last})",)
     if failure is not None:
-        raise ScriptError(f"{question.script} fails on one device, so there is nothing to compare with: {failure}")
+        raise ScriptError(f"{request.script} fails on one device, so there is nothing to compare with: {failure}")
     if not read_ranks(trial.folder, 1):
         raise ScriptError(
-            f"{question.script} ended without a step of a tutti.Job; create a Job, and train with job.step(batch)"
+            f"{request.script} ended without a step of a tutti.Job; create a Job, and train with job.step(batch)"
         )
     return trial, notes
 
@@ -199,8 +206,8 @@ class TrialComparison:
     """The outcome of comparing two trials.
 
     Attributes:
-        found: the first difference; None if there is none.
-        sides: recordings of the step in which it was found; None if it is not in a step.
+        first_difference: the first tensor that differs; None if there is none.
+        recordings: recordings of the step in which it was found; None if it is not in a step.
         checker: holds the tolerance and the number of comparisons.
         dtype: the least precise dtype of the computation.
         steps: number of steps compared.
@@ -209,8 +216,8 @@ class TrialComparison:
         repeated: whether both trials ran on one device.
     """
 
-    found: FirstDifference | None
-    sides: StepRecordings | None
+    first_difference: FirstDifference | None
+    recordings: StepRecordings | None
     checker: ToleranceChecker
     dtype: str
     steps: int
@@ -219,9 +226,9 @@ class TrialComparison:
     repeated: bool = False
 
     @property
-    def draws_of_its_own(self) -> bool:
+    def draws_may_differ(self) -> bool:
         """Whether forward drew random numbers that may differ between one device and ranks that share samples."""
-        return self.heads[0].drew and any(head.holding.place for head in self.heads)
+        return self.heads[0].drew and any(head.rank_shard.mesh_position for head in self.heads)
 
 
 def on_one_device(plan: Plan) -> Plan:
@@ -229,43 +236,43 @@ def on_one_device(plan: Plan) -> Plan:
     return Plan(batch=plan.batch, precision=plan.precision)
 
 
-def compare_trials(one: VerificationTrial, many: VerificationTrial, tolerance: float | None) -> TrialComparison:
+def compare_trials(reference: VerificationTrial, tested: VerificationTrial, tolerance: float | None) -> TrialComparison:
     """Compare two recorded trials up to the first difference, and the later steps for further evidence.
 
     Args:
-        one: the trial on one device.
-        many: the trial to compare with it.
+        reference: the trial on one device.
+        tested: the trial to compare with it.
         tolerance: largest accepted relative difference; None for the one that fits the dtype.
 
     Raises:
         ScriptError: the second trial recorded no step.
     """
-    head = read_ranks(one.folder, 1)[0]
-    heads = read_ranks(many.folder, many.world_size)
+    head = read_ranks(reference.folder, 1)[0]
+    heads = read_ranks(tested.folder, tested.world_size)
     if not heads:
         raise ScriptError(
-            f"on {many.world_size} ranks the script ended without a step; make as many steps as on one device"
+            f"on {tested.world_size} ranks the script ended without a step; make as many steps as on one device"
         )
     dtype = max((record.dtype for record in (head, *heads)), key=list(TOLERANCE).index)
     checker = ToleranceChecker(TOLERANCE[dtype] if tolerance is None else tolerance, FLOOR[dtype])
     steps = min(record.steps for record in (head, *heads))
-    difference, sides = compare_start(head, heads, checker), None
+    difference, recordings = compare_start(head, heads, checker), None
     later: list[FirstDifference] = []
     for step in range(steps if difference is None else 0):
-        here = StepRecordings(
+        step_recordings = StepRecordings(
             head=head,
             heads=heads,
-            one=read_steps(one.folder, 1, step)[0],
-            ranks=read_steps(many.folder, many.world_size, step),
+            reference=read_steps(reference.folder, 1, step)[0],
+            ranks=read_steps(tested.folder, tested.world_size, step),
         )
         if difference is None:
-            sides, difference = here, compare_step(here, checker)
+            recordings, difference = step_recordings, compare_step(step_recordings, checker)
         else:
-            also = compare_step(here, ToleranceChecker(checker.tolerance, checker.floor))
+            also = compare_step(step_recordings, ToleranceChecker(checker.tolerance, checker.floor))
             later += [also] if also else []
     return TrialComparison(
-        found=difference,
-        sides=sides,
+        first_difference=difference,
+        recordings=recordings,
         checker=checker,
         dtype=dtype,
         steps=steps,
@@ -274,35 +281,35 @@ def compare_trials(one: VerificationTrial, many: VerificationTrial, tolerance: f
     )
 
 
-def _passed(question: VerificationRequest, comparison: TrialComparison, notes: tuple[str, ...]) -> Verdict:
+def _passed(request: VerificationRequest, comparison: TrialComparison, notes: tuple[str, ...]) -> Verdict:
     largest = comparison.checker.largest
-    verb = "compute" if question.world_size > 1 else "computes"
+    verb = "compute" if request.world_size > 1 else "computes"
     where = f" {largest.relative_difference or 0.0:.2g}, in {_at(largest)}" if largest else " 0"
     sentence = (
-        f"PASS: {_ranks(question)} {verb} what one device computes, over {_steps(comparison)}; the largest relative "
+        f"PASS: {_ranks(request)} {verb} what one device computes, over {_steps(comparison)}; the largest relative "
         f"difference of {comparison.checker.compared} compared is{where}"
     )
-    return _verdict(question, comparison, sentence, notes, passed=True)
+    return _verdict(request, comparison, sentence, notes, passed=True)
 
 
-def _refused(question: VerificationRequest, comparison: TrialComparison, notes: tuple[str, ...]) -> Verdict:
-    assert comparison.found is not None
-    first = comparison.found.first
+def _refused(request: VerificationRequest, comparison: TrialComparison, notes: tuple[str, ...]) -> Verdict:
+    assert comparison.first_difference is not None
+    first = comparison.first_difference.difference
     case = DifferenceCase(
-        found=comparison.found,
-        sides=comparison.sides,
-        world_size=question.world_size,
+        first_difference=comparison.first_difference,
+        recordings=comparison.recordings,
+        world_size=request.world_size,
         later=comparison.later,
         repeated=comparison.repeated,
     )
     cause = diagnose(case)
-    what = "two runs on one device differ" if comparison.repeated else f"{_ranks(question)} differ from one device"
+    what = "two runs on one device differ" if comparison.repeated else f"{_ranks(request)} differ from one device"
     sentence = f"FAIL: {what}, first in {_at(first)}{_size(first)}. Likely cause: {cause.sentence}"
-    return _verdict(question, comparison, sentence, notes, passed=False, cause=cause)
+    return _verdict(request, comparison, sentence, notes, passed=False, cause=cause)
 
 
 def _verdict(
-    question: VerificationRequest,
+    request: VerificationRequest,
     comparison: TrialComparison,
     sentence: str,
     notes: tuple[str, ...],
@@ -313,40 +320,40 @@ def _verdict(
     return Verdict(
         passed=passed,
         sentence=sentence,
-        script=question.script,
-        world_size=question.world_size,
+        script=request.script,
+        world_size=request.world_size,
         steps=comparison.steps,
         arithmetic=comparison.dtype,
         tolerance=comparison.checker.tolerance,
         compared=comparison.checker.compared,
         largest=comparison.checker.largest,
-        first=comparison.found.first if comparison.found else None,
+        first=comparison.first_difference.difference if comparison.first_difference else None,
         cause=cause,
-        notes=(*notes, *_notes(question, comparison)),
+        notes=(*notes, *_notes(request, comparison)),
     )
 
 
-def _notes(question: VerificationRequest, comparison: TrialComparison) -> list[str]:
+def _notes(request: VerificationRequest, comparison: TrialComparison) -> list[str]:
     notes = list(dict.fromkeys(note for head in comparison.heads for note in head.notes))
     skipped = list(comparison.checker.skipped)
     if skipped:
         shown = ", ".join(skipped[:4]) + (f" and {len(skipped) - 4} more" if len(skipped) > 4 else "")
         notes.append(f"not compared, because they have no row per sample or not every rank has them: {shown}")
-    if comparison.steps < question.steps:
-        notes.append(f"the script ended after {comparison.steps} of {question.steps} steps")
+    if comparison.steps < request.steps:
+        notes.append(f"the script ended after {comparison.steps} of {request.steps} steps")
     return notes
 
 
-def _failed(question: VerificationRequest, failure: str, double: bool) -> Verdict:
+def _failed(request: VerificationRequest, failure: str, double: bool) -> Verdict:
     """Return the verdict for a script that runs on one device but not on N ranks."""
     return Verdict(
         passed=False,
-        sentence=f"FAIL: {question.script} runs on one device, but not on {_ranks(question)}: {failure}",
-        script=question.script,
-        world_size=question.world_size,
+        sentence=f"FAIL: {request.script} runs on one device, but not on {_ranks(request)}: {failure}",
+        script=request.script,
+        world_size=request.world_size,
         steps=0,
         arithmetic="float64" if double else "script",
-        tolerance=question.tolerance or 0.0,
+        tolerance=request.tolerance or 0.0,
         cause=Cause(
             kind="fails_on_ranks",
             sentence="the script fails when several ranks run it",
@@ -355,32 +362,36 @@ def _failed(question: VerificationRequest, failure: str, double: bool) -> Verdic
     )
 
 
-def _at(one: TensorDifference) -> str:
-    """Describe the place of a difference: tensor, module, stage, step and ranks."""
-    module = f" of module {one.module!r}" if one.module else ""
-    when = f"step {one.step}" if one.step else "before the first step"
-    ranks = f", rank{'s' if len(one.ranks) > 1 else ''} {', '.join(map(str, one.ranks))}" if one.ranks else ""
-    return f"{one.tensor}{module} ({one.stage}, {when}{ranks})"
+def _at(difference: TensorDifference) -> str:
+    """Describe where a difference is: tensor, module, stage, step and ranks."""
+    module = f" of module {difference.module!r}" if difference.module else ""
+    when = f"step {difference.step}" if difference.step else "before the first step"
+    ranks = (
+        f", rank{'s' if len(difference.ranks) > 1 else ''} {', '.join(map(str, difference.ranks))}"
+        if difference.ranks
+        else ""
+    )
+    return f"{difference.tensor}{module} ({difference.stage}, {when}{ranks})"
 
 
-def _size(one: TensorDifference) -> str:
-    return "" if one.relative_difference is None else f", by {one.relative_difference:.2g} of its size"
+def _size(difference: TensorDifference) -> str:
+    return "" if difference.relative_difference is None else f", by {difference.relative_difference:.2g} of its size"
 
 
-def _ranks(question: VerificationRequest) -> str:
-    return f"{question.world_size} rank{'s' if question.world_size > 1 else ''}"
+def _ranks(request: VerificationRequest) -> str:
+    return f"{request.world_size} rank{'s' if request.world_size > 1 else ''}"
 
 
 def _steps(comparison: TrialComparison) -> str:
     return f"{comparison.steps} step{'s' if comparison.steps > 1 else ''} in {comparison.dtype}"
 
 
-def compressed_note(words: str, one: Path, compressed: Path, world_size: int) -> tuple[str, bool]:
+def compressed_note(codec: str, reference: Path, compressed: Path, world_size: int) -> tuple[str, bool]:
     """Describe how gradients with compressed reductions differ from one device's.
 
     Args:
-        words: the codec's option text.
-        one: folder of the recording on one device.
+        codec: the codec's option text.
+        reference: folder of the recording on one device.
         compressed: folder of the recording on ranks.
         world_size: number of ranks.
 
@@ -388,79 +399,79 @@ def compressed_note(words: str, one: Path, compressed: Path, world_size: int) ->
         The description, and whether the ranks agree with each other.
     """
     heads = read_ranks(compressed, world_size)
-    steps = min((record.steps for record in (*read_ranks(one, 1), *heads)), default=0)
+    steps = min((record.steps for record in (*read_ranks(reference, 1), *heads)), default=0)
     if not steps:
-        return f"with compressed reductions ({words}) the script ended without a step", False
-    momentum = parse_compression(words).freeze_step is not None
+        return f"with compressed reductions ({codec}) the script ended without a step", False
+    momentum = parse_compression(codec).freeze_step is not None
     if momentum and steps == 1:
         return (
-            f"{words} compresses momentum from the second step on, so one step cannot show it; verify more steps",
+            f"{codec} compresses momentum from the second step on, so one step cannot show it; verify more steps",
             True,
         )
-    distances, alike = [], True
+    distances, agree = [], True
     for step in range(1 if momentum else 0, steps):
-        expected, ranks = read_steps(one, 1, step)[0], read_steps(compressed, world_size, step)
+        expected, ranks = read_steps(reference, 1, step)[0], read_steps(compressed, world_size, step)
         distances.append(_distance(expected, heads, ranks))
-        alike = alike and _alike(heads, ranks)
+        agree = agree and _ranks_agree(heads, ranks)
     low, high = min(distances), max(distances)
     shown = f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g}"
     if momentum:
-        return _momentum_note(words, shown, len(distances), alike), alike
+        return _momentum_note(codec, shown, len(distances), agree), agree
     return (
-        f"this plan compresses gradient reductions ({words}), which one device does not have: the plan was verified "
+        f"this plan compresses gradient reductions ({codec}), which one device does not have: the plan was verified "
         f"with exact reductions. With compression, over {_count(steps)}, gradients differ from one device's by {shown} "
-        f"of their norm; {_agreement(alike)}. Not proved: that training reaches the same quality"
-    ), alike
+        f"of their norm; {_agreement(agree)}. Not proved: that training reaches the same quality"
+    ), agree
 
 
-def _momentum_note(words: str, shown: str, steps: int, alike: bool) -> str:
-    if parse_compression(words).method == ZERO_ONE:
+def _momentum_note(codec: str, shown: str, steps: int, agree: bool) -> str:
+    if parse_compression(codec).method == ZERO_ONE:
         return (
-            f"this plan reduces gradients in one bit where the optimizer's second moment is frozen ({words}): it was "
+            f"this plan reduces gradients in one bit where the optimizer's second moment is frozen ({codec}): it was "
             "verified with exact reductions. For this comparison the second moment was updated in the first step and "
             f"then ever more rarely, on one device too; over the {_count(steps)} after it, gradients differ from one "
-            f"device's by {shown} of their norm; {_agreement(alike)}. Not compared: updates that ranks make on their "
+            f"device's by {shown} of their norm; {_agreement(agree)}. Not compared: updates that ranks make on their "
             "own once it is frozen, and how ranks synchronise then. Not proved: that training reaches the same quality"
         )
     return (
-        f"once the optimizer's second moment is frozen, this plan reduces momentum ({words}): it was verified with "
+        f"once the optimizer's second moment is frozen, this plan reduces momentum ({codec}): it was verified with "
         "exact reductions. For this comparison it was frozen after the first step, on one device too; over the "
         f"{_count(steps)} after it, the gradients that the reductions stand for differ from one device's by {shown} of "
-        f"their norm; {_agreement(alike)}. Not compared: when the plan freezes it. Not proved: that training reaches "
+        f"their norm; {_agreement(agree)}. Not compared: when the plan freezes it. Not proved: that training reaches "
         "the same quality"
     )
 
 
-def _agreement(alike: bool) -> str:
-    return "all ranks have the same bits" if alike else "and ranks DIFFER from each other"
+def _agreement(ranks_agree: bool) -> str:
+    return "all ranks have the same bits" if ranks_agree else "and ranks DIFFER from each other"
 
 
 def _count(steps: int) -> str:
     return f"{steps} step{'s' if steps > 1 else ''}"
 
 
-def _distance(one: StepRecord, heads: Sequence[RankRecord], ranks: Sequence[StepRecord]) -> float:
+def _distance(reference: StepRecord, heads: Sequence[RankRecord], ranks: Sequence[StepRecord]) -> float:
     """Return the relative distance of all gradients from one device's (L2 norm), the largest of any rank."""
     largest = 0.0
     for head, step in zip(heads, ranks, strict=True):
         difference = norm = 0.0
-        for name, got, held in _gradients(head, step):
-            expected = one.gradients.get(name)
+        for name, got, shard in _gradients(head, step):
+            expected = reference.gradients.get(name)
             if expected is None:
                 continue
-            whole = expected if held is None else sampled_part(expected, held, got)
+            whole = expected if shard is None else sampled_part(expected, shard, got)
             difference += float((got.double() - whole.double()).square().sum())
             norm += float(whole.double().square().sum())
         largest = max(largest, math.sqrt(difference / norm) if norm else 0.0)
     return largest
 
 
-def _alike(heads: Sequence[RankRecord], ranks: Sequence[StepRecord]) -> bool:
+def _ranks_agree(heads: Sequence[RankRecord], ranks: Sequence[StepRecord]) -> bool:
     """Return whether ranks that hold the same part of a parameter have equal gradients of it."""
     seen: dict[Any, torch.Tensor] = {}
     for head, step in zip(heads, ranks, strict=True):
-        for name, got, held in _gradients(head, step):
-            if not torch.equal(seen.setdefault((name, None if held is None else held.cuts), got), got):
+        for name, got, shard in _gradients(head, step):
+            if not torch.equal(seen.setdefault((name, None if shard is None else shard.cuts), got), got):
                 return False
     return True
 
@@ -468,4 +479,4 @@ def _alike(heads: Sequence[RankRecord], ranks: Sequence[StepRecord]) -> bool:
 def _gradients(head: RankRecord, step: StepRecord) -> Iterator[tuple[str, torch.Tensor, Any]]:
     for name, gradient in step.gradients.items():
         if gradient is not None:
-            yield name, gradient, head.holding.tensors.get(name)
+            yield name, gradient, head.rank_shard.tensors.get(name)

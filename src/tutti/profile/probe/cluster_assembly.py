@@ -1,9 +1,11 @@
 """Assemble the findings of all ranks into a ClusterSpec. Pure: the same findings give the same spec.
 
+For exclusive matrix products take the slowest host; for other rates the median; for links and disks the slowest.
 Synchronous steps wait for the slowest host, and matrix products, of which there are many samples, show which host that
-is. Other measurements have fewer samples and scatter more than hosts differ, so their median counts. A host far behind
-the others has another kind of device, whatever its name: virtual machines often report the same name, and others are
-throttled or shared.
+is. Other rates have fewer samples and scatter more than hosts differ.
+
+A host far behind the others has another kind of device, even if its device has the same name: virtual machines often
+report one name for different processors, and others are throttled or shared.
 """
 
 import statistics
@@ -33,11 +35,11 @@ from tutti.profile.probe.host_facts import HostFacts
 BUSY = 0.25
 """Load per core at the start above which a note warns of other work."""
 
-ALIKE = 0.05
-"""Hosts count as equal when their memories differ by less than this fraction."""
+EQUAL_MEMORY_TOLERANCE = 0.05
+"""Hosts count as equal if their memories differ by at most this fraction."""
 
-DISAGREE = 1.5
-"""A link's times disagree if their median exceeds their lower quartile by this factor."""
+MEDIAN_TO_QUARTILE_LIMIT = 1.5
+"""The times of a link are noisy if their median exceeds their lower quartile by more than this factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +62,14 @@ class RankFacts:
     emulated: tuple[str, ...] = ()
 
 
-def turns(facts: list[RankFacts], ranks: list[int]) -> float:
-    """Return how many of these ranks' hosts share a core of their machine, one rank per host; 1 where each has its own.
+def oversubscription(facts: list[RankFacts], ranks: list[int]) -> float:
+    """Return the cores that hosts claim per core of their machine, on the most oversubscribed machine; at least 1.
 
-    Hosts of a lab may have more cores together than their machine has.
+    Hosts of a lab are on one machine, and may claim more cores together than it has.
+
+    Args:
+        facts: facts of all ranks.
+        ranks: one rank of each host.
     """
     cores: dict[str, int] = {}
     for host in (facts[rank].host for rank in ranks if facts[rank].kind == "cpu" and facts[rank].host.machine):
@@ -73,8 +79,8 @@ def turns(facts: list[RankFacts], ranks: list[int]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Devices of one kind on one host."""
+class HostDevice:
+    """The devices of one kind on one host."""
 
     host: str
     device: str
@@ -82,7 +88,7 @@ class _Place:
     memory_nbytes: int
     disk_read_bytes_per_s: float | None
     cores: int
-    turns: float
+    oversubscription: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +118,10 @@ class SharedRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All findings; lists are in order of rank.
+    """What all ranks measured; lists are in order of rank.
 
     Attributes:
+        facts: hosts and devices.
         exclusive: rates by device name, measured by one rank of each host while the others waited.
         shared: rates measured while all ranks of a host computed.
         node_links, network_links: the links that a rank measured; empty for ranks that took no part.
@@ -141,9 +148,11 @@ def assemble(findings: Findings, *, measured_utc: str | None = None) -> ClusterS
     names = list(by_host(findings.facts))
     return ClusterSpec(
         name=names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more",
-        devices={name: _device(findings, name, rank) for name, rank in first_of_each_device(findings.facts).items()},
+        devices={
+            name: _device(findings, name, rank) for name, rank in first_rank_of_each_device(findings.facts).items()
+        },
         nodes=_nodes(findings),
-        links=(*_slowest(findings.node_links), *_slowest(findings.network_links)),
+        links=(*_links_of_slowest_host(findings.node_links), *_links_of_slowest_host(findings.network_links)),
         conditions=_conditions(findings, measured_utc or host_facts.now_utc()),
     )
 
@@ -151,8 +160,8 @@ def assemble(findings: Findings, *, measured_utc: str | None = None) -> ClusterS
 def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
     fact, exclusive = findings.facts[rank], findings.exclusive[name]
     neighbours = [findings.shared[other] for other in by_host(findings.facts)[fact.host.name]]
-    passed = merged([shared.weights for shared in neighbours], weights_key, median_weights)
-    copied = merged([shared.memory for shared in neighbours], lambda rate: rate.threads, median_memory)
+    shared_weights = merged([shared.weights for shared in neighbours], weights_key, median_weights)
+    shared_memory = merged([shared.memory for shared in neighbours], lambda rate: rate.threads, median_memory)
     return DeviceSpec(
         name=name,
         kind=fact.kind,
@@ -163,8 +172,8 @@ def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
         gemm_concurrent=merged(
             [shared.gemm for shared in neighbours], lambda rate: (rate.dtype, rate.n, rate.threads), _median_gemm
         ),
-        memory_rates=(*exclusive.memory, *copied),
-        weight_rates=(*exclusive.weights, *passed),
+        memory_rates=(*exclusive.memory, *shared_memory),
+        weight_rates=(*exclusive.weights, *shared_weights),
         efficiency=exclusive.efficiency,
         convolution_rates=exclusive.convolutions,
         image_rates=exclusive.images,
@@ -189,7 +198,7 @@ def _median_gemm(rates: list[GemmRate]) -> GemmRate:
     return replace(rates[0], flops_per_s=middle, spread=max(rate.spread for rate in rates))
 
 
-def _slowest(of_ranks: Iterable[tuple[LinkSpec, ...]]) -> tuple[LinkSpec, ...]:
+def _links_of_slowest_host(of_ranks: Iterable[tuple[LinkSpec, ...]]) -> tuple[LinkSpec, ...]:
     """Return the links of the host whose largest all-reduce takes longest: synchronous ranks wait for it."""
     measured = [links for links in of_ranks if links]
     return max(measured, key=lambda links: links[0].points[-1].time_s, default=())
@@ -197,56 +206,56 @@ def _slowest(of_ranks: Iterable[tuple[LinkSpec, ...]]) -> tuple[LinkSpec, ...]:
 
 def _nodes(findings: Findings) -> tuple[NodeSpec, ...]:
     """Merge equal hosts; the slowest of their disks counts."""
-    merged: list[tuple[_Place, list[_Place]]] = []
-    for place in _places(findings):
-        for first, places in merged:
-            if _alike(first, place):
-                places.append(place)
+    groups: list[tuple[HostDevice, list[HostDevice]]] = []
+    for entry in _host_devices(findings):
+        for first, same in groups:
+            if _equal_hosts(first, entry):
+                same.append(entry)
                 break
         else:
-            merged.append((place, [place]))
+            groups.append((entry, [entry]))
     return tuple(
         NodeSpec(
             name=first.host,
             device=first.device,
             devices_per_node=first.devices,
-            count=len(places),
-            memory_nbytes=min(place.memory_nbytes for place in places),
+            count=len(same),
+            memory_nbytes=min(entry.memory_nbytes for entry in same),
             disk_read_bytes_per_s=min(
-                (place.disk_read_bytes_per_s for place in places if place.disk_read_bytes_per_s), default=None
+                (entry.disk_read_bytes_per_s for entry in same if entry.disk_read_bytes_per_s), default=None
             ),
-            cores=min(place.cores for place in places),
-            turns=max(place.turns for place in places),
+            cores=min(entry.cores for entry in same),
+            turns=max(entry.oversubscription for entry in same),
         )
-        for first, places in merged
+        for first, same in groups
     )
 
 
-def _alike(a: _Place, b: _Place) -> bool:
-    near = abs(a.memory_nbytes - b.memory_nbytes) <= ALIKE * a.memory_nbytes
+def _equal_hosts(a: HostDevice, b: HostDevice) -> bool:
+    near = abs(a.memory_nbytes - b.memory_nbytes) <= EQUAL_MEMORY_TOLERANCE * a.memory_nbytes
     return (a.device, a.devices) == (b.device, b.devices) and near
 
 
-def _places(findings: Findings) -> list[_Place]:
-    """Return one entry for each kind of device on each host. A CPU is one device, whatever the number of its ranks."""
-    places = []
+def _host_devices(findings: Findings) -> list[HostDevice]:
+    """Return one entry for each kind of device on each host. All cores of a host together are one device."""
+    entries = []
     for name, ranks in by_host(findings.facts).items():
         read = next((value for rank in ranks if (value := findings.disk_read_bytes_per_s[rank])), None)
         facts = [findings.facts[rank] for rank in ranks]
         for device in dict.fromkeys(fact.device for fact in facts):
             same = [fact for fact in facts if fact.device == device]
-            places.append(
-                _Place(
+            entries.append(
+                HostDevice(
                     host=name,
                     device=device,
                     devices=1 if same[0].kind == "cpu" else max(same[0].visible, len(same)),
                     memory_nbytes=same[0].host.memory_nbytes,
                     disk_read_bytes_per_s=read,
                     cores=0 if same[0].kind == "cpu" else same[0].host.cores,
-                    turns=turns(findings.facts, at_once(findings.facts, ranks[0])),
+                    oversubscription=oversubscription(findings.facts, at_once(findings.facts, ranks[0])),
                 )
             )
-    return places
+    return entries
 
 
 def _conditions(findings: Findings, measured_utc: str) -> Conditions:
@@ -286,21 +295,21 @@ def _warnings(findings: Findings) -> list[str]:
             warnings.append(
                 f"the disk of host {name} was not read: no space, not writable, or its cache cannot be bypassed"
             )
-    for link in (*_slowest(findings.node_links)[:1], *_slowest(findings.network_links)[:1]):
-        warnings += _disagreement(link)
+    for link in (*_links_of_slowest_host(findings.node_links)[:1], *_links_of_slowest_host(findings.network_links)[:1]):
+        warnings += _noisy_link_warning(link)
     return warnings
 
 
-def _disagreement(link: LinkSpec) -> list[str]:
-    """Warn if the times of a link differ so much that other work must have lengthened them."""
+def _noisy_link_warning(link: LinkSpec) -> list[str]:
+    """Return a warning if the times of a link differ so much that other work must have lengthened them."""
     worst = max(link.points, key=lambda point: point.median_s / point.time_s)
-    if worst.median_s <= DISAGREE * worst.time_s:
+    if worst.median_s <= MEDIAN_TO_QUARTILE_LIMIT * worst.time_s:
         return []
     between = "ranks of a host" if link.tier == "node" else "hosts"
     return [
-        f"times of all-reduces between {between} disagreed: for {worst.nbytes} bytes a quarter took at most "
-        f"{1e3 * worst.time_s:.3g} ms and half more than {1e3 * worst.median_s:.3g} ms; other work disturbed them, so "
-        "this link may be faster than measured: measure again when the machine is quiet"
+        f"times of all-reduces between {between} disagreed (of {worst.nbytes} bytes: lower quartile "
+        f"{1e3 * worst.time_s:.3g} ms, median {1e3 * worst.median_s:.3g} ms): other work disturbed them, so this link "
+        "may be faster than measured; measure again when the machine is quiet"
     ]
 
 
@@ -312,7 +321,7 @@ def by_host(facts: list[RankFacts]) -> dict[str, list[int]]:
     return hosts
 
 
-def first_of_each_device(facts: list[RankFacts]) -> dict[str, int]:
+def first_rank_of_each_device(facts: list[RankFacts]) -> dict[str, int]:
     """Return the first rank on each device, by device name."""
     first: dict[str, int] = {}
     for rank, fact in enumerate(facts):
@@ -320,17 +329,17 @@ def first_of_each_device(facts: list[RankFacts]) -> dict[str, int]:
     return first
 
 
-def slower(name: str, place: int) -> str:
-    """Return a name for each of several devices that report one name, in order of their speed.
+def speed_ranked_name(name: str, position: int) -> str:
+    """Return the name of a device that shares its reported name with devices of other speeds.
 
     Args:
         name: the reported name.
-        place: 0 for the fastest device, 1 for the next, and so on.
+        position: 0 for the fastest devices, 1 for the next group, and so on.
     """
-    return name if place == 0 else f"{name}, slower" if place == 1 else f"{name}, slower ({place})"
+    return name if position == 0 else f"{name}, slower" if position == 1 else f"{name}, slower ({position})"
 
 
-def renamed(facts: list[RankFacts], name: str, groups: Sequence[Collection[str]]) -> list[RankFacts]:
+def rename_by_speed(facts: list[RankFacts], name: str, groups: Sequence[Collection[str]]) -> list[RankFacts]:
     """Return the facts with a separate device name for each group of hosts.
 
     Args:
@@ -338,9 +347,9 @@ def renamed(facts: list[RankFacts], name: str, groups: Sequence[Collection[str]]
         name: the device name that the groups share.
         groups: hosts by group, the fastest group first.
     """
-    places = {host: place for place, hosts in enumerate(groups) for host in hosts}
+    positions = {host: position for position, hosts in enumerate(groups) for host in hosts}
     return [
-        replace(fact, device=slower(name, places.get(fact.host.name, 0))) if fact.device == name else fact
+        replace(fact, device=speed_ranked_name(name, positions.get(fact.host.name, 0))) if fact.device == name else fact
         for fact in facts
     ]
 
@@ -352,30 +361,28 @@ def at_once(facts: list[RankFacts], rank: int) -> list[int]:
     share caches and memory, and in a run all hosts compute at once and wait for the slowest.
     """
     fact = facts[rank]
-    alike = [
+    others = [
         ranks[0]
         for name, ranks in by_host(facts).items()
         if name != fact.host.name and (facts[ranks[0]].device == fact.device or _one_machine(facts[ranks[0]], fact))
     ]
-    return sorted([rank, *alike])
+    return sorted([rank, *others])
 
 
-def _one_machine(one: RankFacts, other: RankFacts) -> bool:
+def _one_machine(first: RankFacts, second: RankFacts) -> bool:
     """Return whether two ranks compute on cores of one machine, as hosts of a lab do."""
-    return one.kind == other.kind == "cpu" and bool(one.host.machine) and one.host.machine == other.host.machine
+    return first.kind == second.kind == "cpu" and bool(first.host.machine) and first.host.machine == second.host.machine
 
 
-def crowded(facts: list[RankFacts], ranks: list[int]) -> bool:
-    """Return whether ranks that measure at once, one per host, have fewer cores of their machine than their hosts
-    claim.
-    """
-    return turns(facts, ranks) > 1
+def is_oversubscribed(facts: list[RankFacts], ranks: list[int]) -> bool:
+    """Return whether the hosts of these ranks, one rank of each, claim more cores than their machine has."""
+    return oversubscription(facts, ranks) > 1
 
 
-BEHIND = 0.85
-"""A note names a host whose products run at less than this fraction of the hosts' median speed."""
+SLOW_HOST_FRACTION = 0.85
+"""A note names a host that runs matrix products below this fraction of the hosts' median speed."""
 
-FAR_SLOWER = 0.7
+OTHER_DEVICE_FRACTION = 0.7
 """A host has another kind of device if all its float32 products run below this fraction of the fastest host's speed.
 Other dtypes may be emulated, equally slowly on both.
 """
@@ -384,72 +391,73 @@ T = TypeVar("T")
 R = TypeVar("R", ConvolutionRate, ImageRate)
 
 
-def in_kinds(found: Mapping[str, DeviceRates]) -> list[dict[str, DeviceRates]]:
-    """Group hosts by speed, the fastest group first.
+def group_by_speed(rates_by_host: Mapping[str, DeviceRates]) -> list[dict[str, DeviceRates]]:
+    """Group hosts by the speed of their float32 products, the fastest group first.
 
     Args:
-        found: rates by host.
+        rates_by_host: rates that each host measured.
     """
-    if len(found) < 2:
-        return [dict(found)]
+    if len(rates_by_host) < 2:
+        return [dict(rates_by_host)]
     plain = {host: replace(rates, gemm=tuple(rate for rate in rates.gemm if rate.dtype == "float32"))
-             for host, rates in found.items()}  # fmt: skip
+             for host, rates in rates_by_host.items()}  # fmt: skip
     relative_speeds = {host: max(sizes, default=1.0) for host, sizes in _relative_speeds(plain, max).items()}
     groups: list[dict[str, DeviceRates]] = []
     least = 0.0
-    for host in sorted(found, key=lambda host: -relative_speeds[host]):
+    for host in sorted(rates_by_host, key=lambda host: -relative_speeds[host]):
         if not groups or relative_speeds[host] < least:
             groups.append({})
-            least = FAR_SLOWER * relative_speeds[host]
-        groups[-1][host] = found[host]
-    return [{host: group[host] for host in found if host in group} for group in groups]
+            least = OTHER_DEVICE_FRACTION * relative_speeds[host]
+        groups[-1][host] = rates_by_host[host]
+    return [{host: group[host] for host in rates_by_host if host in group} for group in groups]
 
 
-def slowest(found: Mapping[str, DeviceRates]) -> DeviceRates:
-    """Merge the rates of hosts into rates that stand for all of them.
+def merge_hosts(rates_by_host: Mapping[str, DeviceRates]) -> DeviceRates:
+    """Merge the rates of hosts with equal devices: for matrix products the slowest host's, for other rates the median.
 
-    The lowest rates of products count, and the median of all others. Rates that some hosts lack (a skipped size) are
-    left out.
+    Rates that some hosts lack (a skipped size) are left out.
 
     Args:
-        found: rates by host.
+        rates_by_host: rates that each host measured.
     """
-    all_found = list(found.values())
-    if len(all_found) == 1:
-        return all_found[0]
-    efficiency = {kind: statistics.median(rates.efficiency.get(kind, value) for rates in all_found)
-                  for kind, value in all_found[0].efficiency.items()}  # fmt: skip
+    all_rates = list(rates_by_host.values())
+    if len(all_rates) == 1:
+        return all_rates[0]
+    efficiency = {kind: statistics.median(rates.efficiency.get(kind, value) for rates in all_rates)
+                  for kind, value in all_rates[0].efficiency.items()}  # fmt: skip
     return DeviceRates(
         gemm=merged(
-            [rates.gemm for rates in all_found], lambda rate: (rate.dtype, rate.n, rate.threads), _slowest_host
+            [rates.gemm for rates in all_rates], lambda rate: (rate.dtype, rate.n, rate.threads), _slowest_host
         ),
-        memory=merged([rates.memory for rates in all_found], lambda rate: rate.threads, median_memory),
-        weights=merged([rates.weights for rates in all_found], weights_key, median_weights),
-        codes=merged([rates.codes for rates in all_found], lambda rate: (rate.method, rate.numel), _codes),
-        kernel_overhead_s=statistics.median(rates.kernel_overhead_s for rates in all_found),
+        memory=merged([rates.memory for rates in all_rates], lambda rate: rate.threads, median_memory),
+        weights=merged([rates.weights for rates in all_rates], weights_key, median_weights),
+        codes=merged([rates.codes for rates in all_rates], lambda rate: (rate.method, rate.numel), _median_codec),
+        kernel_overhead_s=statistics.median(rates.kernel_overhead_s for rates in all_rates),
         efficiency=efficiency,
-        convolutions=merged([rates.convolutions for rates in all_found], lambda rate: rate.weight_nbytes, _relative),
-        images=merged([rates.images for rates in all_found], lambda rate: rate.pixels, _relative),
-        vectors=merged([rates.vectors for rates in all_found], lambda rate: rate.kind, _vectors),
-        notes=(*dict.fromkeys(note for rates in all_found for note in rates.notes), *_behind(found)),
+        convolutions=merged(
+            [rates.convolutions for rates in all_rates], lambda rate: rate.weight_nbytes, _median_relative
+        ),
+        images=merged([rates.images for rates in all_rates], lambda rate: rate.pixels, _median_relative),
+        vectors=merged([rates.vectors for rates in all_rates], lambda rate: rate.kind, _median_vector),
+        notes=(*dict.fromkeys(note for rates in all_rates for note in rates.notes), *_slow_host_notes(rates_by_host)),
     )
 
 
 def weights_key(rate: WeightRate) -> Hashable:
-    """Return what distinguishes weight rates on one device."""
+    """Return what tells the weight rates of one device from each other."""
     return rate.kind, rate.dtype, rate.threads
 
 
 def merged(of_ranks: list[tuple[T, ...]], key: Callable[[T], Hashable], of: Callable[[list[T]], T]) -> tuple[T, ...]:
-    """Merge rates that every rank has.
+    """Merge the rates that every rank has; the others are left out.
 
     Args:
         of_ranks: the rates of each rank.
-        key: what distinguishes the rates of one rank.
-        of: reduces the ranks' rates of one key to one.
+        key: what tells the rates of one rank from each other.
+        of: reduces the ranks' rates of one key to one rate.
     """
     tables = [{key(rate): rate for rate in rates} for rates in of_ranks]
-    return tuple(of([table[where] for table in tables]) for where in tables[0] if all(where in t for t in tables))
+    return tuple(of([table[name] for table in tables]) for name in tables[0] if all(name in table for table in tables))
 
 
 def _slowest_host(rates: list[GemmRate]) -> GemmRate:
@@ -470,11 +478,11 @@ def median_weights(rates: list[WeightRate]) -> WeightRate:
     )
 
 
-def _relative(rates: list[R]) -> R:
+def _median_relative(rates: list[R]) -> R:
     return replace(rates[0], relative=statistics.median(rate.relative for rate in rates))
 
 
-def _vectors(rates: list[VectorRate]) -> VectorRate:
+def _median_vector(rates: list[VectorRate]) -> VectorRate:
     return replace(
         rates[0],
         forward=statistics.median(rate.forward for rate in rates),
@@ -482,7 +490,7 @@ def _vectors(rates: list[VectorRate]) -> VectorRate:
     )
 
 
-def _codes(rates: list[CompressRate]) -> CompressRate:
+def _median_codec(rates: list[CompressRate]) -> CompressRate:
     return replace(
         rates[0],
         encode_s=statistics.median(rate.encode_s for rate in rates),
@@ -490,29 +498,30 @@ def _codes(rates: list[CompressRate]) -> CompressRate:
     )
 
 
-def _behind(found: Mapping[str, DeviceRates]) -> list[str]:
-    """Return a note on each host that is slower than most."""
-    if len(found) < 3:  # with two hosts, either speed could be the usual one
+def _slow_host_notes(rates_by_host: Mapping[str, DeviceRates]) -> list[str]:
+    """Return a note on each host that runs matrix products slower than most."""
+    if len(rates_by_host) < 3:  # with two hosts, either speed could be the usual one
         return []
     return [
-        f"host {host} multiplies at {relative_speed:.0%} of the usual speed of its kind, and synchronous ranks wait "
-        "for it: check what else it runs, or leave it out"
-        for host, sizes in _relative_speeds(found, statistics.median).items()
-        if sizes and (relative_speed := statistics.median(sizes)) < BEHIND
+        f"host {host} runs matrix products at {relative_speed:.0%} of the median speed of its kind of device, and "
+        "synchronous ranks wait for it: check what else it runs, or leave it out"
+        for host, sizes in _relative_speeds(rates_by_host, statistics.median).items()
+        if sizes and (relative_speed := statistics.median(sizes)) < SLOW_HOST_FRACTION
     ]
 
 
 def _relative_speeds(
-    found: Mapping[str, DeviceRates], usual: Callable[[Iterable[float]], float]
+    rates_by_host: Mapping[str, DeviceRates], common: Callable[[Iterable[float]], float]
 ) -> dict[str, list[float]]:
-    """Return each host's rates of the products that all hosts timed, relative to the usual rate of their size and
-    dtype.
+    """Return each host's rates of the matrix products that all hosts timed, relative to a common rate of each product.
 
     Args:
-        found: rates by host.
-        usual: reduces all hosts' rates of one product to the usual one.
+        rates_by_host: rates that each host measured.
+        common: reduces all hosts' rates of one product to the common rate, for instance their median.
     """
-    tables = {host: {(r.dtype, r.n, r.threads): r.flops_per_s for r in rates.gemm} for host, rates in found.items()}
+    tables = {
+        host: {(r.dtype, r.n, r.threads): r.flops_per_s for r in rates.gemm} for host, rates in rates_by_host.items()
+    }
     shared = set.intersection(*(set(table) for table in tables.values()))
-    of_all = {where: usual([table[where] for table in tables.values()]) for where in shared}
-    return {host: [table[where] / of_all[where] for where in shared] for host, table in tables.items()}
+    common_rates = {product: common([table[product] for table in tables.values()]) for product in shared}
+    return {host: [table[product] / common_rates[product] for product in shared] for host, table in tables.items()}

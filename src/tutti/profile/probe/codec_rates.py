@@ -34,15 +34,14 @@ CODECS: Mapping[str, Codec] = {
 }
 """Codecs by their option text."""
 
-RANKS = (1, 2, 4)
+POWERSGD_RANKS = (1, 2, 4)
 """Ranks of PowerSGD's matrices that are timed."""
 
 
 def measure(device: torch.device, effort: Effort) -> tuple[CompressRate, ...]:
     """Measure every codec at the effort's sizes, on one thread of the CPU, as ranks run them.
 
-    Codecs that are not reached within `codes_budget_s` are left out. Compiling their kernels, once per machine, is not
-    counted.
+    After `codes_budget_s` the remaining codecs are left out. Compiling their kernels, once per machine, is not counted.
 
     Args:
         device: the device that holds the gradients.
@@ -54,11 +53,11 @@ def measure(device: torch.device, effort: Effort) -> tuple[CompressRate, ...]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for words, calls in _subjects(device, max(effort.codes_numel)).items():
+        for method, calls in _calls_by_method(device, max(effort.codes_numel)).items():
             for call in calls(min(effort.codes_numel)):
                 call()
             began = time.monotonic()
-            rates += [_rate(words, calls, numel, device, effort) for numel in effort.codes_numel]
+            rates += [_rate(method, calls, numel, device, effort) for numel in effort.codes_numel]
             left_s -= time.monotonic() - began
             if left_s <= 0:
                 break
@@ -71,13 +70,16 @@ Calls = tuple[Callable[[], object], Callable[[], object]]
 """A call that encodes a message, and one that decodes and adds it."""
 
 
-def _subjects(device: torch.device, most: int) -> dict[str, Callable[[int], Calls]]:
-    values = torch.randn(most, generator=torch.Generator().manual_seed(0)).to(device)
-    matrices = {f"powersgd,rank={rank}": _of_powersgd(rank, values) for rank in RANKS}
-    return matrices | {words: _of_codec(codec, values) for words, codec in CODECS.items()}
+def _calls_by_method(device: torch.device, max_numel: int) -> dict[str, Callable[[int], Calls]]:
+    """Return, for each codec, a function that makes its calls for a number of elements."""
+    values = torch.randn(max_numel, generator=torch.Generator().manual_seed(0)).to(device)
+    matrices = {f"powersgd,rank={rank}": _powersgd_calls(rank, values) for rank in POWERSGD_RANKS}
+    return matrices | {method: _codec_calls(codec, values) for method, codec in CODECS.items()}
 
 
-def _of_codec(codec: Codec, values: torch.Tensor) -> Callable[[int], Calls]:
+def _codec_calls(codec: Codec, values: torch.Tensor) -> Callable[[int], Calls]:
+    """Return calls that encode and decode a gradient."""
+
     def calls(numel: int) -> Calls:
         gradient, total = values[:numel], torch.zeros(numel, device=values.device)
         state = codec.state(numel, dtype=torch.float32, device=values.device)
@@ -88,10 +90,8 @@ def _of_codec(codec: Codec, values: torch.Tensor) -> Callable[[int], Calls]:
     return calls
 
 
-def _of_powersgd(rank: int, values: torch.Tensor) -> Callable[[int], Calls]:
-    """Return calls that do all of its arithmetic on one square matrix. Nothing is sent, even if several ranks probe
-    together.
-    """
+def _powersgd_calls(rank: int, values: torch.Tensor) -> Callable[[int], Calls]:
+    """Return calls that do all arithmetic of PowerSGD on one square matrix, without sending anything."""
 
     def calls(numel: int) -> Calls:
         side = math.isqrt(numel)
@@ -108,11 +108,12 @@ def _of_powersgd(rank: int, values: torch.Tensor) -> Callable[[int], Calls]:
     return calls
 
 
-def _rate(words: str, calls: Callable[[int], Calls], numel: int, device: torch.device, effort: Effort) -> CompressRate:
+def _rate(method: str, calls: Callable[[int], Calls], numel: int, device: torch.device, effort: Effort) -> CompressRate:
+    """Measure one codec at one size."""
     encode, decode = calls(numel)
     budget = effort.codes_budget_s / 50
-    took = probe_timing.repeated(encode, device, repeats=effort.repeats, budget_s=budget)
-    back = probe_timing.repeated(decode, device, repeats=effort.repeats, budget_s=budget)
+    encoding = probe_timing.repeated(encode, device, repeats=effort.repeats, budget_s=budget)
+    decoding = probe_timing.repeated(decode, device, repeats=effort.repeats, budget_s=budget)
     return CompressRate(
-        method=words, numel=numel, encode_s=took.quartile_s, decode_s=back.quartile_s, spread=took.spread
+        method=method, numel=numel, encode_s=encoding.quartile_s, decode_s=decoding.quartile_s, spread=encoding.spread
     )

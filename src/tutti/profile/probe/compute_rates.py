@@ -1,6 +1,7 @@
-"""Rates of this device: square matrix products by size, dtype and threads, and other operators relative to them.
+"""Measure compute rates of this device: square matrix products by size, dtype and threads, and other operators.
 
-Operators and a square product are timed alternately, so that a change of the machine's speed affects both.
+The rates of other operators are relative to square products. An operator and a square product are timed alternately,
+so that a change of the machine's speed affects both.
 """
 
 import itertools
@@ -25,12 +26,12 @@ PRODUCT_OF = 64
 EPYC, a side of 845 took 1.25 to 1.6 times as long per FLOP as 832.
 """
 
-KEPT_NBYTES = 2**24
+HEAP_NBYTES = 2**24
 """Freed blocks up to this size stay in the heap. All tensors of the timed operators are smaller."""
 
 LAYERS = 2
-"""Linear layers, which most models consist of, are timed this many times as often as others: two rounds gave 0.93 and
-1.12 of the rate of products within an hour.
+"""Linear layers, which most models consist of, are timed this many times as often as others: two single measurements
+within an hour gave 0.93 and 1.12 of the rate of products.
 """
 
 BACKWARD = 2
@@ -38,10 +39,11 @@ BACKWARD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class TimedOperator:
     """An operator to time.
 
     Attributes:
+        forward: runs it once.
         flops: FLOPs of its forward.
         weight_nbytes: bytes of its weights.
         pixels: pixels of each sample of its output.
@@ -53,7 +55,7 @@ class Subject:
     pixels: int = 0
 
 
-def convolutions() -> list[Subject]:
+def convolutions() -> list[TimedOperator]:
     """Return 3 x 3 convolutions, from few channels and many pixels to many channels and few pixels.
 
     On one core of an AMD EPYC these reached 0.6, 0.7, 0.75 to 0.78 and 0.84 to 0.88 of the rate of products. With
@@ -63,8 +65,8 @@ def convolutions() -> list[Subject]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kinds:
-    """Rates relative to square products.
+class OperatorRates:
+    """Rates of operators relative to square products.
 
     Attributes:
         efficiency: relative rate by kind of operator.
@@ -77,7 +79,7 @@ class Kinds:
     images: tuple[ImageRate, ...] = ()
 
 
-def measure_operator_rates(device: torch.device, effort: Effort, *, threads: int = 1) -> Kinds:
+def measure_operator_rates(device: torch.device, effort: Effort, *, threads: int = 1) -> OperatorRates:
     """Measure the float32 rate of forward and backward together, relative to square products, by kind.
 
     Args:
@@ -89,30 +91,35 @@ def measure_operator_rates(device: torch.device, effort: Effort, *, threads: int
         Nothing if the effort leaves no time for it, or on GPUs, which choose other kernels for every dtype.
     """
     if device.type != "cpu" or not effort.kinds:
-        return Kinds()
-    _keep_what_is_freed()
+        return OperatorRates()
+    _keep_freed_blocks()
     with on_threads(threads):
-        linear = _took(layers(), device, replace(effort, kinds=LAYERS * effort.kinds))
-        attended = _took([attention()], device, effort)
-        convolved = {subject.weight_nbytes: _took([subject], device, effort) for subject in convolutions()}
-        small = {subject.pixels: _relative([_took([subject], device, effort)]) for subject in small_images()}
-    alike = convolutions()[-1]
-    larger = _relative([convolved[alike.weight_nbytes]])
-    of_all = _relative(convolved.values())
-    return Kinds(
-        efficiency={"gemm": _relative([linear]), "conv": of_all, "attention": _relative([attended])},
+        linear = _products_and_operators_s(layers(), device, replace(effort, kinds=LAYERS * effort.kinds))
+        attended = _products_and_operators_s([attention()], device, effort)
+        convolved = {
+            operator.weight_nbytes: _products_and_operators_s([operator], device, effort) for operator in convolutions()
+        }
+        small = {
+            operator.pixels: _relative([_products_and_operators_s([operator], device, effort)])
+            for operator in small_images()
+        }
+    reference = convolutions()[-1]
+    reference_rate = _relative([convolved[reference.weight_nbytes]])
+    mean_rate = _relative(convolved.values())
+    return OperatorRates(
+        efficiency={"gemm": _relative([linear]), "conv": mean_rate, "attention": _relative([attended])},
         convolutions=tuple(
-            ConvolutionRate(weight_nbytes=nbytes, relative=_relative([took]) / of_all)
+            ConvolutionRate(weight_nbytes=nbytes, relative=_relative([took]) / mean_rate)
             for nbytes, took in convolved.items()
         ),
         images=(
-            ImageRate(pixels=alike.pixels, relative=1.0),
-            *(ImageRate(pixels=pixels, relative=relative / larger) for pixels, relative in small.items()),
+            ImageRate(pixels=reference.pixels, relative=1.0),
+            *(ImageRate(pixels=pixels, relative=relative / reference_rate) for pixels, relative in small.items()),
         ),
     )
 
 
-def layers() -> list[Subject]:
+def layers() -> list[TimedOperator]:
     """Return linear layers, one wider, one narrower and one of equal width: (rows, in, out).
 
     They have so many rows that streaming the weights, which predictions count separately, takes a hundredth of the
@@ -121,7 +128,7 @@ def layers() -> list[Subject]:
     return [_layer(2048, 256, 1024), _layer(2048, 1024, 256), _layer(1024, 1024, 1024)]
 
 
-def small_images() -> list[Subject]:
+def small_images() -> list[TimedOperator]:
     """Return convolutions like the last of `convolutions`, with as many FLOPs on images of 4 x 4 and 2 x 2.
 
     Of the 9 multiplications per pixel, 2.75 and 5 fall outside the image but are counted. On one core of an AMD EPYC
@@ -131,26 +138,26 @@ def small_images() -> list[Subject]:
     return [_convolution(64, 256, 4), _convolution(256, 256, 2)]
 
 
-def attention() -> Subject:
+def attention() -> TimedOperator:
     """Return attention of 4 samples, 4 heads of 64 and 256 positions: two products of 2 s^2 d FLOPs per head."""
     batch, heads, positions, width = 4, 4, 256, 64
     query, key, value = (torch.randn(batch, heads, positions, width, requires_grad=True) for _ in range(3))
-    return Subject(
+    return TimedOperator(
         forward=lambda: F.scaled_dot_product_attention(query, key, value),
         flops=4.0 * batch * heads * positions**2 * width,
     )
 
 
-def _layer(rows: int, inputs: int, outputs: int) -> Subject:
+def _layer(rows: int, inputs: int, outputs: int) -> TimedOperator:
     weight, bias = torch.randn(outputs, inputs, requires_grad=True), torch.randn(outputs, requires_grad=True)
     values = torch.randn(rows, inputs, requires_grad=True)
-    return Subject(forward=lambda: F.linear(values, weight, bias), flops=2.0 * rows * inputs * outputs)
+    return TimedOperator(forward=lambda: F.linear(values, weight, bias), flops=2.0 * rows * inputs * outputs)
 
 
-def _convolution(samples: int, channels: int, side: int) -> Subject:
+def _convolution(samples: int, channels: int, side: int) -> TimedOperator:
     weight = torch.randn(channels, channels, 3, 3, requires_grad=True)
     image = torch.randn(samples, channels, side, side, requires_grad=True)
-    return Subject(
+    return TimedOperator(
         forward=lambda: F.conv2d(image, weight, padding=1),
         flops=2.0 * weight.numel() * samples * side * side,
         weight_nbytes=weight.numel() * weight.itemsize,
@@ -158,31 +165,36 @@ def _convolution(samples: int, channels: int, side: int) -> Subject:
     )
 
 
-def _keep_what_is_freed() -> None:
+def _keep_freed_blocks() -> None:
     """Keep freed blocks in the heap, as a training run does.
 
     glibc returns blocks to the system that are larger than any freed before, and each page of the next block costs a
     fault. A process's first convolution took nearly twice as long as later ones.
     """
-    torch.empty(KEPT_NBYTES, dtype=torch.uint8)
+    torch.empty(HEAP_NBYTES, dtype=torch.uint8)
 
 
 def _relative(took: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds of products relative to those of operators with as many FLOPs."""
+    """Return the rate of operators relative to products: their seconds for as many FLOPs, products over operators."""
     products_s, operators_s = zip(*took, strict=True)
     return float(sum(products_s) / sum(operators_s))
 
 
-def _took(subjects: list[Subject], device: torch.device, effort: Effort) -> tuple[float, float]:
-    """Return seconds of square products and of the subjects, timed alternately: the least disturbed of each."""
+def _products_and_operators_s(
+    operators: list[TimedOperator], device: torch.device, effort: Effort
+) -> tuple[float, float]:
+    """Return the seconds of square products and of operators with as many FLOPs.
+
+    Each is timed `effort.kinds` times, alternately; the shortest time counts, because other work only lengthens times.
+    """
     products_s, operators_s = 0.0, 0.0
-    for subject in subjects:
-        turns = [
-            ((1 + BACKWARD) * product_s(subject.flops, device, effort), _there_and_back_s(subject, device, effort))
+    for operator in operators:
+        times = [
+            ((1 + BACKWARD) * product_s(operator.flops, device, effort), _forward_backward_s(operator, device, effort))
             for _ in range(effort.kinds)
         ]
-        products_s += min(took_s for took_s, _ in turns)
-        operators_s += min(took_s for _, took_s in turns)
+        products_s += min(took_s for took_s, _ in times)
+        operators_s += min(took_s for _, took_s in times)
     return products_s, operators_s
 
 
@@ -194,16 +206,17 @@ def product_s(flops: float, device: torch.device, effort: Effort) -> float:
     return float(took.quartile_s * flops / (2.0 * n**3))
 
 
-def _there_and_back_s(subject: Subject, device: torch.device, effort: Effort) -> float:
-    gradient = torch.ones_like(subject.forward())
+def _forward_backward_s(operator: TimedOperator, device: torch.device, effort: Effort) -> float:
+    """Return the seconds of an operator's forward and backward."""
+    gradient = torch.ones_like(operator.forward())
 
     def call() -> None:
-        torch.autograd.backward(subject.forward(), gradient)
+        torch.autograd.backward(operator.forward(), gradient)
 
     return probe_timing.repeated(call, device, repeats=effort.repeats, budget_s=0.2).quartile_s
 
 
-YARDSTICK_FLOPS = 2.0 * 768**3
+REFERENCE_FLOPS = 2.0 * 768**3
 """FLOPs of the product that operators are compared with: large enough that larger ones run no faster."""
 
 BUDGET_S = 0.05
@@ -212,8 +225,8 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vectors:
-    """Operators of one kind, each on values of one shape."""
+class VectorOperators:
+    """Operators of one kind, all applied to values of one shape."""
 
     kind: VectorKind
     shape: tuple[int, ...]
@@ -224,7 +237,7 @@ class Vectors:
         return int(torch.Size(self.shape).numel())
 
 
-def subjects() -> list[Vectors]:
+def vector_operators() -> list[VectorOperators]:
     """Return operators of each kind on about 0.5 million elements: as many as a layer of a small model has.
 
     Their work takes much longer than the call.
@@ -232,17 +245,17 @@ def subjects() -> list[Vectors]:
     rows, images = (2048, 256), (16, 32, 32, 32)
     weight, bias = torch.ones(256), torch.zeros(256)
     return [
-        Vectors(kind="norm", shape=rows, calls=(lambda x: F.layer_norm(x, (256,), weight, bias),)),
-        Vectors(kind="batch_norm", shape=images, calls=(lambda x: F.batch_norm(x, None, None, training=True),)),
-        Vectors(kind="pool", shape=images, calls=(lambda x: F.max_pool2d(x, 2),)),
-        Vectors(kind="exponential", shape=rows, calls=(F.gelu, F.silu, partial(F.softmax, dim=-1))),
-        Vectors(kind="function", shape=rows, calls=(torch.tanh, partial(F.gelu, approximate="tanh"))),
-        Vectors(kind="random", shape=rows, calls=(lambda x: torch.empty_like(x).bernoulli_(0.9),)),
+        VectorOperators(kind="norm", shape=rows, calls=(lambda x: F.layer_norm(x, (256,), weight, bias),)),
+        VectorOperators(kind="batch_norm", shape=images, calls=(lambda x: F.batch_norm(x, None, None, training=True),)),
+        VectorOperators(kind="pool", shape=images, calls=(lambda x: F.max_pool2d(x, 2),)),
+        VectorOperators(kind="exponential", shape=rows, calls=(F.gelu, F.silu, partial(F.softmax, dim=-1))),
+        VectorOperators(kind="function", shape=rows, calls=(torch.tanh, partial(F.gelu, approximate="tanh"))),
+        VectorOperators(kind="random", shape=rows, calls=(lambda x: torch.empty_like(x).bernoulli_(0.9),)),
     ]
 
 
 def measure_vector_rates(device: torch.device, effort: Effort, *, threads: int = 1) -> tuple[VectorRate, ...]:
-    """Measure the elements that operators visit in the time of one FLOP of products, forward and backward, by kind.
+    """Measure the elements per FLOP of vector operators: those they visit in the time of one FLOP of products.
 
     Args:
         device: the device to measure.
@@ -250,29 +263,35 @@ def measure_vector_rates(device: torch.device, effort: Effort, *, threads: int =
         threads: number of threads.
 
     Returns:
-        Nothing if the effort leaves no time for it, or on GPUs, where memory traffic takes longer than these operators.
+        A rate of forward and one of backward for each kind. Nothing if the effort leaves no time for it, or on GPUs,
+        where memory traffic takes longer than these operators.
     """
     if device.type != "cpu" or not effort.kinds:
         return ()
     with on_threads(threads):
-        return tuple(_rate(vectors, device, effort) for vectors in subjects())
+        return tuple(_rate(vectors, device, effort) for vectors in vector_operators())
 
 
-def _rate(one: Vectors, device: torch.device, effort: Effort) -> VectorRate:
-    """Return the rates of one kind, from the least disturbed timing of each operator and of the product."""
-    turns = [
-        (product_s(YARDSTICK_FLOPS, device, effort), *_vector_forward_backward_s(one, device, effort))
+def _rate(vectors: VectorOperators, device: torch.device, effort: Effort) -> VectorRate:
+    """Return the rates of one kind, from the shortest time of each operator and of the product."""
+    times = [
+        (product_s(REFERENCE_FLOPS, device, effort), *_vector_forward_backward_s(vectors, device, effort))
         for _ in range(effort.kinds)
     ]
-    yardstick_s, forward_s, backward_s = (min(column) for column in zip(*turns, strict=True))
-    a_flop_s, elements = yardstick_s / YARDSTICK_FLOPS, one.numel * len(one.calls)
-    return VectorRate(kind=one.kind, forward=a_flop_s * elements / forward_s, backward=a_flop_s * elements / backward_s)
+    reference_s, forward_s, backward_s = (min(column) for column in zip(*times, strict=True))
+    a_flop_s, elements = reference_s / REFERENCE_FLOPS, vectors.numel * len(vectors.calls)
+    return VectorRate(
+        kind=vectors.kind, forward=a_flop_s * elements / forward_s, backward=a_flop_s * elements / backward_s
+    )
 
 
-def _vector_forward_backward_s(one: Vectors, device: torch.device, effort: Effort) -> tuple[float, float]:
-    """Return the seconds of all calls of a kind, and of their backward; a call without a backward counts again."""
-    values, ahead_s, back_s = torch.randn(one.shape, requires_grad=True), 0.0, 0.0
-    for call in one.calls:
+def _vector_forward_backward_s(vectors: VectorOperators, device: torch.device, effort: Effort) -> tuple[float, float]:
+    """Return the seconds of all forwards and of all backwards of a kind.
+
+    The backward of an operator without one counts as long as its forward.
+    """
+    values, ahead_s, back_s = torch.randn(vectors.shape, requires_grad=True), 0.0, 0.0
+    for call in vectors.calls:
         out = call(values)
         forward = partial(call, values.detach())
         ahead = _vector_time_s(forward, device, effort)
@@ -293,27 +312,27 @@ def _vector_time_s(call: Callable[[], object], device: torch.device, effort: Eff
 
 
 ROWS = (16, 128)
-"""Rows of two products with the same weights. Their FLOPs grow with the rows, but both stream the weights once."""
+"""Rows of two thin products with the same weights. Their FLOPs grow with the rows, but both stream the weights once."""
 
 PER_CHANNEL, SIDE, IMAGES = 8, 4, (2, 16)
-"""The same for a 3 x 3 convolution on images of few pixels. It has one channel for every 8 rows and columns of the
-products' weights: 256 for 2,048. oneDNN orders a convolution's weights differently, which took two to three times as
-long on one core of an AMD EPYC.
+"""The same for 3 x 3 convolutions: numbers of images, each of `SIDE` x `SIDE` pixels. The convolution has one channel
+for every `PER_CHANNEL` rows of the products' weights: 256 for 2,048. oneDNN orders a convolution's weights differently,
+which took two to three times as long on one core of an AMD EPYC.
 """
 
 ROUNDS = 3
-"""The two are timed one right after the other, this many times, and the median rate counts. A round in which the
-machine's speed changes between the two gives a wrong rate.
+"""The two amounts are timed one right after the other, this many times, and the median rate counts. A round in which
+the machine's speed changes between the two gives a wrong rate.
 """
 
-MOST = 32
+MAX_WEIGHTS = 32
 """Largest number of weights that are used in turn."""
 
 KINDS: dict[str, tuple[WeightKind, ...]] = {"float64": ("gemm",), "float32": ("gemm", "conv"), "bfloat16": ("gemm",)}
-"""The operators timed in each dtype: the dtypes that CPUs multiply natively."""
+"""The operators timed in each dtype. These are the dtypes that CPUs multiply natively, if their processor can."""
 
-EMULATED, TRIED = 8, 192
-"""A dtype is emulated if a product of this size takes this many times as long as in float32. Its FLOPs then take
+EMULATED, EMULATION_TEST_SIZE = 8, 192
+"""A dtype is emulated if a product of the second size takes this many times as long as in float32. Its FLOPs then take
 minutes and hide everything else: bfloat16 took 60 times as long on an AMD EPYC without AVX-512.
 """
 
@@ -322,7 +341,9 @@ def emulated(device: torch.device) -> tuple[str, ...]:
     """Return the dtypes of `KINDS` that the device emulates."""
     taken = {}
     for name in KINDS:
-        left, right, result = (torch.ones(TRIED, TRIED, device=device, dtype=DTYPES[name]) for _ in range(3))
+        left, right, result = (
+            torch.ones(EMULATION_TEST_SIZE, EMULATION_TEST_SIZE, device=device, dtype=DTYPES[name]) for _ in range(3)
+        )
         with on_threads(1):
             taken[name] = min(probe_timing.once(lambda: torch.mm(left, right, out=result), device) for _ in range(4))  # noqa: B023
     return tuple(name for name, seconds in taken.items() if seconds > EMULATED * taken["float32"])
@@ -335,7 +356,7 @@ def measure_weight_rates(
     threads: tuple[int, ...],
     dtypes: tuple[str, ...],
     concurrent: int = 1,
-    meet: probe_timing.Meet | None = None,
+    barrier: probe_timing.Barrier | None = None,
 ) -> tuple[WeightRate, ...]:
     """Measure the rates of streaming weights, for each dtype and number of threads.
 
@@ -349,7 +370,7 @@ def measure_weight_rates(
         threads: the numbers of threads to measure with.
         dtypes: the dtypes to measure.
         concurrent: number of processes of the host that measure at once.
-        meet: waits, before each sample, for ranks that measure at the same time in the same memory.
+        barrier: waits, before each sample, for ranks that measure at the same time in the same memory.
 
     Returns:
         The rates; nothing on devices that load weights while they compute, such as GPUs.
@@ -362,7 +383,7 @@ def measure_weight_rates(
             for kind in KINDS[dtype]:
                 with on_threads(count):
                     forward, back, gradient = _medians_of_rounds(
-                        _subject(kind, effort.weight_size), device, effort, DTYPES[dtype], meet
+                        _weight_operator(kind, effort.weight_size), device, effort, DTYPES[dtype], barrier
                     )
                 rates.append(
                     WeightRate(
@@ -395,55 +416,59 @@ def stream_rate(nbytes: float, few_s: float, many_s: float, amounts: tuple[int, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Subject:
-    """Operators to time at two numbers of rows or images.
+class WeightOperator:
+    """Operators that stream weights, to time with two amounts of rows or images.
 
     Attributes:
         shape: shape of the weights.
         amounts: the two numbers of rows or images.
-        through: shape of each row or image.
+        item_shape: shape of each row or image.
         products: makes the three products from weights, memory for their gradients, input and gradient of the output.
     """
 
     shape: tuple[int, ...]
     amounts: tuple[int, int]
-    through: tuple[int, ...]
+    item_shape: tuple[int, ...]
     products: Callable[..., list[Callable[[], object]]]
 
 
-def _subject(kind: WeightKind, n: int) -> _Subject:
+def _weight_operator(kind: WeightKind, n: int) -> WeightOperator:
     if kind == "gemm":
-        return _Subject(shape=(n, n), amounts=ROWS, through=(n,), products=_products)
+        return WeightOperator(shape=(n, n), amounts=ROWS, item_shape=(n,), products=_products)
     channels = max(1, n // PER_CHANNEL)
-    shape, through = (channels, channels, 3, 3), (channels, SIDE, SIDE)
-    return _Subject(shape=shape, amounts=IMAGES, through=through, products=_convolutions)
+    shape, item_shape = (channels, channels, 3, 3), (channels, SIDE, SIDE)
+    return WeightOperator(shape=shape, amounts=IMAGES, item_shape=item_shape, products=_convolutions)
 
 
 def _medians_of_rounds(
-    one: _Subject, device: torch.device, effort: Effort, dtype: torch.dtype, meet: probe_timing.Meet | None
+    operator: WeightOperator,
+    device: torch.device,
+    effort: Effort,
+    dtype: torch.dtype,
+    barrier: probe_timing.Barrier | None,
 ) -> list[float]:
-    """Return the rates of forward, the input gradient and the weight gradient."""
-    nbytes = math.prod(one.shape) * dtype.itemsize
-    count = min(MOST, max(1, math.ceil(effort.weight_caches * host_facts.cache_nbytes() / nbytes)))
-    weights = [torch.randn(one.shape, device=device).to(dtype) for _ in range(count)]
+    """Return the bytes of weights per second in forward, for the input gradient and for the weight gradient."""
+    nbytes = math.prod(operator.shape) * dtype.itemsize
+    count = min(MAX_WEIGHTS, max(1, math.ceil(effort.weight_caches * host_facts.cache_nbytes() / nbytes)))
+    weights = [torch.randn(operator.shape, device=device).to(dtype) for _ in range(count)]
     gradients = [torch.empty_like(weight) for weight in weights]
     both = []
-    for amount in one.amounts:
-        input, output = (torch.randn(amount, *one.through, device=device).to(dtype) for _ in range(2))
-        both.append(one.products(weights, gradients, input, output))
+    for amount in operator.amounts:
+        input, output = (torch.randn(amount, *operator.item_shape, device=device).to(dtype) for _ in range(2))
+        both.append(operator.products(weights, gradients, input, output))
 
     def took(call: Callable[[], object]) -> float:
-        if meet is not None:
-            return probe_timing.in_step(call, device, meet).quartile_s
+        if barrier is not None:
+            return probe_timing.in_step(call, device, barrier).quartile_s
         budget_s = effort.gemm_budget_s / ROUNDS
         return probe_timing.repeated(call, device, repeats=effort.repeats, budget_s=budget_s).quartile_s
 
     products = list(zip(*both, strict=True))
     rounds = [
-        [stream_rate(float(nbytes), took(few), took(many), one.amounts) for few, many in products]
+        [stream_rate(float(nbytes), took(few), took(many), operator.amounts) for few, many in products]
         for _ in range(ROUNDS)
     ]
-    return [statistics.median(relative_speeds) for relative_speeds in zip(*rounds, strict=True)]
+    return [statistics.median(rates) for rates in zip(*rounds, strict=True)]
 
 
 def _products(
@@ -487,16 +512,15 @@ def _convolutions(
 Say = Callable[[str], None]
 
 GRANTED = 0.8
-"""A process that has a core for less than this fraction of its time measures only a part of the machine."""
+"""A process that has a core for less than this fraction of its time measures only a part of the core's speed."""
 
 DIP = 0.95
-"""A rate below this fraction of the best one is measured again. Products run at about the same rate whatever their
-size.
+"""A rate below this fraction of the best rate of its dtype and threads is measured again. Products of all sizes run at
+about the same rate.
 """
 
 SCATTER = 0.5
-"""A rate whose samples scatter by more than this fraction of their median is measured again, because it was disturbed.
-"""
+"""A rate is measured again if its samples scatter by more than this fraction of their median: it was disturbed."""
 
 DTYPES = {
     "float64": torch.float64,
@@ -587,19 +611,19 @@ def measure_gemm_rates(
     return GemmRates(rates=tuple(rates), notes=tuple(notes))
 
 
-def again(rates: Sequence[GemmRate], device: torch.device, effort: Effort) -> tuple[GemmRate, ...]:
+def remeasure_doubtful(rates: Sequence[GemmRate], device: torch.device, effort: Effort) -> tuple[GemmRate, ...]:
     """Measure rates again that dip or whose samples scatter, and keep the better one.
 
     Shared machines have slow phases, while a real loss shows up again. Call this some time after the first measurement.
     """
     kept: list[GemmRate] = []
     for rate in rates:
-        alike = [
+        comparable = [
             candidate.flops_per_s
             for candidate in rates
             if (candidate.dtype, candidate.threads) == (rate.dtype, rate.threads)
         ]
-        if rate.spread > SCATTER or rate.flops_per_s < DIP * max(alike):
+        if rate.spread > SCATTER or rate.flops_per_s < DIP * max(comparable):
             with on_threads(rate.threads):
                 second, _, _ = _sizes(device, effort, rate.dtype, rate.threads, (rate.n,), rate.concurrent)
             rate = max(rate, *second, key=lambda candidate: candidate.flops_per_s)
@@ -622,7 +646,11 @@ def predicted_s(rates: list[GemmRate], n: int) -> float:
 def _sizes(
     device: torch.device, effort: Effort, dtype: str, threads: int, sizes: tuple[int, ...], concurrent: int
 ) -> tuple[list[GemmRate], list[int], float]:
-    """Return the rates, the skipped sizes, and the smallest fraction of the time for which this process had a core."""
+    """Measure the sizes that fit the budget, in ascending order.
+
+    Returns:
+        The rates, the skipped sizes, and the smallest fraction of the time for which this process had a core.
+    """
     rates: list[GemmRate] = []
     granted = 1.0
     for index, n in enumerate(sizes):

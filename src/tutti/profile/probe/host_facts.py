@@ -12,7 +12,7 @@ import psutil
 
 ROOT = Path("/")
 
-LOOK_S = 0.25
+LOAD_INTERVAL_S = 0.25
 """Seconds for which the load of the cores is observed."""
 
 
@@ -21,7 +21,7 @@ def load() -> float:
 
     The load average of the last minute would include work that has ended, such as the launch of the ranks.
     """
-    busy = psutil.cpu_percent(interval=LOOK_S, percpu=True)
+    busy = psutil.cpu_percent(interval=LOAD_INTERVAL_S, percpu=True)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(busy))
     return sum(percent for core, percent in enumerate(busy) if core in allowed) / 100
 
@@ -158,6 +158,7 @@ def _groups(root: Path, controller: str) -> list[Path]:
 
 
 def _words(path: Path) -> list[str]:
+    """Return the words of a file; none if it cannot be read."""
     try:
         return path.read_text(encoding="ascii").split()
     except (OSError, UnicodeDecodeError):

@@ -21,11 +21,13 @@ from tutti.profile.probe.probe_timing import Effort
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeGroup:
-    """The ranks that share a tier of links, as one of them sees them.
+    """Ranks that share a tier of links, from the view of one of them.
 
     Attributes:
+        group: their process group.
         ranks: their numbers in the world.
         device: the device of this rank.
+        backend: backend of the process group.
     """
 
     group: dist.ProcessGroup
@@ -45,15 +47,18 @@ class ProbeGroup:
 
 
 def measure(group: ProbeGroup, tier: LinkTier, effort: Effort, where: str) -> tuple[LinkSpec, ...]:
-    """Measure a tier's links: fitted to all-reduces of all ranks first, then to messages between the first two.
+    """Measure the links of a tier. Collective.
 
-    Every rank of `group` must call this. Ranks of one host communicate as in runs: through shared memory if they can.
+    Ranks of one host communicate as in runs: through shared memory if they can.
 
     Args:
         group: the ranks.
         tier: tier of the links.
         effort: how much to measure.
         where: which hosts, as text.
+
+    Returns:
+        A link fitted to all-reduces of all ranks, then one fitted to messages between the first two ranks.
     """
     transfers = ProbedTransfers(group)
     return (
@@ -63,8 +68,9 @@ def measure(group: ProbeGroup, tier: LinkTier, effort: Effort, where: str) -> tu
 
 
 class ProbedTransfers:
-    """The transfers to time between the ranks of a group: through shared memory if they have it, else their process
-    group.
+    """Make the transfers to time between the ranks of a group.
+
+    They go through shared memory if the ranks have it, else through their process group.
     """
 
     def __init__(self, group: ProbeGroup) -> None:
@@ -117,6 +123,7 @@ Transfer = Literal["all_reduce", "send"]
 
 
 def _link(transfers: ProbedTransfers, tier: LinkTier, effort: Effort, transfer: Transfer, what: str) -> LinkSpec:
+    """Measure one transfer at all sizes and fit a link to its times."""
     group = transfers.group
     points, core_s = _points(group, effort, transfers.all_reduce if transfer == "all_reduce" else transfers.round_trip)
     ranks = len(group.ranks) if transfer == "all_reduce" else 2
@@ -144,7 +151,7 @@ def _link(transfers: ProbedTransfers, tier: LinkTier, effort: Effort, transfer: 
 def _points(
     group: ProbeGroup, effort: Effort, transfer: Callable[[int], Callable[[], object]]
 ) -> tuple[tuple[LinkPoint, ...], float]:
-    """Return times by size on the slowest rank, and the core seconds that the largest size takes on each rank.
+    """Return the times by size on the slowest rank, and the core seconds of the largest size on the busiest rank.
 
     Sizes predicted to exceed the budget are left out, but never the first two. Every rank makes the same decisions,
     because they depend on agreed times.
@@ -175,7 +182,9 @@ def _samples(group: ProbeGroup, effort: Effort, call: Callable[[], object]) -> t
     sample = estimate * inner
     repeats = max(2, min(effort.link_repeats, int(effort.link_budget_s / sample)), probe_timing.cheap_samples(sample))
     rounds, busy, calls = probe_timing.Rounds(), time.process_time(), 0
-    while not rounds.samples or probe_timing.again(rounds.samples, inner * sum(rounds.samples), effort.link_budget_s):
+    while not rounds.samples or probe_timing.worth_more_samples(
+        rounds.samples, inner * sum(rounds.samples), effort.link_budget_s
+    ):
         stolen = StolenTime()
         seconds = [probe_timing.once(lambda: _in_a_row(call, inner), group.device) / inner for _ in range(repeats)]
         calls += repeats * inner

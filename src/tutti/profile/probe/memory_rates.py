@@ -33,7 +33,7 @@ def measure(
     threads: tuple[int, ...],
     memory_nbytes: int,
     concurrent: int = 1,
-    meet: probe_timing.Meet | None = None,
+    barrier: probe_timing.Barrier | None = None,
 ) -> tuple[MemoryRate, ...]:
     """Measure the bytes read plus bytes written per second, for each number of threads.
 
@@ -43,8 +43,8 @@ def measure(
         threads: the numbers of threads to measure with.
         memory_nbytes: memory of the device.
         concurrent: number of processes of the host that copy at once.
-        meet: waits, before each sample, for ranks that copy at the same time in the same memory. Two ranks that did not
-            wait for each other saw 22 GB/s where both really got 15.
+        barrier: waits, before each sample, for ranks that copy at the same time in the same memory. Two ranks that did
+            not wait for each other saw 22 GB/s where both really got 15.
     """
     nbytes = copy_nbytes(effort, host_facts.cache_nbytes(), memory_nbytes // concurrent)
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
@@ -54,10 +54,10 @@ def measure(
     for count in threads:
         torch.set_num_threads(count)
         call = _copy(source, target)
-        if meet is None:
+        if barrier is None:
             took = probe_timing.repeated(call, device, repeats=effort.repeats, budget_s=effort.gemm_budget_s)
         else:
-            took = probe_timing.in_step(call, device, meet)
+            took = probe_timing.in_step(call, device, barrier)
         rates.append(
             MemoryRate(
                 threads=count, bytes_per_s=2 * nbytes / took.quartile_s, spread=took.spread, concurrent=concurrent

@@ -1,11 +1,11 @@
-"""The clock of the probe: times of repeated calls, synchronised with the device before and after each, and its effort.
+"""Time repeated calls, waiting for the device before and after each; define how much a probe measures.
 
 A launch on a GPU returns before the work is done. Nothing else in the probe reads a clock around device work, so no
 launch is timed without waiting for its end.
 
 Other work on the machine only lengthens a call, so the lower quartile of the samples counts. The smallest one does not,
 because it may be a burst that a rate-limited link let through. More samples are taken if the median is much longer.
-Samples during which a hypervisor gave a virtual machine's cores to others are set aside.
+Samples during which a hypervisor gave a virtual machine's cores to others are discarded.
 """
 
 import math
@@ -21,15 +21,16 @@ import torch
 from tutti.machine import StolenTime
 
 SAMPLE_S, SLICES_S = 1e-3, 12e-3
-"""Calls shorter than this are timed several in a row, so that the clock and the waiting do not matter. If processes
-take turns on cores, calls shorter than a few turns are too, because within one turn a process seems to have a whole
-core.
+"""Shortest sample normally, and if processes take turns on cores. Shorter calls are timed several in a row, so that the
+clock and the waiting do not matter. Within one turn a process seems to have a whole core, so samples last several.
 """
 
 _LEAST_S = ContextVar("_LEAST_S", default=SAMPLE_S)
 
 CHEAP_S, MOST_SAMPLES = 0.05, 50
-"""Short calls get more samples than asked for, as many as fit this time: a disturbance then moves the quartile less."""
+"""Short calls get more samples than asked for: as many as fit into the first, seconds, but at most the second. A
+disturbance then moves the quartile less.
+"""
 
 MOST_STOLEN, MOST_ROUNDS = 0.05, 4
 """Samples are taken again if a hypervisor gave more than this fraction of their time to other machines, at most this
@@ -40,11 +41,11 @@ STEADY = 1.25
 """Samples agree if their median is within this factor of their lower quartile."""
 
 
-Meet = Callable[[], None]
+Barrier = Callable[[], None]
 """Waits for the ranks that measure the same at the same time."""
 
 IN_STEP = 9
-"""Number of samples of ranks that start each of them together."""
+"""Number of samples that ranks take if they start each sample together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +68,11 @@ class Timing:
 
 
 class Rounds:
-    """Samples, taken several at a time. Rounds of disturbed samples are discarded, up to `MOST_ROUNDS` times."""
+    """Samples, taken several at a time. Disturbed samples are discarded, but at most `MOST_ROUNDS` times."""
 
     def __init__(self) -> None:
         self.samples: list[float] = []
-        self._set_aside = 0
+        self._discarded = 0
 
     def take(self, samples: list[float], stolen: float) -> None:
         """Add samples.
@@ -80,8 +81,8 @@ class Rounds:
             samples: seconds of each.
             stolen: fraction of core time that a hypervisor took meanwhile.
         """
-        if stolen > MOST_STOLEN and self._set_aside < MOST_ROUNDS:
-            self._set_aside += 1
+        if stolen > MOST_STOLEN and self._discarded < MOST_ROUNDS:
+            self._discarded += 1
         else:
             self.samples += samples
 
@@ -119,7 +120,7 @@ def repeated(call: Callable[[], object], device: torch.device, *, repeats: int, 
     count = max(1, min(repeats, int(budget_s / sample)), cheap_samples(sample))
     began, busy = time.perf_counter(), time.thread_time()
     rounds = Rounds()
-    while not rounds.samples or again(rounds.samples, time.perf_counter() - began, budget_s):
+    while not rounds.samples or worth_more_samples(rounds.samples, time.perf_counter() - began, budget_s):
         stolen = StolenTime()
         rounds.take([once(lambda: _several(call, inner), device) / inner for _ in range(count)], stolen.share())
     samples = rounds.samples
@@ -127,7 +128,7 @@ def repeated(call: Callable[[], object], device: torch.device, *, repeats: int, 
     return summary(samples, (time.thread_time() - busy) / took if device.type == "cpu" else 1.0)
 
 
-def in_step(call: Callable[[], object], device: torch.device, meet: Meet) -> Timing:
+def in_step(call: Callable[[], object], device: torch.device, barrier: Barrier) -> Timing:
     """Time samples that several ranks start together, as many on each.
 
     A rank that continued alone would no longer be measured beside the others.
@@ -135,19 +136,19 @@ def in_step(call: Callable[[], object], device: torch.device, meet: Meet) -> Tim
     Args:
         call: what is timed.
         device: the device to wait for.
-        meet: waits for the other ranks before each sample.
+        barrier: waits for the other ranks before each sample.
     """
     _, inner = _in_a_row(call, device) if _LEAST_S.get() > SAMPLE_S else (once(call, device), 1)
     samples = []
     for _ in range(IN_STEP):
-        meet()
+        barrier()
         samples.append(once(lambda: _several(call, inner), device) / inner)
     return summary(samples)
 
 
 @contextmanager
 def in_turns(turns: bool) -> Iterator[None]:
-    """While open, if processes take turns on cores, samples last several turns."""
+    """While open, samples last several turns of the scheduler if `turns` is true."""
     before = _LEAST_S.set(SLICES_S if turns else SAMPLE_S)
     try:
         yield
@@ -161,8 +162,8 @@ def _in_a_row(call: Callable[[], object], device: torch.device) -> tuple[float, 
     return first, max(1, math.ceil(least / max(first, 1e-9))) if first < least else 1
 
 
-def again(samples: list[float], spent_s: float, budget_s: float) -> bool:
-    """Return whether more samples are worth their time: these disagree, and neither time nor samples are used up."""
+def worth_more_samples(samples: list[float], spent_s: float, budget_s: float) -> bool:
+    """Return whether to take more samples: these disagree, and neither time nor samples are used up."""
     return not steady(samples) and spent_s < budget_s and len(samples) < MOST_SAMPLES
 
 
@@ -172,11 +173,12 @@ def quartile(samples: list[float]) -> float:
 
 
 def steady(samples: list[float]) -> bool:
+    """Return whether the samples agree."""
     return statistics.median(samples) <= STEADY * quartile(samples)
 
 
 def cheap_samples(sample_s: float) -> int:
-    """Return the number of samples of this length that cost next to nothing."""
+    """Return the number of samples of this length that fit into `CHEAP_S`."""
     return min(MOST_SAMPLES, int(CHEAP_S / sample_s))
 
 

@@ -1,4 +1,4 @@
-"""A probe by all ranks of a process group together: the same path for one host and for many."""
+"""Measure a cluster with all ranks; one host and many take the same code path."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,28 +25,28 @@ from tutti.profile.probe.cluster_assembly import (
     assemble,
     at_once,
     by_host,
-    crowded,
-    first_of_each_device,
-    in_kinds,
-    renamed,
-    slower,
-    slowest,
+    first_rank_of_each_device,
+    group_by_speed,
+    is_oversubscribed,
+    merge_hosts,
+    rename_by_speed,
+    speed_ranked_name,
 )
 from tutti.profile.probe.link_rates import ProbeGroup
-from tutti.profile.probe.probe_timing import Effort, Meet
+from tutti.profile.probe.probe_timing import Barrier, Effort
 
 Say = Callable[[str], None]
 T = TypeVar("T")
 
 
 def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Say) -> ClusterSpec:
-    """Measure the machines of all ranks of the default process group; every rank returns the same spec.
+    """Measure the machines of all ranks of the default process group; every rank returns the same spec. Collective.
 
     Args:
         device: the device that this rank computes on.
         effort: how much to measure.
-        folder: on the disk whose read speed is measured, on each host.
-        say: receives what is being measured.
+        folder: a folder on the disk to time, on each host.
+        say: receives a line of text before each measurement.
     """
     control = dist.new_group(backend="gloo")
     deprioritise_gloo_threads()
@@ -55,9 +55,11 @@ def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Sa
     neighbours = hosts[facts[dist.get_rank()].host.name]
     exclusive, facts = _measure_exclusive(control, facts, device, effort, say)
     say("rates while all ranks compute")
-    natively = _natively(effort, [facts[rank] for rank in neighbours])
-    meet = _rendezvous_of(list(hosts.values()))
-    shared = _gather(control, _shared(facts[dist.get_rank()], len(neighbours), device, effort, natively, meet))
+    native_dtypes = _native_dtypes(effort, [facts[rank] for rank in neighbours])
+    barrier = _make_barrier(list(hosts.values()))
+    shared = _gather(
+        control, _measure_shared(facts[dist.get_rank()], len(neighbours), device, effort, native_dtypes, barrier)
+    )
     say("links between ranks")
     share = max(1, facts[dist.get_rank()].host.cores // len(neighbours))
     with compute_rates.on_threads(share):  # as in training; if each used all cores, they would wait for each other
@@ -80,20 +82,20 @@ def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Sa
 
 
 def _gather(group: dist.ProcessGroup, value: T) -> list[T]:
-    """Return `value` of every rank, in order of rank; waits for all of them without computing."""
+    """Return `value` of every rank, in order of rank. Ranks wait here without using the CPU."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def _facts(device: torch.device) -> RankFacts:
-    here = host_facts.facts()
+    host = host_facts.facts()
     if device.type != "cuda":
         return RankFacts(
-            host=here,
+            host=host,
             kind="cpu",
-            device=f"{here.cpu}, {here.cores} cores",
-            device_memory_nbytes=here.memory_nbytes,
+            device=f"{host.cpu}, {host.cores} cores",
+            device_memory_nbytes=host.memory_nbytes,
             visible=1,
             versions=host_facts.versions(),
             emulated=compute_rates.emulated(device),
@@ -101,7 +103,7 @@ def _facts(device: torch.device) -> RankFacts:
     name = torch.cuda.get_device_name(device)
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return RankFacts(
-        host=here,
+        host=host,
         kind="cuda",
         device=name,
         device_memory_nbytes=torch.cuda.get_device_properties(device).total_memory,
@@ -116,47 +118,57 @@ def _measure_exclusive(
     """Measure each kind of device on one rank of each host while all other ranks wait.
 
     Returns:
-        The rates, and the facts, in which devices of one name but different speeds have names of their own.
+        The rates by device name, and the facts, in which devices that share a name but differ in speed are renamed.
     """
     rates: dict[str, DeviceRates] = {}
-    for name, rank in first_of_each_device(facts).items():
+    for name, rank in first_rank_of_each_device(facts).items():
         say(f"{name}, on rank {rank}")
-        own_rates, together = None, at_once(facts, rank)
-        alike = [other for other in together if facts[other].device == name]
+        own_rates, measuring = None, at_once(facts, rank)
+        same_device = [other for other in measuring if facts[other].device == name]
         # GPUs of several hosts share nothing, so they need not measure in step.
-        meet = _rendezvous_of([alike] if facts[rank].kind == "cpu" else [])
-        if dist.get_rank() in together:
-            with probe_timing.in_turns(crowded(facts, together)):
-                natively = _natively(effort, [facts[other] for other in alike])
-                own_rates = _device_rates(facts[dist.get_rank()], device, effort, natively, say, meet)
+        barrier = _make_barrier([same_device] if facts[rank].kind == "cpu" else [])
+        if dist.get_rank() in measuring:
+            with probe_timing.in_turns(is_oversubscribed(facts, measuring)):
+                native_dtypes = _native_dtypes(effort, [facts[other] for other in same_device])
+                own_rates = _measure_device(facts[dist.get_rank()], device, effort, native_dtypes, say, barrier)
         all_rates = _gather(control, own_rates)
-        measured = {facts[other].host.name: other_rates for other in alike if (other_rates := all_rates[other])}
+        measured = {facts[other].host.name: other_rates for other in same_device if (other_rates := all_rates[other])}
         # Speeds of hosts that take turns on cores depend on whose turn it was.
-        groups = [measured] if crowded(facts, together) else in_kinds(measured)
-        rates |= {slower(name, place): slowest(group) for place, group in enumerate(groups)}
-        facts = renamed(facts, name, groups)
+        groups = [measured] if is_oversubscribed(facts, measuring) else group_by_speed(measured)
+        rates |= {speed_ranked_name(name, position): merge_hosts(group) for position, group in enumerate(groups)}
+        facts = rename_by_speed(facts, name, groups)
     return rates, facts
 
 
-def _rendezvous_of(parties: list[list[int]]) -> Meet | None:
-    """Return a function that waits for the other ranks of this rank's group, or None; every rank must call this."""
-    rendezvous = None
-    for ranks in parties:
+def _make_barrier(groups: list[list[int]]) -> Barrier | None:
+    """Return a barrier among the ranks of this rank's group, or None if it has no such group. Collective.
+
+    Args:
+        groups: ranks of each group; groups of one rank get no barrier.
+    """
+    barrier = None
+    for ranks in groups:
         if len(ranks) > 1:
             group = dist.new_group(ranks, backend="gloo")
             if dist.get_rank() in ranks:
-                rendezvous = partial(dist.barrier, group)
-    return rendezvous
+                barrier = partial(dist.barrier, group)
+    return barrier
 
 
-def _natively(effort: Effort, facts: list[RankFacts]) -> tuple[str, ...]:
-    """Return the dtypes that none of these ranks emulates, because ranks that measure in step measure the same."""
-    return tuple(name for name in effort.dtypes if not any(name in fact.emulated for fact in facts))
+def _native_dtypes(effort: Effort, facts: list[RankFacts]) -> tuple[str, ...]:
+    """Return the dtypes that none of these ranks emulates: ranks that measure in step must measure the same dtypes."""
+    return tuple(dtype for dtype in effort.dtypes if not any(dtype in fact.emulated for fact in facts))
 
 
-def _device_rates(
-    fact: RankFacts, device: torch.device, effort: Effort, natively: tuple[str, ...], say: Say, meet: Meet | None
+def _measure_device(
+    fact: RankFacts,
+    device: torch.device,
+    effort: Effort,
+    native_dtypes: tuple[str, ...],
+    say: Say,
+    barrier: Barrier | None,
 ) -> DeviceRates:
+    """Measure all rates of this rank's device."""
     cpu = device.type == "cpu"
     threads = compute_rates.thread_counts(fact.host.cores, effort.threads) if cpu else (1,)
     sizes = effort.gemm_sizes if cpu else effort.cuda_gemm_sizes
@@ -164,31 +176,38 @@ def _device_rates(
         device, effort, threads=threads, sizes=sizes, dtypes=effort.dtypes, say=say
     )
     say("memory bandwidth")
-    copied = memory_rates.measure(device, effort, threads=threads, memory_nbytes=fact.device_memory_nbytes, meet=meet)
-    say("products of few rows")
-    passed = compute_rates.measure_weight_rates(device, effort, threads=threads, dtypes=natively, meet=meet)
+    memory = memory_rates.measure(
+        device, effort, threads=threads, memory_nbytes=fact.device_memory_nbytes, barrier=barrier
+    )
+    say("thin matrix products")
+    weights = compute_rates.measure_weight_rates(device, effort, threads=threads, dtypes=native_dtypes, barrier=barrier)
     say("convolutions and attention")
     relative_rates = compute_rates.measure_operator_rates(device, effort)
     say("operators on vectors")
     vector_rates = compute_rates.measure_vector_rates(device, effort)
     say("gradient codecs")
-    coded = codec_rates.measure(device, effort)
+    codecs = codec_rates.measure(device, effort)
     return DeviceRates(
-        gemm=compute_rates.again(products.rates, device, effort),
-        memory=copied,
+        gemm=compute_rates.remeasure_doubtful(products.rates, device, effort),
+        memory=memory,
         kernel_overhead_s=memory_rates.kernel_overhead_s(device),
         notes=products.notes,
-        weights=passed,
+        weights=weights,
         efficiency=relative_rates.efficiency,
         convolutions=relative_rates.convolutions,
         images=relative_rates.images,
         vectors=vector_rates,
-        codes=coded,
+        codes=codecs,
     )
 
 
-def _shared(
-    fact: RankFacts, ranks: int, device: torch.device, effort: Effort, natively: tuple[str, ...], meet: Meet | None
+def _measure_shared(
+    fact: RankFacts,
+    ranks: int,
+    device: torch.device,
+    effort: Effort,
+    native_dtypes: tuple[str, ...],
+    barrier: Barrier | None,
 ) -> SharedRates:
     """Measure rates on an equal share of the cores while all ranks of the host do the same; GPUs share nothing."""
     if ranks == 1 or device.type != "cpu":
@@ -199,15 +218,17 @@ def _shared(
         device, brief, threads=threads, sizes=effort.concurrent_sizes, dtypes=effort.dtypes, concurrent=ranks
     )
     nbytes = fact.host.memory_nbytes
-    copied = memory_rates.measure(device, effort, threads=threads, memory_nbytes=nbytes, concurrent=ranks, meet=meet)
-    passed = compute_rates.measure_weight_rates(
-        device, brief, threads=threads, dtypes=natively, concurrent=ranks, meet=meet
+    memory = memory_rates.measure(
+        device, effort, threads=threads, memory_nbytes=nbytes, concurrent=ranks, barrier=barrier
     )
-    return SharedRates(gemm=products.rates, memory=copied, weights=passed)
+    weights = compute_rates.measure_weight_rates(
+        device, brief, threads=threads, dtypes=native_dtypes, concurrent=ranks, barrier=barrier
+    )
+    return SharedRates(gemm=products.rates, memory=memory, weights=weights)
 
 
 def _node_links(
-    hosts: dict[str, list[int]], mine: list[int], device: torch.device, effort: Effort
+    hosts: dict[str, list[int]], own_ranks: list[int], device: torch.device, effort: Effort
 ) -> tuple[LinkSpec, ...]:
     """Measure links among the ranks of this rank's host. All ranks open groups in the same order, as torch requires."""
     links: tuple[LinkSpec, ...] = ()
@@ -215,7 +236,7 @@ def _node_links(
         if len(ranks) < 2:
             continue
         group = _probe_group(ranks, device)
-        if ranks == mine:
+        if ranks == own_ranks:
             links = link_rates.measure(group, "node", effort, f"of host {name}")
     return links
 
