@@ -14,7 +14,7 @@ from tutti.cost_model import predict
 from tutti.cost_model.cost_notes import seconds
 from tutti.cost_model.step_time import load_of
 from tutti.planner import PlanRequest, choose
-from tutti.planner.loss_reasons import sample_nbytes, starved
+from tutti.planner.loss_reasons import data_wait_remark, sample_nbytes
 from tutti.planner.scenarios import what_if, with_storage
 
 
@@ -54,12 +54,12 @@ def test_nothing_is_said_where_storage_is_quick_or_unknown() -> None:
     model, machines = of_pictures(), cards(2, 2)
     choice = choose(model, machines, PlanRequest(script=Plan(batch=BatchPlan(global_batch_size=64))))
     for hosts in (machines, with_storage(machines, 1e15)):
-        assert starved(model, hosts, choice.best, choice.prediction) == ""
+        assert data_wait_remark(model, hosts, choice.best, choice.prediction) == ""
 
 
 def said(where: ClusterSpec, how: Plan, **costs: Any) -> str:
     model = dataclasses.replace(mlp(), loading=Loading(**costs))
-    return starved(model, where, how, predict(model, where, how))
+    return data_wait_remark(model, where, how, predict(model, where, how))
 
 
 def test_what_a_wait_is_due_to_and_what_helps() -> None:

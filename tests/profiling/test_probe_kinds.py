@@ -103,7 +103,7 @@ def test_of_each_the_least_disturbed_turn_counts(monkeypatch: pytest.MonkeyPatch
     products, operators = iter((1.0, 5.0)), iter((20.0, 4.0))
     monkeypatch.setattr(compute_rates, "product_s", lambda *_: next(products))
     monkeypatch.setattr(compute_rates, "_forward_backward_s", lambda *_: next(operators))
-    assert compute_rates._products_and_operators_s([compute_rates.attention()], CPU, replace(QUICK, kinds=2)) == (
+    assert compute_rates._paired_times_s([compute_rates.attention()], CPU, replace(QUICK, kinds=2)) == (
         3.0,
         4.0,
     )
@@ -116,6 +116,6 @@ def test_layers_have_twice_the_turns_of_others(monkeypatch: pytest.MonkeyPatch) 
         turns.append((len(subjects), effort.kinds))
         return 1.0, 1.0
 
-    monkeypatch.setattr(compute_rates, "_products_and_operators_s", took)
+    monkeypatch.setattr(compute_rates, "_paired_times_s", took)
     compute_rates.measure_operator_rates(CPU, replace(QUICK, kinds=3))
     assert turns == [(len(compute_rates.layers()), 6), *[(1, 3)] * 7]

@@ -21,7 +21,7 @@ from tutti.planner.plan_description import axes_of, mesh_words, plan_words, reco
 from tutti.planner.plan_refinement import wide_remark
 from tutti.planner.plan_request import Alternative, PlanRequest
 
-_MOST = {
+_GOALS = {
     "device-hours": "to take the fewest device-hours",
     "cost": "to cost the least",
     "energy": "to take the least energy",
@@ -201,15 +201,15 @@ def remarks(
         _mesh_remark(model, request, best) if request.mesh is not None else _devices_remark(request, best, alternatives)
     ]
     sentences.append(prediction.notes[0][0].upper() + prediction.notes[0][1:])
-    if slow := starved(model, best.cluster, plan, prediction):
+    if slow := data_wait_remark(model, best.cluster, plan, prediction):
         sentences.append(slow)
     if wide := wide_remark(model, plan):
         sentences.append(wide)
-    sentences += _held_remarks(model, request, plan, alternatives)
+    sentences += _kept_settings_remarks(model, request, plan, alternatives)
     idle = cluster.device_count - plan.world_size
     used = {host_group.device.kind for host_group in place_ranks(best.cluster, plan.world_size)}
     if idle > 0 and used == {"cuda"} and request.degree is None and request.scope != "data":
-        gained = _with_more(request, best, alternatives)
+        gained = _gain_of_more_devices(request, best, alternatives)
         sentences.append(
             f"{count(idle, 'device')} of {cluster.device_count} {'stays' if idle == 1 else 'stay'} idle: "
             + (
@@ -239,7 +239,7 @@ def remarks(
     return tuple(sentences)
 
 
-def _with_more(request: PlanRequest, best: Costed, alternatives: Sequence[Alternative]) -> float:
+def _gain_of_more_devices(request: PlanRequest, best: Costed, alternatives: Sequence[Alternative]) -> float:
     """Return the fraction by which the best plan on more devices is better than the chosen one; 0 if none is."""
     values = [
         objectives.value(best.cluster, request, other.plan, other.prediction)
@@ -253,7 +253,9 @@ def _with_more(request: PlanRequest, best: Costed, alternatives: Sequence[Altern
     return max(0.0, 1 - min(values, default=best.value) / best.value)
 
 
-def _held_remarks(model: ModelSpec, request: PlanRequest, plan: Plan, alternatives: Sequence[Alternative]) -> list[str]:
+def _kept_settings_remarks(
+    model: ModelSpec, request: PlanRequest, plan: Plan, alternatives: Sequence[Alternative]
+) -> list[str]:
     """Say which settings stay as the script has them, and which changed without an effect on results."""
     sentences = []
     if request.precision == "script" and plan.precision == "full":
@@ -295,7 +297,7 @@ def _mesh_remark(model: ModelSpec, request: PlanRequest, best: Costed) -> str:
         return f"{mesh}; one device would take {objectives.shown_value(request, totals, one_device.prediction)}"
     ratio = one_device.value / best.value
     words = f"{ratio:.2f}x slower" if ratio >= 1 else f"{1 / ratio:.2f}x as fast"
-    return f"{mesh}; one device would be {words}{_doubt(best.prediction, one_device.prediction)}"
+    return f"{mesh}; one device would be {words}{_interval_warning(best.prediction, one_device.prediction)}"
 
 
 def _single_device_plan(model: ModelSpec, request: PlanRequest, best: Costed) -> Costed | None:
@@ -327,7 +329,7 @@ def _single_device_plan(model: ModelSpec, request: PlanRequest, best: Costed) ->
     return min(costed, key=lambda candidate: (not candidate.good, candidate.value), default=None)
 
 
-def _doubt(best: Prediction, other: Prediction) -> str:
+def _interval_warning(best: Prediction, other: Prediction) -> str:
     """Warn if another plan's step time lies within the interval of the best plan's; else return an empty text."""
     time = best.step_time_s
     if not time.low <= other.step_time_s.value <= time.high:
@@ -339,7 +341,7 @@ def _doubt(best: Prediction, other: Prediction) -> str:
 
 def _one_device(request: PlanRequest, chosen: Costed, more: Alternative) -> str:
     """Say that one device was chosen, and how the nearest plan on several devices compares."""
-    ranks, best = more.plan.world_size, _MOST.get(request.objective, "to be the fastest")
+    ranks, best = more.plan.world_size, _GOALS.get(request.objective, "to be the fastest")
     if more.prediction is None or not more.prediction.fits or more.reason.startswith("not allowed"):
         return f"One device is predicted {best}; {ranks} ranks: {more.reason}"
     ratio = objectives.value(chosen.cluster, request, more.plan, more.prediction) / chosen.value
@@ -371,14 +373,18 @@ def _devices_remark(request: PlanRequest, chosen: Costed, alternatives: Sequence
         return text
     one_device = fewer[0]
     fits = one_device.prediction is not None and one_device.prediction.fits and request.objective == "throughput"
-    doubt = _doubt(chosen.prediction, one_device.prediction) if fits and one_device.prediction is not None else ""
-    return f"{text}; one device would be {one_device.reason}{doubt}"
+    warning = (
+        _interval_warning(chosen.prediction, one_device.prediction)
+        if fits and one_device.prediction is not None
+        else ""
+    )
+    return f"{text}; one device would be {one_device.reason}{warning}"
 
 
-_TOLD = 0.02
+_MIN_REPORTED_WAIT = 0.02
 """Waiting for data is not reported where it takes less than this fraction of a step."""
 
-_WORTH = 0.95
+_MAX_STEP_FRACTION = 0.95
 """More workers are advised only where they bring the step below this fraction of its time."""
 
 _MOST_WORKERS = 16
@@ -398,21 +404,21 @@ def _width(dtype: str) -> float:
     return int(bits.group()) / 8 if bits else 1.0
 
 
-def starved(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
+def data_wait_remark(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
     """Return a sentence if a step waits for data, or may wait and the cost of samples is unknown; else nothing."""
     if model.loading is None:
-        return _perhaps(model, cluster, plan, prediction)
+        return _storage_warning(model, cluster, plan, prediction)
     step_s, data_s = prediction.step_time_s.value, prediction.phases["data"]
-    if data_s <= _TOLD * step_s:
+    if data_s <= _MIN_REPORTED_WAIT * step_s:
         return ""
     load, rest_s = load_of(model, cluster, plan), step_s - data_s
-    why = _because(model.loading, load, rest_s)
-    return f"A step waits {seconds(data_s)} for data ({data_s / step_s:.0%} of it): {why}" + _with_more_loaders(
+    why = _loading_cause(model.loading, load, rest_s)
+    return f"A step waits {seconds(data_s)} for data ({data_s / step_s:.0%} of it): {why}" + _worker_advice(
         model, cluster, plan, load, rest_s
     )
 
 
-def _perhaps(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
+def _storage_warning(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Prediction) -> str:
     """Return a warning if reading samples may take longer than a step.
 
     Samples are assumed to be stored as the model takes them, and to be loaded ahead by workers at no cost.
@@ -427,7 +433,7 @@ def _perhaps(model: ModelSpec, cluster: ClusterSpec, plan: Plan, prediction: Pre
     )
 
 
-def _because(loading: Loading, load: BatchLoad, rest_s: float) -> str:
+def _loading_cause(loading: Loading, load: BatchLoad, rest_s: float) -> str:
     """Name the part of loading that is slower than the rest of the step."""
     if load.storage_s >= max(load.loaders_s, rest_s):
         return f"storage gives a batch every {seconds(load.storage_s)}; faster storage or smaller files would help"
@@ -440,7 +446,7 @@ def _because(loading: Loading, load: BatchLoad, rest_s: float) -> str:
     return "the loaders' workers and the ranks share the same cores; samples that are cheaper to decode would help"
 
 
-def _with_more_loaders(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load: BatchLoad, rest_s: float) -> str:
+def _worker_advice(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load: BatchLoad, rest_s: float) -> str:
     """Advise as many workers as keep up with the step and the cores allow; empty where they save little."""
     assert model.loading is not None
     host_groups = place_ranks(cluster, plan.world_size)
@@ -449,8 +455,10 @@ def _with_more_loaders(model: ModelSpec, cluster: ClusterSpec, plan: Plan, load:
     workers = 1 if model.loading.stream else max(1, min(math.ceil(now * load.loaders_s / rest_s), most, _MOST_WORKERS))
     if workers <= model.loading.workers:
         return ""
-    ahead = replace(model, loading=replace(model.loading, workers=workers))
-    now_s, then_s = (predict(variant, cluster, plan).step_time_s.value for variant in (model, ahead))
+    more_workers = replace(model, loading=replace(model.loading, workers=workers))
+    now_s, then_s = (predict(variant, cluster, plan).step_time_s.value for variant in (model, more_workers))
     return (
-        f"; with prepare(..., num_workers={workers}) it would take {seconds(then_s)}" if then_s < _WORTH * now_s else ""
+        f"; with prepare(..., num_workers={workers}) it would take {seconds(then_s)}"
+        if then_s < _MAX_STEP_FRACTION * now_s
+        else ""
     )

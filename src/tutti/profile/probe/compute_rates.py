@@ -43,7 +43,6 @@ class TimedOperator:
     """An operator to time.
 
     Attributes:
-        forward: runs it once.
         flops: FLOPs of its forward.
         weight_nbytes: bytes of its weights.
         pixels: pixels of each sample of its output.
@@ -94,14 +93,11 @@ def measure_operator_rates(device: torch.device, effort: Effort, *, threads: int
         return OperatorRates()
     _keep_freed_blocks()
     with on_threads(threads):
-        linear = _products_and_operators_s(layers(), device, replace(effort, kinds=LAYERS * effort.kinds))
-        attended = _products_and_operators_s([attention()], device, effort)
-        convolved = {
-            operator.weight_nbytes: _products_and_operators_s([operator], device, effort) for operator in convolutions()
-        }
+        linear = _paired_times_s(layers(), device, replace(effort, kinds=LAYERS * effort.kinds))
+        attended = _paired_times_s([attention()], device, effort)
+        convolved = {operator.weight_nbytes: _paired_times_s([operator], device, effort) for operator in convolutions()}
         small = {
-            operator.pixels: _relative([_products_and_operators_s([operator], device, effort)])
-            for operator in small_images()
+            operator.pixels: _relative([_paired_times_s([operator], device, effort)]) for operator in small_images()
         }
     reference = convolutions()[-1]
     reference_rate = _relative([convolved[reference.weight_nbytes]])
@@ -180,13 +176,8 @@ def _relative(took: Iterable[tuple[float, float]]) -> float:
     return float(sum(products_s) / sum(operators_s))
 
 
-def _products_and_operators_s(
-    operators: list[TimedOperator], device: torch.device, effort: Effort
-) -> tuple[float, float]:
-    """Return the seconds of square products and of operators with as many FLOPs.
-
-    Each is timed `effort.kinds` times, alternately; the shortest time counts, because other work only lengthens times.
-    """
+def _paired_times_s(operators: list[TimedOperator], device: torch.device, effort: Effort) -> tuple[float, float]:
+    """Return the seconds of square products and of operators with as many FLOPs, timed alternately: the shortest."""
     products_s, operators_s = 0.0, 0.0
     for operator in operators:
         times = [
@@ -255,7 +246,7 @@ def vector_operators() -> list[VectorOperators]:
 
 
 def measure_vector_rates(device: torch.device, effort: Effort, *, threads: int = 1) -> tuple[VectorRate, ...]:
-    """Measure the elements per FLOP of vector operators: those they visit in the time of one FLOP of products.
+    """Measure the elements that operators visit in the time of one FLOP of products, forward and backward, by kind.
 
     Args:
         device: the device to measure.
@@ -263,8 +254,7 @@ def measure_vector_rates(device: torch.device, effort: Effort, *, threads: int =
         threads: number of threads.
 
     Returns:
-        A rate of forward and one of backward for each kind. Nothing if the effort leaves no time for it, or on GPUs,
-        where memory traffic takes longer than these operators.
+        Nothing if the effort leaves no time for it, or on GPUs, where memory traffic takes longer than these operators.
     """
     if device.type != "cpu" or not effort.kinds:
         return ()
@@ -286,10 +276,7 @@ def _rate(vectors: VectorOperators, device: torch.device, effort: Effort) -> Vec
 
 
 def _vector_forward_backward_s(vectors: VectorOperators, device: torch.device, effort: Effort) -> tuple[float, float]:
-    """Return the seconds of all forwards and of all backwards of a kind.
-
-    The backward of an operator without one counts as long as its forward.
-    """
+    """Return the seconds of all calls of a kind, and of their backward; a call without a backward counts again."""
     values, ahead_s, back_s = torch.randn(vectors.shape, requires_grad=True), 0.0, 0.0
     for call in vectors.calls:
         out = call(values)
@@ -331,7 +318,7 @@ MAX_WEIGHTS = 32
 KINDS: dict[str, tuple[WeightKind, ...]] = {"float64": ("gemm",), "float32": ("gemm", "conv"), "bfloat16": ("gemm",)}
 """The operators timed in each dtype. These are the dtypes that CPUs multiply natively, if their processor can."""
 
-EMULATED, EMULATION_TEST_SIZE = 8, 192
+EMULATED, EMULATION_SIZE = 8, 192
 """A dtype is emulated if a product of the second size takes this many times as long as in float32. Its FLOPs then take
 minutes and hide everything else: bfloat16 took 60 times as long on an AMD EPYC without AVX-512.
 """
@@ -341,9 +328,8 @@ def emulated(device: torch.device) -> tuple[str, ...]:
     """Return the dtypes of `KINDS` that the device emulates."""
     taken = {}
     for name in KINDS:
-        left, right, result = (
-            torch.ones(EMULATION_TEST_SIZE, EMULATION_TEST_SIZE, device=device, dtype=DTYPES[name]) for _ in range(3)
-        )
+        shape, dtype = (EMULATION_SIZE, EMULATION_SIZE), DTYPES[name]
+        left, right, result = (torch.ones(shape, device=device, dtype=dtype) for _ in range(3))
         with on_threads(1):
             taken[name] = min(probe_timing.once(lambda: torch.mm(left, right, out=result), device) for _ in range(4))  # noqa: B023
     return tuple(name for name, seconds in taken.items() if seconds > EMULATED * taken["float32"])
@@ -441,21 +427,17 @@ def _weight_operator(kind: WeightKind, n: int) -> WeightOperator:
 
 
 def _medians_of_rounds(
-    operator: WeightOperator,
-    device: torch.device,
-    effort: Effort,
-    dtype: torch.dtype,
-    barrier: probe_timing.Barrier | None,
+    op: WeightOperator, device: torch.device, effort: Effort, dtype: torch.dtype, barrier: probe_timing.Barrier | None
 ) -> list[float]:
     """Return the bytes of weights per second in forward, for the input gradient and for the weight gradient."""
-    nbytes = math.prod(operator.shape) * dtype.itemsize
+    nbytes = math.prod(op.shape) * dtype.itemsize
     count = min(MAX_WEIGHTS, max(1, math.ceil(effort.weight_caches * host_facts.cache_nbytes() / nbytes)))
-    weights = [torch.randn(operator.shape, device=device).to(dtype) for _ in range(count)]
+    weights = [torch.randn(op.shape, device=device).to(dtype) for _ in range(count)]
     gradients = [torch.empty_like(weight) for weight in weights]
     both = []
-    for amount in operator.amounts:
-        input, output = (torch.randn(amount, *operator.item_shape, device=device).to(dtype) for _ in range(2))
-        both.append(operator.products(weights, gradients, input, output))
+    for amount in op.amounts:
+        input, output = (torch.randn(amount, *op.item_shape, device=device).to(dtype) for _ in range(2))
+        both.append(op.products(weights, gradients, input, output))
 
     def took(call: Callable[[], object]) -> float:
         if barrier is not None:
@@ -465,8 +447,7 @@ def _medians_of_rounds(
 
     products = list(zip(*both, strict=True))
     rounds = [
-        [stream_rate(float(nbytes), took(few), took(many), operator.amounts) for few, many in products]
-        for _ in range(ROUNDS)
+        [stream_rate(float(nbytes), took(few), took(many), op.amounts) for few, many in products] for _ in range(ROUNDS)
     ]
     return [statistics.median(rates) for rates in zip(*rounds, strict=True)]
 
@@ -520,7 +501,7 @@ about the same rate.
 """
 
 SCATTER = 0.5
-"""A rate is measured again if its samples scatter by more than this fraction of their median: it was disturbed."""
+"""A rate whose samples scatter by more than this fraction of their median was disturbed, and is measured again."""
 
 DTYPES = {
     "float64": torch.float64,
@@ -646,11 +627,7 @@ def predicted_s(rates: list[GemmRate], n: int) -> float:
 def _sizes(
     device: torch.device, effort: Effort, dtype: str, threads: int, sizes: tuple[int, ...], concurrent: int
 ) -> tuple[list[GemmRate], list[int], float]:
-    """Measure the sizes that fit the budget, in ascending order.
-
-    Returns:
-        The rates, the skipped sizes, and the smallest fraction of the time for which this process had a core.
-    """
+    """Return the rates, the skipped sizes, and the smallest fraction of the time for which this process had a core."""
     rates: list[GemmRate] = []
     granted = 1.0
     for index, n in enumerate(sizes):
