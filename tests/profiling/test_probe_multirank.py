@@ -99,7 +99,7 @@ def _on_pretended_hosts(hosts: tuple[str, ...], folder: str, slow: str = "") -> 
 
     try:
         with (
-            mock.patch.object(compute_rates, "again", slowly),
+            mock.patch.object(compute_rates, "remeasure_doubtful", slowly),
             mock.patch.object(host_facts, "facts", return_value=pretended),
             mock.patch.object(host_facts, "cache_nbytes", return_value=0),
         ):
