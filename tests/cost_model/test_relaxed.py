@@ -187,9 +187,9 @@ def test_every_mode_is_predicted() -> None:
 
 def test_one_memory_is_of_one_host_of_processors() -> None:
     assert costed("hogwild", machines=cluster()).phases["exposed_communication"] == 0  # not even the losses are reduced
-    with pytest.raises(PlanError, match="no memory in common; use ranks of one host"):
+    with pytest.raises(PlanError, match="share no memory; use ranks of one host"):
         costed("hogwild")
-    with pytest.raises(PlanError, match="their memory is their own"):
+    with pytest.raises(PlanError, match="devices, which share no memory"):
         costed("hogwild", machines=cluster(gpu(), devices_per_node=4))
     assert costed("hogwild", 1).fits
 

@@ -47,6 +47,18 @@ def export_dcp(checkpoint: Path, folder: Path, *, optimizers: bool = True) -> in
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or the folder cannot be written; no folder remains.
+
+    Examples:
+        >>> import tutti
+        >>> from torch.utils.data import TensorDataset
+        >>> job = tutti.Job(global_batch_size=4, folder="runs/dcp")
+        >>> model = torch.nn.Linear(3, 1)
+        >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+        >>> _ = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, torch.nn.MSELoss())
+        >>> checkpoint = job.save()
+
+        >>> export_dcp(checkpoint, Path("for-torch")) > 0
+        True
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists; name another folder, or remove it")
@@ -85,6 +97,19 @@ def import_dcp(folder: Path, file: Path) -> int:
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or the file cannot be written; no file remains.
+
+    Examples:
+        >>> import tutti
+        >>> from torch.utils.data import TensorDataset
+        >>> job = tutti.Job(global_batch_size=4, folder="runs/back")
+        >>> model = torch.nn.Linear(3, 1)
+        >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+        >>> _ = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, torch.nn.MSELoss())
+        >>> checkpoint = job.save()
+
+        >>> _ = export_dcp(checkpoint, Path("from-torch"))
+        >>> import_dcp(Path("from-torch"), Path("model.safetensors")) > 0
+        True
     """
     return write_model_file(open_dcp(folder), file)
 

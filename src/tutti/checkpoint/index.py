@@ -180,7 +180,12 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def latest_checkpoint(path: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run folder, `path` itself if it is a checkpoint, or None."""
+    """Return the newest complete checkpoint of a run folder, `path` itself if it is a checkpoint, or None.
+
+    Examples:
+        >>> latest_checkpoint(Path("runs/none")) is None
+        True
+    """
     if is_checkpoint(path):
         return path
     complete = [folder for folder in (path / "checkpoints").glob("step-*") if is_checkpoint(folder)]

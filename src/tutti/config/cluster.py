@@ -394,6 +394,17 @@ class ClusterSpec:
         conditions: how it was measured; None for a data sheet.
         shared_read_bytes_per_s: total rate of a file system that all hosts read the data from; None where each host
             reads its own disk.
+
+    Examples:
+        A cluster from a file that `tutti probe` wrote, or by parts from data sheets:
+
+        >>> from tutti.profile.catalog import cluster_from_parts
+        >>> cluster = cluster_from_parts(
+        ...     "two nodes", "A100-SXM4-80GB", devices_per_node=8, nodes=2,
+        ...     node_link="NVLink3", network="InfiniBand-HDR-200",
+        ... )
+        >>> cluster.device_count
+        16
     """
 
     name: str

@@ -227,6 +227,11 @@ class Plan:
         space_grid: number of parts of each spatial dim; empty to cut the first dim only.
         context: how attention is computed over the context axis.
         made_for: modules of the model the plan was made for, with class and number of parameters; empty where unknown.
+
+    Examples:
+        >>> plan = Plan(batch=BatchPlan(global_batch_size=64), mesh={"replicate": 2, "split": 4}, precision="bfloat16")
+        >>> plan.world_size, plan.degree("split")
+        (8, 4)
     """
 
     batch: BatchPlan

@@ -263,11 +263,11 @@ def check_diverged(plan: Plan, network: Network) -> None:
     remedy = 'use ranks of one host, or sync.mode = "asynchronous"'
     kind = network.host_groups[0].device.kind
     if kind != "cpu":
-        raise PlanError(f'sync.mode = "{plan.sync.mode}" with {kind} devices: their memory is their own; {remedy}')
+        raise PlanError(f'sync.mode = "{plan.sync.mode}" with {kind} devices, which share no memory; {remedy}')
     if network.group("replicate").network is not None:
         raise PlanError(
             f'sync.mode = "{plan.sync.mode}" with {plan.degree("replicate")} ranks on several hosts of cluster '
-            f"{network.cluster.name!r}: they have no memory in common; {remedy}"
+            f"{network.cluster.name!r}, which share no memory; {remedy}"
         )
 
 

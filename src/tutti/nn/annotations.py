@@ -41,7 +41,13 @@ class Annotation:
 
 
 def replicate(module: M) -> M:
-    """Keep `module` whole on every rank of the split axis; return the module."""
+    """Keep `module` whole on every rank of the split axis; return the module.
+
+    Examples:
+        >>> model = nn.ModuleDict({"body": nn.Linear(8, 8), "head": nn.Linear(8, 8)})
+        >>> _ = split(model)
+        >>> _ = replicate(model["head"])
+    """
     return _mark(module, Annotation(kind="replicate"))
 
 
@@ -55,6 +61,11 @@ def split(module: M, *, how: SplitKind = "split", degree: int | None = None) -> 
 
     Raises:
         PlanError: `how` or `degree` is invalid.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        >>> _ = split(model[0], how="column")
+        >>> _ = split(model[2], how="row")
     """
     if how not in ("split", "column", "row"):
         raise PlanError(f"tutti.split(how={how!r}): use 'split', 'column' or 'row'")
@@ -66,6 +77,10 @@ def stage(module: M) -> M:
 
     Raises:
         PlanError: the list is empty.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        >>> _ = stage(model[2])  # under two stages, the second begins here
     """
     first = next(iter(module.children()), None) if isinstance(module, nn.ModuleList | nn.Sequential) else module
     if first is None:
@@ -84,6 +99,9 @@ def shard(module: M, *, level: ShardLevel = 3, degree: int | None = None) -> M:
 
     Raises:
         PlanError: `level` or `degree` is invalid.
+
+    Examples:
+        >>> model = shard(nn.Linear(8, 8), level=2)
     """
     if level not in (1, 2, 3):
         raise PlanError(f"tutti.shard(level={level!r}): use 1, 2 or 3")

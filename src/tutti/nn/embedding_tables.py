@@ -117,6 +117,13 @@ class EmbeddingTables(nn.Module):
         mode: how the vectors of a bag are pooled.
         sparse: whether gradients are sparse tensors.
         device, dtype: of the parameters.
+
+    Examples:
+        Three tables, looked up for two samples:
+
+        >>> tables = EmbeddingTables([100, 50, 7], width=8)
+        >>> tables(torch.tensor([[3, 49, 0], [99, 1, 6]])).shape
+        torch.Size([2, 3, 8])
     """
 
     def __init__(

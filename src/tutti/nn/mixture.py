@@ -152,6 +152,11 @@ class MixtureOfExperts(nn.Module):
 
     Raises:
         ScriptError: an argument is invalid.
+
+    Examples:
+        >>> mixture = MixtureOfExperts(16, 64, experts=4, top_k=2)
+        >>> mixture(torch.zeros(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
     """
 
     def __init__(
@@ -312,6 +317,11 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
     Raises:
         ScriptError: the model has no MixtureOfExperts.
+
+    Examples:
+        >>> mixture = MixtureOfExperts(16, 64, experts=4)
+        >>> output = mixture(torch.randn(2, 5, 16))
+        >>> loss = output.square().mean() + 0.01 * auxiliary_loss(mixture)
     """
     losses = [module.auxiliary_loss for module in mixtures(model)]
     if not losses:

@@ -35,6 +35,11 @@ class BlockPattern:
 
     Raises:
         ScriptError: `seen` does not have one ascending tuple per block.
+
+    Examples:
+        >>> pattern = sliding_window(64, block_size=8) | global_tokens(64, block_size=8)
+        >>> pattern.seen[4]
+        (0, 3, 4, 5)
     """
 
     length: int
@@ -168,6 +173,11 @@ def block_sparse_attention(
 
     Raises:
         ScriptError: shapes do not fit.
+
+    Examples:
+        >>> query = key = value = torch.randn(2, 4, 64, 16)
+        >>> block_sparse_attention(query, key, value, sliding_window(64, block_size=8), causal=True).shape
+        torch.Size([2, 4, 64, 16])
     """
     _check(query, key, value, pattern, keep)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -213,6 +223,11 @@ class BlockSparseSelfAttention(nn.Module):
         heads: number of heads.
         pattern: (length) -> the pattern of a sequence, such as functools.partial(big_bird, block_size=64).
         causal: whether queries see no later keys.
+
+    Examples:
+        >>> attention = BlockSparseSelfAttention(32, 4, lambda length: big_bird(length, block_size=8))
+        >>> attention(torch.randn(2, 64, 32)).shape
+        torch.Size([2, 64, 32])
     """
 
     def __init__(self, width: int, heads: int, pattern: Callable[[int], BlockPattern], *, causal: bool = False) -> None:

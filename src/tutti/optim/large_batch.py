@@ -142,6 +142,12 @@ class LARS(NormScaledOptimizer):
         nesterov: update by w -= mu v + lr l (g + wd w), with the new v.
         momentum_correction: multiply v with the new rate over the old one, as if the rate were outside the momentum
             (Goyal et al. 2017, section 3).
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = LARS(model.parameters(), lr=1.0, momentum=0.9, weight_decay=1e-4)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -195,6 +201,12 @@ class LAMB(NormScaledOptimizer):
     Attributes:
         ratios: ||w|| / ||r|| of the last update, by parameter.
         global_norm: returns the norm of the gradients of the whole model; None where this rank holds all of them.
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = LAMB(model.parameters(), lr=1e-2)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
     """
 
     global_norm: GlobalNorm | None = None
@@ -252,6 +264,12 @@ def nvlamb(params: Iterable[Any], lr: float, **settings: Any) -> LAMB:
         params: parameters or parameter groups.
         lr: learning rate.
         settings: further settings of LAMB.
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = nvlamb(model.parameters(), lr=1e-2)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
     """
     return LAMB(params, lr, normalise=True, **settings)
 
@@ -268,6 +286,12 @@ class NovoGrad(NormScaledOptimizer):
         betas: b1 and b2.
         eps: added to sqrt(v).
         weight_decay: wd.
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> optimizer = NovoGrad(model.parameters(), lr=1e-2)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(

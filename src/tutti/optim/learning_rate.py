@@ -48,6 +48,13 @@ class LRRule:
         warmup_epochs: length of the warm-up in epochs; fractions are allowed.
         warmup_start_lr: rate at the start of the warm-up. Default: the smaller of base_lr and the target under "linear"
             and "sqrt"; 0 under "none", where "constant" needs it stated.
+
+    Examples:
+        A rate of 0.1 that holds for 256 samples, on a global batch of 1024 samples, after five epochs of warm-up:
+
+        >>> rule = LRRule(base_lr=0.1, base_batch_size=256, scale="linear", warmup="gradual", warmup_epochs=5)
+        >>> [learning_rate(rule, 0.1, step, global_batch_size=1024, steps_per_epoch=100) for step in (0, 250, 500)]
+        [0.1, 0.25, 0.4]
     """
 
     base_lr: float | None = None

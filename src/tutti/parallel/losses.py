@@ -23,6 +23,15 @@ class Weighted:
     Attributes:
         total: 0-d tensor with gradient.
         count: number, or 0-d tensor.
+
+    Examples:
+        The mean over tokens that are not padding:
+
+        >>> logits, target = torch.zeros(2, 3, 5), torch.tensor([[1, 2, -100], [4, -100, -100]])
+        >>> loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+        >>> weighted = Weighted(loss, (target != -100).sum())
+        >>> float(weighted.total / weighted.count)
+        1.609...
     """
 
     total: torch.Tensor

@@ -94,6 +94,28 @@ class Job:
     Raises:
         PlanError: settings contradict each other, the plan or the number of ranks.
         LaunchError: the ranks cannot find each other.
+
+    Examples:
+        The same script trains on one device and, under `tutti run --nproc 4 script.py`, on four:
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import TensorDataset
+        >>> job = Job(global_batch_size=8, seed=1, folder="runs/line")
+        >>> x = torch.linspace(-1, 1, 64)[:, None]
+        >>> data = TensorDataset(x, 3 * x + 1)
+        >>> model = nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer, loader = job.prepare(model, optimizer, data, nn.MSELoss())
+        >>> for epoch in job.epochs(20):
+        ...     for batch in loader:
+        ...         loss = job.step(batch)
+        ...     job.log(epoch_loss=loss)
+        >>> values = job.evaluate(data, {"absolute error": lambda output, target: (output - target).abs().mean(dim=1)})
+        >>> job.print(f"within 0.01: {values['absolute error'] < 0.01}")
+        within 0.01: True
+        >>> job.save().name
+        'step-00000160'
     """
 
     _tape: Tape | None = None
@@ -183,6 +205,15 @@ class Job:
 
         Raises:
             ScriptError: the constructor needs values that are not computed yet, or build was called before.
+
+        Examples:
+            >>> from torch import nn
+            >>> job = Job(global_batch_size=4)
+            >>> job.build(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+            Sequential(
+              (0): Linear(in_features=8, out_features=8, bias=True)
+              (1): Linear(in_features=8, out_features=2, bias=True)
+            )
         """
         if self._tape is not None:
             raise ScriptError("build was called twice, but a Job trains one model; compose several into one module")
@@ -306,6 +337,25 @@ class Job:
 
         Returns:
             The global mean loss.
+
+        Examples:
+            A penalty beside the loss of `prepare`:
+
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import TensorDataset
+            >>> job = Job(global_batch_size=4, folder="runs/penalty")
+            >>> model = nn.Linear(3, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+            >>> model, optimizer, loader = job.prepare(model, optimizer, data)
+            >>> def loss(model, batch):
+            ...     inputs, target = batch
+            ...     output = model(inputs)
+            ...     return nn.functional.mse_loss(output, target) + 0.01 * output.square().mean()
+            >>> for batch in loader:
+            ...     value = job.forward_backward(loss, batch)
+            ...     job.update()
         """
         self._result = forward_backward(self._run(), function, batch)
         return self._result.loss
