@@ -1,11 +1,13 @@
 """Memory over a mesh against closed formulas: Korthikanti et al. 2022 (activations), Rajbhandari et al. 2020 (ZeRO)."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cost_model.examples import cluster, cpu, linear
 from cost_model.examples_mesh import machines, meshed, transformer
 from tutti.config.model import ModelSpec
 from tutti.config.plan import LayoutRule, PipelinePlan, ShardingPlan
@@ -86,6 +88,46 @@ def test_blocks_pass_through_a_rank_of_zero_3() -> None:
         for layers in (4, 8)
     )
     assert few == more == pytest.approx(block * (3 + 1 + cost_constants.PENDING_SUMS * (1 + 1 / 4)))
+
+
+def test_on_hosts_a_pending_reduction_of_zero_3_receives_a_part_from_every_rank() -> None:
+    """It holds the unit that is sent, and as many bytes that arrive: a part of the same size from each rank."""
+    model = dataclasses.replace(transformer(4, s=S, h=H, a=A), dtype="float32")
+    block = 2 * 12 * H * H
+    plan = meshed(4, 1, {"shard": 4}, sharding=ShardingPlan(level=3))
+    assert predict(model, cluster(cpu(memory_nbytes=2**34)), plan).memory.communication == pytest.approx(
+        block * (3 + 1 + cost_constants.PENDING_SUMS * 2)
+    )
+
+
+@pytest.mark.parametrize("width", [32, 1024])
+def test_zero_1_gathers_updated_parameters_in_two_buckets(width: int) -> None:
+    model = transformer(4, s=S, h=width, a=A)
+    buckets = min(25 * 2**20, 2 * model.parameters)
+    states, replicas = (
+        memory(model, 4, mesh={axis: 4}, sharding=ShardingPlan(level=1)).communication
+        for axis in ("shard", "replicate")
+    )
+    assert states - replicas == pytest.approx(2 * buckets)
+
+
+def test_copies_in_lower_precision_are_of_a_block_under_zero_3() -> None:
+    """Autocast copies the weights of products, at half their size: all of them, or those of the gathered block."""
+    model = dataclasses.replace(transformer(8, s=S, h=H, a=A), dtype="float32")
+    whole, block = 2 * model.parameters, 2 * 12 * H * H
+    for level, copies in ((1, whole / 2), (3, block / 2)):
+        held = memory(model, 4, mesh={"shard": 4}, sharding=ShardingPlan(level=level), precision="bfloat16")
+        assert held.parameters == pytest.approx((whole / 4 if level == 3 else whole) + copies), level
+
+
+def test_an_update_needs_temporary_tensors_of_a_ranks_part() -> None:
+    """As in test_memory's update of a large parameter; each of two ranks updates half of every parameter."""
+    layers = (linear("a", 1000, 500), linear("b", 500, 10))
+    model = ModelSpec(name="m", modules=layers, optimizer="NAdam")
+    parameters, largest = 4 * (1000 * 500 + 500 * 10), 4 * 1000 * 500
+    plan = meshed(2, 1, {"shard": 2}, sharding=ShardingPlan(level=1))
+    held = predict(model, cluster(cpu(memory_nbytes=2**34)), plan).memory
+    assert held.optimizer == (2 * parameters + largest) / 2
 
 
 def test_offload_leaves_the_device_what_is_computed_with() -> None:

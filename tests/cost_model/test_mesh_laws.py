@@ -104,6 +104,33 @@ def test_split_sends_shoeybis_bytes(t: int) -> None:
     assert sent(MODEL, mesh={"split": t}, layout=again) == pytest.approx(8 * 2 * values * 1.25)
 
 
+def test_split_reduces_outputs_of_products_at_half_their_size_under_autocast() -> None:
+    """Gradients of inputs stay whole: 4 s h values of outputs halve, 4 s h of gradients do not."""
+    model = dataclasses.replace(MODEL, dtype="float32")
+    full = sent(MODEL, mesh={"split": 2})
+    assert sent(model, mesh={"split": 2}, precision="bfloat16") == pytest.approx(0.75 * full)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("how", ["column", "row"])
+def test_linear_layers_over_table_send_the_rows_of_all_ranks(how: Any, n: int) -> None:
+    """By columns every rank gets all inputs and a part of the outputs returns; by rows it is the other way round.
+
+    A rank sends (n - 1) / n of what it holds; gradients take the same routes back.
+    """
+    inputs, outputs, samples = 4 * 1000.0, 4 * 100.0, 8 // n
+    layers = (
+        part("first", flops=2e3, parameters=n, output_nbytes=inputs),
+        part("wide", flops=2e5, parameters=100_000, output_nbytes=outputs, linear_input_nbytes=inputs),
+    )
+    model = ModelSpec(name="m", modules=layers, dtype="bfloat16")
+    rule = (LayoutRule(modules="wide", placement=how),)
+    exchanged = samples * (inputs * (n if how == "column" else 1) + outputs * (1 if how == "column" else n))
+    gradients = 2 * (n - 1) / n * 2 * n  # of the first layer
+    expected = 2 * exchanged * (n - 1) / n + gradients
+    assert sent(model, mesh={"table": n}, layout=rule) == pytest.approx(expected)
+
+
 def test_the_gradient_of_the_batch_is_not_summed_over_split() -> None:
     """A first layer's backward has as many FLOPs as its forward, because nothing needs the gradient of its input."""
     layer = part("layer", flops=1e3, parameters=100, input_nbytes=8.0, output_nbytes=8.0, split="column")

@@ -227,3 +227,12 @@ def test_predict_is_pure() -> None:
     first = predict(mlp(), cluster(), plan(ranks=2))
     predict(mlp(), cluster(gpu()), plan())
     assert predict(mlp(), cluster(), plan(ranks=2)) == first
+
+
+def test_a_further_microbatch_adds_its_gradients_to_those_before() -> None:
+    """Gradients are read, added to and written: three passes over memory at 20 GB/s, beside the passes themselves."""
+    model = mlp()
+    once, twice = (predict(model, cluster(), plan(batch, 1, slices)) for batch, slices in ((8, 1), (16, 2)))
+    added_s = twice.phases["backward"] - 2 * once.phases["backward"]
+    gradients = sum(module.gradient_nbytes for module in model.modules)
+    assert added_s == pytest.approx(3 * gradients / 20e9, rel=1e-9)

@@ -49,15 +49,9 @@ def export_dcp(checkpoint: Path, folder: Path, *, optimizers: bool = True) -> in
         CheckpointError: the checkpoint cannot be read, or the folder cannot be written; no folder remains.
 
     Examples:
-        >>> import tutti
-        >>> from torch.utils.data import TensorDataset
-        >>> job = tutti.Job(global_batch_size=4, folder="runs/dcp")
-        >>> model = torch.nn.Linear(3, 1)
-        >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
-        >>> _ = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, torch.nn.MSELoss())
-        >>> checkpoint = job.save()
+        After a run with `Job(folder="runs/first")`:
 
-        >>> export_dcp(checkpoint, Path("for-torch")) > 0
+        >>> export_dcp(Path("runs/first"), Path("for-torch")) > 0
         True
     """
     if folder.exists():
@@ -99,15 +93,9 @@ def import_dcp(folder: Path, file: Path) -> int:
         CheckpointError: the checkpoint cannot be read, or the file cannot be written; no file remains.
 
     Examples:
-        >>> import tutti
-        >>> from torch.utils.data import TensorDataset
-        >>> job = tutti.Job(global_batch_size=4, folder="runs/back")
-        >>> model = torch.nn.Linear(3, 1)
-        >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
-        >>> _ = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, torch.nn.MSELoss())
-        >>> checkpoint = job.save()
+        After a run with `Job(folder="runs/first")`:
 
-        >>> _ = export_dcp(checkpoint, Path("from-torch"))
+        >>> _ = export_dcp(Path("runs/first"), Path("from-torch"))
         >>> import_dcp(Path("from-torch"), Path("model.safetensors")) > 0
         True
     """

@@ -183,6 +183,10 @@ def latest_checkpoint(path: Path) -> Path | None:
     """Return the newest complete checkpoint of a run folder, `path` itself if it is a checkpoint, or None.
 
     Examples:
+        After a run of two steps with `Job(folder="runs/first")`:
+
+        >>> latest_checkpoint(Path("runs/first")).name
+        'step-00000002'
         >>> latest_checkpoint(Path("runs/none")) is None
         True
     """

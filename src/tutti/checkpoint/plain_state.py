@@ -36,16 +36,10 @@ def to_state_dict(folder: Path) -> dict[str, Any]:
         CheckpointError: the checkpoint cannot be read.
 
     Examples:
-        >>> import tutti
-        >>> from torch.utils.data import TensorDataset
-        >>> job = tutti.Job(global_batch_size=4, folder="runs/plain")
-        >>> model = torch.nn.Linear(3, 1)
-        >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
-        >>> _ = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, torch.nn.MSELoss())
-        >>> checkpoint = job.save()
+        After a run with `Job(folder="runs/first")`:
 
         >>> plain = torch.nn.Linear(3, 1)
-        >>> plain.load_state_dict(to_state_dict(Path("runs/plain"))["model"])
+        >>> plain.load_state_dict(to_state_dict(Path("runs/first"))["model"])
         <All keys matched successfully>
     """
     source = open_checkpoint(find_checkpoint(folder))
@@ -93,15 +87,10 @@ def to_safetensors(folder: Path, file: Path) -> int:
         CheckpointError: the checkpoint cannot be read, the file cannot be written, or the format cannot hold the state.
 
     Examples:
-        >>> import tutti
-        >>> from torch.utils.data import TensorDataset
-        >>> job = tutti.Job(global_batch_size=4, folder="runs/weights")
-        >>> model = torch.nn.Linear(3, 1)
-        >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
-        >>> _ = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, torch.nn.MSELoss())
-        >>> checkpoint = job.save()
+        After a run with `Job(folder="runs/first")`:
 
-        >>> to_safetensors(checkpoint, Path("weights.safetensors")) == Path("weights.safetensors").stat().st_size
+        >>> file = Path("weights.safetensors")
+        >>> to_safetensors(Path("runs/first"), file) == file.stat().st_size
         True
     """
     return _write_safetensors(open_checkpoint(find_checkpoint(folder)), file)

@@ -280,11 +280,13 @@ def rank_memory(
         state = sharded(
             state, sharding, block=block, outside=outside, accumulates=len(samples) > 1, on_cpu=kind == "cpu"
         )
-    update = in_update(state, here.temporary[stage], d)
+    at_rest = state
     if plan.degree("stage") > 1 and len(samples) > 1 and not fused:  # new gradients before they are accumulated
         state = replace(state, gradients=state.gradients + here.largest[stage])
-    if kind == "cpu" and update.total > state.total + activations:
-        state, activations, when = update, 0.0, "in the optimizer's update"
+    if kind == "cpu":
+        update = in_update(at_rest, here.temporary[stage], d)
+        if update.total > state.total + activations:
+            state, activations, when = update, 0.0, "in the optimizer's update"
     others = plan.data_parallel_degree // d
     parts = compressed_sync_cost.parts_kept_nbytes(
         plan, gradients, others * plan.degree("context") * plan.degree("space")
