@@ -101,6 +101,20 @@ def test_a_failure_under_a_launcher_from_outside_names_its_rank(tmp_path: Path) 
     assert "output of rank 0" in (RunFolder(folder).rank(0) / "stdout.log").read_text()
 
 
+def test_a_module_runs_under_a_launcher_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register_launcher("toy", ToyLauncher)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    script = "import sys\nprint('module', __name__, __package__, *sys.argv[1:])\n"
+    (tmp_path / "package" / "train.py").write_text(script)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    arguments = ["--on", "toy", "--nproc", "1", "--no-predict", "--folder", str(folder), "-m", "package.train", "word"]
+    outcome = CliRunner().invoke(command, arguments)
+    assert "without preparing a tutti.Job" in outcome.output, outcome.output
+    assert (RunFolder(folder).rank(0) / "stdout.log").read_text() == "module __main__ package word\n"
+
+
 def test_a_module_is_started_as_a_module(tmp_path: Path) -> None:
     spec = LaunchSpec(target="package.train", arguments=("-m", "x"), is_module=True, folder=tmp_path)
     assert rank_command(spec)[1:] == ["-m", "tutti.launch.rank_main", "-m", "package.train", "-m", "x"]

@@ -35,6 +35,13 @@ def test_lines_come_when_they_are_complete(tmp_path: Path) -> None:
     assert tail.flush() == []
 
 
+def test_blank_lines_stay_at_the_end_too(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = LineTail(path)
+    path.write_text("one\n\n")
+    assert tail.flush() == ["one", ""]
+
+
 def test_what_an_earlier_run_wrote_is_skipped_unless_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')

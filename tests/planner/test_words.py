@@ -11,7 +11,7 @@ from tutti.config.model import ModelSpec
 from tutti.config.model_fingerprint import _spread
 from tutti.config.plan import LayoutRule, PipelinePlan, Plan, ShardingPlan
 from tutti.errors import PlanError
-from tutti.planner import changed_modules, difference, stamp, what_if
+from tutti.planner import PlanRequest, changed_modules, choose, difference, explain, stamp, what_if
 from tutti.planner.plan_description import plan_words
 
 
@@ -144,3 +144,11 @@ def test_what_is_not_understood_is_refused(text: str, words: str) -> None:
 
 def test_models_without_numbers_are_stamped_too() -> None:
     assert set(stamp(mlp(8, 3))) == {"layers.0-2"}
+
+
+def test_the_first_line_names_each_axis_with_its_parallelism() -> None:
+    asked = PlanRequest(script=plan(batch=64), mesh={"stage": 2, "replicate": 2}, scope="all")
+    first, *_ = explain(choose(mlp(layers=4), cards(), asked)).splitlines()
+    assert "4 ranks as stage (pipeline parallel) 2 x replicate (data parallel) 2" in first
+    assert plan_words(plan(ranks=2), common_names=True) == "replicate (data parallel) 2, 1 microbatch"
+    assert plan_words(plan(ranks=2)) == "replicate 2, 1 microbatch"

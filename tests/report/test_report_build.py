@@ -53,6 +53,7 @@ def test_a_size_of_buckets_that_was_chosen_by_measurement_is_in_the_plan(tmp_pat
     folder = write_run(tmp_path / "run", story)
     write_lines(folder / "metrics.jsonl", [*rows(story), row])
     assert "buckets of 0.5 MiB (the fastest of 2 sizes)" in str(build_report(folder).plan)
+    assert str(build_report(folder).plan).startswith("replicate (data parallel) 2")
 
 
 def test_target_is_reached_at_the_first_evaluation_beyond_it(tmp_path: Path) -> None:
@@ -160,7 +161,15 @@ def test_slow_first_steps_are_not_the_step_time(tmp_path: Path) -> None:
         row["wall_s"] = STEP_S * factor
     report = build_report(write_run(tmp_path / "run", metrics=lines))
     assert report.time.per_step.value == pytest.approx(2 * STEP_S)
-    assert "3 steady steps of 5" in report.time.per_step.note
+    assert report.time.per_step.note == "median of 3 steady steps of 5; the first 2 are left out"
+
+
+def test_the_step_time_says_that_short_batches_are_left_out(tmp_path: Path) -> None:
+    lines = rows(Story(epochs=1, steps_per_epoch=6))
+    last = [row for row in lines if row["kind"] == "step"][-1]
+    last["samples"] //= 2
+    note = build_report(write_run(tmp_path / "run", metrics=lines)).time.per_step.note
+    assert note.endswith("3 steady steps of 6; the first 2 are left out, as are 1 with a short batch or skipped")
 
 
 @pytest.mark.parametrize("restarted_clock", [False, True])
