@@ -54,9 +54,9 @@ def test_the_gradient_of_the_batch_is_not_listed(capsys: Capture, tmp_path: Path
     found = {one["name"]: one["collectives"] for one in json.loads(out)["modules"]}
     assert found == {
         "0": [],
-        "1": ["forward: all-reduce over split of 4 values a row"],
-        "2": ["backward: all-reduce over split of 4 values a row"],
-        "3": ["forward: all-reduce over split of 2 values a row"],
+        "1": ["forward: all-reduce over split of 4 values per row"],
+        "2": ["backward: all-reduce over split of 4 values per row"],
+        "3": ["forward: all-reduce over split of 2 values per row"],
     }
 
 

@@ -143,6 +143,16 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         launcher_for("locl")
 
 
+def test_an_unknown_name_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(command, ["--on", "kube", str(SCRIPTS / "train.py")])
+    assert isinstance(outcome.exception, LaunchError)
+    assert outcome.output == ""
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_name_is_registered_once() -> None:
     register_launcher("toy", ToyLauncher)
     register_launcher("toy", ToyLauncher)

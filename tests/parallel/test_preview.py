@@ -55,8 +55,8 @@ def test_parameters_are_divided_among_ranks() -> None:
     assert "gathered over shard (forward, backward)" in shard.modules[0].collectives[0]
     split = {module.name: module for module in explain_layout(net, plan(split=2)).modules}
     assert split["0.0"].nbytes_per_rank == (4 * (8 * 16 + 16),) * 2
-    assert split["0.0"].collectives == ("backward: all-reduce over split of 8 values a row",)
-    assert split["0.2"].collectives == ("forward: all-reduce over split of 8 values a row",)
+    assert split["0.0"].collectives == ("backward: all-reduce over split of 8 values per row",)
+    assert split["0.2"].collectives == ("forward: all-reduce over split of 8 values per row",)
 
 
 def test_stages_hold_their_own_modules() -> None:

@@ -121,7 +121,7 @@ def test_a_listing_names_what_a_step_exchanges_over_split(
 ) -> None:
     """As often, and as many bytes: a ring of 2 sends all values once."""
     named = [words for some in listed(name).values() for words in some if "over split" in words]
-    sizes = [int(size) for words in named for size in re.findall(r"of (\d+) values a row", words)]
+    sizes = [int(size) for words in named for size in re.findall(r"of (\d+) values per row", words)]
     assert len(sizes) == len(named)
     sizes += [1] * OF_THE_LOSS.get(name, 0)
     assert exchanged[name]["activations"] == (len(sizes), sum(sizes) * ROWS[name] * 8)
@@ -131,7 +131,7 @@ def test_the_gradient_of_the_batch_is_in_no_listing() -> None:
     assert listed("perceptron")["0"] == ()
     assert listed("frozen front")["4"] == ()
     assert listed("attention")["heads"] == ()
-    assert listed("attention")["rest.0"] == ("backward: all-reduce over split of 8 values a row",)
+    assert listed("attention")["rest.0"] == ("backward: all-reduce over split of 8 values per row",)
 
 
 def test_over_table_and_space_it_is_in_none_either(exchanged: dict[str, dict[str, tuple[int, int]]]) -> None:

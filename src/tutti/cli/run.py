@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tutti.cli.run_prediction import Beside, PredictionRequest
     from tutti.config.plan import Plan
-    from tutti.launch.launcher import LaunchSpec
+    from tutti.launch.launcher import Launcher, LaunchSpec
 
 _PLANNING = ("tutti.profile.probe", "tutti.cli.planning")
 """Modules that the fork server loads once if the run is predicted or planned."""
@@ -81,7 +81,10 @@ def _run(options: RunOptions) -> int:
         check_script(Path(options.script))
     check_relax(options)
     check_nodes(options)
+    from tutti.launch.launcher_registry import launcher_for
     from tutti.launch.local_launcher import warm
+
+    launcher = launcher_for(options.launcher)
 
     warm(
         threads_per_rank(own_count(options)),
@@ -94,7 +97,7 @@ def _run(options: RunOptions) -> int:
         nproc = ranks_per_node(options, given_plan(options), given_mesh(options))
         _meet(options, console)
         spec = _launch_spec(options, nproc, console)
-        return _train(options, spec, console)
+        return _train(options, spec, launcher, console)
     except KeyboardInterrupt:  # before the ranks were started; from then on the supervisor handles it
         console.print("stopped")
         return 130
@@ -192,14 +195,12 @@ def _wait_ready(worker: "Beside", console: "Console") -> None:
         worker.ready(say)
 
 
-def _train(options: RunOptions, spec: "LaunchSpec", console: "Console") -> int:
+def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", console: "Console") -> int:
     from tutti.cli.run_conclusion import conclude, header_time
     from tutti.cli.run_prediction import beside
-    from tutti.launch.launcher_registry import launcher_for
     from tutti.launch.rank_watch import watcher_for
     from tutti.launch.supervisor import interrupts, supervise
 
-    launcher = launcher_for(options.launcher)
     console.print(_announcement(spec), style="dim", soft_wrap=True)
     before = header_time(spec)
     watcher = watcher_for(spec, stdout=sys.stderr if options.as_json else sys.stdout, console=console)

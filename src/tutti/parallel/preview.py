@@ -204,7 +204,7 @@ def collectives_by_module(model: nn.Module, plan: Plan, sample: Sample | None = 
             for exchange in split.exchanges:
                 if split.name in first and _of_input(exchange):
                     continue
-                values = f" of {exchange.values} values a row" if exchange.values else ""
+                values = f" of {exchange.values} values per row" if exchange.values else ""
                 collectives[split.name].append(f"{exchange.when}: {exchange.kind} over split{values}")
     if plan.degree("table") > 1 and plan.degree("split") == 1:
         for name, columns in divided_linears(model, plan.layout).items():
