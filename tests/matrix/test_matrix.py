@@ -123,14 +123,3 @@ def test_noise_of_low_precision_is_allowed_and_no_more() -> None:
     assert comparison.excess == 0.0
     comparison.values(torch.ones(3) * 1.2, whole["weight"], 0.0, "after", "weight")
     assert comparison.excess == pytest.approx(0.2 - 3 * 0.02, rel=1e-3)
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/claims.md"])
-def test_pages_have_the_matrix_own_numbers(page: str) -> None:
-    root = Path(__file__).parents[2]
-    matrix = json.loads((root / "docs" / "matrix.json").read_text())
-    text = " ".join((root / page).read_text().split())
-    families, plans = (len({cell[name] for cell in matrix["cells"]}) for name in ("family", "plan"))
-    assert f"{families} model families under {plans} plans" in text
-    assert f"{matrix['counts']['exact']} cells exact, {matrix['counts']['refused']} refused" in text
-    assert sum(matrix["counts"].values()) == matrix["counts"]["exact"] + matrix["counts"]["refused"]
