@@ -51,7 +51,7 @@ from tutti.parallel.losses import default_loss
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.mixed_precision import loss_scaler, set_matmul_precision
 from tutti.parallel.parallel_model import ParallelModel
-from tutti.parallel.parallelize import parallelize, rebind
+from tutti.parallel.parallelize import parallelize, rebind, run_uncompiled
 from tutti.parallel.pipeline.pipeline_runner import Pipeline, make_pipeline
 from tutti.parallel.pipeline.stage_building import StagePartition, cut_stages
 from tutti.parallel.sharded_norms import bind_norms
@@ -213,6 +213,7 @@ def _annotated_plan(context: JobContext, model: nn.Module) -> Plan:
     """Add the script's annotations to the plan. Refuse a plan that cannot run; warn if it is another model's."""
     plan = with_annotations(context.plan, model, stated_mesh=context.stated_mesh)
     check_plan(plan)
+    context.screen.say(run_uncompiled(model, plan))
     context.screen.say(model_mismatch_warning(plan, model))
     return plan
 
