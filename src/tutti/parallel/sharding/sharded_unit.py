@@ -32,6 +32,7 @@ class Sharded:
         name: the first of its names in the model.
         places: all modules that hold it.
         held: the part of the tensor that this rank and the ranks along `shard` hold together.
+        hooked: whether the whole has its hook; see `follow`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Sharded:
     shard: nn.Parameter
     absent: nn.Parameter
     whole: nn.Parameter
+    hooked: bool = False
 
     def show(self, which: Literal["shard", "whole", "absent"]) -> None:
         """Put one of the three tensors into the modules."""
@@ -59,8 +61,9 @@ class Sharded:
         if wanted != self.whole.requires_grad:
             self.whole.requires_grad_(wanted)
             self.absent.requires_grad_(wanted)
-            if wanted:
+            if wanted and not self.hooked:  # it may have been frozen in between
                 self.whole.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+                self.hooked = True
 
 
 class Pack:
