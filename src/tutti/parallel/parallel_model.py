@@ -9,9 +9,11 @@ from tutti.comm.world import World
 from tutti.config.plan import Plan
 from tutti.parallel.context import Sequences
 from tutti.parallel.data.batchnorm import BatchScope
+from tutti.parallel.data.gradient_hooks import GradientHooks
 from tutti.parallel.data.replicate import Replica
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
+from tutti.parallel.model_changes import NotedModel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class ParallelModel:
         sequences: how batches are divided along the context axis.
         seed: the Job's seed.
         mixtures: names of all mixtures of experts in the undivided model.
+        gradient_hooks: hooks that the script has registered on parameters.
+        noted: the model as prepare found it, which the script may not change in every way.
     """
 
     plan: Plan
@@ -38,11 +42,18 @@ class ParallelModel:
     scope: BatchScope
     sequences: Sequences
     seed: int
+    gradient_hooks: GradientHooks
+    noted: NotedModel
     mixtures: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
         return self.layout.mesh
+
+    def check_changes(self) -> None:
+        """Follow what the script has changed on the model since prepare, or refuse it; see NotedModel."""
+        if self.noted.check():
+            self.replica.changed = True
 
     @property
     def loss_copies(self) -> int:

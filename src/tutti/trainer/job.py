@@ -357,7 +357,9 @@ class Job:
             ...     value = job.forward_backward(loss, batch)
             ...     job.update()
         """
-        self._result = forward_backward(self._run(), function, batch)
+        run = self._run()
+        run.parallel.check_changes()
+        self._result = forward_backward(run, function, batch)
         return self._result.loss
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -401,6 +403,7 @@ class Job:
             Results by name, the same on every rank; "loss" is always one of them.
         """
         run = self._run()
+        run.parallel.check_changes()
         arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
         source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
         run.loop.clock.enter("evaluation")
@@ -423,7 +426,9 @@ class Job:
 
     def save(self) -> Path:
         """Write a checkpoint now and return its folder. Collective."""
-        return self._run().output.checkpoints.save()[0]
+        run = self._run()
+        run.parallel.check_changes()
+        return run.output.checkpoints.save()[0]
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0 only, with the arguments of the built-in `print`."""
