@@ -56,12 +56,12 @@ def parallelize(
     split_model(model, plan, layout)
     if stages is not None:
         stages.keep_own(model, layout)
-    apply_chunks(model, plan.layout)
-    recomputed = apply_recompute(model, plan.layout, scope)
-    if scope.world_size > 1 or recomputed:
-        share_statistics(model, scope)
+    if mesh.world_size > 1 or any(rule.recompute for rule in plan.layout):
+        share_statistics(model, scope, stages.tracer.units.glue if stages is not None else ())
     if mesh.degree("space") > 1:
         cut_space(model, plan, layout, scope)
+    apply_chunks(model, plan.layout)
+    apply_recompute(model, plan.layout, scope)
     return shard(model, plan.sharding, layout)
 
 
