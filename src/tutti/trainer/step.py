@@ -24,7 +24,8 @@ from tutti.data.seeds import derive_seed, seed_device
 from tutti.errors import RankMismatchError, ScriptError, TrainingError
 from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.expert.expert_parallel import TALLY_NUMEL, read_tallies, write_tallies
-from tutti.parallel.losses import Weighted, as_weighted
+from tutti.parallel.loss_means import CountedLoss
+from tutti.parallel.losses import LossSum, Weighted, as_weighted
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.pipeline_runner import PipelineBatch
 from tutti.trainer.finite_gradients import gradients_finite, nonfinite_loss_message
@@ -55,6 +56,7 @@ def forward_backward(
         raise ScriptError(
             "a step was given a batch before the loader yielded one; iterate over the loader that prepare returned"
         )
+    loss_of_batch = CountedLoss(loss_of_batch)
     check_batch_size(batch, sum(share.sizes))
     accumulation = run.loop.accumulation
     try:
@@ -297,8 +299,10 @@ def _check_same_changes(run: Run, loss_handle: CommHandle | None, totals: torch.
 
 def _scaled_loss(run: Run, share: BatchShare, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
     """Add a microbatch's loss to `totals`; return it divided by the global batch size and times the loss scale."""
-    run.loop.observer.loss(value)
     part = share.parts[index]
+    if isinstance(value, LossSum):
+        value = as_weighted(value, part.loaded / run.parallel.mesh.degree("context"), share.batch_size)
+    run.loop.observer.loss(value)
     loss = _weighted_part(value, part, run.parallel.mesh.degree("context"))
     run.state.noise.counted(loss.count)
     _accumulate_loss(totals, loss, part, run)
