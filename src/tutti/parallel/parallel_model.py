@@ -12,6 +12,7 @@ from tutti.parallel.data.batchnorm import BatchScope
 from tutti.parallel.data.replicate import Replica
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
+from tutti.parallel.whole_model import WholeModel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class ParallelModel:
         scope: the ranks over which batch statistics are computed.
         sequences: how batches are divided along the context axis.
         seed: the Job's seed.
+        whole: makes the whole model out of all ranks' parts.
         mixtures: names of all mixtures of experts in the undivided model.
     """
 
@@ -38,6 +40,7 @@ class ParallelModel:
     scope: BatchScope
     sequences: Sequences
     seed: int
+    whole: WholeModel
     mixtures: tuple[str, ...] = ()
 
     @property

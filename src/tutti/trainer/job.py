@@ -4,7 +4,9 @@ import atexit
 import os
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -35,6 +37,7 @@ from tutti.trainer.prepare import PrepareArguments, build_optimizers, captured_s
 from tutti.trainer.run_state import JobSettings, Run
 from tutti.trainer.step import StepResult, forward_backward
 from tutti.trainer.update import update
+from tutti.trainer.whole_weights import on_cpu, save_pretrained, whole_model, whole_state
 
 
 class JobLoader:
@@ -121,6 +124,7 @@ class Job:
     _tape: Tape | None = None
     _prepared: Run | None = None
     _result: StepResult | None = None
+    _whole: bool = False
 
     def __init__(
         self,
@@ -321,9 +325,9 @@ class Job:
             The global mean loss, the same on every rank. If the plan says that ranks do not wait for each other, the
             loss of this rank's share.
         """
-        run = self._run()
-        loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
-        self.update()
+        with self._together("job.step") as run:
+            loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
+            self.update()
         return loss
 
     def forward_backward(self, function: LossFunction, batch: Any) -> float:
@@ -357,25 +361,17 @@ class Job:
             ...     value = job.forward_backward(loss, batch)
             ...     job.update()
         """
-        self._result = forward_backward(self._run(), function, batch)
+        with self._together("job.forward_backward") as run:
+            self._result = forward_backward(run, function, batch)
         return self._result.loss
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Clip gradients, step the optimizer (None: all), advance the scheduler, write the step's row."""
-        run, result = self._run(), self._result
-        if result is None:
-            raise ScriptError("update was called before forward_backward; compute gradients first")
-        run.loop.clock.enter("optimizer")
-        done = update(run, run.parallel.optimizers if optimizer is None else (optimizer,), finite=result.finite)
-        run.state.consistency.updated(run.parallel, run.state.progress.step)
-        run.loop.clock.enter("other")
-        chosen = run.loop.bucket_tuner.end(full_batch=result.samples == run.state.loader.stated_size)
-        if chosen is not None:
-            write_bucket_size(run, chosen)
-        self._result = None
-        write_step_row(run, result, done)
-        run.loop.observer.updated(run.state.progress.step - 1, result.loss, done.learning_rate)
-        run.output.checkpoints.save_when_due()
+        with self._together("job.update") as run:
+            if self._result is None:
+                raise ScriptError("update was called before forward_backward; compute gradients first")
+            result, self._result = self._result, None
+            make_update(run, result, optimizer)
 
     def evaluate(
         self,
@@ -400,14 +396,14 @@ class Job:
         Returns:
             Results by name, the same on every rank; "loss" is always one of them.
         """
-        run = self._run()
-        arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
-        source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
-        run.loop.clock.enter("evaluation")
-        size = batch_size or samples_at_once(run)
-        with run.state.consistency.averaged_model(run.parallel):
-            values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
-        write_evaluation_row(run, source, name, values, samples)
+        with self._together("job.evaluate") as run:
+            arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
+            source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
+            run.loop.clock.enter("evaluation")
+            size = batch_size or samples_at_once(run)
+            with run.state.consistency.averaged_model(run.parallel):
+                values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
+            write_evaluation_row(run, source, name, values, samples)
         return values
 
     def log(self, **values: float | int | str) -> None:
@@ -423,12 +419,112 @@ class Job:
 
     def save(self) -> Path:
         """Write a checkpoint now and return its folder. Collective."""
-        return self._run().output.checkpoints.save()[0]
+        with self._together("job.save") as run:
+            return run.output.checkpoints.save()[0]
+
+    def state_dict(self, *, main_only: bool = False) -> dict[str, Any]:
+        """Return the whole model's state_dict, on the CPU, whatever the plan divides. Collective.
+
+        It is what one device's `model.state_dict()` would return. Every rank holds a copy of the model in its host's
+        memory meanwhile; `main_only` leaves that to rank 0. `tutti export` needs the memory of one tensor only.
+
+        Args:
+            main_only: return an empty dict on ranks other than 0.
+
+        Raises:
+            RankMismatchError: the ranks call different methods of the Job.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import TensorDataset
+            >>> job = Job(global_batch_size=4, folder="runs/weights")
+            >>> model = nn.Linear(3, 1)
+            >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+            >>> model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, nn.MSELoss())
+            >>> state = job.state_dict()  # on every rank
+            >>> if job.is_main:
+            ...     torch.save(state, "weights.pt")
+            >>> nn.Linear(3, 1).load_state_dict(torch.load("weights.pt"))
+            <All keys matched successfully>
+        """
+        if self._whole:
+            return on_cpu(self._run().parallel.model.state_dict())
+        with self._together("job.state_dict") as run:
+            return whole_state(run, main_only=main_only)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Call the model's own `save_pretrained(folder, **options)` on rank 0, with whole weights. Collective.
+
+        `from_pretrained(folder)` then loads them (transformers, diffusers); of a PEFT model it writes the adapters.
+        Rank 0 holds a copy of the model in its host's memory meanwhile.
+
+        Args:
+            folder: where the model is written.
+            **options: passed on.
+
+        Raises:
+            ScriptError: the model has no such method, or it fails; on every rank.
+        """
+        with self._together("job.save_pretrained") as run:
+            save_pretrained(run, Path(folder), options)
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """Let the model hold all its weights on every rank, and compute as on one device. Collective.
+
+        For what reads the weights as a whole or runs on some ranks only: generation, export, averaged copies, other
+        methods than forward. Values that every rank changes alike are kept. Each rank needs the memory of the
+        whole model beside its part. The Job's methods that train, evaluate or save wait until the context is left.
+
+        Raises:
+            ScriptError: ranks changed different tensors, or a tensor's shape or dtype.
+
+        Examples:
+            An average of the weights, and predictions on rank 0:
+
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.optim.swa_utils import AveragedModel
+            >>> from torch.utils.data import TensorDataset
+            >>> job = Job(global_batch_size=4, folder="runs/average")
+            >>> model = nn.Linear(3, 1)
+            >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+            >>> model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, nn.MSELoss())
+            >>> with job.whole_model() as whole:
+            ...     average = AveragedModel(whole)
+            >>> for batch in loader:
+            ...     loss = job.step(batch)
+            ...     with job.whole_model() as whole:
+            ...         average.update_parameters(whole)
+            >>> with job.whole_model() as whole, torch.no_grad():
+            ...     if job.is_main:
+            ...         print(whole(torch.ones(2, 3)).shape)
+            torch.Size([2, 1])
+        """
+        if self._whole:
+            yield self._run().parallel.model
+            return
+        with self._together("job.whole_model") as run, whole_model(run, edits=True) as model:
+            self._whole = True
+            try:
+                yield model
+            finally:
+                self._whole = False
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0 only, with the arguments of the built-in `print`."""
         if self.is_main:
             print(*values, **options)
+
+    @contextmanager
+    def _together(self, name: str) -> Iterator[Run]:
+        """Yield the run, and note meanwhile what this rank does together with the others."""
+        run = self._run()
+        if self._whole:
+            raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
+        with run.loop.watch.during(name):
+            yield run
 
     def _run(self) -> Run:
         if self._prepared is None:
@@ -451,6 +547,7 @@ class RunFinalizer:
         self._ended = False
         if not supervised:
             sys.excepthook = self._on_exception
+            threading.excepthook = self._on_exception_in_thread
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -459,6 +556,7 @@ class RunFinalizer:
             return
         self._ended = True
         if self.run is not None:
+            self.run.loop.watch.stop()
             self._last_rows(self.run)
         if not self.failed:
             if self.run is not None:
@@ -488,6 +586,17 @@ class RunFinalizer:
         run.output.log.close()
         run.output.screen.close()
 
+    def _on_exception_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
+        """End the process if the run's watch found it waiting for nothing: the main thread cannot."""
+        if not isinstance(arguments.exc_value, TuttiError):
+            threading.__excepthook__(arguments)
+            return
+        if self.world.is_main:
+            print(f"tutti: {arguments.exc_value}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(arguments.exc_value.exit_code)
+
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.failed = True
         if not isinstance(error, TuttiError):
@@ -499,6 +608,20 @@ class RunFinalizer:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.exit_code)
+
+
+def make_update(run: Run, result: StepResult, optimizer: torch.optim.Optimizer | None) -> None:
+    """Make the update that follows a `forward_backward`, and write the step's row."""
+    run.loop.clock.enter("optimizer")
+    done = update(run, run.parallel.optimizers if optimizer is None else (optimizer,), finite=result.finite)
+    run.state.consistency.updated(run.parallel, run.state.progress.step)
+    run.loop.clock.enter("other")
+    chosen = run.loop.bucket_tuner.end(full_batch=result.samples == run.state.loader.stated_size)
+    if chosen is not None:
+        write_bucket_size(run, chosen)
+    write_step_row(run, result, done)
+    run.loop.observer.updated(run.state.progress.step - 1, result.loss, done.learning_rate)
+    run.output.checkpoints.save_when_due()
 
 
 def peak_memory_nbytes(device: torch.device) -> int:

@@ -19,6 +19,7 @@ from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.pipeline.pipeline_runner import Pipeline
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
 from tutti.trainer.observer import Observer
+from tutti.trainer.operation_watch import OperationWatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,7 @@ class TrainingLoop:
         clock: measures the phases of a step.
         bucket_tuner: finds the bucket size by measurement, if the plan asks for that.
         statistics: running statistics of norm layers, for steps that are skipped.
+        watch: notes what this rank does together with the others.
     """
 
     pipeline: Pipeline | None
@@ -106,6 +108,7 @@ class TrainingLoop:
     clock: PhaseClock
     bucket_tuner: BucketSizeTuner
     statistics: RunningStatistics
+    watch: OperationWatch
 
 
 @dataclass(slots=True, kw_only=True)

@@ -62,6 +62,9 @@ class Parameters(Shards):
         for optimizer in optimizers:
             check_takes_parts(optimizer)
 
+    def rest(self) -> None:
+        self._passes.release()
+
     def begin(self) -> None:
         if not self._learned and self._devices:
             self._learn(self._devices[0])

@@ -53,6 +53,9 @@ class Shards:
     def clear(self) -> None:
         """A step begins: drop all gradients."""
 
+    def rest(self) -> None:
+        """Free what is gathered, so that modules hold the shards."""
+
     def begin(self) -> None:
         """The next backward is the step's last: reduce gradients from here on."""
 
