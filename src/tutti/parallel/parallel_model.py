@@ -9,9 +9,12 @@ from tutti.comm.world import World
 from tutti.config.plan import Plan
 from tutti.parallel.context import Sequences
 from tutti.parallel.data.batchnorm import BatchScope
+from tutti.parallel.data.gradient_hooks import GradientHooks
 from tutti.parallel.data.replicate import Replica
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
+from tutti.parallel.model_changes import NotedModel
+from tutti.parallel.part_reads import PartReads
 from tutti.parallel.whole_model import WholeModel
 
 
@@ -28,7 +31,10 @@ class ParallelModel:
         sequences: how batches are divided along the context axis.
         seed: the Job's seed.
         whole: makes the whole model out of all ranks' parts.
+        reads: gives losses the whole parameters that they read outside of the modules' forward.
         mixtures: names of all mixtures of experts in the undivided model.
+        gradient_hooks: hooks that the script has registered on parameters.
+        noted: the model as prepare found it, which the script may not change in every way.
     """
 
     plan: Plan
@@ -41,11 +47,19 @@ class ParallelModel:
     sequences: Sequences
     seed: int
     whole: WholeModel
+    reads: PartReads
+    gradient_hooks: GradientHooks
+    noted: NotedModel
     mixtures: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
         return self.layout.mesh
+
+    def check_changes(self) -> None:
+        """Follow what the script has changed on the model since prepare, or refuse it; see NotedModel."""
+        if self.noted.check():
+            self.replica.changed = True
 
     @property
     def loss_copies(self) -> int:

@@ -523,6 +523,8 @@ class Job:
         run = self._run()
         if self._whole:
             raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
+        if not run.loop.watch.inside and name != "job.update":
+            run.parallel.check_changes()
         with run.loop.watch.during(name):
             yield run
 
