@@ -11,9 +11,11 @@ from tutti.config.plan import Plan
 from tutti.errors import ScriptError
 from tutti.parallel.context import Sequences
 from tutti.parallel.data.batchnorm import BatchScope
+from tutti.parallel.data.gradient_hooks import GradientHooks
 from tutti.parallel.data.replicate import Replica
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
+from tutti.parallel.model_changes import NotedModel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +31,8 @@ class ParallelModel:
         sequences: how batches are divided along the context axis.
         seed: the Job's seed.
         mixtures: names of all mixtures of experts in the undivided model.
+        gradient_hooks: hooks that the script has registered on parameters.
+        noted: the model as prepare found it, which the script may not change in every way.
         group_sizes: number of parameters in each group of each optimizer, when `check_groups` looked at them last.
     """
 
@@ -41,12 +45,19 @@ class ParallelModel:
     scope: BatchScope
     sequences: Sequences
     seed: int
+    gradient_hooks: GradientHooks
+    noted: NotedModel
     mixtures: tuple[str, ...] = ()
     group_sizes: list[list[int]] = field(default_factory=list)
 
     @property
     def mesh(self) -> Mesh:
         return self.layout.mesh
+
+    def check_changes(self) -> None:
+        """Follow what the script has changed on the model since prepare, or refuse it; see NotedModel."""
+        if self.noted.check():
+            self.replica.changed = True
 
     def trained_by(self, optimizers: Iterable[Optimizer]) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of this rank, with their names, that some of the optimizers update."""

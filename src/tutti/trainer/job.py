@@ -387,6 +387,7 @@ class Job:
             ...     job.update()
         """
         run = self._run()
+        run.parallel.check_changes()
         zeroed = None if zero_grad is None else optimizers_of(run, zero_grad)
         return forward_backward(run, function, batch, zeroed).loss
 
@@ -484,6 +485,7 @@ class Job:
             Results by name, the same on every rank; "loss" is always one of them.
         """
         run = self._run()
+        run.parallel.check_changes()
         arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
         source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
         run.loop.clock.enter("evaluation")
@@ -510,6 +512,7 @@ class Job:
         A run resumed from it begins with the next batch, so call it once all updates on a batch are made.
         """
         run = self._run()
+        run.parallel.check_changes()
         if run.loop.accumulation.waits:
             run.output.screen.say(
                 f"the checkpoint of step {run.state.progress.step} leaves out the gradients that forward_backward has "

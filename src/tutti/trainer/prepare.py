@@ -43,8 +43,9 @@ from tutti.parallel.annotated_plan import with_annotations
 from tutti.parallel.compressed.compressor import make_compressor
 from tutti.parallel.compressed.factor_buckets import make_factored
 from tutti.parallel.context import Sequences, sequences_of
-from tutti.parallel.data.batchnorm import BatchScope, batch_norms
+from tutti.parallel.data.batchnorm import BatchScope, is_batch_norm
 from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
+from tutti.parallel.data.gradient_hooks import GradientHooks, refuse_lost_hooks
 from tutti.parallel.data.noise_meter import NoiseMeter, unsupported_reason
 from tutti.parallel.data.replicate import Replica
 from tutti.parallel.expert.expert_parallel import mixtures_of
@@ -52,8 +53,9 @@ from tutti.parallel.layout import GRADIENT_AXES, Layout
 from tutti.parallel.losses import default_loss
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.mixed_precision import loss_scaler, set_matmul_precision
+from tutti.parallel.model_changes import NotedModel, forward_entries
 from tutti.parallel.parallel_model import ParallelModel
-from tutti.parallel.parallelize import check_optimizers, parallelize, rebind
+from tutti.parallel.parallelize import check_optimizers, parallelize, rebind, run_uncompiled
 from tutti.parallel.pipeline.pipeline_runner import Pipeline, make_pipeline
 from tutti.parallel.pipeline.stage_building import StagePartition, cut_stages
 from tutti.parallel.sharded_norms import bind_norms
@@ -149,23 +151,27 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
     layout.traffic.clock = context.clock
     scope = _batch_scope(model, layout)
     originals, mixtures = dict(model.named_parameters(remove_duplicate=False)), mixtures_of(model)
+    own_forwards = forward_entries(model)
     stages = cut_stages(model, plan, layout, partial(_sample_inputs, arguments, context, plan, observer))
     shards = _divide_model(arguments, plan, layout, scope, stages, world.device)
     _rebind_optimizers(arguments, originals, layout, shards, world)
     source, unpack = feed_parts(model, arguments.source, arguments.unpack)
     pipeline = make_pipeline(stages, plan, layout, world.device)
     sequences = _sequences(arguments, plan, layout, pipeline)
+    replica = _replica(context, arguments, plan, layout, shards, stages)
     parallel = ParallelModel(
         plan=plan,
         world=world,
         model=model,
         optimizers=arguments.optimizers,
         layout=layout,
-        replica=_replica(context, arguments, plan, layout, shards, stages),
+        replica=replica,
         scope=scope,
         sequences=sequences,
         seed=context.settings.seed,
         mixtures=mixtures,
+        gradient_hooks=GradientHooks(model, layout),
+        noted=NotedModel(model, plan, shards, own_forwards),
     )
     return DividedModel(parallel=parallel, pipeline=pipeline, observer=observer, source=source, unpack=unpack)
 
@@ -224,6 +230,7 @@ def _annotated_plan(context: JobContext, model: nn.Module) -> Plan:
     """Add the script's annotations to the plan. Refuse a plan that cannot run; warn if it is another model's."""
     plan = with_annotations(context.plan, model, stated_mesh=context.stated_mesh)
     check_plan(plan)
+    context.screen.say(run_uncompiled(model, plan))
     context.screen.say(model_mismatch_warning(plan, model))
     return plan
 
@@ -267,6 +274,7 @@ def _rebind_optimizers(
     arguments: PrepareArguments, originals: dict[str, nn.Parameter], layout: Layout, shards: Shards, world: World
 ) -> None:
     """Give optimizers the divided parameters, and agree on the rank that counts each shard. Collective."""
+    refuse_lost_hooks(originals, arguments.model)
     rebind(arguments.optimizers, originals, arguments.model, layout)
     shards.bind(arguments.optimizers)
     check_optimizers(arguments.optimizers, layout, world)
@@ -405,7 +413,7 @@ def _batch_scope(model: nn.Module, layout: Layout) -> BatchScope:
     """Give batch statistics their own process group, so that their collectives never mix with gradients'."""
     mesh = layout.mesh
     degree = mesh.degree(*GRADIENT_AXES)
-    group = mesh.new_group(*GRADIENT_AXES) if degree > 1 and batch_norms(model) else None
+    group = mesh.new_group(*GRADIENT_AXES) if degree > 1 and any(map(is_batch_norm, model.modules())) else None
     communicator = None if group is None else make_shared_memory_communicator(group)
     return BatchScope(
         world_size=degree, group=group, channel=layout.channel("statistics", *GRADIENT_AXES), communicator=communicator

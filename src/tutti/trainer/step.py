@@ -21,10 +21,11 @@ from tutti.config.compression import format_compression
 from tutti.config.vocabulary import DATA_AXES
 from tutti.data.batches import BatchShare, MicrobatchShare, check_batch_size, split_batch, to_device
 from tutti.data.seeds import derive_seed, seed_device
-from tutti.errors import ScriptError, TrainingError
+from tutti.errors import RankMismatchError, ScriptError, TrainingError
 from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.expert.expert_parallel import TALLY_NUMEL, read_tallies, write_tallies
-from tutti.parallel.losses import Weighted, as_weighted
+from tutti.parallel.loss_means import CountedLoss
+from tutti.parallel.losses import LossSum, Weighted, as_weighted
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.pipeline_runner import PipelineBatch
 from tutti.trainer.finite_gradients import gradients_finite, nonfinite_loss_message
@@ -55,6 +56,7 @@ def forward_backward(
         raise ScriptError(
             "a step was given a batch before the loader yielded one; iterate over the loader that prepare returned"
         )
+    loss_of_batch = CountedLoss(loss_of_batch)
     check_batch_size(batch, sum(share.sizes))
     accumulation = run.loop.accumulation
     try:
@@ -81,11 +83,12 @@ def _forward_backward(
     size = 2 + run.parallel.world.world_size + TALLY_NUMEL * len(run.parallel.mixtures) + run.state.noise.width
     totals = torch.zeros(size, dtype=torch.float64, device=run.parallel.world.device)
     pieces = split_batch(batch, share.sizes)
-    if run.loop.pipeline is not None:
-        _pipeline_microbatches(run, loss_of_batch, share, pieces, totals)
-    else:
-        for index, piece in enumerate(pieces):
-            _microbatch(run, loss_of_batch, share, index, piece, totals, last=index == len(pieces) - 1)
+    with run.parallel.gradient_hooks.set_aside():
+        if run.loop.pipeline is not None:
+            _pipeline_microbatches(run, loss_of_batch, share, pieces, totals)
+        else:
+            for index, piece in enumerate(pieces):
+                _microbatch(run, loss_of_batch, share, index, piece, totals, last=index == len(pieces) - 1)
     run.loop.clock.enter("other")
     result = _step_result(run, share, totals.tolist())
     finite = result.finite and gradients_finite(run)
@@ -99,6 +102,7 @@ def _forward_backward(
     else:
         scale = run.state.scaler.get_scale() if run.state.noise.measuring and run.state.scaler.is_enabled() else 1.0
         _finish_gradients(run, share.batch_size / result.count)
+        run.parallel.gradient_hooks.call()
         run.state.noise.finish(
             run.parallel.replica.parameters,
             run.state.progress.step,
@@ -207,6 +211,9 @@ def _microbatch(
         if index == 0:
             run.parallel.replica.begin(accumulate=not last)
         if last:
+            if run.parallel.replica.changed:
+                _check_same_changes(run, loss_handle, totals)
+                run.parallel.replica.rebuild()
             run.parallel.replica.announce_last_backward()
             run.parallel.replica.shards.begin()
         with run.state.noise.part(run.parallel.replica.parameters), run.parallel.replica.factored.backward():
@@ -241,6 +248,8 @@ def _pipeline_microbatches(
         loss_handles.append(_start_loss_all_reduce(run, share, totals))
 
     run.parallel.replica.begin(accumulate=True)
+    if run.parallel.replica.changed:
+        run.parallel.replica.rebuild()
     run.parallel.replica.shards.begin()
     batch = PipelineBatch(
         parallel=run.parallel,
@@ -261,6 +270,8 @@ def _pipeline_microbatches(
 def _start_loss_all_reduce(run: Run, share: BatchShare, totals: torch.Tensor) -> CommHandle | None:
     """Complete `totals` (loss and count are in it already), and start their all-reduce."""
     totals[2 + run.parallel.world.rank] = ~torch.isfinite(totals[0])
+    if run.parallel.replica.changed:
+        totals[2 + run.parallel.world.rank] += 2 * run.parallel.replica.digest()
     if run.parallel.mixtures:
         copies = run.parallel.world.world_size // run.parallel.mesh.degree("stage")
         write_tallies(run.parallel.model, run.parallel.mixtures, totals[2 + run.parallel.world.world_size :], copies)
@@ -268,10 +279,30 @@ def _start_loss_all_reduce(run: Run, share: BatchShare, totals: torch.Tensor) ->
     return run.state.consistency.start_losses(run.parallel, totals, share)
 
 
+def _check_same_changes(run: Run, loss_handle: CommHandle | None, totals: torch.Tensor) -> None:
+    """Check that all ranks that reduce gradients together have frozen, unfrozen or converted the same parameters.
+
+    Ranks that have not would not take part in making the new buckets. They have sent no digest with their loss.
+    """
+    if loss_handle is None or run.state.consistency.diverged:
+        return
+    loss_handle.wait()
+    flags = totals[2 : 2 + run.parallel.world.world_size].tolist()
+    for rank in run.parallel.mesh.ranks(*DATA_AXES, "context"):
+        if flags[rank] // 2 != run.parallel.replica.digest():
+            raise RankMismatchError(
+                f"step {run.state.progress.step + 1}: rank {run.parallel.world.rank} has frozen, unfrozen or converted "
+                f"parameters after prepare, but rank {rank} has not changed the same ones; change requires_grad and "
+                "types on all ranks alike"
+            )
+
+
 def _scaled_loss(run: Run, share: BatchShare, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
     """Add a microbatch's loss to `totals`; return it divided by the global batch size and times the loss scale."""
-    run.loop.observer.loss(value)
     part = share.parts[index]
+    if isinstance(value, LossSum):
+        value = as_weighted(value, part.loaded / run.parallel.mesh.degree("context"), share.batch_size)
+    run.loop.observer.loss(value)
     loss = _weighted_part(value, part, run.parallel.mesh.degree("context"))
     run.state.noise.counted(loss.count)
     _accumulate_loss(totals, loss, part, run)
@@ -305,7 +336,7 @@ def _step_result(run: Run, share: BatchShare, totals: list[float]) -> StepResult
     experts = read_tallies(run.parallel.mixtures, totals[2 + run.parallel.world.world_size :])
     run.state.noise.read(totals)
     step = run.state.progress.step + 1
-    bad = [rank for rank, flag in enumerate(flags) if flag]
+    bad = [rank for rank, flag in enumerate(flags) if flag % 2]
     if not bad and count <= 0:
         raise TrainingError(
             f"step {step}: the loss of the global batch has nothing to average over (its count is {count}); leave out "

@@ -261,7 +261,7 @@ class _Step:
             outline = program.outlines[value.key]
             stride = torch.empty(outline.shape, device="meta").stride()
             saved[slot] = tracer.stand_ins.empty(outline.shape, stride, outline.dtype, self.device)
-        return tracer.finish(lambda: self._function(parallel.model, batch), output, saved)
+        return tracer.finish(lambda: self._function(parallel.model, batch), output, saved, program.means)
 
     def _trace(self, microbatch: int) -> Placement:
         parallel, batch = self._parallel, self._pieces[microbatch]
