@@ -16,7 +16,8 @@ import tutti
 from harness import run_ranks
 from tutti.checkpoint import to_state_dict
 from tutti.config import serialization
-from tutti.config.plan import BatchPlan, Plan
+from tutti.config.compression import parse_compression
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan, SyncPlan
 from tutti.errors import TuttiError
 from tutti.optim.optimizer_traits import is_by_tensor, is_elementwise
 from tutti.optim.schedules import make_schedules
@@ -153,6 +154,17 @@ def leaves_it_open() -> None:
         job.update(first)
 
 
+def adds_up_momentum() -> None:
+    compress = parse_compression("dgc")
+    job, model = open_job({"mesh": {"replicate": 2}, "sync": SyncPlan(compress=compress)}), net()
+    model, _, loader = job.prepare(model, SGD(model.parameters(), lr=0.1), data(), loss_fn)
+    for batch in loader:
+        job.step(batch)
+    batch = next(iter(loader))
+    job.forward_backward(loss_of, batch)
+    job.forward_backward(loss_of, batch)
+
+
 def schedules_nothing() -> None:
     job, model = open_job(), net()
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -160,7 +172,11 @@ def schedules_nothing() -> None:
     job.schedule(0.5)
 
 
-SPLIT, ZERO1, STAGE = {"mesh": {"split": 2}}, {"mesh": {"shard": 2}, "sharding": {"level": 1}}, {"mesh": {"stage": 2}}
+SPLIT, ZERO1, STAGE = (
+    {"mesh": {"split": 2}},
+    {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=1)},
+    {"mesh": {"stage": 2}},
+)
 
 REFUSED: dict[str, tuple[Callable[..., None], dict[str, Any], str]] = {
     "lbfgs": (refused, {"optimizer": lambda m: LBFGS(m.parameters())}, "LBFGS.step needs closure"),
@@ -178,6 +194,7 @@ REFUSED: dict[str, tuple[Callable[..., None], dict[str, Any], str]] = {
         "SGD holds a parameter of shape (5,) that is not in the model that prepare",
     ),
     "open": (leaves_it_open, {}, "left out Adam of '2.weight', whose gradients may be accumulating"),
+    "momentum": (adds_up_momentum, {}, "several calls of forward_backward before an update, with dgc"),
     "nothing": (schedules_nothing, {}, "no scheduler of the run follows a metric"),
     "muon": (refused, {"optimizer": lambda m: Muon(matrices(m)), "fields": SPLIT}, "Muon does not treat the elements"),
     "adafactor": (
@@ -367,3 +384,66 @@ def test_names_are_without_the_compiler_s_prefix(inside: bool) -> None:
     for here, saved, loss in run_ranks(wrapped, 2, inside, timeout_s=120):
         assert here == saved == expected
         assert loss > 0
+
+
+def half(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return loss_of(model, batch) / 2
+
+
+def in_float16(way: str) -> dict[str, Tensor]:
+    """Two epochs under loss scaling; each way makes the same updates."""
+    os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{way}")
+    job, model = open_job(precision="float16", clip_norm=None if way == "in turn" else 0.5), net().float()
+    optimizers = [SGD(model[0].parameters(), lr=0.5), SGD(model[2].parameters(), lr=0.5)]
+    x, y = data().tensors
+    model, optimizers, loader = job.prepare(model, optimizers, TensorDataset(x.float(), y), loss_fn, shuffle=False)
+    for _ in job.epochs(2):
+        for batch in loader:
+            if way == "halves":
+                job.forward_backward(half, batch)
+                job.forward_backward(half, batch)
+            else:
+                job.forward_backward(loss_of, batch)
+            for optimizer in optimizers if way == "in turn" else [None]:
+                job.update(optimizer)
+    assert not any(torch.equal(value, net().float().state_dict()[name]) for name, value in model.state_dict().items())
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def all_in_float16() -> dict[str, dict[str, Tensor]]:
+    return {way: in_float16(way) for way in ("once", "halves", "in turn")}
+
+
+def without_scaling() -> dict[str, Tensor]:
+    """The updates of `in turn`, in float32."""
+    model = net().float()
+    optimizer = SGD(model.parameters(), lr=0.5)
+    x, y = data().tensors
+    for _ in range(2):
+        for inputs, target in zip(x.float().split(BATCH), y.split(BATCH), strict=True):
+            optimizer.zero_grad()
+            loss_fn(model(inputs), target).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def test_gradients_under_loss_scaling_are_unscaled_once() -> None:
+    expected = without_scaling()
+    for ways in run_ranks(all_in_float16, 2, timeout_s=120):
+        for name, value in expected.items():
+            torch.testing.assert_close(ways["halves"][name], ways["once"][name], rtol=0, atol=2e-3)
+            torch.testing.assert_close(ways["in turn"][name], value, rtol=0, atol=5e-3)
+
+
+def drops() -> tuple[float, float]:
+    job = open_job()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 3)).double()
+    model, _, loader = job.prepare(model, SGD(model.parameters(), lr=0.1), data(), loss_fn)
+    batch = next(iter(loader))
+    return job.forward_backward(loss_of, batch), job.forward_backward(loss_of, batch)
+
+
+def test_calls_before_one_update_draw_masks_of_their_own() -> None:
+    for first, second in run_ranks(drops, 2):
+        assert first != second

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, softplus
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adafactor, Adam, Muon
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import TensorDataset
 
 import tutti
 from harness import run_ranks
 from tutti.config import serialization
-from tutti.config.plan import BatchPlan, Plan
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 from tutti.parallel.layout import gather_whole, local_tensors, to_local
 
 SAMPLES, BATCH, EPOCHS = 23, 7, 2
@@ -49,19 +49,18 @@ class Gan(nn.Module):
 
 
 class Odd(Net):
-    """A parameter of 0 dims, one without elements, an integer one, a complex one, a transposed one, one in float32."""
+    """A parameter of 0 dims, one without elements, an integer one, a complex one, a transposed one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0, 3))
         self.offset = nn.Parameter(torch.arange(3, dtype=torch.int32), requires_grad=False)
         self.turn = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128))
-        self.mixed = nn.Parameter(torch.randn(4, 3).t())
-        self.half = nn.Parameter(torch.ones(3))
+        self.aslant = nn.Parameter(torch.randn(4, 3).t())
 
     def forward(self, x: Tensor) -> Tensor:
         turned = (super().forward(x) * self.scale + self.offset).to(torch.complex128) @ self.turn
-        return (turned.real + turned.imag.square()) @ self.mixed + self.half.sum().double()
+        return (turned.real + turned.imag.square()) @ self.aslant
 
 
 def data() -> TensorDataset:
@@ -119,12 +118,6 @@ class Habit:
     clip: float | None = None
     job: dict[str, Any] = field(default_factory=dict)
 
-    def build(self) -> Any:
-        model = self.model().double()
-        if isinstance(model, Odd):
-            model.half.data = model.half.data.float()
-        return model
-
 
 def probe(model: Net) -> tuple[list[Any], list[Any]]:
     return [SGD(model.head.parameters(), lr=0.5)], []
@@ -138,6 +131,13 @@ def parts(model: Net) -> tuple[list[Any], list[Any]]:
 def players(model: Gan) -> tuple[list[Any], list[Any]]:
     d, g = Adam(model.discriminator.parameters(), lr=0.02), Adam(model.generator.parameters(), lr=0.01)
     return [d, g], [StepLR(g, 3, 0.5), StepLR(d, 2, 0.7)]
+
+
+def by_shape(model: Net) -> tuple[list[Any], list[Any]]:
+    """Muon orthogonalises whole matrices, Adafactor keeps means of their rows and columns."""
+    matrices = [p for p in model.body.parameters() if p.dim() == 2]
+    vectors = [p for p in model.body.parameters() if p.dim() == 1]
+    return [Muon(matrices, lr=0.02), Adafactor(model.head.parameters(), lr=0.05), SGD(vectors, lr=0.1)], []
 
 
 def overlapping(model: Net) -> tuple[list[Any], list[Any]]:
@@ -227,6 +227,7 @@ HABITS = {
     "each in turn": Habit(make=parts, epoch=each_in_turn, clip=0.1),
     "shared": Habit(make=overlapping, epoch=each_in_turn),
     "unfrozen": Habit(make=probe, epoch=unfrozen),
+    "whole tensors": Habit(make=by_shape, epoch=one_loss),
     "odd": Habit(model=Odd, make=in_groups, epoch=one_loss),
     "adversaries": Habit(model=Gan, make=players, epoch=adversaries, clip=0.05),
     "patient generator": Habit(model=Gan, make=players, epoch=patient_generator),
@@ -244,7 +245,7 @@ Trained = tuple[list[float], dict[str, Tensor]]
 def plain(habit: Habit) -> Trained:
     """One device, with nothing of tutti but the warm-up's formula written out."""
     torch.manual_seed(1)
-    model = habit.build()
+    model = habit.model().double()
     optimizers, schedulers = habit.make(model)
     x, y = data().tensors
     updates = {id(optimizer): 0 for optimizer in optimizers}
@@ -291,7 +292,7 @@ def with_tutti(habit: Habit, fields: dict[str, Any]) -> Trained:
     os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     job = tutti.Job(global_batch_size=BATCH, clip_norm=habit.clip, **habit.job)
     torch.manual_seed(1)
-    model = habit.build()
+    model = habit.model().double()
     optimizers, schedulers = habit.make(model)
     model, optimizers, loader = job.prepare(model, optimizers, data(), shuffle=False, scheduler=schedulers)
 
@@ -317,16 +318,17 @@ def train_all(names: list[str], fields: dict[str, Any]) -> dict[str, Trained]:
 
 
 IN_LAYERS = [name for name in HABITS if HABITS[name].model is not Gan]
+OF_PARTS = [name for name in HABITS if name != "whole tensors"]
 SHARD = {"mesh": {"shard": 2}}
 PLANS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "1": (list(HABITS), {"mesh": {"replicate": 1}}),
     "2": (list(HABITS), {"mesh": {"replicate": 2}}),
     "3": (list(HABITS), {"mesh": {"replicate": 3}}),
-    "zero1": (list(HABITS), {**SHARD, "sharding": {"level": 1}}),
-    "zero2": (list(HABITS), {**SHARD, "sharding": {"level": 2}}),
-    "zero3": (list(HABITS), {**SHARD, "sharding": {"level": 3}}),
-    "split": ([name for name in IN_LAYERS if name != "odd"], {"mesh": {"split": 2}}),
-    "stage": ([name for name in IN_LAYERS if name != "unfrozen"], {"mesh": {"stage": 2}}),
+    "zero1": (list(HABITS), {**SHARD, "sharding": ShardingPlan(level=1)}),
+    "zero2": (OF_PARTS, {**SHARD, "sharding": ShardingPlan(level=2)}),
+    "zero3": (OF_PARTS, {**SHARD, "sharding": ShardingPlan(level=3)}),
+    "split": ([name for name in IN_LAYERS if name in OF_PARTS and name != "odd"], {"mesh": {"split": 2}}),
+    "stage": (IN_LAYERS, {"mesh": {"stage": 2}}),
 }
 
 

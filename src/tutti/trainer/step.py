@@ -129,8 +129,6 @@ def start_gradients(run: Run, zeroed: Iterable[Optimizer] | None) -> Gradients:
     """
     accumulation, model = run.loop.accumulation, run.parallel.model
     run.parallel.check_groups()
-    if accumulation.results and run.parallel.replica.compressor is not None:
-        _check_additive(run)
     used = bool(accumulation.stepped)
     if zeroed is None:
         _check_clear(run)
@@ -148,6 +146,8 @@ def start_gradients(run: Run, zeroed: Iterable[Optimizer] | None) -> Gradients:
     if dropped is not None:
         without = set(dropped)
         earlier = {p: p.grad.clone() for p in model.parameters() if p.grad is not None and p not in without}
+    if earlier:
+        _check_additive(run)
     for parameter in model.parameters():
         parameter.grad = None
     return earlier

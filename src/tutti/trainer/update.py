@@ -43,8 +43,8 @@ def make_update(run: Run, optimizer: Optimizer | None) -> None:
         raise ScriptError("update was called before forward_backward; compute gradients first")
     result = accumulation.total()
     run.loop.clock.enter("optimizer")
-    done = update(run, optimizers, finite=result.finite)
     accumulation.stepped.extend(optimizers)
+    done = update(run, optimizers, finite=result.finite)
     run.state.consistency.updated(run.parallel, run.state.progress.step)
     run.loop.clock.enter("other")
     full = accumulation.results[-1].samples == run.state.loader.stated_size
