@@ -1,4 +1,4 @@
-"""The update: clip by the global norm, step the optimizers at the rule's learning rate, advance the scheduler.
+"""The update: clip by the global norm, step the optimizers at the rule's learning rate, advance their schedulers.
 
 Warm-up and batch-size rules are in optim/learning_rate.py; `_rate_factor` applies them here.
 
@@ -9,7 +9,7 @@ beside contiguous), torch 2.13 silently applies it to the wrong values. So a ste
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from tutti.checkpoint.training_state import OptimizerClock
 from tutti.environment import read_launch_options
-from tutti.errors import TrainingError
+from tutti.errors import ScriptError, TrainingError
 from tutti.host_memory import keep_memory_when_steady, limit_heap_growth
 from tutti.optim.gradient_noise_scale import adascale_gain
 from tutti.optim.learning_rate import learning_rate_factor, scaled_learning_rate
@@ -52,8 +53,24 @@ class UpdateResult:
     skipped: bool
 
 
+def optimizers_of(run: Run, chosen: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
+    """Return the optimizers that the script names.
+
+    Raises:
+        ScriptError: one of them was not passed to prepare.
+    """
+    optimizers = (chosen,) if isinstance(chosen, Optimizer) else tuple(chosen)
+    for optimizer in optimizers:
+        if not any(optimizer is known for known in run.parallel.optimizers):
+            raise ScriptError(
+                f"{type(optimizer).__name__} was not passed to prepare, so its parameters and state are not those of "
+                "the ranks; pass all optimizers to prepare, as a list"
+            )
+    return optimizers
+
+
 def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> UpdateResult:
-    """Clip the gradients, step the optimizers at the rule's learning rate, and advance the scheduler.
+    """Clip the gradients, step the optimizers at the rule's learning rate, and advance their schedulers.
 
     Args:
         run: the run.
@@ -64,23 +81,26 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
         TrainingError: gradients are not finite at any loss scale.
     """
     gain = _adascale_gain_of_step(run)
-    rate_factor = _rate_factor(run, gain or 1.0)
-    rate = float(optimizers[0].param_groups[0]["lr"]) * rate_factor
+    rate_factors = [_rate_factor(run, optimizer, gain or 1.0) for optimizer in optimizers]
+    rate = float(optimizers[0].param_groups[0]["lr"]) * rate_factors[0]
+    for optimizer in optimizers:
+        _clock_of(run, optimizer).updates += 1
     if not finite:
+        run.loop.statistics.restore()
         if run.state.consistency.diverged:  # other replicas may update, and learning rates must stay equal
-            _advance_schedule(run, gain or 1.0)
+            _advance_schedules(run, optimizers, gain or 1.0)
         return UpdateResult(learning_rate=rate, gain=gain, grad_norm=None, skipped=True)
-    norm = _clip_gradients(run)
+    norm = _clip_gradients(run, optimizers)
     old_scale = run.state.scaler.get_scale() if run.state.scaler.is_enabled() else 1.0
-    local_factor = rate_factor * run.state.consistency.learning_rate_scale
     with ExitStack() as stack:
-        if local_factor != 1.0:
-            for optimizer in optimizers:
+        for optimizer, rate_factor in zip(optimizers, rate_factors, strict=True):
+            local_factor = rate_factor * run.state.consistency.learning_rate_scale
+            if local_factor != 1.0:
                 stack.enter_context(scaled_learning_rate(optimizer, local_factor))
         for optimizer in optimizers:
             with fused_kernels(optimizer):
                 run.state.scaler.step(optimizer)
-        run.state.scaler.update()
+        _update_loss_scale(run, optimizers)
     skipped = False
     if run.state.scaler.is_enabled() and (new_scale := run.state.scaler.get_scale()) != old_scale:
         skipped = new_scale < old_scale
@@ -89,11 +109,29 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
         if run.parallel.replica.compressor is not None:
             run.parallel.replica.compressor.rescale(new_scale / old_scale)
     if not skipped:
-        _advance_schedule(run, gain or 1.0)
+        _advance_schedules(run, optimizers, gain or 1.0)
         if run.parallel.replica.updated(len(run.parallel.optimizers)):
             keep_memory_when_steady(run.parallel.world.local_world_size, frugal=read_launch_options().frugal)
         limit_heap_growth()
     return UpdateResult(learning_rate=rate, gain=gain, grad_norm=norm, skipped=skipped)
+
+
+def _update_loss_scale(run: Run, optimizers: Sequence[Optimizer]) -> None:
+    """Let the loss scale follow the optimizers that have stepped; the others may still step on these gradients."""
+    scaler = run.state.scaler
+    if not scaler.is_enabled():
+        return
+    stepped = {id(optimizer) for optimizer in optimizers}
+    others = {key: state for key, state in scaler._per_optimizer_states.items() if key not in stepped}
+    for key in others:
+        del scaler._per_optimizer_states[key]
+    scaler.update()
+    scaler._per_optimizer_states.update(others)
+
+
+def _clock_of(run: Run, optimizer: Optimizer) -> OptimizerClock:
+    number = next(i for i, known in enumerate(run.parallel.optimizers) if known is optimizer)
+    return run.state.progress.clocks[number]
 
 
 def _adascale_gain_of_step(run: Run) -> float | None:
@@ -104,39 +142,47 @@ def _adascale_gain_of_step(run: Run) -> float | None:
     return adascale_gain(run.state.noise.averages, run.state.loader.stated_size, rule.base_batch_size)
 
 
-def _advance_schedule(run: Run, gain: float) -> None:
+def _advance_schedules(run: Run, optimizers: Sequence[Optimizer], gain: float) -> None:
     """Count the update in steps of the base batch. A scheduler that counts steps advances by whole steps."""
-    before = math.floor(run.state.progress.base_steps)
-    run.state.progress.base_steps += gain
-    if run.state.scheduler is not None and run.loop.scheduler_clock == "step":
-        for _ in range(math.floor(run.state.progress.base_steps) - before):
-            run.state.scheduler.step()
+    for optimizer in optimizers:
+        clock = _clock_of(run, optimizer)
+        before = math.floor(clock.base_steps)
+        clock.base_steps += gain
+        run.state.schedules.updated(optimizer, math.floor(clock.base_steps) - before, clock.updates)
 
 
-def _rate_factor(run: Run, gain: float) -> float:
-    """Return the factor of the learning-rate rule (warm-up, batch scaling) at this step."""
+def _rate_factor(run: Run, optimizer: Optimizer, gain: float) -> float:
+    """Return the factor of the learning-rate rule (warm-up, batch scaling) at the optimizer's next update."""
     rule = run.settings.lr_rule
     if rule is None:
         return 1.0
     return learning_rate_factor(
         rule,
         run.loop.initial_rates[0],
-        run.state.progress.step,
+        _clock_of(run, optimizer).updates,
         global_batch_size=run.state.loader.stated_size,
         steps_per_epoch=run.steps_per_epoch,
         gain=gain,
     )
 
 
-def _clip_gradients(run: Run) -> float | None:
-    """Scale gradients so that their global norm is at most clip_norm; return the norm before. Collective."""
+def _clip_gradients(run: Run, optimizers: Sequence[Optimizer]) -> float | None:
+    """Scale gradients so that their global norm is at most clip_norm; return the norm before. Collective.
+
+    An update of all optimizers clips all gradients of the model, also those of parameters that no optimizer holds, as
+    clip_grad_norm_(model.parameters()) does. An update of some clips the gradients of their parameters.
+    """
     if run.settings.clip_norm is None:
         return None
+    parallel = run.parallel
+    everything = len(optimizers) == len(parallel.optimizers)
+    parameters = parallel.replica.parameters if everything else [p for _, p in parallel.trained_by(optimizers)]
     # torch cannot clip sparse gradients.
-    sparse = any(p.grad is not None and p.grad.is_sparse for p in run.parallel.replica.parameters)
-    if not run.parallel.layout.shards and not sparse:
-        return float(torch.nn.utils.clip_grad_norm_(run.parallel.replica.parameters, run.settings.clip_norm))
-    named = [(name, p.grad) for name, p in run.parallel.model.named_parameters() if p.grad is not None]
+    sparse = any(p.grad is not None and p.grad.is_sparse for p in parameters)
+    if not parallel.layout.shards and not sparse:
+        return float(torch.nn.utils.clip_grad_norm_(parameters, run.settings.clip_norm))
+    candidates = parallel.model.named_parameters() if everything else parallel.trained_by(optimizers)
+    named = [(name, p.grad) for name, p in candidates if p.grad is not None]
     norm = math.sqrt(float(run.state.consistency.norm_squared(run.parallel, named)))
     factor = run.settings.clip_norm / (norm + 1e-6)  # as torch does
     if factor < 1.0 and named:

@@ -5,6 +5,7 @@ hang if one rank leaves a parameter unused. Here a flag is sent with each gradie
 samples before backward, so gradients are summed, not averaged.
 """
 
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -47,6 +48,7 @@ class Replica:
         parameters: the model's parameters that require a gradient.
         order: the order in which parameters fill the buckets.
         arrived: parameters in the order in which their gradients have arrived so far; None once `order` is final.
+        changed: whether the script has frozen, unfrozen or converted parameters since the buckets were built.
         diverged_axes: axes along which gradients are not reduced; `rebuild_buckets` applies a change.
         transports: what the reductions go through, for reports.
     """
@@ -77,6 +79,7 @@ class Replica:
         self._hooks: list[Any] = []
         self._next = 0
         self._summing = False
+        self.changed = False
         self._updates = 0
         self._build(_trainable(model))
         if not self.parameters and layout.mesh.degree("stage") == 1:
@@ -96,8 +99,13 @@ class Replica:
                 one is then told by `announce_last_backward`. Otherwise the next backward is the only one.
         """
         self._last = set() if accumulate else None
+        if self.changed:  # backward leaves its gradients on this rank until `rebuild`
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            return
         trainable = _trainable(self._model)
-        if [*map(id, trainable)] != [*map(id, self.parameters)]:  # the script has frozen or unfrozen some
+        if [*map(id, trainable)] != [*map(id, self.parameters)]:  # the whole ones of forward, with sharding
             with long_lived_blocks():
                 self._build(trainable)
         elif self.arrived:
@@ -105,6 +113,24 @@ class Replica:
                 self.factored.choose()
                 self._reorder()
             self.arrived = None
+        self._open()
+
+    def rebuild(self) -> None:
+        """After `begin` of a step for which parameters have changed: build new buckets and reduce from here on.
+
+        Collective: the ranks that reduce together must have changed the same parameters; see `digest`.
+        """
+        with long_lived_blocks():
+            self._build(_trainable(self._model))
+        self.changed = False
+        self._open()
+
+    def digest(self) -> int:
+        """A number below 2^32 for the names and types of the parameters that this rank trains now."""
+        trained = [(name, str(p.dtype)) for name, p in self._model.named_parameters() if p.requires_grad]
+        return zlib.crc32(repr(trained).encode())
+
+    def _open(self) -> None:
         for bucket in self._buckets:
             bucket.open()
         self._next, self._summing = 0, True
