@@ -372,7 +372,7 @@ class GatherHooks:
         """A step begins: free what earlier passes have left. Shards do not change until the step's end."""
         self._in_step, self._backward = True, None
         self._saved_hooks.clear()
-        self._saved_hooks.push()  # for the whole step: with create_graph, a backward inside the loss saves weights too
+        self._saved_hooks.push_for_step()
         self._last_call.clear()
         self.release()
         for unit in self.units:
@@ -597,6 +597,16 @@ class _SavedTensorHooks:
         """Whether nobody else's hooks are active: activation checkpointing saves no weights, it computes anew."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is None or top[0] == self._pack
+
+    def push_for_step(self) -> None:
+        """Activate them for a whole step: with create_graph, a backward inside of the loss saves weights too.
+
+        Those of another model may have been left by a step that raised.
+        """
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or isinstance(getattr(top[0], "__self__", None), GatherHooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            self._active += 1
 
     def push(self) -> bool:
         """Activate them unless some are active; returns whether `pop` must be called."""
