@@ -23,6 +23,7 @@ from tutti.checkpoint.training_state import OptimizerClock, TrainingState
 from tutti.errors import CheckpointError
 from tutti.optim.gradient_noise_scale import NoiseAverages
 from tutti.parallel.layout import Layout, to_local
+from tutti.parallel.part_guards import reading_parts
 from tutti.parallel.saved_values import parse_dtype, unpack_scalar
 
 
@@ -207,6 +208,7 @@ def _state_shape_mismatch(training: TrainingState, source: Source) -> str | None
     return None
 
 
+@reading_parts()
 def _load_optimizers(training: TrainingState, source: Source) -> None:
     """Give this rank's shards of the state to each optimizer's own load_state_dict. Collective."""
     names = training.parallel.layout.state_names(training.parallel.model, training.parallel.optimizers)

@@ -16,6 +16,8 @@ from tutti.parallel.data.replicate import Replica
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.model_changes import NotedModel
+from tutti.parallel.part_reads import PartReads
+from tutti.parallel.whole_model import WholeModel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class ParallelModel:
         scope: the ranks over which batch statistics are computed.
         sequences: how batches are divided along the context axis.
         seed: the Job's seed.
+        whole: makes the whole model out of all ranks' parts.
+        reads: gives losses the whole parameters that they read outside of the modules' forward.
         mixtures: names of all mixtures of experts in the undivided model.
         gradient_hooks: hooks that the script has registered on parameters.
         noted: the model as prepare found it, which the script may not change in every way.
@@ -45,6 +49,8 @@ class ParallelModel:
     scope: BatchScope
     sequences: Sequences
     seed: int
+    whole: WholeModel
+    reads: PartReads
     gradient_hooks: GradientHooks
     noted: NotedModel
     mixtures: tuple[str, ...] = ()

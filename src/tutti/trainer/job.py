@@ -4,7 +4,10 @@ import atexit
 import os
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -30,7 +33,7 @@ from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
 from tutti.trainer.evaluate import Metric, evaluate, samples_at_once
 from tutti.trainer.job_context import open_job_context
 from tutti.trainer.metrics import redirect_other_ranks
-from tutti.trainer.metrics_rows import write_bucket_size, write_evaluation_row, write_step_row
+from tutti.trainer.metrics_rows import write_evaluation_row
 from tutti.trainer.prepare import (
     PrepareArguments,
     build_optimizers,
@@ -40,7 +43,8 @@ from tutti.trainer.prepare import (
 )
 from tutti.trainer.run_state import JobSettings, Run
 from tutti.trainer.step import forward_backward
-from tutti.trainer.update import optimizers_of, update
+from tutti.trainer.update import make_update, optimizers_of, save_when_due
+from tutti.trainer.whole_weights import on_cpu, save_pretrained, whole_model, whole_state
 
 
 class JobLoader:
@@ -134,6 +138,7 @@ class Job:
 
     _tape: Tape | None = None
     _prepared: Run | None = None
+    _whole: bool = False
 
     def __init__(
         self,
@@ -306,7 +311,7 @@ class Job:
             redirect_other_ranks(self._context.world, str(self._prepared.output.folder.rank(self.rank) / "stdout.log"))
         returned = list(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
         run = self._prepared
-        return model, returned, JobLoader(run.state.loader, run.loop.clock, self._save_when_due)
+        return model, returned, JobLoader(run.state.loader, run.loop.clock, partial(save_when_due, run))
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs still to run, of `count`; a resumed run continues at its checkpoint."""
@@ -319,7 +324,7 @@ class Job:
             if run.state.loader.epoch == epoch:  # the script left the loader early
                 run.state.loader.next_epoch()
             run.state.schedules.epoch_ended(run.state.loader.epoch)
-            self._save_when_due()
+            save_when_due(run)
             run.output.log.row("epoch", run.loop.clock.elapsed_s(), epoch=epoch, step=run.state.progress.step)
         if run.state.loader.epoch > first and run.settings.keep_checkpoints:
             self.save()
@@ -337,9 +342,9 @@ class Job:
             The global mean loss, the same on every rank. If the plan says that ranks do not wait for each other, the
             loss of this rank's share.
         """
-        run = self._run()
-        loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
-        self.update()
+        with self._together("job.step") as run:
+            loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
+            self.update()
         return loss
 
     def forward_backward(
@@ -386,10 +391,9 @@ class Job:
             ...     value = job.forward_backward(loss, batch)
             ...     job.update()
         """
-        run = self._run()
-        run.parallel.check_changes()
-        zeroed = None if zero_grad is None else optimizers_of(run, zero_grad)
-        return forward_backward(run, function, batch, zeroed).loss
+        with self._together("job.forward_backward") as run:
+            zeroed = None if zero_grad is None else optimizers_of(run, zero_grad)
+            return forward_backward(run, function, batch, zeroed).loss
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Clip gradients, step the optimizer, advance its scheduler, write the step's row.
@@ -402,36 +406,8 @@ class Job:
             ScriptError: the optimizer has no new gradients, or is not one of those passed to prepare.
             TrainingError: gradients are not finite at any loss scale.
         """
-        run = self._run()
-        accumulation = run.loop.accumulation
-        optimizers = run.parallel.optimizers if optimizer is None else optimizers_of(run, optimizer)
-        if not accumulation.results or any(one is used for one in optimizers for used in accumulation.stepped):
-            raise ScriptError("update was called before forward_backward; compute gradients first")
-        result = accumulation.total()
-        run.loop.clock.enter("optimizer")
-        done = update(run, optimizers, finite=result.finite)
-        accumulation.stepped.extend(optimizers)
-        run.state.consistency.updated(run.parallel, run.state.progress.step)
-        run.loop.clock.enter("other")
-        full = accumulation.results[-1].samples == run.state.loader.stated_size
-        chosen = run.loop.bucket_tuner.end(full_batch=full)
-        if chosen is not None:
-            write_bucket_size(run, chosen)
-        again = result.batch == accumulation.counted
-        accumulation.several |= again or len(optimizers) < len(run.parallel.optimizers)
-        if not again:
-            run.state.schedules.trained(result.loss, result.samples)
-        write_step_row(run, result, done)
-        run.loop.observer.updated(run.state.progress.step - 1, result.loss, done.learning_rate)
-        overdue = run.output.checkpoints.updated(again=again)
-        if not accumulation.several:
-            self._save_when_due()
-        elif overdue:
-            run.output.screen.say(
-                f"the checkpoint of step {run.state.progress.step} is written while its batch is in use; a run resumed "
-                "from it begins with the next batch"
-            )
-            run.output.checkpoints.save_when_due()
+        with self._together("job.update") as run:
+            make_update(run, optimizer)
 
     def schedule(self, metric: float) -> None:
         """Give a metric to the schedulers that follow one (ReduceLROnPlateau). Call it once an epoch.
@@ -484,15 +460,14 @@ class Job:
         Returns:
             Results by name, the same on every rank; "loss" is always one of them.
         """
-        run = self._run()
-        run.parallel.check_changes()
-        arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
-        source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
-        run.loop.clock.enter("evaluation")
-        size = batch_size or samples_at_once(run)
-        with run.state.consistency.averaged_model(run.parallel):
-            values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
-        write_evaluation_row(run, source, name, values, samples)
+        with self._together("job.evaluate") as run:
+            arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
+            source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
+            run.loop.clock.enter("evaluation")
+            size = batch_size or samples_at_once(run)
+            with run.state.consistency.averaged_model(run.parallel):
+                values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
+            write_evaluation_row(run, source, name, values, samples)
         return values
 
     def log(self, **values: float | int | str) -> None:
@@ -511,25 +486,119 @@ class Job:
 
         A run resumed from it begins with the next batch, so call it once all updates on a batch are made.
         """
-        run = self._run()
-        run.parallel.check_changes()
-        if run.loop.accumulation.waits:
-            run.output.screen.say(
-                f"the checkpoint of step {run.state.progress.step} leaves out the gradients that forward_backward has "
-                "computed since the last update"
-            )
-        return run.output.checkpoints.save()[0]
+        with self._together("job.save") as run:
+            if run.loop.accumulation.waits:
+                run.output.screen.say(
+                    f"the checkpoint of step {run.state.progress.step} leaves out the gradients that forward_backward "
+                    "has computed since the last update"
+                )
+            return run.output.checkpoints.save()[0]
+
+    def state_dict(self, *, main_only: bool = False) -> dict[str, Any]:
+        """Return the whole model's state_dict, on the CPU, whatever the plan divides. Collective.
+
+        It is what one device's `model.state_dict()` would return. Every rank holds a copy of the model in its host's
+        memory meanwhile; `main_only` leaves that to rank 0. `tutti export` needs the memory of one tensor only.
+
+        Args:
+            main_only: return an empty dict on ranks other than 0.
+
+        Raises:
+            RankMismatchError: the ranks call different methods of the Job.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import TensorDataset
+            >>> job = Job(global_batch_size=4, folder="runs/weights")
+            >>> model = nn.Linear(3, 1)
+            >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+            >>> model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, nn.MSELoss())
+            >>> state = job.state_dict()  # on every rank
+            >>> if job.is_main:
+            ...     torch.save(state, "weights.pt")
+            >>> nn.Linear(3, 1).load_state_dict(torch.load("weights.pt"))
+            <All keys matched successfully>
+        """
+        if self._whole:
+            return on_cpu(self._run().parallel.model.state_dict())
+        with self._together("job.state_dict") as run:
+            return whole_state(run, main_only=main_only)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Call the model's own `save_pretrained(folder, **options)` on rank 0, with whole weights. Collective.
+
+        `from_pretrained(folder)` then loads them (transformers, diffusers); of a PEFT model it writes the adapters.
+        Rank 0 holds a copy of the model in its host's memory meanwhile.
+
+        Args:
+            folder: where the model is written.
+            **options: passed on.
+
+        Raises:
+            ScriptError: the model has no such method, or it fails; on every rank.
+        """
+        with self._together("job.save_pretrained") as run:
+            save_pretrained(run, Path(folder), options)
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """Let the model hold all its weights on every rank, and compute as on one device. Collective.
+
+        For what reads the weights as a whole or runs on some ranks only: generation, export, averaged copies, other
+        methods than forward. Values that every rank changes alike are kept. Each rank needs the memory of the
+        whole model beside its part. The Job's methods that train, evaluate or save wait until the context is left.
+
+        Raises:
+            ScriptError: ranks changed different tensors, or a tensor's shape or dtype.
+
+        Examples:
+            An average of the weights, and predictions on rank 0:
+
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.optim.swa_utils import AveragedModel
+            >>> from torch.utils.data import TensorDataset
+            >>> job = Job(global_batch_size=4, folder="runs/average")
+            >>> model = nn.Linear(3, 1)
+            >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+            >>> model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, nn.MSELoss())
+            >>> with job.whole_model() as whole:
+            ...     average = AveragedModel(whole)
+            >>> for batch in loader:
+            ...     loss = job.step(batch)
+            ...     with job.whole_model() as whole:
+            ...         average.update_parameters(whole)
+            >>> with job.whole_model() as whole, torch.no_grad():
+            ...     if job.is_main:
+            ...         print(whole(torch.ones(2, 3)).shape)
+            torch.Size([2, 1])
+        """
+        if self._whole:
+            yield self._run().parallel.model
+            return
+        with self._together("job.whole_model") as run, whole_model(run, edits=True) as model:
+            self._whole = True
+            try:
+                yield model
+            finally:
+                self._whole = False
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0 only, with the arguments of the built-in `print`."""
         if self.is_main:
             print(*values, **options)
 
-    def _save_when_due(self) -> None:
-        """Begin a checkpoint that is due, unless gradients still wait for their update."""
+    @contextmanager
+    def _together(self, name: str) -> Iterator[Run]:
+        """Yield the run, and note meanwhile what this rank does together with the others."""
         run = self._run()
-        if not run.loop.accumulation.waits:
-            run.output.checkpoints.save_when_due()
+        if self._whole:
+            raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
+        if not run.loop.watch.inside and name != "job.update":
+            run.parallel.check_changes()
+        with run.loop.watch.during(name):
+            yield run
 
     def _run(self) -> Run:
         if self._prepared is None:
@@ -552,6 +621,7 @@ class RunFinalizer:
         self._ended = False
         if not supervised:
             sys.excepthook = self._on_exception
+            threading.excepthook = self._on_exception_in_thread
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -560,6 +630,7 @@ class RunFinalizer:
             return
         self._ended = True
         if self.run is not None:
+            self.run.loop.watch.stop()
             self._last_rows(self.run)
         if not self.failed:
             if self.run is not None:
@@ -588,6 +659,17 @@ class RunFinalizer:
         run.output.log.row("end", now, status=status, step=run.state.progress.step, wall_s=wall, phases=phases)
         run.output.log.close()
         run.output.screen.close()
+
+    def _on_exception_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
+        """End the process if the run's watch found it waiting for nothing: the main thread cannot."""
+        if not isinstance(arguments.exc_value, TuttiError):
+            threading.__excepthook__(arguments)
+            return
+        if self.world.is_main:
+            print(f"tutti: {arguments.exc_value}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(arguments.exc_value.exit_code)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.failed = True

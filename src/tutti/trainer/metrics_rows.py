@@ -8,8 +8,7 @@ from tutti.data.samples import DataSource
 from tutti.nn.mixture import Tally
 from tutti.parallel.data.bucket_size_tuner import MIB, ChosenBucketSize
 from tutti.trainer.run_header import data_fields
-from tutti.trainer.run_state import Run, StepResult
-from tutti.trainer.update import UpdateResult
+from tutti.trainer.run_state import Run, StepResult, UpdateResult
 
 
 def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) -> None:

@@ -56,16 +56,20 @@ from tutti.parallel.mixed_precision import loss_scaler, set_matmul_precision
 from tutti.parallel.model_changes import NotedModel, forward_entries
 from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.parallelize import check_optimizers, parallelize, rebind, run_uncompiled
+from tutti.parallel.part_guards import guard_model, guard_optimizers
+from tutti.parallel.part_reads import PartReads
 from tutti.parallel.pipeline.pipeline_runner import Pipeline, make_pipeline
 from tutti.parallel.pipeline.stage_building import StagePartition, cut_stages
 from tutti.parallel.sharded_norms import bind_norms
 from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.parallel.spatial.apply_spatial_parallel import feed_parts
+from tutti.parallel.whole_model import ModuleChanges, WholeModel
 from tutti.trainer.capture import CapturedScript, script_growth_nbytes
 from tutti.trainer.deferred_init import Tape, materialize
 from tutti.trainer.job_context import JobContext
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay
 from tutti.trainer.observer import Observer, load_observer
+from tutti.trainer.operation_watch import OperationWatch, note_calls_of_model
 from tutti.trainer.run_header import make_header, open_folder, this_rank
 from tutti.trainer.run_state import Accumulation, Run, RunningStatistics, RunOutput, TrainingLoop
 
@@ -127,7 +131,7 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     divided = build_model(context, arguments)
     folder = open_folder(context.launch_options, context.world, context.folder)
     state = build_state(context, arguments, divided)
-    loop = build_loop(context, arguments, divided)
+    loop = build_loop(context, arguments, divided, state)
     output = open_output(context, folder, state)
     run = Run(settings=context.settings, state=state, loop=loop, output=output)
     resumed_from = _resume(run, context.resume or context.launch_options.resume, arguments.weights)
@@ -135,6 +139,7 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     _write_start_row(run, context)
     deprioritise_gloo_threads()  # after the last process group has been created
     loop.observer.prepared(state)
+    loop.watch.start()
     return run
 
 
@@ -153,12 +158,15 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
     originals, mixtures = dict(model.named_parameters(remove_duplicate=False)), mixtures_of(model)
     own_forwards = forward_entries(model)
     stages = cut_stages(model, plan, layout, partial(_sample_inputs, arguments, context, plan, observer))
+    division = ModuleChanges(model)
     shards = _divide_model(arguments, plan, layout, scope, stages, world.device)
     _rebind_optimizers(arguments, originals, layout, shards, world)
     source, unpack = feed_parts(model, arguments.source, arguments.unpack)
     pipeline = make_pipeline(stages, plan, layout, world.device)
     sequences = _sequences(arguments, plan, layout, pipeline)
     replica = _replica(context, arguments, plan, layout, shards, stages)
+    guard_model(model, layout, division)
+    guard_optimizers(arguments.optimizers, layout)
     parallel = ParallelModel(
         plan=plan,
         world=world,
@@ -169,6 +177,8 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
         scope=scope,
         sequences=sequences,
         seed=context.settings.seed,
+        whole=WholeModel(division, layout, world),
+        reads=PartReads(model, layout, shards, originals),
         mixtures=mixtures,
         gradient_hooks=GradientHooks(model, layout),
         noted=NotedModel(model, plan, shards, own_forwards),
@@ -197,9 +207,17 @@ def build_state(context: JobContext, arguments: PrepareArguments, divided: Divid
     )
 
 
-def build_loop(context: JobContext, arguments: PrepareArguments, divided: DividedModel) -> TrainingLoop:
+def build_loop(
+    context: JobContext, arguments: PrepareArguments, divided: DividedModel, state: TrainingState
+) -> TrainingLoop:
     """Build the parts that steps use, apart from the training state."""
-    parallel = divided.parallel
+    parallel, loader = divided.parallel, state.loader
+    watch = OperationWatch(
+        context.world, lambda: (loader.epoch, loader.position), waits=not state.consistency.asynchronous
+    )
+    if parallel.mesh.degree("shard", "split", "stage", "expert", "table", "space") > 1:
+        note_calls_of_model(parallel.model, watch)
+    parallel.whole.division.done()
     return TrainingLoop(
         pipeline=divided.pipeline,
         loss_fn=parallel.sequences.loss_fn,
@@ -210,6 +228,7 @@ def build_loop(context: JobContext, arguments: PrepareArguments, divided: Divide
         clock=context.clock,
         bucket_tuner=BucketSizeTuner(parallel),
         statistics=RunningStatistics(parallel.model),
+        watch=watch,
     )
 
 

@@ -21,6 +21,7 @@ from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.pipeline.pipeline_runner import Pipeline
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
 from tutti.trainer.observer import Observer
+from tutti.trainer.operation_watch import OperationWatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,24 @@ class StepResult:
     experts: dict[str, Tally] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """Result of one update.
+
+    Attributes:
+        learning_rate: rate of the first optimizer's first group.
+        gain: AdaScale's gain; None without AdaScale.
+        grad_norm: global norm before clipping; None without clipping.
+        skipped: whether the update was skipped, because float16 gradients overflowed or a loss or gradient was not
+            finite.
+    """
+
+    learning_rate: float
+    gain: float | None
+    grad_norm: float | None
+    skipped: bool
+
+
 @dataclass(slots=True)
 class Accumulation:
     """The gradients that the model's parameters hold: which calls of forward_backward have left them.
@@ -161,6 +180,7 @@ class TrainingLoop:
         clock: measures the phases of a step.
         bucket_tuner: finds the bucket size by measurement, if the plan asks for that.
         statistics: running statistics of norm layers, for steps that are skipped.
+        watch: notes what this rank does together with the others.
     """
 
     pipeline: Pipeline | None
@@ -172,6 +192,7 @@ class TrainingLoop:
     clock: PhaseClock
     bucket_tuner: BucketSizeTuner
     statistics: RunningStatistics
+    watch: OperationWatch
 
 
 @dataclass(slots=True, kw_only=True)

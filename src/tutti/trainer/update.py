@@ -11,7 +11,6 @@ beside contiguous), torch 2.13 silently applies it to the wrong values. So a ste
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +25,8 @@ from tutti.optim.gradient_noise_scale import adascale_gain
 from tutti.optim.learning_rate import learning_rate_factor, scaled_learning_rate
 from tutti.parallel.layout import to_local
 from tutti.trainer.finite_gradients import never_finite_message
-from tutti.trainer.run_state import Run
+from tutti.trainer.metrics_rows import write_bucket_size, write_step_row
+from tutti.trainer.run_state import Run, UpdateResult
 
 MIN_LOSS_SCALE = 2.0**-8
 """If the loss scale falls below this, gradients are not finite at any scale.
@@ -35,22 +35,43 @@ The scale starts at 2^12, and each skipped step halves it.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateResult:
-    """Result of one update.
+def make_update(run: Run, optimizer: Optimizer | None) -> None:
+    """Update by one optimizer (None: all), write the step's row, and begin a checkpoint that is due."""
+    accumulation = run.loop.accumulation
+    optimizers = run.parallel.optimizers if optimizer is None else optimizers_of(run, optimizer)
+    if not accumulation.results or any(one is used for one in optimizers for used in accumulation.stepped):
+        raise ScriptError("update was called before forward_backward; compute gradients first")
+    result = accumulation.total()
+    run.loop.clock.enter("optimizer")
+    done = update(run, optimizers, finite=result.finite)
+    accumulation.stepped.extend(optimizers)
+    run.state.consistency.updated(run.parallel, run.state.progress.step)
+    run.loop.clock.enter("other")
+    full = accumulation.results[-1].samples == run.state.loader.stated_size
+    chosen = run.loop.bucket_tuner.end(full_batch=full)
+    if chosen is not None:
+        write_bucket_size(run, chosen)
+    again = result.batch == accumulation.counted
+    accumulation.several |= again or len(optimizers) < len(run.parallel.optimizers)
+    if not again:
+        run.state.schedules.trained(result.loss, result.samples)
+    write_step_row(run, result, done)
+    run.loop.observer.updated(run.state.progress.step - 1, result.loss, done.learning_rate)
+    overdue = run.output.checkpoints.updated(again=again)
+    if not accumulation.several:
+        save_when_due(run)
+    elif overdue:
+        run.output.screen.say(
+            f"the checkpoint of step {run.state.progress.step} is written while its batch is in use; a run resumed "
+            "from it begins with the next batch"
+        )
+        run.output.checkpoints.save_when_due()
 
-    Attributes:
-        learning_rate: rate of the first optimizer's first group.
-        gain: AdaScale's gain; None without AdaScale.
-        grad_norm: global norm before clipping; None without clipping.
-        skipped: whether the update was skipped, because float16 gradients overflowed or a loss or gradient was not
-            finite.
-    """
 
-    learning_rate: float
-    gain: float | None
-    grad_norm: float | None
-    skipped: bool
+def save_when_due(run: Run) -> None:
+    """Begin a checkpoint that is due, unless gradients still wait for their update."""
+    if not run.loop.accumulation.waits:
+        run.output.checkpoints.save_when_due()
 
 
 def optimizers_of(run: Run, chosen: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
