@@ -81,7 +81,7 @@ def on_rank(makers: list[Callable[[], Habit]], plan: dict[str, Any], shared: str
         os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{number}")
         try:
             results.append(_trained(maker(), plan))
-        except TuttiError as error:
+        except (TuttiError, RuntimeError) as error:  # the latter where another rank has refused
             results.append(str(error))
     return results
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from parallel.habits import STEPS, Habit, assert_as_plain
+from harness import run_ranks
+from parallel.habits import STEPS, Habit, assert_as_plain, on_rank
 from tutti.config.plan import ShardingPlan
 
 WIDTH = 6
@@ -347,7 +348,30 @@ def opaque() -> Habit:
     return habit(Opaques)
 
 
+def whole_compiled() -> Habit:
+    """Compiled in place, so that names stay; torch.compile of a block or of the model ends in the same code."""
+
+    def make() -> nn.Module:
+        net = Net()
+        net.compile(backend="aot_eager")
+        return net
+
+    return habit(make)
+
+
+def blocks_compiled() -> Habit:
+    def make() -> nn.Module:
+        net = Net()
+        for block in net.blocks:
+            block.compile(backend="aot_eager")
+        return net
+
+    return habit(make)
+
+
 SAME_ON_ALL_RANKS = [
+    whole_compiled,
+    blocks_compiled,
     reordered,
     gradient_penalty,
     energy,
@@ -368,16 +392,52 @@ SAME_ON_ALL_RANKS = [
 DIFFERENT = [routed, called_by_some]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("level", [2, 3])
+LONG = [pytest.param(level, ranks, marks=pytest.mark.long) for level, ranks in ((2, 2), (2, 3), (3, 3))]
+
+
+@pytest.mark.parametrize(("level", "ranks"), [(3, 2), *LONG])
 def test_as_on_one_device(level: int, ranks: int) -> None:
     plan: dict[str, Any] = {"mesh": {"shard": ranks}, "sharding": ShardingPlan(level=level)}
     assert_as_plain([*DIFFERENT, *SAME_ON_ALL_RANKS], ranks, **plan)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.long
+@pytest.mark.parametrize(("level", "ranks"), [(3, 2), *LONG])
 def test_as_on_one_device_by_messages(level: int, ranks: int) -> None:
     """As between hosts, where all ranks take part in every gather."""
     plan: dict[str, Any] = {"mesh": {"shard": ranks}, "sharding": ShardingPlan(level=level)}
     assert_as_plain(SAME_ON_ALL_RANKS, ranks, shared="off", **plan)
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_a_graph_of_an_earlier_step_is_refused(level: int) -> None:
+    """On one device torch says that the parameters were changed in place; their values would be those of now."""
+    plan: dict[str, Any] = {"mesh": {"shard": 2}, "sharding": ShardingPlan(level=level)}
+    for (message,) in run_ranks(on_rank, 2, [carried], plan, "on"):
+        assert "'blocks.0' through what an earlier step computed" in str(message)
+
+
+def carried_loss(model: Any, batch: Any) -> torch.Tensor:
+    earlier, model.earlier = getattr(model, "earlier", None), model.blocks[0](model.first(batch[0]))
+    now = loss(model, batch)
+    return now if earlier is None else now + earlier.square().mean()
+
+
+def carried() -> Habit:
+    return habit(Net, carried_loss)
+
+
+@pytest.mark.parametrize("mesh", [{"split": 2}, {"stage": 2}], ids=str)
+def test_compiled_models_run_uncompiled_where_they_compute_on_parts(mesh: Any) -> None:
+    assert_as_plain([whole_compiled, blocks_compiled], 2, mesh=mesh)
+
+
+def test_double_backward_through_split_layers() -> None:
+    """The exchanges of tensor parallelism are differentiated twice."""
+    assert_as_plain([gradient_penalty, energy], 2, mesh={"split": 2})
+
+
+def test_gradients_of_the_model_inside_the_loss_are_refused_under_stage() -> None:
+    *_, (message,) = run_ranks(on_rank, 2, [gradient_penalty], {"mesh": {"stage": 2}}, "on")
+    assert "mesh.stage: " in str(message)
+    assert "differentiates the model with respect to its input" in str(message)

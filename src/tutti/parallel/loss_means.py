@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -242,5 +242,8 @@ def _mean_arguments(
 _NAMES = (*_BY_TARGET, *_BY_ROW)
 _PLAIN = {name: getattr(F, name) for name in _NAMES}
 _WEIGHS_ROWS = (F.mse_loss, F.l1_loss, F.huber_loss)
-_NOTING = {name: partial(_by_target if name in _BY_TARGET else _by_row, _PLAIN[name]) for name in _NAMES}
-"""Made once, so that compiled code that calls them stays valid."""
+_NOTING = {
+    name: update_wrapper(partial(_by_target if name in _BY_TARGET else _by_row, _PLAIN[name]), _PLAIN[name])
+    for name in _NAMES
+}
+"""Made once, so that compiled code that calls them stays valid; torch.compile asks for their names."""

@@ -166,16 +166,9 @@ class Tracer:
                 note_mean(leaves[at], mean.count, mean.key, mean.target)
             return output
 
-        with self.stand_ins.in_place(self.units.glue, called), attributes(self.model, kept):
-            try:
-                result = function()
-            except RuntimeError as error:
-                if "not have been used in the graph" not in str(error):
-                    raise
-                raise PlanError(
-                    f"mesh.stage: {script_line(error)} differentiates the model with respect to its input or to what "
-                    "its modules compute (torch.autograd.grad), which are on other stages; use another axis"
-                ) from None
+        in_place = self.stand_ins.in_place(self.units.glue, called)
+        with in_place, attributes(self.model, kept), refuse_inner_gradients():
+            result = function()
         if any(is_unknown(leaf) for leaf in flatten(result)[0]):
             raise PlanError(f"mesh.stage: the loss uses the model's parameters outside its forward; {_ONE_CALL}")
         return result
@@ -184,7 +177,7 @@ class Tracer:
         self.shapes.modes = self.stand_ins.modes()
         with self.stand_ins.in_place(self.units.glue, recorder.called), functions(recorder.applied), recorder:
             try:
-                with without_caches(self._configs), recorder.keeping:
+                with without_caches(self._configs), recorder.keeping, refuse_inner_gradients():
                     recorder.output = function()
             except StopTracing as stop:
                 recorder.output = stop.output
@@ -202,6 +195,24 @@ class Tracer:
                     f"{script_line(error)}: {reason}; if it also fails on one device, mend it there, else drop the "
                     "stage axis"
                 ) from error
+
+
+@contextmanager
+def refuse_inner_gradients() -> Iterator[None]:
+    """Say what a failing torch.autograd.grad means where the model's modules are on other stages.
+
+    Raises:
+        PlanError: the loss differentiates the model.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "not have been used in the graph" not in str(error):
+            raise
+        raise PlanError(
+            f"mesh.stage: {script_line(error)} differentiates the model with respect to its input or to what its "
+            "modules compute (torch.autograd.grad), which are on other stages; use another axis"
+        ) from None
 
 
 class ProgramRecorder(TorchFunctionMode):

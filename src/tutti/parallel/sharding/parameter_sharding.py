@@ -381,17 +381,18 @@ class GatherHooks:
         for module in self._under:
             module.register_forward_pre_hook(_uncompiled(self._enter), prepend=True)
             module.register_forward_hook(_uncompiled(self._leave), always_call=True)
+        stray = _uncompiled(self.stray)
         for block, unit in blocks.items():
             for name, inner in block.named_modules():
                 if name and any(True for _ in inner.parameters(recurse=False)):
-                    guard = _Guard(f"{unit.name}.{name}", unit, self)
-                    inner.register_forward_pre_hook(_uncompiled(guard.check), prepend=True)
+                    guard = _Guard(f"{unit.name}.{name}", unit, stray)
+                    inner.register_forward_pre_hook(guard, prepend=True)
 
     def begin_step(self) -> None:
         """A step begins: free what earlier passes have left. Shards do not change until the step's end."""
         self._in_step, self._backward = True, None
         self._saved_hooks.clear()
-        self._saved_hooks.push()  # for the whole step: with create_graph, a backward inside the loss saves weights too
+        self._saved_hooks.push_for_step()
         self._last_call.clear()
         self.release()
         for unit in self.units:
@@ -617,6 +618,16 @@ class _SavedTensorHooks:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is None or top[0] == self._pack
 
+    def push_for_step(self) -> None:
+        """Activate them for a whole step: with create_graph, a backward inside of the loss saves weights too.
+
+        Those of another model may have been left by a step that raised.
+        """
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or isinstance(getattr(top[0], "__self__", None), GatherHooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            self._active += 1
+
     def push(self) -> bool:
         """Activate them unless some are active; returns whether `pop` must be called."""
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -635,7 +646,7 @@ class _SavedTensorHooks:
             self.pop()
 
 
-def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """The hook, which torch.compile must not trace: it compiles what is between such hooks."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import takes seconds
         return hook
@@ -653,11 +664,10 @@ class _Guard:
 
     name: str
     unit: Unit
-    hooks: GatherHooks
+    gather: Callable[[Unit], bool]
 
-    def check(self, module: nn.Module, args: Any) -> None:
-        """The hook."""
-        if not self.unit.whole and not self.hooks.stray(self.unit):
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not self.unit.whole and not self.gather(self.unit):
             raise ScriptError(
                 f"module {self.name!r} was called from outside of its block {self.unit.name!r}, whose parameters are "
                 "divided among ranks; call the block or the model, or use sharding level 1"

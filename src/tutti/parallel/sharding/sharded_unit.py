@@ -70,11 +70,14 @@ class Sharded:
 
     def _follow_script(self) -> None:
         """Let all three tensors require a gradient if the script has switched that on for one of them; or none."""
-        known = self.watched or not self.trained  # until then the whole does not require one yet
-        tensors = (self.shard, self.absent, self.whole) if known else (self.shard, self.absent)
-        if any(tensor.requires_grad != self.trained for tensor in tensors):
-            self.trained = not self.trained
-            for tensor in tensors:
+        trained, known = self.trained, self.watched or not self.trained  # before, the whole does not require one yet
+        if self.shard.requires_grad is not trained or self.absent.requires_grad is not trained:
+            changed = True
+        else:
+            changed = known and self.whole.requires_grad is not trained
+        if changed:
+            self.trained = not trained
+            for tensor in (self.shard, self.absent, self.whole) if known else (self.shard, self.absent):
                 tensor.requires_grad_(self.trained)
 
 
