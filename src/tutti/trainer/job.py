@@ -358,7 +358,7 @@ class Job:
             ...     job.update()
         """
         run = self._run()
-        run.parallel.check_changes()
+        run.check_changes()
         self._result = forward_backward(run, function, batch)
         return self._result.loss
 
@@ -403,7 +403,7 @@ class Job:
             Results by name, the same on every rank; "loss" is always one of them.
         """
         run = self._run()
-        run.parallel.check_changes()
+        run.check_changes()
         arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
         source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
         run.loop.clock.enter("evaluation")
@@ -427,7 +427,7 @@ class Job:
     def save(self) -> Path:
         """Write a checkpoint now and return its folder. Collective."""
         run = self._run()
-        run.parallel.check_changes()
+        run.check_changes()
         return run.output.checkpoints.save()[0]
 
     def print(self, *values: object, **options: Any) -> None:

@@ -152,7 +152,7 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
     shards = _divide_model(arguments, plan, layout, scope, stages, world.device)
     _rebind_optimizers(arguments, originals, layout, shards, world)
     source, unpack = feed_parts(model, arguments.source, arguments.unpack)
-    pipeline = make_pipeline(stages, plan, layout, world.device)
+    pipeline = make_pipeline(model, stages, plan, layout, world.device)
     sequences = _sequences(arguments, plan, layout, pipeline)
     replica = _replica(context, arguments, plan, layout, shards, stages)
     parallel = ParallelModel(

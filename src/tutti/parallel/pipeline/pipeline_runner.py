@@ -66,7 +66,9 @@ class Pipeline:
         forwards: traces each forward and assigns its operations to stages.
     """
 
-    def __init__(self, stages: StagePartition, plan: Plan, layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, stages: StagePartition, plan: Plan, layout: Layout, device: torch.device
+    ) -> None:
         mesh, channel = layout.mesh, layout.channel("messages", "stage")
         self.stages, self.plan, self.device = stages, plan, device
         self.is_last = stages.position == (stages.count - 1) % stages.ranks
@@ -78,6 +80,8 @@ class Pipeline:
         self._ties = Ties(stages.shared, layout)
         self.forwards = Forwards(stages)
         self._until_model: dict[Any, Ending | None] = {}
+        self._hooked = False
+        self.refresh(model)
         self._orders: dict[int, Orders] = {}
         self._endings: dict[int, dict[int, list[nn.Parameter]]] = {}
 
@@ -127,11 +131,28 @@ class Pipeline:
         self._links.settle()
         return output
 
+    def refresh(self, model: nn.Module) -> None:
+        """Follow what the script has changed on modules since the last call.
+
+        Raises:
+            PlanError: it has registered a hook that cannot run under stages.
+        """
+        changed = self.stages.refresh(model)
+        hooked = bool(self.stages.tracer.stand_ins.hooked())
+        if changed or hooked != self._hooked:
+            self.stages.tracer.shapes.forget(self.stages.tracer.units.owners(changed or ()))
+            self.forwards.forget()
+            if hooked != self._hooked or any(name in self.stages.tracer.units.glue for name in changed or ()):
+                self._until_model.clear()
+        self._hooked = hooked
+
     def until_model(self, function: Callable[[Any, Any], Any], model: Any, batch: Any) -> Ending | None:
         """How tracing may stop at the model's return, or None if `function` must be traced to its end.
 
         The answer is determined at the first use of each function and cached; see `Tracer.ends_with_model`.
         """
+        if self._hooked:
+            return None  # what hooks keep may be used anywhere in the function
         key = getattr(function, "__code__", function)
         if key not in self._until_model:
             self._until_model[key] = self.stages.tracer.ends_with_model(lambda: function(model, batch))
@@ -293,7 +314,9 @@ def _groups(mesh: Mesh) -> Callable[[int, int], Any]:
     return lambda source, target: groups[source, target]
 
 
-def make_pipeline(stages: StagePartition | None, plan: Plan, layout: Layout, device: torch.device) -> Pipeline | None:
+def make_pipeline(
+    model: nn.Module, stages: StagePartition | None, plan: Plan, layout: Layout, device: torch.device
+) -> Pipeline | None:
     """The pipeline of a model that was cut into stages, or None without stages. Collective.
 
     Raises:
@@ -309,4 +332,4 @@ def make_pipeline(stages: StagePartition | None, plan: Plan, layout: Layout, dev
                     "precision = float16: an optimizer has no trainable parameter on some ranks of the stage axis, so "
                     "their loss scales would differ; use bfloat16, or name other pipeline.cuts"
                 )
-    return Pipeline(stages, plan, layout, device)
+    return Pipeline(model, stages, plan, layout, device)
