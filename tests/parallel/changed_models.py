@@ -31,10 +31,13 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.drop = nn.Linear(12, 12), nn.Dropout(0.0)
-        self.skip, self.scale = False, 1.0
+        self.skip, self.doubles, self.scale = False, False, 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.skip else x + self.scale * self.drop(torch.tanh(self.inner(x)))
+        if self.skip:
+            return x
+        y = x + self.scale * self.drop(torch.tanh(self.inner(x)))
+        return torch.cat([y, x]) if self.doubles else y
 
 
 class Net(nn.Module):
@@ -47,14 +50,18 @@ class Net(nn.Module):
         self.act = nn.ReLU()
         self.norm = nn.LayerNorm(12)
         self.head = nn.Linear(12, 3)
-        self.temperature, self.depth = 1.0, 4
+        self.temperature, self.depth, self.calls = 1.0, 4, 0
+        self.warms = False
         self.register_buffer("shift", torch.zeros(12))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         x = self.act(self.stem(x)) + self.shift
         for block in self.blocks[: self.depth]:
-            x = block(x)
-        return self.head(self.norm(x)) / self.temperature
+            before, x = x, block(x)
+            if len(x) > len(before):
+                x = x[: len(before)] + x[len(before) :]
+        return self.head(self.norm(x)) / (self.calls if self.warms else self.temperature)
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,6 +228,29 @@ def curriculum() -> Habit:
     return Habit(change)
 
 
+def counting() -> Habit:
+    """A counter of forwards in the model's own forward, as warm-ups of a temperature use."""
+
+    def before(model: Any) -> None:
+        model.warms = True
+
+    return Habit(before=before)
+
+
+def set_doubles(model: Any) -> None:
+    model.blocks[2].doubles = True
+
+
+def first_half_unfrozen() -> Habit:
+    """Everything that the first stage holds is frozen before prepare."""
+
+    def before(model: nn.Module) -> None:
+        freeze("stem", False)(model)
+        freeze("blocks", False)(model)
+
+    return Habit(lambda model, optimizer, step: freeze("stem", True)(model) if step == 2 else None, before=before)
+
+
 def set_skip(model: Any) -> None:
     model.blocks[1].skip = model.blocks[3].skip = True
 
@@ -335,6 +365,9 @@ HABITS: dict[str, Callable[[], Habit]] = {
     "freezing and back": freezing_and_back,
     "curriculum": curriculum,
     "skip": at(2, set_skip),
+    "another structure": at(2, set_doubles),
+    "counter in forward": counting,
+    "first half unfrozen": first_half_unfrozen,
     "forward patched": at(2, other_forward),
     "forward of all patched": at(2, other_forward_of_all),
     "activation replaced": at(2, other_act),
@@ -362,6 +395,9 @@ ELSEWHERE = (
     "backward hook",
     "backward hook of all",
     "forward of all patched",
+    "another structure",
+    "counter in forward",
+    "first half unfrozen",
     "frozen on rank 0",
     "to float",
     "to float later",

@@ -1,5 +1,6 @@
 """Apply a plan's mechanisms of parallelism to a model, in a fixed order."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.config.plan import Plan
+from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError, ScriptError
 from tutti.parallel.data.batchnorm import BatchScope, share_statistics
 from tutti.parallel.embedding.apply_table_parallel import divide_tables
@@ -54,13 +56,34 @@ def parallelize(
     split_model(model, plan, layout)
     if stages is not None:
         stages.keep_own(model, layout)
-    apply_chunks(model, plan.layout)
-    recomputed = apply_recompute(model, plan.layout, scope)
-    if scope.world_size > 1 or recomputed:
-        share_statistics(model, scope)
+    if mesh.world_size > 1 or any(rule.recompute for rule in plan.layout):
+        share_statistics(model, scope, stages.tracer.units.glue if stages is not None else ())
     if mesh.degree("space") > 1:
         cut_space(model, plan, layout, scope)
+    apply_chunks(model, plan.layout)
+    apply_recompute(model, plan.layout, scope)
     return shard(model, plan.sharding, layout)
+
+
+_COMPILED_AXES: tuple[AxisName, ...] = ("replicate", "shard")
+"""Axes along which modules compute on plain tensors, which torch.compile can trace."""
+
+
+def run_uncompiled(model: nn.Module, plan: Plan) -> str:
+    """Switch torch.compile off if the plan divides what modules compute; values are the same without it.
+
+    Returns:
+        What the user should know; empty if nothing is compiled or everything may be.
+    """
+    axes = [axis for axis, degree in plan.mesh.items() if degree > 1 and axis not in _COMPILED_AXES]
+    if not axes or "torch._dynamo" not in sys.modules or not any(_is_compiled(module) for module in model.modules()):
+        return ""
+    torch.compiler.set_stance("force_eager")
+    return f"torch.compile is off under mesh.{axes[0]}, which divides what modules compute; values are the same"
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def rebind(

@@ -41,7 +41,7 @@ from tutti.parallel.annotated_plan import with_annotations
 from tutti.parallel.compressed.compressor import make_compressor
 from tutti.parallel.compressed.factor_buckets import make_factored
 from tutti.parallel.context import Sequences, sequences_of
-from tutti.parallel.data.batchnorm import BatchScope, batch_norms
+from tutti.parallel.data.batchnorm import BatchScope, is_batch_norm
 from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
 from tutti.parallel.data.gradient_hooks import GradientHooks, refuse_lost_hooks
 from tutti.parallel.data.noise_meter import NoiseMeter, unsupported_reason
@@ -53,7 +53,7 @@ from tutti.parallel.mesh import Mesh
 from tutti.parallel.mixed_precision import loss_scaler, set_matmul_precision
 from tutti.parallel.model_changes import NotedModel, forward_entries
 from tutti.parallel.parallel_model import ParallelModel
-from tutti.parallel.parallelize import parallelize, rebind
+from tutti.parallel.parallelize import parallelize, rebind, run_uncompiled
 from tutti.parallel.pipeline.pipeline_runner import Pipeline, make_pipeline
 from tutti.parallel.pipeline.stage_building import StagePartition, cut_stages
 from tutti.parallel.sharded_norms import bind_norms
@@ -219,6 +219,7 @@ def _annotated_plan(context: JobContext, model: nn.Module) -> Plan:
     """Add the script's annotations to the plan. Refuse a plan that cannot run; warn if it is another model's."""
     plan = with_annotations(context.plan, model, stated_mesh=context.stated_mesh)
     check_plan(plan)
+    context.screen.say(run_uncompiled(model, plan))
     context.screen.say(model_mismatch_warning(plan, model))
     return plan
 
@@ -336,7 +337,7 @@ def _batch_scope(model: nn.Module, layout: Layout) -> BatchScope:
     """Give batch statistics their own process group, so that their collectives never mix with gradients'."""
     mesh = layout.mesh
     degree = mesh.degree(*GRADIENT_AXES)
-    group = mesh.new_group(*GRADIENT_AXES) if degree > 1 and batch_norms(model) else None
+    group = mesh.new_group(*GRADIENT_AXES) if degree > 1 and any(map(is_batch_norm, model.modules())) else None
     communicator = None if group is None else make_shared_memory_communicator(group)
     return BatchScope(
         world_size=degree, group=group, channel=layout.channel("statistics", *GRADIENT_AXES), communicator=communicator

@@ -288,14 +288,31 @@ def _sparse(model: nn.Module) -> set[nn.Parameter]:
     return {cast(nn.Parameter, module.weight) for module in embeddings if module.sparse}
 
 
+_NO_GRADIENT, _SPARSE, _DENSE = 0.0, 1.0, 2.0
+
+
 def _sum_sparse(parameter: nn.Parameter, group: ReductionGroup) -> None:
-    """All-reduce one sparse gradient; it stays None if no rank has one."""
+    """All-reduce the gradient of a sparse embedding; it stays None if no rank has one.
+
+    A rank that did not use the table sends an empty tensor with the same sparse and dense dims; Gloo ends the process
+    where they differ. If the weight is also used as a matrix on some rank, the gradient becomes dense on all.
+    """
     gradient = parameter.grad
-    if gradient is None:
-        gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
-    flag = torch.tensor(float(parameter.grad is not None), device=parameter.device)
-    gradient = gradient.coalesce()
+    layout = _NO_GRADIENT if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
+    layouts = torch.tensor(layout, device=parameter.device)
     with group.channel.waiting(ring_all_reduce_nbytes(parameter, group.size)):
-        dist.all_reduce(flag, group=group.handle)
+        dist.all_reduce(layouts, dist.ReduceOp.MAX, group=group.handle)
+        if (common := float(layouts)) == _NO_GRADIENT:
+            return
+        if gradient is None:
+            gradient = _empty_rows(parameter)
+        gradient = gradient.coalesce() if common == _SPARSE else gradient.to_dense()
         dist.all_reduce(gradient, group=group.handle)
-    parameter.grad = gradient if float(flag) else None
+    parameter.grad = gradient
+
+
+def _empty_rows(table: torch.Tensor) -> torch.Tensor:
+    """Return a sparse gradient of no rows, laid out as embeddings lay theirs out: dim 0 sparse, the others dense."""
+    rows = torch.empty((1, 0), dtype=torch.int64, device=table.device)
+    values = table.new_empty((0, *table.shape[1:]))
+    return torch.sparse_coo_tensor(rows, values, table.shape, check_invariants=False)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from tutti.comm.shared_memory import SharedMemoryCommunicator
 from tutti.comm.traffic import CommHandle
 from tutti.config.vocabulary import AxisName
+from tutti.errors import ScriptError
 from tutti.parallel.sharding.shard_collectives import Rows, ShardExchange, ShardGroup, addends, scatter_sum, start_sum
 from tutti.parallel.sharding.sharded_unit import Pack, Unit
 
@@ -129,6 +130,20 @@ class Sums:
         while self._next < len(self.order) and self.order[self._next] in self._ready:
             self._send(self.order[self._next])
             self._next += 1
+
+    def check_all_sent(self) -> None:
+        """Check that no gradient has arrived after its unit's reduction had begun.
+
+        Raises:
+            ScriptError: one has.
+        """
+        for unit in self.order[: self._next]:
+            for parameter in unit.parameters:
+                if parameter.whole.grad is not None:
+                    raise ScriptError(
+                        f"parameter {parameter.name!r} got another gradient after its block's backward had ended; use "
+                        "torch.utils.checkpoint with use_reentrant=False, or sharding level 1"
+                    )
 
     def send(self) -> None:
         """Start the remaining reductions."""
