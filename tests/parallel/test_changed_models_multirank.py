@@ -181,3 +181,38 @@ def test_stages_refuse_what_they_cannot_follow(name: str, said: str) -> None:
     refusals = run_ranks(changed_models.refusal_of, 2, name, STAGES["2 stages"])
     assert any(said in refusal for refusal in refusals), refusals
     assert "trained" not in refusals
+
+
+def test_a_wrapped_model_is_refused_with_the_remedy() -> None:
+    said = run_ranks(changed_models.wrapped, 1)[0]
+    assert "'the model' is in torch's DataParallel" in said
+    assert "inside it (its .module)" in said
+
+
+@pytest.mark.parametrize("mesh", [{"replicate": 2}, {"stage": 2}])
+def test_two_networks_in_one_module(mesh: dict[str, int]) -> None:
+    """A generator and a discriminator whose losses call one part or both, with an optimizer each."""
+    losses, state = _plain_gan()
+    for got in run_ranks(changed_models.gan, 2, {"mesh": mesh}):
+        close(torch.tensor(got[0]), torch.tensor(losses), 1e-12, "losses")
+        for key, value in state.items():
+            close(got[1][key], value, 1e-12, key)
+
+
+def test_a_model_without_forward_is_refused_under_stages() -> None:
+    said = run_ranks(changed_models.gan, 2, {"mesh": {"stage": 2}}, False)
+    assert all("Gan has no forward; write one that calls all its parts" in refusal for refusal in said)
+
+
+def test_noise_drawn_in_the_loss_function_is_the_same_in_all_stages() -> None:
+    one = run_ranks(changed_models.denoised, 1, {"mesh": {"replicate": 1}})[0]
+    for got in run_ranks(changed_models.denoised, 2, {"mesh": {"stage": 2}}):
+        close(torch.tensor(got), torch.tensor(one), 1e-12, "losses")
+
+
+def _plain_gan() -> tuple[list[float], dict[str, torch.Tensor]]:
+    default = torch.get_default_dtype()
+    try:
+        return changed_models.plain_gan()
+    finally:
+        torch.set_default_dtype(default)

@@ -1,10 +1,12 @@
 """Runs a pipeline schedule: this rank's forward and backward actions, in order, with the messages between stages."""
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -146,16 +148,17 @@ class Pipeline:
                 self._until_model.clear()
         self._hooked = hooked
 
-    def until_model(self, function: Callable[[Any, Any], Any], model: Any, batch: Any) -> Ending | None:
+    def until_model(self, function: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Ending | None:
         """How tracing may stop at the model's return, or None if `function` must be traced to its end.
 
+        `call()` calls the function on a batch.
         The answer is determined at the first use of each function and cached; see `Tracer.ends_with_model`.
         """
         if self._hooked:
             return None  # what hooks keep may be used anywhere in the function
         key = getattr(function, "__code__", function)
         if key not in self._until_model:
-            self._until_model[key] = self.stages.tracer.ends_with_model(lambda: function(model, batch))
+            self._until_model[key] = self.stages.tracer.ends_with_model(call)
         return self._until_model[key]
 
     def endings(self, order: Sequence[Action], model: nn.Module) -> dict[int, list[nn.Parameter]]:
@@ -194,6 +197,7 @@ class _Step:
         prepared = [self._parallel.sequences.prepare(to_device(piece, self.device)) for piece in batch.pieces]
         self._pieces, self._around = [part for part, _ in prepared], [around for _, around in prepared]
         self._placements: list[Placement] = []
+        self._draws: dict[int, tuple[Any, Any]] = {}
         self._works: dict[tuple[int, int], StageWork] = {}
 
     def placement(self, microbatch: int) -> Placement:
@@ -268,8 +272,8 @@ class _Step:
 
     def _value(self, work: StageWork, values: dict[int, torch.Tensor], microbatch: int) -> Any:
         """The return value of the user's function, given the model's output."""
-        parallel, batch, output = self._parallel, self._pieces[microbatch], work.output(values)
-        if not self.pipeline.until_model(self._function, parallel.model, batch):
+        output = work.output(values)
+        if not self.pipeline.until_model(self._function, lambda: self._call(microbatch)):
             return output
         tracer, program = self.stages.tracer, self.placement(microbatch).program
         saved = work.kept(values)
@@ -280,15 +284,30 @@ class _Step:
             outline = program.outlines[value.key]
             stride = torch.empty(outline.shape, device="meta").stride()
             saved[slot] = tracer.stand_ins.empty(outline.shape, stride, outline.dtype, self.device)
-        return tracer.finish(lambda: self._function(parallel.model, batch), output, saved)
+        return tracer.finish(lambda: self._call(microbatch), output, saved)
 
     def _trace(self, microbatch: int) -> Placement:
-        parallel, batch = self._parallel, self._pieces[microbatch]
-        seed_device(self._seed(microbatch), self.device)
         self._enter(microbatch)
         with self._around[microbatch](), autocast(self.plan.precision, self.device):
-            ending = self.pipeline.until_model(self._function, parallel.model, batch)
-            return self.pipeline.forwards.place(lambda: self._function(parallel.model, batch), ending)
+            ending = self.pipeline.until_model(self._function, lambda: self._call(microbatch))
+            return self.pipeline.forwards.place(lambda: self._call(microbatch), ending)
+
+    def _call(self, microbatch: int) -> Any:
+        """Call the user's function. It is called several times for a microbatch, and draws the same numbers in each.
+
+        For example, the last stage computes the loss with the noise that the traced forward has added to its input.
+        """
+        seed_device(self._seed(microbatch), self.device)
+        now = random.getstate(), np.random.get_state()
+        first = self._draws.setdefault(microbatch, now)
+        try:
+            random.setstate(first[0])
+            np.random.set_state(first[1])
+            return self._function(self._parallel.model, self._pieces[microbatch])
+        finally:
+            if first is not now:
+                random.setstate(now[0])
+                np.random.set_state(now[1])
 
     def _enter(self, microbatch: int) -> None:
         """Tell batch statistics whether this microbatch has samples on this rank."""
