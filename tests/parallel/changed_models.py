@@ -4,10 +4,12 @@ The plain loop is PyTorch on one device: it uses nothing of tutti. Its sources a
 """
 
 import os
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -31,10 +33,13 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.drop = nn.Linear(12, 12), nn.Dropout(0.0)
-        self.skip, self.scale = False, 1.0
+        self.skip, self.doubles, self.scale = False, False, 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.skip else x + self.scale * self.drop(torch.tanh(self.inner(x)))
+        if self.skip:
+            return x
+        y = x + self.scale * self.drop(torch.tanh(self.inner(x)))
+        return torch.cat([y, x]) if self.doubles else y
 
 
 class Net(nn.Module):
@@ -47,14 +52,18 @@ class Net(nn.Module):
         self.act = nn.ReLU()
         self.norm = nn.LayerNorm(12)
         self.head = nn.Linear(12, 3)
-        self.temperature, self.depth = 1.0, 4
+        self.temperature, self.depth, self.calls = 1.0, 4, 0
+        self.warms = False
         self.register_buffer("shift", torch.zeros(12))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         x = self.act(self.stem(x)) + self.shift
         for block in self.blocks[: self.depth]:
-            x = block(x)
-        return self.head(self.norm(x)) / self.temperature
+            before, x = x, block(x)
+            if len(x) > len(before):
+                x = x[: len(before)] + x[len(before) :]
+        return self.head(self.norm(x)) / (self.calls if self.warms else self.temperature)
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,6 +168,108 @@ def refusal_of(name: str, plan_fields: dict[str, Any]) -> str:
     return "trained"
 
 
+def wrapped() -> str:
+    """What prepare says to a model in torch's DataParallel."""
+    job = tutti.Job(global_batch_size=BATCH)
+    model = nn.DataParallel(Net())
+    try:
+        job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(*data()), F.cross_entropy)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "prepared"
+
+
+class Gan(nn.Module):
+    """Two networks, without a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class WholeGan(Gan):
+    """The same with a forward, which pipeline stages are found by."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.critic(self.generator(x))
+
+
+def critic_loss(model: Any, batch: Any) -> torch.Tensor:
+    real, fake = model.critic(batch[0]), model.critic(model.generator(batch[0]).detach())
+    return F.softplus(-real).mean() + F.softplus(fake).mean()
+
+
+def generator_loss(model: Any, batch: Any) -> torch.Tensor:
+    return F.softplus(-model.critic(model.generator(batch[0]))).mean()
+
+
+def _gan_parts(kind: type[Gan]) -> tuple[Gan, list[torch.optim.Optimizer]]:
+    torch.manual_seed(1)
+    model = kind()
+    return model, [torch.optim.Adam(part.parameters(), lr=0.01) for part in (model.critic, model.generator)]
+
+
+def plain_gan() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The plain loop of `gan`."""
+    torch.set_default_dtype(torch.float64)
+    model, optimizers = _gan_parts(WholeGan)
+    inputs, losses = data()[0], []
+    for first in range(0, SAMPLES, BATCH):
+        for function, optimizer in zip((critic_loss, generator_loss), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = function(model, (inputs[first : first + BATCH],))
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return losses, {key: value.detach() for key, value in model.state_dict().items()}
+
+
+def gan(plan_fields: dict[str, Any], whole: bool = True) -> Any:
+    """Alternating updates of two networks."""
+    torch.set_default_dtype(torch.float64)
+    plan = Plan(batch=BatchPlan(global_batch_size=BATCH), **plan_fields)
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    job = tutti.Job(global_batch_size=BATCH)
+    model, optimizers = _gan_parts(WholeGan if whole else Gan)
+    try:
+        model, optimizers, loader = job.prepare(
+            model, optimizers, TensorDataset(*data()), F.cross_entropy, shuffle=False
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    losses = []
+    for batch in loader:
+        for function, optimizer in zip((critic_loss, generator_loss), optimizers, strict=True):
+            losses.append(job.forward_backward(function, batch))
+            job.update(optimizer)
+    run = job._run()
+    parts = {key: to_local(value).detach() for key, value in local_tensors(model)}
+    return losses, gather_whole(run.parallel.layout, run.parallel.world, parts)
+
+
+def denoised(plan_fields: dict[str, Any]) -> list[float]:
+    """Losses of a model that predicts noise, which the loss function draws, as in diffusion."""
+    torch.set_default_dtype(torch.float64)
+    plan = Plan(batch=BatchPlan(global_batch_size=BATCH), **plan_fields)
+    os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
+    job = tutti.Job(global_batch_size=BATCH)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _, loader = job.prepare(model, optimizer, TensorDataset(*data()), F.cross_entropy, shuffle=False)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        noise, level = torch.randn_like(batch[0]), random.random() + np.random.rand()
+        return F.mse_loss(model(batch[0] + level * noise), noise)
+
+    losses = []
+    for batch in loader:
+        losses.append(job.forward_backward(loss, batch))
+        job.update()
+    return losses
+
+
 def at(step: int, change: Callable[[nn.Module], Any]) -> Callable[[], Habit]:
     """A change at one step."""
     return lambda: Habit(lambda model, optimizer, now: change(model) if now == step else None)
@@ -219,6 +330,29 @@ def curriculum() -> Habit:
             block.scale = 1.0 / (1 + step)
 
     return Habit(change)
+
+
+def counting() -> Habit:
+    """A counter of forwards in the model's own forward, as warm-ups of a temperature use."""
+
+    def before(model: Any) -> None:
+        model.warms = True
+
+    return Habit(before=before)
+
+
+def set_doubles(model: Any) -> None:
+    model.blocks[2].doubles = True
+
+
+def first_half_unfrozen() -> Habit:
+    """Everything that the first stage holds is frozen before prepare."""
+
+    def before(model: nn.Module) -> None:
+        freeze("stem", False)(model)
+        freeze("blocks", False)(model)
+
+    return Habit(lambda model, optimizer, step: freeze("stem", True)(model) if step == 2 else None, before=before)
 
 
 def set_skip(model: Any) -> None:
@@ -335,6 +469,9 @@ HABITS: dict[str, Callable[[], Habit]] = {
     "freezing and back": freezing_and_back,
     "curriculum": curriculum,
     "skip": at(2, set_skip),
+    "another structure": at(2, set_doubles),
+    "counter in forward": counting,
+    "first half unfrozen": first_half_unfrozen,
     "forward patched": at(2, other_forward),
     "forward of all patched": at(2, other_forward_of_all),
     "activation replaced": at(2, other_act),
@@ -362,6 +499,9 @@ ELSEWHERE = (
     "backward hook",
     "backward hook of all",
     "forward of all patched",
+    "another structure",
+    "counter in forward",
+    "first half unfrozen",
     "frozen on rank 0",
     "to float",
     "to float later",

@@ -128,3 +128,91 @@ def test_a_change_on_one_rank_only_is_refused_instead_of_waiting(microbatches: i
 
 def test_every_habit_is_tested() -> None:
     assert {*FOLLOWED, *REFUSED, *changed_models.ELSEWHERE} == set(HABITS)
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "2 stages": {"mesh": {"stage": 2}},
+    "3 stages, 2 microbatches": {"mesh": {"stage": 3}, "batch": {"num_microbatches": 2}},
+}
+FOLLOWED_BY_STAGES = [
+    *(name for name in FOLLOWED if name != "gradient masked"),
+    "hook collects, inside",
+    "hook collects, early",
+    "hook collects, early inside",
+    "hook changes output of all",
+    "hook changes input",
+    "backward hook",
+    "forward of all patched",
+    "counter in forward",
+    "another structure",
+]
+
+
+@functools.cache
+def staged(plan: str) -> list[dict[tuple[str, str], Any]]:
+    size = 3 if plan.startswith("3") else 2
+    return run_ranks(changed_models.outcomes, size, FOLLOWED_BY_STAGES, {plan: STAGES[plan]}, timeout_s=110)
+
+
+@pytest.mark.parametrize("plan", STAGES)
+@pytest.mark.parametrize("name", FOLLOWED_BY_STAGES)
+def test_stages_follow_what_changes(name: str, plan: str) -> None:
+    losses, state = plain(name)
+    if name == "counter in forward" and "microbatches" in plan:
+        pytest.skip("each microbatch is a forward, on one device too")
+    for rank, results in enumerate(staged(plan)):
+        got = results[name, plan]
+        assert not isinstance(got, str), got
+        close(torch.tensor(got[0]), torch.tensor(losses), 1e-12, f"rank {rank}: losses")
+        for key, value in state.items():
+            close(got[1][key], value, 1e-12, f"rank {rank}: {key}")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("backward hook of all", "mesh.stage: the model has a backward hook"),
+        ("head replaced", "after prepare"),
+        ("to float", "is float32 of shape"),
+        ("first half unfrozen", "unfrozen"),
+    ],
+)
+def test_stages_refuse_what_they_cannot_follow(name: str, said: str) -> None:
+    refusals = run_ranks(changed_models.refusal_of, 2, name, STAGES["2 stages"])
+    assert any(said in refusal for refusal in refusals), refusals
+    assert "trained" not in refusals
+
+
+def test_a_wrapped_model_is_refused_with_the_remedy() -> None:
+    said = run_ranks(changed_models.wrapped, 1)[0]
+    assert "'the model' is in torch's DataParallel" in said
+    assert "inside it (its .module)" in said
+
+
+@pytest.mark.parametrize("mesh", [{"replicate": 2}, {"stage": 2}])
+def test_two_networks_in_one_module(mesh: dict[str, int]) -> None:
+    """A generator and a discriminator whose losses call one part or both, with an optimizer each."""
+    losses, state = _plain_gan()
+    for got in run_ranks(changed_models.gan, 2, {"mesh": mesh}):
+        close(torch.tensor(got[0]), torch.tensor(losses), 1e-12, "losses")
+        for key, value in state.items():
+            close(got[1][key], value, 1e-12, key)
+
+
+def test_a_model_without_forward_is_refused_under_stages() -> None:
+    said = run_ranks(changed_models.gan, 2, {"mesh": {"stage": 2}}, False)
+    assert all("Gan has no forward; write one that calls all its parts" in refusal for refusal in said)
+
+
+def test_noise_drawn_in_the_loss_function_is_the_same_in_all_stages() -> None:
+    one = run_ranks(changed_models.denoised, 1, {"mesh": {"replicate": 1}})[0]
+    for got in run_ranks(changed_models.denoised, 2, {"mesh": {"stage": 2}}):
+        close(torch.tensor(got), torch.tensor(one), 1e-12, "losses")
+
+
+def _plain_gan() -> tuple[list[float], dict[str, torch.Tensor]]:
+    default = torch.get_default_dtype()
+    try:
+        return changed_models.plain_gan()
+    finally:
+        torch.set_default_dtype(default)

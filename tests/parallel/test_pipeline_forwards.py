@@ -75,7 +75,9 @@ def test_a_plain_sequential_is_followed_once_for_each_form_of_its_arguments() ->
     others.append(place_one(first))
     with torch.no_grad():
         others.append(place_one(first))
-    model.eval()[0].register_forward_hook(lambda module, args, output: output)  # of a unit: none of the glue's business
+    hook = model.eval()[0].register_forward_hook(lambda module, args, output: output)
+    others.append(place_one(first))
+    hook.remove()
     assert place_one(first).program is placements[0].program
     model.register_forward_hook(lambda module, args, output: output)
     others.append(place_one(first))

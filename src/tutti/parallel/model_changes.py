@@ -178,6 +178,26 @@ class NotedModel:
                 tensor.data = memory
 
 
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Refuse a model in a wrapper of torch that exchanges gradients or parameters itself.
+
+    Raises:
+        ScriptError: names the wrapper and the remedy.
+    """
+    for name, module in model.named_modules():
+        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")]
+        wrapper = next((kind for kind in _WRAPPERS if kind in kinds), None)
+        if wrapper is not None:
+            remedy = "without fully_shard" if wrapper == "FSDPModule" else "inside it (its .module)"
+            raise ScriptError(
+                f"{name or 'the model'!r} is in torch's {wrapper}, which exchanges gradients or parameters itself; "
+                f"pass prepare the model {remedy}, and say how it is divided with --mesh"
+            )
+
+
 def forward_entries(model: nn.Module) -> dict[int, Any]:
     """The forwards that the script itself has put on modules, by the id of the module."""
     return {id(module): module.__dict__["forward"] for module in model.modules() if "forward" in module.__dict__}

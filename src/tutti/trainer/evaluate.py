@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 from tutti.config.partitioning import cut
 from tutti.data.batches import to_device
 from tutti.data.samples import Collate, DataSource, SeededSamples
-from tutti.errors import ScriptError
+from tutti.errors import PlanError, ScriptError
 from tutti.parallel.loss_means import noted_means
 from tutti.parallel.losses import LossSum, Weighted
 from tutti.parallel.mixed_precision import autocast
+from tutti.parallel.pipeline.placeholders import is_unknown
 from tutti.trainer.run_state import Run
 
 Metric = Callable[[Any, Any], Any]
@@ -151,6 +152,11 @@ def _batch_size(batch: Any) -> int:
 
 def _total_count(name: str, value: Any, samples: int) -> tuple[float, float]:
     """Return (total, count) of a metric over one batch of `samples`."""
+    if is_unknown(value.total if isinstance(value, Weighted) else value):
+        raise PlanError(
+            f"mesh.stage: the metric {name!r} uses what a forward hook has kept, which is on another stage; return it "
+            "from the model's forward, or do not use it in evaluation mode"
+        )
     if isinstance(value, Weighted):
         return float(value.total), float(value.count)
     value = value.total if isinstance(value, LossSum) else value

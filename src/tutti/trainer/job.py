@@ -596,7 +596,7 @@ class Job:
         if self._whole:
             raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
         if not run.loop.watch.inside and name != "job.update":
-            run.parallel.check_changes()
+            run.check_changes()
         with run.loop.watch.during(name):
             yield run
 

@@ -53,7 +53,7 @@ from tutti.parallel.layout import GRADIENT_AXES, Layout
 from tutti.parallel.losses import default_loss
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.mixed_precision import loss_scaler, set_matmul_precision
-from tutti.parallel.model_changes import NotedModel, forward_entries
+from tutti.parallel.model_changes import NotedModel, check_unwrapped, forward_entries
 from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.parallelize import check_optimizers, parallelize, rebind, run_uncompiled
 from tutti.parallel.part_guards import guard_model, guard_optimizers
@@ -162,7 +162,7 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
     shards = _divide_model(arguments, plan, layout, scope, stages, world.device)
     _rebind_optimizers(arguments, originals, layout, shards, world)
     source, unpack = feed_parts(model, arguments.source, arguments.unpack)
-    pipeline = make_pipeline(stages, plan, layout, world.device)
+    pipeline = make_pipeline(model, stages, plan, layout, world.device)
     sequences = _sequences(arguments, plan, layout, pipeline)
     replica = _replica(context, arguments, plan, layout, shards, stages)
     guard_model(model, layout, division)
@@ -377,8 +377,10 @@ def build_optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
         optimizer: a torch optimizer, a callable that takes parameters and returns one, or a list of either.
 
     Raises:
-        ScriptError: something else was given, or an optimizer holds a parameter that is not the model's.
+        ScriptError: something else was given, an optimizer holds a parameter that is not the model's, or the model is
+            in a wrapper such as DistributedDataParallel.
     """
+    check_unwrapped(model)
     arguments = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     optimizers = tuple(
         argument if isinstance(argument, Optimizer) else argument(model.parameters()) for argument in arguments

@@ -229,6 +229,12 @@ class Run:
     def parallel(self) -> ParallelModel:
         return self.state.parallel
 
+    def check_changes(self) -> None:
+        """Follow what the script has changed on the model since prepare, or refuse it by name."""
+        self.parallel.check_changes()
+        if self.loop.pipeline is not None:
+            self.loop.pipeline.refresh(self.parallel.model)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; return its output on ranks where `gives_output`, None elsewhere."""
         model, pipeline = self.parallel.model, self.loop.pipeline

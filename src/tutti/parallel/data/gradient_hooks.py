@@ -7,13 +7,13 @@ runs, and calls them with the reduced gradient.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from tutti.errors import PlanError
 from tutti.parallel.layout import Layout
+from tutti.parallel.script_hooks import origin_of
 
 Hooks = dict[int, Callable[..., Any]]
 
@@ -113,11 +113,4 @@ def _registered(parameter: Any) -> tuple[Hooks, Hooks]:
 
 
 def _not_own(hooks: Hooks) -> Hooks:
-    return {key: hook for key, hook in hooks.items() if not _is_own(hook)}
-
-
-def _is_own(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(module).partition(".")[0] == "tutti"
+    return {key: hook for key, hook in hooks.items() if origin_of(hook) != "tutti"}

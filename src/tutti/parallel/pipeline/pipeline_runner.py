@@ -1,10 +1,12 @@
 """Runs a pipeline schedule: this rank's forward and backward actions, in order, with the messages between stages."""
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -68,7 +70,9 @@ class Pipeline:
         forwards: traces each forward and assigns its operations to stages.
     """
 
-    def __init__(self, stages: StagePartition, plan: Plan, layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, stages: StagePartition, plan: Plan, layout: Layout, device: torch.device
+    ) -> None:
         mesh, channel = layout.mesh, layout.channel("messages", "stage")
         self.stages, self.plan, self.device = stages, plan, device
         self.is_last = stages.position == (stages.count - 1) % stages.ranks
@@ -80,6 +84,8 @@ class Pipeline:
         self._ties = Ties(stages.shared, layout)
         self.forwards = Forwards(stages)
         self._until_model: dict[Any, Ending | None] = {}
+        self._hooked = False
+        self.refresh(model)
         self._orders: dict[int, Orders] = {}
         self._endings: dict[int, dict[int, list[nn.Parameter]]] = {}
 
@@ -129,14 +135,32 @@ class Pipeline:
         self._links.settle()
         return output
 
-    def until_model(self, function: Callable[[Any, Any], Any], model: Any, batch: Any) -> Ending | None:
+    def refresh(self, model: nn.Module) -> None:
+        """Follow what the script has changed on modules since the last call.
+
+        Raises:
+            PlanError: it has registered a hook that cannot run under stages.
+        """
+        changed = self.stages.refresh(model)
+        hooked = bool(self.stages.tracer.stand_ins.hooked())
+        if changed or hooked != self._hooked:
+            self.stages.tracer.shapes.forget(self.stages.tracer.units.owners(changed or ()))
+            self.forwards.forget()
+            if hooked != self._hooked or any(name in self.stages.tracer.units.glue for name in changed or ()):
+                self._until_model.clear()
+        self._hooked = hooked
+
+    def until_model(self, function: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Ending | None:
         """How tracing may stop at the model's return, or None if `function` must be traced to its end.
 
+        `call()` calls the function on a batch.
         The answer is determined at the first use of each function and cached; see `Tracer.ends_with_model`.
         """
+        if self._hooked:
+            return None  # what hooks keep may be used anywhere in the function
         key = getattr(function, "__code__", function)
         if key not in self._until_model:
-            self._until_model[key] = self.stages.tracer.ends_with_model(lambda: function(model, batch))
+            self._until_model[key] = self.stages.tracer.ends_with_model(call)
         return self._until_model[key]
 
     def endings(self, order: Sequence[Action], model: nn.Module) -> dict[int, list[nn.Parameter]]:
@@ -175,6 +199,7 @@ class _Step:
         prepared = [self._parallel.sequences.prepare(to_device(piece, self.device)) for piece in batch.pieces]
         self._pieces, self._around = [part for part, _ in prepared], [around for _, around in prepared]
         self._placements: list[Placement] = []
+        self._draws: dict[int, tuple[Any, Any]] = {}
         self._works: dict[tuple[int, int], StageWork] = {}
 
     def placement(self, microbatch: int) -> Placement:
@@ -249,8 +274,8 @@ class _Step:
 
     def _value(self, work: StageWork, values: dict[int, torch.Tensor], microbatch: int) -> Any:
         """The return value of the user's function, given the model's output."""
-        parallel, batch, output = self._parallel, self._pieces[microbatch], work.output(values)
-        if not self.pipeline.until_model(self._function, parallel.model, batch):
+        output = work.output(values)
+        if not self.pipeline.until_model(self._function, lambda: self._call(microbatch)):
             return output
         tracer, program = self.stages.tracer, self.placement(microbatch).program
         saved = work.kept(values)
@@ -261,15 +286,30 @@ class _Step:
             outline = program.outlines[value.key]
             stride = torch.empty(outline.shape, device="meta").stride()
             saved[slot] = tracer.stand_ins.empty(outline.shape, stride, outline.dtype, self.device)
-        return tracer.finish(lambda: self._function(parallel.model, batch), output, saved, program.means)
+        return tracer.finish(lambda: self._call(microbatch), output, saved, program.means)
 
     def _trace(self, microbatch: int) -> Placement:
-        parallel, batch = self._parallel, self._pieces[microbatch]
-        seed_device(self._seed(microbatch), self.device)
         self._enter(microbatch)
         with self._around[microbatch](), autocast(self.plan.precision, self.device):
-            ending = self.pipeline.until_model(self._function, parallel.model, batch)
-            return self.pipeline.forwards.place(lambda: self._function(parallel.model, batch), ending)
+            ending = self.pipeline.until_model(self._function, lambda: self._call(microbatch))
+            return self.pipeline.forwards.place(lambda: self._call(microbatch), ending)
+
+    def _call(self, microbatch: int) -> Any:
+        """Call the user's function. It is called several times for a microbatch, and draws the same numbers in each.
+
+        For example, the last stage computes the loss with the noise that the traced forward has added to its input.
+        """
+        seed_device(self._seed(microbatch), self.device)
+        now = random.getstate(), np.random.get_state()
+        first = self._draws.setdefault(microbatch, now)
+        try:
+            random.setstate(first[0])
+            np.random.set_state(first[1])
+            return self._function(self._parallel.model, self._pieces[microbatch])
+        finally:
+            if first is not now:
+                random.setstate(now[0])
+                np.random.set_state(now[1])
 
     def _enter(self, microbatch: int) -> None:
         """Tell batch statistics whether this microbatch has samples on this rank."""
@@ -296,7 +336,9 @@ def _groups(mesh: Mesh) -> Callable[[int, int], Any]:
     return lambda source, target: groups[source, target]
 
 
-def make_pipeline(stages: StagePartition | None, plan: Plan, layout: Layout, device: torch.device) -> Pipeline | None:
+def make_pipeline(
+    model: nn.Module, stages: StagePartition | None, plan: Plan, layout: Layout, device: torch.device
+) -> Pipeline | None:
     """The pipeline of a model that was cut into stages, or None without stages. Collective.
 
     Raises:
@@ -312,4 +354,4 @@ def make_pipeline(stages: StagePartition | None, plan: Plan, layout: Layout, dev
                     "precision = float16: an optimizer has no trainable parameter on some ranks of the stage axis, so "
                     "their loss scales would differ; use bfloat16, or name other pipeline.cuts"
                 )
-    return Pipeline(stages, plan, layout, device)
+    return Pipeline(model, stages, plan, layout, device)

@@ -1,7 +1,8 @@
 """Placeholders: while a model is traced, its parameters are tensors with a shape and no values.
 
-A module is traced as it was when the model was cut. Forwards and hooks that later mechanisms installed are
-disabled during tracing, since they would communicate with other ranks.
+A module is traced without the forwards and hooks that mechanisms have installed, since these would communicate with
+other ranks. What the script changes later is followed: see `StandIns.refresh`. The script's own hooks run while the
+forward is traced, not while a stage computes (see parallel/script_hooks.py).
 """
 
 import os
@@ -18,16 +19,11 @@ from torch.autograd import Function
 
 from tutti.parallel.expert.expert_parallel import is_stacked
 from tutti.parallel.pipeline.stage_program import Slot, Surroundings
+from tutti.parallel.script_hooks import HOOKS, forward_hooks, has_script_hooks
 
 SMALL_NUMEL = 65536
 """Buffers of at most this many elements keep their values during tracing, because code may read them."""
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-)
 _ABSENT = object()
 
 Interceptor = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -63,17 +59,20 @@ class StandIns:
         names: id of a parameter's placeholder -> name of the parameter.
         intercept: receives calls of modules while placeholders are installed.
         stacked: ids of layers of stacked experts.
+        hooks_run: whether the script's hooks run while the forward is traced.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.names: dict[int, str] = {}
         self.intercept: Interceptor | None = None
+        self.hooks_run = True
         self._anchor = torch.empty((), requires_grad=True)
         self._made: dict[int, torch.Tensor] = {}
         self._plans: dict[frozenset[str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
         self.stacked = {id(module) for module in model.modules() if is_stacked(module)}
         self._modules = [(name, module, self._entries(name, module)) for name, module in model.named_modules()]
+        self._noted: list[tuple[Any, ...]] = []
 
     def outline(self, tensor: torch.Tensor, *, requires_grad: bool | None = None) -> torch.Tensor:
         """A tensor without values, with the shape, strides, dtype and device of `tensor`; the CPU for a meta tensor."""
@@ -94,8 +93,7 @@ class StandIns:
 
     def _entries(self, name: str, module: nn.Module) -> dict[str, Any]:
         """The entries of the module's `__dict__` during tracing."""
-        current = {key: module.__dict__.get(key, _ABSENT) for key in ("forward", *HOOKS)}
-        hooks = {key: value.copy() if hasattr(value, "copy") else value for key, value in current.items()}
+        hooks = {"forward": module.__dict__.get("forward", _ABSENT), **forward_hooks(module, ("torch",))}
         prefix = name + "." if name else ""
         parameters: dict[str, torch.Tensor | None] = {}
         for key, parameter in module._parameters.items():
@@ -124,6 +122,33 @@ class StandIns:
             placeholder = self._made[id(buffer)] = buffer.detach().clone() if small else self.outline(buffer)
         return placeholder
 
+    def hooked(self) -> list[str]:
+        """Names of the modules on which the script has registered forward hooks or forward pre-hooks."""
+        return [
+            name
+            for name, module, _ in self._modules
+            if (module._forward_hooks or module._forward_pre_hooks) and has_script_hooks(module)
+        ]
+
+    def refresh(self) -> set[str] | None:
+        """Follow what the script has changed on modules since the last call.
+
+        Returns:
+            Names of the modules that have changed; None at the first call.
+        """
+        now = [_noted_of(module) for _, module, _ in self._modules]
+        before, self._noted = self._noted, now
+        if not before:
+            return None
+        changed = set()
+        for (name, module, entries), old, new in zip(self._modules, before, now, strict=True):
+            if old != new:
+                changed.add(name)
+                if old[0] is not new[0]:
+                    entries["forward"] = module.__dict__.get("forward", _ABSENT)
+                    self._plans.clear()
+        return changed
+
     def modes(self) -> tuple[bool, ...]:
         """Whether each module is in training mode."""
         return tuple([module.training for _, module, _ in self._modules])
@@ -133,14 +158,16 @@ class StandIns:
         """Install the placeholders, and send every call of a module to `intercept`.
 
         Args:
-            glue: names of the modules that are traced with their present buffers and forward. Hooks of all other
-                modules stay as they are now; see `hooks_in_place`.
+            glue: names of the modules that are traced with their present buffers, forward and hooks. Hooks of all
+                other modules stay as they are now; see `hooks_in_place`.
             intercept: receives the calls.
         """
         before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.intercept = intercept
         try:
-            for state, new in self._plan(glue):
+            hooked = self._hooked(glue)
+            for state, plain in self._plan(glue):
+                new = {**plain, **hooked[id(state)]} if id(state) in hooked else plain
                 before.append((state, {key: state.get(key, _ABSENT) for key in new}))
                 _set(state, new)
             yield
@@ -151,7 +178,7 @@ class StandIns:
 
     @contextmanager
     def hooks_in_place(self, module: nn.Module) -> Iterator[None]:
-        """Restore the hooks that a unit and its children had when the model was cut."""
+        """Leave a unit and its children only torch's own hooks that they had when the model was cut."""
         inside = {id(part) for part in module.modules()}
         before = []
         try:
@@ -164,6 +191,11 @@ class StandIns:
             for state, values in before:
                 _set(state, values)
 
+    def _hooked(self, glue: frozenset[str]) -> dict[int, dict[str, Any]]:
+        """Entries with the script's hooks of modules that are traced, by the id of the module's `__dict__`."""
+        hooked = [m for name, m, _ in self._modules if name in glue and has_script_hooks(m)] if self.hooks_run else []
+        return {id(module.__dict__): forward_hooks(module, ("script", "torch")) for module in hooked}
+
     def _plan(self, glue: frozenset[str]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The `__dict__` of each module, and the entries it has while placeholders are installed."""
         if glue not in self._plans:
@@ -174,6 +206,19 @@ class StandIns:
                 plan.append((module.__dict__, {**new, "_compiled_call_impl": _CallInterceptor(name, module, self)}))
             self._plans[glue] = plan
         return self._plans[glue]
+
+
+_SIMPLE = (int, float, str, bool, type(None))
+_NOT_FLAGS = frozenset({"training", "_is_full_backward_hook", "call_super_init", "dump_patches"})
+
+
+def _noted_of(module: nn.Module) -> tuple[Any, ...]:
+    """What the shapes of a module's results may depend on, apart from its tensors and its mode."""
+    state = module.__dict__
+    flags = {key: value for key, value in state.items() if type(value) in _SIMPLE and key not in _NOT_FLAGS}
+    config = state.get("config")
+    flags_of_config = {key: value for key, value in getattr(config, "__dict__", {}).items() if type(value) in _SIMPLE}
+    return state.get("forward"), type(module).forward, flags, flags_of_config, [*map(id, module._modules.values())]
 
 
 def _set(state: dict[str, Any], values: dict[str, Any]) -> None:

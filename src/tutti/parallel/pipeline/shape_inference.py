@@ -2,7 +2,7 @@
 
 import enum
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -120,6 +120,11 @@ class ShapeCache:
         key = self._key(name, subjects)
         matches = (inference for cached_spec, inference in self._known.get(key, ()) if cached_spec == spec)
         return next(matches, None)
+
+    def forget(self, names: Container[str]) -> None:
+        """Forget the results of units that have changed."""
+        for key in [key for key in self._known if key is not None and key[0] in names]:
+            del self._known[key]
 
     def follow(self, name: str, module: nn.Module, subjects: list[Any], spec: Form) -> Inference:
         """Run a call on tensors without values.

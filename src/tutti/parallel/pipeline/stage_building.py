@@ -11,10 +11,10 @@ from torch.nn.modules import module as modules
 
 from tutti.config.pipeline_schedule import Action
 from tutti.config.plan import Plan
-from tutti.errors import PlanError
+from tutti.errors import PlanError, TuttiError
 from tutti.parallel.data.batchnorm import is_batch_norm
 from tutti.parallel.layout import Layout
-from tutti.parallel.pipeline.placeholders import HOOKS, StandIns, is_unknown
+from tutti.parallel.pipeline.placeholders import StandIns, is_unknown
 from tutti.parallel.pipeline.shape_inference import signature
 from tutti.parallel.pipeline.stage_placement import (
     Call,
@@ -31,6 +31,7 @@ from tutti.parallel.pipeline.stage_placement import (
 )
 from tutti.parallel.pipeline.stage_program import Argument, Copied, Program, flatten
 from tutti.parallel.pipeline.stage_tracing import Ending, Tracer
+from tutti.parallel.script_hooks import HOOKS, has_backward_hooks
 
 Sample = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 """Makes the model's positional and keyword arguments for a few samples."""
@@ -76,6 +77,27 @@ class StagePartition:
         """Whether a position of the stage axis holds a trainable parameter that `names` includes."""
         stages = set(range(position, self.count, self.ranks))
         return any(self.holders.parameters[name] & stages for name in self.trained.intersection(names))
+
+    def refresh(self, model: nn.Module) -> set[str] | None:
+        """Follow what the script has changed on modules since the last call; see `StandIns.refresh`.
+
+        Raises:
+            PlanError: it has registered a hook that cannot run under stages.
+        """
+        for name in self.tracer.units.glue:
+            if has_backward_hooks(model.get_submodule(name)):
+                raise PlanError(
+                    f"mesh.stage: {name or 'the model'} has a backward hook, but its stages are computed by several "
+                    "ranks; register the hook on modules inside it"
+                )
+        before, units = self.tracer.units, open_for_hooks(model, self.tracer.units, self.tracer.stand_ins.hooked())
+        if units is not before:
+            for name in units.names:
+                owner = next((old for old in before.names if name.startswith(old + ".")), None)
+                if owner is not None:
+                    self.holders.units[name] = self.holders.units[owner]
+            self.tracer.units = units
+        return self.tracer.stand_ins.refresh()
 
     def tied_here(self, model: nn.Module) -> list[str]:
         """Names of the trainable parameters that this rank shares with other ranks of the stage axis."""
@@ -150,12 +172,13 @@ def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> 
     stand_ins = StandIns(model)
 
     def traced(units: Units) -> tuple[Tracer, Program]:
-        tracer = Tracer(model, units, stand_ins, device)
+        tracer = Tracer(model, open_for_hooks(model, units, stand_ins.hooked()), stand_ins, device)
         tracer.shapes.counting = True
-        program = tracer.trace(lambda: model(*args, **kwargs))
+        program = _trace_sample(tracer, model, args, kwargs)
         tracer.shapes.counting = False
         return tracer, program
 
+    stand_ins.hooks_run = False  # they may collect what they see, and this is no forward of the training
     if plan.pipeline.cuts:
         tracer, program = traced(open_for_cuts(model, plan.pipeline.cuts))
         starts = named_starts(calls_of(program), plan.pipeline.cuts, count)
@@ -166,6 +189,7 @@ def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> 
     placements = [place(program, starts, None)]
     if model.training:
         placements += _in_evaluation(model, tracer, starts, args, kwargs)
+    stand_ins.hooks_run = True
     holders = _holders(model, tracer.units, placements, count)
     _check_statistics(model, holders)
     position = layout.mesh.index("stage")
@@ -180,6 +204,48 @@ def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> 
         shared=shared,
         trained=frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad),
     )
+
+
+def _trace_sample(tracer: Tracer, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """Trace the model on samples, to find where to cut it.
+
+    Raises:
+        PlanError: the model cannot be called with what `unpack` takes from a batch, or cannot be traced.
+    """
+    try:
+        with tracer.without_effects():
+            return tracer.trace(lambda: model(*args, **kwargs))
+    except TuttiError:
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        if isinstance(error, NotImplementedError) and type(model).forward is nn.Module.forward:
+            reason = f"{type(model).__name__} has no forward; write one that calls all its parts"
+        raise PlanError(
+            f"mesh.stage: prepare cuts the model by a call of it with what `unpack` takes from a batch, which raised "
+            f"{type(error).__name__}: {reason}; pass job.prepare(..., unpack=...) that returns (args, kwargs, target) "
+            "such that model(*args, **kwargs) computes the whole model, or use another axis than stage"
+        ) from error
+
+
+def open_for_hooks(model: nn.Module, units: Units, hooked: list[str]) -> Units:
+    """Divide units until no module in `hooked`, which have hooks of the script, is inside one.
+
+    Raises:
+        PlanError: a module with a hook is inside a module that cannot be divided.
+    """
+    inner = [name for name in hooked if name not in units.glue and name not in units.names] if hooked else []
+    if not inner:
+        return units
+    opened = [name.rsplit(".", parts)[0] for name in inner for parts in range(1, name.count(".") + 1)]
+    units = choose_units(model, (*units.glue, *opened))
+    for name in inner:
+        if name not in units.glue and name not in units.names:
+            raise PlanError(
+                f"mesh.stage: the forward hook on {name} is inside a module that is not divided; register the hook on "
+                "that module, or return the value from its forward"
+            )
+    return units
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -224,7 +290,8 @@ def _in_evaluation(
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        return [place(tracer.trace(lambda: model(*args, **kwargs)), starts, None)]
+        with tracer.without_effects():
+            return [place(tracer.trace(lambda: model(*args, **kwargs)), starts, None)]
     except PlanError:
         return []
     finally:
@@ -302,8 +369,14 @@ class Forwards:
             self._placed[key] = self._stages.place(program)
         return replace(self._placed[key], arguments=tuple(leaves))
 
+    def forget(self) -> None:
+        """Forget all programs, because modules have changed."""
+        self._placed.clear()
+
     def _is_plain(self) -> bool:
         """Whether all traced modules are plain Sequentials, so that arguments alone determine the program."""
+        if self._tracer.stand_ins.hooked():
+            return False
         if modules._global_forward_hooks or modules._global_forward_pre_hooks:
             return False
         return all(map(_is_bare_sequential, self._glue()))

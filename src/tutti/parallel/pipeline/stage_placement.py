@@ -26,7 +26,7 @@ from tutti.parallel.pipeline.stage_program import Program, ProgramCall, Value
 class StageHolders:
     """The stages that hold each unit and each parameter, by name. A tied parameter has its first name."""
 
-    units: Mapping[str, frozenset[int]]
+    units: dict[str, frozenset[int]]
     parameters: Mapping[str, frozenset[int]]
 
 
@@ -81,6 +81,7 @@ def place(program: Program, starts: tuple[Call, ...], holders: StageHolders | No
             through a view across two stages.
     """
     stage_of: dict[int, int] = {}
+    starts = _present_starts(program, starts)
     stages = _assign_by_inputs(program, starts, holders, stage_of)
     _assign_parameter_only(program, len(starts), stages, stage_of, holders)
     chosen = tuple(stage if stage is not None else 0 for stage in stages)
@@ -88,6 +89,16 @@ def place(program: Program, starts: tuple[Call, ...], holders: StageHolders | No
         _check_parameters(program, chosen, holders)
     _check_views(program, chosen, stage_of)
     return Placement(program=program, stages=chosen, parts=_parts(program, chosen, stage_of, len(starts)))
+
+
+def _present_starts(program: Program, starts: tuple[Call, ...]) -> tuple[Call, ...]:
+    """Replace a start whose unit has been divided since the model was cut by the first unit called in it."""
+    units = dict.fromkeys(node.unit for node in program.nodes if node.unit)
+    present = []
+    for unit, number in starts:
+        inner = None if unit in units else next((name for name in units if begins(unit, name)), None)
+        present.append((inner or unit, number))
+    return tuple(present)
 
 
 def _assign_by_inputs(
@@ -235,6 +246,12 @@ class Units:
 
     glue: frozenset[str]
     names: tuple[str, ...]
+
+    def owners(self, names: Iterable[str]) -> set[str]:
+        """The units that are, or contain, the modules `names`."""
+        known = set(self.names)
+        prefixes = {name[:end] for name in names for end in range(len(name) + 1) if name[end : end + 1] in ("", ".")}
+        return known & prefixes
 
     def opened(self, model: nn.Module, name: str) -> "Units":
         """These units, with the unit `name` divided into its children."""

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from tutti.errors import PlanError, TuttiError
 from tutti.parallel.loss_means import LossMean, means_among, note_mean
 from tutti.parallel.pipeline.placeholders import (
+    SMALL_NUMEL,
     Attributes,
     StandIns,
     attributes,
@@ -31,6 +33,7 @@ from tutti.parallel.pipeline.placeholders import (
     positions,
     script_line,
     surroundings,
+    tensor_attributes,
     without_caches,
 )
 from tutti.parallel.pipeline.shape_inference import Inference, ShapeCache, of_experts
@@ -47,6 +50,7 @@ from tutti.parallel.pipeline.stage_program import (
     refuse_hidden_tensors,
     unflatten,
 )
+from tutti.parallel.script_hooks import CallWithoutScriptHooks, call_with_script_hooks, has_script_hooks
 
 _MASKED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
@@ -128,7 +132,8 @@ class Tracer:
         """
         recorder, reads = ProgramRecorder(self, until_root=False), True
         try:
-            self._run(recorder, function)
+            with self.without_effects():
+                self._run(recorder, function)
         except PlanError:
             if recorder.root_calls != 1 or recorder.outside:
                 raise
@@ -136,6 +141,29 @@ class Tracer:
         if recorder.root_calls != 1 or recorder.outside:
             return None
         return Ending(reads=frozenset(recorder.read) if reads else None)
+
+    @contextmanager
+    def without_effects(self) -> Iterator[None]:
+        """Restore the attributes and small buffers that traced code changes, such as a counter of forwards."""
+        traced = [self.model.get_submodule(name) for name in sorted(self.units.glue)]
+        attributes_before = [{k: v for k, v in vars(module).items() if not isinstance(v, dict)} for module in traced]
+        buffers = [buffer for module in traced for buffer in module._buffers.values() if buffer is not None]
+        buffers = [buffer for buffer in buffers if buffer.numel() <= SMALL_NUMEL and not buffer.is_meta]
+        values = [buffer.detach().clone() for buffer in buffers]
+        names = [dict(module._buffers) for module in traced]
+        try:
+            yield
+        finally:
+            for module, before, own in zip(traced, attributes_before, names, strict=True):
+                for key in [key for key, value in vars(module).items() if not isinstance(value, dict)]:
+                    if key not in before:
+                        del vars(module)[key]
+                vars(module).update(before)
+                module._buffers.clear()
+                module._buffers.update(own)
+            with torch.no_grad():
+                for buffer, value in zip(buffers, values, strict=True):
+                    buffer.copy_(value)
 
     def finish(
         self,
@@ -275,7 +303,10 @@ class ProgramRecorder(TorchFunctionMode):
                 f"mesh.stage: {name or 'the model'} is called from inside a torch function; call it in forward"
             )
         if not self.paused and name not in self.tracer.units.glue:
-            return self._unit(name, module, args, kwargs)
+            if not (self.tracer.stand_ins.hooks_run and has_script_hooks(module)):
+                return self._unit(name, module, args, kwargs)
+            before = tensor_attributes(module)
+            return call_with_script_hooks(module, partial(self._hooked_unit, name, module, before), args, kwargs)
         if self.paused and id(module) in self.tracer.stand_ins.stacked:
             return of_experts(module, *args, **kwargs)
         is_root = not name and not self.paused
@@ -317,6 +348,18 @@ class ProgramRecorder(TorchFunctionMode):
         originals = {id(subject): leaf for leaf, subject in zip(leaves, subjects, strict=True) if subject is not leaf}
         return originals.get(id(result), result) if isinstance(result, torch.Tensor) else result
 
+    def _hooked_unit(
+        self, name: str, module: nn.Module, before: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A unit's call after the script's forward pre-hooks, which must not leave tensors in the unit."""
+        for key, tensor in tensor_attributes(module).items():
+            if is_unknown(tensor) and tensor is not before.get(key):
+                raise PlanError(
+                    f"mesh.stage: a forward pre-hook sets {name}.{key}, which only the rank that holds {name} could "
+                    "read; set it in the module's own forward"
+                )
+        return self._unit(name, module, args, kwargs)
+
     def _unit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shapes, stand_ins = self.tracer.shapes, self.tracer.stand_ins
         with torch._C.DisableTorchFunction():  # operations in here are not the user's
@@ -333,7 +376,8 @@ class ProgramRecorder(TorchFunctionMode):
             for at in inference.written:
                 subjects[at] = self._subject(leaves[at])
             results = inference.results(subjects, stand_ins)
-            self._write(name, module, leaves, subjects, spec, results, list(inference.written), inference)
+            function = CallWithoutScriptHooks(module) if has_script_hooks(module) else module
+            self._write(name, function, leaves, subjects, spec, results, list(inference.written), inference)
             for slot in reversed(inference.keeps):
                 self.keeping.set(slot, results.pop())
             originals = {

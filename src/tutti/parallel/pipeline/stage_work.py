@@ -135,12 +135,23 @@ class StageWork:
             PlanError: its shape or dtype differs from the traced one, which the receiver has allocated.
         """
         tensor, outline = self._sent[key].detach().contiguous(), self.outlines[key]
+        if self._sent[key].requires_grad and not outline.requires_grad:
+            raise PlanError(
+                f"mesh.stage: {self._trained_name()} has been unfrozen, but no gradient reaches its stage, because all "
+                "that the stage and those before it train was frozen when prepare cut the model; leave it trainable "
+                "until prepare and freeze it afterwards, which stages follow"
+            )
         if (tuple(tensor.shape), tensor.dtype) != (outline.shape, outline.dtype):
             raise PlanError(
                 f"mesh.stage: a value sent between stages has shape {tuple(tensor.shape)} and {tensor.dtype}, but "
                 f"tracing gave {outline.shape} and {outline.dtype}; choose other pipeline.cuts"
             )
         return tensor
+
+    def _trained_name(self) -> str:
+        """The name of a parameter of this stage that requires a gradient."""
+        named = self._model.named_parameters()
+        return next((f"parameter {name!r}" for name, parameter in named if parameter.requires_grad), "a parameter")
 
     def let_go(self) -> None:
         """Release sent values; backward needs only the graph edges at which their gradients enter."""
