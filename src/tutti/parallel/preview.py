@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 from torch.utils._pytree import tree_leaves
@@ -24,7 +23,7 @@ from tutti.config.refusals import check_plan
 from tutti.errors import PlanError
 from tutti.nn import EmbeddingTables, MixtureOfExperts
 from tutti.parallel.compressed.compressor import compressed_words
-from tutti.parallel.data.batchnorm import BatchScope
+from tutti.parallel.data.batchnorm import BatchScope, is_batch_norm
 from tutti.parallel.embedding.table_linear import divided_linears
 from tutti.parallel.layout import Layout, TensorShard, to_local
 from tutti.parallel.mesh import Mesh
@@ -260,7 +259,7 @@ def _rules(plan: Plan, *, wanted: bool) -> Sequence[tuple[Callable[[nn.Module], 
         when = "forward and backward" if wanted else "forward"
         rules.append((_reads_neighbours, f"halos with neighbours over space, {when}"))
     if plan.data_parallel_degree * plan.degree("space") > 1:
-        rules.append((_over_batch, "batch statistics, forward and backward"))
+        rules.append((is_batch_norm, "batch statistics, forward and backward"))
     if plan.degree("expert") > 1:
         rules.append((lambda module: isinstance(module, MixtureOfExperts), "all-to-all of tokens over expert, 4 times"))
     if plan.degree("table") > 1:
@@ -277,7 +276,3 @@ def _reads_neighbours(module: nn.Module) -> bool:
     if isinstance(module, _ConvNd):
         return any(size > 1 for size in module.kernel_size)
     return isinstance(module, _MaxPoolNd | _AvgPoolNd)
-
-
-def _over_batch(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm)

@@ -6,7 +6,7 @@ so the module's memory is that of one chunk. This is exact for modules that trea
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tutti.config.plan import LayoutRule, find_chunks, find_recompute
 from tutti.errors import PlanError, ScriptError
-from tutti.parallel.data.batchnorm import BatchScope
+from tutti.parallel.data.batchnorm import BatchScope, is_batch_norm, own_forward
 
 
 def apply_recompute(model: nn.Module, layout: tuple[LayoutRule, ...], scope: BatchScope) -> list[str]:
@@ -43,7 +43,8 @@ def apply_recompute(model: nn.Module, layout: tuple[LayoutRule, ...], scope: Bat
     for name in names:
         inside = any(name.startswith(outer + ".") for outer in chosen)
         if not inside and find_recompute(layout, name):
-            _wrap_recomputed(model.get_submodule(name), scope, selective=find_recompute(layout, name) == "selective")
+            selective = find_recompute(layout, name) == "selective"
+            _wrap_recomputed(model.get_submodule(name), name, scope, selective=selective)
             chosen.append(name)
     return chosen
 
@@ -67,19 +68,86 @@ def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 @contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    with first, second:
+def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 
-def _wrap_recomputed(module: nn.Module, scope: BatchScope, *, selective: bool) -> None:
-    plain = module.forward
+class WrittenBuffers:
+    """The buffers that a recomputed module's forward writes.
+
+    Recompute begins with the values that the first forward began with, and leaves the buffers as that forward did:
+    running statistics move once, and a codebook is the one that chose. torch's BatchNorm does this by itself (see
+    BatchScope.recomputing).
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+        self._places: list[tuple[nn.Module, str]] | None = None
+
+    @contextmanager
+    def forward(self, before: list[torch.Tensor]) -> Iterator[None]:
+        """Around the first forward: fill `before` with what the buffers that it writes were before."""
+        places = self._all() if self._places is None else self._places
+        copies = [inner._buffers[key].clone() for inner, key in places]  # type: ignore[union-attr]
+        versions = self._versions()
+        yield
+        changed = {place for place, version in self._versions().items() if versions.get(place) != version}
+        if self._places is None:
+            # by value as well, because F.batch_norm writes its running statistics without counting a version
+            written = [
+                (id(inner), key) in changed or not torch.equal(copy, inner._buffers[key])  # type: ignore[arg-type]
+                for (inner, key), copy in zip(places, copies, strict=True)
+            ]
+            self._places = [place for place, is_written in zip(places, written, strict=True) if is_written]
+            copies = [copy for copy, is_written in zip(copies, written, strict=True) if is_written]
+        new = changed - {(id(inner), key) for inner, key in self._places}
+        if new:
+            raise PlanError(
+                f"layout: recompute of module {self._name!r}, whose forward writes the buffer {min(new)[1]!r} only at "
+                "times, so that it cannot be computed again as it was; leave it out of the rule"
+            )
+        before += copies
+
+    @contextmanager
+    def again(self, before: list[torch.Tensor]) -> Iterator[None]:
+        """Around the repeated forward, which begins with `before`."""
+        places = self._places or []
+        after = [inner._buffers[key] for inner, key in places]
+        for (inner, key), value in zip(places, before, strict=True):
+            inner._buffers[key] = value.clone()
+        try:
+            yield
+        finally:
+            for (inner, key), buffer in zip(places, after, strict=True):
+                inner._buffers[key] = buffer
+
+    def _all(self) -> list[tuple[nn.Module, str]]:
+        return [
+            (inner, key)
+            for inner in self._module.modules()
+            for key, buffer in inner._buffers.items()
+            if buffer is not None and not buffer.is_meta and (not isinstance(inner, _BatchNorm) or own_forward(inner))
+        ]
+
+    def _versions(self) -> dict[tuple[int, str], tuple[int, int]]:
+        """Of each buffer, by (id of the module, name): which tensor it is, and how often it was written in place."""
+        tensors = {(id(inner), key): inner._buffers[key] for inner, key in self._all()}
+        return {place: (id(tensor), tensor._version) for place, tensor in tensors.items() if tensor is not None}
+
+
+def _wrap_recomputed(module: nn.Module, name: str, scope: BatchScope, *, selective: bool) -> None:
+    plain, written = module.forward, WrittenBuffers(module, name)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        before: list[torch.Tensor] = []
+        first, again = written.forward(before), _all_of(scope.recompute(), written.again(before))
         if not selective:
-            return nullcontext(), scope.recompute()
-        ahead, again = create_selective_checkpoint_contexts(_keep)  # type: ignore[no-untyped-call]
-        return ahead, _both(scope.recompute(), again)
+            return first, again
+        ahead, repeated = create_selective_checkpoint_contexts(_keep)  # type: ignore[no-untyped-call]
+        return _all_of(first, ahead), _all_of(again, repeated)
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +172,7 @@ def apply_chunks(model: nn.Module, layout: Sequence[LayoutRule]) -> list[str]:
         count = find_chunks(layout, name) if name else 1
         if count == 1 or any(name.startswith(outer + ".") for outer in chosen):
             continue
-        over_batch = next((key for key, inner in module.named_modules() if isinstance(inner, _BatchNorm)), None)
+        over_batch = next((key for key, inner in module.named_modules() if is_batch_norm(inner)), None)
         if over_batch is not None:
             place = f"{name}.{over_batch}" if over_batch else name
             raise PlanError(

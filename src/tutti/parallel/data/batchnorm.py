@@ -6,10 +6,11 @@ Backward all-reduces two vectors (Ioffe and Szegedy 2015, arXiv 1502.03167, sect
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,15 @@ from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.comm.shared_memory import SharedMemoryCommunicator
 from tutti.comm.traffic import CommChannel, untracked_channel
-from tutti.errors import ScriptError
+from tutti.errors import PlanError, ScriptError
+
+Forward = Callable[..., Any]
+"""The forward of a module."""
 
 
 @dataclass(slots=True)
@@ -85,75 +90,255 @@ class BatchScope:
             self.recomputing = False
 
 
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    """Return the modules that normalise over the batch."""
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module normalises over the batch: a BatchNorm, or a class whose code mentions F.batch_norm."""
+    if isinstance(module, _BatchNorm):
+        return True
+    for kind in type(module).__mro__:
+        if kind.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        functions = [value for value in vars(kind).values() if isinstance(value, FunctionType)]
+        if any({"batch_norm", "native_batch_norm"}.intersection(code.__code__.co_names) for code in functions):
+            return True
+    return False
 
 
-def share_statistics(model: nn.Module, scope: BatchScope) -> None:
-    """Give every BatchNorm of `model` statistics over `scope`; modules, parameters and buffers stay the same."""
-    for module in batch_norms(model):
-        module.forward = GlobalForward(module, scope)  # type: ignore[method-assign]
+def share_statistics(model: nn.Module, scope: BatchScope, traced: Container[str] = ()) -> None:
+    """Give batch normalisation in `model` statistics over `scope`; modules, parameters and buffers stay the same.
+
+    Args:
+        model: the model.
+        scope: the ranks.
+        traced: names of modules whose code is traced on shapes, where statistics cannot be exchanged.
+
+    Raises:
+        PlanError: a traced module normalises over the batch itself.
+    """
+    for name, module in model.named_modules():
+        if not is_batch_norm(module):
+            continue
+        if name in traced and scope.world_size > 1:
+            raise PlanError(
+                f"mesh.stage: {name or 'the model'} ({type(module).__name__}) calls F.batch_norm beside other modules; "
+                "put the call into a module of its own, such as nn.BatchNorm, or use another axis than stage"
+            )
+        module.forward = GlobalForward(module, scope, own_forward(module), name)
+
+
+def own_forward(module: nn.Module) -> Forward | None:
+    """Return the forward that a subclass of BatchNorm, or this instance of it, defines; None if it is torch's."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, GlobalForward):
+        return forward.own
+    if forward is not None:
+        return cast(Forward, forward)
+    kind = type(module).forward
+    return None if kind.__module__ == _BatchNorm.__module__ else MethodType(kind, module)
 
 
 class GlobalForward:
-    """The forward of one BatchNorm with statistics over a scope; torch's own forward in evaluation mode."""
+    """The forward of one BatchNorm with statistics over a scope; torch's own forward in evaluation mode.
 
-    def __init__(self, module: _BatchNorm, scope: BatchScope) -> None:
-        self.module = module
-        self.scope = scope
+    Only torch's forward is replaced. A forward that a subclass or the instance defines runs as it is, and computes
+    F.batch_norm over the scope.
+
+    Args:
+        module: the module.
+        scope: the ranks.
+        own: the forward that is not torch's; None if it is torch's.
+        name: the module's name, for errors.
+        apply: apply(normalise, input) calls `normalise` with the plain tensor of an input of another type.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        scope: BatchScope,
+        own: Forward | None = None,
+        name: str = "",
+        apply: Callable[[Forward, Any], Any] | None = None,
+    ) -> None:
+        self.module, self.scope, self.own, self.name, self.apply = module, scope, own, name, apply
+        self._checked = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Give a pickled model torch's own forward, since the ranks are not part of it."""
-        return functools.partial, (type(self.module).forward, self.module)
+        """Give a pickled model its own forward, since the ranks are not part of it."""
+        if isinstance(self.own, MethodType) or self.own is None:
+            return functools.partial, (type(self.module).forward, self.module)
+        return functools.partial, (self.own,)
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        module, scope = self.module, self.scope
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replaced(*args, **kwargs) if self.own is None else self._around(self.own, args, kwargs)
+
+    def _replaced(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute torch's own forward."""
+        module, scope = cast(_BatchNorm, self.module), self.scope
         batch_statistics = module.training or (module.running_mean is None and module.running_var is None)
-        if batch_statistics and scope.diverged and scope.counts and input.numel() == input.shape[1]:
-            return _by_running(module, input)
-        if not batch_statistics or (scope.world_size == 1 and not scope.recomputing and scope.counts):
-            return type(module).forward(module, input)
+        single = scope.diverged and scope.counts and input.numel() == input.shape[1]
+        if not batch_statistics or (scope.world_size == 1 and scope.counts and not scope.recomputing and not single):
+            return _BatchNorm.forward(module, input)  # not SyncBatchNorm's, which would communicate by itself
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
-        if scope.world_size == 1 and not scope.counts:  # a diverged replica without a sample of this microbatch
-            return input * 1.0
-        if scope.world_size == 1:
-            return _again(module, input)
-        work = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
-        mean, variance, count = _global_statistics(work.detach(), scope)
-        if module.training and module.track_running_stats and not scope.recomputing:
-            _update_running(module, mean, variance, count)
-        weight, bias = module.weight, module.bias
-        output = _Normalise.apply(  # type: ignore[no-untyped-call]
-            work, weight, bias, mean, variance, count, module.eps, scope
+        tracked, momentum = module.training and module.track_running_stats, 0.0
+        if tracked and scope.world_size > 1 and not scope.recomputing:
+            if module.num_batches_tracked is not None:
+                module.num_batches_tracked.add_(1)
+            cumulative = 1.0 / float(module.num_batches_tracked or 1)
+            momentum = cumulative if module.momentum is None else module.momentum
+        running = (module.running_mean, module.running_var) if tracked or single else (None, None)
+        return _batch_norm(scope, input, *running, module.weight, module.bias, momentum, module.eps)
+
+    def _around(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward that is not torch's, with F.batch_norm over the scope."""
+        scope = self.scope
+        if scope.world_size == 1 and not scope.diverged:
+            return own(*args, **kwargs)
+        absent = not scope.counts and scope.world_size == 1  # a diverged replica without a sample of this microbatch
+        calls = SharedStatistics(scope, self.apply)
+        with _unchanged_buffers(self.module) if absent else nullcontext(), calls:
+            output = own(*args, **kwargs)
+        if not calls.seen and isinstance(self.module, _BatchNorm) and self.module.training and not self._checked:
+            self._checked = True
+            _check_samples_independent(self.module, self.name, own, args, kwargs, output)
+        return output
+
+
+class SharedStatistics(TorchFunctionMode):
+    """Within the context, F.batch_norm takes the statistics of its batch over all ranks of a scope.
+
+    Attributes:
+        seen: whether F.batch_norm was called.
+    """
+
+    def __init__(self, scope: BatchScope, apply: Callable[[Forward, Any], Any] | None) -> None:
+        super().__init__()
+        self.scope, self.apply, self.seen = scope, apply, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        signature = _SIGNATURES.get(func)
+        if signature is None:
+            return func(*args, **(kwargs or {}))
+        self.seen = True
+        arguments = dict(zip(signature, args, strict=False)) | (kwargs or {})
+        if not arguments.get("training", False):
+            return func(*args, **(kwargs or {}))
+
+        def normalise(input: torch.Tensor) -> torch.Tensor:
+            return _batch_norm(
+                self.scope,
+                input,
+                arguments.get("running_mean"),
+                arguments.get("running_var"),
+                arguments.get("weight"),
+                arguments.get("bias"),
+                arguments.get("momentum", 0.1),
+                arguments.get("eps", 1e-5),
+            )
+
+        input = arguments["input"]
+        return normalise(input) if self.apply is None else self.apply(normalise, input)
+
+
+_SIGNATURES = {
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+}
+"""The functions that normalise over the batch, with the names of their arguments in order."""
+
+
+@contextmanager
+def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Restore the module's buffers after the context."""
+    saved = [(inner, name, value, value.clone()) for inner in module.modules() for name, value in _buffers(inner)]
+    try:
+        yield
+    finally:
+        for inner, name, value, copy in saved:
+            value.copy_(copy)
+            inner._buffers[name] = value
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, value) for name, value in module._buffers.items() if value is not None]
+
+
+def _check_samples_independent(
+    module: nn.Module, name: str, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Refuse a BatchNorm whose forward, without F.batch_norm, makes a sample's output depend on the other samples.
+
+    Such a forward would take the statistics of this rank's samples only. One that uses constants, or running statistics
+    alone, passes.
+    """
+    input = args[0] if args else next(iter(kwargs.values()))
+    if not isinstance(input, torch.Tensor) or not isinstance(output, torch.Tensor) or not input.numel():
+        return
+    with torch.no_grad(), _unchanged_buffers(module):
+        pair = torch.cat([input[:1], input[:1] * 2 + 1])
+        if args:
+            together, piecewise = own(pair, *args[1:]), [own(part, *args[1:]) for part in (pair[:1], pair[1:])]
+        else:
+            key = next(iter(kwargs))
+            together, piecewise = own(**{key: pair}), [own(**{key: part}) for part in (pair[:1], pair[1:])]
+    if not torch.allclose(together, torch.cat(piecewise), rtol=1e-3, atol=1e-5, equal_nan=True):
+        raise PlanError(
+            f"module {name!r} ({type(module).__name__}) takes the statistics of a batch by other means than "
+            "F.batch_norm, so that each rank would normalise by its own samples; call F.batch_norm in its forward, or "
+            'compute it on the samples of all ranks with tutti.synchronized(module, "gather")'
         )
-        return output.to(input.dtype)  # type: ignore[no-any-return]
 
 
-def _by_running(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+def _batch_norm(
+    scope: BatchScope,
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+) -> torch.Tensor:
+    """F.batch_norm in training, with the statistics of the microbatch over all ranks of `scope`.
+
+    Where forward runs again inside backward, running statistics stay; a momentum of 0 does that with the same operator
+    as in the first forward, which checkpoint requires.
+    """
+    if scope.world_size == 1 and not scope.counts:  # a diverged replica without a sample of this microbatch
+        return input * 1.0
+    if scope.diverged and scope.counts and input.numel() == input.shape[1]:
+        return _by_running(input, running_mean, running_var, weight, bias, eps)
+    if scope.world_size == 1:
+        momentum = 0.0 if scope.recomputing else momentum
+        return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+    work = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
+    mean, variance, count = _global_statistics(work.detach(), scope)
+    if not scope.recomputing:
+        _update_running(running_mean, running_var, momentum, mean, variance, count)
+    output = _Normalise.apply(work, weight, bias, mean, variance, count, eps, scope)  # type: ignore[no-untyped-call]
+    return output.to(input.dtype)  # type: ignore[no-any-return]
+
+
+def _by_running(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
     """Normalise with the running statistics, which do not change.
 
     For a replica's microbatch with one value per channel, which has no variance.
     """
-    module._check_input_dim(input)  # type: ignore[no-untyped-call]
-    if module.running_mean is None or module.running_var is None:
+    if running_mean is None or running_var is None:
         raise ScriptError(
             "a replica's microbatch has one value per channel, and its BatchNorm keeps no running statistics to "
             "normalise it with; use a larger global batch, fewer microbatches, Job(last_batch='drop') or "
             "track_running_stats=True"
         )
-    mean, var = module.running_mean.clone(), module.running_var.clone()  # another call may change them before backward
-    return F.batch_norm(input, mean, var, module.weight, module.bias, False, 0.0, module.eps)
-
-
-def _again(module: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """Repeat torch's own forward without changing running statistics.
-
-    Momentum is 0, not `training=False`: checkpoint requires the same operator as in the first forward.
-    """
-    tracked = module.track_running_stats
-    mean, var = (module.running_mean, module.running_var) if tracked else (None, None)
-    return F.batch_norm(input, mean, var, module.weight, module.bias, True, 0.0, module.eps)
+    mean, var = running_mean.clone(), running_var.clone()  # another call may change them before backward
+    return F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
 
 
 def _global_statistics(input: torch.Tensor, scope: BatchScope) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -196,17 +381,20 @@ def _moments(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return deviation.square_().mean(dims) - rest**2, mean + rest
 
 
-def _update_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
+def _update_running(
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    momentum: float,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    count: float,
+) -> None:
     """Move running mean and (unbiased) variance towards the batch's, as torch does."""
-    if module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-    cumulative = 1.0 / float(module.num_batches_tracked or 1)
-    factor = cumulative if module.momentum is None else module.momentum
     with torch.no_grad():
-        if module.running_mean is not None:
-            module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
-        if module.running_var is not None:
-            module.running_var.lerp_((variance * (count / (count - 1))).to(module.running_var.dtype), factor)
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
 
 
 class _Normalise(torch.autograd.Function):
@@ -247,6 +435,5 @@ class _Normalise(torch.autograd.Function):
             offset = gain * sum_dy / count - slope * mean
             shape = [1, -1] + [1] * (input.dim() - 2)
             grad_input = grad_input.sub_(offset.view(shape)).addcmul_(input, slope.view(shape), value=-1)
-        if weight is None:
-            return grad_input, None, None, None, None, None, None, None
-        return grad_input, grad_weight, grad_bias, None, None, None, None, None
+        _, with_weight, with_bias, *_ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        return grad_input, grad_weight if with_weight else None, grad_bias if with_bias else None, *[None] * 5

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from tutti.config.pipeline_schedule import Action
 from tutti.config.plan import Plan
 from tutti.errors import PlanError
+from tutti.parallel.data.batchnorm import is_batch_norm
 from tutti.parallel.layout import Layout
 from tutti.parallel.pipeline.placeholders import HOOKS, StandIns, is_unknown
 from tutti.parallel.pipeline.shape_inference import signature
@@ -261,8 +261,8 @@ def _holders(model: nn.Module, units: Units, placements: list[Placement], count:
 
 def _check_statistics(model: nn.Module, holders: StageHolders) -> None:
     for unit, stages in holders.units.items():
-        inside = model.get_submodule(unit).modules()
-        if len(stages) > 1 and any(isinstance(part, _BatchNorm) and part.track_running_stats for part in inside):
+        norms = [part for part in model.get_submodule(unit).modules() if is_batch_norm(part)]
+        if len(stages) > 1 and any(getattr(norm, "track_running_stats", True) for norm in norms):
             raise PlanError(
                 f"mesh.stage: {unit} has batch statistics and is called on stages {sorted(stages)}; choose "
                 "pipeline.cuts such that all calls of it are in one stage"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from tutti.config.pipeline_schedule import cut_balanced
@@ -314,13 +315,14 @@ def heaviest_to_open(
 def _is_indivisible(module: nn.Module) -> bool:
     """Whether a module is never divided.
 
-    These are torch's own modules (their code reads their children's weights), parametrised modules, and experts,
-    which route by values.
+    These are torch's own modules (their code reads their children's weights), parametrised modules, BatchNorms with
+    children (their code changes buffers), and experts, which route by values.
     """
     from_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _LISTS)
     containers = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
     experts = isinstance(module, MixtureOfExperts) or is_stacked(module)
-    return (from_torch and not isinstance(module, containers)) or experts or parametrize.is_parametrized(module)
+    kept_whole = experts or isinstance(module, _BatchNorm) or parametrize.is_parametrized(module)
+    return kept_whole or (from_torch and not isinstance(module, containers))
 
 
 def calls_of(program: Program) -> list[Call]:

@@ -167,7 +167,15 @@ class Tracer:
             return output
 
         with self.stand_ins.in_place(self.units.glue, called), attributes(self.model, kept):
-            result = function()
+            try:
+                result = function()
+            except RuntimeError as error:
+                if "not have been used in the graph" not in str(error):
+                    raise
+                raise PlanError(
+                    f"mesh.stage: {script_line(error)} differentiates the model with respect to its input or to what "
+                    "its modules compute (torch.autograd.grad), which are on other stages; use another axis"
+                ) from None
         if any(is_unknown(leaf) for leaf in flatten(result)[0]):
             raise PlanError(f"mesh.stage: the loss uses the model's parameters outside its forward; {_ONE_CALL}")
         return result

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
@@ -20,19 +19,20 @@ import tutti.parallel.spatial.spatial_convolution as spatial_convolution
 import tutti.parallel.spatial.spatial_elementwise as spatial_elementwise
 import tutti.parallel.spatial.spatial_pooling as spatial_pooling
 import tutti.parallel.spatial.spatial_reshapes as spatial_reshapes
+from tutti.comm.rendezvous import launch_timeout
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
 from tutti.data.batches import Unpack
 from tutti.data.samples import DataSource
 from tutti.errors import PlanError
-from tutti.parallel.data.batchnorm import BatchScope
+from tutti.parallel.data.batchnorm import BatchScope, SharedStatistics, is_batch_norm, own_forward
 from tutti.parallel.divided_tensor import local
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.spatial.halo_exchange import SpatialGroup
 from tutti.parallel.spatial.halo_geometry import bounds_of, owned
-from tutti.parallel.spatial.spatial_elementwise import share_statistics_in_space
-from tutti.parallel.spatial.spatial_tensor import Along, SpatialTensor, Where, cut, cut_whole, space_of, where_of, whole
+from tutti.parallel.spatial.spatial_elementwise import on_part, share_statistics_in_space
+from tutti.parallel.spatial.spatial_tensor import Along, SpatialTensor, Where, cut, cut_whole, whole
 
 HANDLING = (spatial_elementwise, spatial_pooling, spatial_reshapes, spatial_convolution)
 """The modules that register the functions of cut tensors when imported."""
@@ -63,7 +63,7 @@ def cut_space(model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope) -
             "use replicate, split or context instead"
         )
     grid = grid_of(plan, max(ranks))
-    statistics = any(isinstance(module, _BatchNorm) for module in model.modules())
+    statistics = any(is_batch_norm(module) for module in model.modules())
     space = open_space(mesh, grid, statistics=statistics)
     space.halos, space.totals = layout.channel("halos", "space"), layout.channel("statistics", "space")
     for over_space in space.scopes.values():
@@ -178,7 +178,10 @@ def _open_group(members: tuple[int, ...]) -> Any:
     """Open one group for each distinct set of members that any rank passes; returns this rank's group."""
     member_sets: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(member_sets, members)
-    groups = {member_set: dist.new_group(list(member_set)) for member_set in sorted(set(member_sets))}
+    groups = {
+        member_set: dist.new_group(list(member_set), timeout=launch_timeout())
+        for member_set in sorted(set(member_sets))
+    }
     return groups[members]
 
 
@@ -200,8 +203,8 @@ def on_shapes(
     space = SpatialGroup(grid=tuple(grid), place=tuple(place), group=None, sums={}, dry=True)
     shapes = copy.deepcopy(model).to("meta", dtype).train()
     for module in shapes.modules():
-        if isinstance(module, _BatchNorm):
-            module.forward = OwnStatistics(module)  # type: ignore[method-assign]
+        if is_batch_norm(module):
+            module.forward = OwnStatistics(module)
     return shapes, space
 
 
@@ -236,12 +239,14 @@ def halo_nbytes_of(
 class OwnStatistics:
     """The forward of a BatchNorm with statistics of this part only: shapes are right, and nothing is sent."""
 
-    def __init__(self, module: _BatchNorm) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.own = module, own_forward(module)
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        output = type(self.module).forward(self.module, local(input))
-        return cut(output, where_of(input), space_of([input])) if isinstance(input, SpatialTensor) else output
+    def __call__(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.own is None:
+            return on_part(functools.partial(type(self.module).forward, self.module), input)
+        with SharedStatistics(BatchScope(), on_part):
+            return self.own(input, *args, **kwargs)
 
 
 def feed_parts(model: nn.Module, source: DataSource, unpack: Unpack) -> tuple[DataSource, Unpack]:

@@ -1,16 +1,14 @@
 """Elementwise functions, normalisations and losses of cut tensors."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from tutti.errors import PlanError
-from tutti.parallel.data.batchnorm import BatchScope, GlobalForward
+from tutti.parallel.data.batchnorm import BatchScope, GlobalForward, is_batch_norm, own_forward
 from tutti.parallel.divided_tensor import local, whole_shape
 from tutti.parallel.spatial.halo_exchange import SpatialGroup, all_sum
 from tutti.parallel.spatial.spatial_tensor import (
@@ -228,32 +226,44 @@ Function = Callable[..., Any]
 class SpaceBatchNorm:
     """The forward of a BatchNorm. Statistics of a cut input span data and the axes that cut it.
 
-    A whole input goes to `plain`, the forward that this one replaces.
+    A whole input goes to `plain`, the forward that this one replaces. A forward that is not torch's, `own`, gets the
+    cut input, and only its F.batch_norm is replaced.
     """
 
-    def __init__(self, module: _BatchNorm, plain: Callable[[torch.Tensor], torch.Tensor], scope: BatchScope) -> None:
-        self.module, self.plain, self.scope = module, plain, scope
+    def __init__(self, module: nn.Module, plain: Function, own: Function | None, scope: BatchScope) -> None:
+        self.module, self.plain, self.own, self.scope = module, plain, own, scope
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled model gets its original forward back: process groups cannot be pickled."""
-        return functools.partial, (type(self.module).forward, self.module)
+        return GlobalForward(self.module, self.scope, self.own).__reduce__()
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(input, SpatialTensor):
-            return self.plain(input)
+            return self.plain(input, *args, **kwargs)
+        forward = GlobalForward(self.module, self._scope_of(input), self.own, apply=on_part)
+        return forward(input, *args, **kwargs) if self.own is not None else on_part(forward, input)
+
+    def _scope_of(self, input: torch.Tensor) -> BatchScope:
         where, space = where_of(input), space_of([input])
         if any(where[:2]):
             raise PlanError(f"mesh.space: {type(self.module).__name__} got cut channels; cut spatial dims only")
         space_scope = space.scopes[tuple(sorted(along.axis for along in where if along))]
         space_scope.counts, space_scope.recomputing = self.scope.counts, self.scope.recomputing
-        return cut(GlobalForward(self.module, space_scope)(local(input)), where, space)
+        return space_scope
+
+
+def on_part(normalise: Function, input: torch.Tensor) -> torch.Tensor:
+    """Normalise this rank's part of a cut input; a whole one as it is."""
+    if not isinstance(input, SpatialTensor):
+        return normalise(input)  # type: ignore[no-any-return]
+    return cut(normalise(local(input)), where_of(input), space_of([input]))
 
 
 def share_statistics_in_space(model: nn.Module, scope: BatchScope) -> None:
     """Make the statistics of every BatchNorm span all parts of its input, in addition to data."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            module.forward = SpaceBatchNorm(module, module.forward, scope)  # type: ignore[method-assign]
+        if is_batch_norm(module):
+            module.forward = SpaceBatchNorm(module, module.forward, own_forward(module), scope)
 
 
 @handles("batch_norm")

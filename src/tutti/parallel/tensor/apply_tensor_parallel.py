@@ -76,7 +76,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], layout: Lay
     _watch(model, [module for module, _ in owners], running, entry)
     for module in model.modules():
         if isinstance(module, _BatchNorm):  # its reduction over samples needs plain tensors
-            module.register_forward_pre_hook(lambda _, args: all_whole(args))
+            module.register_forward_pre_hook(lambda _, *call: all_whole(call), with_kwargs=True)
 
 
 def cuts_of(module: nn.Module, decision: Decision) -> list[Cut]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from tutti.config.plan import LayoutRule, find_placement
 from tutti.config.vocabulary import Placement
 from tutti.errors import PlanError
+from tutti.parallel.data.batchnorm import is_batch_norm
 from tutti.parallel.tensor.apply_tensor_parallel import cuts_of
 from tutti.parallel.tensor.layer_patterns import (
     Decision,
@@ -142,7 +142,7 @@ def _by_samples(model: nn.Module, layout: Sequence[LayoutRule], decisions: dict[
 
 def _check_by_samples(model: nn.Module, name: str) -> None:
     module = model.get_submodule(name)
-    norms = [inner for inner, norm in module.named_modules() if isinstance(norm, _BatchNorm)]
+    norms = [inner for inner, norm in module.named_modules() if is_batch_norm(norm)]
     if norms:
         raise PlanError(
             f"layout rule {name!r} says 'row': each rank would compute a part of the samples, but the module contains "
