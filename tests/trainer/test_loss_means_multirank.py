@@ -128,7 +128,7 @@ def trained(names: tuple[str, ...], mesh: dict[str, int], microbatches: int) -> 
         options: dict[str, Any] = {"unpack": unpack} if name == "own" else {"loss_fn": LOSSES[name]}
         model, optimizer, loader = job.prepare(model, optimizer, dataset, shuffle=False, **options)
         losses = [job.step(batch) for _ in job.epochs(1) for batch in loader]
-        state = {key: value.clone() for key, value in model.state_dict().items()} if not mesh.get("stage") else {}
+        state = {key: value.clone() for key, value in model.state_dict().items()} if "replicate" in mesh else {}
         results[name] = (losses, state)
     return results
 
@@ -153,6 +153,5 @@ def test_a_mean_is_over_what_one_device_counts(mesh: dict[str, int], microbatche
         for result in results:
             found, state = result[name]
             assert found == pytest.approx(losses, rel=1e-12), name
-            if mesh.get("split", 1) == 1:
-                for key, value in state.items():
-                    torch.testing.assert_close(value, weights[key], rtol=1e-11, atol=1e-13, msg=f"{name}: {key}")
+            for key, value in state.items():
+                torch.testing.assert_close(value, weights[key], rtol=1e-11, atol=1e-13, msg=f"{name}: {key}")

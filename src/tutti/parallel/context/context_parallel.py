@@ -338,7 +338,7 @@ def _run_whole(model: nn.Module, lengths: list[int], run_whole: Runner) -> tuple
                 raise
             reason = (str(error).splitlines() or [""])[0]
             raise ScriptError(
-                f"{type(model).__name__} cannot be checked for parts of sequences, because it fails on {SAMPLES} samples "
+                f"{type(model).__name__} cannot be checked for parts of sequences: it fails on {SAMPLES} samples "
                 f"of the first batch, of which dim 1 of the batch's tensors are the tokens: {type(error).__name__}: "
                 f"{reason}; drop the context axis for this model"
             ) from error
