@@ -35,7 +35,8 @@ def test_a_library_model_that_knows_no_embeddings() -> None:
 
     class Towers(nn.Sequential):
         def get_input_embeddings(self) -> nn.Module:
-            raise NotImplementedError("override it")
+            error: type[Exception] = NotImplementedError
+            raise error("override it")
 
     Towers.__module__ = "transformers.models.towers"
     assert roles(Towers(*plain(8, 9, 7, 5))) == roles(plain(8, 9, 7, 5))
