@@ -1,5 +1,6 @@
 """Sequences over ranks against one device: whole training runs, and what is refused."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -151,6 +152,72 @@ def padded_labels() -> Subject:
     return Subject(model=llama, data=data, batch=20, optimizer=torch.optim.SGD)
 
 
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": 0,
+}
+
+
+def gpt2() -> nn.Module:
+    """Its class names no loss, so the library falls back on the one that shifts labels."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, **dropout)
+    )
+
+
+def mistral() -> nn.Module:
+    """A sliding window."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5))
+
+
+def gemma2() -> nn.Module:
+    """Soft caps, which the library computes only in its own attention, in turn with a sliding window."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(**SIZES, head_dim=4, sliding_window=12, attn_logit_softcapping=0.5, attention_dropout=0.0)
+    return Gemma2ForCausalLM(config)
+
+
+def gpt_oss() -> nn.Module:
+    """Attention sinks, sliding windows and experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, head_dim=4, sliding_window=5, **experts))
+    model.config._experts_implementation = "eager"  # torch multiplies by groups in at most float32
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def qwen3_moe() -> nn.Module:
+    """Rows inside its experts are grouped by expert."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, head_dim=4, num_experts=3, num_experts_per_tok=2))
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def of_library(model: Any) -> Subject:
+    return Subject(model=model, data=padded_labels().data, batch=20, optimizer=torch.optim.SGD)
+
+
+LIBRARY = {make.__name__: partial(of_library, make) for make in (gpt2, mistral, gemma2, gpt_oss, qwen3_moe)}
+
+
 def metrics(run: Any) -> dict[str, Any]:
     """Of whole sequences, not means over tokens."""
     of_sample = {"largest": lambda output, target: output.amax((1, 2))}
@@ -191,6 +258,14 @@ def test_a_model_that_shifts_its_own_labels() -> None:
     one = once(padded_labels, 1)
     for kind in kinds:
         assert_agree(one, [result[kind] for result in results], 1e-5)
+
+
+def test_models_of_transformers_on_parts_of_sequences() -> None:
+    """Their losses shift labels; their attention has windows, caps and sinks; their losses are in float32."""
+    results = on_ranks({name: (make, {"mesh": {"context": 2}}) for name, make in LIBRARY.items()}, 2, steps=2)
+    ones = on_ranks({name: (make, {"mesh": {"replicate": 1}}) for name, make in LIBRARY.items()}, 1, steps=2)[0]
+    for name in LIBRARY:
+        assert_agree(ones[name], [result[name] for result in results], 1e-5)
 
 
 def test_metrics_see_whole_sequences_in_order() -> None:

@@ -86,13 +86,34 @@ class StackedExperts(nn.Module):
         return output
 
 
+class OtherNames(StackedExperts):
+    """The experts of GPT-OSS: other names of the arguments, and biases."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.down_proj_bias = nn.Parameter(torch.randn(experts, 8))
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
+    ) -> torch.Tensor:
+        output = torch.zeros_like(hidden_states)
+        for expert in router_indices.unique().tolist():
+            token, place = torch.where(router_indices == expert)
+            gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
+            results = F.linear(F.silu(gate) * up, self.down_proj[expert]) + self.down_proj_bias[expert]
+            output.index_add_(0, token, results * routing_weights[token, place, None])
+        return output
+
+
 class LikeMixtral(nn.Module):
     """Top-2 of 5 stacked experts, of which the last ones are seldom chosen: some ranks get no row."""
+
+    kind: type[StackedExperts] = StackedExperts
 
     def __init__(self) -> None:
         super().__init__()
         self.enter, self.gate, self.leave = nn.Linear(6, 8), nn.Linear(8, 5), nn.Linear(8, 3)
-        self.experts = StackedExperts(5)
+        self.experts = self.kind(5)
         with torch.no_grad():
             self.gate.bias.copy_(-1.5 * torch.arange(5.0))
 
@@ -112,6 +133,14 @@ def stacked() -> Subject:
         loss_fn=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
         batch=7,
     )
+
+
+class LikeGptOss(LikeMixtral):
+    kind = OtherNames
+
+
+def other_names() -> Subject:
+    return replace(stacked(), model=LikeGptOss, optimizer=torch.optim.SGD, rate=0.1)
 
 
 def mixtral() -> Subject:
@@ -160,6 +189,7 @@ CASES: dict[int, dict[str, Case]] = {
         "unequal shares": (roomy, {"mesh": {"expert": 2}, "shares": (3.0, 1.0)}),
         "one mixture whole": (top1, {"mesh": {"expert": 2}, **WHOLE}),
         "stacked": (stacked, {"mesh": {"expert": 2}}),
+        "other names": (other_names, {"mesh": {"expert": 2}}),
     },
     3: {
         "replicate": (top1, {"mesh": {"replicate": 3}}),

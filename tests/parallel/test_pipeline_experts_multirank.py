@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from against_one import Subject, Trained, assert_agree
-from parallel.test_expert import mixtral, stacked, top1, top2
+from parallel.test_expert import mixtral, other_names, stacked, top1, top2
 from trainer.several import Case, on_ranks, once
 from tutti.config.plan import LayoutRule, PipelinePlan
 from tutti.nn.mixture import MixtureOfExperts, auxiliary_loss
@@ -98,6 +98,7 @@ def staged(make: Any, schedule: str, microbatches: int, outside: dict[str, int],
 TWO: dict[str, Case] = {
     "top-1, tokens are dropped": staged(top1, "1f1b", 2, {}),
     "top-2": staged(top2, "zero-bubble", 3, {}),
+    "stacked experts by other names": staged(other_names, "1f1b", 2, {}),
     "penalties": staged(penalised, "interleaved", 3, {}),
     "penalties, tuned": staged(penalised, "1f1b", 4, {}),
     "a mixture a block, recomputed": staged(

@@ -30,6 +30,18 @@ def test_pairs_in_a_plain_net() -> None:
     assert roles(normed) == {"2": "column", "4": "row"}
 
 
+def test_a_library_model_that_knows_no_embeddings() -> None:
+    """CLIPModel and Wav2Vec2Model of transformers raise where others return their embeddings."""
+
+    class Towers(nn.Sequential):
+        def get_input_embeddings(self) -> nn.Module:
+            error: type[Exception] = NotImplementedError
+            raise error("override it")
+
+    Towers.__module__ = "transformers.models.towers"
+    assert roles(Towers(*plain(8, 9, 7, 5))) == roles(plain(8, 9, 7, 5))
+
+
 def test_rules_keep_modules_whole() -> None:
     net = nn.Sequential(Attention(), Gated(24, 20))
     assert roles(net, rule("0", "replicate"), rule("0.*", "replicate")) == {

@@ -69,6 +69,46 @@ def test_branches_on_known_values_are_followed() -> None:
     assert describe(forward_of(forward), torch.randn(4, 16)).flops_forward // 1024 == 1
 
 
+def test_a_mask_of_the_batch_keeps_its_values_when_it_follows_the_parameters() -> None:
+    """As masks of transformers do: `attention_mask.to(hidden.device)`, then a branch on whether all are seen."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.linear = nn.Embedding(30, 16), nn.Linear(16, 16)
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            x = self.tokens(ids)
+            seen = mask.to(device=x.device, dtype=torch.bool)
+            return x if seen.all() else self.linear(x) * seen[..., None]
+
+    ids = torch.randint(0, 30, (4, 8))
+    assert describe(Masked(), ids, torch.ones(4, 8)).flops_forward < 8 * 2 * 16 * 16
+    padded = describe(Masked(), ids, (torch.arange(8) < 5).long().repeat(4, 1))
+    assert padded.untraced == ""
+    assert padded.flops_forward >= 8 * 2 * 16 * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_by_groups_count_every_row_once(dtype: torch.dtype) -> None:
+    """torch's shape rule takes only bfloat16, and only rows of a multiple of 16 bytes."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3, 6, 10, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.flatten(0, 1)
+            ends = torch.full((3,), len(rows) // 3, dtype=torch.int32, device=x.device).cumsum(0, dtype=torch.int32)
+            return torch._grouped_mm(rows, self.weight, offs=ends)
+
+    spec = describe(Experts(), torch.randn(4, 9, 6, dtype=dtype))
+    (product,) = (op for module in spec.modules for op in module.ops if op.kind == "gemm")
+    assert spec.untraced == ""
+    assert (product.flops_forward, product.flops_backward) == (2 * 9 * 6 * 10, 2 * 9 * 6 * 10)
+
+
 def test_masks_of_the_batch_select_what_they_select() -> None:
     model = nn.Sequential(nn.Embedding(30, 16), nn.Linear(16, 30))
     ids = torch.randint(0, 30, (4, 8))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, update_wrapper
+from functools import partial, update_wrapper, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -180,6 +180,21 @@ class CountedLoss:
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         with noted_means(model) as means:
             return means.weighted(self.function(model, batch))
+
+
+def looked_up(function: Any) -> Any:
+    """Return a loss function that finds F.cross_entropy and the like by name when it is called; others as they are."""
+    if isinstance(function, partial):
+        return partial(looked_up(function.func), *function.args, **function.keywords)
+    name = next((name for name, plain in _PLAIN.items() if plain is function), None)
+    if name is None:
+        return function
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return getattr(F, name)(*args, **kwargs)
+
+    return called
 
 
 _spaces: "WeakKeyDictionary[nn.Module, list[dict[str, Any]]]" = WeakKeyDictionary()

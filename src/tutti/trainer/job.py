@@ -27,6 +27,7 @@ from tutti.environment import read_launch_options
 from tutti.errors import ScriptError, TuttiError
 from tutti.optim.learning_rate import LRRule
 from tutti.parallel.data.replicate import LossFunction
+from tutti.parallel.loss_means import looked_up
 from tutti.parallel.losses import default_loss, default_unpack, loss_of
 from tutti.trainer import capture
 from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
@@ -295,7 +296,7 @@ class Job:
             model=model,
             optimizers=optimizers,
             source=source,
-            loss_fn=loss_fn or default_loss,
+            loss_fn=looked_up(loss_fn or default_loss),
             unpack=unpack or default_unpack,
             scheduler=scheduler,
             scheduler_clock=scheduler_clock,

@@ -24,6 +24,8 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from tutti.errors import ScriptError
 from tutti.parallel.context.context_attention import Attention
+from tutti.parallel.context.ring_attention import gather_tokens
+from tutti.parallel.context.sequence_order import gather_whole
 from tutti.parallel.divided_tensor import local
 from tutti.parallel.loss_means import note_mean
 from tutti.parallel.tensor.tensor_activation import SplitTensor, on_whole
@@ -45,6 +47,7 @@ class MicrobatchState:
         sites: where the model makes the positions of a sequence with torch.arange.
         averages: whether a mean over tokens (in the model, or in a mean loss) is taken over all ranks' tokens.
         own_mask: whether the model's attention mask was added by tutti and is all ones.
+        has_all_keys: whether the attention that is running was given the keys of all ranks.
     """
 
     attention: Attention
@@ -52,6 +55,7 @@ class MicrobatchState:
     sites: frozenset[Site] = frozenset()
     averages: bool = False
     own_mask: bool = False
+    has_all_keys: bool = False
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
@@ -114,6 +118,8 @@ def _attention(state: MicrobatchState, function: Callable[..., torch.Tensor], *a
 
     If the model is traced for its shapes, the tracer records the call.
     """
+    if state.has_all_keys:
+        return function(*args, **kwargs)
     values = (*args, *kwargs.values())
     if any(isinstance(value, FakeTensor) for value in values) and has_torch_function(values):
         return handle_torch_function(partial(_attention, state, function), values, *args, **kwargs)
@@ -240,50 +246,124 @@ def adapt(model: nn.Module, active: Active) -> None:
     """Register an attention function that a Hugging Face model calls; on whole sequences it is the library's own.
 
     Raises:
-        ScriptError: if the model's attention implementation is not sdpa.
+        ScriptError: if the model computes its attention itself.
     """
     name = f"tutti_context_{id(model):x}"
     used = getattr(model.config, "_attn_implementation", None)
-    if used != "sdpa":
+    registers = getattr(model, "_can_set_attn_implementation", bool)()
+    if used != "sdpa" and not (used == "eager" and registers):
         raise ScriptError(
             f'{type(model).__name__} uses attn_implementation = "{used}", which computes attention over the tokens of '
-            'one rank only; for mesh.context create the model with attn_implementation="sdpa"'
+            'one rank only; for mesh.context create the model with attn_implementation="sdpa" where it has that, or '
+            "drop the context axis"
         )
-    if not getattr(model, "_can_set_attn_implementation", bool)():
+    if not registers:
         return  # the model calls scaled_dot_product_attention itself
     from transformers import masking_utils, modeling_utils
 
-    plain_mask = masking_utils.sdpa_mask
-    plain_attention = modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    plain_mask: Callable[..., Any] = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[used]
     plain = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
 
-    def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    def mask(*args: Any, **kwargs: Any) -> Any:
         state = active()
         if state is None:
             return plain_mask(*args, **kwargs)
-        return _key_mask(type(model).__name__, state, plain, **kwargs)
+        if used == "sdpa" and kwargs.get("mask_function", plain[0]) in plain:
+            return _key_mask(state, plain, **kwargs)
+        return _rows_of_mask(type(model).__name__, state, plain_mask, **kwargs)
 
     def attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
-        if active() is None:
-            return plain_attention(module, q, k, v, mask, **kwargs)
-        return _huggingface_attention(module, q, k, v, mask, **kwargs)
+        state = active()
+        own_function = _library_attention(module, used)
+        if state is None:
+            return own_function(module, q, k, v, mask, **kwargs)
+        if used == "sdpa" and not hasattr(mask, "rows"):
+            return _huggingface_attention(module, q, k, v, mask, **kwargs)
+        return _over_gathered_keys(own_function, state, module, q, k, v, mask, **kwargs)
 
     modeling_utils.ALL_ATTENTION_FUNCTIONS.register(name, attention)
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
     model.set_attn_implementation(name)  # type: ignore[operator]
 
 
-def _key_mask(model: str, state: MicrobatchState, plain: tuple[Any, ...], **kwargs: Any) -> torch.Tensor | None:
+def _library_attention(module: nn.Module, implementation: str) -> Callable[..., Any]:
+    """The attention that a module of the library would call: its own file's if that is eager."""
+    from transformers import modeling_utils
+
+    if implementation == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
+    return modeling_utils.ALL_ATTENTION_FUNCTIONS[implementation]  # type: ignore[no-any-return]
+
+
+def _rows_of_mask(model: str, state: MicrobatchState, plain_mask: Callable[..., Any], **kwargs: Any) -> Any:
+    """The library's mask of the whole sequence for this rank's queries, (batch, 1, part, tokens).
+
+    It serves masks that are no matter of causality and padding alone (sliding windows, chunks), and attention that the
+    model's own code computes.
+    """
+    part, order = state.attention.part, state.attention.order
+    if kwargs["q_length"] != part or kwargs["kv_length"] != part:
+        raise ScriptError(
+            f"{model} makes an attention mask of {kwargs['q_length']} queries and {kwargs['kv_length']} keys for a "
+            f"part of {part} tokens (mesh.context = {order.degree}), which is not supported; drop the context axis"
+        )
+    padding = None if state.own_mask else kwargs.get("attention_mask")
+    if padding is not None:
+        padding = gather_whole(padding, 1, order, state.attention.ring.group)
+    skipped = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    lengths = {"q_length": state.attention.length, "kv_length": state.attention.length}
+    mask = plain_mask(**{**kwargs, **skipped, **lengths, "attention_mask": padding})
+    rows = order.take(mask, -2)
+    rows.rows = part  # type: ignore[attr-defined]
+    return rows
+
+
+def _over_gathered_keys(
+    function: Callable[..., Any],
+    state: MicrobatchState,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> Any:
+    """The model's own attention of this rank's queries to the keys and values of all ranks, which are gathered.
+
+    So that attention with sinks, caps or windows is what it is on one device; a rank has (part x tokens) scores.
+    """
+    if kwargs.get("position_bias") is not None:
+        raise ScriptError(
+            f"{type(module).__name__} adds a position bias to its attention scores, which it computes for the tokens "
+            "of one rank only; drop the context axis for this model"
+        )
+    if any(isinstance(tensor, SplitTensor) for tensor in (query, key, value)):
+        raise ScriptError(
+            f"{type(module).__name__} computes attention with sinks, caps or windows, for which the context and split "
+            "axes cannot be combined; drop one of them"
+        )
+    if isinstance(key, FakeTensor) or key.shape[2] != state.attention.part:
+        return function(module, query, key, value, None, **kwargs)
+    if not hasattr(mask, "rows"):
+        raise ScriptError(
+            f"{type(module).__name__} attends without a mask, or changes it before attention, which is not supported "
+            "on parts of sequences; drop the context axis for this model"
+        )
+    ring = state.attention.ring
+    key, value = gather_tokens(key, ring), gather_tokens(value, ring)
+    state.has_all_keys = True
+    try:
+        return function(module, query, key, value, mask, **{**kwargs, "is_causal": False})
+    finally:
+        state.has_all_keys = False
+
+
+def _key_mask(state: MicrobatchState, plain: tuple[Any, ...], **kwargs: Any) -> torch.Tensor | None:
     """The padding of this rank's keys, (batch, 1, 1, keys), with an attribute `causal`.
 
     None if nothing is padded; the attention's own flag then says whether it is causal.
     """
     function = kwargs.get("mask_function", plain[0])
-    if function not in plain:
-        raise ScriptError(
-            f"{model} makes an attention mask that is neither causal nor full (a sliding window, chunks, or packed "
-            "sequences), which is not supported on parts of sequences; drop the context axis for this model"
-        )
     padding = kwargs.get("attention_mask")
     if padding is None or state.own_mask:
         return None
@@ -335,6 +415,7 @@ def shifted_labels(model: nn.Module, batch: Any) -> Any:
     """The batch with the next token's label at every token, if the model would shift labels itself."""
     if not is_hugging_face(model) or not isinstance(batch, Mapping) or "labels" not in batch:
         return batch
-    if getattr(model, "loss_type", None) != "ForCausalLM" or "shift_labels" in batch:
+    # The library chooses this loss also for models whose class names none, such as GPT2LMHeadModel.
+    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss" or "shift_labels" in batch:
         return batch
     return {**batch, "shift_labels": F.pad(batch["labels"], (0, 1), value=-100)[..., 1:].contiguous()}

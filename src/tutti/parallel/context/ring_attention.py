@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from tutti.comm.point_to_point import start_messages
+from tutti.comm.point_to_point import ring_all_reduce_nbytes, start_messages
 from tutti.comm.traffic import CommChannel, CommHandle, untracked_channel
 from tutti.data.seeds import derive_seed
-from tutti.parallel.context.sequence_order import SequenceOrder
+from tutti.parallel.context.sequence_order import SequenceOrder, gather_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,30 @@ class Ring:
         received = torch.empty_like(tensor)
         works = start_messages([((rank - 1) % degree, received)], [((rank + 1) % degree, tensor)], self.group)
         return received, self.channel.start(works, tensor.numel() * tensor.element_size())
+
+
+class _GatherTokens(torch.autograd.Function):
+    """All ranks' tokens along dim 2 in order; the gradient is the sum over ranks of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, ring: Ring) -> torch.Tensor:
+        ctx.ring = ring
+        with ring.channel.waiting((ring.order.degree - 1) * part.numel() * part.element_size()):
+            return gather_whole(part, 2, ring.order, ring.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ring: Ring = ctx.ring  # type: ignore[attr-defined]
+        total = gradient.contiguous().clone()
+        with ring.channel.waiting(ring_all_reduce_nbytes(total, ring.order.degree)):
+            dist.all_reduce(total, group=ring.group)
+        return ring.order.take(total, 2), None
+
+
+def gather_tokens(part: torch.Tensor, ring: Ring) -> torch.Tensor:
+    """(batch, heads, tokens of this rank, d) -> (batch, heads, all tokens in order, d). Collective, as is backward."""
+    return _GatherTokens.apply(part, ring)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def ring_attention(
