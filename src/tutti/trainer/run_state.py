@@ -14,6 +14,7 @@ from tutti.config.run_folder import RunFolder
 from tutti.data.batches import Unpack
 from tutti.errors import PlanError
 from tutti.optim.learning_rate import LRRule
+from tutti.parallel.data.batch_state import BatchState
 from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
 from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.pipeline.pipeline_runner import Pipeline
@@ -95,6 +96,8 @@ class TrainingLoop:
         clock: measures the phases of a step.
         bucket_tuner: finds the bucket size by measurement, if the plan asks for that.
         statistics: running statistics of norm layers, for steps that are skipped.
+        batch_state: combines what forward writes, over ranks.
+        steps_begun: steps since prepare.
     """
 
     pipeline: Pipeline | None
@@ -106,6 +109,8 @@ class TrainingLoop:
     clock: PhaseClock
     bucket_tuner: BucketSizeTuner
     statistics: RunningStatistics
+    batch_state: BatchState
+    steps_begun: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

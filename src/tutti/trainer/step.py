@@ -26,6 +26,7 @@ from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.pipeline_runner import PipelineBatch
 from tutti.trainer.finite_gradients import gradients_finite, nonfinite_loss_message
 from tutti.trainer.run_state import Run
+from tutti.trainer.state_check import check_state, note_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,7 @@ def forward_backward(run: Run, loss_of_batch: LossFunction, batch: Any) -> StepR
     run.parallel.replica.shards.clear()
     run.state.noise.begin(run.state.progress.step)
     run.loop.statistics.save()
+    noted = note_state(run)
     # All-reduced together: loss, count, a non-finite flag per rank, a tally per mixture, the noise meter's sums.
     size = 2 + run.parallel.world.world_size + TALLY_NUMEL * len(run.parallel.mixtures) + run.state.noise.width
     totals = torch.zeros(size, dtype=torch.float64, device=run.parallel.world.device)
@@ -83,6 +85,7 @@ def forward_backward(run: Run, loss_of_batch: LossFunction, batch: Any) -> StepR
         for index, piece in enumerate(pieces):
             _microbatch(run, loss_of_batch, share, index, piece, totals, last=index == len(pieces) - 1)
     run.loop.clock.enter("other")
+    check_state(run, noted, loss_of_batch, pieces, share)
     result = _step_result(run, share, totals.tolist())
     finite = result.finite and gradients_finite(run)
     run.parallel.replica.finish_step(finite)
@@ -121,6 +124,7 @@ def _microbatch(
         derive_seed(run.settings.seed, "dropout", step, index, run.parallel.mesh.index(*DATA_AXES, "context")), device
     )
     run.parallel.scope.counts = part.count > 0
+    run.loop.batch_state.begin()
     with (
         run.parallel.sequences.part(to_device(batch, device)) as local_batch,
         run.loop.observer.microbatch(step, index, share),
@@ -140,6 +144,7 @@ def _microbatch(
         run.loop.clock.enter("exposed_communication")
         run.parallel.replica.finish()
         loss_handle.wait()
+    run.loop.batch_state.combine(part.count)
 
 
 def _pipeline_microbatches(
@@ -161,6 +166,7 @@ def _pipeline_microbatches(
 
     run.parallel.replica.begin(accumulate=True)
     run.parallel.replica.shards.begin()
+    run.loop.batch_state.begin()
     batch = PipelineBatch(
         parallel=run.parallel,
         function=loss_of_batch,
@@ -174,6 +180,7 @@ def _pipeline_microbatches(
     for handle in loss_handles:
         if handle is not None:
             handle.wait()
+    run.loop.batch_state.combine(sum(part.count for part in share.parts))
 
 
 def _start_loss_all_reduce(run: Run, share: BatchShare, totals: torch.Tensor) -> CommHandle | None:
