@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launch_rig import SCRIPTS, tutti_run
 
 FACTS = SCRIPTS / "facts.py"
@@ -48,3 +49,41 @@ def test_a_job_trains_and_leaves_its_run_folder(tmp_path: Path) -> None:
     again = tutti_run(tmp_path, "--nproc", "2", str(SCRIPTS / "train.py"), "2", "0")
     assert again.code == 2
     assert "already holds a run" in again.err
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ("executor", "a thread has ended\nexit functions run\n"),
+        ("processes", "[1]\nexit functions run\n"),
+        ("daemon", "exit functions run\n"),
+        ("thread", "a thread has ended\nexit functions run\n"),
+    ],
+)
+def test_a_run_ends_as_an_interpreter_would_whatever_threads_the_script_keeps(
+    tmp_path: Path, kept: str, said: str
+) -> None:
+    done = tutti_run(tmp_path, "--nproc", "2", "--timeout", "20", str(SCRIPTS / "threads.py"), kept)
+    assert done.code == 0, done.err
+    assert done.out == said
+
+
+def test_sys_exit_waits_for_threads_too(tmp_path: Path) -> None:
+    done = tutti_run(tmp_path, "--nproc", "1", str(SCRIPTS / "threads.py"), "executor", "exit")
+    assert done.code == 0, done.err
+    assert done.out == "a thread has ended\nexit functions run\n"
+
+
+@pytest.mark.parametrize(("kept", "rank", "name"), [("hang", 1, "uploader"), ("hung task", 0, "worker_0")])
+def test_a_thread_that_never_ends_is_named_and_ended(tmp_path: Path, kept: str, rank: int, name: str) -> None:
+    done = tutti_run(tmp_path, "--nproc", "2", "--timeout", "1.5", str(SCRIPTS / "threads.py"), kept)
+    assert done.code == 2
+    assert f"rank {rank} on host" in done.err
+    assert f"the script ended, but after 1.5 s its threads had not: '{name}'" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_an_exit_code_ends_a_rank_whose_thread_hangs(tmp_path: Path) -> None:
+    done = tutti_run(tmp_path, "--nproc", "2", str(SCRIPTS / "threads.py"), "leave")
+    assert done.code == 3
+    assert "exit code 3" in done.err

@@ -184,36 +184,6 @@ def adafactor() -> Subject:
     return Subject(model=Tied, data=words(), loss_fn=F.cross_entropy, batch=7, optimizer=factored)
 
 
-class Reaching(Tied):
-    """Uses a module inside a block without the block."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks[1].norm(self.embed(tokens)).mean(1))
-
-
-class Opaque:
-    """What nobody can look into."""
-
-    __slots__ = ("hidden",)
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.hidden = hidden
-
-
-class OpaqueBlock(Block):
-    def forward(self, x: torch.Tensor) -> Any:
-        return Opaque(super().forward(x))
-
-
-class Returning(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(OpaqueBlock(6) for _ in range(2))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks[0](self.embed(tokens)).hidden.mean(1))
-
-
 class Penalty:
     """Cross-entropy and a penalty on a parameter, from outside of the model's forward."""
 
@@ -232,14 +202,6 @@ class Penalty:
 def penalised() -> Subject:
     penalty = Penalty()
     return Subject(model=penalty.build, data=words(), loss_fn=penalty, batch=7)
-
-
-def reaching() -> Subject:
-    return Subject(model=Reaching, data=words(), loss_fn=F.cross_entropy, batch=7)
-
-
-def opaque() -> Subject:
-    return Subject(model=Returning, data=words(), loss_fn=F.cross_entropy, batch=7)
 
 
 def counted() -> Subject:

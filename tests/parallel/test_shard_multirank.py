@@ -165,8 +165,6 @@ def test_what_cannot_work_is_refused_on_all_ranks() -> None:
         ("adafactor", 3): "Adafactor does not treat the elements of a parameter one by one",
         ("bag", 2): "'embed.weight' has sparse gradients",
         ("penalised", 3): "the loss uses parameter",
-        ("reaching", 3): "was called from outside of its block",
-        ("opaque", 2): "returns Opaque, in which no tensor is found",
         ("parameters on the host", 1): 'offload = "parameters" needs sharding level 2 or 3',
     }
     for messages in run_ranks(refused, 2, list(expected)):

@@ -164,6 +164,11 @@ def group_timeout_s(group: Any) -> float:
     return float(_gloo_options(group)._timeout.total_seconds())
 
 
+def launch_timeout() -> timedelta:
+    """Return the timeout of every process group: `--timeout`, instead of torch's own default of 30 minutes."""
+    return timedelta(seconds=environment.read_launch_options().timeout_s)
+
+
 def _gloo_options(group: Any) -> Any:
     return _resolved_group(group)._get_backend(torch.device("cpu")).options
 
@@ -193,11 +198,12 @@ def open_group(ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
 
     Args:
         ranks: global ranks of the members.
-        timeout: timeout of the group's collectives; None: torch's default.
+        timeout: timeout of the group's collectives; None: `launch_timeout`.
     """
     if _OPENINGS.world is not dist.group.WORLD:
         _OPENINGS.world, _OPENINGS.counts = dist.group.WORLD, Counter()
     members = tuple(ranks)
+    timeout = timeout or launch_timeout()
     _OPENINGS.counts[members] += 1
     text = f"tutti {members} {_OPENINGS.counts[members]}"
     name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

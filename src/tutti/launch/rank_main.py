@@ -7,6 +7,7 @@ launcher forks `main`; other launchers start the command of `rank_command`, whic
 
 import atexit
 import contextlib
+import functools
 import io
 import multiprocessing
 import os
@@ -22,10 +23,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 from tutti.config import serialization
 from tutti.config.run_folder import RunFolder
-from tutti.errors import TuttiError
+from tutti.errors import ScriptError, TuttiError
 from tutti.launch.launch_environment import become, started_rank
 from tutti.launch.launcher import ErrorKind, LaunchSpec, RankError
 
@@ -97,26 +99,30 @@ def main(task: RankTask) -> None:
     become(task.environment)
     multiprocessing.set_start_method(None, force=True)  # the script chooses, as in a fresh interpreter
     _limit_threads(task.threads)
+    threading.excepthook = functools.partial(_on_thread_error, task.rank, folder)
     sys.exit(_run(task, folder))
 
 
 def _run(task: RankTask, folder: Path) -> int:
     """Run the script and return the exit code; a failure is written to error.json before anything else happens."""
     try:
-        _run_target(task)
-        _join_threads()
+        try:
+            _run_target(task)
+        except SystemExit as ended:
+            if _exit_code(ended):
+                raise
+        _await_threads(float(task.environment.get("TUTTI_TIMEOUT_S", _THREADS_TIMEOUT_S)))
     except SystemExit as ended:
         code = _exit_code(ended)
         if code == TERMINATED:
             (folder / "stopped").touch()
-        elif code:
+        else:
             _write(folder, _described(task.rank, "run", code, f"the script exited with {_said(ended)}"))
-        return _finish(code)
+        _leave(code)
     except BaseException as error:
         failure = failure_of(task.rank, error)
         _write(folder, failure)
-        _finish(failure.exit_code)
-        os._exit(failure.exit_code)  # without joining threads: one that hangs must not keep the other ranks waiting
+        _leave(failure.exit_code)
     return _finish(0)
 
 
@@ -133,11 +139,70 @@ def _run_target(task: RankTask) -> None:
         runpy.run_path(str(script), run_name="__main__")
 
 
-def _join_threads() -> None:
-    """Wait for the script's own threads, as an interpreter does before it ends."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+def _on_thread_error(rank: int, folder: Path, arguments: threading.ExceptHookArgs) -> None:
+    """End the process for an error of tutti's in a thread: the main thread may wait for other ranks for ever."""
+    error = arguments.exc_value
+    if not isinstance(error, TuttiError):
+        threading.__excepthook__(arguments)
+        return
+    _write(folder, failure_of(rank, error))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(error.exit_code)
+
+
+_THREADS_TIMEOUT_S = 600.0
+"""Seconds that the script's threads have to end after the script, where the launcher states no time-out."""
+
+_THREADS_NOTICE_S = 10.0
+
+
+def _await_threads(timeout_s: float) -> None:
+    """Wait for the script's own threads, as an interpreter does before it ends.
+
+    The interpreter's own function does it: it first wakes the threads of libraries that wait for work, such as those of
+    a ThreadPoolExecutor that nobody has shut down.
+
+    Args:
+        timeout_s: seconds after which threads count as hanging.
+
+    Raises:
+        ScriptError: a thread has not ended in time.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    began = time.monotonic()
+
+    def on_alarm(signum: int, frame: FrameType | None) -> None:
+        names = ", ".join(repr(thread.name) for thread in _own_threads())
+        if time.monotonic() - began < timeout_s:
+            sys.stderr.write(f"tutti: the script has ended; waiting up to {timeout_s:g} s for its threads: {names}\n")
+            signal.setitimer(signal.ITIMER_REAL, max(timeout_s - (time.monotonic() - began), 1e-3))
+            return
+        raise ScriptError(
+            f"the script ended, but after {timeout_s:g} s its threads had not: {names}; end them before the script "
+            "ends, make them daemon threads, or raise --timeout"
+        )
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, min(_THREADS_NOTICE_S, timeout_s))
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _own_threads() -> list[threading.Thread]:
+    """The script's threads that are still running, without daemon threads, which need not end."""
+    return [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process at once: without joining threads, one that hangs cannot keep the other ranks waiting."""
+    _finish(code)
+    os._exit(code)
 
 
 def _finish(code: int) -> int:

@@ -455,8 +455,8 @@ def _buffer_cause(case: DifferenceCase, name: str) -> Cause:
         kind="unsynchronised_buffer",
         sentence=f"unsynchronised buffer: {name.rpartition('.')[2]!r} of {case.where} is updated from each rank's "
         "own samples, so its values already differ between ranks",
-        remedy='compute the module on all ranks\' samples with tutti.synchronized(module, "gather"), or combine what it '
-        'writes with "mean" or "sum"; torch.nn.BatchNorm* is synchronised anyway',
+        remedy='compute the module on the samples of all ranks with tutti.synchronized(module, "gather"), or combine '
+        'what it writes with "mean" or "sum"; torch.nn.BatchNorm* is synchronised anyway',
     )
 
 

@@ -5,6 +5,7 @@ hang if one rank leaves a parameter unused. Here a flag is sent with each gradie
 samples before backward, so gradients are summed, not averaged.
 """
 
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -47,6 +48,7 @@ class Replica:
         parameters: the model's parameters that require a gradient.
         order: the order in which parameters fill the buckets.
         arrived: parameters in the order in which their gradients have arrived so far; None once `order` is final.
+        changed: whether the script has frozen, unfrozen or converted parameters since the buckets were built.
         diverged_axes: axes along which gradients are not reduced; `rebuild_buckets` applies a change.
         transports: what the reductions go through, for reports.
     """
@@ -77,6 +79,7 @@ class Replica:
         self._hooks: list[Any] = []
         self._next = 0
         self._summing = False
+        self.changed = False
         self._updates = 0
         self._build(_trainable(model))
         if not self.parameters and layout.mesh.degree("stage") == 1:
@@ -96,8 +99,13 @@ class Replica:
                 one is then told by `announce_last_backward`. Otherwise the next backward is the only one.
         """
         self._last = set() if accumulate else None
+        if self.changed:  # backward leaves its gradients on this rank until `rebuild`
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            return
         trainable = _trainable(self._model)
-        if [*map(id, trainable)] != [*map(id, self.parameters)]:  # the script has frozen or unfrozen some
+        if [*map(id, trainable)] != [*map(id, self.parameters)]:  # the whole ones of forward, with sharding
             with long_lived_blocks():
                 self._build(trainable)
         elif self.arrived:
@@ -105,6 +113,24 @@ class Replica:
                 self.factored.choose()
                 self._reorder()
             self.arrived = None
+        self._open()
+
+    def rebuild(self) -> None:
+        """After `begin` of a step for which parameters have changed: build new buckets and reduce from here on.
+
+        Collective: the ranks that reduce together must have changed the same parameters; see `digest`.
+        """
+        with long_lived_blocks():
+            self._build(_trainable(self._model))
+        self.changed = False
+        self._open()
+
+    def digest(self) -> int:
+        """A number below 2^32 for the names and types of the parameters that this rank trains now."""
+        trained = [(name, str(p.dtype)) for name, p in self._model.named_parameters() if p.requires_grad]
+        return zlib.crc32(repr(trained).encode())
+
+    def _open(self) -> None:
         for bucket in self._buckets:
             bucket.open()
         self._next, self._summing = 0, True
@@ -262,14 +288,31 @@ def _sparse(model: nn.Module) -> set[nn.Parameter]:
     return {cast(nn.Parameter, module.weight) for module in embeddings if module.sparse}
 
 
+_NO_GRADIENT, _SPARSE, _DENSE = 0.0, 1.0, 2.0
+
+
 def _sum_sparse(parameter: nn.Parameter, group: ReductionGroup) -> None:
-    """All-reduce one sparse gradient; it stays None if no rank has one."""
+    """All-reduce the gradient of a sparse embedding; it stays None if no rank has one.
+
+    A rank that did not use the table sends an empty tensor with the same sparse and dense dims; Gloo ends the process
+    where they differ. If the weight is also used as a matrix on some rank, the gradient becomes dense on all.
+    """
     gradient = parameter.grad
-    if gradient is None:
-        gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
-    flag = torch.tensor(float(parameter.grad is not None), device=parameter.device)
-    gradient = gradient.coalesce()
+    layout = _NO_GRADIENT if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
+    layouts = torch.tensor(layout, device=parameter.device)
     with group.channel.waiting(ring_all_reduce_nbytes(parameter, group.size)):
-        dist.all_reduce(flag, group=group.handle)
+        dist.all_reduce(layouts, dist.ReduceOp.MAX, group=group.handle)
+        if (common := float(layouts)) == _NO_GRADIENT:
+            return
+        if gradient is None:
+            gradient = _empty_rows(parameter)
+        gradient = gradient.coalesce() if common == _SPARSE else gradient.to_dense()
         dist.all_reduce(gradient, group=group.handle)
-    parameter.grad = gradient if float(flag) else None
+    parameter.grad = gradient
+
+
+def _empty_rows(table: torch.Tensor) -> torch.Tensor:
+    """Return a sparse gradient of no rows, laid out as embeddings lay theirs out: dim 0 sparse, the others dense."""
+    rows = torch.empty((1, 0), dtype=torch.int64, device=table.device)
+    values = table.new_empty((0, *table.shape[1:]))
+    return torch.sparse_coo_tensor(rows, values, table.shape, check_invariants=False)

@@ -15,6 +15,7 @@ from torch import nn
 
 from tutti.comm.local_group import LocalGroup
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.comm.rendezvous import launch_timeout
 from tutti.comm.shared_memory import MessageReceiver, MessageSender
 from tutti.comm.traffic import CommChannel, CommHandle
 from tutti.config.pipeline_schedule import Action, Orders
@@ -253,7 +254,7 @@ def groups_at(mesh: Mesh, sets: Iterable[tuple[int, ...]]) -> list[Any]:
     for positions in position_sets:
         own_group = None
         for replica_ranks in dict.fromkeys(tuple(ranks) for ranks in rank_lists):
-            group = dist.new_group([replica_ranks[position] for position in positions])
+            group = dist.new_group([replica_ranks[position] for position in positions], timeout=launch_timeout())
             if mesh.rank in (replica_ranks[position] for position in positions):
                 own_group = group
         groups.append(own_group)

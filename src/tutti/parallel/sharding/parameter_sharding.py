@@ -1,9 +1,10 @@
 """Sharding levels 2 and 3: parameters, gradients and optimizer state are divided among the ranks of `shard`."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,16 +12,18 @@ from torch import nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
+from tutti.comm.shared_memory import SharedMemoryCommunicator
 from tutti.comm.traffic import untracked_channel
 from tutti.config.plan import ShardingPlan
 from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError, ScriptError
+from tutti.optim.optimizer_traits import check_takes_parts
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.gather_buffers import Rooms
-from tutti.parallel.sharding.optimizer_state_sharding import States, check_takes_parts
-from tutti.parallel.sharding.shard_collectives import ShardGroup
+from tutti.parallel.sharding.optimizer_state_sharding import States
+from tutti.parallel.sharding.shard_collectives import ShardGroup, SharedSegments
 from tutti.parallel.sharding.sharded_gradients import CompressedSum, Shards, Sums
-from tutti.parallel.sharding.sharded_unit import Loads, Pack, Place, Unit
+from tutti.parallel.sharding.sharded_unit import Loads, Pack, Place, Sharded, Unit
 
 
 class Parameters(Shards):
@@ -35,7 +38,8 @@ class Parameters(Shards):
         self._sent_nbytes = 0
         self._learned = False
         self._passes = GatherHooks(model, units, blocks, keep=sharding.level == 2)
-        self._passes.shard_group = ShardGroup.meet(mesh.new_group("shard"), layout.channel("parameters", "shard"))
+        self._gathering = self._passes.gathering
+        self._gathering.meet(ShardGroup.meet(mesh.new_group("shard"), layout.channel("parameters", "shard")))
         self._sums = Sums(self._sending_order(), self._shard_groups())
 
     @property
@@ -62,6 +66,29 @@ class Parameters(Shards):
         for optimizer in optimizers:
             check_takes_parts(optimizer)
 
+    def rest(self) -> None:
+        self._passes.release()
+
+    def alternatives(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        return {p.name: (p.shard, p.absent) for unit in self.units for p in unit.parameters}
+
+    def gathered_name(self, tensor: torch.Tensor) -> str | None:
+        return next((p.name for unit in self.units for p in unit.parameters if p.whole is tensor), None)
+
+    def sums_of(self, name: str, layout: Layout) -> tuple[AxisName, ...]:
+        first = layout.first_name(name)
+        packs = (pack for pack in self._packs for parameter in pack.parameters if parameter.name == first)
+        pack = next(packs, None)
+        return layout.shard_of(name).sums if pack is None else pack.others
+
+    def gather_for_loss(self, name: str) -> None:
+        for unit in self.units:
+            if not unit.whole and any(parameter.name == name for parameter in unit.parameters):
+                self._passes.stray(unit)
+
+    def clear(self) -> None:
+        self._passes.begin_step()
+
     def begin(self) -> None:
         if not self._learned and self._devices:
             self._learn(self._devices[0])
@@ -78,13 +105,14 @@ class Parameters(Shards):
                         f"the loss uses parameter {parameter.name!r} outside of the modules' forward, where a rank "
                         "sees only its part; use the optimizer's weight decay instead of a penalty, or sharding level 1"
                     )
+        self._sums.check_all_sent()
         self._sums.send()
 
     def finish(self) -> None:
         self._sums.finish()
-        self._passes.shard_group.settle()  # slower ranks may still read what the update will change
-        self._sent_nbytes = self._passes.sent_nbytes + self._sums.sent_nbytes
-        self._passes.sent_nbytes = self._sums.sent_nbytes = 0
+        self._passes.end_step()
+        self._sent_nbytes = self._gathering.sent_nbytes + self._sums.sent_nbytes
+        self._gathering.sent_nbytes = self._sums.sent_nbytes = 0
 
     @property
     def _devices(self) -> list[torch.device]:
@@ -233,6 +261,7 @@ class Call:
         next: number of units that have had their turn.
         hold: this is a forward with gradients.
         done: units gathered in this pass; concurrent calls may share them.
+        saving: this call has activated the hooks on what autograd saves.
     """
 
     units: list[Unit]
@@ -240,33 +269,140 @@ class Call:
     done: set[Unit] = field(default_factory=set)
     next: int = 0
     depth: int = 0
+    saving: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _SavedWeight:
+    """What autograd saves of a gathered parameter: the tensor, whose memory is there while its unit is whole."""
+
+    tensor: torch.Tensor
+    unit: Unit
+    call: Call
+    version: int
+
+
+class Gathering:
+    """How this rank gets whole units: it reads the segments of ranks of its host, or all ranks take part in a gather.
+
+    Attributes:
+        one_sided: the others' segments lie in shared memory, where this rank reads them without the others' help.
+        sent_nbytes: bytes that this rank has sent.
+        shard_group: the ranks.
+        version: counts the steps, after each of which the parameters change.
+    """
+
+    def __init__(self, units: list[Unit], arrived: Callable[[Sharded], None]) -> None:
+        self.shard_group, self.sent_nbytes, self.version = ShardGroup(None, untracked_channel()), 0, 0
+        self._packs = [pack for unit in units for pack in unit.packs]
+        self._arrived = arrived
+        self._segments: SharedSegments | None = None
+        self._storages: dict[int, Unit] = {}
+
+    def meet(self, shard_group: ShardGroup) -> None:
+        """Gather among these ranks."""
+        self.shard_group = shard_group
+        if self._packs and isinstance(shard_group.communicator, SharedMemoryCommunicator):
+            self._segments = SharedSegments(shard_group.communicator)
+
+    @property
+    def one_sided(self) -> bool:
+        return self._segments is not None
+
+    def start(self, unit: Unit) -> None:
+        """Start to gather a unit. Collective, unless gathering is one-sided; then nothing needs to be started."""
+        if self._segments is None:
+            self.sent_nbytes += unit.launch(self.shard_group)
+
+    def finish(self, unit: Unit) -> None:
+        """Put the whole parameters of a unit into the modules; `start` has been called."""
+        if unit.whole:
+            return
+        if self._segments is not None:
+            self._open(self._segments)
+            self.sent_nbytes += unit.read(self._segments, self.shard_group)
+        else:
+            unit.fill()
+        unit.filled(self._arrived)
+        for pack in unit.packs:
+            self._storages[pack.storage] = unit
+
+    def unit_of(self, tensor: torch.Tensor) -> Unit | None:
+        """The unit of a whole parameter, or of a view of one; None for any other tensor."""
+        try:
+            return self._storages.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # tensors without a storage: sparse ones, or those of functorch
+            return None
+
+    def settle(self) -> None:
+        """Wait until no rank reads this rank's segments, so that they may change. Collective."""
+        if self._segments is None:
+            self.shard_group.settle()
+        else:
+            self._open(self._segments)
+            self._segments.close()
+
+    def _open(self, segments: SharedSegments) -> None:
+        """Let other ranks read this rank's segments, which are moved to shared memory first."""
+        if not segments.laid:
+            flats = segments.lay([pack.flat for pack in self._packs])
+            for index, (pack, flat) in enumerate(zip(self._packs, flats, strict=True)):
+                pack.index = index
+                pack.move(flat)
+        segments.open()
 
 
 class GatherHooks:
     """Hooks on a model's modules that gather units while they compute.
 
-    `units[0]` holds the parameters outside of blocks; it stays gathered from forward to backward. With `keep` (level 2)
-    so do all others. Otherwise (level 3) each unit is freed after its block's forward and gathered again for backward.
-    `complete` is called with every unit whose gradients one backward has computed. `sent_nbytes` counts what this rank
-    sends.
+    `units[0]` holds the parameters outside of blocks; it stays gathered from forward to the end of backward. With
+    `keep` (level 2) so do all others. Otherwise (level 3) each unit is freed after its block's forward. In backward, a
+    unit is gathered when backward reaches its block's output, or else when autograd asks for one of its saved weights.
+    `complete` is called with every unit whose gradients one backward has computed.
+
+    Ranks of one host read each other's segments (`SharedSegments`) and need not gather the same units. Elsewhere all
+    ranks take part in every gather: each pass through a module gathers all units under it, in one order on all ranks.
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], blocks: Mapping[nn.Module, Unit], *, keep: bool):
-        self.units, self.keep, self.shard_group = units, keep, ShardGroup(None, untracked_channel())
-        self.sent_nbytes = 0
+        self.units, self.keep = units, keep
+        self.gathering = Gathering(units, self._arrived)
         self.complete: Callable[[Unit], None] | None = None
+        self._in_step = False
         self._seen: dict[Unit, None] = {}
         self._call: Call | None = None
+        self._last_call: dict[Unit, Call] = {}
         self._backward: dict[Call, Call] | None = None
+        self._reentrant = False
+        self._saved_hooks = _SavedTensorHooks(self._pack, self._unpack)
+        self._unit_of = {parameter: unit for unit in units for parameter in unit.parameters}
         self._under = _under(model, units, blocks)
         self._blocks = blocks
         for module in self._under:
-            module.register_forward_pre_hook(self._enter, prepend=True)
-            module.register_forward_hook(self._leave, always_call=True)
+            module.register_forward_pre_hook(_uncompiled(self._enter), prepend=True)
+            module.register_forward_hook(_uncompiled(self._leave), always_call=True)
         for block, unit in blocks.items():
             for name, inner in block.named_modules():
                 if name and any(True for _ in inner.parameters(recurse=False)):
-                    inner.register_forward_pre_hook(_Guard(f"{unit.name}.{name}", unit), prepend=True)
+                    guard = _Guard(f"{unit.name}.{name}", unit, self)
+                    inner.register_forward_pre_hook(_uncompiled(guard.check), prepend=True)
+
+    def begin_step(self) -> None:
+        """A step begins: free what earlier passes have left. Shards do not change until the step's end."""
+        self._in_step, self._backward = True, None
+        self._saved_hooks.clear()
+        self._saved_hooks.push()  # for the whole step: with create_graph, a backward inside the loss saves weights too
+        self._last_call.clear()
+        self.release()
+        for unit in self.units:
+            unit.calls = 0
+
+    def end_step(self) -> None:
+        """All gradients are reduced: wait for slower ranks, which may still read what the update will change."""
+        self._in_step = False
+        self._saved_hooks.clear()
+        self.gathering.settle()
+        self.gathering.version += 1
 
     def release(self) -> None:
         """Free all gathered parameters, because the shards are about to change."""
@@ -288,16 +424,33 @@ class GatherHooks:
         for under in self._under.values():
             under.sort(key=place.__getitem__)
 
+    def stray(self, unit: Unit) -> bool:
+        """Gather a unit for a module that was called without its block; returns whether that is possible.
+
+        It is where the unit can be freed later: at the end of the pass, of backward or of the step.
+        """
+        if not self._in_step and self._call is None:
+            return False
+        call = self._call or self._last_call.setdefault(unit, Call(self.units, hold=torch.is_grad_enabled()))
+        self._need(call, unit)
+        unit.held = self._call is None
+        return True
+
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._call is None:
             self._call = Call(self._under[module], hold=torch.is_grad_enabled())
             for unit in self._call.units:
                 if not unit.whole:
                     unit.show("absent")
+            self._call.saving = self._saved_hooks.push()
+            if in_backward() and self._call.hold and self._saved_hooks.innermost():
+                self._reentrant = True
         self._call.depth += 1
         for unit in _direct(self._under[module], self._blocks.get(module), self.units[0]):
             unit.entered += 1
+            unit.calls += not in_backward()
             self._seen.setdefault(unit)
+            self._last_call[unit] = self._call
             self._need(self._call, unit)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -308,23 +461,31 @@ class GatherHooks:
             unit.entered -= 1
             if torch.is_grad_enabled() and (module in self._blocks or not call.depth):
                 self._watch(call, unit, output)
+                unit.held = unit.held or in_backward()  # recomputed for the backward that comes now
             stays = unit.held or unit.repeats or (call.hold and (self.keep or unit is self.units[0]))
             if not unit.entered and not stays:
                 unit.drop("absent")
                 torch.clear_autocast_cache()  # it would keep the whole weights in lower precision
         if not call.depth:
             self._call = None
+            if call.saving:
+                self._saved_hooks.pop()
             self._close(call, failed=output is None)
 
     def _need(self, call: Call, unit: Unit) -> None:
         """Give every unit of the call up to this one its turn, wait for this one, and start the next."""
-        again = unit in call.done and not unit.whole and not unit.launched
-        self._advance(call, call.units.index(unit) + 1)
-        if again:
-            unit.repeats = unit.repeats or call is self._call
-            self._launch(unit)
-        unit.fill(partial(self._arrived, unit))
-        self._advance(call, call.next + 1)
+        with torch.inference_mode(False):  # tensors made in that mode could not be trained later
+            again = unit in call.done and not unit.whole and not unit.launched
+            if self.gathering.one_sided:
+                call.done.add(unit)
+            else:
+                self._advance(call, call.units.index(unit) + 1)
+            if again:
+                unit.repeats = unit.repeats or call is self._call
+                self.gathering.start(unit)
+            self.gathering.finish(unit)
+            if not self.gathering.one_sided:
+                self._advance(call, call.next + 1)
 
     def _advance(self, call: Call, stop: int) -> None:
         """Gather the units whose turn it is, each once a pass. Whether a unit is gathered already is the same on all
@@ -333,41 +494,33 @@ class GatherHooks:
         for unit in call.units[call.next : stop]:
             if unit not in call.done:
                 call.done.add(unit)
-                self._launch(unit)
+                self.gathering.start(unit)
         call.next = max(call.next, min(stop, len(call.units)))
-
-    def _launch(self, unit: Unit) -> None:
-        self.sent_nbytes += unit.launch(self.shard_group)
 
     def _close(self, call: Call, *, failed: bool) -> None:
         """The outermost module has returned: take part in the rest of the pass, free units, and note which stay."""
         if not failed:
             self._advance(call, len(call.units))
+        hold = call.hold and not failed and (self._in_step or not self.gathering.one_sided)
         for unit in call.units:
             if unit.held:
                 continue
-            if call.hold and not failed and (self.keep or unit is self.units[0]):
-                unit.fill(partial(self._arrived, unit))
+            if hold and (self.keep or unit is self.units[0]) and (unit.whole or unit.launched):
+                self.gathering.finish(unit)
                 unit.held = True
             else:
                 unit.drop("shard")
-        if not call.hold:
-            self.shard_group.settle()  # parameters may change before the next pass, when a checkpoint is loaded
+        if not hold and not self._in_step and not in_backward():
+            self.gathering.settle()  # parameters may change before the next pass, when a checkpoint is loaded
 
     def _watch(self, call: Call, unit: Unit, output: Any) -> None:
         """Let backward gather the unit before it enters the module through `output`."""
-        tensors = list(_tensors(output, 0))
-        if output is not None and not tensors:
-            raise ScriptError(
-                f"{unit.name or 'the model'!r} returns {type(output).__name__}, in which no tensor is found; return "
-                "tensors, or tuples, lists, dicts or dataclasses of them, or use sharding level 1"
-            )
-        for tensor in tensors:
+        for tensor in _tensors(output, 0):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._before, call, unit))  # type: ignore[no-untyped-call]
 
-    def _before(self, call: Call, unit: Unit, gradient: torch.Tensor) -> None:
-        """Backward has reached a module's output."""
+    def _before(self, call: Call, unit: Unit, gradient: torch.Tensor | None = None) -> None:
+        """Backward has reached a module's output, or needs a weight that was saved in this call."""
         self._open_backward()
         assert self._backward is not None
         if call not in self._backward:
@@ -375,50 +528,136 @@ class GatherHooks:
             rest = [other for other in call.units[::-1] if other is not self.units[0]]
             done = next((hooks.done for hooks in self._backward.values()), set())
             self._backward[call] = Call([*first, *rest], hold=True, done=done)
+        for other in self.units:
+            if other.spent and other is not unit and not other.entered:
+                other.drop(self._rest)
         self._need(self._backward[call], unit)
-        unit.held = True
+        unit.held, unit.spent = True, unit.missing == 0
 
     def _open_backward(self) -> None:
         if self._backward is None:
             self._backward = {}
             Variable._execution_engine.queue_callback(self._end_backward)
             for unit in self.units:
-                unit.missing = sum(parameter.shard.requires_grad for parameter in unit.parameters)
+                unit.expect(self._arrived)
 
-    def _arrived(self, unit: Unit, whole: torch.Tensor) -> None:
+    def _arrived(self, parameter: Sharded) -> None:
         """The gradient of one parameter is complete, so backward has finished with that parameter."""
         self._open_backward()
+        if parameter.arrived:
+            return
+        parameter.arrived = True
+        unit = self._unit_of[parameter]
         unit.missing -= 1
         if unit.missing == 0:
-            if not self.keep or self.complete is not None:
-                unit.drop("shard")
-            if self.complete is not None:
+            later = self._reentrant and (
+                unit.calls > 1 or unit is self.units[0]
+            )  # in a further backward inside this one
+            if unit.entered or ((unit.frozen or later) and unit.whole):
+                unit.spent = True
+            elif not self.keep or self.complete is not None:
+                unit.drop(self._rest)
+            if self.complete is not None and not later:
                 self.complete(unit)
 
     def _end_backward(self) -> None:
-        """Backward has ended: take part in the rest of it, and free units."""
+        """Backward has ended: take part in the rest of it, and free units.
+
+        Parameters outside of blocks stay: this may have been a backward inside of the loss, and another comes.
+        """
         assert self._backward is not None
         for call in self._backward.values():
             self._advance(call, len(call.units))
         for unit in self.units:
             if self.keep and self.complete is None:
                 if unit.launched:
-                    unit.fill(partial(self._arrived, unit))
+                    self.gathering.finish(unit)
                 unit.held = unit.whole
-            elif unit.whole or unit.launched:
-                unit.drop("shard")
+            elif (unit.whole or unit.launched) and not unit.entered and not (unit is self.units[0] and unit.held):
+                unit.drop(self._rest)
         self._backward = None
+        if not self._in_step and self._call is None:
+            self.release()
+            self.gathering.settle()
+
+    @property
+    def _rest(self) -> Literal["shard", "absent"]:
+        """What modules hold while their unit is not gathered: within a pass, tensors that cannot be computed with."""
+        return "shard" if self._call is None else "absent"
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Autograd saves a tensor: note the unit of a gathered parameter, which backward may have to gather again."""
+        unit = self.gathering.unit_of(tensor)
+        if unit is None:
+            return tensor
+        return _SavedWeight(tensor, unit, self._call or self._last_call[unit], self.gathering.version)
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _SavedWeight):
+            return saved  # type: ignore[no-any-return]
+        unit = saved.unit
+        if saved.version != self.gathering.version and any(parameter.trained for parameter in unit.parameters):
+            raise ScriptError(
+                f"backward reached {unit.name or 'the model'!r} through what an earlier step computed with parameters "
+                "that have been updated since; detach what is carried from step to step"
+            )
+        if not unit.whole:
+            self._before(saved.call, unit)
+        return saved.tensor
+
+
+class _SavedTensorHooks:
+    """Hooks on what autograd saves; they are active from `push` to `pop`, where nobody else has such hooks."""
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._pack, self._unpack, self._active = pack, unpack, 0
+
+    def innermost(self) -> bool:
+        """Whether nobody else's hooks are active: activation checkpointing saves no weights, it computes anew."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is None or top[0] == self._pack
+
+    def push(self) -> bool:
+        """Activate them unless some are active; returns whether `pop` must be called."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return False
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        self._active += 1
+        return True
+
+    def pop(self) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._active -= 1
+
+    def clear(self) -> None:
+        """Deactivate them, however often they were pushed."""
+        while self._active:
+            self.pop()
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, which torch.compile must not trace: it compiles what is between such hooks."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import takes seconds
+        return hook
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Guard:
-    """Refuses a call of a module inside a block whose parameters are not gathered."""
+    """Gathers the unit of a block for a module inside of it that is called without the block, or refuses the call."""
 
     name: str
     unit: Unit
+    hooks: GatherHooks
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not self.unit.whole:
+    def check(self, module: nn.Module, args: Any) -> None:
+        """The hook."""
+        if not self.unit.whole and not self.hooks.stray(self.unit):
             raise ScriptError(
                 f"module {self.name!r} was called from outside of its block {self.unit.name!r}, whose parameters are "
                 "divided among ranks; call the block or the model, or use sharding level 1"

@@ -1,5 +1,8 @@
 """The two collectives of sharding: all-gather of parameters, reduce-scatter of gradients.
 
+Where all ranks share a host, a gather is no collective at all: a rank reads the others' segments whenever it needs a
+unit (`SharedSegments`). So ranks may run different blocks, in different order, and differently often.
+
 Ranks of one host exchange through shared memory, and data from other hosts reaches each host once. Between hosts of one
 rank each, both collectives are made of messages, from and into the tensors themselves, because of three costs of Gloo:
 its all-gather copies input and output into memory that its threads keep; its reduce-scatter takes two to three times as
@@ -23,7 +26,7 @@ from tutti.comm.point_to_point import (
     reduce_scatter,
     ring_all_reduce_nbytes,
 )
-from tutti.comm.shared_memory import SharedMemoryCommunicator
+from tutti.comm.shared_memory import SharedMemoryCommunicator, SharedMemoryExchange
 from tutti.comm.traffic import CommChannel, CommHandle
 from tutti.parallel.sharding.gather_buffers import Rooms
 
@@ -94,6 +97,73 @@ class ShardGroup:
     def rows(self) -> bool:
         """Whether `scatter_sum` delivers one row for each rank, still to be summed, instead of the sum."""
         return self.communicator is None and dist.get_backend(self.handle) == "gloo"
+
+
+_ALIGNMENT = 64
+"""Segments begin at multiples of this many bytes."""
+
+
+class SharedSegments:
+    """The segments of all packs of all ranks of one host, which each rank reads without the others' help.
+
+    Between `open` and `close` no rank changes its segments. Both are called equally often by all ranks; `close` waits
+    until all ranks have called it.
+
+    Args:
+        communicator: the ranks, which exchange nothing else with it.
+    """
+
+    def __init__(self, communicator: SharedMemoryCommunicator) -> None:
+        self._communicator = communicator
+        self._memory: torch.Tensor | None = None
+        self._ranges: list[tuple[int, int, torch.dtype]] = []
+        self._exchange: SharedMemoryExchange | None = None
+        self._everyone: list[torch.Tensor] | None = None
+
+    def lay(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Move flat tensors, whose sizes are equal on all ranks, to shared memory; returns them there."""
+        begin, self._ranges = 0, []
+        for flat in flats:
+            self._ranges.append((begin, begin + flat.numel() * flat.element_size(), flat.dtype))
+            begin = -(-self._ranges[-1][1] // _ALIGNMENT) * _ALIGNMENT
+        self._memory = self._communicator.keep(torch.empty(max(begin, _ALIGNMENT), dtype=torch.uint8))
+        moved = [self._view(self._memory, index) for index in range(len(flats))]
+        for there, flat in zip(moved, flats, strict=True):
+            there.copy_(flat)
+        return moved
+
+    @property
+    def laid(self) -> bool:
+        """Whether `lay` has been called."""
+        return self._memory is not None
+
+    def open(self) -> None:
+        """Let the other ranks read this rank's segments, unless they may already."""
+        assert self._memory is not None
+        if self._exchange is None:
+            self._exchange = self._communicator.put(self._memory)
+
+    def rows(self, index: int) -> list[torch.Tensor]:
+        """Every rank's segment number `index`, in rank order. Waits until all ranks have called `open`."""
+        self.open()
+        if self._everyone is None:
+            assert self._exchange is not None
+            self._everyone = self._exchange.arrive()
+        return [self._view(memory, index) for memory in self._everyone]
+
+    def close(self) -> None:
+        """Wait until no rank reads this rank's segments any more, so that they may change."""
+        self.open()
+        assert self._exchange is not None
+        if self._everyone is None:
+            self._exchange.arrive()
+        self._exchange.leave()
+        self._exchange = self._everyone = None
+        self._communicator.synchronize()
+
+    def _view(self, memory: torch.Tensor, index: int) -> torch.Tensor:
+        start, stop, dtype = self._ranges[index]
+        return memory[start:stop].view(dtype)
 
 
 def gather(

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from tutti.comm.shared_memory import SharedMemoryCommunicator
 from tutti.comm.traffic import CommHandle
 from tutti.config.vocabulary import AxisName
+from tutti.errors import ScriptError
+from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.shard_collectives import Rows, ShardExchange, ShardGroup, addends, scatter_sum, start_sum
 from tutti.parallel.sharding.sharded_unit import Pack, Unit
 
@@ -51,7 +53,25 @@ class Shards:
         """Reduce the gradients of these packs in compressed form."""
 
     def clear(self) -> None:
-        """A step begins: drop all gradients."""
+        """Forward and backward begin: count what is sent from here on."""
+
+    def rest(self) -> None:
+        """Free what is gathered, so that modules hold the shards."""
+
+    def alternatives(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """By name, the tensors that take turns as the parameter and are not whole."""
+        return {}
+
+    def gather_for_loss(self, name: str) -> None:
+        """Put the whole parameter of this name into its modules, because the loss reads it outside of their forward."""
+
+    def gathered_name(self, tensor: torch.Tensor) -> str | None:
+        """The name of the parameter that this tensor is while its unit is gathered."""
+        return None
+
+    def sums_of(self, name: str, layout: Layout) -> tuple[AxisName, ...]:
+        """The axes over which the gradient of the parameter of this name is reduced, by whatever reduces it."""
+        return layout.shard_of(name).sums
 
     def begin(self) -> None:
         """The next backward is the step's last: reduce gradients from here on."""
@@ -129,6 +149,20 @@ class Sums:
         while self._next < len(self.order) and self.order[self._next] in self._ready:
             self._send(self.order[self._next])
             self._next += 1
+
+    def check_all_sent(self) -> None:
+        """Check that no gradient has arrived after its unit's reduction had begun.
+
+        Raises:
+            ScriptError: one has.
+        """
+        for unit in self.order[: self._next]:
+            for parameter in unit.parameters:
+                if parameter.whole.grad is not None:
+                    raise ScriptError(
+                        f"parameter {parameter.name!r} got another gradient after its block's backward had ended; use "
+                        "torch.utils.checkpoint with use_reentrant=False, or sharding level 1"
+                    )
 
     def send(self) -> None:
         """Start the remaining reductions."""

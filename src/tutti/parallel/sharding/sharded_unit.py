@@ -7,7 +7,7 @@ an early access fails instead of computing with wrong values.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -18,7 +18,7 @@ from tutti.config.vocabulary import AxisName
 from tutti.parallel.layout import TensorShard
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.sharding.gather_buffers import Memory, Rooms, memory_of
-from tutti.parallel.sharding.shard_collectives import Rows, ShardExchange, ShardGroup, gather
+from tutti.parallel.sharding.shard_collectives import Rows, ShardExchange, ShardGroup, SharedSegments, gather
 
 Place = tuple[nn.Module, str]
 """A module and the name of a parameter in it."""
@@ -32,6 +32,9 @@ class Sharded:
         name: the first of its names in the model.
         places: all modules that hold it.
         held: the part of the tensor that this rank and the ranks along `shard` hold together.
+        trained: whether it requires a gradient. The script may change that on whichever tensor its modules hold.
+        watched: the whole tells when its gradient is complete.
+        arrived: the whole's gradient is complete in the present backward.
     """
 
     name: str
@@ -40,9 +43,13 @@ class Sharded:
     shard: nn.Parameter
     absent: nn.Parameter
     whole: nn.Parameter
+    trained: bool
+    watched: bool = False
+    arrived: bool = False
 
     def show(self, which: Literal["shard", "whole", "absent"]) -> None:
         """Put one of the three tensors into the modules."""
+        self._follow_script()
         parameter: nn.Parameter = getattr(self, which)
         for module, key in self.places:
             if type(module).__setattr__ is nn.Module.__setattr__:
@@ -50,17 +57,25 @@ class Sharded:
             else:  # an RNN keeps a list of its weights
                 setattr(module, key, parameter)
 
-    def follow(self, arrived: Callable[[torch.Tensor], None]) -> None:
+    def watch(self, arrived: Callable[["Sharded"], None]) -> None:
         """Let the whole require a gradient where the shard does.
 
         `arrived` is called in each backward once the whole's gradient is complete.
         """
-        wanted = self.shard.requires_grad
-        if wanted != self.whole.requires_grad:
-            self.whole.requires_grad_(wanted)
-            self.absent.requires_grad_(wanted)
-            if wanted:
-                self.whole.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        self._follow_script()
+        if self.trained and not self.watched and not self.whole.is_meta:  # else it has not been gathered yet
+            self.watched = True
+            self.whole.requires_grad_()
+            self.whole.register_post_accumulate_grad_hook(lambda _: arrived(self))  # type: ignore[no-untyped-call]
+
+    def _follow_script(self) -> None:
+        """Let all three tensors require a gradient if the script has switched that on for one of them; or none."""
+        known = self.watched or not self.trained  # until then the whole does not require one yet
+        tensors = (self.shard, self.absent, self.whole) if known else (self.shard, self.absent)
+        if any(tensor.requires_grad != self.trained for tensor in tensors):
+            self.trained = not self.trained
+            for tensor in tensors:
+                tensor.requires_grad_(self.trained)
 
 
 class Pack:
@@ -72,6 +87,7 @@ class Pack:
         flat: this rank's segment; the shards are views of it.
         device: where the whole parameters are.
         home: where the segment is, if it is offloaded.
+        index: its number among all packs.
         loads: elements that each rank holds so far (see even_bounds).
     """
 
@@ -86,7 +102,7 @@ class Pack:
         home: torch.device | None = None,
     ) -> None:
         given = [getattr(*places[0]) for _, places in named]
-        degree, self.rooms = len(loads), rooms
+        degree, self.rooms, self.index = len(loads), rooms, 0
         self.degree, self.rank, self.others, self.device = degree, rank, others, given[0].device
         self.pieces = ShardPieces.cut([p.shape for p in given], [even_bounds(p.shape, loads) for p in given], degree)
         self.mine = self.pieces.ranks[rank]
@@ -105,6 +121,7 @@ class Pack:
                     shard=_like(parameter, part, trainable=parameter.requires_grad),
                     absent=_like(parameter, absent, trainable=parameter.requires_grad),
                     whole=_like(parameter, absent, trainable=False),
+                    trained=parameter.requires_grad,
                 )
             )
         self._memory: Memory | None = None
@@ -126,15 +143,18 @@ class Pack:
 
     def launch(self, shard_group: ShardGroup) -> None:
         """Start to gather the whole parameters."""
-        self._move(shard_group.shown(self.flat))
+        self.move(shard_group.shown(self.flat))
         self._exchange = gather(self.flat.to(self.device), shard_group, self._rows, self._place)
 
-    def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
+    def fill(self) -> None:
         """Wait until the whole parameters are gathered."""
         assert self._exchange is not None
         self._settle()
-        for parameter in self.parameters:
-            parameter.follow(arrived)
+
+    def read(self, rows: Rows, shard_group: ShardGroup) -> None:
+        """Gather the whole parameters from the other ranks' segments, which lie in shared memory."""
+        with shard_group.channel.waiting((self.degree - 1) * self.nbytes):
+            self._place(rows)
 
     def drop(self) -> None:
         """Free the memory of the whole parameters, also of those still being gathered."""
@@ -142,7 +162,13 @@ class Pack:
         if self._memory is not None:
             self._memory.free()
 
-    def _move(self, flat: torch.Tensor) -> None:
+    @property
+    def storage(self) -> int:
+        """Identity of the storage of the whole parameters, which have been gathered before."""
+        assert self._memory is not None
+        return int(self._memory.tensor.untyped_storage()._cdata)
+
+    def move(self, flat: torch.Tensor) -> None:
         """Move the segment, and with it the shards, to other memory with the same values."""
         if flat is not self.flat:
             self.flat = flat
@@ -242,6 +268,10 @@ class Unit:
         held: the parameters stay gathered until someone drops them.
         repeats: the block runs several times in one pass.
         entered: calls of the block that have not returned.
+        calls: calls of the block in this step, without those that recompute it.
+        missing: parameters whose gradients have not arrived in the present backward.
+        frozen: some parameters are not trained, so backward may still need them once `missing` is 0.
+        spent: backward has their gradients; the whole parameters may be freed when it reaches another unit.
     """
 
     name: str
@@ -251,7 +281,10 @@ class Unit:
     held: bool = False
     repeats: bool = False
     entered: int = 0
-    missing: int = field(default=0)
+    calls: int = 0
+    missing: int = 0
+    frozen: bool = False
+    spent: bool = False
 
     @property
     def parameters(self) -> list[Sharded]:
@@ -266,20 +299,37 @@ class Unit:
         self.launched = True
         return sum((pack.degree - 1) * pack.nbytes for pack in self.packs)
 
-    def fill(self, arrived: Callable[[torch.Tensor], None]) -> None:
-        """Wait for the whole parameters and put them into the modules."""
-        if self.whole:
-            return
+    def fill(self) -> None:
+        """Wait for the whole parameters."""
         for pack in self.packs:
-            pack.fill(arrived)
+            pack.fill()
+
+    def read(self, segments: SharedSegments, shard_group: ShardGroup) -> int:
+        """Read the whole parameters from shared memory; returns the bytes as `launch` does."""
+        for pack in self.packs:
+            pack.read(segments.rows(pack.index), shard_group)
+        return sum((pack.degree - 1) * pack.nbytes for pack in self.packs)
+
+    def filled(self, arrived: Callable[[Sharded], None]) -> None:
+        """Put the whole parameters into the modules; `arrived` is told of each gradient that is complete."""
+        for parameter in self.parameters:
+            parameter.watch(arrived)
         self.whole, self.launched = True, False
         self.show("whole")
+
+    def expect(self, arrived: Callable[[Sharded], None]) -> None:
+        """A backward begins, which will tell `arrived` of each gradient that is complete."""
+        for parameter in self.parameters:
+            parameter.watch(arrived)
+            parameter.arrived = False
+        trained = [parameter.trained for parameter in self.parameters]
+        self.missing, self.frozen, self.spent = sum(trained), not all(trained), not any(trained)
 
     def drop(self, show: Literal["shard", "absent"]) -> None:
         """Free the whole parameters."""
         for pack in self.packs:
             pack.drop()
-        self.whole = self.launched = self.held = False
+        self.whole = self.launched = self.held = self.spent = False
         self.show(show)
 
     def show(self, which: Literal["shard", "whole", "absent"]) -> None:

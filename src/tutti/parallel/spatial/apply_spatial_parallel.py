@@ -19,6 +19,7 @@ import tutti.parallel.spatial.spatial_convolution as spatial_convolution
 import tutti.parallel.spatial.spatial_elementwise as spatial_elementwise
 import tutti.parallel.spatial.spatial_pooling as spatial_pooling
 import tutti.parallel.spatial.spatial_reshapes as spatial_reshapes
+from tutti.comm.rendezvous import launch_timeout
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
 from tutti.data.batches import Unpack
@@ -177,7 +178,10 @@ def _open_group(members: tuple[int, ...]) -> Any:
     """Open one group for each distinct set of members that any rank passes; returns this rank's group."""
     member_sets: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(member_sets, members)
-    groups = {member_set: dist.new_group(list(member_set)) for member_set in sorted(set(member_sets))}
+    groups = {
+        member_set: dist.new_group(list(member_set), timeout=launch_timeout())
+        for member_set in sorted(set(member_sets))
+    }
     return groups[members]
 
 

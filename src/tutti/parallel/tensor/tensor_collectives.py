@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.utils import _python_dispatch
 
 from tutti.comm.hierarchical import HierarchicalCommunicator
 from tutti.comm.point_to_point import all_gather, reduce_scatter, ring_all_reduce_nbytes
 from tutti.comm.shared_memory import SharedMemoryCommunicator
 from tutti.comm.traffic import CommChannel, untracked_channel
+from tutti.errors import PlanError
 from tutti.parallel.tensor.partition_ranges import Range, RankRanges
 
 
@@ -156,23 +156,22 @@ class _Copy(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.group.sum(grad.contiguous().clone()), None
+        return add(grad.contiguous().clone(), ctx.group), None
 
 
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, term: torch.Tensor, group: SplitGroup) -> torch.Tensor:
+        ctx.group = group
         if not term.is_contiguous():
             return group.sum(term.contiguous())
         ctx.mark_dirty(term)
         return group.sum(term)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grad, None
+        return copy(grad, ctx.group), None
 
 
 class _GatherActivation(torch.autograd.Function):
@@ -182,12 +181,12 @@ class _GatherActivation(torch.autograd.Function):
         return _gathered(part, dim, spread, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dim, spread, group = ctx.place
         ranges = spread.parts[group.rank]
         if spread.disjoint:
-            return pieces(grad, dim, ranges), None, None, None
+            return take(grad, dim, spread, group), None, None, None
+        _check_once(grad)
         owned = torch.zeros_like(grad)  # a position that several ranks hold counts once
         for start, stop in spread.owned().parts[group.rank]:
             owned.narrow(dim, start, stop - start).copy_(grad.narrow(dim, start, stop - start))
@@ -202,11 +201,11 @@ class _Take(torch.autograd.Function):
         return part.clone() if len(spread.parts[group.rank]) <= 1 else part
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dim, spread, group = ctx.place
         if spread.disjoint:
-            return _gathered(grad, dim, spread, group), None, None, None
+            return gather(grad, dim, spread, group), None, None, None
+        _check_once(grad)
         shape = list(grad.shape)
         shape[dim] = spread.size
         return group.sum(_placed(grad, dim, shape, spread.parts[group.rank])), None, None, None
@@ -219,9 +218,8 @@ class _GatherCopy(torch.autograd.Function):
         return _gathered(part, dim, spread, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _summed_part(grad, *ctx.place), None, None, None
+        return add_take(grad, *ctx.place), None, None, None
 
 
 class _AddTake(torch.autograd.Function):
@@ -231,9 +229,21 @@ class _AddTake(torch.autograd.Function):
         return _summed_part(term, dim, spread, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gathered(grad, *ctx.place), None, None, None
+        return gather_copy(grad, *ctx.place), None, None, None
+
+
+def _check_once(grad: torch.Tensor) -> None:
+    """Refuse a backward of a backward where ranks hold the same positions.
+
+    Raises:
+        PlanError: backward was called with create_graph.
+    """
+    if torch.is_grad_enabled() and grad.requires_grad:
+        raise PlanError(
+            "mesh.split divides heads that several ranks hold together, whose gradients cannot be differentiated again "
+            "(create_graph=True); use a degree that divides the heads, or another axis"
+        )
 
 
 def _placed(part: torch.Tensor, dim: int, shape: list[int], ranges: tuple[Range, ...]) -> torch.Tensor:

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -131,10 +130,9 @@ class _LogSoftmax(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (result,) = ctx.saved_tensors
-        total = ctx.group.sum(grad.sum(-1))
+        total = copy(add(grad.sum(-1), ctx.group), ctx.group)
         return grad - result.exp() * total.unsqueeze(-1), None
 
 
