@@ -37,6 +37,7 @@ PUBLIC_NAMES = [
     "shard",
     "split",
     "stage",
+    "synchronized",
 ]
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tutti.config.prediction import Prediction
     from tutti.config.run_report import RunReport
     from tutti.errors import TuttiError
-    from tutti.nn.annotations import replicate, shard, split, stage
+    from tutti.nn.annotations import replicate, shard, split, stage, synchronized
     from tutti.optim.learning_rate import LRRule
     from tutti.parallel.losses import Weighted
     from tutti.trainer.job import Job
@@ -33,6 +33,7 @@ _HOMES = {
     "shard": "tutti.nn.annotations",
     "split": "tutti.nn.annotations",
     "stage": "tutti.nn.annotations",
+    "synchronized": "tutti.nn.annotations",
 }
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ __all__ = [
     "shard",
     "split",
     "stage",
+    "synchronized",
 ]
 
 

@@ -146,7 +146,7 @@ def trained(ranks: int, plans: list[str], norms: list[str]) -> dict[tuple[str, s
 
 @functools.cache
 def on_ranks(ranks: int) -> list[dict[tuple[str, str], Trained]]:
-    plans = list(PLANS) if ranks > 1 else ["recompute"]
+    plans = {1: ["recompute"], 2: list(PLANS), 3: ["microbatches"]}[ranks]
     return run_ranks(trained, ranks, ranks, plans, [norm for norm in NORMS if norm != "by hand"], timeout_s=200)
 
 

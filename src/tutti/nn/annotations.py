@@ -4,6 +4,7 @@ tutti.split(model.head)            parameters are divided over the split axis
 tutti.replicate(model.backbone)    whole on every rank of that axis
 tutti.stage(model.layers[6:])      a pipeline stage begins here
 tutti.shard(model)                 optimizer state, gradients and parameters are divided (ZeRO)
+tutti.synchronized(model.vq, "gather")   what its forward writes from the batch is the same on all ranks
 """
 
 from collections.abc import Iterable
@@ -128,3 +129,61 @@ def _checked(degree: int | None, name: str) -> int | None:
     if degree is not None and degree < 1:
         raise PlanError(f"tutti.{name}(degree={degree}): give a number of ranks of 1 or more")
     return degree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synchronization:
+    """How the state that a module's forward writes is made equal on all ranks; see `synchronized`."""
+
+    how: Literal["gather", "mean", "sum", "first"]
+    dim: int = 0
+
+
+def synchronized(module: M, how: Literal["gather", "mean", "sum", "first"], *, dim: int = 0) -> M:
+    """Say how the state that the forward of `module` writes from its batch is made equal on all ranks; return it.
+
+    State is what a forward in training leaves in buffers or parameters: running statistics, a codebook, a queue,
+    data-dependent initial values. On one rank nothing changes.
+
+    | how | on several ranks | equal to one device |
+    |---|---|---|
+    | gather | the module computes the samples of all ranks in every rank, and returns each rank its own | always |
+    | mean | after each microbatch, the changes are averaged, weighted by samples | moving averages of a batch's mean |
+    | sum | the changes are added up | counts and sums over samples |
+    | first | rank 0's changes are taken | no; the ranks agree |
+
+    With mean, sum and first, a forward that reads the state that it has just written still reads its own rank's. In a
+    pipeline they combine once a step.
+
+    Args:
+        module: any module, before `job.prepare`. Its submodules are part of it.
+        how: gather costs as much computation of this module as one device has; the others send its state.
+        dim: for gather, the dim of the module's tensors along which samples lie.
+
+    Raises:
+        PlanError: `how` is none of these.
+
+    Examples:
+        >>> class Counted(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.register_buffer("seen", torch.zeros(()))
+        ...     def forward(self, x):
+        ...         if self.training:
+        ...             self.seen += len(x)
+        ...         return x
+        >>> import torch
+        >>> model = nn.Sequential(synchronized(Counted(), "sum"), nn.Linear(4, 2))
+    """
+    if how not in ("gather", "mean", "sum", "first"):
+        raise PlanError(f"tutti.synchronized(..., {how!r}): use 'gather', 'mean', 'sum' or 'first'")
+    setattr(module, _SYNCHRONIZATION, Synchronization(how=how, dim=dim))
+    return module
+
+
+_SYNCHRONIZATION = "_tutti_synchronization"
+
+
+def read_synchronization(module: nn.Module) -> Synchronization | None:
+    """Return what `synchronized` said about a module; None if nothing."""
+    return getattr(module, _SYNCHRONIZATION, None)

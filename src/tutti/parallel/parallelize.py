@@ -13,6 +13,7 @@ from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError, ScriptError
 from tutti.optim.optimizer_traits import check_takes_parts, check_takes_tensors
+from tutti.parallel.data.batch_state import share_state
 from tutti.parallel.data.batchnorm import BatchScope, share_statistics
 from tutti.parallel.embedding.apply_table_parallel import divide_tables
 from tutti.parallel.expert.expert_parallel import divide_experts
@@ -60,6 +61,7 @@ def parallelize(
         stages.keep_own(model, layout)
     if mesh.world_size > 1 or any(rule.recompute for rule in plan.layout):
         share_statistics(model, scope, stages.tracer.units.glue if stages is not None else ())
+    share_state(model, scope, plan)
     if mesh.degree("space") > 1:
         cut_space(model, plan, layout, scope)
     apply_chunks(model, plan.layout)

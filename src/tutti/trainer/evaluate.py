@@ -73,6 +73,7 @@ def evaluate(
             samples += size
             if whole:
                 kept.append(pytree.tree_map(_to_cpu, (output, target)))
+    run.loop.batch_state.evaluated()
     run.parallel.world.sum(sums)
     evaluated = int(run.parallel.world.sum(torch.tensor([int(run.gives_output)], device=run.parallel.world.device))[0])
     # Ranks that computed the outputs of the same samples.

@@ -43,7 +43,8 @@ from tutti.parallel.annotated_plan import with_annotations
 from tutti.parallel.compressed.compressor import make_compressor
 from tutti.parallel.compressed.factor_buckets import make_factored
 from tutti.parallel.context import Sequences, sequences_of
-from tutti.parallel.data.batchnorm import BatchScope, is_batch_norm
+from tutti.parallel.data.batch_state import BatchState, exchanges_state
+from tutti.parallel.data.batchnorm import BatchScope
 from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
 from tutti.parallel.data.gradient_hooks import GradientHooks, refuse_lost_hooks
 from tutti.parallel.data.noise_meter import NoiseMeter, unsupported_reason
@@ -229,6 +230,7 @@ def build_loop(
         bucket_tuner=BucketSizeTuner(parallel),
         statistics=RunningStatistics(parallel.model),
         watch=watch,
+        batch_state=BatchState(parallel.model, parallel.scope),
     )
 
 
@@ -434,7 +436,7 @@ def _batch_scope(model: nn.Module, layout: Layout) -> BatchScope:
     """Give batch statistics their own process group, so that their collectives never mix with gradients'."""
     mesh = layout.mesh
     degree = mesh.degree(*GRADIENT_AXES)
-    group = mesh.new_group(*GRADIENT_AXES) if degree > 1 and any(map(is_batch_norm, model.modules())) else None
+    group = mesh.new_group(*GRADIENT_AXES) if degree > 1 and any(map(exchanges_state, model.modules())) else None
     communicator = None if group is None else make_shared_memory_communicator(group)
     return BatchScope(
         world_size=degree, group=group, channel=layout.channel("statistics", *GRADIENT_AXES), communicator=communicator

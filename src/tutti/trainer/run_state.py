@@ -16,6 +16,7 @@ from tutti.data.batches import Unpack
 from tutti.errors import PlanError
 from tutti.nn.mixture import Tally
 from tutti.optim.learning_rate import LRRule
+from tutti.parallel.data.batch_state import BatchState
 from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
 from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.pipeline.pipeline_runner import Pipeline
@@ -181,6 +182,8 @@ class TrainingLoop:
         bucket_tuner: finds the bucket size by measurement, if the plan asks for that.
         statistics: running statistics of norm layers, for steps that are skipped.
         watch: notes what this rank does together with the others.
+        batch_state: combines what forward writes, over ranks.
+        steps_begun: steps since prepare.
     """
 
     pipeline: Pipeline | None
@@ -193,6 +196,8 @@ class TrainingLoop:
     bucket_tuner: BucketSizeTuner
     statistics: RunningStatistics
     watch: OperationWatch
+    batch_state: BatchState
+    steps_begun: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.pipeline_runner import PipelineBatch
 from tutti.trainer.finite_gradients import gradients_finite, nonfinite_loss_message
 from tutti.trainer.run_state import Run, StepResult
+from tutti.trainer.state_check import check_state, note_state
 
 Gradients = dict[nn.Parameter, torch.Tensor]
 
@@ -79,6 +80,7 @@ def _forward_backward(
     batch = run.loop.observer.loaded(run.state.progress.step, batch)
     run.parallel.replica.shards.clear()
     run.state.noise.begin(run.state.progress.step)
+    noted = note_state(run)
     # All-reduced together: loss, count, a non-finite flag per rank, a tally per mixture, the noise meter's sums.
     size = 2 + run.parallel.world.world_size + TALLY_NUMEL * len(run.parallel.mixtures) + run.state.noise.width
     totals = torch.zeros(size, dtype=torch.float64, device=run.parallel.world.device)
@@ -90,6 +92,7 @@ def _forward_backward(
             for index, piece in enumerate(pieces):
                 _microbatch(run, loss_of_batch, share, index, piece, totals, last=index == len(pieces) - 1)
     run.loop.clock.enter("other")
+    check_state(run, noted, loss_of_batch, pieces, share)
     result = _step_result(run, share, totals.tolist())
     finite = result.finite and gradients_finite(run)
     run.parallel.replica.finish_step(finite)
@@ -200,6 +203,7 @@ def _microbatch(
     rank = run.parallel.mesh.index(*DATA_AXES, "context")
     seed_device(derive_seed(run.settings.seed, "dropout", step, index, rank, *_call(run)), device)
     run.parallel.scope.counts = part.count > 0
+    run.loop.batch_state.begin()
     with (
         run.parallel.sequences.part(to_device(batch, device)) as local_batch,
         run.loop.observer.microbatch(step, index, share),
@@ -224,6 +228,7 @@ def _microbatch(
         run.loop.clock.enter("exposed_communication")
         run.parallel.replica.finish()
         loss_handle.wait()
+    run.loop.batch_state.combine(part.count)
 
 
 def _call(run: Run) -> tuple[int, ...]:
@@ -253,6 +258,7 @@ def _pipeline_microbatches(
     if run.parallel.replica.changed:
         run.parallel.replica.rebuild()
     run.parallel.replica.shards.begin()
+    run.loop.batch_state.begin()
     batch = PipelineBatch(
         parallel=run.parallel,
         function=loss_of_batch,
@@ -267,6 +273,7 @@ def _pipeline_microbatches(
     for handle in loss_handles:
         if handle is not None:
             handle.wait()
+    run.loop.batch_state.combine(sum(part.count for part in share.parts))
 
 
 def _start_loss_all_reduce(run: Run, share: BatchShare, totals: torch.Tensor) -> CommHandle | None:

@@ -455,8 +455,8 @@ def _buffer_cause(case: DifferenceCase, name: str) -> Cause:
         kind="unsynchronised_buffer",
         sentence=f"unsynchronised buffer: {name.rpartition('.')[2]!r} of {case.where} is updated from each rank's "
         "own samples, so its values already differ between ranks",
-        remedy="update it from statistics of all samples (torch.distributed.all_reduce of the sum and the count "
-        "when it is initialised), or use torch.nn.BatchNorm*, which tutti synchronises",
+        remedy='compute the module on the samples of all ranks with tutti.synchronized(module, "gather"), or combine '
+        'what it writes with "mean" or "sum"; torch.nn.BatchNorm* is synchronised anyway',
     )
 
 

@@ -1,0 +1,276 @@
+"""Finds state that the ranks' forwards wrote differently, and refuses it by name before the update.
+
+State is buffers, and parameters that forward writes in place. It is compared before and after the first step, and after
+the 10th, 100th and each 1000th. What differs between ranks is refused only if training or evaluation depends on it: the
+first microbatch is computed again with the state as it was before the step and as it is now. A cache, or a buffer of
+random draws, gives the same both times.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tutti.data.batches import BatchShare, MicrobatchShare, to_device
+from tutti.data.seeds import preserved_generators, seed_device, seed_everything
+from tutti.errors import ScriptError
+from tutti.nn.mixture import take_tallies
+from tutti.parallel.data.replicate import LossFunction
+from tutti.parallel.losses import as_weighted
+from tutti.parallel.mixed_precision import autocast
+from tutti.parallel.sharding.parameter_sharding import Parameters
+from tutti.trainer.run_state import Run
+
+Place = tuple[nn.Module, str]
+"""A buffer: its module, and its name there."""
+
+Outcome = tuple[float, dict[str, "Summary"]]
+"""The loss of a microbatch, and the buffers that forward leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What ranks compare of one tensor: the digest of its bytes and, to tell rounding apart, its size in two norms."""
+
+    shape: tuple[int, ...]
+    digest: str
+    sizes: tuple[float, ...]
+    tolerance: float
+
+    def agrees(self, other: "Summary") -> bool:
+        """Return whether two ranks have the same values up to rounding."""
+        if self.digest == other.digest:
+            return self.shape == other.shape
+        if self.shape != other.shape or not self.sizes:
+            return False
+        pairs = zip(self.sizes, other.sizes, strict=True)
+        scale = max(*map(abs, self.sizes), *map(abs, other.sizes))
+        return all(abs(a - b) <= self.tolerance * scale or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotedState:
+    """The state before a step that is checked.
+
+    Attributes:
+        buffers: copies, by name.
+        norms: of the parameters.
+        versions: how often the whole parameters of each sharded unit were written in place.
+    """
+
+    buffers: dict[str, torch.Tensor]
+    norms: list[float]
+    versions: dict[str, int]
+
+
+def note_state(run: Run) -> NotedState | None:
+    """A step begins: note the state, or return None if this step is not checked."""
+    step, run.loop.steps_begun = run.loop.steps_begun, run.loop.steps_begun + 1
+    due = step in (0, 9, 99) or step % 1000 == 999
+    if not due or run.parallel.world.world_size == 1 or run.parallel.plan.sync.mode != "synchronous":
+        return None
+    tensors = {name: module._buffers[key] for name, (module, key) in _buffers(run.parallel.model).items()}
+    return NotedState(
+        buffers={name: tensor.clone() for name, tensor in tensors.items() if tensor is not None},
+        norms=_norms(run.parallel.model),
+        versions=_whole_versions(run),
+    )
+
+
+def check_state(
+    run: Run, noted: NotedState | None, loss_of_batch: LossFunction, pieces: list[Any], share: BatchShare
+) -> None:
+    """After backward: refuse state that forward wrote differently on different ranks. Collective.
+
+    Args:
+        run: the run.
+        noted: what `note_state` returned when the step began.
+        loss_of_batch: (model, batch) -> loss.
+        pieces: this rank's microbatches.
+        share: this rank's share of the global batch.
+
+    Raises:
+        ScriptError: on every rank, naming the module.
+    """
+    if noted is None:
+        return
+    world, model = run.parallel.world, run.parallel.model
+    lost = [unit for unit, version in _whole_versions(run).items() if noted.versions.get(unit, 0) != version]
+    everyone: list[tuple[list[str], list[str]]] = world.gather((lost, _written(model, noted)))
+    lost = [unit for theirs, _ in everyone for unit in theirs]
+    if lost:
+        raise ScriptError(
+            f"forward writes parameters of {_describe(model, lost[0])}, of which mesh.shard keeps only a part, so "
+            "that the values would be lost; set them before job.prepare, or use sharding level 1"
+        )
+    names = sorted({name for _, theirs in everyone for name in theirs})
+    if not names:
+        return
+    summaries: list[dict[str, Summary]] = world.gather(_summaries(model, names))
+    different = [name for name in names if _differ(summaries, name)]
+    if not different:
+        return
+    held = set().union(*world.gather(set(noted.buffers)))
+    only_buffers = held.issuperset(different)
+    if not only_buffers or _matters(
+        run,
+        {name: noted.buffers[name] for name in different if name in noted.buffers},
+        loss_of_batch,
+        pieces[0],
+        share.parts[0],
+    ):
+        raise ScriptError(_refusal(model, different, summaries))
+
+
+def _written(model: nn.Module, noted: NotedState) -> list[str]:
+    """Names of the buffers and parameters that forward has changed on this rank."""
+    names = [
+        name
+        for name, (module, key) in _buffers(model).items()
+        if name not in noted.buffers or not _same(module._buffers[key], noted.buffers[name])
+    ]
+    parameters, now = (
+        [name for name, parameter in model.named_parameters() if not parameter.is_meta and parameter.numel()],
+        _norms(model),
+    )
+    if len(now) == len(noted.norms):
+        names += [name for name, old, new in zip(parameters, noted.norms, now, strict=True) if old != new]
+    return names
+
+
+def _matters(
+    run: Run, before: dict[str, torch.Tensor], loss_of_batch: LossFunction, piece: Any, part: MicrobatchShare
+) -> bool:
+    """Whether a loss or the state depends on what the buffers were before. Collective; the model is left as it is.
+
+    A pipeline's forward is not repeated: there everything that differs matters.
+    """
+    if run.loop.pipeline is not None:
+        return True
+    model = run.parallel.model
+    places = _buffers(model)
+    now = {name: module._buffers[key] for name, (module, key) in places.items()}
+    modes = [(module, module.training) for module in model.modules()]
+    run.parallel.scope.counts = part.count > 0
+    try:
+        outcomes = []
+        for values in (now, {**now, **before}):
+            for name, (module, key) in places.items():
+                value = values[name]
+                module._buffers[key] = None if value is None else value.clone()
+            model.eval()
+            evaluated = _outcome(run, loss_of_batch, piece, places)
+            for module, training in modes:
+                module.training = training
+            outcomes.append((evaluated, _outcome(run, loss_of_batch, piece, places)))
+        matters = any(map(_depends, *outcomes))
+    except Exception:  # the script's own code, repeated without gradients
+        matters = True
+    finally:
+        for name, (module, key) in places.items():
+            module._buffers[key] = now[name]
+        for module, training in modes:
+            module.training = training
+        take_tallies(model)
+    return any(run.parallel.world.gather(matters))
+
+
+def _depends(one: Outcome, other: Outcome) -> bool:
+    """Whether a loss or the values that forward leaves differ; a cache that has grown may have another shape."""
+    pairs = [(summary, other[1][name]) for name, summary in one[1].items() if name in other[1]]
+    return one[0] != other[0] or any(a.shape == b.shape and a.digest != b.digest for a, b in pairs)
+
+
+def _outcome(run: Run, loss_of_batch: LossFunction, piece: Any, places: dict[str, Place]) -> Outcome:
+    """The loss of a microbatch, and the buffers that forward leaves."""
+    model, device = run.parallel.model, run.parallel.world.device
+    with (
+        preserved_generators(),
+        torch.no_grad(),
+        run.parallel.sequences.part(to_device(piece, device)) as local_batch,
+        autocast(run.parallel.plan.precision, device),
+    ):
+        seed_everything(run.settings.seed)
+        seed_device(run.settings.seed, device)
+        loss = as_weighted(loss_of_batch(model, local_batch), 1)
+    return float(loss.total), _summaries(model, places)
+
+
+def _buffers(model: nn.Module) -> dict[str, Place]:
+    """The buffers that this rank holds, by name."""
+    return {
+        f"{name}.{key}" if name else key: (module, key)
+        for name, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    }
+
+
+def _norms(model: nn.Module) -> list[float]:
+    """The norm of each parameter that this rank holds."""
+    held = [parameter.detach() for parameter in model.parameters() if not parameter.is_meta]
+    numbers = [tensor.abs() if tensor.is_complex() else tensor for tensor in held if tensor.numel()]
+    numbers = [tensor if tensor.is_floating_point() else tensor.double() for tensor in numbers]
+    return torch.stack([norm.double().cpu() for norm in torch._foreach_norm(numbers)]).tolist() if numbers else []
+
+
+def _whole_versions(run: Run) -> dict[str, int]:
+    """How often the whole parameters of each sharded unit were written in place."""
+    shards = run.parallel.replica.shards
+    units = shards.units if isinstance(shards, Parameters) else []
+    return {unit.name: max((p.whole._version for p in unit.parameters), default=0) for unit in units}
+
+
+def _same(tensor: torch.Tensor | None, before: torch.Tensor) -> bool:
+    return tensor is not None and tensor.shape == before.shape and torch.equal(tensor, before)
+
+
+def _tensors(model: nn.Module, names: Iterable[str]) -> list[tuple[str, torch.Tensor]]:
+    tensors = dict([*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)])
+    return [(name, tensors[name]) for name in names if name in tensors and not tensors[name].is_meta]
+
+
+def _summaries(model: nn.Module, names: Iterable[str]) -> dict[str, Summary]:
+    return {name: _summary(tensor) for name, tensor in _tensors(model, names)}
+
+
+def _summary(tensor: torch.Tensor) -> Summary:
+    values = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().data if values.numel() else b"").hexdigest()
+    if not (values.is_floating_point() and values.numel()):
+        return Summary(tuple(values.shape), digest, (), 0.0)
+    flat = values.double().reshape(-1)
+    weights = torch.linspace(1, 2, len(flat), dtype=torch.float64)
+    sizes = (float(flat.norm()), float((flat * weights).norm()), float(flat @ weights) / math.sqrt(len(flat)))
+    return Summary(tuple(values.shape), digest, sizes, min(100 * torch.finfo(values.dtype).eps, 1e-3))
+
+
+def _differ(summaries: list[dict[str, Summary]], name: str) -> bool:
+    present = [theirs[name] for theirs in summaries if name in theirs]
+    return any(not present[0].agrees(other) for other in present[1:])
+
+
+def _describe(model: nn.Module, name: str) -> str:
+    return (
+        f"module {name!r} ({type(model.get_submodule(name)).__name__})"
+        if name
+        else f"the model ({type(model).__name__})"
+    )
+
+
+def _refusal(model: nn.Module, names: list[str], summaries: list[dict[str, Summary]]) -> str:
+    owner = names[0].rpartition(".")[0]
+    keys = [repr(name.rpartition(".")[2]) for name in names if name.rpartition(".")[0] == owner]
+    ranks = [rank for rank, theirs in enumerate(summaries) if names[0] in theirs]
+    other = next(rank for rank in ranks if not summaries[ranks[0]][names[0]].agrees(summaries[rank][names[0]]))
+    which = " and ".join([", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys)
+    return (
+        f"{_describe(model, owner)} writes {which} in forward from each rank's own samples: ranks {ranks[0]} and "
+        f"{other} differ, and one device would have other values. Say how they are made equal: "
+        'tutti.synchronized(module, "gather") computes the module on all ranks\' samples, as one device does; "mean", '
+        '"sum" or "first" combines what it wrote'
+    )
