@@ -128,7 +128,9 @@ def _microbatch(
         run.loop.observer.microbatch(step, index, share),
     ):
         with autocast(run.parallel.plan.precision, device):
-            scaled_loss = _scaled_loss(run, share, index, loss_of_batch(run.parallel.model, local_batch), totals)
+            with run.parallel.reads.active():
+                value = loss_of_batch(run.parallel.model, local_batch)
+            scaled_loss = _scaled_loss(run, share, index, value, totals)
         loss_handle = _start_loss_all_reduce(run, share, totals) if last else None
         run.loop.clock.enter("backward")
         if index == 0:

@@ -301,6 +301,7 @@ def make_pipeline(stages: StagePartition | None, plan: Plan, layout: Layout, dev
     """
     if stages is None:
         return None
+    stages.tracer.stand_ins.note(stages.tracer.model)
     if plan.precision == "float16":
         for groups in layout.states.groups:
             names = {name for group in groups for name in group}

@@ -68,9 +68,6 @@ class Parameters(Shards):
     def rest(self) -> None:
         self._passes.release()
 
-    def alternatives(self) -> dict[str, tuple[torch.Tensor, ...]]:
-        return {p.name: (p.shard, p.absent) for unit in self.units for p in unit.parameters}
-
     def gather_for_loss(self, name: str) -> None:
         for unit in self.units:
             if not unit.whole and any(parameter.name == name for parameter in unit.parameters):

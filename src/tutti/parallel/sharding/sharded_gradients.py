@@ -57,10 +57,6 @@ class Shards:
     def rest(self) -> None:
         """Free what is gathered, so that modules hold the shards."""
 
-    def alternatives(self) -> dict[str, tuple[torch.Tensor, ...]]:
-        """By name, the tensors that take turns as the parameter and are not whole."""
-        return {}
-
     def gather_for_loss(self, name: str) -> None:
         """Put the whole parameter of this name into its modules, because the loss reads it outside of their forward."""
 
