@@ -349,7 +349,7 @@ def _run_state(training: TrainingState, contributions: list[Contribution]) -> di
         "step": progress.step,
         "samples_seen": progress.samples_seen,
         "tokens_seen": progress.tokens_seen,
-        "base_steps": progress.base_steps,
+        "clocks": [[clock.updates, clock.base_steps] for clock in progress.clocks],
         "epoch": training.loader.epoch,
         "position": training.loader.position,
         "before": training.loader.before,
@@ -357,7 +357,7 @@ def _run_state(training: TrainingState, contributions: list[Contribution]) -> di
         "optimizers": [
             _optimizer_state(training, number, contributions) for number in range(len(training.parallel.optimizers))
         ],
-        "scheduler": None if training.scheduler is None else training.scheduler.state_dict(),
+        "schedules": training.schedules.state_dict(),
         "scaler": training.scaler.state_dict(),
         "noise": asdict(training.noise.averages),
         "extra_state": {

@@ -17,9 +17,10 @@ from tutti.comm.traffic import untracked_channel
 from tutti.config.plan import ShardingPlan
 from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError, ScriptError
+from tutti.optim.optimizer_traits import check_takes_parts
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.gather_buffers import Rooms
-from tutti.parallel.sharding.optimizer_state_sharding import States, check_takes_parts
+from tutti.parallel.sharding.optimizer_state_sharding import States
 from tutti.parallel.sharding.shard_collectives import ShardGroup, SharedSegments
 from tutti.parallel.sharding.sharded_gradients import CompressedSum, Shards, Sums
 from tutti.parallel.sharding.sharded_unit import Loads, Pack, Place, Sharded, Unit

@@ -52,7 +52,7 @@ class Shards:
         """Reduce the gradients of these packs in compressed form."""
 
     def clear(self) -> None:
-        """A step begins: drop all gradients."""
+        """Forward and backward begin: count what is sent from here on."""
 
     def rest(self) -> None:
         """Free what is gathered, so that modules hold the shards."""
