@@ -28,6 +28,7 @@ PLANS = {
     "split": Plan(batch=BATCH, mesh={"split": 3}, layout=SPLIT),
     "split and zero3": Plan(batch=BATCH, mesh={"split": 2, "shard": 2}, layout=SPLIT, sharding=ShardingPlan(level=3)),
     "stage": Plan(batch=BATCH, mesh={"stage": 2}),
+    "stage and split": Plan(batch=BATCH, mesh={"stage": 2, "split": 2}, layout=SPLIT),
 }
 
 
@@ -123,6 +124,9 @@ def trained(plan: Plan, folder: str) -> dict[str, Any]:
 def test_a_loss_that_reads_parameters_is_that_of_one_device(plan: str, tmp_path: Path) -> None:
     for results in run_ranks(trained, PLANS[plan].world_size, PLANS[plan], str(tmp_path), timeout_s=120):
         for name, result in results.items():
+            if plan.startswith("stage") and name.startswith("kept"):
+                assert "mesh.stage: the loss reads parameter" in result
+                continue
             losses, state = one_device(name)
             assert isinstance(result, tuple), (name, result)
             assert result[0] == pytest.approx(losses, rel=1e-12), name

@@ -73,7 +73,8 @@ class PartReads(TorchFunctionMode):
         self._names: dict[int, tuple[str, Callable[[], Any]]] = {}
         current = dict(model.named_parameters(remove_duplicate=False))
         self._absent = next((name for name in originals if name not in current), None)
-        alternatives = shards.alternatives()
+        self._sharded = [(pack.others, sharded) for pack in shards.packs() for sharded in pack.parameters]
+        alternatives = {sharded.name: (sharded.shard, sharded.absent) for _, sharded in self._sharded}
         for name, original in originals.items():
             part = current.get(name)
             if part is not original:
@@ -133,7 +134,7 @@ class PartReads(TorchFunctionMode):
         if alive is not None and alive() is value:
             return name
         # What the ranks of shard gather may be a part along split.
-        return self._shards.gathered_name(value) if self._splits and isinstance(value, nn.Parameter) else None
+        return self._gathered_name(value) if self._splits and isinstance(value, nn.Parameter) else None
 
     def _read(self, value: Any) -> Any:
         """The whole parameter in place of a part; lists are searched too."""
@@ -157,9 +158,14 @@ class PartReads(TorchFunctionMode):
             "penalty, or keep the module whole: LayoutRule(modules=..., placement='replicate')"
         )
 
+    def _gathered_name(self, tensor: nn.Parameter) -> str | None:
+        return next((sharded.name for _, sharded in self._sharded if sharded.whole is tensor), None)
+
     def _is_shared(self, name: str) -> bool:
         """Whether each rank of split uses a part of a whole parameter, so that gradients are added up."""
-        return self._splits and "split" in self._shards.sums_of(name, self._layout)
+        first = self._layout.first_name(name)
+        axes = next((others for others, sharded in self._sharded if sharded.name == first), None)
+        return self._splits and "split" in (self._layout.shard_of(name).sums if axes is None else axes)
 
     def _refuse_writes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         written = (name.endswith("_") and not name.endswith("__")) or name.startswith("set:") or name == "__setitem__"

@@ -343,7 +343,7 @@ class Job:
             The global mean loss, the same on every rank. If the plan says that ranks do not wait for each other, the
             loss of this rank's share.
         """
-        with self._together("job.step") as run:
+        with _together(self, "job.step") as run:
             loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
             self.update()
         return loss
@@ -392,7 +392,7 @@ class Job:
             ...     value = job.forward_backward(loss, batch)
             ...     job.update()
         """
-        with self._together("job.forward_backward") as run:
+        with _together(self, "job.forward_backward") as run:
             zeroed = None if zero_grad is None else optimizers_of(run, zero_grad)
             return forward_backward(run, function, batch, zeroed).loss
 
@@ -407,7 +407,7 @@ class Job:
             ScriptError: the optimizer has no new gradients, or is not one of those passed to prepare.
             TrainingError: gradients are not finite at any loss scale.
         """
-        with self._together("job.update") as run:
+        with _together(self, "job.update") as run:
             make_update(run, optimizer)
 
     def schedule(self, metric: float) -> None:
@@ -461,7 +461,7 @@ class Job:
         Returns:
             Results by name, the same on every rank; "loss" is always one of them.
         """
-        with self._together("job.evaluate") as run:
+        with _together(self, "job.evaluate") as run:
             arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
             source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
             run.loop.clock.enter("evaluation")
@@ -487,7 +487,7 @@ class Job:
 
         A run resumed from it begins with the next batch, so call it once all updates on a batch are made.
         """
-        with self._together("job.save") as run:
+        with _together(self, "job.save") as run:
             if run.loop.accumulation.waits:
                 run.output.screen.say(
                     f"the checkpoint of step {run.state.progress.step} leaves out the gradients that forward_backward "
@@ -523,7 +523,7 @@ class Job:
         """
         if self._whole:
             return on_cpu(self._run().parallel.model.state_dict())
-        with self._together("job.state_dict") as run:
+        with _together(self, "job.state_dict") as run:
             return whole_state(run, main_only=main_only)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
@@ -539,7 +539,7 @@ class Job:
         Raises:
             ScriptError: the model has no such method, or it fails; on every rank.
         """
-        with self._together("job.save_pretrained") as run:
+        with _together(self, "job.save_pretrained") as run:
             save_pretrained(run, Path(folder), options)
 
     @contextmanager
@@ -578,7 +578,7 @@ class Job:
         if self._whole:
             yield self._run().parallel.model
             return
-        with self._together("job.whole_model") as run, whole_model(run, edits=True) as model:
+        with _together(self, "job.whole_model") as run, whole_model(run, edits=True) as model:
             self._whole = True
             try:
                 yield model
@@ -590,21 +590,22 @@ class Job:
         if self.is_main:
             print(*values, **options)
 
-    @contextmanager
-    def _together(self, name: str) -> Iterator[Run]:
-        """Yield the run, and note meanwhile what this rank does together with the others."""
-        run = self._run()
-        if self._whole:
-            raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
-        if not run.loop.watch.inside and name != "job.update":
-            run.check_changes()
-        with run.loop.watch.during(name):
-            yield run
-
     def _run(self) -> Run:
         if self._prepared is None:
             raise ScriptError("the Job has no model yet; call job.prepare(model, optimizer, dataset, loss_fn) first")
         return self._prepared
+
+
+@contextmanager
+def _together(job: Job, name: str) -> Iterator[Run]:
+    """Yield the run, and note meanwhile what this rank does together with the others."""
+    run = job._run()
+    if job._whole:
+        raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
+    if not run.loop.watch.inside and name != "job.update":
+        run.check_changes()
+    with run.loop.watch.during(name):
+        yield run
 
 
 class RunFinalizer:

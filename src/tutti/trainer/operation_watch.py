@@ -5,6 +5,7 @@ for some seconds, so steps pay nothing.
 """
 
 import json
+import sys
 import threading
 import time
 from collections import deque
@@ -201,6 +202,9 @@ def note_calls_of_model(model: nn.Module, watch: OperationWatch) -> None:
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if noted and noted.pop():
+            failure = sys.exc_info()[1]
+            if isinstance(failure, RuntimeError) and watch.explain(failure) is not None:
+                time.sleep(PERIOD_S)  # the ranks in the Job's methods raise the reason, which a hook cannot
             watch.leave()
 
     model.register_forward_pre_hook(before, prepend=True)

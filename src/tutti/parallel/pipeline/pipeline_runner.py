@@ -346,6 +346,7 @@ def make_pipeline(
     """
     if stages is None:
         return None
+    stages.tracer.stand_ins.note(stages.tracer.model)
     if plan.precision == "float16":
         for groups in layout.states.groups:
             names = {name for group in groups for name in group}

@@ -7,6 +7,7 @@ forward is traced, not while a stage computes (see parallel/script_hooks.py).
 
 import os
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,10 +70,22 @@ class StandIns:
         self.hooks_run = True
         self._anchor = torch.empty((), requires_grad=True)
         self._made: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._plans: dict[frozenset[str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
         self.stacked = {id(module) for module in model.modules() if is_stacked(module)}
         self._modules = [(name, module, self._entries(name, module)) for name, module in model.named_modules()]
         self._noted: list[tuple[Any, ...]] = []
+
+    def note(self, model: nn.Module) -> None:
+        """Note the parameters as they are now, so that `kept_name` knows them."""
+        self._kept |= {id(parameter): (weakref.ref(parameter), name) for name, parameter in model.named_parameters()}
+
+    def kept_name(self, leaf: Any) -> str | None:
+        """The name of a parameter that the script holds itself, from before or after the model was divided."""
+        if not isinstance(leaf, nn.Parameter) or id(leaf) not in self._kept:
+            return None
+        alive, name = self._kept[id(leaf)]
+        return name if alive() is leaf else None
 
     def outline(self, tensor: torch.Tensor, *, requires_grad: bool | None = None) -> torch.Tensor:
         """A tensor without values, with the shape, strides, dtype and device of `tensor`; the CPU for a meta tensor."""
@@ -111,6 +124,7 @@ class StandIns:
         if placeholder is None:
             placeholder = self._made[id(parameter)] = self.outline(parameter)
             self.names[id(placeholder)] = name
+            self._kept[id(parameter)] = (weakref.ref(parameter), name)
         return placeholder
 
     def _buffer(self, buffer: torch.Tensor | None) -> torch.Tensor | None:

@@ -287,6 +287,13 @@ class ProgramRecorder(TorchFunctionMode):
         if func in _MASKED:
             args = positions(args)
         leaves, spec = flatten((args, kwargs))
+        kept = next(filter(None, map(self.tracer.stand_ins.kept_name, leaves)), None)
+        if kept is not None and func is not torch.Tensor.__hash__:
+            self.outside = True
+            raise PlanError(
+                f"mesh.stage: the loss reads parameter {kept!r} through a reference that the script holds, which not "
+                "every stage has; read it from the model that the loss function gets (model.parameters())"
+            )
         if not any(
             is_unknown(leaf) or id(leaf) in self._placeholders for leaf in leaves if isinstance(leaf, torch.Tensor)
         ):

@@ -69,18 +69,6 @@ class Parameters(Shards):
     def rest(self) -> None:
         self._passes.release()
 
-    def alternatives(self) -> dict[str, tuple[torch.Tensor, ...]]:
-        return {p.name: (p.shard, p.absent) for unit in self.units for p in unit.parameters}
-
-    def gathered_name(self, tensor: torch.Tensor) -> str | None:
-        return next((p.name for unit in self.units for p in unit.parameters if p.whole is tensor), None)
-
-    def sums_of(self, name: str, layout: Layout) -> tuple[AxisName, ...]:
-        first = layout.first_name(name)
-        packs = (pack for pack in self._packs for parameter in pack.parameters if parameter.name == first)
-        pack = next(packs, None)
-        return layout.shard_of(name).sums if pack is None else pack.others
-
     def gather_for_loss(self, name: str) -> None:
         for unit in self.units:
             if not unit.whole and any(parameter.name == name for parameter in unit.parameters):
