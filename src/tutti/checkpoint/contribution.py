@@ -27,6 +27,7 @@ from tutti.checkpoint.tensor_files import TensorToWrite, dtype_name, tensor_to_w
 from tutti.checkpoint.training_state import TrainingState
 from tutti.errors import CheckpointError
 from tutti.parallel.layout import Cut, Layout, TensorShard, to_local
+from tutti.parallel.part_guards import reading_parts
 from tutti.parallel.saved_values import pack_scalar
 
 OptimizerGroup = tuple[dict[str, Any], list[str]]
@@ -154,7 +155,8 @@ def _collect_optimizer(
     layout: Layout, number: int, optimizer: Optimizer, names: dict[nn.Parameter, str], collected: Collected
 ) -> None:
     """Collect one optimizer's groups, the state of its parameters, and state that belongs to none of them."""
-    contribution, state_dict = collected.contribution, optimizer.state_dict()
+    with reading_parts():
+        contribution, state_dict = collected.contribution, optimizer.state_dict()
     states, groups = state_dict["state"], state_dict["param_groups"]
     numbers = parameter_numbers(optimizer, groups)
     contribution.groups.append([])
@@ -347,7 +349,7 @@ def _run_state(training: TrainingState, contributions: list[Contribution]) -> di
         "step": progress.step,
         "samples_seen": progress.samples_seen,
         "tokens_seen": progress.tokens_seen,
-        "base_steps": progress.base_steps,
+        "clocks": [[clock.updates, clock.base_steps] for clock in progress.clocks],
         "epoch": training.loader.epoch,
         "position": training.loader.position,
         "before": training.loader.before,
@@ -355,7 +357,7 @@ def _run_state(training: TrainingState, contributions: list[Contribution]) -> di
         "optimizers": [
             _optimizer_state(training, number, contributions) for number in range(len(training.parallel.optimizers))
         ],
-        "scheduler": None if training.scheduler is None else training.scheduler.state_dict(),
+        "schedules": training.schedules.state_dict(),
         "scaler": training.scaler.state_dict(),
         "noise": asdict(training.noise.averages),
         "extra_state": {

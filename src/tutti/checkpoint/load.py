@@ -19,10 +19,11 @@ from tutti.checkpoint.index import MODEL
 from tutti.checkpoint.plain_state import is_dcp, open_weights, with_tied_names
 from tutti.checkpoint.rank_state import load_replica_state, load_residuals
 from tutti.checkpoint.sources import LoadTarget, Source, open_checkpoint, shared_source, transfer
-from tutti.checkpoint.training_state import TrainingState
+from tutti.checkpoint.training_state import OptimizerClock, TrainingState
 from tutti.errors import CheckpointError
 from tutti.optim.gradient_noise_scale import NoiseAverages
 from tutti.parallel.layout import Layout, to_local
+from tutti.parallel.part_guards import reading_parts
 from tutti.parallel.saved_values import parse_dtype, unpack_scalar
 
 
@@ -51,16 +52,16 @@ def load_checkpoint(training: TrainingState, path: Path, say: Callable[[str], No
     for name, module in extra_states(training.parallel.model):
         if name in state["extra_state"]:
             module.set_extra_state(state["extra_state"][name])
-    if training.scheduler is not None and state["scheduler"] is not None:
-        training.scheduler.load_state_dict(state["scheduler"])
+    training.schedules.load_state_dict(state["schedules"])
     training.noise.averages = NoiseAverages(**state["noise"])
     training.loader.epoch, training.loader.position, training.loader.before = (
         state["epoch"],
         state["position"],
         state["before"],
     )
-    for name in ("step", "samples_seen", "tokens_seen", "base_steps"):
+    for name in ("step", "samples_seen", "tokens_seen"):
         setattr(training.progress, name, state[name])
+    training.progress.clocks = [OptimizerClock(*counters) for counters in state["clocks"]]
     load_replica_state(training, source, say)
     restore_generators(state["generators"][training.parallel.world.rank % len(state["generators"])])
 
@@ -207,6 +208,7 @@ def _state_shape_mismatch(training: TrainingState, source: Source) -> str | None
     return None
 
 
+@reading_parts()
 def _load_optimizers(training: TrainingState, source: Source) -> None:
     """Give this rank's shards of the state to each optimizer's own load_state_dict. Collective."""
     names = training.parallel.layout.state_names(training.parallel.model, training.parallel.optimizers)

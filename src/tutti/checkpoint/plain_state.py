@@ -200,7 +200,12 @@ def open_weights(path: Path) -> Source:
             saved = saved[name]
     if not isinstance(saved, Mapping) or not saved or not all(isinstance(v, torch.Tensor) for v in saved.values()):
         raise CheckpointError(f"{path} holds no state_dict (names with tensors); save model.state_dict() in it")
-    return in_memory(path, {(MODEL, str(name), ""): value for name, value in saved.items()})
+    return in_memory(path, {(MODEL, _without_wrapper(str(name)), ""): value for name, value in saved.items()})
+
+
+def _without_wrapper(name: str) -> str:
+    """Return a tensor's name without the prefix that torch.compile's wrapper gives it."""
+    return name.replace("_orig_mod.", "")
 
 
 def _open_safetensors(path: Path) -> Source:
@@ -208,8 +213,10 @@ def _open_safetensors(path: Path) -> Source:
     tensors: dict[Key, StoredTensor] = {}
     for name, (shape, dtype) in contents.items():
         part = StoredPart(file=path.name, key=name)
-        tensors[(MODEL, name, "")] = StoredTensor(shape=shape, dtype=str(dtype).removeprefix("torch."), parts=(part,))
+        key = (MODEL, _without_wrapper(name), "")
+        tensors[key] = StoredTensor(shape=shape, dtype=str(dtype).removeprefix("torch."), parts=(part,))
     tied = {name: first for name, first in metadata.items() if first in contents and name not in contents}
+    tied = {_without_wrapper(name): _without_wrapper(first) for name, first in tied.items()}
     return Source(path=path, tensors=tensors, tied=tied, read=reader_of(path.parent))
 
 

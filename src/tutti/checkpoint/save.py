@@ -50,6 +50,9 @@ from tutti.parallel.saved_values import parse_dtype
 UNFINISHED, FAILED = ".part", ".failed"
 """Suffixes of a file that is being written, and of the marker that it could not be written."""
 
+PATIENT = 10
+"""A checkpoint that is due waits for the next batch for so many updates, or `every` if that is more."""
+
 _PATIENCE_S = 10.0
 """Seconds that rank 0, when its process ends, waits for other ranks' files that do not grow."""
 
@@ -75,6 +78,8 @@ class CheckpointWriter:
         self._training, self._world = training, training.parallel.world
         self._folder, self._every, self._keep, self._write_row = folder, every, keep, write_row
         self._pending: PendingCheckpoint | None = None
+        self._due: int | None = None
+        self._begun: int | None = None
 
     def save(self) -> tuple[Path, int]:
         """Write a checkpoint of the current state. Collective.
@@ -86,17 +91,42 @@ class CheckpointWriter:
             CheckpointError: on every rank, if any rank fails; earlier checkpoints stay complete.
         """
         self.finish()
+        self._due = None
         self._pending = pending = self._begin(background=False)
         return pending.path, self.finish()
 
-    def save_when_due(self) -> None:
-        """After every step: begin a checkpoint in the background if one is due, or finish one that is written.
+    def updated(self, *, again: bool = False) -> bool:
+        """After every update: note whether a checkpoint is due, and finish one that is written.
+
+        Args:
+            again: whether it is not the first update on its batch. A checkpoint that counts the batch as taken and was
+                begun after the update before is then followed by another.
+
+        Returns:
+            Whether a checkpoint has been due for so long that the script seems to stay on its batch.
 
         Raises:
             CheckpointError: on every rank in the same step, if any rank failed to write.
         """
-        if self._every and self._training.progress.step % self._every == 0:
+        step = self._training.progress.step
+        if self._every and self._due is None and (step % self._every == 0 or (again and self._begun == step - 1)):
+            self._due = step
+        if self._pending is not None:
+            self._finish_if_written(self._pending)
+        return self._every is not None and self._due is not None and step - self._due >= max(self._every, PATIENT)
+
+    def save_when_due(self) -> None:
+        """Where a batch is done: begin a checkpoint in the background if one is due.
+
+        A checkpoint counts the batch that the loader yielded last as taken, so it waits until all updates on that batch
+        are made.
+
+        Raises:
+            CheckpointError: on every rank in the same step, if any rank failed to write.
+        """
+        if self._due is not None:
             self.finish()
+            self._due = None
             self._pending = self._begin(background=True)
         if self._pending is not None:
             self._finish_if_written(self._pending)
@@ -136,7 +166,7 @@ class CheckpointWriter:
 
     def _begin(self, *, background: bool) -> PendingCheckpoint:
         """Agree on which rank writes what, and start writing the current state. Collective."""
-        started = time.perf_counter()
+        started, self._begun = time.perf_counter(), self._training.progress.step
         self._training.noise.flush(self._world)
         path = self._folder.checkpoints / f"step-{self._training.progress.step:08d}"
         name, failure = None, None

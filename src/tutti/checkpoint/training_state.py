@@ -1,14 +1,27 @@
 """The training state: everything that a checkpoint saves and a resumed run restores."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from tutti.data.share_loader import ShareLoader
 from tutti.local_sgd.consistency import Consistency
+from tutti.optim.schedules import Schedules
 from tutti.parallel.data.noise_meter import NoiseMeter
 from tutti.parallel.parallel_model import ParallelModel
+
+
+@dataclass(slots=True)
+class OptimizerClock:
+    """Counters of one optimizer.
+
+    Attributes:
+        updates: updates of this optimizer, skipped ones included.
+        base_steps: its updates in steps of AdaScale's base batch; under other learning-rate rules, the updates made.
+    """
+
+    updates: int = 0
+    base_steps: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,11 +29,11 @@ class Progress:
     """Counters of a run.
 
     Attributes:
-        step: updates made, skipped ones included.
+        step: updates made, skipped ones included; an update of one of several optimizers counts as one.
         epoch: the epoch that the script is in, from 0.
         samples_seen: samples of all ranks.
         tokens_seen: tokens of all ranks, if the data says how many a sample has.
-        base_steps: updates in steps of AdaScale's base batch; equal to the updates under other learning-rate rules.
+        clocks: the updates of each optimizer.
         total_epochs: epochs that the script asked for; None if it did not say.
     """
 
@@ -28,7 +41,7 @@ class Progress:
     epoch: int = 0
     samples_seen: int = 0
     tokens_seen: int = 0
-    base_steps: float = 0.0
+    clocks: list[OptimizerClock] = field(default_factory=list)
     total_epochs: int | None = None
 
 
@@ -38,7 +51,7 @@ class TrainingState:
 
     Attributes:
         consistency: how replicas are kept together; holds the state of replicas that have diverged.
-        scheduler: the user's learning-rate scheduler, or None.
+        schedules: the user's learning-rate schedulers.
         scaler: loss scaling; disabled except for float16.
         noise: the meter of the gradient noise scale, with its averages.
     """
@@ -46,7 +59,11 @@ class TrainingState:
     parallel: ParallelModel
     consistency: Consistency
     loader: ShareLoader
-    scheduler: Any
+    schedules: Schedules
     scaler: torch.amp.GradScaler
     noise: NoiseMeter
     progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        if not self.progress.clocks:
+            self.progress.clocks = [OptimizerClock() for _ in self.parallel.optimizers]

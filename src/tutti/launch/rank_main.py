@@ -7,6 +7,7 @@ launcher forks `main`; other launchers start the command of `rank_command`, whic
 
 import atexit
 import contextlib
+import functools
 import io
 import multiprocessing
 import os
@@ -98,6 +99,7 @@ def main(task: RankTask) -> None:
     become(task.environment)
     multiprocessing.set_start_method(None, force=True)  # the script chooses, as in a fresh interpreter
     _limit_threads(task.threads)
+    threading.excepthook = functools.partial(_on_thread_error, task.rank, folder)
     sys.exit(_run(task, folder))
 
 
@@ -135,6 +137,19 @@ def _run_target(task: RankTask) -> None:
         if not sys.flags.safe_path:
             sys.path[0] = str(script.parent)
         runpy.run_path(str(script), run_name="__main__")
+
+
+def _on_thread_error(rank: int, folder: Path, arguments: threading.ExceptHookArgs) -> None:
+    """End the process for an error of tutti's in a thread: the main thread may wait for other ranks for ever."""
+    error = arguments.exc_value
+    if not isinstance(error, TuttiError):
+        threading.__excepthook__(arguments)
+        return
+    _write(folder, failure_of(rank, error))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(error.exit_code)
 
 
 _THREADS_TIMEOUT_S = 600.0

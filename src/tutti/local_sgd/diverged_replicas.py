@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from tutti.local_sgd.consistency import Consistency, ReplicaState
 from tutti.local_sgd.replica_group import FlatTensors, FlatVectors, ReplicaGroup
+from tutti.parallel.layout import local_tensors
 from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.saved_values import pack_scalar, parse_dtype, unpack_scalar
 
@@ -251,9 +252,9 @@ class ReplicaBuffers:
         counters.write(largest)
 
     def _current(self) -> dict[str, torch.Tensor]:
-        persistent = set(self._model.state_dict(keep_vars=True))
-        named = ((name, tensor) for name, tensor in self._model.named_buffers() if name in persistent)
-        return {name: tensor for name, tensor in named if not tensor.is_complex()}
+        named = local_tensors(self._model)
+        buffers = ((name, tensor) for name, tensor in named if not isinstance(tensor, nn.Parameter))
+        return {name: tensor for name, tensor in buffers if not tensor.is_complex()}
 
 
 def _tracked(model: nn.Module) -> Iterator[str]:

@@ -18,7 +18,9 @@ Used by all of them:
 
 - `parallelize.py`: applies a plan's mechanisms in a fixed order; `parallel_model.py`: the result.
 - `mesh.py`: ranks as a grid, and process groups; `layout.py`: this rank's part of every tensor.
-- `losses.py`: a batch becomes a call of the model and a loss; `mixed_precision.py`: autocast and loss scaling.
+- `whole_model.py`: the whole model out of all ranks' parts; `part_guards.py`: refusals to take a part for the whole.
+- `losses.py`: a batch becomes a call of the model and a loss; `loss_means.py`: the counts of means in torch's losses.
+- `mixed_precision.py`: autocast and loss scaling.
 - `divided_tensor.py`: the base of divided activations; `all_to_all.py`: exchanges of rows, with gradients.
 - `recompute.py`: recompute and chunks; `sharded_norms.py`: norms of divided tensors, for LARS and LAMB.
 - `saved_values.py`: optimizer scalars as plain values.

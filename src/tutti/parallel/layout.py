@@ -246,9 +246,13 @@ class Layout:
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for every parameter and persistent buffer on this rank, tied parameters once."""
-    persistent = set(model.state_dict(keep_vars=True))
     yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    passing = {
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules(remove_duplicate=False)
+        for key in module._non_persistent_buffers_set
+    }
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in passing)
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 Totals and counts can be added up over ranks and microbatches.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,14 +39,27 @@ class Weighted:
     count: torch.Tensor | float
 
 
-def as_weighted(loss: Any, samples: float) -> Weighted:
-    """Return a user's loss, computed from `samples` samples, as (total, count).
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """A loss that a function of torch has summed over samples, so that those of ranks add up to the batch's.
+
+    Attributes:
+        total: 0-d tensor with gradient.
+    """
+
+    total: torch.Tensor
+
+
+def as_weighted(loss: Any, samples: float, batch_size: float = math.inf) -> Weighted:
+    """Return a user's loss, computed from `samples` samples of `batch_size`, as (total, count).
 
     Raises:
         ScriptError: it is neither a tensor of one element nor a Weighted.
     """
     if isinstance(loss, Weighted):
         return loss
+    if isinstance(loss, LossSum):
+        return Weighted(loss.total.reshape(()), samples / batch_size)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return Weighted(loss.reshape(()) * samples, float(samples))
     shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.comm.world import World
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError, ScriptError
+from tutti.optim.optimizer_traits import check_takes_parts, check_takes_tensors
 from tutti.parallel.data.batchnorm import BatchScope, share_statistics
 from tutti.parallel.embedding.apply_table_parallel import divide_tables
 from tutti.parallel.expert.expert_parallel import divide_experts
@@ -121,6 +123,32 @@ def rebind(
                 state = optimizer.state.pop(parameter)
                 if new is not None:
                     optimizer.state[new] = _shard_state(state, layout.shard_of(name))
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], layout: Layout, world: World) -> None:
+    """Check that the optimizers can update what a rank holds of their parameters. Collective.
+
+    Raises:
+        PlanError: on every rank, naming the optimizer.
+    """
+    axes = [axis for axis, degree in layout.mesh.degrees.items() if degree > 1 and axis not in _WHOLE_AXES]
+    refusal, divided = None, " and ".join(f"mesh.{axis}" for axis in axes)
+    try:
+        for number, optimizer in enumerate(optimizers) if axes else ():
+            names = {name for group in layout.states.groups[number] for name in group}
+            if any(layout.shard_of(name).cuts for name in names):
+                check_takes_parts(optimizer, divided, "replicas,")
+            else:
+                check_takes_tensors(optimizer, divided)
+    except PlanError as error:
+        refusal = str(error)
+    refusals = [message for message in world.gather(refusal) if message is not None] if axes else []
+    if refusals:
+        raise PlanError(refusals[0])
+
+
+_WHOLE_AXES: frozenset[AxisName] = frozenset(("replicate", "context", "space"))
+"""Axes along which every rank holds all parameters and updates them alike."""
 
 
 def _shard_state(state: dict[str, Any], held: TensorShard) -> dict[str, Any]:

@@ -230,7 +230,7 @@ def modules_without_input_gradient(model: nn.Module, sample: Sample) -> frozense
         tracked = any(leaf.requires_grad for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
         with_gradient[name] = with_gradient.get(name, False) or tracked
         if id(module) in stand_ins.stacked:
-            return of_experts(*args, **kwargs)
+            return of_experts(module, *args, **kwargs)
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     try:

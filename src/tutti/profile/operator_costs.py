@@ -132,6 +132,10 @@ def _flops(func: OpOverload, kind: OpKind, call: tuple[tuple[Any, ...], dict[str
         return _convolution_flops(out, *args, **kwargs)
     if func.overloadpacket in flop_registry:
         return float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
+    if func.overloadpacket is torch.ops.aten._grouped_mm:  # every row is in one group
+        left, right = args[:2]
+        by_columns = left.dim() > right.dim()
+        return 2.0 * float(right.numel() * left.shape[-2] if by_columns else left.numel() * right.shape[-1])
     if kind == "gemm":  # products with a vector: every element of the largest operand is used once
         return 2.0 * numel
     return float(numel) if kind in _BY_ELEMENT else 0.0
@@ -203,7 +207,7 @@ class ShapePropagation:
         if name in _SIZED:
             return func(*args, **kwargs)
         if all(self._known(tensor) for tensor in tensors) and not _spreads(func, tensors):
-            if not any(tensor.is_meta for tensor in tensors):
+            if not any(tensor.is_meta for tensor in tensors) and not _to_meta_device(kwargs):
                 return func(*args, **kwargs)
             return self._with_values(func, name, args, kwargs)
         if name.endswith("_") and args[0].is_meta:
@@ -259,6 +263,8 @@ class ShapePropagation:
         on_meta, options = args, _moved(kwargs, _META)
         if not all(tensor.is_meta for tensor in flat_tensors((*args, *kwargs.values()))):
             on_meta, options = tree_map_only(Tensor, _meta, (on_meta, options))
+        if name == "_grouped_mm":
+            return _grouped_product(*on_meta, **options)
         try:
             out = func(*on_meta, **options)
         except NotImplementedError:
@@ -299,6 +305,13 @@ class ShapePropagation:
         self.note("elements selected by computed values are counted as if all were selected: an upper bound")
 
 
+def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the shape of a product by groups. torch's own rule takes only bfloat16, with rows of 16 bytes."""
+    groups = (offsets.numel(),) if left.dim() == right.dim() == 2 and offsets is not None else ()
+    groups = (left.shape[0],) if left.dim() == right.dim() == 3 else groups
+    return _empty((*groups, left.shape[-2], right.shape[-1]), kwargs.get("out_dtype") or left.dtype)
+
+
 def _meta(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta else to_meta(tensor)
 
@@ -306,6 +319,12 @@ def _meta(tensor: Tensor) -> Tensor:
 def _moved(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return an operator's options with another device, if they name one."""
     return {**kwargs, "device": device} if kwargs.get("device") is not None else kwargs
+
+
+def _to_meta_device(kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator's options move its result to meta, as `mask.to(hidden.device)` does."""
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

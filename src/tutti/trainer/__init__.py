@@ -8,6 +8,8 @@
   parallel/mixed_precision.py.
 - `evaluate.py`: evaluation of every sample exactly once.
 - `metrics.py`, `metrics_rows.py`, `run_header.py`: what a run writes.
+- `whole_weights.py`: whole weights out of a divided model (job.state_dict, job.whole_model).
+- `operation_watch.py`: names ranks that wait for each other in different methods of the Job.
 - `deferred_init.py`: building a model without memory (job.build).
 - `observer.py`, `capture.py`: how verification and planning look into a script.
 """

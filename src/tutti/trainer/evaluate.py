@@ -16,7 +16,8 @@ from tutti.config.partitioning import cut
 from tutti.data.batches import to_device
 from tutti.data.samples import Collate, DataSource, SeededSamples
 from tutti.errors import PlanError, ScriptError
-from tutti.parallel.losses import Weighted
+from tutti.parallel.loss_means import noted_means
+from tutti.parallel.losses import LossSum, Weighted
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.placeholders import is_unknown
 from tutti.trainer.run_state import Run
@@ -56,14 +57,15 @@ def evaluate(
                 autocast(run.parallel.plan.precision, run.parallel.world.device),
             ):
                 args, kwargs, target = run.loop.unpack(part)
-                output = run.state.consistency.combine_predictions(run.forward(*args, **kwargs))
-                if not counts or not run.gives_output:
-                    continue
-                size = _batch_size(batch)
-                rows = []
-                # The loss is computed on this rank's part of the sequences and added up; metrics may need whole ones.
-                if "loss" in table and "loss" not in metrics:
-                    rows = [_total_count("loss", table["loss"](output, target), size)]
+                with noted_means(run.parallel.model) as means:
+                    output = run.state.consistency.combine_predictions(run.forward(*args, **kwargs))
+                    if not counts or not run.gives_output:
+                        continue
+                    size = _batch_size(batch)
+                    rows = []
+                    # The loss is of this rank's part of the sequences and added up; metrics may need whole ones.
+                    if "loss" in table and "loss" not in metrics:
+                        rows = [_total_count("loss", means.weighted(table["loss"](output, target)), size)]
                 if metrics or whole:
                     output, target = run.parallel.sequences.join((output, target))
                 rows += [_total_count(name, metric(output, target), size) for name, metric in metrics.items()]
@@ -157,6 +159,7 @@ def _total_count(name: str, value: Any, samples: int) -> tuple[float, float]:
         )
     if isinstance(value, Weighted):
         return float(value.total), float(value.count)
+    value = value.total if isinstance(value, LossSum) else value
     if isinstance(value, torch.Tensor) and value.numel() == samples and value.ndim:
         return float(value.double().sum()), float(samples)
     if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):

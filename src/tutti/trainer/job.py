@@ -4,7 +4,10 @@ import atexit
 import os
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -30,19 +33,33 @@ from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
 from tutti.trainer.evaluate import Metric, evaluate, samples_at_once
 from tutti.trainer.job_context import open_job_context
 from tutti.trainer.metrics import redirect_other_ranks
-from tutti.trainer.metrics_rows import write_bucket_size, write_evaluation_row, write_step_row
-from tutti.trainer.prepare import PrepareArguments, build_optimizers, captured_script, prepare_run
+from tutti.trainer.metrics_rows import write_evaluation_row
+from tutti.trainer.prepare import (
+    PrepareArguments,
+    build_optimizers,
+    captured_script,
+    prepare_run,
+    without_wrappers,
+)
 from tutti.trainer.run_state import JobSettings, Run
-from tutti.trainer.step import StepResult, forward_backward
-from tutti.trainer.update import update
+from tutti.trainer.step import forward_backward
+from tutti.trainer.update import make_update, optimizers_of, save_when_due
+from tutti.trainer.whole_weights import on_cpu, save_pretrained, whole_model, whole_state
 
 
 class JobLoader:
-    """Yields this rank's share of each global batch of the current epoch."""
+    """Yields this rank's share of each global batch of the current epoch.
 
-    def __init__(self, shares: ShareLoader, clock: PhaseClock) -> None:
+    Args:
+        shares: yields the shares.
+        clock: measures the phases of the run.
+        between: called whenever the script asks for the next batch.
+    """
+
+    def __init__(self, shares: ShareLoader, clock: PhaseClock, between: Callable[[], None]) -> None:
         self.shares = shares
         self.clock = clock
+        self.between = between
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch."""
@@ -55,6 +72,7 @@ class JobLoader:
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.shares)
         while True:
+            self.between()
             self.clock.enter("data")
             try:
                 batch = next(batches)
@@ -120,7 +138,7 @@ class Job:
 
     _tape: Tape | None = None
     _prepared: Run | None = None
-    _result: StepResult | None = None
+    _whole: bool = False
 
     def __init__(
         self,
@@ -247,8 +265,9 @@ class Job:
             dataset: a map or iterable data set, or a DataLoader.
             loss_fn: loss_fn(output, target) -> mean over samples, or a Weighted. None: the model computes its loss:
                 `output.loss`, `output["loss"]`, or a 0-d output.
-            scheduler: a learning-rate scheduler; `update` and `epochs` advance it.
-            scheduler_clock: whether it advances once per step or once per epoch.
+            scheduler: a learning-rate scheduler or a list of them. Each belongs to the optimizer that it was built
+                with; that optimizer's updates, or `epochs`, advance it. ReduceLROnPlateau: see `schedule`.
+            scheduler_clock: whether schedulers advance once per update or once per epoch.
             unpack: unpack(batch) -> (args, kwargs, target). None: a batch is (inputs, target), a dict or a tensor.
             shuffle: whether samples are shuffled in each epoch. None: as the DataLoader does, else True.
             tokens: tokens of every sample, or a list with one number per sample; needed if the batch counts tokens.
@@ -270,6 +289,7 @@ class Job:
         if scheduler_clock not in ("step", "epoch"):
             raise ScriptError(f"scheduler_clock = {scheduler_clock!r}; use 'step' or 'epoch'")
         source = read_source(dataset, shuffle=shuffle, tokens=tokens, arguments=loader_arguments)
+        model = without_wrappers(model, compiled=not capture.is_capturing())
         optimizers = build_optimizers(model, optimizer)
         prepare_arguments = PrepareArguments(
             model=model,
@@ -290,7 +310,8 @@ class Job:
         if not self._context.launch_options.supervised:
             redirect_other_ranks(self._context.world, str(self._prepared.output.folder.rank(self.rank) / "stdout.log"))
         returned = list(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
-        return model, returned, JobLoader(self._prepared.state.loader, self._prepared.loop.clock)
+        run = self._prepared
+        return model, returned, JobLoader(run.state.loader, run.loop.clock, partial(save_when_due, run))
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs still to run, of `count`; a resumed run continues at its checkpoint."""
@@ -302,8 +323,8 @@ class Job:
             yield epoch
             if run.state.loader.epoch == epoch:  # the script left the loader early
                 run.state.loader.next_epoch()
-            if run.state.scheduler is not None and run.loop.scheduler_clock == "epoch":
-                run.state.scheduler.step()
+            run.state.schedules.epoch_ended(run.state.loader.epoch)
+            save_when_due(run)
             run.output.log.row("epoch", run.loop.clock.elapsed_s(), epoch=epoch, step=run.state.progress.step)
         if run.state.loader.epoch > first and run.settings.keep_checkpoints:
             self.save()
@@ -321,22 +342,35 @@ class Job:
             The global mean loss, the same on every rank. If the plan says that ranks do not wait for each other, the
             loss of this rank's share.
         """
-        run = self._run()
-        loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
-        self.update()
+        with self._together("job.step") as run:
+            loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
+            self.update()
         return loss
 
-    def forward_backward(self, function: LossFunction, batch: Any) -> float:
+    def forward_backward(
+        self,
+        function: LossFunction,
+        batch: Any,
+        *,
+        zero_grad: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    ) -> float:
         """Compute the gradients of the global mean of `function(model, batch)`.
 
-        For steps that are not one loss and one update. Call `update` afterwards.
+        For steps that are not one loss and one update. Call `update` afterwards. Gradients of several calls before an
+        update add up; after an update, all gradients start from zero.
 
         Args:
             function: (model, batch) -> loss: a mean over samples, or a Weighted.
             batch: this rank's share of the global batch, as the loader yielded it.
+            zero_grad: optimizers whose gradients start from zero, where that is another choice: as if their zero_grad
+                was called before this backward. An empty list: no optimizer's.
 
         Returns:
             The global mean loss.
+
+        Raises:
+            ScriptError: the batch is not the loader's, or it is not clear whose gradients start from zero.
+            TrainingError: the loss or a gradient is not finite.
 
         Examples:
             A penalty beside the loss of `prepare`:
@@ -357,27 +391,51 @@ class Job:
             ...     value = job.forward_backward(loss, batch)
             ...     job.update()
         """
-        run = self._run()
-        run.check_changes()
-        self._result = forward_backward(run, function, batch)
-        return self._result.loss
+        with self._together("job.forward_backward") as run:
+            zeroed = None if zero_grad is None else optimizers_of(run, zero_grad)
+            return forward_backward(run, function, batch, zeroed).loss
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Clip gradients, step the optimizer (None: all), advance the scheduler, write the step's row."""
-        run, result = self._run(), self._result
-        if result is None:
-            raise ScriptError("update was called before forward_backward; compute gradients first")
-        run.loop.clock.enter("optimizer")
-        done = update(run, run.parallel.optimizers if optimizer is None else (optimizer,), finite=result.finite)
-        run.state.consistency.updated(run.parallel, run.state.progress.step)
-        run.loop.clock.enter("other")
-        chosen = run.loop.bucket_tuner.end(full_batch=result.samples == run.state.loader.stated_size)
-        if chosen is not None:
-            write_bucket_size(run, chosen)
-        self._result = None
-        write_step_row(run, result, done)
-        run.loop.observer.updated(run.state.progress.step - 1, result.loss, done.learning_rate)
-        run.output.checkpoints.save_when_due()
+        """Clip gradients, step the optimizer, advance its scheduler, write the step's row.
+
+        Args:
+            optimizer: one of the optimizers that were passed to prepare; None: all of them. Only its own parameters
+                are clipped and updated, and only its own schedulers and warm-up advance.
+
+        Raises:
+            ScriptError: the optimizer has no new gradients, or is not one of those passed to prepare.
+            TrainingError: gradients are not finite at any loss scale.
+        """
+        with self._together("job.update") as run:
+            make_update(run, optimizer)
+
+    def schedule(self, metric: float) -> None:
+        """Give a metric to the schedulers that follow one (ReduceLROnPlateau). Call it once an epoch.
+
+        Without a call, the end of an epoch gives them the epoch's mean training loss.
+
+        Args:
+            metric: the same on every rank, as the results of `evaluate` are.
+
+        Raises:
+            ScriptError: no scheduler follows a metric.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import TensorDataset
+            >>> job = Job(global_batch_size=4, folder="runs/plateau")
+            >>> model = nn.Linear(3, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+            >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+            >>> model, optimizer, loader = job.prepare(model, optimizer, data, nn.MSELoss(), scheduler=plateau)
+            >>> for epoch in job.epochs(2):
+            ...     for batch in loader:
+            ...         loss = job.step(batch)
+            ...     job.schedule(job.evaluate(data)["loss"])
+        """
+        self._run().state.schedules.measured(float(metric))
 
     def evaluate(
         self,
@@ -402,15 +460,14 @@ class Job:
         Returns:
             Results by name, the same on every rank; "loss" is always one of them.
         """
-        run = self._run()
-        run.check_changes()
-        arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
-        source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
-        run.loop.clock.enter("evaluation")
-        size = batch_size or samples_at_once(run)
-        with run.state.consistency.averaged_model(run.parallel):
-            values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
-        write_evaluation_row(run, source, name, values, samples)
+        with self._together("job.evaluate") as run:
+            arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
+            source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
+            run.loop.clock.enter("evaluation")
+            size = batch_size or samples_at_once(run)
+            with run.state.consistency.averaged_model(run.parallel):
+                values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
+            write_evaluation_row(run, source, name, values, samples)
         return values
 
     def log(self, **values: float | int | str) -> None:
@@ -425,15 +482,123 @@ class Job:
         )
 
     def save(self) -> Path:
-        """Write a checkpoint now and return its folder. Collective."""
-        run = self._run()
-        run.check_changes()
-        return run.output.checkpoints.save()[0]
+        """Write a checkpoint now and return its folder. Collective.
+
+        A run resumed from it begins with the next batch, so call it once all updates on a batch are made.
+        """
+        with self._together("job.save") as run:
+            if run.loop.accumulation.waits:
+                run.output.screen.say(
+                    f"the checkpoint of step {run.state.progress.step} leaves out the gradients that forward_backward "
+                    "has computed since the last update"
+                )
+            return run.output.checkpoints.save()[0]
+
+    def state_dict(self, *, main_only: bool = False) -> dict[str, Any]:
+        """Return the whole model's state_dict, on the CPU, whatever the plan divides. Collective.
+
+        It is what one device's `model.state_dict()` would return. Every rank holds a copy of the model in its host's
+        memory meanwhile; `main_only` leaves that to rank 0. `tutti export` needs the memory of one tensor only.
+
+        Args:
+            main_only: return an empty dict on ranks other than 0.
+
+        Raises:
+            RankMismatchError: the ranks call different methods of the Job.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import TensorDataset
+            >>> job = Job(global_batch_size=4, folder="runs/weights")
+            >>> model = nn.Linear(3, 1)
+            >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+            >>> model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, nn.MSELoss())
+            >>> state = job.state_dict()  # on every rank
+            >>> if job.is_main:
+            ...     torch.save(state, "weights.pt")
+            >>> nn.Linear(3, 1).load_state_dict(torch.load("weights.pt"))
+            <All keys matched successfully>
+        """
+        if self._whole:
+            return on_cpu(self._run().parallel.model.state_dict())
+        with self._together("job.state_dict") as run:
+            return whole_state(run, main_only=main_only)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Call the model's own `save_pretrained(folder, **options)` on rank 0, with whole weights. Collective.
+
+        `from_pretrained(folder)` then loads them (transformers, diffusers); of a PEFT model it writes the adapters.
+        Rank 0 holds a copy of the model in its host's memory meanwhile.
+
+        Args:
+            folder: where the model is written.
+            **options: passed on.
+
+        Raises:
+            ScriptError: the model has no such method, or it fails; on every rank.
+        """
+        with self._together("job.save_pretrained") as run:
+            save_pretrained(run, Path(folder), options)
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """Let the model hold all its weights on every rank, and compute as on one device. Collective.
+
+        For what reads the weights as a whole or runs on some ranks only: generation, export, averaged copies, other
+        methods than forward. Values that every rank changes alike are kept. Each rank needs the memory of the
+        whole model beside its part. The Job's methods that train, evaluate or save wait until the context is left.
+
+        Raises:
+            ScriptError: ranks changed different tensors, or a tensor's shape or dtype.
+
+        Examples:
+            An average of the weights, and predictions on rank 0:
+
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.optim.swa_utils import AveragedModel
+            >>> from torch.utils.data import TensorDataset
+            >>> job = Job(global_batch_size=4, folder="runs/average")
+            >>> model = nn.Linear(3, 1)
+            >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+            >>> model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, nn.MSELoss())
+            >>> with job.whole_model() as whole:
+            ...     average = AveragedModel(whole)
+            >>> for batch in loader:
+            ...     loss = job.step(batch)
+            ...     with job.whole_model() as whole:
+            ...         average.update_parameters(whole)
+            >>> with job.whole_model() as whole, torch.no_grad():
+            ...     if job.is_main:
+            ...         print(whole(torch.ones(2, 3)).shape)
+            torch.Size([2, 1])
+        """
+        if self._whole:
+            yield self._run().parallel.model
+            return
+        with self._together("job.whole_model") as run, whole_model(run, edits=True) as model:
+            self._whole = True
+            try:
+                yield model
+            finally:
+                self._whole = False
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0 only, with the arguments of the built-in `print`."""
         if self.is_main:
             print(*values, **options)
+
+    @contextmanager
+    def _together(self, name: str) -> Iterator[Run]:
+        """Yield the run, and note meanwhile what this rank does together with the others."""
+        run = self._run()
+        if self._whole:
+            raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
+        if not run.loop.watch.inside and name != "job.update":
+            run.check_changes()
+        with run.loop.watch.during(name):
+            yield run
 
     def _run(self) -> Run:
         if self._prepared is None:
@@ -456,6 +621,7 @@ class RunFinalizer:
         self._ended = False
         if not supervised:
             sys.excepthook = self._on_exception
+            threading.excepthook = self._on_exception_in_thread
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -464,6 +630,7 @@ class RunFinalizer:
             return
         self._ended = True
         if self.run is not None:
+            self.run.loop.watch.stop()
             self._last_rows(self.run)
         if not self.failed:
             if self.run is not None:
@@ -492,6 +659,17 @@ class RunFinalizer:
         run.output.log.row("end", now, status=status, step=run.state.progress.step, wall_s=wall, phases=phases)
         run.output.log.close()
         run.output.screen.close()
+
+    def _on_exception_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
+        """End the process if the run's watch found it waiting for nothing: the main thread cannot."""
+        if not isinstance(arguments.exc_value, TuttiError):
+            threading.__excepthook__(arguments)
+            return
+        if self.world.is_main:
+            print(f"tutti: {arguments.exc_value}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(arguments.exc_value.exit_code)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.failed = True

@@ -8,9 +8,7 @@ from tutti.data.samples import DataSource
 from tutti.nn.mixture import Tally
 from tutti.parallel.data.bucket_size_tuner import MIB, ChosenBucketSize
 from tutti.trainer.run_header import data_fields
-from tutti.trainer.run_state import Run
-from tutti.trainer.step import StepResult
-from tutti.trainer.update import UpdateResult
+from tutti.trainer.run_state import Run, StepResult, UpdateResult
 
 
 def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) -> None:
@@ -22,9 +20,12 @@ def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) ->
             listed = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
             run.output.screen.say(f"parameters without a gradient in the first step, unused by the loss: {listed}")
     progress.step += 1
-    progress.samples_seen += result.samples
-    tokens = run.state.loader.tokens
-    progress.tokens_seen += tokens or 0
+    tokens = result.tokens
+    accumulation = run.loop.accumulation
+    if result.batch != accumulation.counted:  # a second update on a batch sees no further samples
+        accumulation.counted = result.batch
+        progress.samples_seen += result.samples
+        progress.tokens_seen += tokens or 0
     total = None
     if progress.total_epochs is not None and run.steps_per_epoch is not None:
         total = progress.total_epochs * run.steps_per_epoch
@@ -43,7 +44,11 @@ def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) ->
         tokens=tokens,
         samples_seen=progress.samples_seen,
         grad_norm=update_result.grad_norm,
-        **({} if update_result.gain is None else {"gain": update_result.gain, "base_steps": progress.base_steps}),
+        **(
+            {}
+            if update_result.gain is None
+            else {"gain": update_result.gain, "base_steps": progress.clocks[0].base_steps}
+        ),
         skipped=update_result.skipped,
         loss_scale=run.state.scaler.get_scale() if run.state.scaler.is_enabled() else None,
         sent_nbytes=sent,

@@ -37,6 +37,8 @@ from tutti.data.share_loader import ShareLoader, first_samples
 from tutti.errors import PlanError, RankMismatchError, ScriptError
 from tutti.local_sgd.modes import make_consistency
 from tutti.optim.learning_rate import initial_learning_rate
+from tutti.optim.optimizer_traits import check_needs_no_closure
+from tutti.optim.schedules import make_schedules
 from tutti.parallel.annotated_plan import with_annotations
 from tutti.parallel.compressed.compressor import make_compressor
 from tutti.parallel.compressed.factor_buckets import make_factored
@@ -53,19 +55,23 @@ from tutti.parallel.mesh import Mesh
 from tutti.parallel.mixed_precision import loss_scaler, set_matmul_precision
 from tutti.parallel.model_changes import NotedModel, check_unwrapped, forward_entries
 from tutti.parallel.parallel_model import ParallelModel
-from tutti.parallel.parallelize import parallelize, rebind, run_uncompiled
+from tutti.parallel.parallelize import check_optimizers, parallelize, rebind, run_uncompiled
+from tutti.parallel.part_guards import guard_model, guard_optimizers
+from tutti.parallel.part_reads import PartReads
 from tutti.parallel.pipeline.pipeline_runner import Pipeline, make_pipeline
 from tutti.parallel.pipeline.stage_building import StagePartition, cut_stages
 from tutti.parallel.sharded_norms import bind_norms
 from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.parallel.spatial.apply_spatial_parallel import feed_parts
+from tutti.parallel.whole_model import ModuleChanges, WholeModel
 from tutti.trainer.capture import CapturedScript, script_growth_nbytes
 from tutti.trainer.deferred_init import Tape, materialize
 from tutti.trainer.job_context import JobContext
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay
 from tutti.trainer.observer import Observer, load_observer
+from tutti.trainer.operation_watch import OperationWatch, note_calls_of_model
 from tutti.trainer.run_header import make_header, open_folder, this_rank
-from tutti.trainer.run_state import Run, RunningStatistics, RunOutput, TrainingLoop
+from tutti.trainer.run_state import Accumulation, Run, RunningStatistics, RunOutput, TrainingLoop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +81,7 @@ class PrepareArguments:
     Attributes:
         optimizers: one or several; all of them hold parameters of the model.
         source: the training data.
-        scheduler: a learning-rate scheduler, or None.
+        scheduler: a learning-rate scheduler, a list of them, or None.
         weights: file with the initial values of the model, unless the run is resumed.
         tape: recording of the model's constructor if job.build made the model without memory, else None.
     """
@@ -125,7 +131,7 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     divided = build_model(context, arguments)
     folder = open_folder(context.launch_options, context.world, context.folder)
     state = build_state(context, arguments, divided)
-    loop = build_loop(context, arguments, divided)
+    loop = build_loop(context, arguments, divided, state)
     output = open_output(context, folder, state)
     run = Run(settings=context.settings, state=state, loop=loop, output=output)
     resumed_from = _resume(run, context.resume or context.launch_options.resume, arguments.weights)
@@ -133,13 +139,16 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     _write_start_row(run, context)
     deprioritise_gloo_threads()  # after the last process group has been created
     loop.observer.prepared(state)
+    loop.watch.start()
     return run
 
 
 def build_model(context: JobContext, arguments: PrepareArguments) -> DividedModel:
     """Make the model equal on all ranks, divide it as the plan says, and set up gradient reduction. Collective."""
     world, model = context.world, arguments.model
+    _check_shapes_known(model)
     plan = _annotated_plan(context, model)
+    _check_optimizers_fit(arguments.optimizers, plan)
     set_matmul_precision(plan.precision, world.device)
     observer = load_observer(context.launch_options.observer)
     _synchronize_model(arguments, world, context.screen, observer, independent=plan.sync.mode == "ensemble")
@@ -149,12 +158,15 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
     originals, mixtures = dict(model.named_parameters(remove_duplicate=False)), mixtures_of(model)
     own_forwards = forward_entries(model)
     stages = cut_stages(model, plan, layout, partial(_sample_inputs, arguments, context, plan, observer))
+    division = ModuleChanges(model)
     shards = _divide_model(arguments, plan, layout, scope, stages, world.device)
     _rebind_optimizers(arguments, originals, layout, shards, world)
     source, unpack = feed_parts(model, arguments.source, arguments.unpack)
     pipeline = make_pipeline(model, stages, plan, layout, world.device)
     sequences = _sequences(arguments, plan, layout, pipeline)
     replica = _replica(context, arguments, plan, layout, shards, stages)
+    guard_model(model, layout, division)
+    guard_optimizers(arguments.optimizers, layout)
     parallel = ParallelModel(
         plan=plan,
         world=world,
@@ -165,6 +177,8 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
         scope=scope,
         sequences=sequences,
         seed=context.settings.seed,
+        whole=WholeModel(division, layout, world),
+        reads=PartReads(model, layout, shards, originals),
         mixtures=mixtures,
         gradient_hooks=GradientHooks(model, layout),
         noted=NotedModel(model, plan, shards, own_forwards),
@@ -176,29 +190,45 @@ def build_state(context: JobContext, arguments: PrepareArguments, divided: Divid
     """Build everything that checkpoints save, as it is before the first step. Collective."""
     parallel, seed = divided.parallel, context.settings.seed
     plan = parallel.plan
+    consistency = make_consistency(plan.sync, parallel.layout, seed)
+    schedules = make_schedules(arguments.scheduler, arguments.optimizers, arguments.scheduler_clock)
+    if consistency.asynchronous and schedules.follows_metric:
+        raise PlanError(
+            f'{schedules.names} with sync.mode = "{plan.sync.mode}": each rank has a loss of its own, so their '
+            "learning rates would differ; use a schedule without a metric, or a mode in which ranks wait for each other"
+        )
     return TrainingState(
         parallel=parallel,
-        consistency=make_consistency(plan.sync, parallel.layout, seed),
+        consistency=consistency,
         loader=ShareLoader(divided.source, plan, seed, parallel.mesh.data_index),
-        scheduler=arguments.scheduler,
+        schedules=schedules,
         scaler=loss_scaler(plan.precision, context.world.device),
         noise=_noise_meter(context, plan),
     )
 
 
-def build_loop(context: JobContext, arguments: PrepareArguments, divided: DividedModel) -> TrainingLoop:
+def build_loop(
+    context: JobContext, arguments: PrepareArguments, divided: DividedModel, state: TrainingState
+) -> TrainingLoop:
     """Build the parts that steps use, apart from the training state."""
-    parallel = divided.parallel
+    parallel, loader = divided.parallel, state.loader
+    watch = OperationWatch(
+        context.world, lambda: (loader.epoch, loader.position), waits=not state.consistency.asynchronous
+    )
+    if parallel.mesh.degree("shard", "split", "stage", "expert", "table", "space") > 1:
+        note_calls_of_model(parallel.model, watch)
+    parallel.whole.division.done()
     return TrainingLoop(
         pipeline=divided.pipeline,
         loss_fn=parallel.sequences.loss_fn,
         unpack=divided.unpack,
-        scheduler_clock=arguments.scheduler_clock,
+        accumulation=Accumulation(),
         initial_rates=tuple(initial_learning_rate(optimizer) for optimizer in parallel.optimizers),
         observer=divided.observer,
         clock=context.clock,
         bucket_tuner=BucketSizeTuner(parallel),
         statistics=RunningStatistics(parallel.model),
+        watch=watch,
     )
 
 
@@ -266,6 +296,7 @@ def _rebind_optimizers(
     refuse_lost_hooks(originals, arguments.model)
     rebind(arguments.optimizers, originals, arguments.model, layout)
     shards.bind(arguments.optimizers)
+    check_optimizers(arguments.optimizers, layout, world)
     layout.assign_owners(arguments.model, world, arguments.optimizers)
     bind_norms(arguments.optimizers, arguments.model, layout, world)
 
@@ -275,6 +306,67 @@ def _sample_inputs(arguments: PrepareArguments, context: JobContext, plan: Plan,
     count = plan.batch.global_batch_size // (plan.batch.num_microbatches * plan.data_parallel_degree)
     batch = first_samples(arguments.source, context.settings.seed, max(1, min(count, 4)))
     return arguments.unpack(observer.sampled(to_device(batch, context.world.device)))[:2]
+
+
+def without_wrappers(model: nn.Module, *, compiled: bool) -> nn.Module:
+    """Return the module inside torch.compile's wrapper, with the wrappers of its submodules removed in place.
+
+    A wrapper adds "_orig_mod" to every name. The modules inside run their compiled forward all the same, as after
+    nn.Module.compile.
+
+    Args:
+        model: the user's model.
+        compiled: whether modules still run compiled; False where only shapes are traced.
+    """
+    inner = _unwrapped(model, compiled)
+    for module in [*inner.modules()]:
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = _unwrapped(child, compiled)
+    return inner
+
+
+def _unwrapped(module: nn.Module, compiled: bool) -> nn.Module:
+    while "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx"):
+        inner = module._modules["_orig_mod"]
+        assert inner is not None
+        if compiled:
+            inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
+        module = inner
+    return module
+
+
+def _check_shapes_known(model: nn.Module) -> None:
+    """Check that no parameter or buffer waits for the model's first call.
+
+    Raises:
+        ScriptError: naming the module.
+    """
+    for name, module in model.named_modules():
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        if any(tensor is not None and is_lazy(tensor) for tensor in tensors):
+            raise ScriptError(
+                f"module {name or 'the model'!r} ({type(module).__name__}) has no shape before its first call; "
+                "call the model once on a batch before job.prepare"
+            )
+
+
+def _check_optimizers_fit(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Refuse float16 for a parameter of several optimizers.
+
+    Raises:
+        PlanError: naming the optimizers.
+    """
+    owner: dict[nn.Parameter, Optimizer] = {}
+    for optimizer in optimizers if plan.precision == "float16" else ():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            other = owner.setdefault(parameter, optimizer)
+            if other is not optimizer:
+                raise PlanError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in {type(other).__name__} and in "
+                    f"{type(optimizer).__name__}, and with precision = float16 each would undo the loss scale of its "
+                    "gradient; use bfloat16, or give every parameter to one optimizer"
+                )
 
 
 def build_optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
@@ -300,11 +392,14 @@ def build_optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
                 f"prepare got {type(candidate).__name__} as optimizer; pass a torch optimizer, or a callable that "
                 "takes parameters and returns one"
             )
-        if any(id(p) not in model_ids for group in candidate.param_groups for p in group["params"]):
+        others = [p for group in candidate.param_groups for p in group["params"] if id(p) not in model_ids]
+        if others:
             raise ScriptError(
-                f"{type(candidate).__name__} holds a parameter that is not in the model; create it from "
-                "model.parameters() of the model that is passed to prepare (compose several models into one module)"
+                f"{type(candidate).__name__} holds a parameter of shape {tuple(others[0].shape)} that is not in the "
+                "model; create it from model.parameters() of the model that is passed to prepare, and make what the "
+                "loss trains part of that model (compose several models into one module)"
             )
+        check_needs_no_closure(candidate)
     return optimizers
 
 
@@ -422,7 +517,7 @@ def _recipe(run: Run) -> Recipe:
         seed=run.settings.seed,
         clip_norm=run.settings.clip_norm,
         learning_rate_rule=None if rule is None else asdict(rule),
-        scheduler=None if run.state.scheduler is None else type(run.state.scheduler).__name__,
+        scheduler=run.state.schedules.names,
         batch_ramp=run.parallel.plan.batch.ramp,
         compress=None if compression is None else format_compression(compression),
     )

@@ -7,18 +7,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
 from tutti.checkpoint import CheckpointWriter, TrainingState
 from tutti.comm.clock import PhaseClock
 from tutti.config.run_folder import RunFolder
 from tutti.data.batches import Unpack
 from tutti.errors import PlanError
+from tutti.nn.mixture import Tally
 from tutti.optim.learning_rate import LRRule
 from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
 from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.pipeline.pipeline_runner import Pipeline
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
 from tutti.trainer.observer import Observer
+from tutti.trainer.operation_watch import OperationWatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,88 @@ class RunningStatistics:
             torch._foreach_copy_(self._buffers, self._saved)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Result of forward and backward of one global batch.
+
+    Attributes:
+        loss: global mean loss.
+        samples: samples of the global batch.
+        count: number of samples or tokens in the loss's mean, summed over ranks.
+        finite: whether no rank has a non-finite loss or gradient. Under loss scaling the scaler checks the gradients.
+        batch: number of the global batch, over all epochs.
+        tokens: tokens of the global batch; None where the batch counts samples.
+        experts: the counts of each mixture of experts, by module name, over all ranks.
+    """
+
+    loss: float
+    samples: int
+    count: float
+    finite: bool
+    batch: int
+    tokens: int | None = None
+    experts: dict[str, Tally] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """Result of one update.
+
+    Attributes:
+        learning_rate: rate of the first optimizer's first group.
+        gain: AdaScale's gain; None without AdaScale.
+        grad_norm: global norm before clipping; None without clipping.
+        skipped: whether the update was skipped, because float16 gradients overflowed or a loss or gradient was not
+            finite.
+    """
+
+    learning_rate: float
+    gain: float | None
+    grad_norm: float | None
+    skipped: bool
+
+
+@dataclass(slots=True)
+class Accumulation:
+    """The gradients that the model's parameters hold: which calls of forward_backward have left them.
+
+    Attributes:
+        results: of these calls, in order.
+        stepped: optimizers that have made an update with these gradients.
+        counted: number of the last global batch whose samples are counted in the progress.
+        several: whether the script makes several updates on a batch, as far as it has been seen to.
+    """
+
+    results: list[StepResult] = field(default_factory=list)
+    stepped: list[Optimizer] = field(default_factory=list)
+    counted: int = -1
+    several: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether no update has used these gradients yet."""
+        return bool(self.results) and not self.stepped
+
+    def clear(self) -> None:
+        """Begin anew: the gradients are used or lost."""
+        self.results, self.stepped = [], []
+
+    def total(self) -> StepResult:
+        """Return the result of all calls together: losses and counts add up, each batch's samples count once."""
+        if len(self.results) == 1:
+            return self.results[0]
+        last, batches = self.results[-1], {result.batch: result for result in self.results}.values()
+        return StepResult(
+            loss=sum(result.loss for result in self.results),
+            samples=sum(result.samples for result in batches),
+            count=sum(result.count for result in self.results),
+            finite=all(result.finite for result in self.results),
+            batch=last.batch,
+            tokens=None if last.tokens is None else sum(result.tokens or 0 for result in batches),
+            experts=last.experts,
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
     """The parts of a run that steps use, apart from the training state.
@@ -89,23 +174,25 @@ class TrainingLoop:
         pipeline: runs this rank's stages; None without pipeline parallelism.
         loss_fn: (output, target) -> loss; None: the model's output is the loss.
         unpack: splits a batch into arguments and a target.
-        scheduler_clock: whether the scheduler counts steps or epochs.
+        accumulation: what the next update uses.
         initial_rates: learning rate of each optimizer before the first step.
         observer: receives the events of the run.
         clock: measures the phases of a step.
         bucket_tuner: finds the bucket size by measurement, if the plan asks for that.
         statistics: running statistics of norm layers, for steps that are skipped.
+        watch: notes what this rank does together with the others.
     """
 
     pipeline: Pipeline | None
     loss_fn: Callable[[Any, Any], Any] | None
     unpack: Unpack
-    scheduler_clock: Literal["step", "epoch"]
+    accumulation: Accumulation
     initial_rates: tuple[float, ...]
     observer: Observer
     clock: PhaseClock
     bucket_tuner: BucketSizeTuner
     statistics: RunningStatistics
+    watch: OperationWatch
 
 
 @dataclass(slots=True, kw_only=True)

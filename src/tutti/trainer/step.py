@@ -6,54 +6,45 @@ multiplied once by samples / sum(count) after the reduction.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.comm.traffic import CommHandle
+from tutti.config.compression import format_compression
 from tutti.config.vocabulary import DATA_AXES
 from tutti.data.batches import BatchShare, MicrobatchShare, check_batch_size, split_batch, to_device
 from tutti.data.seeds import derive_seed, seed_device
 from tutti.errors import RankMismatchError, ScriptError, TrainingError
-from tutti.nn.mixture import Tally
 from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.expert.expert_parallel import TALLY_NUMEL, read_tallies, write_tallies
-from tutti.parallel.losses import Weighted, as_weighted
+from tutti.parallel.loss_means import CountedLoss
+from tutti.parallel.losses import LossSum, Weighted, as_weighted
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.pipeline_runner import PipelineBatch
 from tutti.trainer.finite_gradients import gradients_finite, nonfinite_loss_message
-from tutti.trainer.run_state import Run
+from tutti.trainer.run_state import Run, StepResult
+
+Gradients = dict[nn.Parameter, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """Result of forward and backward of one global batch.
-
-    Attributes:
-        loss: global mean loss.
-        samples: samples of the global batch.
-        count: number of samples or tokens in the loss's mean, summed over ranks.
-        finite: whether no rank has a non-finite loss or gradient. Under loss scaling the scaler checks the gradients.
-        experts: the counts of each mixture of experts, by module name, over all ranks.
-    """
-
-    loss: float
-    samples: int
-    count: float
-    finite: bool
-    experts: dict[str, Tally] = field(default_factory=dict)
-
-
-def forward_backward(run: Run, loss_of_batch: LossFunction, batch: Any) -> StepResult:
-    """Set every parameter's `grad` to the gradient of the global mean loss. Collective.
+def forward_backward(
+    run: Run, loss_of_batch: LossFunction, batch: Any, zeroed: tuple[Optimizer, ...] | None = None
+) -> StepResult:
+    """Add the gradient of the global mean loss to every parameter's `grad`. Collective.
 
     Args:
         run: the run.
         loss_of_batch: (model, batch) -> loss of the batch.
         batch: this rank's share of the global batch, as the loader yielded it.
+        zeroed: optimizers whose parameters' gradients start from zero; None: all parameters' if an update has used
+            what they hold, else none.
 
     Raises:
         TrainingError: on every rank, if the loss or a gradient is not finite and the Job says on_nonfinite = "stop",
@@ -65,14 +56,29 @@ def forward_backward(run: Run, loss_of_batch: LossFunction, batch: Any) -> StepR
         raise ScriptError(
             "a step was given a batch before the loader yielded one; iterate over the loader that prepare returned"
         )
+    loss_of_batch = CountedLoss(loss_of_batch)
     check_batch_size(batch, sum(share.sizes))
-    run.loop.bucket_tuner.begin()
+    accumulation = run.loop.accumulation
+    try:
+        earlier = start_gradients(run, zeroed)
+        if not accumulation.results:
+            run.loop.bucket_tuner.begin()
+            run.loop.statistics.save()
+        result = _forward_backward(run, loss_of_batch, share, batch, earlier)
+    except BaseException:
+        accumulation.clear()  # the gradients are incomplete
+        raise
+    accumulation.results.append(result)
+    return result
+
+
+def _forward_backward(
+    run: Run, loss_of_batch: LossFunction, share: BatchShare, batch: Any, earlier: Gradients
+) -> StepResult:
+    """Compute the gradients of one global batch, and add those of `earlier` calls."""
     batch = run.loop.observer.loaded(run.state.progress.step, batch)
-    for optimizer in run.parallel.optimizers:
-        optimizer.zero_grad(set_to_none=True)
     run.parallel.replica.shards.clear()
     run.state.noise.begin(run.state.progress.step)
-    run.loop.statistics.save()
     # All-reduced together: loss, count, a non-finite flag per rank, a tally per mixture, the noise meter's sums.
     size = 2 + run.parallel.world.world_size + TALLY_NUMEL * len(run.parallel.mixtures) + run.state.noise.width
     totals = torch.zeros(size, dtype=torch.float64, device=run.parallel.world.device)
@@ -91,6 +97,8 @@ def forward_backward(run: Run, loss_of_batch: LossFunction, batch: Any) -> StepR
         result = replace(result, finite=finite)
     if not result.finite:
         run.loop.statistics.restore()
+        for parameter in run.parallel.model.parameters():
+            parameter.grad = earlier.get(parameter)
     else:
         scale = run.state.scaler.get_scale() if run.state.noise.measuring and run.state.scaler.is_enabled() else 1.0
         _finish_gradients(run, share.batch_size / result.count)
@@ -102,8 +110,78 @@ def forward_backward(run: Run, loss_of_batch: LossFunction, batch: Any) -> StepR
             counted=result.count,
             units=run.state.loader.tokens or share.batch_size,
         )
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     run.loop.observer.gradients(run.state.progress.step)
     return result
+
+
+def start_gradients(run: Run, zeroed: Iterable[Optimizer] | None) -> Gradients:
+    """Set the gradients of all parameters to None. Return those that the next ones are added to.
+
+    Args:
+        run: the run.
+        zeroed: see `forward_backward`.
+
+    Raises:
+        ScriptError: an optimizer has got a parameter that is not in the model, or it is not clear whose gradients
+            start from zero.
+    """
+    accumulation, model = run.loop.accumulation, run.parallel.model
+    run.parallel.check_groups()
+    if accumulation.results and run.parallel.replica.compressor is not None:
+        _check_additive(run)
+    used = bool(accumulation.stepped)
+    if zeroed is None:
+        _check_clear(run)
+        dropped: list[nn.Parameter] | None = None if used or not accumulation.results else []
+    else:
+        dropped = [parameter for _, parameter in run.parallel.trained_by(zeroed)]
+        if used:
+            owned = {parameter for _, parameter in run.parallel.trained_by(run.parallel.optimizers)}
+            dropped += [parameter for parameter in model.parameters() if parameter not in owned]
+    if used or not accumulation.results:
+        accumulation.clear()
+        if run.state.scaler.is_enabled():
+            run.state.scaler._per_optimizer_states.clear()  # of optimizers that have not stepped
+    earlier: Gradients = {}
+    if dropped is not None:
+        without = set(dropped)
+        earlier = {p: p.grad.clone() for p in model.parameters() if p.grad is not None and p not in without}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return earlier
+
+
+def _check_clear(run: Run) -> None:
+    """Refuse to guess whose gradients start from zero.
+
+    After an update all do, as in a loop that calls zero_grad before each backward. If several calls of
+    forward_backward came before an update of some optimizers only, the others may still be accumulating.
+    """
+    accumulation = run.loop.accumulation
+    if len(accumulation.results) < 2 or not accumulation.stepped:
+        return
+    used = {parameter for _, parameter in run.parallel.trained_by(accumulation.stepped)}
+    for optimizer in run.parallel.optimizers:
+        waiting = (name for name, p in run.parallel.trained_by([optimizer]) if p not in used and p.grad is not None)
+        name = next(waiting, None)
+        if name is not None:
+            raise ScriptError(
+                f"{len(accumulation.results)} calls of forward_backward came before an update that left out "
+                f"{type(optimizer).__name__} of {name!r}, whose gradients may be accumulating; say whose gradients "
+                "start from zero: forward_backward(..., zero_grad=[...]), () for none"
+            )
+
+
+def _check_additive(run: Run) -> None:
+    """Refuse to add up gradients whose compressed form already contains the momentum of an update."""
+    compressor = run.parallel.replica.compressor
+    if compressor is not None and (compressor.momentum_compression or compressor.compression.entry.own_momentum):
+        raise ScriptError(
+            f"several calls of forward_backward before an update, with {format_compression(compressor.compression)}: "
+            "it sends momentum, which every call would advance; compute one loss in one call, or use another codec"
+        )
 
 
 def _microbatch(
@@ -119,16 +197,17 @@ def _microbatch(
     """Run forward and backward of one microbatch. Gradients are reduced during the last microbatch's backward."""
     part, step, device = share.parts[index], run.state.progress.step, run.parallel.world.device
     run.loop.clock.enter("forward")
-    seed_device(
-        derive_seed(run.settings.seed, "dropout", step, index, run.parallel.mesh.index(*DATA_AXES, "context")), device
-    )
+    rank = run.parallel.mesh.index(*DATA_AXES, "context")
+    seed_device(derive_seed(run.settings.seed, "dropout", step, index, rank, *_call(run)), device)
     run.parallel.scope.counts = part.count > 0
     with (
         run.parallel.sequences.part(to_device(batch, device)) as local_batch,
         run.loop.observer.microbatch(step, index, share),
     ):
         with autocast(run.parallel.plan.precision, device):
-            scaled_loss = _scaled_loss(run, share, index, loss_of_batch(run.parallel.model, local_batch), totals)
+            with run.parallel.reads.active():
+                value = loss_of_batch(run.parallel.model, local_batch)
+            scaled_loss = _scaled_loss(run, share, index, value, totals)
         loss_handle = _start_loss_all_reduce(run, share, totals) if last else None
         run.loop.clock.enter("backward")
         if index == 0:
@@ -145,6 +224,12 @@ def _microbatch(
         run.loop.clock.enter("exposed_communication")
         run.parallel.replica.finish()
         loss_handle.wait()
+
+
+def _call(run: Run) -> tuple[int, ...]:
+    """What tells the random draws of an update's later calls of forward_backward from those of the first."""
+    number = len(run.loop.accumulation.results)
+    return (number,) if number else ()
 
 
 def _pipeline_microbatches(
@@ -174,6 +259,7 @@ def _pipeline_microbatches(
         pieces=pieces,
         share=share,
         step=run.state.progress.step,
+        call=_call(run),
         clock=run.loop.clock,
     )
     run.loop.pipeline.forward_backward(batch, scaled_loss_of, start_loss_all_reduce)
@@ -215,8 +301,10 @@ def _check_same_changes(run: Run, loss_handle: CommHandle | None, totals: torch.
 
 def _scaled_loss(run: Run, share: BatchShare, index: int, value: Any, totals: torch.Tensor) -> torch.Tensor:
     """Add a microbatch's loss to `totals`; return it divided by the global batch size and times the loss scale."""
-    run.loop.observer.loss(value)
     part = share.parts[index]
+    if isinstance(value, LossSum):
+        value = as_weighted(value, part.loaded / run.parallel.mesh.degree("context"), share.batch_size)
+    run.loop.observer.loss(value)
     loss = _weighted_part(value, part, run.parallel.mesh.degree("context"))
     run.state.noise.counted(loss.count)
     _accumulate_loss(totals, loss, part, run)
@@ -260,7 +348,16 @@ def _step_result(run: Run, share: BatchShare, totals: list[float]) -> StepResult
     if bad and run.settings.on_nonfinite == "stop":
         run.loop.statistics.restore()
         raise TrainingError(nonfinite_loss_message(loss, bad, step))
-    return StepResult(loss=loss, samples=share.batch_size, count=count, finite=not bad, experts=experts)
+    loader = run.state.loader
+    return StepResult(
+        loss=loss,
+        samples=share.batch_size,
+        count=count,
+        finite=not bad,
+        batch=loader.before + loader.position,
+        tokens=loader.tokens,
+        experts=experts,
+    )
 
 
 def _finish_gradients(run: Run, factor: float) -> None:
@@ -270,22 +367,37 @@ def _finish_gradients(run: Run, factor: float) -> None:
         run: the run.
         factor: samples of the global batch, divided by the loss's count.
     """
-    for optimizer in run.parallel.optimizers:
-        if run.state.scaler.is_enabled():
-            with run.parallel.replica.shards.whole_gradients(optimizer):
-                run.state.scaler.unscale_(optimizer)
-            overflows = run.state.scaler._found_inf_per_device(optimizer)
-            if not overflows:  # this optimizer has no gradient on this rank
-                overflows[str(run.parallel.world.device)] = torch.zeros((), device=run.parallel.world.device)
-            # Ranks that hold different gradients must skip the update together if one of them overflows.
-            if run.parallel.layout.shards or run.state.consistency.diverged:
-                for value in overflows.values():
-                    with run.parallel.layout.channel("scalars").waiting(
-                        ring_all_reduce_nbytes(value, run.parallel.world.world_size)
-                    ):
-                        dist.all_reduce(value, dist.ReduceOp.MAX)
+    if run.state.scaler.is_enabled():
+        for optimizer in run.parallel.optimizers:
+            _unscale(run, optimizer)
+        if run.settings.clip_norm is not None:  # the norm counts parameters that no optimizer holds
+            owned = {name for name, _ in run.parallel.trained_by(run.parallel.optimizers)}
+            others = [p.grad for name, p in run.parallel.model.named_parameters() if name not in owned]
+            if any(gradient is not None for gradient in others):
+                scale = run.state.scaler.get_scale()
+                torch._foreach_div_([gradient for gradient in others if gradient is not None], scale)
     if factor != 1.0:
         # The parameters that optimizers step on; with sharding, `replica.parameters` may be those of forward.
         gradients = [p.grad for p in run.parallel.model.parameters() if p.grad is not None]
         if gradients:  # a stage may have nothing to train
             torch._foreach_mul_(gradients, factor)
+
+
+def _unscale(run: Run, optimizer: Optimizer) -> None:
+    """Divide an optimizer's gradients by the loss scale, and note whether one of them has overflowed on any rank."""
+    scaler = run.state.scaler
+    before = scaler._per_optimizer_states.pop(id(optimizer), {}).get("found_inf_per_device", {})
+    with run.parallel.replica.shards.whole_gradients(optimizer):
+        scaler.unscale_(optimizer)
+    overflows = scaler._found_inf_per_device(optimizer)
+    if not overflows:  # this optimizer has no gradient on this rank
+        overflows[str(run.parallel.world.device)] = torch.zeros((), device=run.parallel.world.device)
+    # Ranks that hold different gradients must skip the update together if one of them overflows.
+    if run.parallel.layout.shards or run.state.consistency.diverged:
+        for value in overflows.values():
+            with run.parallel.layout.channel("scalars").waiting(
+                ring_all_reduce_nbytes(value, run.parallel.world.world_size)
+            ):
+                dist.all_reduce(value, dist.ReduceOp.MAX)
+    for device, value in before.items():  # of earlier calls, whose gradients these are added to
+        overflows[device] = torch.maximum(value, overflows[device]) if device in overflows else value

@@ -1,4 +1,4 @@
-"""The update: clip by the global norm, step the optimizers at the rule's learning rate, advance the scheduler.
+"""The update: clip by the global norm, step the optimizers at the rule's learning rate, advance their schedulers.
 
 Warm-up and batch-size rules are in optim/learning_rate.py; `_rate_factor` applies them here.
 
@@ -9,23 +9,24 @@ beside contiguous), torch 2.13 silently applies it to the wrong values. So a ste
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from tutti.checkpoint.training_state import OptimizerClock
 from tutti.environment import read_launch_options
-from tutti.errors import TrainingError
+from tutti.errors import ScriptError, TrainingError
 from tutti.host_memory import keep_memory_when_steady, limit_heap_growth
 from tutti.optim.gradient_noise_scale import adascale_gain
 from tutti.optim.learning_rate import learning_rate_factor, scaled_learning_rate
 from tutti.parallel.layout import to_local
 from tutti.trainer.finite_gradients import never_finite_message
-from tutti.trainer.run_state import Run
+from tutti.trainer.metrics_rows import write_bucket_size, write_step_row
+from tutti.trainer.run_state import Run, UpdateResult
 
 MIN_LOSS_SCALE = 2.0**-8
 """If the loss scale falls below this, gradients are not finite at any scale.
@@ -34,26 +35,63 @@ The scale starts at 2^12, and each skipped step halves it.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateResult:
-    """Result of one update.
+def make_update(run: Run, optimizer: Optimizer | None) -> None:
+    """Update by one optimizer (None: all), write the step's row, and begin a checkpoint that is due."""
+    accumulation = run.loop.accumulation
+    optimizers = run.parallel.optimizers if optimizer is None else optimizers_of(run, optimizer)
+    if not accumulation.results or any(one is used for one in optimizers for used in accumulation.stepped):
+        raise ScriptError("update was called before forward_backward; compute gradients first")
+    result = accumulation.total()
+    run.loop.clock.enter("optimizer")
+    done = update(run, optimizers, finite=result.finite)
+    accumulation.stepped.extend(optimizers)
+    run.state.consistency.updated(run.parallel, run.state.progress.step)
+    run.loop.clock.enter("other")
+    full = accumulation.results[-1].samples == run.state.loader.stated_size
+    chosen = run.loop.bucket_tuner.end(full_batch=full)
+    if chosen is not None:
+        write_bucket_size(run, chosen)
+    again = result.batch == accumulation.counted
+    accumulation.several |= again or len(optimizers) < len(run.parallel.optimizers)
+    if not again:
+        run.state.schedules.trained(result.loss, result.samples)
+    write_step_row(run, result, done)
+    run.loop.observer.updated(run.state.progress.step - 1, result.loss, done.learning_rate)
+    overdue = run.output.checkpoints.updated(again=again)
+    if not accumulation.several:
+        save_when_due(run)
+    elif overdue:
+        run.output.screen.say(
+            f"the checkpoint of step {run.state.progress.step} is written while its batch is in use; a run resumed "
+            "from it begins with the next batch"
+        )
+        run.output.checkpoints.save_when_due()
 
-    Attributes:
-        learning_rate: rate of the first optimizer's first group.
-        gain: AdaScale's gain; None without AdaScale.
-        grad_norm: global norm before clipping; None without clipping.
-        skipped: whether the update was skipped, because float16 gradients overflowed or a loss or gradient was not
-            finite.
+
+def save_when_due(run: Run) -> None:
+    """Begin a checkpoint that is due, unless gradients still wait for their update."""
+    if not run.loop.accumulation.waits:
+        run.output.checkpoints.save_when_due()
+
+
+def optimizers_of(run: Run, chosen: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
+    """Return the optimizers that the script names.
+
+    Raises:
+        ScriptError: one of them was not passed to prepare.
     """
-
-    learning_rate: float
-    gain: float | None
-    grad_norm: float | None
-    skipped: bool
+    optimizers = (chosen,) if isinstance(chosen, Optimizer) else tuple(chosen)
+    for optimizer in optimizers:
+        if not any(optimizer is known for known in run.parallel.optimizers):
+            raise ScriptError(
+                f"{type(optimizer).__name__} was not passed to prepare, so its parameters and state are not those of "
+                "the ranks; pass all optimizers to prepare, as a list"
+            )
+    return optimizers
 
 
 def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> UpdateResult:
-    """Clip the gradients, step the optimizers at the rule's learning rate, and advance the scheduler.
+    """Clip the gradients, step the optimizers at the rule's learning rate, and advance their schedulers.
 
     Args:
         run: the run.
@@ -64,23 +102,26 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
         TrainingError: gradients are not finite at any loss scale.
     """
     gain = _adascale_gain_of_step(run)
-    rate_factor = _rate_factor(run, gain or 1.0)
-    rate = float(optimizers[0].param_groups[0]["lr"]) * rate_factor
+    rate_factors = [_rate_factor(run, optimizer, gain or 1.0) for optimizer in optimizers]
+    rate = float(optimizers[0].param_groups[0]["lr"]) * rate_factors[0]
+    for optimizer in optimizers:
+        _clock_of(run, optimizer).updates += 1
     if not finite:
+        run.loop.statistics.restore()
         if run.state.consistency.diverged:  # other replicas may update, and learning rates must stay equal
-            _advance_schedule(run, gain or 1.0)
+            _advance_schedules(run, optimizers, gain or 1.0)
         return UpdateResult(learning_rate=rate, gain=gain, grad_norm=None, skipped=True)
-    norm = _clip_gradients(run)
+    norm = _clip_gradients(run, optimizers)
     old_scale = run.state.scaler.get_scale() if run.state.scaler.is_enabled() else 1.0
-    local_factor = rate_factor * run.state.consistency.learning_rate_scale
     with ExitStack() as stack:
-        if local_factor != 1.0:
-            for optimizer in optimizers:
+        for optimizer, rate_factor in zip(optimizers, rate_factors, strict=True):
+            local_factor = rate_factor * run.state.consistency.learning_rate_scale
+            if local_factor != 1.0:
                 stack.enter_context(scaled_learning_rate(optimizer, local_factor))
         for optimizer in optimizers:
             with fused_kernels(optimizer):
                 run.state.scaler.step(optimizer)
-        run.state.scaler.update()
+        _update_loss_scale(run, optimizers)
     skipped = False
     if run.state.scaler.is_enabled() and (new_scale := run.state.scaler.get_scale()) != old_scale:
         skipped = new_scale < old_scale
@@ -89,11 +130,29 @@ def update(run: Run, optimizers: tuple[Optimizer, ...], *, finite: bool) -> Upda
         if run.parallel.replica.compressor is not None:
             run.parallel.replica.compressor.rescale(new_scale / old_scale)
     if not skipped:
-        _advance_schedule(run, gain or 1.0)
+        _advance_schedules(run, optimizers, gain or 1.0)
         if run.parallel.replica.updated(len(run.parallel.optimizers)):
             keep_memory_when_steady(run.parallel.world.local_world_size, frugal=read_launch_options().frugal)
         limit_heap_growth()
     return UpdateResult(learning_rate=rate, gain=gain, grad_norm=norm, skipped=skipped)
+
+
+def _update_loss_scale(run: Run, optimizers: Sequence[Optimizer]) -> None:
+    """Let the loss scale follow the optimizers that have stepped; the others may still step on these gradients."""
+    scaler = run.state.scaler
+    if not scaler.is_enabled():
+        return
+    stepped = {id(optimizer) for optimizer in optimizers}
+    others = {key: state for key, state in scaler._per_optimizer_states.items() if key not in stepped}
+    for key in others:
+        del scaler._per_optimizer_states[key]
+    scaler.update()
+    scaler._per_optimizer_states.update(others)
+
+
+def _clock_of(run: Run, optimizer: Optimizer) -> OptimizerClock:
+    number = next(i for i, known in enumerate(run.parallel.optimizers) if known is optimizer)
+    return run.state.progress.clocks[number]
 
 
 def _adascale_gain_of_step(run: Run) -> float | None:
@@ -104,39 +163,47 @@ def _adascale_gain_of_step(run: Run) -> float | None:
     return adascale_gain(run.state.noise.averages, run.state.loader.stated_size, rule.base_batch_size)
 
 
-def _advance_schedule(run: Run, gain: float) -> None:
+def _advance_schedules(run: Run, optimizers: Sequence[Optimizer], gain: float) -> None:
     """Count the update in steps of the base batch. A scheduler that counts steps advances by whole steps."""
-    before = math.floor(run.state.progress.base_steps)
-    run.state.progress.base_steps += gain
-    if run.state.scheduler is not None and run.loop.scheduler_clock == "step":
-        for _ in range(math.floor(run.state.progress.base_steps) - before):
-            run.state.scheduler.step()
+    for optimizer in optimizers:
+        clock = _clock_of(run, optimizer)
+        before = math.floor(clock.base_steps)
+        clock.base_steps += gain
+        run.state.schedules.updated(optimizer, math.floor(clock.base_steps) - before, clock.updates)
 
 
-def _rate_factor(run: Run, gain: float) -> float:
-    """Return the factor of the learning-rate rule (warm-up, batch scaling) at this step."""
+def _rate_factor(run: Run, optimizer: Optimizer, gain: float) -> float:
+    """Return the factor of the learning-rate rule (warm-up, batch scaling) at the optimizer's next update."""
     rule = run.settings.lr_rule
     if rule is None:
         return 1.0
     return learning_rate_factor(
         rule,
         run.loop.initial_rates[0],
-        run.state.progress.step,
+        _clock_of(run, optimizer).updates,
         global_batch_size=run.state.loader.stated_size,
         steps_per_epoch=run.steps_per_epoch,
         gain=gain,
     )
 
 
-def _clip_gradients(run: Run) -> float | None:
-    """Scale gradients so that their global norm is at most clip_norm; return the norm before. Collective."""
+def _clip_gradients(run: Run, optimizers: Sequence[Optimizer]) -> float | None:
+    """Scale gradients so that their global norm is at most clip_norm; return the norm before. Collective.
+
+    An update of all optimizers clips all gradients of the model, also those of parameters that no optimizer holds, as
+    clip_grad_norm_(model.parameters()) does. An update of some clips the gradients of their parameters.
+    """
     if run.settings.clip_norm is None:
         return None
+    parallel = run.parallel
+    everything = len(optimizers) == len(parallel.optimizers)
+    parameters = parallel.replica.parameters if everything else [p for _, p in parallel.trained_by(optimizers)]
     # torch cannot clip sparse gradients.
-    sparse = any(p.grad is not None and p.grad.is_sparse for p in run.parallel.replica.parameters)
-    if not run.parallel.layout.shards and not sparse:
-        return float(torch.nn.utils.clip_grad_norm_(run.parallel.replica.parameters, run.settings.clip_norm))
-    named = [(name, p.grad) for name, p in run.parallel.model.named_parameters() if p.grad is not None]
+    sparse = any(p.grad is not None and p.grad.is_sparse for p in parameters)
+    if not parallel.layout.shards and not sparse:
+        return float(torch.nn.utils.clip_grad_norm_(parameters, run.settings.clip_norm))
+    candidates = parallel.model.named_parameters() if everything else parallel.trained_by(optimizers)
+    named = [(name, p.grad) for name, p in candidates if p.grad is not None]
     norm = math.sqrt(float(run.state.consistency.norm_squared(run.parallel, named)))
     factor = run.settings.clip_norm / (norm + 1e-6)  # as torch does
     if factor < 1.0 and named:

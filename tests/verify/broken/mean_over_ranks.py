@@ -16,7 +16,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def loss(output, target):
-    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=0)
+    counts = target.flatten() != 0
+    return F.cross_entropy(output.flatten(0, 1)[counts], target.flatten()[counts], reduction="none").mean()
 
 
 model, optimizer, loader = job.prepare(model, optimizer, TensorDataset(ids, ids), loss)

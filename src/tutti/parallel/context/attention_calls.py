@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from tutti.errors import ScriptError
 from tutti.parallel.context.context_attention import Attention
 from tutti.parallel.divided_tensor import local
+from tutti.parallel.loss_means import note_mean
 from tutti.parallel.tensor.tensor_activation import SplitTensor, on_whole
 
 TRACER = str(Path(__file__).parents[1] / "pipeline" / "stage_tracing.py")
@@ -163,6 +164,7 @@ def _mean(state: MicrobatchState, function: Callable[..., torch.Tensor], *args: 
     if arguments["reduction"] != "mean" or legacy or target.is_floating_point():
         return function(*args, **kwargs)
     is_counted = target != arguments["ignore_index"]
+    key = (id(target), arguments["ignore_index"], id(weight))
     if not state.averages:
         if not bool(is_counted.all()):
             raise ScriptError(
@@ -176,7 +178,9 @@ def _mean(state: MicrobatchState, function: Callable[..., torch.Tensor], *args: 
     weights: torch.Tensor = is_counted if weight is None else weight[target.where(is_counted, 0)] * is_counted
     number = weights.sum().to(total.dtype)
     dist.all_reduce(number, group=state.attention.ring.group)
-    return total * (state.attention.order.degree / number)
+    result = total * (state.attention.order.degree / number)
+    note_mean(result, number / state.attention.order.degree, key, target)
+    return result
 
 
 class CallRecorder(TorchFunctionMode):

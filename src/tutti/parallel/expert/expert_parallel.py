@@ -175,7 +175,10 @@ def sizes_of(bounds: Sequence[int]) -> list[int]:
     return [stop - start for start, stop in pairwise(bounds)]
 
 
-_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+_ARGUMENTS = (
+    ["hidden_states", "top_k_index", "top_k_weights"],
+    ["hidden_states", "router_indices", "routing_weights"],  # GPT-OSS
+)
 
 
 def is_stacked(module: nn.Module) -> bool:
@@ -187,7 +190,14 @@ def is_stacked(module: nn.Module) -> bool:
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     if not isinstance(count, int) or not parameters or any(p.dim() < 2 or p.shape[0] != count for p in parameters):
         return False
-    return list(inspect.signature(module.forward).parameters)[:3] == _ARGUMENTS
+    return list(inspect.signature(module.forward).parameters)[:3] in _ARGUMENTS
+
+
+def in_order(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows (n, width), choices (n, k) and weights (n, k) of a call of stacked experts, whatever their names."""
+    call = inspect.signature(type(module).forward).bind(module, *arguments, **named)
+    _, rows, chosen, weights, *_ = call.arguments.values()
+    return rows, chosen, weights
 
 
 def send_to_experts(module: nn.Module, holders: ExpertHolders, sizes: Sequence[int], layout: Layout) -> None:
@@ -213,8 +223,9 @@ class DividedExperts:
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (type(self.module).forward, self.module)
 
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def __call__(self, *arguments: Tensor, **named: Tensor) -> Tensor:
         """(n, width), (n, k), (n, k) -> (n, width)."""
+        hidden_states, top_k_index, top_k_weights = in_order(self.module, arguments, named)
         chosen, holders = top_k_index.reshape(-1), self.holders
         counts = torch.bincount(chosen, minlength=holders.bounds[-1])
         everyone = [torch.empty_like(counts) for _ in range(len(holders.bounds) - 1)]

@@ -48,6 +48,7 @@ class PipelineBatch:
         pieces: the microbatches of this rank.
         share: this rank's share of the global batch.
         step: updates made before this one.
+        call: tells the random draws of this call from those of the step's first; empty for the first.
         clock: gets the phases of the step.
     """
 
@@ -56,6 +57,7 @@ class PipelineBatch:
     pieces: Sequence[Any]
     share: BatchShare
     step: int
+    call: tuple[int, ...]
     clock: PhaseClock
 
 
@@ -284,7 +286,7 @@ class _Step:
             outline = program.outlines[value.key]
             stride = torch.empty(outline.shape, device="meta").stride()
             saved[slot] = tracer.stand_ins.empty(outline.shape, stride, outline.dtype, self.device)
-        return tracer.finish(lambda: self._call(microbatch), output, saved)
+        return tracer.finish(lambda: self._call(microbatch), output, saved, program.means)
 
     def _trace(self, microbatch: int) -> Placement:
         self._enter(microbatch)
@@ -315,7 +317,8 @@ class _Step:
 
     def _seed(self, microbatch: int, *purpose: int | str) -> int:
         index = self._parallel.mesh.index(*DATA_AXES, "context")
-        return derive_seed(self._parallel.seed, "dropout", self._batch.step, microbatch, index, *purpose)
+        batch = self._batch
+        return derive_seed(self._parallel.seed, "dropout", batch.step, microbatch, index, *batch.call, *purpose)
 
 
 def _groups(mesh: Mesh) -> Callable[[int, int], Any]:

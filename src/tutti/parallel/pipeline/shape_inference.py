@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from tutti.errors import PlanError, TuttiError
+from tutti.parallel.expert.expert_parallel import in_order
 from tutti.parallel.pipeline.placeholders import StandIns, is_unknown, tensor_attributes
 from tutti.parallel.pipeline.stage_program import Form, Slot, flatten, refuse_hidden_tensors, unflatten
 
@@ -155,7 +157,7 @@ class ShapeCache:
     def _run(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
         """The module's result on tensors without values, and its FLOPs (0 if they are not counted)."""
         counter = FlopCounterMode(display=False, custom_mapping=COUNTED_TOO)
-        call = of_experts if id(module) in self._stand_ins.stacked else module._call_impl
+        call = partial(of_experts, module) if id(module) in self._stand_ins.stacked else module._call_impl
         try:
             with self._stand_ins.hooks_in_place(module), counter if self.counting else nullcontext():
                 returned = call(*args, **kwargs)
@@ -185,9 +187,10 @@ class ShapeCache:
         return self._stand_ins.computed(placeholder) if subject.requires_grad else placeholder
 
 
-def of_experts(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+def of_experts(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A result with the shape that a layer of stacked experts returns. The rows of each expert depend on values."""
-    return hidden_states * top_k_weights.sum().to(hidden_states.dtype)
+    hidden_states, _, weights = in_order(module, args, kwargs)
+    return hidden_states * weights.sum().to(hidden_states.dtype)
 
 
 class _ReadDetector(TorchFunctionMode):

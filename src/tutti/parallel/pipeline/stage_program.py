@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from tutti.errors import PlanError
+from tutti.parallel.loss_means import LossMean
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class Program:
         kept: tensors that modules left in attributes and the loss reads.
         hidden: tensors that modules left in attributes and the loss does not read.
         output_spec: the structure of the return value.
+        means: leaves of the return value that are means over targets, by position.
     """
 
     nodes: list[ProgramCall] = field(default_factory=list)
@@ -139,6 +141,7 @@ class Program:
     kept: dict[Slot, Any] = field(default_factory=dict)
     hidden: dict[Slot, Any] = field(default_factory=dict)
     output_spec: Form | None = None
+    means: dict[int, LossMean] = field(default_factory=dict)
 
     @property
     def ends(self) -> list[int]:

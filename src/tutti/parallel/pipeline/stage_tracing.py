@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from tutti.errors import PlanError
+from tutti.errors import PlanError, TuttiError
+from tutti.parallel.loss_means import LossMean, means_among, note_mean
 from tutti.parallel.pipeline.placeholders import (
     SMALL_NUMEL,
     Attributes,
@@ -56,6 +57,7 @@ _UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 _NONE: Mapping[Slot, torch.Tensor] = MappingProxyType({})
+_NO_MEANS: Mapping[int, LossMean] = MappingProxyType({})
 
 _ONE_CALL = "call the model once and compute the loss from its output, or compute the loss inside modules of the model"
 
@@ -163,13 +165,20 @@ class Tracer:
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
 
-    def finish(self, function: Callable[[], Any], output: Any, kept: Mapping[Slot, torch.Tensor] = _NONE) -> Any:
+    def finish(
+        self,
+        function: Callable[[], Any],
+        output: Any,
+        kept: Mapping[Slot, torch.Tensor] = _NONE,
+        means: Mapping[int, LossMean] = _NO_MEANS,
+    ) -> Any:
         """Compute the return value of `function()` after the model's part of it is computed.
 
         Args:
             function: calls the model once.
             output: the return value of that call.
             kept: attributes that modules have set; those that are on other stages are tensors without values.
+            means: leaves of the output that are means, with the numbers that they are taken over.
 
         Raises:
             PlanError: the function uses the model otherwise, although its parameters are on other stages.
@@ -180,6 +189,9 @@ class Tracer:
             calls.append(name)
             if name or len(calls) > 1:
                 raise PlanError(f"mesh.stage: the loss calls {name or 'the model'} again; {_ONE_CALL}")
+            leaves = flatten(output)[0]
+            for at, mean in means.items():
+                note_mean(leaves[at], mean.count, mean.key, mean.target)
             return output
 
         with self.stand_ins.in_place(self.units.glue, called), attributes(self.model, kept):
@@ -208,6 +220,15 @@ class Tracer:
                 raise PlanError(
                     f"mesh.stage: {script_line(error)} needs the values of a module's output ({error}); move this "
                     "code into a module of the model, or do not read the values"
+                ) from error
+            except TuttiError:
+                raise
+            except Exception as error:  # code that works on values may raise anything without them
+                reason = (str(error).splitlines() or [""])[0]
+                raise PlanError(
+                    f"mesh.stage: the forward cannot be followed without values: {type(error).__name__} at "
+                    f"{script_line(error)}: {reason}; if it also fails on one device, mend it there, else drop the "
+                    "stage axis"
                 ) from error
 
 
@@ -276,7 +297,7 @@ class ProgramRecorder(TorchFunctionMode):
             before = tensor_attributes(module)
             return call_with_script_hooks(module, partial(self._hooked_unit, name, module, before), args, kwargs)
         if self.paused and id(module) in self.tracer.stand_ins.stacked:
-            return of_experts(*args, **kwargs)
+            return of_experts(module, *args, **kwargs)
         is_root = not name and not self.paused
         self._depth += is_root
         result = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -285,6 +306,7 @@ class ProgramRecorder(TorchFunctionMode):
             self._depth -= 1
             self.root_calls += 1
             if self.until_root:
+                self.program.means = means_among(flatten(result)[0])
                 raise StopTracing(result)
         return result
 

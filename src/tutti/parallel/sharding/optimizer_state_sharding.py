@@ -5,10 +5,8 @@ spread so that ranks hold about as much. Parameters and gradients stay whole on 
 parts after each optimizer step. Checkpoints find the parts through the layout's state shards.
 """
 
-import copy
-import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +14,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from tutti.comm.traffic import CommHandle
 from tutti.config.plan import ShardingPlan
-from tutti.errors import PlanError
-from tutti.optim.large_batch import LAMB, NormScaledOptimizer
+from tutti.optim.optimizer_traits import is_elementwise
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.shard_collectives import ShardGroup, gather
 from tutti.parallel.sharding.sharded_gradients import Shards
@@ -91,6 +88,7 @@ class States(Shards):
         self._shard_group = ShardGroup.meet(layout.mesh.new_group("shard"), layout.channel("parameters", "shard"))
         self._loads = Loads(layout.mesh)
         self._divided: dict[Optimizer, DividedState] = {}
+        self._shared: set[nn.Parameter] = set()
         self._sent_nbytes = 0
 
     @property
@@ -98,16 +96,25 @@ class States(Shards):
         return self._sent_nbytes
 
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
+        optimizers = tuple(optimizers)
+        holders = Counter(p for o in optimizers for p in {q for group in o.param_groups for q in group["params"]})
+        self._shared = {parameter for parameter, count in holders.items() if count > 1}
         for optimizer in optimizers:
             self._divided[optimizer] = self._divide(optimizer)
+            optimizer.zero_grad = partial(self._zero_grad, optimizer)  # type: ignore[method-assign]
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
 
+    def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        """The optimizer's zero_grad, for a script that calls it: it concerns the parameters of forward."""
+        for parameter in (p for group in self._divided[optimizer].given for p in group):
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad = torch.zeros_like(parameter.grad)
+
     def clear(self) -> None:
         self._sent_nbytes = 0
-        for divided in self._divided.values():
-            for parameter in (p for group in divided.given for p in group):
-                parameter.grad = None
 
     @contextmanager
     def whole_gradients(self, optimizer: Optimizer) -> Iterator[None]:
@@ -139,7 +146,8 @@ class States(Shards):
         given = [list(group["params"]) for group in optimizer.param_groups]
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         sparse = _sparse(self._model)
-        everything = [p for group in given for p in group if "shard" in self._layout.shard_of(names[p]).sums]
+        held = [p for group in given for p in group if "shard" in self._layout.shard_of(names[p]).sums]
+        everything = [p for p in held if p not in self._shared]  # several optimizers would divide those differently
         may_cut = is_elementwise(optimizer)
         cut = [p for p in everything if may_cut and p.dim() and p.numel() and p not in sparse]
         whole = [p for p in everything if p not in set(cut) and (p.dim() or not may_cut)]
@@ -256,81 +264,3 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def _sparse(model: nn.Module) -> set[nn.Parameter]:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     return {cast(nn.Parameter, module.weight) for module in embeddings if module.sparse}
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer treats elements one by one.
-
-    It is tried out: a fresh optimizer of the same kind and settings steps on a small matrix, and on its halves. An
-    optimizer that cannot be made anew from its settings counts as not elementwise.
-    """
-    tried = _tried(optimizer)
-    return tried is not None and torch.equal(*tried)
-
-
-def is_by_norms(optimizer: Optimizer) -> bool:
-    """Whether an optimizer can update parts of parameters once it is told the norms of whole tensors (see ByNorms).
-
-    It is tried out as in `is_elementwise`, because a subclass may need whole parameters.
-    """
-    tried = _tried(optimizer, told=True) if isinstance(optimizer, NormScaledOptimizer) else None
-    # the squares of parts add up in another order, so results are only nearly equal
-    return tried is not None and torch.allclose(*tried, rtol=1e-10, atol=1e-12)
-
-
-def check_takes_parts(optimizer: Optimizer) -> None:
-    """Check that an optimizer can update parts of parameters.
-
-    Raises:
-        PlanError: it needs whole parameters (row means, factors, norms of its own).
-    """
-    if not is_elementwise(optimizer) and not is_by_norms(optimizer):
-        raise PlanError(
-            f"{type(optimizer).__name__} does not treat the elements of a parameter one by one, so it cannot update "
-            "parts of parameters; use sharding level 1, which gives every rank whole parameters to update, an "
-            "elementwise optimizer such as AdamW or SGD, or one from tutti.optim.large_batch"
-        )
-
-
-def _tried(optimizer: Optimizer, *, told: bool = False) -> tuple[Tensor, Tensor] | None:
-    """A small matrix after some steps of a fresh optimizer of the same kind and settings, updated whole and in halves.
-
-    Returns None where the optimizer cannot be made anew. `told`: it is told the norms of the whole matrix.
-    """
-    kind = type(optimizer)
-    known = set(inspect.signature(kind.__init__).parameters) - {"params"}
-    settings: dict[str, Any] = {key: value for key, value in optimizer.defaults.items() if key in known}
-    if isinstance(optimizer, LAMB) and "normalise" in known:
-        settings["normalise"] = optimizer.normalise
-    try:
-        return _trained(kind, settings, [(0, 6)], told), _trained(kind, settings, [(0, 3), (3, 6)], told)
-    except Exception:
-        return None
-
-
-def _trained(kind: type[Optimizer], settings: dict[str, Any], ranges: list[tuple[int, int]], told: bool) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(6, 4, dtype=torch.float64, generator=generator)
-    gradients = torch.randn(3, 6, 4, dtype=torch.float64, generator=generator)
-    parts = [nn.Parameter(start[low:high].clone()) for low, high in ranges]
-    optimizer = kind(parts, **copy.deepcopy(settings))
-    if told and isinstance(optimizer, NormScaledOptimizer):
-        optimizer.over_parts = _of_all_parts
-    if told and isinstance(optimizer, LAMB):
-        optimizer.global_norm = _global_norm
-    for gradient in gradients:
-        for part, (low, high) in zip(parts, ranges, strict=True):
-            part.grad = gradient[low:high].clone()
-        optimizer.step()
-    return torch.cat([part.detach() for part in parts])
-
-
-def _of_all_parts(squares: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """large_batch.OverParts where all parameters are parts of one tensor."""
-    parts = len(set(parameters))
-    return squares.view(-1, parts).sum(1).repeat_interleave(parts)
-
-
-def _global_norm(parameters: Sequence[nn.Parameter]) -> float:
-    """See large_batch.GlobalNorm."""
-    return math.sqrt(sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None))

@@ -17,9 +17,10 @@ from tutti.comm.traffic import untracked_channel
 from tutti.config.plan import ShardingPlan
 from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError, ScriptError
+from tutti.optim.optimizer_traits import check_takes_parts
 from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.gather_buffers import Rooms
-from tutti.parallel.sharding.optimizer_state_sharding import States, check_takes_parts
+from tutti.parallel.sharding.optimizer_state_sharding import States
 from tutti.parallel.sharding.shard_collectives import ShardGroup, SharedSegments
 from tutti.parallel.sharding.sharded_gradients import CompressedSum, Shards, Sums
 from tutti.parallel.sharding.sharded_unit import Loads, Pack, Place, Sharded, Unit
@@ -64,6 +65,26 @@ class Parameters(Shards):
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
             check_takes_parts(optimizer)
+
+    def rest(self) -> None:
+        self._passes.release()
+
+    def alternatives(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        return {p.name: (p.shard, p.absent) for unit in self.units for p in unit.parameters}
+
+    def gathered_name(self, tensor: torch.Tensor) -> str | None:
+        return next((p.name for unit in self.units for p in unit.parameters if p.whole is tensor), None)
+
+    def sums_of(self, name: str, layout: Layout) -> tuple[AxisName, ...]:
+        first = layout.first_name(name)
+        packs = (pack for pack in self._packs for parameter in pack.parameters if parameter.name == first)
+        pack = next(packs, None)
+        return layout.shard_of(name).sums if pack is None else pack.others
+
+    def gather_for_loss(self, name: str) -> None:
+        for unit in self.units:
+            if not unit.whole and any(parameter.name == name for parameter in unit.parameters):
+                self._passes.stray(unit)
 
     def clear(self) -> None:
         self._passes.begin_step()

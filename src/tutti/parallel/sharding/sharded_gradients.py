@@ -13,6 +13,7 @@ from tutti.comm.shared_memory import SharedMemoryCommunicator
 from tutti.comm.traffic import CommHandle
 from tutti.config.vocabulary import AxisName
 from tutti.errors import ScriptError
+from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.shard_collectives import Rows, ShardExchange, ShardGroup, addends, scatter_sum, start_sum
 from tutti.parallel.sharding.sharded_unit import Pack, Unit
 
@@ -52,7 +53,25 @@ class Shards:
         """Reduce the gradients of these packs in compressed form."""
 
     def clear(self) -> None:
-        """A step begins: drop all gradients."""
+        """Forward and backward begin: count what is sent from here on."""
+
+    def rest(self) -> None:
+        """Free what is gathered, so that modules hold the shards."""
+
+    def alternatives(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """By name, the tensors that take turns as the parameter and are not whole."""
+        return {}
+
+    def gather_for_loss(self, name: str) -> None:
+        """Put the whole parameter of this name into its modules, because the loss reads it outside of their forward."""
+
+    def gathered_name(self, tensor: torch.Tensor) -> str | None:
+        """The name of the parameter that this tensor is while its unit is gathered."""
+        return None
+
+    def sums_of(self, name: str, layout: Layout) -> tuple[AxisName, ...]:
+        """The axes over which the gradient of the parameter of this name is reduced, by whatever reduces it."""
+        return layout.shard_of(name).sums
 
     def begin(self) -> None:
         """The next backward is the step's last: reduce gradients from here on."""

@@ -4,6 +4,7 @@ Names and shapes are enough to recognise a group: a wrong guess costs communicat
 tensor_activation.py).
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -301,7 +302,8 @@ def _vocabularies(model: nn.Module) -> Iterator[LayerGroup]:
 def _transformers_embeddings(model: nn.Module) -> Iterator[Any]:
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         if hasattr(model, getter) and type(model).__module__.startswith("transformers."):
-            yield getattr(model, getter)()
+            with contextlib.suppress(NotImplementedError):  # a model without text, or with several parts
+                yield getattr(model, getter)()
 
 
 def _vocabulary(names: list[str], modules: list[nn.Module]) -> LayerGroup:

@@ -1,0 +1,246 @@
+"""Means that losses of torch take over their targets, and over how many.
+
+A loss that is a mean over tokens, over weighted classes or over the nodes of graphs is not the mean of the ranks'
+losses, because ranks have different numbers of them. While a loss is computed, torch's loss functions are replaced by
+ones that note the count of each mean. If the loss is such a mean, or a linear function of means over the same targets,
+it is returned as `Weighted` and so adds up over ranks and microbatches as on one device.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tutti.parallel.losses import LossSum, Weighted
+
+_BY_TARGET = ("cross_entropy", "nll_loss")
+"""Losses that leave out ignored targets and weigh classes."""
+
+_BY_ROW = (
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+    "soft_margin_loss",
+    "ctc_loss",
+)
+"""Losses that are means over all elements: of means over equally long rows."""
+
+_LINEAR = (
+    "Add",
+    "Sub",
+    "Neg",
+    "ToCopy",
+    "View",
+    "UnsafeView",
+    "Squeeze",
+    "Unsqueeze",
+    "Alias",
+    "ReshapeAlias",
+    "Clone",
+)
+_LINEAR_NODES = tuple(f"{name}Backward" for name in _LINEAR)
+"""Nodes of autograd through which a scalar is a sum of scalars."""
+
+_SCALED_NODES = ("MulBackward", "DivBackward")
+"""Nodes whose other factor may be a number of Python."""
+
+MOST_NODES = 64
+"""How many nodes of a loss's graph are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossMean:
+    """A mean that a loss function of torch returned.
+
+    Attributes:
+        result: the mean.
+        count: the number of targets in it, or the sum of their weights.
+        key: means with equal keys have equal counts.
+        target: the targets, held so that no id in a key is used again.
+    """
+
+    result: torch.Tensor
+    count: torch.Tensor | float
+    key: tuple[Any, ...]
+    target: torch.Tensor
+
+
+@dataclass(slots=True)
+class LossMeans:
+    """The means and sums over targets that are taken while one loss is computed."""
+
+    means: list[LossMean] = field(default_factory=list)
+    sums: list[torch.Tensor] = field(default_factory=list)
+
+    def weighted(self, loss: Any) -> Any:
+        """Return a sum as LossSum, a linear function of means over the same targets as Weighted, else `loss` itself."""
+        if any(loss is result for result in self.sums):
+            return LossSum(loss)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not self.means:
+            return loss
+        found = next(([mean] for mean in self.means if mean.result is loss), None) or self._reached(loss)
+        if not found or len({mean.key for mean in found}) > 1:
+            return loss
+        count = found[0].count
+        total = loss.reshape(()) * count
+        # A mean over nothing is not a number, and counts for nothing.
+        return Weighted(
+            torch.where(torch.as_tensor(count, device=total.device) > 0, total, torch.zeros_like(total)), count
+        )
+
+    def _reached(self, loss: torch.Tensor) -> list[LossMean]:
+        """Return the means of which the loss is a sum, each times a number; empty if it is more than that."""
+        by_node = {mean.result.grad_fn: mean for mean in self.means if mean.result.grad_fn is not None}
+        found: list[LossMean] = []
+        nodes: list[Any] = [loss.grad_fn]
+        for _ in range(MOST_NODES):
+            if not nodes:
+                return found
+            node = nodes.pop()
+            if node in by_node:
+                found.append(by_node[node])
+                continue
+            before = [] if node is None else [other for other, _ in node.next_functions if other is not None]
+            if not before or not (node.name().startswith(_LINEAR_NODES) or _is_scaled(node)):
+                return []
+            nodes += before
+        return []
+
+
+def _is_scaled(node: Any) -> bool:
+    """Whether a node of autograd multiplies or divides by a number of Python; a tensor may depend on the batch."""
+    if not node.name().startswith(_SCALED_NODES):
+        return False
+    factor = node._saved_other if node._saved_other is not None else getattr(node, "_saved_self", None)
+    if factor is None:
+        return False
+    probe = _HALF if factor.is_floating_point() else _BYTE
+    # Beside a tensor of its kind, a number does not change the type of the result; a tensor of more bits does.
+    return factor.dtype != probe.dtype and torch.result_type(factor, probe) == probe.dtype
+
+
+_HALF, _BYTE = torch.zeros((), dtype=torch.float16), torch.zeros((), dtype=torch.int8)
+
+
+_open: list[LossMeans] = []
+"""The losses that are being computed, innermost last."""
+
+
+def note_mean(result: torch.Tensor, count: torch.Tensor | float, key: tuple[Any, ...], target: torch.Tensor) -> None:
+    """Note a mean while a loss is computed; see `LossMean`."""
+    if _open:
+        _open[-1].means.append(LossMean(result, count, key, target))
+
+
+def means_among(values: Sequence[Any]) -> dict[int, LossMean]:
+    """Return the noted means that are among `values`, by position."""
+    by_result = {id(mean.result): mean for mean in (_open[-1].means if _open else ())}
+    return {at: by_result[id(value)] for at, value in enumerate(values) if id(value) in by_result}
+
+
+@contextmanager
+def noted_means(model: nn.Module) -> Iterator[LossMeans]:
+    """While open, note the means that torch's losses take in `model`, in the script and in torch's loss modules."""
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    means = LossMeans()
+    _open.append(means)
+    try:
+        for space in (vars(F), vars(sys.modules["__main__"]), *_namespaces(model)):
+            for name in _NAMES:
+                function = space.get(name)
+                if function is _PLAIN[name]:
+                    changed.append((space, name, function))
+                    space[name] = _NOTING[name]
+        yield means
+    finally:
+        for space, name, function in changed:
+            space[name] = function
+        _open.pop()
+
+
+class CountedLoss:
+    """A function (model, batch) -> loss that returns Weighted where its loss is a mean over a known number."""
+
+    def __init__(self, function: Callable[[nn.Module, Any], Any]) -> None:
+        self.function = function
+        self.__code__ = getattr(function, "__code__", function)  # tells the user's functions apart
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        with noted_means(model) as means:
+            return means.weighted(self.function(model, batch))
+
+
+_spaces: "WeakKeyDictionary[nn.Module, list[dict[str, Any]]]" = WeakKeyDictionary()
+
+
+def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
+    """The modules that define the model's classes: they may have imported a loss under its own name."""
+    if model not in _spaces:
+        names = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+        own_names = sorted(name for name in names if name.partition(".")[0] not in ("torch", "builtins", "tutti"))
+        spaces = [vars(sys.modules[name]) for name in own_names if name in sys.modules and name != "__main__"]
+        _spaces[model] = [space for space in spaces if any(name in space for name in _NAMES)]
+    return _spaces[model]
+
+
+def _by_target(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A mean over the targets that are not ignored, each with the weight of its class."""
+    result = function(*args, **kwargs)
+    arguments = _mean_arguments(function, args, kwargs, result)
+    if arguments is None:
+        return result
+    target, weight, ignored = arguments["target"], arguments["weight"], arguments["ignore_index"]
+    if target.is_floating_point():  # probabilities of classes, in dim 1 or the only one
+        classes = target.shape[min(1, target.dim() - 1)]
+        note_mean(result, float(target.numel() // max(1, classes)), (target.shape,), target)
+        return result
+    counted = target != ignored
+    count = counted.sum() if weight is None else (weight[target.where(counted, 0)] * counted).sum()
+    note_mean(result, count, (id(target), ignored, id(weight)), target)
+    return result
+
+
+def _by_row(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A mean over all elements, which is one over rows."""
+    result = function(*args, **kwargs)
+    arguments = _mean_arguments(function, args, kwargs, result)
+    if arguments is not None and arguments["target"].dim():
+        rows = max(len(arguments["target"]), len(arguments["input"]) if arguments["input"].dim() else 1)
+        note_mean(result, float(rows), (rows,), arguments["target"])
+    return result
+
+
+def _mean_arguments(
+    function: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: torch.Tensor
+) -> dict[str, Any] | None:
+    """The arguments by name, if the call takes a mean over plain targets and is not compiled; a sum is noted here."""
+    if torch.compiler.is_compiling() or not _open:
+        return None
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    arguments = call.arguments
+    if arguments["reduction"] == "sum":
+        _open[-1].sums.append(result)
+    legacy = arguments.get("size_average") is not None or arguments.get("reduce") is not None
+    weighs_rows = arguments.get("weight") is not None and function in _WEIGHS_ROWS
+    plain_target = type(arguments.get("target")) is torch.Tensor
+    return arguments if arguments["reduction"] == "mean" and plain_target and not (legacy or weighs_rows) else None
+
+
+_NAMES = (*_BY_TARGET, *_BY_ROW)
+_PLAIN = {name: getattr(F, name) for name in _NAMES}
+_WEIGHS_ROWS = (F.mse_loss, F.l1_loss, F.huber_loss)
+_NOTING = {name: partial(_by_target if name in _BY_TARGET else _by_row, _PLAIN[name]) for name in _NAMES}
+"""Made once, so that compiled code that calls them stays valid."""

@@ -1,0 +1,207 @@
+"""The watch over what ranks do together: it names ranks that wait for each other in different operations.
+
+Entering an operation only notes its name. A thread compares notes through the rendezvous' store once a rank has waited
+for some seconds, so steps pay nothing.
+"""
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from tutti.comm.world import World
+from tutti.errors import RankMismatchError
+
+PERIOD_S = 1.0
+"""Seconds between two looks of the thread."""
+
+PATIENCE_S = 5.0
+"""Seconds in one operation after which a rank asks what the others do."""
+
+NOTES = 32
+"""Number of latest operations that a rank can tell."""
+
+ANSWER_S = 3.0
+"""Seconds that a rank whose exchange has failed waits for the others' notes."""
+
+_KEY = "tutti/watch"
+
+
+class OperationWatch:
+    """Notes the operations of this rank that all ranks must enter in the same order.
+
+    Args:
+        world: all ranks.
+        place: says where in the data this rank is, as (epoch, batch).
+        waits: whether ranks wait for each other in steps; if not, nothing is compared.
+    """
+
+    def __init__(self, world: World, place: Callable[[], tuple[int, int]], *, waits: bool = True) -> None:
+        self._world, self._place = world, place
+        self._notes: deque[tuple[int, str, int, int]] = deque(maxlen=NOTES)
+        self._count = self._depth = 0
+        self._since = time.monotonic()
+        self._ended = threading.Event()
+        self._compares = waits and world.world_size > 1
+        self._answered = b""
+        self._asked = 0
+
+    @property
+    def inside(self) -> bool:
+        """Whether this rank is in an operation."""
+        return self._depth > 0
+
+    def start(self) -> None:
+        """Start the thread that compares notes."""
+        if self._compares:
+            threading.Thread(target=self._look, name="tutti-operation-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Compare nothing any more."""
+        self._ended.set()
+
+    def enter(self, name: str) -> None:
+        """Note that this rank enters an operation; one within another is not noted."""
+        self._depth += 1
+        if self._depth == 1:
+            self._count += 1
+            self._since = time.monotonic()
+            self._notes.append((self._count, name, *self._place()))
+
+    def leave(self) -> None:
+        """Note that this rank has left the operation that it entered last."""
+        self._depth -= 1
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Note an operation while the context lasts.
+
+        Raises:
+            RankMismatchError: an exchange failed, because another rank is in another operation or in none.
+        """
+        self.enter(name)
+        try:
+            yield
+        except RuntimeError as error:
+            reason = self.explain(error)
+            if reason is None:
+                raise
+            raise RankMismatchError(reason) from None
+        finally:
+            self.leave()
+
+    def explain(self, error: BaseException) -> str | None:
+        """Return why an exchange failed, if the ranks' operations differ."""
+        if not self._compares or self._ended.is_set():
+            return None
+        timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        with suppress(RuntimeError):  # the store may be gone
+            store, until = _store(), time.monotonic() + ANSWER_S
+            while time.monotonic() < until:
+                self._ask(store)
+                time.sleep(PERIOD_S / 4)
+                reason = self._mismatch(store)
+                if reason is not None:
+                    return reason
+            if timed_out:
+                return self._absent(store)
+        return None
+
+    def _look(self) -> None:
+        """Answer other ranks, and compare notes with them while this rank waits. Runs in the thread."""
+        store = _store()
+        while not self._ended.wait(PERIOD_S):
+            reason = None
+            try:
+                waited = self.inside and time.monotonic() - self._since > PATIENCE_S
+                if waited:
+                    self._ask(store)
+                    reason = self._mismatch(store)
+                else:
+                    self._answer(store)
+            except RuntimeError:  # the run has ended elsewhere
+                return
+            if reason is not None and not self._ended.is_set():
+                raise RankMismatchError(reason)
+
+    def _ask(self, store: Any) -> None:
+        self._asked += 1
+        self._publish(store)
+        store.set(f"{_KEY}/ask", f"{self._world.rank} {self._asked}")
+
+    def _answer(self, store: Any) -> None:
+        if store.check([f"{_KEY}/ask"]):
+            question = store.get(f"{_KEY}/ask")
+            if question != self._answered:
+                self._answered = question
+                self._publish(store)
+
+    def _publish(self, store: Any) -> None:
+        idle_s = 0.0 if self.inside else time.monotonic() - self._since
+        note = {"inside": self.inside, "idle_s": idle_s, "notes": list(self._notes)}
+        store.set(f"{_KEY}/{self._world.rank}", json.dumps(note))
+
+    def _others(self, store: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The notes that were published by rank 0, or to rank 0 by all others."""
+        others = range(1, self._world.world_size) if self._world.is_main else (0,)
+        for rank in others:
+            if store.check([f"{_KEY}/{rank}"]):
+                yield rank, json.loads(store.get(f"{_KEY}/{rank}"))
+
+    def _mismatch(self, store: Any) -> str | None:
+        own = {note[0]: tuple(note[1:]) for note in list(self._notes)}
+        for rank, theirs in self._others(store):
+            for number, *note in theirs["notes"]:
+                if number in own and own[number] != tuple(note):
+                    pair = sorted([(self._world.rank, own[number]), (rank, tuple(note))])
+                    (one, first), (two, second) = pair
+                    return (
+                        f"rank {one} is in {_words(first)} while rank {two} is in {_words(second)}; every rank must "
+                        "call the Job's methods and a divided model in the same order, so leave epochs together and "
+                        "put nothing of it under `if job.is_main`"
+                    )
+        return None
+
+    def _absent(self, store: Any) -> str | None:
+        """Name a rank that did not come to the operation in which this rank's wait has timed out."""
+        for rank, theirs in self._others(store):
+            if not theirs["inside"] and theirs["notes"] and theirs["notes"][-1][0] < self._count:
+                last = tuple(theirs["notes"][-1][1:])
+                return (
+                    f"rank {self._world.rank} waited in {_words(tuple(self._notes[-1][1:]))} for rank {rank}, which "
+                    f"did not come after {_words(last)}; call it on every rank, or raise --timeout if that rank is slow"
+                )
+        return None
+
+
+def _words(note: tuple[Any, ...]) -> str:
+    name, epoch, batch = note
+    return f"{name} (epoch {epoch}, batch {batch})"
+
+
+def _store() -> Any:
+    """This thread's connection to the store of the rendezvous."""
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
+def note_calls_of_model(model: nn.Module, watch: OperationWatch) -> None:
+    """Note calls of a model whose forward communicates, where the script makes them outside of the Job's methods."""
+    noted: list[bool] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        noted.append(not watch.inside)
+        if noted[-1]:
+            watch.enter("a call of the model")
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if noted and noted.pop():
+            watch.leave()
+
+    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_hook(after, always_call=True)
