@@ -52,11 +52,12 @@ def test_a_run_resumes_exactly_in_mid_epoch_at_another_world_size(tmp_path: Path
 def grow_until_full(folder: str) -> str:
     os.environ["TUTTI_RUN_FOLDER"] = folder
     model = nn.Linear(6, 3)
+    model.register_buffer("large", torch.zeros(1))
     job, model, loader = make(model, TensorDataset(torch.randn(16, 6), torch.arange(16) % 3))
     for batch in loader:
         job.step(batch)
     job.save()
-    model.register_buffer("large", torch.zeros(1_000_000))
+    model.large = torch.zeros(1_000_000)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))  # as a full disk: writes fail
     for batch in loader:
         job.step(batch)

@@ -16,14 +16,13 @@ from tutti.comm.shared_memory import SharedMemoryCommunicator
 from tutti.comm.traffic import untracked_channel
 from tutti.config.plan import ShardingPlan
 from tutti.config.vocabulary import AxisName
-from tutti.errors import PlanError, ScriptError
+from tutti.errors import ScriptError
 from tutti.optim.optimizer_traits import check_takes_parts
 from tutti.parallel.layout import Layout
-from tutti.parallel.sharding.gather_buffers import Rooms
 from tutti.parallel.sharding.optimizer_state_sharding import States
 from tutti.parallel.sharding.shard_collectives import ShardGroup, SharedSegments
 from tutti.parallel.sharding.sharded_gradients import CompressedSum, Shards, Sums
-from tutti.parallel.sharding.sharded_unit import Loads, Pack, Place, Sharded, Unit
+from tutti.parallel.sharding.sharded_unit import Pack, Sharded, Unit, make_units
 
 
 class Parameters(Shards):
@@ -132,113 +131,6 @@ class Parameters(Shards):
         self._passes.reorder(both[:count].tolist(), [bool(flag) for flag in both[count:].tolist()])
         self._sums.order = self._sending_order()
         self._learned = True
-
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList)
-
-
-def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks of a model: elements of module lists and sequences that have parameters, outermost first.
-
-    An element that is itself a list, or a sequence that holds more than leaves, is searched as well.
-    """
-    return list(_blocks(model, "", within=False, seen=set()))
-
-
-def make_units(
-    model: nn.Module, layout: Layout, device: torch.device | None
-) -> tuple[list[Unit], dict[nn.Module, Unit]]:
-    """Divide the model's parameters among the ranks of `shard`, and write this rank's parts into `layout`.
-
-    Parameters whose gradients are not reduced along `shard`, without dims or without elements stay whole.
-
-    Args:
-        model: the model, changed in place.
-        layout: gets the shard of every parameter.
-        device: where the shards are; None: where the parameters are.
-
-    Returns:
-        The units, and the unit of every block. The first unit holds the parameters outside of blocks and those tied
-        between blocks.
-
-    Raises:
-        PlanError: for sparse embeddings.
-    """
-    blocks = blocks_of(model)
-    home = {module: index for index, (_, block) in enumerate(blocks, 1) for module in block.modules()}
-    members: list[dict[str, list[Place]]] = [{} for _ in range(len(blocks) + 1)]
-    for name, places in _places(model).items():
-        parameter = getattr(*places[0])
-        if "shard" in layout.shard_of(name).sums and parameter.dim() and parameter.numel():
-            _check_dense(name, places)
-            homes = {home.get(module, 0) for module, _ in places}
-            members[homes.pop() if len(homes) == 1 else 0][name] = places
-    loads, rooms = Loads(layout.mesh), Rooms()
-    units = [Unit(name="", packs=_packs(members[0], layout, device, loads, rooms))]
-    of_block = {}
-    for (name, block), inside in zip(blocks, members[1:], strict=True):
-        if inside:
-            of_block[block] = Unit(name=name, packs=_packs(inside, layout, device, loads, rooms))
-            units.append(of_block[block])
-    for unit in units:
-        unit.show("shard")
-    return units, of_block
-
-
-def _blocks(module: nn.Module, name: str, *, within: bool, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    for key, child in module.named_children():
-        path = f"{name}.{key}" if name else key
-        if id(child) in seen or not any(True for _ in child.parameters()):
-            continue
-        listed = isinstance(module, _CONTAINERS)
-        if listed and not _holds_blocks(child):
-            seen.add(id(child))
-            yield path, child
-        else:
-            yield from _blocks(child, path, within=listed, seen=seen)
-
-
-def _holds_blocks(module: nn.Module) -> bool:
-    return isinstance(module, _CONTAINERS) and any(True for child in module.children() for _ in child.children())
-
-
-def _places(model: nn.Module) -> dict[str, list[Place]]:
-    """The modules that hold each parameter, by the parameter's first name."""
-    first: dict[nn.Parameter, str] = {}
-    places: dict[str, list[Place]] = {}
-    for path, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = first.setdefault(parameter, f"{path}.{key}" if path else key)
-            places.setdefault(name, []).append((module, key))
-    return places
-
-
-def _packs(
-    members: dict[str, list[Place]], layout: Layout, device: torch.device | None, loads: Loads, rooms: Rooms
-) -> list[Pack]:
-    kinds: dict[tuple[torch.dtype, tuple[AxisName, ...]], list[tuple[str, list[Place]]]] = {}
-    for name, places in members.items():
-        others = loads.others(layout.shard_of(name).sums)
-        kinds.setdefault((getattr(*places[0]).dtype, others), []).append((name, places))
-    packs = []
-    for (_, others), named in kinds.items():
-        rank = layout.mesh.index("shard")
-        pack = Pack(named, loads=loads.beside(others), rooms=rooms, rank=rank, others=others, home=device)
-        for parameter, piece in zip(pack.parameters, pack.mine, strict=True):
-            parameter.held = layout.shard_of(parameter.name)
-            layout.cut(parameter.name, piece.dim, *([(piece.start, piece.stop)] if piece.numel else []))
-            layout.set_reduce_axes(parameter.name, ())
-        packs.append(pack)
-    return packs
-
-
-def _check_dense(name: str, places: list[Place]) -> None:
-    for module, _ in places:
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise PlanError(
-                f"{name!r} has sparse gradients, which sharding levels 2 and 3 do not divide; make the embedding with "
-                "sparse=False, or use sharding level 1"
-            )
 
 
 @dataclass(slots=True, eq=False)
