@@ -62,15 +62,15 @@ def by_plan(
     data = TensorDataset(x, torch.arange(len(x)) % 3)
     model, optimizer, loader = job.prepare(model, optimizer, data, F.cross_entropy, shuffle=False)
     losses = [job.step(piece) for piece in loader]
-    return losses, {name: value.clone() for name, value in model.state_dict().items() if not value.is_meta}
+    return losses, {name: value.clone() for name, value in job.state_dict().items()}
 
 
 by_plan.number = 0
 
 
-def assert_same(many: Trained, one: Trained, *, states: bool = True, tolerance: float = 1e-12) -> None:
+def assert_same(many: Trained, one: Trained, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(many[0], one[0], rtol=tolerance, atol=tolerance)
-    for name, value in one[1].items() if states else ():
+    for name, value in one[1].items():
         torch.testing.assert_close(
             many[1][name], value, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
         )

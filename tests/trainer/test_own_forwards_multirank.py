@@ -171,3 +171,84 @@ def test_batch_norms_of_others_keep_what_they_add(norm: str, ranks: int) -> None
 def test_statistics_by_hand_are_refused_by_name() -> None:
     with pytest.raises(RankFailed, match=r"module 'body.1' \(WhitenedNorm\) takes the statistics of a batch by other"):
         run_ranks(trained, 2, 2, ["replicate"], ["by hand"])
+
+
+class ScaledLinear(nn.Linear):
+    """As a LoRA layer of old: a subclass that adds to torch's forward."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 1.5 + input.mean(-1, keepdim=True)
+
+
+class Residual(nn.MultiheadAttention):
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
+        return super().forward(query, key, value, **options)[0].tanh(), None
+
+
+def with_bias_parametrised() -> nn.Module:
+    linear = nn.Linear(8, 8)
+    nn.utils.parametrize.register_parametrization(linear, "bias", nn.Tanh())
+    return linear
+
+
+def patched_linear() -> nn.Module:
+    linear = nn.Linear(8, 8)
+    linear.forward = lambda input: F.linear(input.sin(), linear.weight, linear.bias)  # type: ignore[method-assign]
+    return linear
+
+
+def patched_attention() -> nn.Module:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    plain_forward = attention.forward
+    attention.forward = lambda *args, **options: (plain_forward(*args, **options)[0] * 2, None)  # type: ignore[method-assign]
+    return attention
+
+
+class DroppedLSTM(nn.LSTM):
+    def forward(self, input: torch.Tensor, hx: Any = None) -> Any:
+        output, state = super().forward(input, hx)
+        return output * 0.5, state
+
+
+BLOCKS: dict[str, Any] = {
+    "linear subclass": lambda: ScaledLinear(8, 8),
+    "linear, parametrised bias": with_bias_parametrised,
+    "linear, patched": patched_linear,
+    "attention subclass": lambda: Residual(8, 2, batch_first=True),
+    "attention, patched": patched_attention,
+    "recurrent, weight norm": lambda: nn.utils.weight_norm(nn.LSTM(8, 8, batch_first=True), "weight_hh_l0"),
+    "recurrent subclass": lambda: DroppedLSTM(8, 8, batch_first=True),
+}
+
+
+class Block(nn.Module):
+    """One of the layers between two that are divided."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.inner, self.head = BLOCKS[kind](), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mlp(x[:, 0])
+        if isinstance(self.inner, nn.MultiheadAttention):
+            x = self.inner(x, x, x, need_weights=False)[0]
+        else:
+            x = self.inner(x)
+        return self.head((x[0] if isinstance(x, tuple) else x).mean(1))
+
+
+def divided(kinds: list[str]) -> dict[str, Trained]:
+    torch.set_default_dtype(torch.float64)
+    return {kind: by_plan(functools.partial(Block, kind), X, 7, {"split": 2}) for kind in kinds}
+
+
+def test_layers_with_forwards_of_their_own_stay_whole_under_split() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = {kind: plain(functools.partial(Block, kind), X, 7) for kind in BLOCKS}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for results in run_ranks(divided, 2, list(BLOCKS), timeout_s=200):
+        for kind, many in results.items():
+            assert_same(many, expected[kind])

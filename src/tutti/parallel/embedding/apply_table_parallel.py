@@ -24,6 +24,7 @@ from tutti.parallel.embedding.table_lookup import (
     place_tables,
 )
 from tutti.parallel.layout import Layout
+from tutti.parallel.tensor.layer_patterns import computes_as
 
 
 def divide_tables(model: nn.Module, rules: Sequence[LayoutRule], layout: Layout) -> None:
@@ -86,6 +87,13 @@ def _table(name: str, module: AnyTable, rules: Sequence[LayoutRule], layout: Lay
         raise PlanError(f"layout: table {name!r} cannot be cut by columns; use 'split' (along rows) or 'replicate'")
     if placement == "replicate":
         return None
+    if not computes_as(module, nn.Embedding, nn.EmbeddingBag):
+        if placement == "auto":
+            return None
+        raise PlanError(
+            f"table {name!r} ({type(module).__name__}) has a forward of its own or a parametrised weight, so its rows "
+            "cannot be looked up on other ranks; place it 'replicate', or leave it out of the rule"
+        )
     weight = f"{name}.weight" if name else "weight"
     tied = next((names for names in layout.tied if weight in names), None)
     if tied:

@@ -7,7 +7,7 @@ follow.
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -216,9 +216,12 @@ class DividedExperts:
 
     def __init__(self, module: nn.Module, holders: ExpertHolders, channel: CommChannel, routing: CommChannel) -> None:
         self.module, self.holders, self.channel, self.routing = module, holders, channel, routing
+        self.own: Callable[..., Any] | None = vars(module).get("forward")  # a forward of this instance
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DividedExperts":
-        return DividedExperts(memo.get(id(self.module), self.module), self.holders, self.channel, self.routing)
+        copied = DividedExperts(memo.get(id(self.module), self.module), self.holders, self.channel, self.routing)
+        copied.own = self.own
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (type(self.module).forward, self.module)
@@ -243,7 +246,8 @@ class DividedExperts:
         """Results of rows ordered by expert, `sizes[i]` rows for the i-th local one."""
         expert = torch.arange(len(sizes), device=rows.device)
         chosen = expert.repeat_interleave(torch.tensor(sizes, device=rows.device)).unsqueeze(1)
-        results: Tensor = type(self.module).forward(self.module, rows, chosen, rows.new_ones(len(rows), 1))
+        forward = self.own or functools.partial(type(self.module).forward, self.module)
+        results: Tensor = forward(rows, chosen, rows.new_ones(len(rows), 1))
         if len(rows) == 0:  # gradients must still be 0 rather than absent, and backward must pass here
             linked = [rows, *(p.reshape(-1)[:1] for p in self.module.parameters(recurse=False))]
             results = results + sum(tensor.sum() for tensor in linked) * 0.0

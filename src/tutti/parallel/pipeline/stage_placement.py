@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from tutti.config.pipeline_schedule import cut_balanced
 from tutti.errors import PlanError
+from tutti.nn.annotations import read_synchronization
 from tutti.nn.mixture import MixtureOfExperts
 from tutti.parallel.expert.expert_parallel import is_stacked
 from tutti.parallel.pipeline.stage_program import Program, ProgramCall, Value
@@ -332,13 +333,14 @@ def heaviest_to_open(
 def _is_indivisible(module: nn.Module) -> bool:
     """Whether a module is never divided.
 
-    These are torch's own modules (their code reads their children's weights), parametrised modules, BatchNorms with
-    children (their code changes buffers), and experts, which route by values.
+    These are torch's own modules (their code reads their children's weights), parametrised modules, BatchNorms and
+    synchronised modules (their code changes buffers), and experts, which route by values.
     """
     from_torch = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _LISTS)
     containers = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
     experts = isinstance(module, MixtureOfExperts) or is_stacked(module)
-    kept_whole = experts or isinstance(module, _BatchNorm) or parametrize.is_parametrized(module)
+    writes = isinstance(module, _BatchNorm) or read_synchronization(module) is not None
+    kept_whole = experts or writes or parametrize.is_parametrized(module)
     return kept_whole or (from_torch and not isinstance(module, containers))
 
 

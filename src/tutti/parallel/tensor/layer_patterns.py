@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from tutti.errors import PlanError
 from tutti.parallel.tensor.partition_ranges import Among, RankRanges, shared_heads
@@ -327,11 +328,20 @@ def is_elementwise(module: nn.Module) -> bool:
     return dropout or (kind.__module__ == "torch.nn.modules.activation" and not isinstance(module, softmaxes))
 
 
+def computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a call of the module computes just what one of torch's classes does, from parameters of its own.
+
+    It does not if a subclass or the instance has another forward, or if parameters are parametrised.
+    """
+    torchs = any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+    return torchs and "forward" not in vars(module) and not parametrize.is_parametrized(module)
+
+
 def is_embedding(module: nn.Module) -> bool:
     """Whether the module is an embedding whose rows can be divided."""
     return (
         isinstance(module, nn.Embedding)
-        and type(module).forward is nn.Embedding.forward
+        and computes_as(module, nn.Embedding)
         and module.max_norm is None
         and not module.scale_grad_by_freq
         and not module.sparse
@@ -343,9 +353,11 @@ def is_heads(module: nn.Module) -> bool:
     """Whether the module is attention whose heads can be divided."""
     return (
         isinstance(module, nn.MultiheadAttention)
-        and type(module).forward is nn.MultiheadAttention.forward
+        and computes_as(module, nn.MultiheadAttention)
         and module.bias_k is None
         and not module.add_zero_attn
+        and is_linear(module.out_proj)
+        and not module.out_proj._forward_hooks  # torch does not call it, so its hooks do not run
     )
 
 
@@ -363,14 +375,18 @@ def is_linear(module: nn.Module) -> bool:
         set(parameters) <= {"weight", "bias"} and parameters.get("weight") is not None and not module._forward_pre_hooks
     )
     if isinstance(module, nn.Linear):
-        return plain and type(module).forward is nn.Linear.forward
+        return plain and computes_as(module, nn.Linear)
     named = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+    named = named and "forward" not in vars(module) and not parametrize.is_parametrized(module)
     return plain and named and parameters["weight"].ndim == 2  # type: ignore[union-attr]
 
 
 def is_recurrent(module: nn.Module) -> bool:
     """Whether the module is a recurrent layer whose units can be divided."""
-    return isinstance(module, nn.LSTM | nn.GRU | nn.RNN) and module.proj_size == 0
+    if not isinstance(module, nn.LSTM | nn.GRU | nn.RNN) or not computes_as(module, nn.LSTM, nn.GRU, nn.RNN):
+        return False
+    # a weight that is computed anew in every forward (weight_norm, weight drop) is no parameter
+    return module.proj_size == 0 and set(module._parameters) == set(module._flat_weights_names)
 
 
 def is_norm(module: nn.Module) -> bool:
