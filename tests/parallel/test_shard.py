@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from tutti.errors import PlanError
 from tutti.optim.large_batch import LAMB, LARS, NovoGrad, nvlamb
 from tutti.optim.optimizer_traits import check_takes_parts, is_by_norms, is_elementwise
-from tutti.parallel.sharding.sharded_unit import blocks_of
-from tutti.parallel.sharding.sharded_unit import ShardPieces, even_bounds
+from tutti.parallel.sharding.sharded_unit import ShardPieces, blocks_of, even_bounds
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(torch.Size), min_size=1, max_size=4)
 
