@@ -336,7 +336,8 @@ def _accumulate_loss(totals: torch.Tensor, loss: Weighted, part: MicrobatchShare
     if part.count:
         count = loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count
         totals[0].add_(loss.total.detach(), alpha=1 / run.parallel.loss_copies)
-        totals[1] += count / run.parallel.loss_copies
+        count = torch.as_tensor(count, dtype=torch.float64)  # an integer divided by copies would be a float32
+        totals[1] += count.to(totals.device) / run.parallel.loss_copies
 
 
 def _step_result(run: Run, share: BatchShare, totals: list[float]) -> StepResult:
