@@ -70,8 +70,9 @@ def slow_background(folder: Path) -> Any:
             job.step(batch)
             seen.append([name for name in names(folder) if not name.startswith(".")])
             if run.state.progress.step == 2:
-                state = run.parallel.optimizers[0].state_dict()["state"]
-                moments = {place: one["exp_avg"].clone() for place, one in state.items()}
+                optimizer = run.parallel.optimizers[0]
+                held = [optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]]
+                moments = {at: state["exp_avg"].clone() for at, state in enumerate(held) if "exp_avg" in state}
             if run.state.progress.step == 3:
                 allowed.set()
             if run.state.progress.step == 4:

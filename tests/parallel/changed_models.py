@@ -400,7 +400,8 @@ def reassigned(model: Any) -> None:
 
 
 def assigned(model: Any) -> None:
-    model.load_state_dict({key: value * 1 for key, value in model.state_dict().items()}, assign=True)
+    values = [*model.named_parameters(), *model.named_buffers()]  # a divided model refuses state_dict
+    model.load_state_dict({key: value.detach() * 1 for key, value in values}, assign=True, strict=False)
 
 
 def other_data(model: Any) -> None:

@@ -49,6 +49,9 @@ REFUSED = {
     "pruned": "parameter 'blocks.0.inner.weight' was removed from the model",
     "buffer added": "buffer 'other' was added to the model",
 }
+REFUSED_WHERE_DIVIDED = {
+    "state assigned": "Net.load_state_dict(assign=True) would replace this rank's parts of the weights"
+}
 REFUSED_UNDER = {("gradients clamped", plan): "parameter 'stem.weight' has a gradient hook" for plan in DIVIDED} | {
     ("gradient masked", plan): "parameter 'head.weight' has a gradient hook" for plan in DIVIDED
 }
@@ -98,7 +101,7 @@ def test_what_may_not_change_is_refused_by_name(name: str, plan: str) -> None:
     for got in each_rank(name, plan):
         assert isinstance(got, str), "it trained"
         assert got.startswith("ScriptError"), got
-        assert REFUSED[name] in got
+        assert REFUSED[name] in got or REFUSED_WHERE_DIVIDED.get(name, REFUSED[name]) in got, got
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -11,7 +11,6 @@ BROKEN = {
     "buffer": ("unsynchronised_buffer", "buffer", "1", "running"),
     "buffer_in_forward": ("unsynchronised_buffer", "forward", "1", "output"),
     "clipping_backward": ("local_clipping", "gradient", "0", "gradient of weight"),
-    "clipping_hook": ("local_clipping", "gradient", "2", "gradient of weight"),
     "contrastive": ("coupled_samples", "loss", "", "loss"),
     "dataset_by_rank": ("samples_depend_on_rank", "input", "", "batch[0]"),
     "functional_norm": ("local_batch_statistics", "forward", "Net", "input of last"),

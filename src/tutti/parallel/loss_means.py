@@ -77,6 +77,10 @@ class LossMean:
     target: torch.Tensor
 
 
+class CountedMean(Weighted):
+    """A mean of torch's losses whose count is known; the script returned a plain tensor."""
+
+
 @dataclass(slots=True)
 class LossMeans:
     """The means and sums over targets that are taken while one loss is computed."""
@@ -96,7 +100,7 @@ class LossMeans:
         count = found[0].count
         total = loss.reshape(()) * count
         # A mean over nothing is not a number, and counts for nothing.
-        return Weighted(
+        return CountedMean(
             torch.where(torch.as_tensor(count, device=total.device) > 0, total, torch.zeros_like(total)), count
         )
 

@@ -23,6 +23,7 @@ from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.losses import as_weighted
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.sharding.parameter_sharding import Parameters
+from tutti.trainer.observer import NullObserver
 from tutti.trainer.run_state import Run
 
 Place = tuple[nn.Module, str]
@@ -71,7 +72,7 @@ def note_state(run: Run) -> NotedState | None:
     """A step begins: note the state, or return None if this step is not checked."""
     step, run.loop.steps_begun = run.loop.steps_begun, run.loop.steps_begun + 1
     due = step in (0, 9, 99) or step % 1000 == 999
-    if not due or run.parallel.world.world_size == 1 or run.parallel.plan.sync.mode != "synchronous":
+    if not due or run.parallel.world.world_size == 1 or not _should_agree(run):
         return None
     tensors = {name: module._buffers[key] for name, (module, key) in _buffers(run.parallel.model).items()}
     return NotedState(
@@ -79,6 +80,13 @@ def note_state(run: Run) -> NotedState | None:
         norms=_norms(run.parallel.model),
         versions=_whole_versions(run),
     )
+
+
+def _should_agree(run: Run) -> bool:
+    """Whether replicas are equal in every step; an observer, such as that of verify, compares them itself."""
+    compressor = run.parallel.replica.compressor
+    differs = compressor is not None and compressor.momentum_compression is not None  # between exchanges
+    return run.parallel.plan.sync.mode == "synchronous" and not differs and isinstance(run.loop.observer, NullObserver)
 
 
 def check_state(

@@ -337,7 +337,7 @@ def sum_loss(case: DifferenceCase) -> Cause | None:
 def weighted_loss(case: DifferenceCase) -> Cause | None:
     """Blame the total or count of a `Weighted`, where the loss differs and is one."""
     weighted = case.recordings is not None and any(
-        microbatch.loss is not None and microbatch.loss.count is not None
+        microbatch.loss is not None and microbatch.loss.count is not None and microbatch.loss.stated
         for microbatch in case.recordings.reference.microbatches
     )
     if case.stage != "loss" or not weighted:

@@ -26,6 +26,7 @@ from tutti.data.seeds import derive_seed
 from tutti.environment import Recording, read_launch_options
 from tutti.errors import LaunchError
 from tutti.parallel.layout import TensorShard, to_local
+from tutti.parallel.loss_means import CountedMean
 from tutti.parallel.losses import Weighted
 from tutti.trainer.observer import StopRun
 from tutti.verify.alignment import (
@@ -385,7 +386,8 @@ class RunRecorder(DoublePrecisionInputs):
     def loss(self, value: Any) -> None:
         """Record the loss of this part of the microbatch as the script returned it."""
         if isinstance(value, Weighted):
-            self._loss = LossRecord(total=_number(value.total), count=_number(value.count))
+            total, count = _number(value.total), _number(value.count)
+            self._loss = LossRecord(total=total, count=count, stated=not isinstance(value, CountedMean))
         elif isinstance(value, torch.Tensor) and value.numel() == 1:
             self._loss = LossRecord(total=_number(value), count=None)
 

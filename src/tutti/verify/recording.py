@@ -46,10 +46,12 @@ class LossRecord:
     Attributes:
         total: the mean, or the total of a `Weighted`.
         count: the count of a `Weighted`; None for a mean.
+        stated: whether the script itself has returned the `Weighted`.
     """
 
     total: float
     count: float | None
+    stated: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -215,10 +215,13 @@ def _trace_sample(tracer: Tracer, model: nn.Module, args: tuple[Any, ...], kwarg
     try:
         with tracer.without_effects():
             return tracer.trace(lambda: model(*args, **kwargs))
-    except TuttiError:
-        raise
-    except Exception as error:
+    except TuttiError as refusal:
+        error = refusal.__cause__
+        if not isinstance(error, NotImplementedError | TypeError):
+            raise
         reason = (str(error).splitlines() or [""])[0]
+        if isinstance(error, TypeError) and ".forward()" not in reason:
+            raise
         if isinstance(error, NotImplementedError) and type(model).forward is nn.Module.forward:
             reason = f"{type(model).__name__} has no forward; write one that calls all its parts"
         raise PlanError(

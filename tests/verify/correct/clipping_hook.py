@@ -1,4 +1,4 @@
-"""Every gradient is clipped as it is computed, before it is averaged."""
+"""Hooks on parameters clip gradients: each is called once a step, with the gradient of the global batch."""
 
 import torch
 from torch import nn
