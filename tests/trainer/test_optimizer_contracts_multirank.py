@@ -316,7 +316,7 @@ def plain_plateau(given: bool) -> list[float]:
             loss.backward()
             optimizer.step()
             total += float(loss.detach()) * len(inputs)
-        scheduler.step(float(loss_fn(model(x), y)) if given else total / len(x))
+        scheduler.step(float(loss_fn(model(x), y).detach()) if given else total / len(x))
     return [*rates, optimizer.param_groups[0]["lr"]]
 
 
