@@ -4,6 +4,7 @@ Entering an operation only notes its name. A thread compares notes through the r
 for some seconds, so steps pay nothing.
 """
 
+import itertools
 import json
 import sys
 import threading
@@ -31,7 +32,8 @@ NOTES = 32
 ANSWER_S = 3.0
 """Seconds that a rank whose exchange has failed waits for the others' notes."""
 
-_KEY = "tutti/watch"
+_numbers = itertools.count()
+"""Every Job of a process compares its own notes only; ranks make their Jobs in the same order."""
 
 
 class OperationWatch:
@@ -52,6 +54,7 @@ class OperationWatch:
         self._compares = waits and world.world_size > 1
         self._answered = b""
         self._asked = 0
+        self._key = f"tutti/watch/{next(_numbers)}"
 
     @property
     def inside(self) -> bool:
@@ -134,11 +137,11 @@ class OperationWatch:
     def _ask(self, store: Any) -> None:
         self._asked += 1
         self._publish(store)
-        store.set(f"{_KEY}/ask", f"{self._world.rank} {self._asked}")
+        store.set(f"{self._key}/ask", f"{self._world.rank} {self._asked}")
 
     def _answer(self, store: Any) -> None:
-        if store.check([f"{_KEY}/ask"]):
-            question = store.get(f"{_KEY}/ask")
+        if store.check([f"{self._key}/ask"]):
+            question = store.get(f"{self._key}/ask")
             if question != self._answered:
                 self._answered = question
                 self._publish(store)
@@ -146,14 +149,14 @@ class OperationWatch:
     def _publish(self, store: Any) -> None:
         idle_s = 0.0 if self.inside else time.monotonic() - self._since
         note = {"inside": self.inside, "idle_s": idle_s, "notes": list(self._notes)}
-        store.set(f"{_KEY}/{self._world.rank}", json.dumps(note))
+        store.set(f"{self._key}/{self._world.rank}", json.dumps(note))
 
     def _others(self, store: Any) -> Iterator[tuple[int, dict[str, Any]]]:
         """The notes that were published by rank 0, or to rank 0 by all others."""
         others = range(1, self._world.world_size) if self._world.is_main else (0,)
         for rank in others:
-            if store.check([f"{_KEY}/{rank}"]):
-                yield rank, json.loads(store.get(f"{_KEY}/{rank}"))
+            if store.check([f"{self._key}/{rank}"]):
+                yield rank, json.loads(store.get(f"{self._key}/{rank}"))
 
     def _mismatch(self, store: Any) -> str | None:
         own = {note[0]: tuple(note[1:]) for note in list(self._notes)}
