@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from tutti.data.batches import check_batch_size, split_batch
+from tutti.data.microbatches import LoadedBatch, ShareBatch, split_batch
 from tutti.data.samples import SeededSamples, read_source
 from tutti.errors import DataError
 
@@ -39,7 +39,7 @@ def test_a_tensor_without_samples_first_is_refused() -> None:
     with pytest.raises(DataError, match=r"shape \(3, 4\) .* first dimension must be 4"):
         split_batch((torch.zeros(4, 3), torch.zeros(3, 4)), [2, 2])
     with pytest.raises(DataError, match="this rank's share is 4 samples"):
-        check_batch_size((torch.zeros(3, 1),), 4)
+        LoadedBatch(ShareBatch((torch.zeros(4, 1),), None, 4)).pieces((torch.zeros(3, 1),), [4])
 
 
 def test_a_loader_is_taken_apart() -> None:

@@ -54,11 +54,7 @@ def load_checkpoint(training: TrainingState, path: Path, say: Callable[[str], No
             module.set_extra_state(state["extra_state"][name])
     training.schedules.load_state_dict(state["schedules"])
     training.noise.averages = NoiseAverages(**state["noise"])
-    training.loader.epoch, training.loader.position, training.loader.before = (
-        state["epoch"],
-        state["position"],
-        state["before"],
-    )
+    training.loader.go_to(state["epoch"], state["position"], state["before"])
     for name in ("step", "samples_seen", "tokens_seen"):
         setattr(training.progress, name, state[name])
     training.progress.clocks = [OptimizerClock(*counters) for counters in state["clocks"]]

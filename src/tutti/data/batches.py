@@ -1,4 +1,4 @@
-"""Global batches: the order of an epoch, its batches, each rank's share of them, and their microbatches."""
+"""Global batches: the order of an epoch, its batches, and each rank's share of them."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils import _pytree as pytree
 
 from tutti.config.partitioning import cut
 from tutti.config.plan import BatchPlan, Plan
@@ -31,7 +30,11 @@ def epoch_order(samples: int, seed: int, epoch: int, *, shuffle: bool) -> Indice
 
 
 def sampler_order(sampler: Iterable[int], seed: int, epoch: int) -> Indices:
-    """Return the order of a user's sampler with all generators seeded from (seed, epoch); equal on every rank."""
+    """Return the order of a user's sampler with all generators seeded from (seed, epoch); equal on every rank.
+
+    Raises:
+        DataError: the sampler yields something else than indices, such as whole batches.
+    """
     with preserved_generators():
         seed_everything(derive_seed(seed, "sampler", epoch))
         generator = getattr(sampler, "generator", None)
@@ -39,7 +42,13 @@ def sampler_order(sampler: Iterable[int], seed: int, epoch: int) -> Indices:
             generator.manual_seed(derive_seed(seed, "sampler", epoch))
         elif isinstance(generator, random.Random):
             generator.seed(derive_seed(seed, "sampler", epoch))
-        return np.fromiter((int(index) for index in sampler), dtype=np.int64)
+        indices = list(sampler)
+    if indices and isinstance(indices[0], list | tuple):
+        raise DataError(
+            f"the sampler {type(sampler).__name__} yields batches, but tutti cuts the batches itself; pass a sampler "
+            "that yields one index after another"
+        )
+    return np.fromiter((int(index) for index in indices), dtype=np.int64)
 
 
 def batch_bounds(order: Indices, batch: BatchPlan, tokens: int | Sequence[int] | None, before: int = 0) -> Indices:
@@ -160,60 +169,3 @@ def share_of(batch_size: int, rank: int, plan: Plan) -> BatchShare:
         start = begin + min(bounds[rank], end - begin - 1)
         parts.append(MicrobatchShare(start=start, count=count, slice_start=begin, slice_size=end - begin))
     return BatchShare(batch_size=batch_size, parts=tuple(parts))
-
-
-def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut a batch into parts of `sizes` samples.
-
-    A batch of one part is returned unchanged, whatever it is. Leaves that are not tensors (a number, a string, None)
-    are repeated in every part.
-
-    Args:
-        batch: tensors in any nesting of tuples, lists, dicts and named tuples, with samples in dim 0; or an object with
-            a `split` method.
-        sizes: samples of each part.
-
-    Raises:
-        DataError: the first dimension of a tensor is not the number of samples.
-    """
-    if len(sizes) == 1:
-        return [batch]
-    if hasattr(batch, "split") and not isinstance(batch, torch.Tensor):
-        return list(batch.split(list(sizes)))
-    leaves, structure = pytree.tree_flatten(batch)
-    columns = [_split_leaf(leaf, sizes) for leaf in leaves]
-    return [pytree.tree_unflatten([column[part] for column in columns], structure) for part in range(len(sizes))]
-
-
-def _split_leaf(leaf: Any, sizes: Sequence[int]) -> list[Any]:
-    if isinstance(leaf, np.ndarray) and leaf.ndim:
-        leaf = torch.from_numpy(leaf)
-    if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
-        return [leaf] * len(sizes)
-    if leaf.shape[0] != sum(sizes):
-        raise DataError(
-            f"a batch tensor of shape {tuple(leaf.shape)} cannot be cut into microbatches of {list(sizes)} samples: "
-            f"its first dimension must be {sum(sizes)}; collate batches with samples first, or set num_microbatches=1"
-        )
-    return list(torch.split(leaf, list(sizes)))
-
-
-def check_batch_size(batch: Any, expected: int) -> None:
-    """Raise DataError unless the first tensor of a batch has `expected` samples, as the loader gave it."""
-    first = next((leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
-    if first is not None and first.shape[0] % expected:
-        raise DataError(
-            f"step got a batch whose first tensor has shape {tuple(first.shape)}, but this rank's share is {expected} "
-            "samples; pass step the batch as the loader gave it, and change samples in the dataset or collate_fn"
-        )
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a batch to a device."""
-    if device.type == "cpu":
-        return batch
-
-    def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-
-    return pytree.tree_map(move, batch)

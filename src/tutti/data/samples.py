@@ -178,6 +178,11 @@ def _from_loader(loader: DataLoader[Any]) -> dict[str, Any]:
             f"the DataLoader has its own batch sampler ({type(loader.batch_sampler).__name__}), which would decide the "
             "batches; pass the dataset, with sampler=... to keep your own order"
         )
+    if loader.batch_sampler is None:
+        raise DataError(
+            "the DataLoader has batch_size=None, so its data set makes the batches, but tutti divides samples among "
+            "ranks before they are collated; pass a data set of samples, and collate_fn=... to make a batch of them"
+        )
     source: dict[str, Any] = {
         "dataset": loader.dataset,
         "collate": loader.collate_fn,
@@ -185,17 +190,27 @@ def _from_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     }
     if not isinstance(loader.dataset, IterableDataset):
         kind = type(loader.sampler)
-        if isinstance(loader.sampler, DistributedSampler):
-            raise DataError(
-                "the DataLoader has a DistributedSampler, but tutti divides the data itself; remove the sampler and "
-                "pass shuffle=True or False"
-            )
         source["shuffle"] = kind is not SequentialSampler
-        source["sampler"] = None if kind in (SequentialSampler, RandomSampler) else loader.sampler
+        source["sampler"] = None if kind is SequentialSampler or _is_permutation(loader.sampler) else loader.sampler
     return source
 
 
+def _is_permutation(sampler: Any) -> bool:
+    """Return whether torch's sampler yields every sample once, in random order, as tutti's own order does."""
+    return (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    )
+
+
 def _check(source: DataSource) -> None:
+    replicas = getattr(source.sampler, "num_replicas", None)
+    if isinstance(source.sampler, DistributedSampler) or (
+        isinstance(replicas, int) and hasattr(source.sampler, "rank")
+    ):
+        raise DataError(
+            f"the sampler is a {type(source.sampler).__name__}, which divides the data among ranks, but tutti divides "
+            "it itself; remove the sampler and pass shuffle=True or False"
+        )
     if source.is_stream:
         if source.options.get("num_workers", 0) > 1:
             raise DataError(

@@ -1,15 +1,17 @@
 """The loader that `prepare` returns: this rank's share of one global batch after another."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tutti.config.plan import Plan
 from tutti.data.batches import BatchShare, Indices, batch_bounds, epoch_order, sampler_order, share_of
-from tutti.data.samples import Collate, DataSource, SeededSamples
+from tutti.data.microbatches import LoadedBatch, ShareBatch, collate_share
+from tutti.data.samples import Collate, DataSource, SampleKey, SeededSamples
 from tutti.data.seeds import derive_seed, preserved_generators, seed_everything
 from tutti.errors import DataError
 
@@ -37,7 +39,11 @@ class ShareLoader:
         self.before = 0
         self.share: BatchShare | None = None
         self.indices: Indices = np.empty(0, dtype=np.int64)
+        self._loaded: LoadedBatch | None = None
+        self._began: tuple[int, int] | None = None
+        self._used = False
         self._loader: DataLoader[Any] | None = None
+        self._order = SamplerOrder(source.sampler, seed) if source.sampler is not None else None
         self._cached: tuple[tuple[int, int], Indices, Indices] | None = None
 
     def __len__(self) -> int:
@@ -48,19 +54,42 @@ class ShareLoader:
         """
         if self.source.is_stream:
             raise TypeError("an IterableDataset has no length")
-        return len(self.epoch_batches(self.epoch)[1]) - 1
+        return len(self._bounds_ahead()) - 1
 
     def __iter__(self) -> Iterator[Any]:
+        if self._began is not None and self._began[0] == self.epoch and not self._used:
+            self.position = self._began[1]  # the script has only looked at batches
+        self._began, self._used = (self.epoch, self.position), False
+        if self._order is not None and self.position == 0:
+            self._cached = None  # the sampler is asked anew at the beginning of every epoch
         shares = self._stream() if self.source.is_stream else self._indexed()
         for self.share, self.indices, batch in shares:
             self.position += 1
-            yield batch
+            self._loaded = LoadedBatch(batch)
+            yield batch.whole
         self.next_epoch()
+
+    def pieces(self, batch: Any) -> list[Any]:
+        """Return the microbatches of the batch that was yielded last, as a step was given it.
+
+        Raises:
+            DataError: the script changed the batch, and it cannot be cut; or it has other samples than the share.
+        """
+        assert self._loaded is not None
+        assert self.share is not None
+        self._used = True
+        return self._loaded.pieces(batch, self.share.sizes)
 
     def next_epoch(self) -> None:
         """Go to the beginning of the next epoch, even if this one has batches left."""
-        self.before += self.position
-        self.epoch, self.position = self.epoch + 1, 0
+        self.go_to(self.epoch + 1, 0, self.before + self.position)
+
+    def go_to(self, epoch: int, position: int, before: int) -> None:
+        """Go to a place in the data, and tell the user's sampler its epoch, before the script may tell it another."""
+        self.epoch, self.position, self.before = epoch, position, before
+        self._began = None
+        if self._order is not None:
+            self._order.begin(epoch)
 
     @property
     def stated_size(self) -> int:
@@ -78,8 +107,8 @@ class ShareLoader:
     def epoch_batches(self, epoch: int) -> tuple[Indices, Indices]:
         """Return the order of an epoch's samples and the boundaries of its global batches."""
         if self._cached is None or self._cached[0] != (epoch, self.before):
-            if self.source.sampler is not None:
-                order = sampler_order(self.source.sampler, self.seed, epoch)
+            if self._order is not None:
+                order = self._order.of(epoch)
             else:
                 order = epoch_order(len(self.source.dataset), self.seed, epoch, shuffle=self.source.shuffle)
             bounds = batch_bounds(order, self.plan.batch, self.source.tokens, self.before)
@@ -91,6 +120,15 @@ class ShareLoader:
             self._cached = ((epoch, self.before), order, bounds)
         return self._cached[1:]
 
+    def _bounds_ahead(self) -> Indices:
+        """Return the current epoch's boundaries. A sampler that says its length is not asked for its order."""
+        tokens: Any = self.source.tokens
+        sampler: Any = self.source.sampler
+        known = self._cached is not None and self._cached[0] == (self.epoch, self.before) and self.position > 0
+        if known or sampler is None or not hasattr(sampler, "__len__") or (tokens and not isinstance(tokens, int)):
+            return self.epoch_batches(self.epoch)[1]
+        return batch_bounds(np.arange(len(sampler)), self.plan.batch, tokens, self.before)
+
     def _shares(self) -> Iterator[tuple[BatchShare, Indices]]:
         """Yield (share, sample indices of the global batch) from the current position to the end of the epoch."""
         order, bounds = self.epoch_batches(self.epoch)
@@ -100,9 +138,10 @@ class ShareLoader:
     def _indexed(self) -> Iterator[tuple[BatchShare, Indices, Any]]:
         if self._loader is None:
             gather = self.source.collate is Collate().function
-            samples = SeededSamples(self.source.dataset, self.seed, "sample", gather=gather)
-            collate = Collate(self.source.collate)
-            self._loader = DataLoader(samples, batch_sampler=_Keys(self), collate_fn=collate, **self.source.options)
+            samples = _ShareSamples(SeededSamples(self.source.dataset, self.seed, "sample", gather=gather))
+            collate: Any = _CollateShare(Collate(self.source.collate), self.seed)
+            keys: Any = _Keys(self)
+            self._loader = DataLoader(samples, batch_sampler=keys, collate_fn=collate, **self.source.options)
         for (share, indices), batch in zip(self._shares(), self._loader, strict=False):
             yield share, indices, batch
 
@@ -116,15 +155,76 @@ class ShareLoader:
 
 
 class _Keys:
-    """The batch sampler: yields the keys (epoch, index) of this rank's samples, batch by batch."""
+    """The batch sampler: yields the keys (epoch, index) of this rank's samples and the microbatches' sizes."""
 
     def __init__(self, loader: ShareLoader) -> None:
         self.loader = loader
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[tuple[list[SampleKey], list[int]]]:
         epoch = self.loader.epoch
         for share, indices in self.loader._shares():
-            yield [(epoch, int(index)) for index in indices[share.positions]]
+            yield [(epoch, int(index)) for index in indices[share.positions]], share.sizes
+
+
+class _ShareSamples(Dataset[Any]):
+    """Reads the samples of a share, and passes on its key and the sizes of its microbatches."""
+
+    def __init__(self, samples: SeededSamples) -> None:
+        self.samples = samples
+
+    def __getitem__(self, index: SampleKey) -> Any:
+        return self.samples[index]
+
+    def __getitems__(self, share: tuple[list[SampleKey], list[int]]) -> tuple[Any, list[int], SampleKey]:
+        keys, sizes = share
+        return self.samples.__getitems__(keys), sizes, keys[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _CollateShare:
+    """Collates a share and its microbatches. A user's function draws from a seed of (seed, epoch, first sample).
+
+    Ranks that compute the same samples then get the same batch.
+    """
+
+    collate: Collate
+    seed: int
+
+    def __call__(self, share: tuple[Any, list[int], SampleKey]) -> ShareBatch:
+        samples, sizes, key = share
+        if self.collate.function is Collate().function:
+            return ShareBatch(self.collate(samples), None, sum(sizes))
+        with preserved_generators():
+            seed_everything(derive_seed(self.seed, "collate", *key))
+            return collate_share(self.collate.function, samples, sizes)
+
+
+class SamplerOrder:
+    """The orders of a user's sampler, epoch by epoch, also after a resume.
+
+    A sampler with `set_epoch` is told the epoch when it begins; a call of the script comes later and counts. One that
+    draws from a generator of its own gives its next order each time, so a resumed run asks for the earlier ones first.
+    """
+
+    def __init__(self, sampler: Iterable[int], seed: int) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self.asked = 0
+
+    def begin(self, epoch: int) -> None:
+        """Draw the orders of earlier epochs that nobody asked for; then tell the sampler which epoch begins."""
+        tell = getattr(self.sampler, "set_epoch", None)
+        for earlier in range(self.asked, epoch):
+            if callable(tell):
+                tell(earlier)
+            self.of(earlier)
+        if callable(tell):
+            tell(epoch)
+
+    def of(self, epoch: int) -> Indices:
+        """Return the order of an epoch that has begun."""
+        self.asked = max(self.asked, epoch + 1)
+        return sampler_order(self.sampler, self.seed, epoch)
 
 
 class _StreamShares(IterableDataset[Any]):
@@ -142,13 +242,14 @@ class _StreamShares(IterableDataset[Any]):
         self.rank = rank
         self.epoch, self.position, self.before = place
 
-    def __iter__(self) -> Iterator[tuple[int, int, Any]]:
+    def __iter__(self) -> Iterator[tuple[int, int, ShareBatch]]:
         samples = self._seeded()
         start = 0
         for number, batch in enumerate(self._batches(samples)):
             if number >= self.position:
-                positions = share_of(len(batch), self.rank, self.plan).positions
-                yield len(batch), start, self.source.collate([batch[position] for position in positions])
+                share = share_of(len(batch), self.rank, self.plan)
+                mine = [batch[position] for position in share.positions]
+                yield len(batch), start, collate_share(self.source.collate, mine, share.sizes)
             start += len(batch)
         if start == 0:
             raise DataError(f"the stream {type(self.source.dataset).__name__} gave no sample; give at least one")

@@ -1,19 +1,21 @@
 """Evaluation: every sample counts exactly once, on any number of ranks."""
 
+import copy
+import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from tutti.config.partitioning import cut
-from tutti.data.batches import to_device
+from tutti.data.microbatches import leaves, map_tensors, one_per_sample, to_device
 from tutti.data.samples import Collate, DataSource, SeededSamples
 from tutti.errors import PlanError, ScriptError
 from tutti.parallel.loss_means import noted_means
@@ -43,13 +45,13 @@ def evaluate(
         The mean loss and metrics by name, the same on every rank, and the number of samples.
 
     Raises:
-        ScriptError: a metric returned something that cannot be averaged, or a batch has no tensor.
+        ScriptError: a metric returned something that cannot be averaged, or `whole` cannot join the batches.
     """
     table = _metric_functions(run, metrics)
     sums = torch.zeros(len(table), 2, dtype=torch.float64, device=run.parallel.world.device)
     samples, kept = 0, []
     with _evaluation_mode(run.parallel.model):
-        for batch, counts in _evaluation_batches(run, source, batch_size):
+        for batch, size, counts in _evaluation_batches(run, source, batch_size):
             run.parallel.scope.counts = counts
             batch = to_device(batch, run.parallel.world.device)
             with (
@@ -61,7 +63,6 @@ def evaluate(
                     output = run.state.consistency.combine_predictions(run.forward(*args, **kwargs))
                     if not counts or not run.gives_output:
                         continue
-                    size = _batch_size(batch)
                     rows = []
                     # The loss is of this rank's part of the sequences and added up; metrics may need whole ones.
                     if "loss" in table and "loss" not in metrics:
@@ -72,7 +73,7 @@ def evaluate(
             sums += torch.tensor(rows, dtype=torch.float64, device=sums.device).reshape(len(table), 2)
             samples += size
             if whole:
-                kept.append(pytree.tree_map(_to_cpu, (output, target)))
+                kept.append((size, map_tensors(_to_cpu, (output, target))))
     run.loop.batch_state.evaluated()
     run.parallel.world.sum(sums)
     evaluated = int(run.parallel.world.sum(torch.tensor([int(run.gives_output)], device=run.parallel.world.device))[0])
@@ -80,7 +81,7 @@ def evaluate(
     copies = evaluated // run.state.consistency.evaluation_share(run.parallel)[1]
     counted = int(run.parallel.world.sum(torch.tensor([samples], device=run.parallel.world.device))[0]) // copies
     values = {name: float(total / count) for name, (total, count) in zip(table, sums.tolist(), strict=True) if count}
-    values.update(_whole_set_metrics(run, kept, whole))
+    values.update(_whole_set_metrics(run, kept, whole, in_turn=source.is_stream))
     return values, counted
 
 
@@ -100,8 +101,8 @@ def _metric_functions(run: Run, metrics: Mapping[str, Metric]) -> dict[str, Metr
     return table
 
 
-def _evaluation_batches(run: Run, source: DataSource, batch_size: int) -> Iterator[tuple[Any, bool]]:
-    """Yield this rank's batches, and whether each counts.
+def _evaluation_batches(run: Run, source: DataSource, batch_size: int) -> Iterator[tuple[Any, int, bool]]:
+    """Yield this rank's batches, the number of samples of each, and whether it counts.
 
     A rank has a contiguous share of a map data set, or every n-th batch of a stream. If forward communicates with other
     data-parallel ranks, ranks with fewer batches compute further ones that do not count.
@@ -109,12 +110,13 @@ def _evaluation_batches(run: Run, source: DataSource, batch_size: int) -> Iterat
     rank, size = run.state.consistency.evaluation_share(run.parallel)
     collective_forward = run.parallel.mesh.degree("shard", "expert", "table") > 1
     if source.is_stream:
-        number, batch = 0, None
-        for number, batch in enumerate(DataLoader(source.dataset, batch_size=batch_size, collate_fn=source.collate), 1):
+        number, batch, count = 0, None, 0
+        counted_batches = DataLoader(source.dataset, batch_size=batch_size, collate_fn=_CollateCounted(source.collate))
+        for number, (batch, count) in enumerate(counted_batches, 1):
             if (number - 1) % size == rank:
-                yield batch, True
+                yield batch, count, True
         if collective_forward and 0 < number % size <= rank:
-            yield batch, False
+            yield batch, count, False
         return
     bounds = cut(len(source.dataset), size)
     indices = np.arange(bounds[rank], bounds[rank + 1])
@@ -127,7 +129,18 @@ def _evaluation_batches(run: Run, source: DataSource, batch_size: int) -> Iterat
     samples = SeededSamples(source.dataset, run.settings.seed, "evaluate", gather=gather)
     options = {k: v for k, v in source.options.items() if k != "persistent_workers"}
     loader = DataLoader(samples, batch_sampler=keys, collate_fn=Collate(source.collate), **options)
-    yield from ((batch, number < counted) for number, batch in enumerate(loader))
+    for number, (batch, part) in enumerate(zip(loader, keys, strict=True)):
+        yield batch, len(part), number < counted
+
+
+@dataclass(frozen=True, slots=True)
+class _CollateCounted:
+    """Collates samples, and counts them."""
+
+    collate: Callable[[Any], Any]
+
+    def __call__(self, samples: Any) -> tuple[Any, int]:
+        return self.collate(samples), len(samples)
 
 
 @contextmanager
@@ -140,15 +153,6 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _batch_size(batch: Any) -> int:
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return int(leaf.shape[0])
-    raise ScriptError(
-        "evaluate got a batch without a tensor; collate samples into tensors whose first dimension is samples"
-    )
 
 
 def _total_count(name: str, value: Any, samples: int) -> tuple[float, float]:
@@ -172,19 +176,108 @@ def _total_count(name: str, value: Any, samples: int) -> tuple[float, float]:
     )
 
 
-def _to_cpu(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
 
 
-def _whole_set_metrics(run: Run, kept: list[Any], whole: Mapping[str, Metric]) -> dict[str, float]:
-    """Gather all outputs and targets on every rank, and compute the metrics of the whole data set. Collective."""
+def _whole_set_metrics(
+    run: Run, kept: list[tuple[int, Any]], whole: Mapping[str, Metric], *, in_turn: bool
+) -> dict[str, float]:
+    """Gather all outputs and targets on every rank, and compute the metrics of the whole data set. Collective.
+
+    Args:
+        run: the run.
+        kept: the number of samples, outputs and targets of this rank's batches.
+        whole: the metrics by name.
+        in_turn: whether ranks had batches of the data in turn, rather than contiguous shares.
+    """
     if not whole:
         return {}
-    everyone = run.parallel.world.gather((run.state.consistency.evaluation_share(run.parallel)[0], kept))
-    parts = [part for _, rank_parts in sorted(dict(everyone).items()) for part in rank_parts]
-    leaves, structure = zip(*(pytree.tree_flatten(part) for part in parts), strict=True)
-    joined = [
-        torch.cat(column) if isinstance(column[0], torch.Tensor) else column for column in zip(*leaves, strict=True)
-    ]
-    output, target = pytree.tree_unflatten(joined, structure[0])
+    share = run.state.consistency.evaluation_share(run.parallel)[0]
+    everyone = {rank: parts for rank, parts in run.parallel.world.gather((share, kept)) if parts}
+    of_ranks = [parts for _, parts in sorted(everyone.items())]
+    if in_turn:
+        parts = [part for turn in zip_longest(*of_ranks) for part in turn if part is not None]
+    else:
+        parts = [part for rank_parts in of_ranks for part in rank_parts]
+    counts = [count for count, _ in parts]
+    masked = _tells_padding([target for _, (_, target) in parts])
+    output = _joined([output for _, (output, _) in parts], counts, masked=masked)
+    target = _joined([target for _, (_, target) in parts], counts, masked=masked)
     return {name: float(metric(output, target)) for name, metric in whole.items()}
+
+
+_IGNORED = -100
+"""The target of a position that does not count (torch's cross entropy)."""
+
+
+def _joined(values: list[Any], counts: list[int], *, masked: bool) -> Any:
+    """Join what batches of `counts` samples hold: tensors along samples, lists of samples, and containers entry-wise.
+
+    Where `masked`, targets say which positions are padding, so batches that are padded to other lengths are padded on.
+    """
+    first = values[0]
+
+    def entries(parts: list[Any]) -> Any:
+        return _joined(parts, counts, masked=masked)
+
+    if isinstance(first, torch.Tensor):
+        return _joined_tensors(values, counts, masked=masked) if first.ndim else torch.stack(values)
+    if isinstance(first, Mapping):
+        return _like(first, {key: entries([value[key] for value in values]) for key in first})
+    if isinstance(first, list) and all(one_per_sample(v, n) for v, n in zip(values, counts, strict=True)):
+        return [entry for value in values for entry in value]
+    if isinstance(first, tuple | list):
+        columns = [entries(list(column)) for column in zip(*values, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    if dataclasses.is_dataclass(first):
+        made: Any = copy.copy(first)
+        for entry in dataclasses.fields(first):
+            object.__setattr__(made, entry.name, entries([getattr(value, entry.name) for value in values]))
+        return made
+    return None if first is None else values
+
+
+def _like(first: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """Return a mapping of the type of `first`, if that can be filled, with other entries."""
+    if not isinstance(first, MutableMapping):
+        return entries
+    made = copy.copy(first)
+    for key, value in entries.items():
+        made[key] = value
+    return made
+
+
+def _joined_tensors(values: list[torch.Tensor], counts: list[int], *, masked: bool) -> torch.Tensor:
+    """Concatenate tensors along their samples, which are in dim 0 or, with time first, in dim 1."""
+    time_first = all(value.shape[0] != count for value, count in zip(values, counts, strict=True)) and all(
+        value.ndim > 1 and value.shape[1] == count for value, count in zip(values, counts, strict=True)
+    )
+    dim = int(time_first)
+    longest = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
+    ragged = any(value.shape[d] != longest[d] for value in values for d in range(value.ndim) if d != dim)
+    if not ragged:
+        return torch.cat(values, dim)
+    if not masked:
+        raise ScriptError(
+            f"metrics of the whole data set need outputs and targets of one length, but batches have "
+            f"{tuple(values[0].shape)} and others, and no target is {_IGNORED}, which would say what is padding; pad "
+            f"all batches to one length or pad targets with {_IGNORED} in collate_fn, or use metrics= with "
+            "tutti.Weighted(total, count)"
+        )
+    filling = _IGNORED if any(bool((value == _IGNORED).any()) for value in values) else 0
+    padded = []
+    for value in values:
+        shape = [value.shape[d] if d == dim else longest[d] for d in range(value.ndim)]
+        whole = value.new_full(shape, filling)
+        whole[tuple(slice(size) for size in value.shape)] = value
+        padded.append(whole)
+    return torch.cat(padded, dim)
+
+
+def _tells_padding(targets: list[Any]) -> bool:
+    """Return whether some integer target of -100 or an attention mask says which positions are padding."""
+    if any(isinstance(target, Mapping) and "attention_mask" in target for target in targets):
+        return True
+    tensors = (leaf for target in targets for leaf in leaves(target) if isinstance(leaf, torch.Tensor))
+    return any(not tensor.is_floating_point() and bool((tensor == _IGNORED).any()) for tensor in tensors)

@@ -29,9 +29,10 @@ from tutti.config.model_fingerprint import describe_module, differences
 from tutti.config.plan import Plan
 from tutti.config.refusals import check_plan
 from tutti.config.run_folder import Recipe, RunFolder
-from tutti.data.batches import Unpack, to_device
+from tutti.data.batches import Unpack
 from tutti.data.fingerprint import describe_data
 from tutti.data.loading_cost import measure_loading
+from tutti.data.microbatches import to_device
 from tutti.data.samples import DataSource
 from tutti.data.share_loader import ShareLoader, first_samples
 from tutti.errors import PlanError, RankMismatchError, ScriptError

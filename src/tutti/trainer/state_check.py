@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti.data.batches import BatchShare, MicrobatchShare, to_device
+from tutti.data.batches import BatchShare, MicrobatchShare
+from tutti.data.microbatches import to_device
 from tutti.data.seeds import preserved_generators, seed_device, seed_everything
 from tutti.errors import ScriptError
 from tutti.nn.mixture import take_tallies

@@ -19,7 +19,8 @@ from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.comm.traffic import CommHandle
 from tutti.config.compression import format_compression
 from tutti.config.vocabulary import DATA_AXES
-from tutti.data.batches import BatchShare, MicrobatchShare, check_batch_size, split_batch, to_device
+from tutti.data.batches import BatchShare, MicrobatchShare
+from tutti.data.microbatches import to_device
 from tutti.data.seeds import derive_seed, seed_device
 from tutti.errors import RankMismatchError, ScriptError, TrainingError
 from tutti.parallel.data.replicate import LossFunction
@@ -58,14 +59,14 @@ def forward_backward(
             "a step was given a batch before the loader yielded one; iterate over the loader that prepare returned"
         )
     loss_of_batch = CountedLoss(loss_of_batch)
-    check_batch_size(batch, sum(share.sizes))
+    pieces = run.state.loader.pieces(batch)
     accumulation = run.loop.accumulation
     try:
         earlier = start_gradients(run, zeroed)
         if not accumulation.results:
             run.loop.bucket_tuner.begin()
             run.loop.statistics.save()
-        result = _forward_backward(run, loss_of_batch, share, batch, earlier)
+        result = _forward_backward(run, loss_of_batch, share, batch, pieces, earlier)
     except BaseException:
         accumulation.clear()  # the gradients are incomplete
         raise
@@ -74,17 +75,17 @@ def forward_backward(
 
 
 def _forward_backward(
-    run: Run, loss_of_batch: LossFunction, share: BatchShare, batch: Any, earlier: Gradients
+    run: Run, loss_of_batch: LossFunction, share: BatchShare, batch: Any, pieces: list[Any], earlier: Gradients
 ) -> StepResult:
     """Compute the gradients of one global batch, and add those of `earlier` calls."""
-    batch = run.loop.observer.loaded(run.state.progress.step, batch)
+    run.loop.observer.loaded(run.state.progress.step, batch)
+    pieces = [run.loop.observer.sampled(piece) for piece in pieces]
     run.parallel.replica.shards.clear()
     run.state.noise.begin(run.state.progress.step)
     noted = note_state(run)
     # All-reduced together: loss, count, a non-finite flag per rank, a tally per mixture, the noise meter's sums.
     size = 2 + run.parallel.world.world_size + TALLY_NUMEL * len(run.parallel.mixtures) + run.state.noise.width
     totals = torch.zeros(size, dtype=torch.float64, device=run.parallel.world.device)
-    pieces = split_batch(batch, share.sizes)
     with run.parallel.gradient_hooks.set_aside():
         if run.loop.pipeline is not None:
             _pipeline_microbatches(run, loss_of_batch, share, pieces, totals)

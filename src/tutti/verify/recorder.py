@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from tutti.checkpoint.training_state import TrainingState
 from tutti.comm.world import World
 from tutti.data.batches import BatchShare, MicrobatchShare
+from tutti.data.microbatches import map_tensors
 from tutti.data.seeds import derive_seed
 from tutti.environment import Recording, read_launch_options
 from tutti.errors import LaunchError
@@ -78,7 +79,7 @@ class DoublePrecisionInputs:
 
     def sampled(self, batch: Any) -> Any:
         """Return the batch, in float64 if the recording asks for it."""
-        return pytree.tree_map(_double, batch) if self.recording.double else batch
+        return map_tensors(_double, batch) if self.recording.double else batch
 
 
 TensorCopy = tuple[torch.Tensor, TensorShard | None]

@@ -16,7 +16,8 @@ from tutti.comm.rendezvous import make_local_group
 from tutti.config.pipeline_schedule import Action, Orders, build_schedule
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
-from tutti.data.batches import BatchShare, to_device
+from tutti.data.batches import BatchShare
+from tutti.data.microbatches import to_device
 from tutti.data.seeds import derive_seed, seed_device
 from tutti.errors import PlanError
 from tutti.parallel.layout import Layout
