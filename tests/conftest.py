@@ -1,8 +1,10 @@
 """The order of files: those that start ranks or commands come first, so that no long one is left to a single worker."""
 
+from collections.abc import Iterator
 from pathlib import PurePath
 
 import pytest
+import torch
 
 SLOW_FOLDERS = ("matrix", "examples", "launch", "lab", "consistency")
 
@@ -14,3 +16,12 @@ def _is_slow(item: pytest.Item) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not _is_slow(item))
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype_is_kept() -> Iterator[None]:
+    """Fail a test that leaves another default dtype behind, and give the next one what torch starts with."""
+    yield
+    left = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert left == torch.float32, f"the test leaves {left} as torch's default dtype"

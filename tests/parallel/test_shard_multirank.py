@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "batch statistics, few channels": {"make": subjects.convolutions},
     "recompute, accumulation": {"make": subjects.accumulated, "layout": RECOMPUTE},
     "recompute of blocks that repeat": {"make": subjects.repeating, "layout": RECOMPUTE},
+    "a penalty on a block's weights": {"make": subjects.penalised},
     "states on the host": {"make": subjects.tied, "offload": "optimizer"},
 }
 WHOLE_ONLY = {
@@ -164,7 +165,6 @@ def test_what_cannot_work_is_refused_on_all_ranks() -> None:
     expected = {
         ("adafactor", 3): "Adafactor does not treat the elements of a parameter one by one",
         ("bag", 2): "'embed.weight' has sparse gradients",
-        ("penalised", 3): "the loss uses parameter",
         ("parameters on the host", 1): 'offload = "parameters" needs sharding level 2 or 3',
     }
     for messages in run_ranks(refused, 2, list(expected)):

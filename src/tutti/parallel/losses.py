@@ -103,15 +103,21 @@ def default_loss(output: Any, target: Any) -> Any:
     Raises:
         ScriptError: the output contains no loss.
     """
+    loss = loss_in(output)
+    if loss is None:
+        raise ScriptError(
+            f"prepare got no loss_fn, and the model's output ({type(output).__name__}) contains no loss; pass loss_fn"
+        )
+    return loss
+
+
+def loss_in(output: Any) -> Any | None:
+    """Return the loss that a model's output contains, or None."""
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
     if isinstance(getattr(output, "loss", None), torch.Tensor):
         return output.loss
-    if isinstance(output, torch.Tensor) and output.ndim == 0:
-        return output
-    raise ScriptError(
-        f"prepare got no loss_fn, and the model's output ({type(output).__name__}) contains no loss; pass loss_fn"
-    )
+    return output if isinstance(output, torch.Tensor) and output.ndim == 0 else None
 
 
 def loss_of(unpack: Callable[[Any], Any], loss_fn: Callable[[Any, Any], Any]) -> Callable[[nn.Module, Any], Any]:

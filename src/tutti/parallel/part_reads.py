@@ -97,7 +97,7 @@ class PartReads(TorchFunctionMode):
         hook = register_module_forward_pre_hook(self._entered)
         calls: list[Any] = []
         self._hooks = (hook, calls)
-        with self:
+        with self._shards.loss_reads(), self:
             try:
                 yield
             finally:
@@ -153,10 +153,15 @@ class PartReads(TorchFunctionMode):
                 return whole
         divided = name if self._absent is None else self._absent
         raise ScriptError(
-            f"the loss reads parameter {name!r} outside of the modules' forward, but {divided!r} is divided over the "
-            "expert or table axis, and this rank sees only its part; use the optimizer's weight decay instead of a "
-            "penalty, or keep the module whole: LayoutRule(modules=..., placement='replicate')"
+            f"the loss reads parameter {name!r} outside of the modules' forward, but {divided!r} is divided over "
+            f"{self._axes()}, and this rank sees only its part; use the optimizer's weight decay instead of a penalty, "
+            "or keep the module whole: LayoutRule(modules=..., placement='replicate')"
         )
+
+    def _axes(self) -> str:
+        """The axes over which parameters are divided so that no rank can see them whole."""
+        degrees = self._layout.mesh.degrees
+        return " and ".join(f"mesh.{axis}" for axis in ("stage", "expert", "table") if degrees.get(axis, 1) > 1)
 
     def _gathered_name(self, tensor: nn.Parameter) -> str | None:
         return next((sharded.name for _, sharded in self._sharded if sharded.whole is tensor), None)

@@ -18,8 +18,8 @@ from tutti.config.partitioning import cut
 from tutti.data.microbatches import leaves, map_tensors, one_per_sample, to_device
 from tutti.data.samples import Collate, DataSource, SeededSamples
 from tutti.errors import PlanError, ScriptError
-from tutti.parallel.loss_means import noted_means
-from tutti.parallel.losses import LossSum, Weighted
+from tutti.parallel.loss_means import LossMeans, noted_means
+from tutti.parallel.losses import LossSum, Weighted, default_loss, loss_in
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.placeholders import is_unknown
 from tutti.trainer.run_state import Run
@@ -61,15 +61,22 @@ def evaluate(
                 args, kwargs, target = run.loop.unpack(part)
                 with noted_means(run.parallel.model) as means:
                     output = run.state.consistency.combine_predictions(run.forward(*args, **kwargs))
-                    if not counts or not run.gives_output:
+                    # A loss that reads parts of parameters gathers them with the ranks whose batch counts.
+                    if not run.gives_output or not (counts or run.parallel.reads.needed):
                         continue
                     rows = []
                     # The loss is of this rank's part of the sequences and added up; metrics may need whole ones.
                     if "loss" in table and "loss" not in metrics:
-                        rows = [_total_count("loss", means.weighted(table["loss"](output, target)), size)]
+                        wanted = not (metrics or whole)
+                        with run.parallel.reads.active():
+                            rows = [_loss_and_count(table["loss"], output, target, size, means, wanted=wanted)]
                 if metrics or whole:
                     output, target = run.parallel.sequences.join((output, target))
-                rows += [_total_count(name, metric(output, target), size) for name, metric in metrics.items()]
+                with run.parallel.reads.active():
+                    values_of_batch = {name: metric(output, target) for name, metric in metrics.items()}
+                if not counts:
+                    continue
+                rows += [_total_count(name, value, size) for name, value in values_of_batch.items()]
             sums += torch.tensor(rows, dtype=torch.float64, device=sums.device).reshape(len(table), 2)
             samples += size
             if whole:
@@ -83,6 +90,15 @@ def evaluate(
     values = {name: float(total / count) for name, (total, count) in zip(table, sums.tolist(), strict=True) if count}
     values.update(_whole_set_metrics(run, kept, whole, in_turn=source.is_stream))
     return values, counted
+
+
+def _loss_and_count(
+    loss_fn: Metric, output: Any, target: Any, size: int, means: LossMeans, *, wanted: bool
+) -> tuple[float, float]:
+    """Return (total, count) of the loss; of none, if no loss is `wanted` and the script gave no loss function."""
+    if loss_fn is default_loss and not wanted and loss_in(output) is None:
+        return 0.0, 0.0
+    return _total_count("loss", means.weighted(loss_fn(output, target)), size)
 
 
 def samples_at_once(run: Run) -> int:
@@ -204,7 +220,8 @@ def _whole_set_metrics(
     masked = _tells_padding([target for _, (_, target) in parts])
     output = _joined([output for _, (output, _) in parts], counts, masked=masked)
     target = _joined([target for _, (_, target) in parts], counts, masked=masked)
-    return {name: float(metric(output, target)) for name, metric in whole.items()}
+    with run.parallel.reads.active():
+        return {name: float(metric(output, target)) for name, metric in whole.items()}
 
 
 _IGNORED = -100

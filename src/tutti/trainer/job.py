@@ -459,7 +459,8 @@ class Job:
             **loader_arguments: arguments of DataLoader.
 
         Returns:
-            Results by name, the same on every rank; "loss" is always one of them.
+            Results by name, the same on every rank. "loss" is one of them, unless the script has no loss function and
+                asks for other metrics.
         """
         with _together(self, "job.evaluate") as run:
             arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}

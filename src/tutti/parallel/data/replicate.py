@@ -45,7 +45,8 @@ class Replica:
         factored: linear layers whose gradients are sent as factors.
 
     Attributes:
-        parameters: the model's parameters that require a gradient.
+        parameters: the model's parameters that require a gradient, as its modules show them (with sharding, parts of
+            them or the whole ones).
         order: the order in which parameters fill the buckets.
         arrived: parameters in the order in which their gradients have arrived so far; None once `order` is final.
         changed: whether the script has frozen, unfrozen or converted parameters since the buckets were built.
@@ -105,10 +106,11 @@ class Replica:
             self._hooks = []
             return
         trainable = _trainable(self._model)
-        if [*map(id, trainable)] != [*map(id, self.parameters)]:  # the whole ones of forward, with sharding
-            with long_lived_blocks():
-                self._build(trainable)
-        elif self.arrived:
+        if [*map(id, trainable)] != [*map(id, self.parameters)]:
+            # Modules show parts or whole parameters now, as this rank's forward left them. That may differ among ranks,
+            # and building is collective; what is shown is not reduced here, so there is nothing to build.
+            self.parameters = trainable
+        if self.arrived:
             if self._alike():
                 self.factored.choose()
                 self._reorder()

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, Literal
@@ -72,6 +73,9 @@ class Parameters(Shards):
         for unit in self.units:
             if not unit.whole and any(parameter.name == name for parameter in unit.parameters):
                 self._passes.stray(unit)
+
+    def loss_reads(self) -> AbstractContextManager[None]:
+        return self._passes.loss_reads()
 
     def clear(self) -> None:
         self._passes.begin_step()
@@ -316,6 +320,20 @@ class GatherHooks:
         self._need(call, unit)
         unit.held = self._call is None
         return True
+
+    @contextmanager
+    def loss_reads(self) -> Iterator[None]:
+        """Let `stray` gather outside of a step too, for a loss in evaluation; free what it has gathered then."""
+        if self._in_step:
+            yield
+            return
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+            self._last_call.clear()
+            self.release()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._call is None:
