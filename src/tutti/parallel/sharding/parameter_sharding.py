@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, Literal
@@ -74,8 +74,17 @@ class Parameters(Shards):
             if not unit.whole and any(parameter.name == name for parameter in unit.parameters):
                 self._passes.stray(unit)
 
-    def loss_reads(self) -> AbstractContextManager[None]:
-        return self._passes.loss_reads()
+    @contextmanager
+    def loss_reads(self) -> Iterator[None]:
+        if self._passes.in_step:
+            yield
+            return
+        self._passes.in_step = True  # an evaluation
+        try:
+            yield
+        finally:
+            self._passes.in_step = False
+            self._passes.release()
 
     def clear(self) -> None:
         self._passes.begin_step()
@@ -252,7 +261,7 @@ class GatherHooks:
         self.units, self.keep = units, keep
         self.gathering = Gathering(units, self._arrived)
         self.complete: Callable[[Unit], None] | None = None
-        self._in_step = False
+        self.in_step = False
         self._seen: dict[Unit, None] = {}
         self._call: Call | None = None
         self._last_call: dict[Unit, Call] = {}
@@ -274,7 +283,7 @@ class GatherHooks:
 
     def begin_step(self) -> None:
         """A step begins: free what earlier passes have left. Shards do not change until the step's end."""
-        self._in_step, self._backward = True, None
+        self.in_step, self._backward = True, None
         self._saved_hooks.clear()
         self._saved_hooks.push_for_step()
         self._last_call.clear()
@@ -284,7 +293,7 @@ class GatherHooks:
 
     def end_step(self) -> None:
         """All gradients are reduced: wait for slower ranks, which may still read what the update will change."""
-        self._in_step = False
+        self.in_step = False
         self._saved_hooks.clear()
         self.gathering.settle()
         self.gathering.version += 1
@@ -314,26 +323,12 @@ class GatherHooks:
 
         It is where the unit can be freed later: at the end of the pass, of backward or of the step.
         """
-        if not self._in_step and self._call is None:
+        if not self.in_step and self._call is None:
             return False
         call = self._call or self._last_call.setdefault(unit, Call(self.units, hold=torch.is_grad_enabled()))
         self._need(call, unit)
         unit.held = self._call is None
         return True
-
-    @contextmanager
-    def loss_reads(self) -> Iterator[None]:
-        """Let `stray` gather outside of a step too, for a loss in evaluation; free what it has gathered then."""
-        if self._in_step:
-            yield
-            return
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = False
-            self._last_call.clear()
-            self.release()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._call is None:
@@ -400,7 +395,7 @@ class GatherHooks:
         """The outermost module has returned: take part in the rest of the pass, free units, and note which stay."""
         if not failed:
             self._advance(call, len(call.units))
-        hold = call.hold and not failed and (self._in_step or not self.gathering.one_sided)
+        hold = call.hold and not failed and (self.in_step or not self.gathering.one_sided)
         for unit in call.units:
             if unit.held:
                 continue
@@ -409,7 +404,7 @@ class GatherHooks:
                 unit.held = True
             else:
                 unit.drop("shard")
-        if not hold and not self._in_step and not in_backward():
+        if not hold and not self.in_step and not in_backward():
             self.gathering.settle()  # parameters may change before the next pass, when a checkpoint is loaded
 
     def _watch(self, call: Call, unit: Unit, output: Any) -> None:
@@ -475,7 +470,7 @@ class GatherHooks:
             elif (unit.whole or unit.launched) and not unit.entered and not (unit is self.units[0] and unit.held):
                 unit.drop(self._rest)
         self._backward = None
-        if not self._in_step and self._call is None:
+        if not self.in_step and self._call is None:
             self.release()
             self.gathering.settle()
 

@@ -1,7 +1,7 @@
 """Sharded gradients, as the step and the optimizers see them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,9 +60,10 @@ class Shards:
     def gather_for_loss(self, name: str) -> None:
         """Put the whole parameter of this name into its modules, because the loss reads it outside of their forward."""
 
-    def loss_reads(self) -> AbstractContextManager[None]:
-        """Return a context in which `gather_for_loss` may be called, in a step or outside of it."""
-        return nullcontext()
+    @contextmanager
+    def loss_reads(self) -> Iterator[None]:
+        """Within the context, `gather_for_loss` may be called, in a step or outside of it."""
+        yield
 
     def begin(self) -> None:
         """The next backward is the step's last: reduce gradients from here on."""
