@@ -2,6 +2,7 @@
 
 import os
 from collections import UserDict, namedtuple
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,6 @@ class Net(nn.Module):
 
 
 def model() -> Net:
-    torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
     return Net()
 
@@ -130,6 +130,7 @@ def trained(kinds: list[str], microbatches: int, ranks: int) -> dict[str, tuple[
         batch=BatchPlan(global_batch_size=BATCH, num_microbatches=microbatches),
         mesh={"replicate": ranks},
     )
+    torch.set_default_dtype(torch.float64)
     results = {}
     os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     for kind in kinds:
@@ -146,6 +147,14 @@ def trained(kinds: list[str], microbatches: int, ranks: int) -> dict[str, tuple[
     return results
 
 
+@pytest.fixture
+def double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double_precision")
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 1), (3, 2)])
 def test_every_kind_of_batch_trains_and_evaluates_as_on_one_device(ranks: int, microbatches: int) -> None:
     for result in run_ranks(trained, ranks, list(COLLATES), microbatches, ranks):

@@ -22,6 +22,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "split": {"mesh": {"split": 2}},
     "three replicas": {"mesh": {"replicate": 3}},
 }
+QUICK = ("one", "replicas", "sharding level 3", "split")
+"""Plans of the quick suite."""
+EACH_PLAN = [plan if plan in QUICK else pytest.param(plan, marks=pytest.mark.long) for plan in PLANS]
 DIVIDED = ("sharding level 2", "sharding level 3", "split")
 
 FOLLOWED = [
@@ -67,21 +70,20 @@ def plain(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @functools.cache
-def ranks(world_size: int) -> list[dict[tuple[str, str], Any]]:
-    plans = {
-        name: fields
-        for name, fields in PLANS.items()
-        if Plan(batch=BatchPlan(global_batch_size=8), mesh=fields["mesh"]).world_size == world_size
-    }
+def ranks(world_size: int, quick: bool) -> list[dict[tuple[str, str], Any]]:
+    plans = {name: fields for name, fields in PLANS.items() if size_of(name) == world_size and (name in QUICK) == quick}
     return run_ranks(changed_models.outcomes, world_size, [*FOLLOWED, *REFUSED, "to float"], plans, timeout_s=110)
 
 
 def each_rank(name: str, plan: str) -> list[Any]:
-    size = Plan(batch=BatchPlan(global_batch_size=8), mesh=PLANS[plan]["mesh"]).world_size
-    return [results[name, plan] for results in ranks(size)]
+    return [results[name, plan] for results in ranks(size_of(plan), plan in QUICK)]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+def size_of(plan: str) -> int:
+    return Plan(batch=BatchPlan(global_batch_size=8), mesh=PLANS[plan]["mesh"]).world_size
+
+
+@pytest.mark.parametrize("plan", EACH_PLAN)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_what_may_change_is_followed(name: str, plan: str) -> None:
     losses, state = plain(name)
@@ -95,7 +97,7 @@ def test_what_may_change_is_followed(name: str, plan: str) -> None:
             close(got[1][key], value, 1e-12, f"rank {rank}: {key}")
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", EACH_PLAN)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_may_not_change_is_refused_by_name(name: str, plan: str) -> None:
     for got in each_rank(name, plan):
@@ -104,7 +106,7 @@ def test_what_may_not_change_is_refused_by_name(name: str, plan: str) -> None:
         assert REFUSED[name] in got or REFUSED_WHERE_DIVIDED.get(name, REFUSED[name]) in got, got
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", EACH_PLAN)
 def test_a_model_converted_after_prepare(plan: str) -> None:
     """pytorch/pytorch#104336: with DistributedDataParallel, gradients are then reduced wrongly without a word."""
     losses, state = plain("to float")
@@ -157,7 +159,7 @@ def staged(plan: str) -> list[dict[tuple[str, str], Any]]:
     return run_ranks(changed_models.outcomes, size, FOLLOWED_BY_STAGES, {plan: STAGES[plan]}, timeout_s=110)
 
 
-@pytest.mark.parametrize("plan", STAGES)
+@pytest.mark.parametrize("plan", ["2 stages", pytest.param("3 stages, 2 microbatches", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FOLLOWED_BY_STAGES)
 def test_stages_follow_what_changes(name: str, plan: str) -> None:
     losses, state = plain(name)
