@@ -139,7 +139,11 @@ def metric(model: nn.Module, output: torch.Tensor, target: torch.Tensor) -> torc
     return F.cross_entropy(output, target) + 0.05 * sum(p.square().sum() for p in model.parameters())
 
 
-@pytest.mark.parametrize("plan", PLANS)
+QUICK = ("zero3", "split", "stage")
+"""Plans of the quick suite."""
+
+
+@pytest.mark.parametrize("plan", [p if p in QUICK else pytest.param(p, marks=pytest.mark.long) for p in PLANS])
 def test_a_loss_that_reads_parameters_is_that_of_one_device(plan: str, tmp_path: Path) -> None:
     for results in run_ranks(trained, PLANS[plan].world_size, PLANS[plan], str(tmp_path), timeout_s=120):
         values = results.pop("evaluated")

@@ -332,7 +332,11 @@ PLANS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+QUICK = ("2", "zero3", "stage")
+"""Plans of the quick suite."""
+
+
+@pytest.mark.parametrize("plan", [p if p in QUICK else pytest.param(p, marks=pytest.mark.long) for p in PLANS])
 def test_updates_are_those_of_a_plain_loop(plan: str) -> None:
     names, fields = PLANS[plan]
     size = Plan(batch=BatchPlan(global_batch_size=1), mesh=fields["mesh"]).world_size
