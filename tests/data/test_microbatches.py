@@ -18,7 +18,7 @@ import tutti
 from harness import run_ranks
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
-from tutti.data.microbatches import LoadedBatch, collate_share, split_batch, to_device
+from tutti.data.microbatches import LoadedBatch, collate_share, leaves, split_batch, to_device
 from tutti.data.samples import read_source
 from tutti.data.share_loader import ShareLoader
 from tutti.errors import DataError
@@ -190,6 +190,19 @@ def test_what_the_script_changes_is_cut_or_refused() -> None:
     x, y = (batch := loaded(time_first)).batch.whole
     with pytest.raises(DataError, match="its first dimension must be 4"):
         batch.pieces((x + 1, y), [3, 1])
+
+
+def test_a_batch_of_as_many_fields_as_samples_is_cut_by_fields() -> None:
+    x, y = torch.arange(6.0).reshape(2, 3), torch.tensor([1, 2])
+    for inputs in ({"a": x, "b": x, "flag": True}, (x, x, x), [x, {"c": x}, x], x):
+        for number, (fields, target) in enumerate(split_batch([inputs, y], [1, 1])):
+            assert torch.equal(target, y[number : number + 1])
+            assert all(leaf is True or torch.equal(leaf, x[number : number + 1]) for leaf in leaves(fields))
+    boxes = [
+        {"boxes": torch.zeros(2, 4), "labels": torch.ones(2)},
+        {"boxes": torch.ones(2, 4), "labels": torch.ones(2)},
+    ]
+    assert [piece for [piece] in split_batch(boxes, [1, 1])] == boxes
 
 
 def test_every_object_is_moved() -> None:

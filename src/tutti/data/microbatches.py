@@ -158,13 +158,19 @@ def _cut(value: Any, begin: int, end: int, samples: int, sizes: Sequence[int]) -
 
 def one_per_sample(values: list[Any], samples: int) -> bool:
     """Return whether a list has an entry for each sample, rather than for each field of the batch."""
-    return len(values) == samples and not all(_length(entry) == samples for entry in values)
+    if len(values) != samples:
+        return False
+    return all(isinstance(entry, Mapping) for entry in values) or not all(_holds(entry, samples) for entry in values)
 
 
-def _length(entry: Any) -> int | None:
+def _holds(entry: Any, samples: int) -> bool | None:
+    """Whether a field has `samples` samples in dim 0; None if it has no tensor or list that would tell."""
     if isinstance(entry, torch.Tensor | np.ndarray):
-        return len(entry) if entry.ndim else None
-    return len(entry) if isinstance(entry, list | tuple) else None
+        return len(entry) == samples if entry.ndim else None
+    if isinstance(entry, list | tuple) and len(entry) == samples:
+        return True
+    told = [held for child in _children(entry) if (held := _holds(child, samples)) is not None]
+    return all(told) if told else None
 
 
 def _is_tuple_of_samples(value: Any, samples: int) -> bool:
