@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tutti.errors import ScriptError
 from tutti.parallel.losses import LossSum, Weighted
 
 _BY_TARGET = ("cross_entropy", "nll_loss")
@@ -233,12 +234,41 @@ def _by_target(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any)
 
 def _by_row(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """A mean over all elements, which is one over rows."""
+    _check_shapes(function, *args, **kwargs)
     result = function(*args, **kwargs)
     arguments = _mean_arguments(function, args, kwargs, result)
     if arguments is not None and arguments["target"].dim():
         rows = max(len(arguments["target"]), len(arguments["input"]) if arguments["input"].dim() else 1)
         note_mean(result, float(rows), (rows,), arguments["target"])
     return result
+
+
+_BROADCASTING = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+"""Losses that compare every value with every target if shapes differ; torch only warns."""
+
+
+def _check_shapes(
+    function: Callable[..., torch.Tensor], input: Any = None, target: Any = None, *_: Any, **__: Any
+) -> None:
+    """Refuse an output and a target that are broadcast to more elements than either has, such as (8, 1) and (8,).
+
+    Raises:
+        ScriptError: naming both shapes.
+    """
+    if function not in _BROADCASTING or not isinstance(input, torch.Tensor) or not isinstance(target, torch.Tensor):
+        return
+    if input.dim() == target.dim() or 1 in (input.numel(), target.numel()):
+        return
+    try:
+        elements = torch.broadcast_shapes(input.shape, target.shape).numel()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # torch says so itself
+        return
+    if elements > max(input.numel(), target.numel()):
+        raise ScriptError(
+            f"F.{function.__name__} got an output of shape {tuple(input.shape)} and a target of shape "
+            f"{tuple(target.shape)}, which would compare every output with every target; give them one shape, for "
+            "example target.view_as(output)"
+        )
 
 
 def _mean_arguments(

@@ -22,6 +22,7 @@ from tutti.parallel.loss_means import LossMeans, noted_means
 from tutti.parallel.losses import LossSum, Weighted, default_loss, loss_in
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.placeholders import is_unknown
+from tutti.trainer.guard.evaluation_dropout import DropoutWatch
 from tutti.trainer.run_state import Run
 
 Metric = Callable[[Any, Any], Any]
@@ -50,11 +51,13 @@ def evaluate(
     table = _metric_functions(run, metrics)
     sums = torch.zeros(len(table), 2, dtype=torch.float64, device=run.parallel.world.device)
     samples, kept = 0, []
+    watch = DropoutWatch(run)
     with _evaluation_mode(run.parallel.model):
         for batch, size, counts in _evaluation_batches(run, source, batch_size):
             run.parallel.scope.counts = counts
             batch = to_device(batch, run.parallel.world.device)
             with (
+                watch.batch(),
                 run.parallel.sequences.part(batch) as part,
                 autocast(run.parallel.plan.precision, run.parallel.world.device),
             ):
@@ -82,6 +85,7 @@ def evaluate(
             if whole:
                 kept.append((size, map_tensors(_to_cpu, (output, target))))
     run.loop.batch_state.evaluated()
+    watch.report()
     run.parallel.world.sum(sums)
     evaluated = int(run.parallel.world.sum(torch.tensor([int(run.gives_output)], device=run.parallel.world.device))[0])
     # Ranks that computed the outputs of the same samples.

@@ -184,6 +184,7 @@ class TrainingLoop:
         watch: notes what this rank does together with the others.
         batch_state: combines what forward writes, over ranks.
         steps_begun: steps since prepare.
+        guarded: what the run has checked of itself once, and said.
     """
 
     pipeline: Pipeline | None
@@ -198,6 +199,7 @@ class TrainingLoop:
     watch: OperationWatch
     batch_state: BatchState
     steps_begun: int = 0
+    guarded: set[Any] = field(default_factory=set)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -69,11 +69,15 @@ class NotedState:
     versions: dict[str, int]
 
 
+def is_checked(step: int) -> bool:
+    """Whether the run checks itself in its `step`-th step, counted from 0: the 1st, 10th, 100th and each 1000th."""
+    return step in (0, 9, 99) or step % 1000 == 999
+
+
 def note_state(run: Run) -> NotedState | None:
     """A step begins: note the state, or return None if this step is not checked."""
     step, run.loop.steps_begun = run.loop.steps_begun, run.loop.steps_begun + 1
-    due = step in (0, 9, 99) or step % 1000 == 999
-    if not due or run.parallel.world.world_size == 1 or not _should_agree(run):
+    if not is_checked(step) or run.parallel.world.world_size == 1 or not _should_agree(run):
         return None
     tensors = {name: module._buffers[key] for name, (module, key) in _buffers(run.parallel.model).items()}
     return NotedState(
@@ -113,8 +117,8 @@ def check_state(
     lost = [unit for theirs, _ in everyone for unit in theirs]
     if lost:
         raise ScriptError(
-            f"forward writes parameters of {_describe(model, lost[0])}, of which mesh.shard keeps only a part, so "
-            "that the values would be lost; set them before job.prepare, or use sharding level 1"
+            f"forward writes parameters of {describe_module(model, lost[0])}, of which mesh.shard keeps only a part, "
+            "so that the values would be lost; set them before job.prepare, or use sharding level 1"
         )
     names = sorted({name for _, theirs in everyone for name in theirs})
     if not names:
@@ -244,10 +248,11 @@ def _tensors(model: nn.Module, names: Iterable[str]) -> list[tuple[str, torch.Te
 
 
 def _summaries(model: nn.Module, names: Iterable[str]) -> dict[str, Summary]:
-    return {name: _summary(tensor) for name, tensor in _tensors(model, names)}
+    return {name: summary_of(tensor) for name, tensor in _tensors(model, names)}
 
 
-def _summary(tensor: torch.Tensor) -> Summary:
+def summary_of(tensor: torch.Tensor) -> Summary:
+    """Return what ranks compare of a tensor."""
     values = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().data if values.numel() else b"").hexdigest()
     if not (values.is_floating_point() and values.numel()):
@@ -263,7 +268,8 @@ def _differ(summaries: list[dict[str, Summary]], name: str) -> bool:
     return any(not present[0].agrees(other) for other in present[1:])
 
 
-def _describe(model: nn.Module, name: str) -> str:
+def describe_module(model: nn.Module, name: str) -> str:
+    """Name a module with its class."""
     return (
         f"module {name!r} ({type(model.get_submodule(name)).__name__})"
         if name
@@ -278,7 +284,7 @@ def _refusal(model: nn.Module, names: list[str], summaries: list[dict[str, Summa
     other = next(rank for rank in ranks if not summaries[ranks[0]][names[0]].agrees(summaries[rank][names[0]]))
     which = " and ".join([", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys)
     return (
-        f"{_describe(model, owner)} writes {which} in forward from each rank's own samples: ranks {ranks[0]} and "
+        f"{describe_module(model, owner)} writes {which} in forward from each rank's own samples: ranks {ranks[0]} and "
         f"{other} differ, and one device would have other values. Say how they are made equal: "
         'tutti.synchronized(module, "gather") computes the module on all ranks\' samples, as one device does; "mean", '
         '"sum" or "first" combines what it wrote'

@@ -30,6 +30,7 @@ from tutti.parallel.losses import LossSum, Weighted, as_weighted
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.pipeline_runner import PipelineBatch
 from tutti.trainer.finite_gradients import gradients_finite, nonfinite_loss_message
+from tutti.trainer.guard.step_guard import guard_step
 from tutti.trainer.run_state import Run, StepResult
 from tutti.trainer.state_check import check_state, note_state
 
@@ -80,6 +81,7 @@ def _forward_backward(
     """Compute the gradients of one global batch, and add those of `earlier` calls."""
     run.loop.observer.loaded(run.state.progress.step, batch)
     pieces = [run.loop.observer.sampled(piece) for piece in pieces]
+    guard_step(run, loss_of_batch, pieces, share)
     run.parallel.replica.shards.clear()
     run.state.noise.begin(run.state.progress.step)
     noted = note_state(run)
