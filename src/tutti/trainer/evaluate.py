@@ -50,7 +50,7 @@ def evaluate(
     table = _metric_functions(run, metrics)
     sums = torch.zeros(len(table), 2, dtype=torch.float64, device=run.parallel.world.device)
     samples, kept = 0, []
-    with _evaluation_mode(run.parallel.model):
+    with _evaluation_mode(run.parallel.model), run.parallel.scope.evaluation():
         for batch, size, counts in _evaluation_batches(run, source, batch_size):
             run.parallel.scope.counts = counts
             batch = to_device(batch, run.parallel.world.device)
