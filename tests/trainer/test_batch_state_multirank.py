@@ -5,17 +5,22 @@ statistics, data-dependent initial values, queues, counters.
 """
 
 import functools
+import os
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import tutti
 from harness import RankFailed, preload, run_ranks
 from trainer.plain_loop import Trained, assert_same, by_plan, plain
+from tutti.config.partitioning import cut
 
 preload("trainer.plain_loop")
 
@@ -241,9 +246,13 @@ def on_ranks(ranks: int) -> list[dict[tuple[str, str], Trained]]:
 
 @functools.cache
 def on_one_device(kind: str, microbatches: int) -> Trained:
+    return on_one_device_of(functools.partial(Net, kind), microbatches)
+
+
+def on_one_device_of(build: Callable[[], nn.Module], microbatches: int = 1) -> Trained:
     torch.set_default_dtype(torch.float64)
     try:
-        return plain(functools.partial(Net, kind), X, 7, microbatches)
+        return plain(build, X, 7, microbatches)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -271,6 +280,52 @@ def test_state_of_unknown_kind_is_refused_by_name(kind: str) -> None:
 def test_sharded_parameters_that_forward_writes_are_refused() -> None:
     with pytest.raises(RankFailed, match=r"forward writes parameters of .*mesh.shard"):
         run_ranks(trained, 2, 2, ["replicate"], ["data-dependent init, gather"], "shard")
+
+
+class Gain(nn.Module):
+    """A parameter of one element, of which one rank of two has a part, and moving averages, one of them complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("waves", torch.zeros(6, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+            self.waves.mul_(0.9).add_(0.1 * torch.complex(x, 2 * x).detach().mean(0))
+        return x * self.gain
+
+
+def gain_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), tutti.synchronized(Gain(), "mean"), nn.Linear(6, 3))
+
+
+def trained_and_evaluated(ranks: int) -> tuple[list[Trained], float, float]:
+    """Train with `Gain` by two plans; evaluate a BatchNorm of batch statistics where ranks have 1 and 2 batches."""
+    torch.set_default_dtype(torch.float64)
+    many = [by_plan(gain_net, X, 7, {axis: ranks}) for axis in ("shard", "replicate")]
+    os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / "run-evaluated")  # by the last plan, of replicas
+    job = tutti.Job(global_batch_size=7)
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(2, track_running_stats=False)
+    model = nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 3))
+    x, y = X[:9], torch.arange(9) % 3
+    bounds = cut(9, ranks)
+    pieces = [slice(s, min(s + 4, stop)) for begin, stop in pairwise(bounds) for s in range(begin, stop, 4)]
+    expected = sum(float(F.cross_entropy(model(x[piece]), y[piece], reduction="sum")) for piece in pieces) / 9
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.prepare(model, optimizer, TensorDataset(x, y), F.cross_entropy)
+    return many, job.evaluate(TensorDataset(x, y), batch_size=4)["loss"], expected
+
+
+def test_parts_complex_state_and_unequal_evaluation() -> None:
+    one = on_one_device_of(gain_net)
+    for many, loss, expected in run_ranks(trained_and_evaluated, 2, 2, timeout_s=60):
+        for trained_by_plan in many:
+            assert_same(trained_by_plan, one)
+        assert loss == pytest.approx(expected, rel=1e-12)
 
 
 def test_an_unknown_way_is_refused() -> None:

@@ -34,9 +34,21 @@ _BY_ROW = (
     "binary_cross_entropy_with_logits",
     "kl_div",
     "soft_margin_loss",
-    "ctc_loss",
+    "gaussian_nll_loss",
+    "poisson_nll_loss",
+    "hinge_embedding_loss",
+    "cosine_embedding_loss",
+    "margin_ranking_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "triplet_margin_loss",
+    "triplet_margin_with_distance_loss",
 )
-"""Losses that are means over all elements: of means over equally long rows."""
+"""Losses that are means over rows, each of which has one value or a mean over elements; all rows are equally long."""
+
+_BY_SAMPLE = ("ctc_loss",)
+"""Losses that are means over samples; only their sums are noted."""
 
 _LINEAR = (
     "Add",
@@ -238,7 +250,8 @@ def _by_row(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) ->
     result = function(*args, **kwargs)
     arguments = _mean_arguments(function, args, kwargs, result)
     if arguments is not None and arguments["target"].dim():
-        rows = max(len(arguments["target"]), len(arguments["input"]) if arguments["input"].dim() else 1)
+        values = [value for name, value in arguments.items() if name not in ("weight", "pos_weight")]
+        rows = max(len(value) for value in values if isinstance(value, torch.Tensor) and value.dim())
         note_mean(result, float(rows), (rows,), arguments["target"])
     return result
 
@@ -271,10 +284,20 @@ def _check_shapes(
         )
 
 
+def _by_sample(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A mean over samples, which needs no count."""
+    result = function(*args, **kwargs)
+    _mean_arguments(function, args, kwargs, result)
+    return result
+
+
 def _mean_arguments(
     function: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: torch.Tensor
 ) -> dict[str, Any] | None:
-    """The arguments by name, if the call takes a mean over plain targets and is not compiled; a sum is noted here."""
+    """The arguments by name, if the call takes a mean over plain targets and is not compiled; a sum is noted here.
+
+    Losses of pairs and triplets have no target; their first argument stands for it.
+    """
     if torch.compiler.is_compiling() or not _open:
         return None
     call = inspect.signature(function).bind(*args, **kwargs)
@@ -284,15 +307,17 @@ def _mean_arguments(
         _open[-1].sums.append(result)
     legacy = arguments.get("size_average") is not None or arguments.get("reduce") is not None
     weighs_rows = arguments.get("weight") is not None and function in _WEIGHS_ROWS
-    plain_target = type(arguments.get("target")) is torch.Tensor
-    return arguments if arguments["reduction"] == "mean" and plain_target and not (legacy or weighs_rows) else None
+    arguments.setdefault("target", next(iter(arguments.values())))
+    plain_target = type(arguments["target"]) is torch.Tensor
+    takes_mean = arguments["reduction"] in ("mean", "batchmean")  # the latter is kl_div's
+    return arguments if takes_mean and plain_target and not (legacy or weighs_rows) else None
 
 
-_NAMES = (*_BY_TARGET, *_BY_ROW)
+_NOTED_BY = (
+    dict.fromkeys(_BY_TARGET, _by_target) | dict.fromkeys(_BY_ROW, _by_row) | dict.fromkeys(_BY_SAMPLE, _by_sample)
+)
+_NAMES = tuple(_NOTED_BY)
 _PLAIN = {name: getattr(F, name) for name in _NAMES}
 _WEIGHS_ROWS = (F.mse_loss, F.l1_loss, F.huber_loss)
-_NOTING = {
-    name: update_wrapper(partial(_by_target if name in _BY_TARGET else _by_row, _PLAIN[name]), _PLAIN[name])
-    for name in _NAMES
-}
+_NOTING = {name: update_wrapper(partial(noted_by, _PLAIN[name]), _PLAIN[name]) for name, noted_by in _NOTED_BY.items()}
 """Made once, so that compiled code that calls them stays valid; torch.compile asks for their names."""

@@ -52,7 +52,7 @@ def evaluate(
     sums = torch.zeros(len(table), 2, dtype=torch.float64, device=run.parallel.world.device)
     samples, kept = 0, []
     watch = DropoutWatch(run)
-    with _evaluation_mode(run.parallel.model):
+    with _evaluation_mode(run.parallel.model), run.parallel.scope.evaluation():
         for batch, size, counts in _evaluation_batches(run, source, batch_size):
             run.parallel.scope.counts = counts
             batch = to_device(batch, run.parallel.world.device)

@@ -220,6 +220,7 @@ def build_loop(
     if parallel.mesh.degree("shard", "split", "stage", "expert", "table", "space") > 1:
         note_calls_of_model(parallel.model, watch)
     parallel.whole.division.done()
+    sharded = {parameter.name for pack in parallel.replica.shards.packs() for parameter in pack.parameters}
     return TrainingLoop(
         pipeline=divided.pipeline,
         loss_fn=parallel.sequences.loss_fn,
@@ -231,7 +232,9 @@ def build_loop(
         bucket_tuner=BucketSizeTuner(parallel),
         statistics=RunningStatistics(parallel.model),
         watch=watch,
-        batch_state=BatchState(parallel.model, parallel.scope),
+        batch_state=BatchState(
+            parallel.model, parallel.scope, lambda name: parallel.layout.first_name(name) in sharded
+        ),
     )
 
 

@@ -6,7 +6,7 @@ computed on the samples of all ranks, or what its forward wrote is combined afte
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
@@ -277,10 +277,11 @@ class BatchState:
     Args:
         model: the model.
         scope: the ranks.
+        is_sharded: tells by its name whether ranks hold different parts of a parameter.
     """
 
-    def __init__(self, model: nn.Module, scope: BatchScope) -> None:
-        self._scope = scope
+    def __init__(self, model: nn.Module, scope: BatchScope, is_sharded: Callable[[str], bool]) -> None:
+        self._scope, self._is_sharded = scope, is_sharded
         self._marked = [
             (name, module, mark)
             for name, module in model.named_modules()
@@ -294,7 +295,7 @@ class BatchState:
         """A microbatch begins: note what the state is."""
         if self._marked and self._scope.world_size > 1:
             self._before = [
-                {key: tensor.detach().clone() for key, tensor in _state(module)} for _, module, _ in self._marked
+                {key: tensor.clone() for key, tensor in self._state(name, module)} for name, module, _ in self._marked
             ]
 
     def combine(self, samples: int) -> None:
@@ -315,7 +316,7 @@ class BatchState:
     def _combine(
         self, name: str, module: nn.Module, mark: Synchronization, before: dict[str, torch.Tensor], samples: int
     ) -> None:
-        now = dict(_state(module))
+        now = dict(self._state(name, module))
         kept = [key for key, old in before.items() if now[key].shape == old.shape]
         moved = [key for key in kept if not torch.equal(now[key], before[key])]
         flags = torch.tensor([float(key in moved) for key in before] + [float(len(kept) < len(before)), float(samples)])
@@ -358,8 +359,9 @@ class BatchState:
         self._scope.sum(change)
         return change
 
-
-def _state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The buffers and parameters of a module that this rank holds whole."""
-    tensors = [*module.named_buffers(), *module.named_parameters()]
-    return [(key, tensor) for key, tensor in tensors if not tensor.is_meta and tensor.numel()]
+    def _state(self, name: str, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """The buffers and parameters of a module that ranks hold whole, the same on all ranks; complex ones as real."""
+        prefix = f"{name}." if name else ""
+        whole = [(key, value) for key, value in module.named_parameters() if not self._is_sharded(prefix + key)]
+        tensors = [(key, tensor.detach()) for key, tensor in (*module.named_buffers(), *whole) if not tensor.is_meta]
+        return [(key, torch.view_as_real(tensor) if tensor.is_complex() else tensor) for key, tensor in tensors]

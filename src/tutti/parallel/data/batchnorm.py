@@ -39,6 +39,7 @@ class BatchScope:
         diverged: whether this rank is a replica that computes statistics of its own samples only.
         counts: whether this rank's samples count; False for a rank that only takes part in the collectives.
         recomputing: whether forward runs again inside backward, when running statistics must not change.
+        evaluating: whether job.evaluate runs, where ranks may have different numbers of batches.
         channel: accounting of the traffic.
         communicator: shared-memory communicator, if the ranks share memory.
     """
@@ -48,8 +49,19 @@ class BatchScope:
     diverged: bool = False
     counts: bool = True
     recomputing: bool = field(default=False)
+    evaluating: bool = field(default=False)
     channel: CommChannel = field(default_factory=untracked_channel)
     communicator: SharedMemoryCommunicator | None = None
+
+    @property
+    def degree(self) -> int:
+        """The number of ranks whose samples a BatchNorm normalises by."""
+        return 1 if self.evaluating else self.world_size
+
+    @property
+    def own_samples(self) -> bool:
+        """Whether several ranks each normalise by their own samples."""
+        return self.diverged or self.evaluating
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Gather every rank's vector.
@@ -88,6 +100,15 @@ class BatchScope:
             yield
         finally:
             self.recomputing = False
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Within the context, batches are normalised by the statistics of this rank's own samples."""
+        self.evaluating = True
+        try:
+            yield
+        finally:
+            self.evaluating = False
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -174,12 +195,12 @@ class GlobalForward:
         """Compute torch's own forward."""
         module, scope = cast(_BatchNorm, self.module), self.scope
         batch_statistics = module.training or (module.running_mean is None and module.running_var is None)
-        single = scope.diverged and scope.counts and input.numel() == input.shape[1]
-        if not batch_statistics or (scope.world_size == 1 and scope.counts and not scope.recomputing and not single):
+        single = scope.own_samples and scope.counts and input.numel() == input.shape[1]
+        if not batch_statistics or (scope.degree == 1 and scope.counts and not scope.recomputing and not single):
             return _BatchNorm.forward(module, input)  # not SyncBatchNorm's, which would communicate by itself
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
         tracked, momentum = module.training and module.track_running_stats, 0.0
-        if tracked and scope.world_size > 1 and not scope.recomputing:
+        if tracked and scope.degree > 1 and not scope.recomputing:
             if module.num_batches_tracked is not None:
                 module.num_batches_tracked.add_(1)
             cumulative = 1.0 / float(module.num_batches_tracked or 1)
@@ -190,9 +211,9 @@ class GlobalForward:
     def _around(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward that is not torch's, with F.batch_norm over the scope."""
         scope = self.scope
-        if scope.world_size == 1 and not scope.diverged:
+        if scope.degree == 1 and scope.counts and not scope.diverged:
             return own(*args, **kwargs)
-        absent = not scope.counts and scope.world_size == 1  # a diverged replica without a sample of this microbatch
+        absent = not scope.counts and scope.degree == 1  # a diverged replica without a sample of this microbatch
         calls = SharedStatistics(scope, self.apply)
         with _unchanged_buffers(self.module) if absent else nullcontext(), calls:
             output = own(*args, **kwargs)
@@ -304,11 +325,11 @@ def _batch_norm(
     Where forward runs again inside backward, running statistics stay; a momentum of 0 does that with the same operator
     as in the first forward, which checkpoint requires.
     """
-    if scope.world_size == 1 and not scope.counts:  # a diverged replica without a sample of this microbatch
+    if scope.degree == 1 and not scope.counts:  # a diverged replica without a sample of this microbatch
         return input * 1.0
-    if scope.diverged and scope.counts and input.numel() == input.shape[1]:
+    if scope.own_samples and scope.counts and input.numel() == input.shape[1]:
         return _by_running(input, running_mean, running_var, weight, bias, eps)
-    if scope.world_size == 1:
+    if scope.degree == 1:
         momentum = 0.0 if scope.recomputing else momentum
         return F.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
     work = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
@@ -329,13 +350,13 @@ def _by_running(
 ) -> torch.Tensor:
     """Normalise with the running statistics, which do not change.
 
-    For a replica's microbatch with one value per channel, which has no variance.
+    For a rank's own batch with one value per channel, which has no variance.
     """
     if running_mean is None or running_var is None:
         raise ScriptError(
-            "a replica's microbatch has one value per channel, and its BatchNorm keeps no running statistics to "
-            "normalise it with; use a larger global batch, fewer microbatches, Job(last_batch='drop') or "
-            "track_running_stats=True"
+            "a rank normalises a batch with one value per channel, and its BatchNorm keeps no running statistics to "
+            "do it with; use track_running_stats=True, or else another batch_size in evaluate, or a larger global "
+            "batch, fewer microbatches or Job(last_batch='drop') in training"
         )
     mean, var = running_mean.clone(), running_var.clone()  # another call may change them before backward
     return F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
