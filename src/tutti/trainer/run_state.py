@@ -21,7 +21,7 @@ from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
 from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.pipeline.pipeline_runner import Pipeline
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
-from tutti.trainer.observer import Observer
+from tutti.trainer.observer import JobProgram, Observer
 from tutti.trainer.operation_watch import OperationWatch
 
 
@@ -184,6 +184,7 @@ class TrainingLoop:
         watch: notes what this rank does together with the others.
         batch_state: combines what forward writes, over ranks.
         steps_begun: steps since prepare.
+        program: what the methods of the Job do; set when the Run is complete.
     """
 
     pipeline: Pipeline | None
@@ -198,6 +199,7 @@ class TrainingLoop:
     watch: OperationWatch
     batch_state: BatchState
     steps_begun: int = 0
+    program: JobProgram = field(init=False)
 
 
 @dataclass(slots=True, kw_only=True)
