@@ -162,6 +162,42 @@ def test_the_precision_that_is_asked_for_is_verified_beside_float64(precision: s
     assert ("tutti's own step, because" in verdict.sentence) == (precision == "float16")
 
 
+@pytest.mark.long
+def test_a_tolerance_that_is_not_float64s_is_explained(tmp_path: Path) -> None:
+    path, loss = tmp_path / "converts.py", "lambda output, target: nn.functional.cross_entropy(output.float(), target)"
+    path.write_text((HERE / "widened.py").read_text().replace("nn.CrossEntropyLoss()", loss))
+    verdict = verdict_on(path)
+    assert verdict.passed, verdict.sentence
+    assert verdict.tolerance == 1e-3
+    assert any("convert values to float32 themselves" in note for note in verdict.notes)
+
+
+BREAKS_PRECISION = """
+from tutti.trainer import step
+finish = step._finish_gradients
+def wrong(run, factor):
+    low = next(run.parallel.model.parameters()).dtype is not torch.float64
+    finish(run, factor * (1.4 if low and run.parallel.world.world_size > 1 else 1.0))
+step._finish_gradients = wrong
+"""
+
+
+@pytest.mark.long
+def test_what_is_wrong_only_in_the_asked_precision_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "low.py"
+    path.write_text(
+        (HERE / "widened.py")
+        .read_text()
+        .replace("# BREAK", BREAKS_PRECISION)
+        .replace("seed=2", "seed=2, precision='bfloat16'")
+    )
+    verdict = verdict_on(path, steps=1)
+    assert not verdict.passed
+    assert "in float64 they agree, but in bfloat16" in verdict.sentence
+    assert verdict.first is not None
+    assert verdict.first.stage == "gradient"
+
+
 def test_the_plain_program_imports_none_of_the_step() -> None:
     tree = ast.parse(Path(plain_step.__file__).read_text())
     modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

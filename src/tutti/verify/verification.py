@@ -20,7 +20,7 @@ from tutti.verify.compare_recordings import (
 from tutti.verify.compression_note import compressed_note, count_steps
 from tutti.verify.diagnosis import DifferenceCase, diagnose
 from tutti.verify.recording import Evaluation, ModelState, RankRecord, read_ranks, read_steps
-from tutti.verify.tolerance import FLOOR, TOLERANCE, ToleranceChecker
+from tutti.verify.tolerance import ASKED_TOLERANCE, FLOOR, TOLERANCE, ToleranceChecker
 
 Arithmetic = Literal["auto", "double", "script"]
 """Precision of the computation.
@@ -261,7 +261,7 @@ def _with_asked_precision(request: VerificationRequest, run: Runner, trials: Tri
     failure = run(ranks)
     if failure is not None:
         return _failed(request, failure, double=False)
-    comparison = compare_trials(one, ranks, None)
+    comparison = compare_trials(one, ranks, ASKED_TOLERANCE.get(asked))
     if comparison.first_difference is not None:
         refused = _refused(request, comparison, passed.notes)
         where = f"FAIL: in float64 they agree, but in {asked}, which is asked for,"
@@ -357,6 +357,7 @@ class TrialComparison:
         repeated: whether both trials ran on one device.
         step_differs: whether tutti's own step differs from the plain program on one device, too.
         evaluations: number of evaluations compared.
+        double: whether float64 was asked for.
     """
 
     first_difference: FirstDifference | None
@@ -369,6 +370,7 @@ class TrialComparison:
     repeated: bool = False
     step_differs: bool = False
     evaluations: int = 0
+    double: bool = False
 
     @property
     def draws_may_differ(self) -> bool:
@@ -434,6 +436,7 @@ def compare_trials(reference: VerificationTrial, tested: VerificationTrial, tole
         heads=(head, *heads),
         later=tuple(later),
         evaluations=len(evaluations),
+        double=reference.double,
     )
 
 
@@ -494,7 +497,7 @@ def _not_seen(request: VerificationRequest, comparison: TrialComparison) -> str:
         unseen.append(f"steps after {comparison.steps} (--steps), further epochs (--epochs)")
     if request.resume_at is None:
         unseen.append("resuming from a checkpoint (--resume-at)")
-    if comparison.dtype == "float64" and comparison.heads[0].precision == "float32":
+    if comparison.double and comparison.heads[0].precision == "float32":
         unseen.append("rounding in float32 (--arithmetic script)")
     count = comparison.evaluations
     compared = f"results of {count} evaluation{'s' if count > 1 else ''} compared. " if count else ""
@@ -555,6 +558,11 @@ def _verdict(
 
 def _notes(request: VerificationRequest, comparison: TrialComparison) -> list[str]:
     notes = list(dict.fromkeys(note for head in comparison.heads for note in head.notes))
+    if comparison.double and comparison.dtype != "float64":
+        notes.append(
+            f"the tolerance is that of {comparison.dtype} ({comparison.checker.tolerance:g}), because model or loss "
+            f"convert values to {comparison.dtype} themselves, although the script ran in float64"
+        )
     skipped = list(comparison.checker.skipped)
     if skipped:
         shown = ", ".join(skipped[:4]) + (f" and {len(skipped) - 4} more" if len(skipped) > 4 else "")
