@@ -219,12 +219,13 @@ def _with_resumption(request: VerificationRequest, run: Runner, trials: Trials, 
         return passed
     reference, tested = trials
     folders = sorted(RunFolder(tested.run_folder).checkpoints.glob("step-*"))
-    checkpoint = next((path for path in folders if int(path.name[5:]) >= request.resume_at), None)
-    if checkpoint is None:
+    saved = next((int(path.name[5:]) for path in folders if int(path.name[5:]) >= request.resume_at), passed.steps)
+    if saved >= passed.steps:
         raise ScriptError(
-            f"{request.script} made {passed.steps} steps and wrote no checkpoint after step {request.resume_at}; give "
-            "a smaller --resume-at"
+            f"{request.script} made {count_steps(passed.steps)}, of which none follows a checkpoint of step "
+            f"{request.resume_at} or later; give a smaller --resume-at, or let the script train longer"
         )
+    checkpoint = RunFolder(tested.run_folder).checkpoints / f"step-{saved:08d}"
     resumed = replace(
         tested,
         folder=tested.folder.with_suffix(".resumed"),
@@ -234,7 +235,7 @@ def _with_resumption(request: VerificationRequest, run: Runner, trials: Trials, 
         epochs=None,
     )
     failure = run(resumed)
-    after = f"resumed from the checkpoint of step {int(checkpoint.name[5:])}"
+    after = f"resumed from the checkpoint of step {saved}"
     if failure is not None:
         return _failed(request, f"{after}: {failure}", reference.double)
     comparison = compare_trials(reference, resumed, request.tolerance)
