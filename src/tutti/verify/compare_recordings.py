@@ -151,9 +151,10 @@ def compare_evaluation(
     expected: Evaluation, results: Sequence[Evaluation | None], checker: ToleranceChecker
 ) -> FirstDifference | None:
     """Compare one device's results of an evaluation with every rank's."""
+    floor = checker.floor * max(map(abs, expected.values.values()), default=0.0)
     for name, value in expected.values.items():
         gaps = {
-            rank: number_difference(value, result.values.get(name, math.nan))
+            rank: number_difference(value, result.values.get(name, math.nan), floor)
             if result is not None and (result.step, result.name) == (expected.step, expected.name)
             else math.inf
             for rank, result in enumerate(results)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -93,9 +92,11 @@ def plain_evaluation(
 def _batches(run: Run, source: DataSource, size: int) -> Iterator[tuple[Any, int, bool]]:
     """Yield the batches, the number of samples of each, and whether it is the only one."""
     if source.is_stream:
-        samples = iter(source.dataset)
-        while batch := list(islice(samples, size)):
-            yield source.collate(batch), len(batch), False
+        stream: DataLoader[Any] = DataLoader(
+            source.dataset, batch_size=size, collate_fn=lambda samples: (source.collate(samples), len(samples))
+        )
+        for batch, count in stream:
+            yield batch, count, False
         return
     count = len(source.dataset)
     single = count <= AT_ONCE * size

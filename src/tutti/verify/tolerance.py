@@ -66,11 +66,11 @@ def alignment_difference(alignment: Alignment, scale: float) -> float:
     return max((difference(pair.expected, pair.got, scale) for pair in alignment), default=0.0)
 
 
-def number_difference(expected: float, got: float) -> float:
-    """Return the relative difference of two numbers."""
+def number_difference(expected: float, got: float, floor: float = 0.0) -> float:
+    """Return the difference of two numbers relative to the first, or to `floor` if that is larger."""
     if expected == got or (math.isnan(expected) and math.isnan(got)):
         return 0.0
-    gap = abs(expected - got) / max(abs(expected), 1e-30)
+    gap = abs(expected - got) / max(abs(expected), floor, 1e-30)
     return gap if math.isfinite(gap) else math.inf
 
 
