@@ -49,6 +49,10 @@ class Recording:
         reference: the one-device recording to follow; None if this run is the one-device run.
         double: compute in float64, whatever the script's dtype.
         still: train without dropout.
+        epochs: record until so many epochs have ended; None: only `steps` counts.
+        own_step: run tutti's own step also on one device.
+        save_at: write a checkpoint after so many steps, whatever the script asks for.
+        resumed: the run is resumed from a checkpoint, with whose state it begins.
     """
 
     folder: Path
@@ -56,6 +60,10 @@ class Recording:
     reference: Path | None
     double: bool
     still: bool = False
+    epochs: int | None = None
+    own_step: bool = False
+    save_at: int | None = None
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +132,10 @@ def _recording(environ: Mapping[str, str]) -> Recording | None:
         reference=Path(reference) if reference else None,
         double=environ.get("TUTTI_RECORD_DOUBLE") == "1",
         still=environ.get("TUTTI_RECORD_STILL") == "1",
+        epochs=_number(environ, "TUTTI_RECORD_EPOCHS") if environ.get("TUTTI_RECORD_EPOCHS") else None,
+        own_step=environ.get("TUTTI_RECORD_OWN_STEP") == "1",
+        save_at=_number(environ, "TUTTI_RECORD_SAVE_AT") if environ.get("TUTTI_RECORD_SAVE_AT") else None,
+        resumed=environ.get("TUTTI_RECORD_RESUMED") == "1",
     )
 
 

@@ -37,6 +37,7 @@ def run_script(script: Path, trial: VerificationTrial, plan: Plan | None = None)
     if plan is not None:
         own = plan if trial.world_size > 1 else on_one_device(plan)
         environment["TUTTI_PLAN"] = str(serialization.save(own, trial.folder / "plan.json"))
+    environment["TUTTI_RUN_FOLDER"] = str(trial.run_folder)
     try:
         run_ranks(as_rank, trial.world_size, str(script), environment)
     except RankFailed as error:

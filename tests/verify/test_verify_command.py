@@ -61,6 +61,7 @@ def test_what_cannot_be_asked_is_a_sentence(tmp_path: Path) -> None:
     for arguments, words in (
         (["nothing.py"], "nothing.py does not exist"),
         (["--nproc", "0", str(HERE / "correct" / "mlp.py")], "0"),
+        (["--epochs", "1", "--steps", "2", str(HERE / "correct" / "mlp.py")], "leave --steps or --epochs out"),
         (["--folder", "nowhere", str(HERE / "correct" / "mlp.py")], "nowhere is not a folder"),
     ):
         done = tutti_verify(tmp_path, *arguments)

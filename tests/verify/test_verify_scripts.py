@@ -13,6 +13,7 @@ BROKEN = {
     "clipping_backward": ("local_clipping", "gradient", "0", "gradient of weight"),
     "contrastive": ("coupled_samples", "loss", "", "loss"),
     "dataset_by_rank": ("samples_depend_on_rank", "input", "", "batch[0]"),
+    "first_of_two_calls": ("rank_dependent_forward", "forward", "first.1", "output"),
     "functional_norm": ("local_batch_statistics", "forward", "Net", "input of last"),
     "gradient_scaled": ("gradient_changed_after_averaging", "gradient used", "0", "gradient of weight"),
     "job_seed_by_rank": ("different_seed", "seed", "", "Job(seed=...)"),

@@ -26,7 +26,9 @@ class VerifyOptions:
     script: Path
     arguments: tuple[str, ...]
     nproc: int | None
-    steps: int
+    steps: int | None
+    epochs: int | None
+    resume_at: int | None
     plan: Path | None
     mesh: str | None
     compress: "Compression | None"
@@ -42,7 +44,15 @@ class VerifyOptions:
 @click.option(
     "--nproc", type=click.IntRange(1), metavar="N", help="Ranks to compare with one device; 2 if nothing sets them."
 )
-@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Steps to compare.")
+@click.option("--steps", type=click.IntRange(1), metavar="N", help="Steps to compare; 3 if nothing is said.")
+@click.option(
+    "--epochs", type=click.IntRange(1), metavar="N",
+    help="Compare all steps of N epochs instead, and evaluations. Every step is saved on disk meanwhile.",
+)  # fmt: skip
+@click.option(
+    "--resume-at", type=click.IntRange(1), metavar="N",
+    help="Compare N steps; then resume the ranks from their checkpoint of step N, and compare as many as --steps says.",
+)  # fmt: skip
 @click.option("--plan", type=click.Path(path_type=Path), help="Verify this plan: its ranks, microbatches and shares.")
 @click.option("--mesh", metavar="AXIS=N,...", help="Verify ranks in this grid, such as dp=2,tp=2.")
 @compress_option
@@ -85,6 +95,8 @@ def _verdict(options: VerifyOptions) -> "Verdict":
     from tutti.launch.script_path import check_script
 
     check_script(options.script)
+    if options.epochs is not None and options.steps is not None and options.resume_at is None:
+        raise SpecError("--epochs compares all steps of an epoch; leave --steps or --epochs out")
     if options.folder is not None and not options.folder.is_dir():
         raise SpecError(f"--folder {options.folder} is not a folder; name the run folder to write verify.json into")
     plan, options, notes = _summed(_plan(options), options)
@@ -98,7 +110,9 @@ def _verdict(options: VerifyOptions) -> "Verdict":
     question = VerificationRequest(
         script=options.script.name,
         world_size=world_size,
-        steps=options.steps,
+        steps=options.steps or 3,
+        epochs=options.epochs,
+        resume_at=options.resume_at,
         arithmetic=options.arithmetic,  # type: ignore[arg-type]
         tolerance=options.tolerance,
         compress=compress,
@@ -186,7 +200,7 @@ def _runner(options: VerifyOptions, question: "VerificationRequest", plan: "Plan
         spec = LaunchSpec(
             target=str(options.script),
             arguments=options.arguments,
-            folder=trial.folder / "run",
+            folder=trial.run_folder,
             ranks_per_node=(trial.world_size,),
             timeout_s=options.timeout_s,
             threads=threads_per_rank(trial.world_size),
@@ -205,7 +219,10 @@ def _runner(options: VerifyOptions, question: "VerificationRequest", plan: "Plan
 def _doing(trial: "VerificationTrial") -> str:
     ranks = "one device" if trial.world_size == 1 else f"{trial.world_size} ranks"
     again = " again" if trial.world_size == 1 and trial.reference is not None else ""
-    return f"running on {ranks}{again}, {trial.steps} step{'s' if trial.steps > 1 else ''}"
+    if trial.epochs is not None and trial.resume is None:
+        return f"running on {ranks}{again}, {trial.epochs} epoch{'s' if trial.epochs > 1 else ''}"
+    resumed = " resumed" if trial.resume is not None else ""
+    return f"running on {ranks}{again}{resumed}, {trial.steps} step{'s' if trial.steps > 1 else ''}"
 
 
 def _save(verdict: "Verdict", options: VerifyOptions) -> None:

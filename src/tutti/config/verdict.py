@@ -19,12 +19,14 @@ Stage = Literal[
     "buffer",
     "optimizer state",
     "between steps",
+    "evaluation",
 ]
 """What was compared, in the order of a step.
 
 - gradient: averaged over the global batch.
 - gradient used: as the optimizer found it.
 - between steps: parameters, buffers and optimizer state when the next step began.
+- evaluation: results of an evaluation.
 """
 
 

@@ -55,7 +55,7 @@ def evaluate(
     with _evaluation_mode(run.parallel.model), run.parallel.scope.evaluation():
         for batch, size, counts in _evaluation_batches(run, source, batch_size):
             run.parallel.scope.counts = counts
-            batch = to_device(batch, run.parallel.world.device)
+            batch = run.loop.observer.sampled(to_device(batch, run.parallel.world.device))
             with (
                 watch.batch(),
                 run.parallel.sequences.part(batch) as part,
@@ -92,7 +92,7 @@ def evaluate(
     copies = evaluated // run.state.consistency.evaluation_share(run.parallel)[1]
     counted = int(run.parallel.world.sum(torch.tensor([samples], device=run.parallel.world.device))[0]) // copies
     values = {name: float(total / count) for name, (total, count) in zip(table, sums.tolist(), strict=True) if count}
-    values.update(_whole_set_metrics(run, kept, whole, in_turn=source.is_stream))
+    values.update(whole_set_metrics(run, kept, whole, in_turn=source.is_stream))
     return values, counted
 
 
@@ -200,7 +200,7 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
 
 
-def _whole_set_metrics(
+def whole_set_metrics(
     run: Run, kept: list[tuple[int, Any]], whole: Mapping[str, Metric], *, in_turn: bool
 ) -> dict[str, float]:
     """Gather all outputs and targets on every rank, and compute the metrics of the whole data set. Collective.

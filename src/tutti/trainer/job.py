@@ -31,7 +31,7 @@ from tutti.parallel.loss_means import looked_up
 from tutti.parallel.losses import default_loss, default_unpack, loss_of
 from tutti.trainer import capture
 from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
-from tutti.trainer.evaluate import Metric, evaluate, samples_at_once
+from tutti.trainer.evaluate import Metric
 from tutti.trainer.job_context import open_job_context
 from tutti.trainer.metrics import redirect_other_ranks
 from tutti.trainer.metrics_rows import write_evaluation_row
@@ -43,8 +43,7 @@ from tutti.trainer.prepare import (
     without_wrappers,
 )
 from tutti.trainer.run_state import JobSettings, Run
-from tutti.trainer.step import forward_backward
-from tutti.trainer.update import make_update, optimizers_of, save_when_due
+from tutti.trainer.update import optimizers_of, save_when_due
 from tutti.trainer.whole_weights import on_cpu, save_pretrained, whole_model, whole_state
 
 
@@ -324,7 +323,7 @@ class Job:
             yield epoch
             if run.state.loader.epoch == epoch:  # the script left the loader early
                 run.state.loader.next_epoch()
-            run.state.schedules.epoch_ended(run.state.loader.epoch)
+            run.loop.program.epoch_ended(run.state.loader.epoch)
             save_when_due(run)
             run.output.log.row("epoch", run.loop.clock.elapsed_s(), epoch=epoch, step=run.state.progress.step)
         if run.state.loader.epoch > first and run.settings.keep_checkpoints:
@@ -394,7 +393,7 @@ class Job:
         """
         with _together(self, "job.forward_backward") as run:
             zeroed = None if zero_grad is None else optimizers_of(run, zero_grad)
-            return forward_backward(run, function, batch, zeroed).loss
+            return run.loop.program.forward_backward(function, batch, zeroed)
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Clip gradients, step the optimizer, advance its scheduler, write the step's row.
@@ -408,7 +407,7 @@ class Job:
             TrainingError: gradients are not finite at any loss scale.
         """
         with _together(self, "job.update") as run:
-            make_update(run, optimizer)
+            run.loop.program.update(run.parallel.optimizers if optimizer is None else optimizers_of(run, optimizer))
 
     def schedule(self, metric: float) -> None:
         """Give a metric to the schedulers that follow one (ReduceLROnPlateau). Call it once an epoch.
@@ -436,7 +435,7 @@ class Job:
             ...         loss = job.step(batch)
             ...     job.schedule(job.evaluate(data)["loss"])
         """
-        self._run().state.schedules.measured(float(metric))
+        self._run().loop.program.schedule(float(metric))
 
     def evaluate(
         self,
@@ -466,10 +465,9 @@ class Job:
             arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
             source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
             run.loop.clock.enter("evaluation")
-            size = batch_size or samples_at_once(run)
-            with run.state.consistency.averaged_model(run.parallel):
-                values, samples = evaluate(run, source, metrics or {}, whole or {}, size)
+            values, samples = run.loop.program.evaluate(source, metrics or {}, whole or {}, batch_size)
             write_evaluation_row(run, source, name, values, samples)
+            run.loop.observer.evaluated(run.state.progress.step, name, values)
         return values
 
     def log(self, **values: float | int | str) -> None:

@@ -1,14 +1,17 @@
 """Observers of a run. Verification records a run through one, so the run need not know how."""
 
 import importlib
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
+from torch.optim import Optimizer
 
 from tutti.checkpoint.training_state import TrainingState
 from tutti.comm.world import World
 from tutti.data.batches import BatchShare
+from tutti.data.samples import DataSource
 from tutti.environment import read_launch_options
 from tutti.errors import LaunchError
 
@@ -18,6 +21,35 @@ class StopRun(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(0)
+
+
+LossOfBatch = Callable[[nn.Module, Any], Any]
+MetricFunction = Callable[[Any, Any], Any]
+
+
+class JobProgram(Protocol):
+    """What the methods of a Job do: they train and evaluate the model as docs/updates.md says."""
+
+    def forward_backward(self, function: LossOfBatch, batch: Any, zeroed: tuple[Optimizer, ...] | None) -> float:
+        """Add the gradient of the global mean loss to every parameter's `grad`; return the loss."""
+
+    def update(self, optimizers: tuple[Optimizer, ...]) -> None:
+        """Clip the gradients, step the optimizers, and advance their schedulers."""
+
+    def schedule(self, metric: float) -> None:
+        """Advance the schedulers that follow a metric."""
+
+    def epoch_ended(self, epochs: int) -> None:
+        """Advance the schedulers that count epochs; `epochs` have ended."""
+
+    def evaluate(
+        self,
+        source: DataSource,
+        metrics: Mapping[str, MetricFunction],
+        whole: Mapping[str, MetricFunction],
+        batch_size: int | None,
+    ) -> tuple[dict[str, float], int]:
+        """Return the mean loss and metrics over all samples, and the number of samples."""
 
 
 class Observer(Protocol):
@@ -41,8 +73,11 @@ class Observer(Protocol):
     def loss(self, value: Any) -> None:
         """Receive a microbatch's loss, as the script's function returned it."""
 
-    def gradients(self, step: int) -> None:
-        """Gradients are those of the global batch, and not yet clipped."""
+    def program(self, run: Any) -> JobProgram | None:
+        """Return a program that takes the place of tutti's own step; None to leave that. Called after `prepared`."""
+
+    def gradients(self, step: int, loss: float) -> None:
+        """Gradients are those of the global batch, of which this is the loss, and not yet clipped."""
 
     def updated(self, step: int, loss: float, learning_rate: float) -> None:
         """The optimizer has stepped, and the step's row is written.
@@ -52,6 +87,9 @@ class Observer(Protocol):
             loss: global loss of the step.
             learning_rate: rate of the first optimizer's first group.
         """
+
+    def evaluated(self, step: int, name: str, values: dict[str, float]) -> None:
+        """The script has evaluated the model after `step` updates, on the data called `name`."""
 
 
 class NullObserver:
@@ -75,10 +113,16 @@ class NullObserver:
     def loss(self, value: Any) -> None:
         pass
 
-    def gradients(self, step: int) -> None:
+    def program(self, run: Any) -> JobProgram | None:
+        return None
+
+    def gradients(self, step: int, loss: float) -> None:
         pass
 
     def updated(self, step: int, loss: float, learning_rate: float) -> None:
+        pass
+
+    def evaluated(self, step: int, name: str, values: dict[str, float]) -> None:
         pass
 
 

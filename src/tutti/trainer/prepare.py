@@ -72,6 +72,7 @@ from tutti.trainer.job_context import JobContext
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay
 from tutti.trainer.observer import Observer, load_observer
 from tutti.trainer.operation_watch import OperationWatch, note_calls_of_model
+from tutti.trainer.program import OwnProgram
 from tutti.trainer.run_header import make_header, open_folder, this_rank
 from tutti.trainer.run_state import Accumulation, Run, RunningStatistics, RunOutput, TrainingLoop
 
@@ -141,6 +142,7 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     _write_start_row(run, context)
     deprioritise_gloo_threads()  # after the last process group has been created
     loop.observer.prepared(state)
+    loop.program = loop.observer.program(run) or OwnProgram(run)
     loop.watch.start()
     return run
 
@@ -245,9 +247,10 @@ def open_output(context: JobContext, folder: RunFolder, state: TrainingState) ->
     def write_row(fields: dict[str, Any]) -> None:
         log.row("checkpoint", context.clock.elapsed_s(), **fields)
 
-    checkpoints = CheckpointWriter(
-        state, folder, every=settings.checkpoint_every, keep=settings.keep_checkpoints, write_row=write_row
-    )
+    every, keep, recording = settings.checkpoint_every, settings.keep_checkpoints, context.launch_options.recording
+    if recording is not None and recording.save_at is not None:
+        every, keep = recording.save_at, recording.steps
+    checkpoints = CheckpointWriter(state, folder, every=every, keep=keep, write_row=write_row)
     return RunOutput(folder=folder, log=log, screen=context.screen, checkpoints=checkpoints)
 
 

@@ -21,7 +21,7 @@ from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
 from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.pipeline.pipeline_runner import Pipeline
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
-from tutti.trainer.observer import Observer
+from tutti.trainer.observer import JobProgram, Observer
 from tutti.trainer.operation_watch import OperationWatch
 
 
@@ -185,6 +185,7 @@ class TrainingLoop:
         batch_state: combines what forward writes, over ranks.
         steps_begun: steps since prepare.
         guarded: what the run has checked of itself once, and said.
+        program: what the methods of the Job do; set when the Run is complete.
     """
 
     pipeline: Pipeline | None
@@ -200,6 +201,7 @@ class TrainingLoop:
     batch_state: BatchState
     steps_begun: int = 0
     guarded: set[Any] = field(default_factory=set)
+    program: JobProgram = field(init=False)
 
 
 @dataclass(slots=True, kw_only=True)

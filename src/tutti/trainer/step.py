@@ -118,7 +118,7 @@ def _forward_backward(
         )
         for parameter, gradient in earlier.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    run.loop.observer.gradients(run.state.progress.step)
+    run.loop.observer.gradients(run.state.progress.step, result.loss)
     return result
 
 

@@ -35,10 +35,9 @@ The scale starts at 2^12, and each skipped step halves it.
 """
 
 
-def make_update(run: Run, optimizer: Optimizer | None) -> None:
-    """Update by one optimizer (None: all), write the step's row, and begin a checkpoint that is due."""
+def make_update(run: Run, optimizers: tuple[Optimizer, ...]) -> None:
+    """Update by some of the optimizers, write the step's row, and begin a checkpoint that is due."""
     accumulation = run.loop.accumulation
-    optimizers = run.parallel.optimizers if optimizer is None else optimizers_of(run, optimizer)
     if not accumulation.results or any(one is used for one in optimizers for used in accumulation.stepped):
         raise ScriptError("update was called before forward_backward; compute gradients first")
     result = accumulation.total()

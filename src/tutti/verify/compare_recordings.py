@@ -26,7 +26,7 @@ from tutti.verify.alignment import (
     sample_alignments,
     sampled_part,
 )
-from tutti.verify.recording import MicrobatchRecord, ModuleCall, RankRecord, StepRecord, Values
+from tutti.verify.recording import Evaluation, MicrobatchRecord, ModuleCall, RankRecord, StepRecord, Values
 from tutti.verify.tolerance import ToleranceChecker, difference, number_difference, rms
 
 SETTING_TOLERANCE = 1e-9
@@ -147,6 +147,26 @@ def compare_step(recordings: StepRecordings, checker: ToleranceChecker) -> First
     return next((difference for check in checks for difference in check(recordings, checker)), None)
 
 
+def compare_evaluation(
+    expected: Evaluation, results: Sequence[Evaluation | None], checker: ToleranceChecker
+) -> FirstDifference | None:
+    """Compare one device's results of an evaluation with every rank's."""
+    floor = checker.floor * max(map(abs, expected.values.values()), default=0.0)
+    for name, value in expected.values.items():
+        gaps = {
+            rank: number_difference(value, result.values.get(name, math.nan), floor)
+            if result is not None and (result.step, result.name) == (expected.step, expected.name)
+            else math.inf
+            for rank, result in enumerate(results)
+        }
+        first = checker.judge(
+            gaps, stage="evaluation", step=expected.step - 1, tensor=f"{name} of the evaluation {expected.name!r}"
+        )
+        if first is not None:
+            return FirstDifference(difference=first)
+    return None
+
+
 def _between(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
     """Compare what the script itself did to the state after the last update."""
     for kind in ("parameters", "buffers", "optimizer"):
@@ -212,6 +232,13 @@ def _forward(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[
 def _loss(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
     gaps = {rank: number_difference(recordings.reference.loss, step.loss) for rank, step in enumerate(recordings.ranks)}
     yield from _judged(checker, gaps, "loss", recordings, "", "loss")
+    of_update = recordings.reference.update_loss
+    if of_update is not None:
+        gaps = {
+            rank: math.inf if step.update_loss is None else number_difference(of_update, step.update_loss)
+            for rank, step in enumerate(recordings.ranks)
+        }
+        yield from _judged(checker, gaps, "loss", recordings, "", "loss of the update")
 
 
 def _gradients(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:

@@ -116,6 +116,13 @@ _BY_STAGE: dict[str, tuple[str, str, str]] = {
         "between two steps the script changes {where} in a way that depends on the rank or on the number of ranks",
         "make such changes equally on every rank, from the same numbers",
     ),
+    "evaluation": (
+        "evaluation_differs",
+        "the result of an evaluation depends on how samples are divided into batches: a metric or loss that is not a "
+        "mean over samples, padding that changes outputs, or a forward that mixes samples in evaluation mode",
+        "return one value per sample or tutti.Weighted(total, count) from metrics, pass those of all samples as "
+        "whole={...}, and mask padding",
+    ),
 }
 
 

@@ -30,6 +30,7 @@ from tutti.parallel.layout import TensorShard, to_local
 from tutti.parallel.loss_means import CountedMean
 from tutti.parallel.losses import Weighted
 from tutti.trainer.observer import StopRun
+from tutti.trainer.run_state import Run
 from tutti.verify.alignment import (
     MAX_COLUMNS,
     MAX_ELEMENTS,
@@ -40,7 +41,9 @@ from tutti.verify.alignment import (
     sample_elements,
 )
 from tutti.verify.matched_randomness import AlignedRandom, in_backward, lowest_of
+from tutti.verify.plain_step import PlainProgram, own_step_reason
 from tutti.verify.recording import (
+    Evaluation,
     LossRecord,
     MicrobatchRecord,
     ModelState,
@@ -191,6 +194,14 @@ class RunRecorder(DoublePrecisionInputs):
         self._notes: dict[str, None] = {}
         self._inputs: Values = {}
         self._after: ModelState | None = None
+        self._updates = 0
+        self._call = -1
+        self._call_loss = 0.0
+        self._first_epoch: int | None = None
+        self._built_dtype = "float32"
+        self._program: PlainProgram | None = None
+        self._own_step: str | None = None
+        self._evaluations: list[Evaluation] = []
         self._between = ModelState()
         self._microbatches: list[MicrobatchRecord] = []
         self._loss: LossRecord | None = None
@@ -217,6 +228,8 @@ class RunRecorder(DoublePrecisionInputs):
         if large:
             self._note(f"only evenly spread elements were compared of {len(large)} tensors with more than "
                        f"{MAX_ELEMENTS} elements ({large[0]}, ...)")  # fmt: skip
+        dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        self._built_dtype = str(lowest_of(dtypes)).removeprefix("torch.")
         if self.recording.double:
             model.double()
             torch.set_default_dtype(torch.float64)
@@ -232,12 +245,29 @@ class RunRecorder(DoublePrecisionInputs):
         if self.recording.still:
             disable_dropout(training.parallel.model)
 
+    def program(self, run: Run) -> PlainProgram | None:
+        """Return the plain program, which takes the place of tutti's own step on one device."""
+        if run.parallel.world.world_size > 1 or self.recording.own_step:
+            return None
+        self._own_step = own_step_reason(run)
+        self._program = PlainProgram(run) if self._own_step is None else None
+        return self._program
+
     def loaded(self, step: int, batch: Any) -> Any:
         """Record the batch and what the script changed since the last update; then start from one device's state.
+
+        A further call of forward_backward before an update is recorded as a step of its own, without an update.
 
         Returns:
             The batch to compute with.
         """
+        epoch = self.training.loader.epoch
+        self._first_epoch = epoch if self._first_epoch is None else self._first_epoch
+        if self.recording.epochs is not None and epoch - self._first_epoch >= self.recording.epochs:
+            raise StopRun
+        if self._call >= 0:
+            self._write(self._step_record(step, updated=False))
+        self._call += 1
         batch = self.sampled(batch)
         flat, _ = pytree.tree_flatten_with_path(batch)
         self._inputs = {
@@ -245,9 +275,11 @@ class RunRecorder(DoublePrecisionInputs):
         }
         self._microbatches = []
         self._between = ModelState() if self._after is None else changes(self._after, recorded_state(self.training))
-        if self.reference is None:
+        if self._call > 0:
+            self._between = ModelState()
+        elif self.reference is None:
             write_record(self.folder.state(step), whole_state(self.training))
-        elif self.reference.state(step).exists():
+        elif self.reference.state(step).exists() and not (self.recording.resumed and not self.losses):
             restore(self.training, read_record(self.reference.state(step)))
         if self.recording.still:
             self._still.enter_context(NoDropout())
@@ -258,9 +290,9 @@ class RunRecorder(DoublePrecisionInputs):
         """Record forward, and align random draws in forward and backward."""
         rank_share = share.parts[index]
         guide: ReferenceGuide | None = None
-        if self.reference is not None and self.reference.guide(step, index).exists():
-            guide = read_record(self.reference.guide(step, index))
-        torch.manual_seed(derive_seed(self.training.parallel.seed, "verify", step, index))
+        if self.reference is not None and self.reference.guide(step, self._call, index).exists():
+            guide = read_record(self.reference.guide(step, self._call, index))
+        torch.manual_seed(derive_seed(self.training.parallel.seed, "verify", step, self._call, index))
         mode = AlignedRandom(rank_share, guide.draws if guide else None)
         self._loss = None
         self.log.begin(guide.calls if guide else None, BUDGET_NBYTES // len(share.parts))
@@ -283,12 +315,13 @@ class RunRecorder(DoublePrecisionInputs):
         self._note_limits()
         if self.reference is None:
             calls = frozenset(call.key for call in self.log.calls)
-            write_record(self.folder.guide(step, index), ReferenceGuide(draws=mode.draws, calls=calls))
+            write_record(self.folder.guide(step, self._call, index), ReferenceGuide(draws=mode.draws, calls=calls))
         self.log.end()
 
-    def gradients(self, step: int) -> None:
+    def gradients(self, step: int, loss: float) -> None:
         """Record the reduced gradients and the settings of the optimizers."""
         self._still.close()
+        self._call_loss = loss
         self._without_calls()
         layout = self.training.parallel.layout
         self._gradients = {
@@ -307,35 +340,53 @@ class RunRecorder(DoublePrecisionInputs):
 
     def updated(self, step: int, loss: float, learning_rate: float) -> None:
         """Write the record of the step, and end the run when enough steps are recorded."""
+        self._after = recorded_state(self.training)
+        self._updates += 1
+        self._write(self._step_record(step, updated=True, loss=loss, learning_rate=learning_rate))
+        self._call = -1
+        if self._updates >= self.recording.steps:
+            raise StopRun
+
+    def evaluated(self, step: int, name: str, values: dict[str, float]) -> None:
+        """Record the results of an evaluation."""
+        self._evaluations.append(Evaluation(step=step, name=name, values=dict(values)))
+        if self.losses:
+            write_record(self.folder.rank(self.training.parallel.world.rank), self._record())
+
+    def _step_record(
+        self, step: int, *, updated: bool, loss: float | None = None, learning_rate: float = 0.0
+    ) -> StepRecord:
         layout = self.training.parallel.layout
         used = {
             layout.first_name(name): float(torch.linalg.vector_norm(_dense(to_local(parameter.grad)).double()))
             for name, parameter in self.training.parallel.model.named_parameters()
-            if parameter.grad is not None
+            if parameter.grad is not None and updated
         }
         share = self.training.loader.share
         assert share is not None
-        self._after = recorded_state(self.training)
-        record = StepRecord(
+        return StepRecord(
             step=step,
             batch_size=share.batch_size,
             indices=tuple(int(index) for index in self.training.loader.indices),
             inputs=self._inputs,
             microbatches=tuple(self._microbatches),
-            loss=loss,
+            loss=self._call_loss,
+            update_loss=loss,
             gradients=self._gradients,
             hyper_parameters=self._hyper,
             learning_rate=learning_rate,
             used_norms=used,
             between=self._between,
-            after=self._after,
+            after=self._after if updated and self._after is not None else ModelState(),
+            updated=updated,
         )
+
+    def _write(self, record: StepRecord) -> None:
+        """Write a record, and the record of the run so far."""
         rank = self.training.parallel.world.rank
         write_record(self.folder.step(rank, len(self.losses)), record)
         self.losses.append(tuple((microbatch.share, microbatch.loss) for microbatch in self._microbatches))
         write_record(self.folder.rank(rank), self._record())
-        if len(self.losses) >= self.recording.steps:
-            raise StopRun
 
     def _without_calls(self) -> None:
         """Add records of microbatches that could not be observed because a pipeline interleaves them."""
@@ -352,6 +403,7 @@ class RunRecorder(DoublePrecisionInputs):
             for tensor_name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         }
         dtypes = [p.dtype for p in training.parallel.model.parameters() if p.is_floating_point()]
+        precision = training.parallel.plan.precision
         return RankRecord(
             rank=training.parallel.world.rank,
             world_size=training.parallel.world.world_size,
@@ -370,6 +422,11 @@ class RunRecorder(DoublePrecisionInputs):
             },
             drew=self._drew,
             rank_shard=RankShard.of(training),
+            updates=self._updates,
+            evaluations=tuple(self._evaluations),
+            precision=self._built_dtype if precision == "full" else precision,
+            own_step=self._own_step,
+            used_counts=self._program is not None and self._program.used_counts,
         )
 
     def _no_packed_dropout(self, module: nn.Module, args: tuple[Any, ...]) -> None:

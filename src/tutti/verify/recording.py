@@ -96,10 +96,13 @@ class StepRecord:
         inputs: tensors of the batch by name.
         gradients: the mean over the global batch; None for a parameter without one.
         hyper_parameters: settings of the optimizers; "0.1.lr" is the rate of group 1 of optimizer 0.
+        loss: of this call of forward_backward.
         learning_rate: rate of the update.
         used_norms: norms of the gradients that the optimizer used.
         between: what the script changed after the last update.
         after: the state after this update.
+        update_loss: of all calls whose gradients the update used.
+        updated: whether an update followed; another call of forward_backward did otherwise.
     """
 
     step: int
@@ -114,6 +117,17 @@ class StepRecord:
     used_norms: dict[str, float]
     between: ModelState
     after: ModelState
+    update_loss: float | None = None
+    updated: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The results of one evaluation, after `step` updates, on the data called `name`."""
+
+    step: int
+    name: str
+    values: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +144,11 @@ class RankRecord:
         shapes: shapes of the whole parameters and buffers.
         drew: whether forward drew random numbers.
         rank_shard: which part of the model the rank holds.
+        updates: number of updates.
+        evaluations: results of evaluations, in order.
+        precision: the number format that the script and the plan ask for.
+        own_step: why one device ran tutti's own step; None if it ran the plain program, or on several ranks.
+        used_counts: whether the plain program weighed losses of several batches by counts that tutti reads off them.
     """
 
     rank: int
@@ -146,9 +165,15 @@ class RankRecord:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     drew: bool = False
     rank_shard: RankShard = field(default_factory=RankShard)
+    updates: int = 0
+    evaluations: tuple[Evaluation, ...] = ()
+    precision: str = "float32"
+    own_step: str | None = None
+    used_counts: bool = False
 
     @property
     def steps(self) -> int:
+        """Number of step records: of calls of forward_backward, and of updates without one before them."""
         return len(self.losses)
 
 
@@ -177,8 +202,8 @@ class RecordingFolder:
     def step(self, rank: int, step: int) -> Path:
         return self.path / f"rank-{rank}-step-{step}.pt"
 
-    def guide(self, step: int, microbatch: int) -> Path:
-        return self.path / f"guide-{step}-{microbatch}.pt"
+    def guide(self, step: int, call: int, microbatch: int) -> Path:
+        return self.path / f"guide-{step}-{call}-{microbatch}.pt"
 
     def state(self, step: int) -> Path:
         return self.path / f"state-{step}.pt"

@@ -1,22 +1,26 @@
 """Run a verification: on one device, then on N ranks, then, if they differ, on one device again."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from tutti.config.compression import FACTORS, ZERO_ONE, format_compression, parse_compression
 from tutti.config.plan import Plan
+from tutti.config.run_folder import RunFolder
 from tutti.config.verdict import Cause, TensorDifference, Verdict
 from tutti.errors import ScriptError
-from tutti.verify.alignment import sampled_part
-from tutti.verify.compare_recordings import FirstDifference, StepRecordings, compare_start, compare_step
+from tutti.verify.compare_recordings import (
+    FirstDifference,
+    StepRecordings,
+    compare_evaluation,
+    compare_start,
+    compare_step,
+)
+from tutti.verify.compression_note import compressed_note, count_steps
 from tutti.verify.diagnosis import DifferenceCase, diagnose
-from tutti.verify.recording import RankRecord, StepRecord, read_ranks, read_steps
-from tutti.verify.tolerance import FLOOR, TOLERANCE, ToleranceChecker
+from tutti.verify.recording import Evaluation, ModelState, RankRecord, read_ranks, read_steps
+from tutti.verify.tolerance import ASKED_TOLERANCE, FLOOR, TOLERANCE, ToleranceChecker
 
 Arithmetic = Literal["auto", "double", "script"]
 """Precision of the computation.
@@ -43,6 +47,10 @@ class VerificationTrial:
         still: turn dropout off.
         reference: folder of one device's recording, whose states and random draws this run follows.
         compress: codec of gradient reductions.
+        epochs: end after so many epochs, at the latest after `steps`.
+        own_step: run tutti's own step also on one device, which runs a plain program otherwise.
+        save_at: write a checkpoint after so many steps.
+        resume: checkpoint that the run resumes from; it begins with that state, not with the reference's.
     """
 
     world_size: int
@@ -52,6 +60,10 @@ class VerificationTrial:
     still: bool = False
     reference: Path | None = None
     compress: str | None = None
+    epochs: int | None = None
+    own_step: bool = False
+    save_at: int | None = None
+    resume: Path | None = None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -62,10 +74,22 @@ class VerificationTrial:
             "TUTTI_RECORD_STEPS": str(self.steps),
             "TUTTI_RECORD_DOUBLE": "1" if self.double else "0",
             "TUTTI_RECORD_STILL": "1" if self.still else "0",
+            "TUTTI_RECORD_OWN_STEP": "1" if self.own_step else "0",
+            "TUTTI_RECORD_RESUMED": "1" if self.resume is not None else "0",
         }
-        if self.compress is not None:
-            variables["TUTTI_COMPRESS"] = self.compress
-        return variables if self.reference is None else {**variables, "TUTTI_RECORD_REFERENCE": str(self.reference)}
+        optional = {
+            "TUTTI_COMPRESS": self.compress,
+            "TUTTI_RECORD_REFERENCE": self.reference,
+            "TUTTI_RECORD_EPOCHS": self.epochs,
+            "TUTTI_RECORD_SAVE_AT": self.save_at,
+            "TUTTI_RESUME": self.resume,
+        }
+        return variables | {name: str(value) for name, value in optional.items() if value is not None}
+
+    @property
+    def run_folder(self) -> Path:
+        """The run folder, with the checkpoints."""
+        return self.folder / "run"
 
 
 Runner = Callable[[VerificationTrial], str | None]
@@ -83,6 +107,8 @@ class VerificationRequest:
         arithmetic: precision of the computation.
         tolerance: largest accepted relative difference; None for the one that fits the dtype of the computation.
         compress: codec of gradient reductions, which one device does not have.
+        epochs: compare all steps of so many epochs, and the evaluations that follow them, instead of `steps`.
+        resume_at: the ranks also resume from the checkpoint that they write after so many steps; `steps` follow it.
     """
 
     script: str
@@ -91,6 +117,13 @@ class VerificationRequest:
     arithmetic: Arithmetic = "auto"
     tolerance: float | None = None
     compress: str | None = None
+    epochs: int | None = None
+    resume_at: int | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of the undisturbed runs."""
+        return _NEVER if self.epochs is not None else self.steps + (self.resume_at or 0)
 
 
 def verify(request: VerificationRequest, run: Runner, folder: Path) -> Verdict:
@@ -107,9 +140,14 @@ def verify(request: VerificationRequest, run: Runner, folder: Path) -> Verdict:
         ScriptError: the script fails on one device, or makes no step there.
     """
     reference, notes = _one_device(request, run, folder)
-    exact = request.compress if _loses_nothing(request.compress) else None
     tested = replace(
-        reference, world_size=request.world_size, folder=folder / "ranks", reference=reference.folder, compress=exact
+        reference,
+        world_size=request.world_size,
+        folder=folder / "ranks",
+        reference=reference.folder,
+        compress=request.compress if _loses_nothing(request.compress) else None,
+        own_step=True,
+        save_at=request.resume_at,
     )
     failure = run(tested)
     if failure is not None:
@@ -125,18 +163,120 @@ def verify(request: VerificationRequest, run: Runner, folder: Path) -> Verdict:
             return _failed(request, failure, reference.double)
         comparison = compare_trials(reference, tested, request.tolerance)
         notes = (*notes, "dropout was off, because ranks that share samples draw different masks than one device")
-    if comparison.first_difference is None:
-        return _with_compression(request, run, (reference, tested), _passed(request, comparison, notes))
-    again = replace(reference, folder=folder / "again", reference=reference.folder)
+    if comparison.first_difference is not None:
+        return _refused_after_trials(request, run, (reference, tested), comparison, notes)
+    verdict = _passed(request, comparison, notes)
+    for widen in (_with_resumption, _with_asked_precision, _with_compression):
+        if verdict.passed:
+            verdict = widen(request, run, (reference, tested), verdict)
+    return verdict
+
+
+Trials = tuple[VerificationTrial, VerificationTrial]
+"""The trial on one device, and the one that is compared with it."""
+
+
+def _refused_after_trials(
+    request: VerificationRequest,
+    run: Runner,
+    trials: Trials,
+    comparison: "TrialComparison",
+    notes: tuple[str, ...],
+) -> Verdict:
+    """Return the verdict on a difference, after further runs on one device.
+
+    They show whether the script is deterministic, and whether tutti's own step differs from the plain program.
+    """
+    reference = trials[0]
+    again = replace(reference, folder=reference.folder.with_suffix(".again"), reference=reference.folder)
     repeated = None if run(again) is not None else compare_trials(reference, again, request.tolerance)
     if repeated is not None and repeated.first_difference is not None:
         return _refused(request, replace(repeated, repeated=True), notes)
-    return _refused(request, comparison, notes)
+    if not _is_alike_on_ranks(comparison):
+        return _refused(request, comparison, notes)
+    own = replace(again, folder=reference.folder.with_suffix(".own"), own_step=True)
+    if request.world_size > 1 and (
+        run(own) is not None or compare_trials(reference, own, request.tolerance).first_difference is None
+    ):
+        return _refused(request, comparison, notes)
+    return _refused(request, replace(comparison, step_differs=True), notes)
 
 
-def _with_compression(
-    request: VerificationRequest, run: Runner, trials: tuple[VerificationTrial, VerificationTrial], passed: Verdict
-) -> Verdict:
+_NOT_OF_STEPS = ("seed", "batch size", "initial state", "data order", "input", "evaluation")
+
+
+def _is_alike_on_ranks(comparison: "TrialComparison") -> bool:
+    """Return whether the first difference is on all ranks, and may be one of tutti's step on a single rank, too."""
+    assert comparison.first_difference is not None
+    difference, ranks = comparison.first_difference.difference, len(comparison.heads) - 1
+    plain = comparison.heads[0].own_step is None
+    return plain and difference.stage not in _NOT_OF_STEPS and len(difference.ranks) in (0, ranks)
+
+
+def _with_resumption(request: VerificationRequest, run: Runner, trials: Trials, passed: Verdict) -> Verdict:
+    """Resume the ranks from the checkpoint that they wrote, and add the outcome to the verdict."""
+    if request.resume_at is None:
+        return passed
+    reference, tested = trials
+    folders = sorted(RunFolder(tested.run_folder).checkpoints.glob("step-*"))
+    saved = next((int(path.name[5:]) for path in folders if int(path.name[5:]) >= request.resume_at), passed.steps)
+    if saved >= passed.steps:
+        raise ScriptError(
+            f"{request.script} made {count_steps(passed.steps)}, of which none follows a checkpoint of step "
+            f"{request.resume_at} or later; give a smaller --resume-at, or let the script train longer"
+        )
+    checkpoint = RunFolder(tested.run_folder).checkpoints / f"step-{saved:08d}"
+    resumed = replace(
+        tested,
+        folder=tested.folder.with_suffix(".resumed"),
+        save_at=None,
+        resume=checkpoint,
+        steps=request.steps,
+        epochs=None,
+    )
+    failure = run(resumed)
+    after = f"resumed from the checkpoint of step {saved}"
+    if failure is not None:
+        return _failed(request, f"{after}: {failure}", reference.double)
+    comparison = compare_trials(reference, resumed, request.tolerance)
+    if comparison.first_difference is not None:
+        refused = _refused(request, comparison, passed.notes)
+        return replace(refused, sentence=refused.sentence.replace("FAIL:", f"FAIL: {after},", 1))
+    sentence = f"{passed.sentence}; {after}, they compute the same over {count_steps(comparison.steps)}"
+    return replace(passed, sentence=sentence, compared=passed.compared + comparison.checker.compared)
+
+
+def _with_asked_precision(request: VerificationRequest, run: Runner, trials: Trials, passed: Verdict) -> Verdict:
+    """Compare in the precision that script and plan ask for, where that is less than float32, after float64."""
+    reference, tested = trials
+    asked = read_ranks(reference.folder, 1)[0].precision
+    if not reference.double or request.arithmetic == "double" or asked in ("float32", "float64"):
+        return passed
+    one = replace(reference, folder=reference.folder.with_suffix(".asked"), double=False, reference=None)
+    ranks = replace(
+        tested, folder=tested.folder.with_suffix(".asked"), double=False, reference=one.folder, save_at=None
+    )
+    failure = run(one)
+    if failure is not None:
+        raise ScriptError(f"{request.script} fails on one device in {asked}, which it asks for: {failure}")
+    failure = run(ranks)
+    if failure is not None:
+        return _failed(request, failure, double=False)
+    comparison = compare_trials(one, ranks, ASKED_TOLERANCE.get(asked))
+    if comparison.first_difference is not None:
+        refused = _refused(request, comparison, passed.notes)
+        where = f"FAIL: in float64 they agree, but in {asked}, which is asked for,"
+        return replace(refused, sentence=refused.sentence.replace("FAIL:", where, 1))
+    largest = comparison.checker.largest
+    by = f"{largest.relative_difference or 0.0:.2g}" if largest else "0"
+    own, tolerance = comparison.heads[0].own_step, comparison.checker.tolerance
+    sentence = f"{passed.sentence}; in {asked}, which is asked for, the largest is {by}, within {tolerance:g}" + (
+        f" (there one device ran tutti's own step, because {own})" if own else ""
+    )
+    return replace(passed, sentence=sentence)
+
+
+def _with_compression(request: VerificationRequest, run: Runner, trials: Trials, passed: Verdict) -> Verdict:
     """Run again with compressed reductions, and add the outcome to the verdict on exact reductions."""
     reference, tested = trials
     if request.compress is None or request.world_size == 1 or _loses_nothing(request.compress):
@@ -184,7 +324,9 @@ def _one_device(request: VerificationRequest, run: Runner, folder: Path) -> tupl
         The trial, and notes for the verdict.
     """
     double = request.arithmetic != "script"
-    trial = VerificationTrial(world_size=1, folder=folder / "one", steps=request.steps, double=double)
+    trial = VerificationTrial(
+        world_size=1, folder=folder / "one", steps=request.total_steps, double=double, epochs=request.epochs
+    )
     failure = run(trial)
     notes: tuple[str, ...] = ()
     if failure is not None and request.arithmetic == "auto":
@@ -214,6 +356,9 @@ class TrialComparison:
         heads: the records of one device and of the ranks.
         later: the first difference of each later step.
         repeated: whether both trials ran on one device.
+        step_differs: whether tutti's own step differs from the plain program on one device, too.
+        evaluations: number of evaluations compared.
+        double: whether float64 was asked for.
     """
 
     first_difference: FirstDifference | None
@@ -224,6 +369,9 @@ class TrialComparison:
     heads: tuple[RankRecord, ...]
     later: tuple[FirstDifference, ...] = ()
     repeated: bool = False
+    step_differs: bool = False
+    evaluations: int = 0
+    double: bool = False
 
     @property
     def draws_may_differ(self) -> bool:
@@ -255,41 +403,106 @@ def compare_trials(reference: VerificationTrial, tested: VerificationTrial, tole
         )
     dtype = max((record.dtype for record in (head, *heads)), key=list(TOLERANCE).index)
     checker = ToleranceChecker(TOLERANCE[dtype] if tolerance is None else tolerance, FLOOR[dtype])
-    steps = min(record.steps for record in (head, *heads))
-    difference, recordings = compare_start(head, heads, checker), None
+    offset = _resumed_at(reference, tested, head) if tested.resume is not None else 0
+    head = replace(head, losses=head.losses[offset:])
+    records = min(record.steps for record in (head, *heads))
+    difference, recordings, updates = compare_start(head, heads, checker), None, 0
     later: list[FirstDifference] = []
-    for step in range(steps if difference is None else 0):
+    for number in range(records if difference is None else 0):
         step_recordings = StepRecordings(
             head=head,
             heads=heads,
-            reference=read_steps(reference.folder, 1, step)[0],
-            ranks=read_steps(tested.folder, tested.world_size, step),
+            reference=read_steps(reference.folder, 1, offset + number)[0],
+            ranks=read_steps(tested.folder, tested.world_size, number),
         )
+        if tested.resume is not None and number == 0:  # what the script did between the two is in the checkpoint
+            step_recordings = replace(
+                step_recordings, reference=replace(step_recordings.reference, between=ModelState())
+            )
+        updates += step_recordings.reference.updated
         if difference is None:
             recordings, difference = step_recordings, compare_step(step_recordings, checker)
         else:
             also = compare_step(step_recordings, ToleranceChecker(checker.tolerance, checker.floor))
             later += [also] if also else []
+    evaluations = _evaluations(reference, tested, (head, *heads), offset) if difference is None else []
+    for evaluation in evaluations:
+        difference = difference or compare_evaluation(*evaluation, checker)
     return TrialComparison(
         first_difference=difference,
         recordings=recordings,
         checker=checker,
         dtype=dtype,
-        steps=steps,
+        steps=updates,
         heads=(head, *heads),
         later=tuple(later),
+        evaluations=len(evaluations),
+        double=reference.double,
     )
+
+
+def _resumed_at(reference: VerificationTrial, tested: VerificationTrial, head: RankRecord) -> int:
+    """Return the number of one device's record of the step with which a resumed run begins."""
+    step = read_steps(tested.folder, 1, 0)[0].step
+    for number in range(head.steps):
+        if read_steps(reference.folder, 1, number)[0].step == step:
+            return number
+    raise ScriptError(
+        f"the resumed run begins with step {step + 1}, which one device did not reach; if the script resumes from a "
+        "checkpoint of its own, verify it without"
+    )
+
+
+def _evaluations(
+    reference: VerificationTrial, tested: VerificationTrial, heads: tuple[RankRecord, ...], offset: int
+) -> list[tuple[Evaluation, tuple[Evaluation | None, ...]]]:
+    """Pair one device's evaluations with those of every rank; of a resumed run only those after its first step."""
+    begin = read_steps(reference.folder, 1, offset)[0].step if tested.resume is not None else -1
+    of_ranks = [[result for result in head.evaluations if result.step > begin] for head in heads]
+    if tested.resume is not None:  # it ends earlier
+        of_ranks[0] = of_ranks[0][: min(map(len, of_ranks))]
+    return [
+        (expected, tuple(results[number] if number < len(results) else None for results in of_ranks[1:]))
+        for number, expected in enumerate(of_ranks[0])
+    ]
 
 
 def _passed(request: VerificationRequest, comparison: TrialComparison, notes: tuple[str, ...]) -> Verdict:
     largest = comparison.checker.largest
     verb = "compute" if request.world_size > 1 else "computes"
     where = f" {largest.relative_difference or 0.0:.2g}, in {_at(largest)}" if largest else " 0"
+    notes = (*notes, _not_seen(request, comparison))
     sentence = (
         f"PASS: {_ranks(request)} {verb} what one device computes, over {_steps(comparison)}; the largest relative "
-        f"difference of {comparison.checker.compared} compared is{where}"
+        f"difference of {comparison.checker.compared} compared is{where}; one device ran {_program(comparison)}"
     )
     return _verdict(request, comparison, sentence, notes, passed=True)
+
+
+def _program(comparison: TrialComparison) -> str:
+    head = comparison.heads[0]
+    if head.own_step is not None:
+        return f"tutti's own step, because {head.own_step}"
+    counts = ", but for the weights of batches whose loss is a mean over something else than samples"
+    return f"a plain loop, with none of tutti's step{counts if head.used_counts else ''}"
+
+
+def _not_seen(request: VerificationRequest, comparison: TrialComparison) -> str:
+    """Return what a verification that passes has not seen, and the options that show it."""
+    unseen = []
+    if not comparison.evaluations:
+        unseen.append(
+            "evaluation (none followed)" if request.epochs is not None else "evaluation (--epochs 1: of one epoch)"
+        )
+    if request.epochs is None:
+        unseen.append(f"steps after {comparison.steps} (--steps), further epochs (--epochs)")
+    if request.resume_at is None:
+        unseen.append("resuming from a checkpoint (--resume-at)")
+    if comparison.double and comparison.heads[0].precision == "float32":
+        unseen.append("rounding in float32 (--arithmetic script)")
+    count = comparison.evaluations
+    compared = f"results of {count} evaluation{'s' if count > 1 else ''} compared. " if count else ""
+    return f"{compared}not seen: {'; '.join(unseen)}" if unseen else compared or "nothing was left out"
 
 
 def _refused(request: VerificationRequest, comparison: TrialComparison, notes: tuple[str, ...]) -> Verdict:
@@ -302,10 +515,21 @@ def _refused(request: VerificationRequest, comparison: TrialComparison, notes: t
         later=comparison.later,
         repeated=comparison.repeated,
     )
-    cause = diagnose(case)
+    cause = _step_cause(first) if comparison.step_differs else diagnose(case)
+    notes = (*notes, f"one device ran {_program(comparison)}")
     what = "two runs on one device differ" if comparison.repeated else f"{_ranks(request)} differ from one device"
     sentence = f"FAIL: {what}, first in {_at(first)}{_size(first)}. Likely cause: {cause.sentence}"
     return _verdict(request, comparison, sentence, notes, passed=False, cause=cause)
+
+
+def _step_cause(first: TensorDifference) -> Cause:
+    return Cause(
+        kind="step_differs",
+        sentence=f"on one device, too, tutti's step differs from a plain loop, in {first.tensor}, so it is not the "
+        "number of ranks: a fault of tutti's step, or the script changes what lies between its calls "
+        "(gradients, learning rates, accumulation by hand) in another way than docs/updates.md says",
+        remedy="compare the script's calls with docs/updates.md; if they agree, report it with the script",
+    )
 
 
 def _verdict(
@@ -335,11 +559,16 @@ def _verdict(
 
 def _notes(request: VerificationRequest, comparison: TrialComparison) -> list[str]:
     notes = list(dict.fromkeys(note for head in comparison.heads for note in head.notes))
+    if comparison.double and comparison.dtype != "float64":
+        notes.append(
+            f"the tolerance is that of {comparison.dtype} ({comparison.checker.tolerance:g}), because model or loss "
+            f"convert values to {comparison.dtype} themselves, although the script ran in float64"
+        )
     skipped = list(comparison.checker.skipped)
     if skipped:
         shown = ", ".join(skipped[:4]) + (f" and {len(skipped) - 4} more" if len(skipped) > 4 else "")
         notes.append(f"not compared, because they have no row per sample or not every rank has them: {shown}")
-    if comparison.steps < request.steps:
+    if comparison.steps < request.steps and request.epochs is None:
         notes.append(f"the script ended after {comparison.steps} of {request.steps} steps")
     return notes
 
@@ -384,99 +613,3 @@ def _ranks(request: VerificationRequest) -> str:
 
 def _steps(comparison: TrialComparison) -> str:
     return f"{comparison.steps} step{'s' if comparison.steps > 1 else ''} in {comparison.dtype}"
-
-
-def compressed_note(codec: str, reference: Path, compressed: Path, world_size: int) -> tuple[str, bool]:
-    """Describe how gradients with compressed reductions differ from one device's.
-
-    Args:
-        codec: the codec's option text.
-        reference: folder of the recording on one device.
-        compressed: folder of the recording on ranks.
-        world_size: number of ranks.
-
-    Returns:
-        The description, and whether the ranks agree with each other.
-    """
-    heads = read_ranks(compressed, world_size)
-    steps = min((record.steps for record in (*read_ranks(reference, 1), *heads)), default=0)
-    if not steps:
-        return f"with compressed reductions ({codec}) the script ended without a step", False
-    momentum = parse_compression(codec).freeze_step is not None
-    if momentum and steps == 1:
-        return (
-            f"{codec} compresses momentum from the second step on, so one step cannot show it; verify more steps",
-            True,
-        )
-    distances, agree = [], True
-    for step in range(1 if momentum else 0, steps):
-        expected, ranks = read_steps(reference, 1, step)[0], read_steps(compressed, world_size, step)
-        distances.append(_distance(expected, heads, ranks))
-        agree = agree and _ranks_agree(heads, ranks)
-    low, high = min(distances), max(distances)
-    shown = f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g}"
-    if momentum:
-        return _momentum_note(codec, shown, len(distances), agree), agree
-    return (
-        f"this plan compresses gradient reductions ({codec}), which one device does not have: the plan was verified "
-        f"with exact reductions. With compression, over {_count(steps)}, gradients differ from one device's by {shown} "
-        f"of their norm; {_agreement(agree)}. Not proved: that training reaches the same quality"
-    ), agree
-
-
-def _momentum_note(codec: str, shown: str, steps: int, agree: bool) -> str:
-    if parse_compression(codec).method == ZERO_ONE:
-        return (
-            f"this plan reduces gradients in one bit where the optimizer's second moment is frozen ({codec}): it was "
-            "verified with exact reductions. For this comparison the second moment was updated in the first step and "
-            f"then ever more rarely, on one device too; over the {_count(steps)} after it, gradients differ from one "
-            f"device's by {shown} of their norm; {_agreement(agree)}. Not compared: updates that ranks make on their "
-            "own once it is frozen, and how ranks synchronise then. Not proved: that training reaches the same quality"
-        )
-    return (
-        f"once the optimizer's second moment is frozen, this plan reduces momentum ({codec}): it was verified with "
-        "exact reductions. For this comparison it was frozen after the first step, on one device too; over the "
-        f"{_count(steps)} after it, the gradients that the reductions stand for differ from one device's by {shown} of "
-        f"their norm; {_agreement(agree)}. Not compared: when the plan freezes it. Not proved: that training reaches "
-        "the same quality"
-    )
-
-
-def _agreement(ranks_agree: bool) -> str:
-    return "all ranks have the same bits" if ranks_agree else "and ranks DIFFER from each other"
-
-
-def _count(steps: int) -> str:
-    return f"{steps} step{'s' if steps > 1 else ''}"
-
-
-def _distance(reference: StepRecord, heads: Sequence[RankRecord], ranks: Sequence[StepRecord]) -> float:
-    """Return the relative distance of all gradients from one device's (L2 norm), the largest of any rank."""
-    largest = 0.0
-    for head, step in zip(heads, ranks, strict=True):
-        difference = norm = 0.0
-        for name, got, shard in _gradients(head, step):
-            expected = reference.gradients.get(name)
-            if expected is None:
-                continue
-            whole = expected if shard is None else sampled_part(expected, shard, got)
-            difference += float((got.double() - whole.double()).square().sum())
-            norm += float(whole.double().square().sum())
-        largest = max(largest, math.sqrt(difference / norm) if norm else 0.0)
-    return largest
-
-
-def _ranks_agree(heads: Sequence[RankRecord], ranks: Sequence[StepRecord]) -> bool:
-    """Return whether ranks that hold the same part of a parameter have equal gradients of it."""
-    seen: dict[Any, torch.Tensor] = {}
-    for head, step in zip(heads, ranks, strict=True):
-        for name, got, shard in _gradients(head, step):
-            if not torch.equal(seen.setdefault((name, None if shard is None else shard.cuts), got), got):
-                return False
-    return True
-
-
-def _gradients(head: RankRecord, step: StepRecord) -> Iterator[tuple[str, torch.Tensor, Any]]:
-    for name, gradient in step.gradients.items():
-        if gradient is not None:
-            yield name, gradient, head.rank_shard.tensors.get(name)
