@@ -23,6 +23,7 @@ from tutti.compression.reducer import split_by_tensor
 from tutti.config import serialization
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan, SyncPlan
+from tutti.parallel.layout import to_local
 
 
 def divided(words: str, level: int, batch: dict[str, int] | None = None, **mesh: int) -> dict[str, Any]:
@@ -170,7 +171,8 @@ def going_on(words: str, steps: int, resume: str | None, folder: str, plan: dict
                 break
     kept = kept_by_name(run)
     job.save()
-    return {name: value.clone() for name, value in model.state_dict().items()}, kept
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: to_local(value).detach().clone() for name, value in tensors}, kept
 
 
 def all_going_on(calls: list[tuple[Any, ...]]) -> list[Any]:

@@ -28,7 +28,7 @@ from tutti.parallel.pipeline.stage_building import Forwards, StagePartition
 from tutti.parallel.pipeline.stage_links import Links, Session, Ties, given, groups_at, wanted
 from tutti.parallel.pipeline.stage_placement import Placement
 from tutti.parallel.pipeline.stage_program import Value
-from tutti.parallel.pipeline.stage_tracing import Ending
+from tutti.parallel.pipeline.stage_tracing import Ending, note_means
 from tutti.parallel.pipeline.stage_work import StageWork
 
 ScaledLossOf = Callable[[int, Any], torch.Tensor]
@@ -131,6 +131,7 @@ class Pipeline:
                 session.give(message, work.outgoing(message.key))
             if action.stage == stages.count - 1:
                 output = work.output(values)
+                note_means(output, placement.program.means)
                 for (name, attribute), tensor in work.kept(values).items():
                     setattr(model.get_submodule(name), attribute, tensor)
         self._links.settle()

@@ -189,9 +189,7 @@ class Tracer:
             calls.append(name)
             if name or len(calls) > 1:
                 raise PlanError(f"mesh.stage: the loss calls {name or 'the model'} again; {_ONE_CALL}")
-            leaves = flatten(output)[0]
-            for at, mean in means.items():
-                note_mean(leaves[at], mean.count, mean.key, mean.target)
+            note_means(output, means)
             return output
 
         in_place = self.stand_ins.in_place(self.units.glue, called)
@@ -241,6 +239,13 @@ def refuse_inner_gradients() -> Iterator[None]:
             f"mesh.stage: {script_line(error)} differentiates the model with respect to its input or to what its "
             "modules compute (torch.autograd.grad), which are on other stages; use another axis"
         ) from None
+
+
+def note_means(output: Any, means: Mapping[int, LossMean]) -> None:
+    """Note the means that are leaves of a model's output, which other objects stood for in the trace."""
+    leaves = flatten(output)[0]
+    for at, mean in means.items():
+        note_mean(leaves[at], mean.count, mean.key, mean.target)
 
 
 class ProgramRecorder(TorchFunctionMode):
