@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tutti.errors import ScriptError
 from tutti.parallel.losses import LossSum, Weighted
 
 _BY_TARGET = ("cross_entropy", "nll_loss")
@@ -233,12 +234,37 @@ def _by_target(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any)
 
 def _by_row(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """A mean over all elements, which is one over rows."""
+    _check_not_broadcast(function, args, kwargs)
     result = function(*args, **kwargs)
     arguments = _mean_arguments(function, args, kwargs, result)
     if arguments is not None and arguments["target"].dim():
         rows = max(len(arguments["target"]), len(arguments["input"]) if arguments["input"].dim() else 1)
         note_mean(result, float(rows), (rows,), arguments["target"])
     return result
+
+
+def _check_not_broadcast(function: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: Any) -> None:
+    """Refuse (N, 1) beside (N,): every output would be compared with every sample's target.
+
+    Raises:
+        ScriptError: with the shapes.
+    """
+    values = [*args[:2], *(kwargs[name] for name in ("input", "target") if name in kwargs)]
+    if len(values) != 2 or not all(isinstance(value, torch.Tensor) for value in values):
+        return
+    one, other = values
+    if one.shape == other.shape or one.dim() == other.dim() or torch.compiler.is_compiling():
+        return
+    try:
+        shape: torch.Size = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # torch refuses it too
+        return
+    if function in _BROADCASTING and shape.numel() > max(one.numel(), other.numel()):
+        raise ScriptError(
+            f"{function.__name__} got an output of shape {tuple(one.shape)} and a target of shape "
+            f"{tuple(other.shape)}, and would broadcast them to {tuple(shape)}, every output "
+            "against every target; give both one shape, as by output.squeeze(-1)"
+        )
 
 
 def _mean_arguments(
@@ -260,6 +286,7 @@ def _mean_arguments(
 
 _NAMES = (*_BY_TARGET, *_BY_ROW)
 _PLAIN = {name: getattr(F, name) for name in _NAMES}
+_BROADCASTING = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 _WEIGHS_ROWS = (F.mse_loss, F.l1_loss, F.huber_loss)
 _NOTING = {
     name: update_wrapper(partial(_by_target if name in _BY_TARGET else _by_row, _PLAIN[name]), _PLAIN[name])

@@ -82,7 +82,7 @@ def build_report(folder: Path, *, target: QualityTarget | None = None) -> RunRep
     report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
     report = replace(report, communication=communication(records), experts=experts(records))
     report = replace(report, noise=noise_report(records), replicas=replicas_report(records))
-    return replace(report, findings=check_run(report) + _reading_notes(records))
+    return replace(report, findings=check_run(report) + _guard_warnings(records) + _reading_notes(records))
 
 
 def _assemble(records: Records, target: QualityTarget | None) -> RunReport:
@@ -251,6 +251,16 @@ def _failures(records: Records) -> tuple[RankFailure, ...]:
             message=str(error.get("message", "")),
         )
         for error in errors
+    )
+
+
+def _guard_warnings(records: Records) -> tuple[RuleFinding, ...]:
+    """Return the warnings of the checks that ran while the model trained."""
+    sentences = dict.fromkeys(str(row.data.get("sentence", "")) for row in records.spent("guard"))
+    return tuple(
+        RuleFinding(rule=0, code="GUARD", severity="warn", sentence=f"{text[:1].upper()}{text[1:]}.", where="training")
+        for text in sentences
+        if text
     )
 
 

@@ -22,6 +22,7 @@ from tutti.parallel.loss_means import noted_means
 from tutti.parallel.losses import LossSum, Weighted
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.placeholders import is_unknown
+from tutti.trainer.guard import check_evaluation
 from tutti.trainer.run_state import Run
 
 Metric = Callable[[Any, Any], Any]
@@ -59,6 +60,8 @@ def evaluate(
                 autocast(run.parallel.plan.precision, run.parallel.world.device),
             ):
                 args, kwargs, target = run.loop.unpack(part)
+                if counts:
+                    check_evaluation(run, args, kwargs)
                 with noted_means(run.parallel.model) as means:
                     output = run.state.consistency.combine_predictions(run.forward(*args, **kwargs))
                     if not counts or not run.gives_output:

@@ -119,7 +119,7 @@ def check_state(
     names = sorted({name for _, theirs in everyone for name in theirs})
     if not names:
         return
-    summaries: list[dict[str, Summary]] = world.gather(_summaries(model, names))
+    summaries: list[dict[str, Summary]] = world.gather(summaries_of(model, names))
     different = [name for name in names if _differ(summaries, name)]
     if not different:
         return
@@ -206,7 +206,7 @@ def _outcome(run: Run, loss_of_batch: LossFunction, piece: Any, places: dict[str
         seed_everything(run.settings.seed)
         seed_device(run.settings.seed, device)
         loss = as_weighted(loss_of_batch(model, local_batch), 1)
-    return float(loss.total), _summaries(model, places)
+    return float(loss.total), summaries_of(model, places)
 
 
 def _buffers(model: nn.Module) -> dict[str, Place]:
@@ -243,7 +243,8 @@ def _tensors(model: nn.Module, names: Iterable[str]) -> list[tuple[str, torch.Te
     return [(name, tensors[name]) for name in names if name in tensors and not tensors[name].is_meta]
 
 
-def _summaries(model: nn.Module, names: Iterable[str]) -> dict[str, Summary]:
+def summaries_of(model: nn.Module, names: Iterable[str]) -> dict[str, Summary]:
+    """Return what ranks compare of the named parameters and buffers that this rank holds."""
     return {name: _summary(tensor) for name, tensor in _tensors(model, names)}
 
 
