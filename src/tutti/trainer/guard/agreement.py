@@ -65,7 +65,7 @@ def check_agreement(run: Run, loss: Callable[..., Any], pieces: list[Any]) -> No
 def _view(run: Run, loss: Callable[..., Any], pieces: list[Any]) -> RankView:
     parallel, whole = run.parallel, has_whole_modules(run)
     modules = dict(parallel.model.named_modules()) if whole else {}
-    code = getattr(loss, "__code__", None)
+    code: Any = getattr(loss, "__code__", None)
     replicas = ("replicate", "shard") if parallel.plan.sharding.level == 1 else ("replicate",)
     cached = run.state.loader._cached
     parts = parallel.mesh.degree("space", "context") > 1

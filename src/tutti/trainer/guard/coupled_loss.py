@@ -19,7 +19,7 @@ from tutti.data.seeds import seed_device, seed_everything
 from tutti.nn.mixture import take_tallies
 from tutti.parallel.data.batch_state import exchanges_state
 from tutti.parallel.losses import as_weighted
-from tutti.trainer.guard.findings import computes_alone, warn
+from tutti.trainer.guard.findings import model_is_local, warn
 from tutti.trainer.guard.traceless import untouched
 from tutti.trainer.run_state import Run
 
@@ -43,7 +43,7 @@ def check_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> N
         return
     run.loop.guard.losses.append(code)
     divided = run.parallel.world.world_size > 1 or len(share.parts) > 1
-    if not divided or run.loop.pipeline is not None or not computes_alone(run) or not _repeatable(run.parallel.model):
+    if not divided or run.loop.pipeline is not None or not model_is_local(run) or not _repeatable(run.parallel.model):
         return
     counts: list[int] = run.parallel.world.gather(share.parts[0].count)
     if min(counts) < 2:
@@ -112,7 +112,7 @@ def _losses(
                 held = size or (samples // 2 if part is halves[0] else samples - samples // 2)
                 with run.parallel.sequences.part(to_device(part, device)) as local, run.parallel.reads.active():
                     value = as_weighted(loss(model, local), held, batch_size)
-                values.append((float(value.total), float(value.count)))
+                values.append(tuple(float(torch.as_tensor(number).detach()) for number in (value.total, value.count)))
     except Exception:  # the script's own code, on other samples than it was written for
         return None
     finally:

@@ -1,12 +1,13 @@
 """When the guard's checks run, and how a warning reaches the terminal and the report."""
 
+from tutti.config.vocabulary import AxisName
 from tutti.trainer.observer import NullObserver
 from tutti.trainer.run_state import Run
 
 FIRST_STEPS = (1, 2, 3, 10, 100)
 """Steps that are checked, from 1, beside every 1000th."""
 
-_DIVIDING = ("split", "stage", "expert", "table", "space", "context")
+_DIVIDING: tuple[AxisName, ...] = ("split", "stage", "expert", "table", "space", "context")
 
 
 def is_due(step: int) -> bool:
@@ -26,7 +27,7 @@ def has_whole_modules(run: Run) -> bool:
     return run.parallel.mesh.degree(*_DIVIDING) == 1
 
 
-def computes_alone(run: Run) -> bool:
+def model_is_local(run: Run) -> bool:
     """Return whether a rank can compute the model without the others."""
     sharded = run.parallel.mesh.degree("shard") > 1 and run.parallel.plan.sharding.level > 1
     return has_whole_modules(run) and not sharded

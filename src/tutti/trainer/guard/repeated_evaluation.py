@@ -6,7 +6,7 @@ import torch
 
 from tutti.data.microbatches import leaves
 from tutti.data.seeds import seed_device, seed_everything
-from tutti.trainer.guard.findings import computes_alone, is_guarded, warn
+from tutti.trainer.guard.findings import is_guarded, model_is_local, warn
 from tutti.trainer.guard.traceless import untouched
 from tutti.trainer.run_state import Run
 
@@ -20,7 +20,7 @@ def check_evaluation(run: Run, args: Any, kwargs: Any) -> None:
     if state.evaluated or not run.parallel.world.is_main:
         return
     state.evaluated = True
-    if not is_guarded(run) or not computes_alone(run) or run.loop.pipeline is not None:
+    if not is_guarded(run) or not model_is_local(run) or run.loop.pipeline is not None:
         return
     outputs = []
     try:

@@ -2,7 +2,7 @@
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ class _Saved:
         self.attributes = dict(module.__dict__)
         self.buffers = dict(module._buffers)
         own = [value for name, value in self.attributes.items() if not name.startswith("_")]
-        self.containers = [(value, copy.copy(value)) for value in own if type(value) in _CONTAINERS]
+        self.containers = [(value, copy.copy(value)) for value in _containers(own)]
         tensors = [value for value in (*own, *self.buffers.values()) if isinstance(value, torch.Tensor)]
         self.tensors = [
             (tensor, tensor._version, tensor.detach().clone())
@@ -44,6 +44,7 @@ class _Saved:
         ]
 
     def restore(self) -> None:
+        """Put back what forward has changed."""
         self.module.__dict__.clear()
         self.module.__dict__.update(self.attributes)
         self.module._buffers.clear()
@@ -54,6 +55,15 @@ class _Saved:
             for tensor, version, before in self.tensors:
                 if tensor._version != version:
                     tensor.copy_(before)
+
+
+def _containers(values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
+    """Yield the lists, dicts, sets and queues among `values` and in them."""
+    for value in values:
+        if type(value) in _CONTAINERS:
+            yield value
+            if depth > 1:
+                yield from _containers(list(value.values() if isinstance(value, dict) else value), depth - 1)
 
 
 def _refill(value: Any, before: Any) -> None:
