@@ -178,6 +178,10 @@ MISTAKES: dict[str, tuple[Script, str]] = {
         "RankMismatchError: step 1: module '2' is in training mode on rank 0 and in evaluation mode on rank 1",
     ),
     "order": (Script(sampler=OrderOfRank), "RankMismatchError: step 1: the order of samples"),
+    "values": (
+        Script(dataset=shuffled, split=2),
+        "RankMismatchError: step 1: ranks 0 and 1 compute the same samples together, but have read other values",
+    ),
     "dropout": (Script(lambda: net(AlwaysDrops()), evaluates=True), "warning: Sequential gives two outputs"),
 }
 
