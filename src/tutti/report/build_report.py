@@ -82,7 +82,7 @@ def build_report(folder: Path, *, target: QualityTarget | None = None) -> RunRep
     report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
     report = replace(report, communication=communication(records), experts=experts(records))
     report = replace(report, noise=noise_report(records), replicas=replicas_report(records))
-    return replace(report, findings=check_run(report) + _run_findings(records) + _reading_notes(records))
+    return replace(report, findings=check_run(report) + _guard_warnings(records) + _reading_notes(records))
 
 
 def _assemble(records: Records, target: QualityTarget | None) -> RunReport:
@@ -254,18 +254,14 @@ def _failures(records: Records) -> tuple[RankFailure, ...]:
     )
 
 
-def _run_findings(records: Records) -> tuple[RuleFinding, ...]:
-    """Return what the run has found when it checked itself."""
-    sentences = dict.fromkeys(str(row.data.get("message", "")) for row in records.kept("finding"))
+def _guard_warnings(records: Records) -> tuple[RuleFinding, ...]:
+    """Return the warnings of the checks that ran while the model trained."""
+    sentences = dict.fromkeys(str(row.data.get("sentence", "")) for row in records.spent("guard"))
     return tuple(
-        RuleFinding(rule=0, code="RUN-CHECK", severity="warn", sentence=_capitalised(sentence), where="metrics")
-        for sentence in sentences
-        if sentence
+        RuleFinding(rule=0, code="GUARD", severity="warn", sentence=f"{text[:1].upper()}{text[1:]}.", where="training")
+        for text in sentences
+        if text
     )
-
-
-def _capitalised(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:] + ("" if sentence.endswith(".") else ".")
 
 
 def _reading_notes(records: Records) -> tuple[RuleFinding, ...]:

@@ -22,7 +22,7 @@ from tutti.parallel.loss_means import LossMeans, noted_means
 from tutti.parallel.losses import LossSum, Weighted, default_loss, loss_in
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.placeholders import is_unknown
-from tutti.trainer.guard.evaluation_dropout import DropoutWatch
+from tutti.trainer.guard import DropoutWatch
 from tutti.trainer.run_state import Run
 
 Metric = Callable[[Any, Any], Any]

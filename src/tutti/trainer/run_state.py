@@ -167,6 +167,23 @@ class Accumulation:
         )
 
 
+@dataclass(slots=True)
+class GuardState:
+    """What the guard's checks have seen of a run.
+
+    Attributes:
+        steps: steps begun since prepare.
+        losses: code of the loss functions that have been checked.
+        evaluated: whether the first evaluation has begun.
+        said: warnings so far.
+    """
+
+    steps: int = 0
+    losses: list[Any] = field(default_factory=list)
+    evaluated: bool = False
+    said: set[str] = field(default_factory=set)
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
     """The parts of a run that steps use, apart from the training state.
@@ -184,8 +201,8 @@ class TrainingLoop:
         watch: notes what this rank does together with the others.
         batch_state: combines what forward writes, over ranks.
         steps_begun: steps since prepare.
-        guarded: what the run has checked of itself once, and said.
         program: what the methods of the Job do; set when the Run is complete.
+        guard: what the guard's checks have seen.
     """
 
     pipeline: Pipeline | None
@@ -200,8 +217,8 @@ class TrainingLoop:
     watch: OperationWatch
     batch_state: BatchState
     steps_begun: int = 0
-    guarded: set[Any] = field(default_factory=set)
     program: JobProgram = field(init=False)
+    guard: GuardState = field(default_factory=GuardState)
 
 
 @dataclass(slots=True, kw_only=True)

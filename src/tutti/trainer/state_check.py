@@ -123,7 +123,7 @@ def check_state(
     names = sorted({name for _, theirs in everyone for name in theirs})
     if not names:
         return
-    summaries: list[dict[str, Summary]] = world.gather(_summaries(model, names))
+    summaries: list[dict[str, Summary]] = world.gather(summaries_of(model, names))
     different = [name for name in names if _differ(summaries, name)]
     if not different:
         return
@@ -210,7 +210,7 @@ def _outcome(run: Run, loss_of_batch: LossFunction, piece: Any, places: dict[str
         seed_everything(run.settings.seed)
         seed_device(run.settings.seed, device)
         loss = as_weighted(loss_of_batch(model, local_batch), 1)
-    return float(loss.total), _summaries(model, places)
+    return float(loss.total), summaries_of(model, places)
 
 
 def _buffers(model: nn.Module) -> dict[str, Place]:
@@ -247,12 +247,12 @@ def _tensors(model: nn.Module, names: Iterable[str]) -> list[tuple[str, torch.Te
     return [(name, tensors[name]) for name in names if name in tensors and not tensors[name].is_meta]
 
 
-def _summaries(model: nn.Module, names: Iterable[str]) -> dict[str, Summary]:
-    return {name: summary_of(tensor) for name, tensor in _tensors(model, names)}
+def summaries_of(model: nn.Module, names: Iterable[str]) -> dict[str, Summary]:
+    """Return what ranks compare of the named parameters and buffers that this rank holds."""
+    return {name: _summary(tensor) for name, tensor in _tensors(model, names)}
 
 
-def summary_of(tensor: torch.Tensor) -> Summary:
-    """Return what ranks compare of a tensor."""
+def _summary(tensor: torch.Tensor) -> Summary:
     values = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().data if values.numel() else b"").hexdigest()
     if not (values.is_floating_point() and values.numel()):

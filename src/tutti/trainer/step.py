@@ -30,7 +30,7 @@ from tutti.parallel.losses import LossSum, Weighted, as_weighted
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.pipeline_runner import PipelineBatch
 from tutti.trainer.finite_gradients import gradients_finite, nonfinite_loss_message
-from tutti.trainer.guard.step_guard import guard_step
+from tutti.trainer.guard import guard_loss, guard_step
 from tutti.trainer.run_state import Run, StepResult
 from tutti.trainer.state_check import check_state, note_state
 
@@ -81,9 +81,9 @@ def _forward_backward(
     """Compute the gradients of one global batch, and add those of `earlier` calls."""
     run.loop.observer.loaded(run.state.progress.step, batch)
     pieces = [run.loop.observer.sampled(piece) for piece in pieces]
-    guard_step(run, loss_of_batch, pieces, share)
     run.parallel.replica.shards.clear()
     run.state.noise.begin(run.state.progress.step)
+    guard_step(run, loss_of_batch, pieces)
     noted = note_state(run)
     # All-reduced together: loss, count, a non-finite flag per rank, a tally per mixture, the noise meter's sums.
     size = 2 + run.parallel.world.world_size + TALLY_NUMEL * len(run.parallel.mixtures) + run.state.noise.width
@@ -96,6 +96,7 @@ def _forward_backward(
                 _microbatch(run, loss_of_batch, share, index, piece, totals, last=index == len(pieces) - 1)
     run.loop.clock.enter("other")
     check_state(run, noted, loss_of_batch, pieces, share)
+    guard_loss(run, loss_of_batch, pieces, share)
     result = _step_result(run, share, totals.tolist())
     finite = result.finite and gradients_finite(run)
     run.parallel.replica.finish_step(finite)

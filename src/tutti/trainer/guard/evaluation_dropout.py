@@ -9,10 +9,8 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from tutti.trainer.guard.step_guard import warn
+from tutti.trainer.guard.findings import warn
 from tutti.trainer.run_state import Run
-
-KIND = "dropout in evaluation"
 
 _DROPOUTS = frozenset([F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout])
 
@@ -26,7 +24,8 @@ class DropoutWatch(TorchFunctionMode):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self._run, self._due = run, KIND not in run.loop.guarded
+        self._run, self._due = run, not run.loop.guard.evaluated
+        run.loop.guard.evaluated = True
         self._names = {module: name for name, module in run.parallel.model.named_modules()} if self._due else {}
         self._inside: list[nn.Module] = []
         self._batches = 0
@@ -52,16 +51,12 @@ class DropoutWatch(TorchFunctionMode):
         if not self._due:
             return
         found = next((where for where in self._run.parallel.world.gather(self.found) if where is not None), None)
-        sentence = (
-            ""
-            if found is None
-            else (
+        if found is not None:
+            warn(
+                self._run,
                 f"{found[0]} calls {found[1]} with dropout on while the model is evaluated, so that results are "
-                "random; pass training=self.training, or dropout_p=self.p if self.training else 0.0"
+                "random; pass training=self.training, or dropout_p=self.p if self.training else 0.0",
             )
-        )
-        warn(self._run, KIND, sentence)
-        self._run.loop.guarded.add(KIND)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,0 +1,250 @@
+"""Compares what must be equal on all ranks: hyperparameters, modules, modes, the samples' order and the weights."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tutti.data.microbatches import leaves
+from tutti.data.samples import SeededSamples
+from tutti.errors import RankMismatchError
+from tutti.trainer.guard.findings import has_whole_modules, warn
+from tutti.trainer.run_state import Run
+from tutti.trainer.state_check import Summary, summaries_of
+
+_UNCOMPARED = frozenset({"params", "param_names", "fused", "foreach"})
+
+FEW_TRAINED = 0.01
+"""Share of trained parameters below which the run says how many there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """What one rank has, by name; ranks are compared name by name.
+
+    Attributes:
+        hyperparameters: of each optimizer's groups.
+        modules: type and settings of each module.
+        modes: whether each module trains.
+        loss: name and code of the loss function.
+        order: digests of the global batch's and the epoch's samples.
+        place: ranks with equal places hold the same weights.
+        weights: a checksum of each parameter.
+        data_index: ranks with equal ones compute the same samples.
+        batch: digest of this rank's microbatches; None where ranks take parts of it.
+    """
+
+    hyperparameters: dict[str, Any]
+    modules: dict[str, str]
+    modes: dict[str, bool]
+    loss: dict[str, str]
+    order: dict[str, str]
+    place: int
+    weights: dict[str, int] = field(repr=False)
+    data_index: int
+    batch: str | None
+
+
+def check_agreement(run: Run, loss: Callable[..., Any], pieces: list[Any]) -> None:
+    """Compare the ranks, and warn of a model that does not train. Collective.
+
+    Raises:
+        RankMismatchError: on every rank, naming what differs, the ranks and the remedy.
+    """
+    views: list[RankView] = run.parallel.world.gather(_view(run, loss, pieces))
+    _warn_of_modes(run, views)
+    _say_few_trained(run)
+    for sentence in _differences(views):
+        raise RankMismatchError(f"step {run.state.progress.step + 1}: {sentence}")
+    _check_weights(run, views)
+
+
+def check_first_sample(run: Run) -> None:
+    """Check that the first sample has the same values on all ranks, if reading it here leaves no trace. Collective.
+
+    A data set that draws random numbers of its own is not judged, nor one that workers read: it may open files when it
+    is first read, and later workers would share them.
+
+    Raises:
+        RankMismatchError: on every rank.
+    """
+    loader = run.state.loader
+    if loader.source.is_stream or loader.source.options.get("num_workers"):
+        return
+    order = loader.epoch_batches(loader.epoch)[0]
+    digests = run.parallel.world.gather(_sample_digest(loader.source.dataset, run.settings.seed, int(order[0])))
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None and None not in digests:
+        raise RankMismatchError(
+            f"sample {int(order[0])} of the data set has other values on rank {other} than on rank 0; build the data "
+            "set from the same data in the same order on all ranks, and seed whatever it draws or shuffles"
+        )
+
+
+def _sample_digest(dataset: Any, seed: int, index: int) -> str | None:
+    """The digest of a sample's numbers and strings; None if reading it twice gives different values, or fails."""
+    samples = SeededSamples(dataset, seed, "sample", gather=False)
+    try:
+        first, second = (_values_digest(samples[0, index]) for _ in range(2))
+    except Exception:  # the script's own code; the loader reports it where it matters
+        return None
+    return first if first == second else None
+
+
+def _view(run: Run, loss: Callable[..., Any], pieces: list[Any]) -> RankView:
+    parallel, whole = run.parallel, has_whole_modules(run)
+    modules = dict(parallel.model.named_modules()) if whole else {}
+    code: Any = getattr(loss, "__code__", None)
+    replicas = ("replicate", "shard") if parallel.plan.sharding.level == 1 else ("replicate",)
+    cached = run.state.loader._cached
+    parts = parallel.mesh.degree("space", "context") > 1
+    return RankView(
+        hyperparameters={
+            f"{key!r} of group {number} of {type(optimizer).__name__}": _plain(value)
+            for optimizer in parallel.optimizers
+            for number, group in enumerate(optimizer.param_groups)
+            for key, value in group.items()
+            if key not in _UNCOMPARED and not callable(value)
+        },
+        modules={name: _settings(module) for name, module in modules.items()},
+        modes={name: module.training for name, module in modules.items()},
+        loss={} if not hasattr(code, "co_code") else {"the loss function": f"{code.co_name} {_digest(code.co_code)}"},
+        order={
+            "the global batch": _digest(np.ascontiguousarray(run.state.loader.indices).tobytes()),
+            **({} if cached is None else {"the epoch": _digest(np.ascontiguousarray(cached[1]).tobytes())}),
+        },
+        place=parallel.mesh.ranks(*replicas)[0],
+        weights={name: _checksum(tensor) for name, tensor in parallel.model.named_parameters() if not tensor.is_meta},
+        data_index=parallel.mesh.data_index,
+        batch=None if parts else _values_digest(pieces),
+    )
+
+
+def _differences(views: list[RankView]) -> list[str]:
+    """What differs between rank 0 and the first rank that is not as it is, most telling first."""
+    found = []
+    for rank, view in enumerate(views):
+        for name, one, other in _unequal(views[0].hyperparameters, view.hyperparameters):
+            found.append(
+                f"{name} is {one} on rank 0 and {other} on rank {rank}, so weights would drift apart; set "
+                "hyperparameters on all ranks alike"
+            )
+        for name, one, other in _unequal(views[0].modules, view.modules):
+            found.append(
+                f"module {name or 'the model'!r} is {one} on rank 0 and {other} on rank {rank}; build the same model "
+                "on every rank"
+            )
+        for name, one, other in _unequal(views[0].modes, view.modes):
+            found.append(
+                f"module {name or 'the model'!r} is in {_mode(one)} mode on rank 0 and in {_mode(other)} mode on rank "
+                f"{rank}; call train() and eval() on all ranks alike"
+            )
+        for _, one, other in _unequal(views[0].loss, view.loss):
+            names = one.split()[0], other.split()[0]
+            found.append(
+                f"the loss function is {names[0]!r} on rank 0 and {names[1]!r}, of other code, on rank {rank}; train "
+                "with one loss on all ranks"
+            )
+        for name, _, _ in _unequal(views[0].order, view.order):
+            found.append(
+                f"the order of samples in {name} differs between rank 0 and rank {rank}, so samples are seen twice or "
+                "never; seed the sampler the same on every rank"
+            )
+        first = next(number for number, other in enumerate(views) if other.data_index == view.data_index)
+        if view.batch != views[first].batch:
+            found.append(
+                f"ranks {first} and {rank} compute the same samples together, but have read other values; make what "
+                "the dataset and collate_fn return depend on the sample only, not on the rank"
+            )
+    return found
+
+
+def _check_weights(run: Run, views: list[RankView]) -> None:
+    """Refuse replicas whose weights differ by more than rounding. Collective."""
+    names = set()
+    for view in views:
+        first = next(other for other in views if other.place == view.place)
+        names |= {name for name, _, _ in _unequal(first.weights, view.weights)}
+    if not names:
+        return
+    summaries: list[dict[str, Summary]] = run.parallel.world.gather(summaries_of(run.parallel.model, sorted(names)))
+    for name in sorted(names):
+        for rank, view in enumerate(views):
+            origin = next(number for number, other in enumerate(views) if other.place == view.place)
+            expected, actual = summaries[origin].get(name), summaries[rank].get(name)
+            if expected is not None and actual is not None and not expected.agrees(actual):
+                raise RankMismatchError(
+                    f"step {run.state.progress.step + 1}: the weights of {name!r} differ between the replicas on ranks "
+                    f"{origin} and {rank}; change weights on all ranks alike, and only between steps"
+                )
+
+
+def _warn_of_modes(run: Run, views: list[RankView]) -> None:
+    everywhere = all(view.modes and not any(view.modes.values()) for view in views)
+    if everywhere:
+        warn(
+            run,
+            f"{type(run.parallel.model).__name__} is in evaluation mode in training steps on "
+            "all ranks, so dropout is off and norms do not follow the data; call "
+            "model.train() after each evaluation of your own",
+        )
+
+
+def _say_few_trained(run: Run) -> None:
+    if run.loop.guard.steps != 1 or not has_whole_modules(run):
+        return
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in run.parallel.model.parameters()]
+    total, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+    if trained < FEW_TRAINED * total:
+        run.output.screen.say(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
+
+
+def _unequal(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [(name, value, other[name]) for name, value in one.items() if name in other and other[name] != value]
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as text, which is equal where the value is."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    return repr(value) if isinstance(value, int | float | str | bool | tuple | list | None) else type(value).__name__
+
+
+def _settings(module: nn.Module) -> str:
+    """The type of a module; with the settings of those of torch, which are numbers."""
+    own = type(module).__module__.startswith("torch.nn.") and not list(module.children())
+    return f"{type(module).__name__}({module.extra_repr() if own else ''})"
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "evaluation"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """The sum of a tensor's bits, read as integers."""
+    values = tensor.detach()
+    if not values.numel() or not values.is_floating_point():
+        return 0
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(values.element_size())
+    return 0 if kind is None else int(values.contiguous().view(kind).sum())
+
+
+def _values_digest(values: Any) -> str:
+    """The digest of all numbers and strings in nested containers."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for leaf in leaves(values):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            hashed.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            hashed.update(np.ascontiguousarray(leaf).tobytes())
+        elif isinstance(leaf, str | bytes | bool | int | float | complex | np.generic):
+            hashed.update(repr(leaf).encode())
+    return hashed.hexdigest()

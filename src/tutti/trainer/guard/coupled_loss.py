@@ -1,0 +1,136 @@
+"""Finds losses and models that couple samples: one device would compute another loss than several ranks.
+
+A few samples are computed at once and as two halves, without dropout and with the running statistics of norms. The two
+agree if the loss is a mean over samples, or over what it states. Nothing is compared if the loss draws random numbers.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from tutti.data.batches import BatchShare
+from tutti.data.microbatches import split_batch, to_device
+from tutti.data.seeds import seed_device, seed_everything
+from tutti.nn.mixture import take_tallies
+from tutti.parallel.data.batch_state import exchanges_state
+from tutti.parallel.losses import as_weighted
+from tutti.parallel.script_hooks import has_script_hooks
+from tutti.trainer.guard.findings import model_is_local, warn
+from tutti.trainer.guard.traceless import untouched
+from tutti.trainer.run_state import Run
+
+LossFunction = Callable[[nn.Module, Any], Any]
+
+MOST_SAMPLES = 16
+"""Samples that are computed again."""
+
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 5e-4}
+_COARSE = 5e-2
+"""Relative difference of two losses that rounding explains in 16 bits."""
+
+Losses = tuple[float, float, float]
+"""Of all samples, of the same with other random draws, and of the two halves together."""
+
+
+def check_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> None:
+    """Warn if the loss of a few samples is not the mean of its halves. Collective; once for each loss function."""
+    code = getattr(loss, "__code__", loss)
+    if code in run.loop.guard.losses:
+        return
+    run.loop.guard.losses.append(code)
+    divided = run.parallel.world.world_size > 1 or len(share.parts) > 1
+    if not divided or run.loop.pipeline is not None or not model_is_local(run) or not _repeatable(run.parallel.model):
+        return
+    counts: list[int] = run.parallel.world.gather(share.parts[0].count)
+    if min(counts) < 2:
+        return
+    model, tolerance = run.parallel.model, _tolerance(run.parallel.model)
+    exchanges = any(exchanges_state(module) and not isinstance(module, _BatchNorm) for module in model.modules())
+    for quiet in [_all_modules] if exchanges else [_random_modules, _all_modules]:
+        found: list[Losses | None] = run.parallel.world.gather(
+            _losses(run, loss, piece, share.parts[0].count, share.batch_size, quiet)
+        )
+        certain = [losses for losses in found if losses is not None and _agree(losses[0], losses[1], tolerance)]
+        if len(certain) == len(found):
+            break
+    else:
+        return
+    rank = next((n for n, (whole, _, halves) in enumerate(certain) if not _agree(whole, halves, tolerance)), None)
+    if rank is not None:
+        whole, _, halves = certain[rank]
+        warn(run, _sentence(model, rank, min(counts[rank], MOST_SAMPLES), whole, halves))
+
+
+def _sentence(model: nn.Module, rank: int, samples: int, whole: float, halves: float) -> str:
+    return (
+        f"the loss of {type(model).__name__} is not a mean over samples: on rank {rank}, {samples} samples have "
+        f"{whole:.6g} together and {halves:.6g} as two halves, so one device would train with another loss than "
+        "several ranks; if it is a mean over tokens, boxes or the like, return tutti.Weighted(sum, count), and if "
+        "samples are compared with each other (negatives, statistics of the batch, a router's balance), each rank or "
+        "microbatch compares only its own"
+    )
+
+
+def _repeatable(model: nn.Module) -> bool:
+    """Whether the model can be computed on fewer samples: not if compiled or hooked, or if norms have batches only."""
+    return not any(
+        module._compiled_call_impl is not None
+        or hasattr(module, "dynamo_ctx")
+        or has_script_hooks(module)  # which may keep what they see outside of the model
+        or (isinstance(module, _BatchNorm) and module.running_mean is None)
+        for module in model.modules()
+    )
+
+
+def _all_modules(module: nn.Module) -> bool:
+    return True
+
+
+def _random_modules(module: nn.Module) -> bool:
+    """Whether a module draws, or has statistics of its batch in training only."""
+    return isinstance(module, _DropoutNd | _NormBase)
+
+
+def _losses(
+    run: Run, loss: LossFunction, piece: Any, count: int, batch_size: int, quiet: Callable[[nn.Module], bool]
+) -> Losses | None:
+    """Compute the losses; None if the script's code cannot, for these samples or in this mode."""
+    model, device, samples = run.parallel.model, run.parallel.world.device, min(count, MOST_SAMPLES)
+    try:
+        few = piece if count == samples else split_batch(piece, [samples, count - samples])[0]
+        halves = split_batch(few, [samples // 2, samples - samples // 2])
+        values = []
+        for part, size, seed in ((few, samples, 1), (few, samples, 2), *((half, 0, 1) for half in halves)):
+            held = size or (samples // 2 if part is halves[0] else samples - samples // 2)
+            with (
+                untouched(model),  # each time anew: forward may count its calls
+                run.parallel.sequences.part(to_device(part, device)) as local,
+                run.parallel.reads.active(),
+            ):
+                for module in filter(quiet, model.modules()):
+                    module.training = False
+                seed_everything(seed)
+                seed_device(seed, device)
+                value = as_weighted(loss(model, local), held, batch_size)
+            values.append(tuple(float(torch.as_tensor(number).detach()) for number in (value.total, value.count)))
+    except Exception:  # the script's own code, on other samples than it was written for
+        return None
+    finally:
+        take_tallies(model)
+    (first, n), (again, m), (left, a), (right, b) = values
+    numbers = (first / n, again / m, (left + right) / (a + b)) if n and m and a + b else (math.nan,) * 3
+    return numbers if all(map(math.isfinite, numbers)) else None
+
+
+def _tolerance(model: nn.Module) -> float:
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return max((_TOLERANCES.get(kind, _COARSE) for kind in kinds), default=_COARSE)
+
+
+def _agree(one: float, other: float, tolerance: float) -> bool:
+    return abs(one - other) <= tolerance * max(abs(one), abs(other), 1e-3)
