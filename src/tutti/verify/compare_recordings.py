@@ -22,6 +22,7 @@ from tutti.verify.alignment import (
     covers_whole,
     guessed_alignments,
     having_samples,
+    in_double,
     part_alignments,
     sample_alignments,
     sampled_part,
@@ -345,7 +346,7 @@ def _above_rounding(gradient: torch.Tensor | None, noise: float) -> torch.Tensor
 
     Elsewhere, Adam and similar optimizers step by the sign of a rounding error.
     """
-    return None if gradient is None else gradient.double().abs() > noise
+    return None if gradient is None else in_double(gradient).abs() > noise
 
 
 def _part(whole: torch.Tensor | None, shard: TensorShard | None, got: torch.Tensor | None) -> torch.Tensor | None:
@@ -362,7 +363,7 @@ def _gap(
     if expected is None or got is None:
         return 0.0 if expected is got else math.inf
     if where is not None and expected.shape == got.shape == where.shape:
-        got = torch.where(where, got.double(), expected.double())
+        got = torch.where(where, in_double(got), in_double(expected))
     return difference(expected, got, scale)
 
 

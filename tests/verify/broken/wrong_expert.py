@@ -27,7 +27,7 @@ class Experts(nn.Module):
         weights, chosen = self.gate(rows).softmax(-1).topk(2, dim=-1)
         total = torch.zeros_like(rows)
         for index, expert in enumerate(self.experts):
-            row, place = torch.where(chosen == index)
+            place, row = torch.where(index == chosen.T)
             total = total.index_add(0, row, expert(rows[row]) * weights[row, place, None])
         return tokens + total.view_as(tokens)
 

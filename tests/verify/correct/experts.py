@@ -22,7 +22,7 @@ class Experts(nn.Module):
         weights, chosen = self.gate(rows).softmax(-1).topk(2, dim=-1)
         total = torch.zeros_like(rows)
         for index in chosen.unique().tolist():
-            row, place = torch.where(chosen == index)
+            place, row = torch.where(index == chosen.T)
             mixed = self.act(self.experts[index](rows[row])) @ self.together[index]
             total = total.index_add(0, row, mixed * weights[row, place, None])
         return tokens + total.view_as(tokens)
