@@ -33,6 +33,7 @@ BROKEN = {
     "unseeded_augmentation": ("unseeded_data", "input", "", "batch[0]"),
     "unseeded_noise": ("non_deterministic_op", "forward", "1", "output"),
     "weight_decay": ("settings_depend_on_ranks", "hyper-parameter", "", "weight_decay of optimizer 0"),
+    "wrong_expert": ("rows_differ", "forward", "1.experts.2", "output"),
     "weighted": ("weighted_does_not_add_up", "loss", "", "loss"),
 }
 """Script -> (kind of cause, stage, module, tensor)."""

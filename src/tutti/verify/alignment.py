@@ -21,6 +21,11 @@ from tutti.parallel.tensor import tensor_activation as split
 from tutti.verify.matched_randomness import rows_of
 
 
+def in_double(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float64, or in complex128 if it is complex."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTensor:
     """One rank's tensor for its share of a microbatch.
@@ -157,7 +162,7 @@ def batch_alignments(whole: torch.Tensor, rank_tensors: Sequence[RankTensor]) ->
         return
     yield [AlignedPair(rank=rank_tensor.rank, expected=whole, got=rank_tensor.value) for rank_tensor in rank_tensors]
     total = sum(rank_tensor.share.count for rank_tensor in rank_tensors)
-    values = [rank_tensor.value.double() for rank_tensor in rank_tensors]
+    values = [in_double(rank_tensor.value) for rank_tensor in rank_tensors]
     mean = torch.stack([v * (p.share.count / total) for v, p in zip(values, rank_tensors, strict=True)]).sum(0)
     yield [AlignedPair(rank=None, expected=whole, got=mean)]
     yield [AlignedPair(rank=None, expected=whole, got=torch.stack(values).sum(0))]

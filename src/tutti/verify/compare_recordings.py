@@ -6,7 +6,7 @@ by module, loss, gradients from the last module back, settings, updated paramete
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -22,10 +22,12 @@ from tutti.verify.alignment import (
     covers_whole,
     guessed_alignments,
     having_samples,
+    in_double,
     part_alignments,
     sample_alignments,
     sampled_part,
 )
+from tutti.verify.grouped_rows import module_values, row_set_alignments, rows_follow_samples
 from tutti.verify.recording import Evaluation, MicrobatchRecord, ModuleCall, RankRecord, StepRecord, Values
 from tutti.verify.tolerance import ToleranceChecker, difference, number_difference, rms
 
@@ -40,10 +42,12 @@ class FirstDifference:
     Attributes:
         difference: the tensor and its difference.
         alignment: pairs of the tensor's rows on one device and on the ranks; None if it has no rows of samples.
+        decisive: whether it is a fault on its own. Rows that are not samples may differ without effect.
     """
 
     difference: TensorDifference
     alignment: Alignment | None = None
+    decisive: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +148,19 @@ def compare_step(recordings: StepRecordings, checker: ToleranceChecker) -> First
     checks: tuple[Callable[[StepRecordings, ToleranceChecker], Iterator[FirstDifference]], ...] = (
         _between, _order, _inputs, _forward, _loss, _gradients, _settings, _used, _after,
     )  # fmt: skip
-    return next((difference for check in checks for difference in check(recordings, checker)), None)
+    undecided: list[FirstDifference] = []
+    for first in (found for check in checks for found in check(recordings, checker)):
+        if first.decisive:
+            return next((earlier for earlier in undecided if _is_inside(earlier, first)), first)
+        undecided.append(first)
+    for first in undecided:
+        checker.skip(f"{first.difference.tensor} of {first.difference.module} (its rows are not samples)")
+    return None
+
+
+def _is_inside(inner: FirstDifference, outer: FirstDifference) -> bool:
+    """Return whether a difference lies in a submodule of the module of another, whose output it has changed."""
+    return inner.difference.module.startswith(f"{outer.difference.module}.")
 
 
 def compare_evaluation(
@@ -224,9 +240,8 @@ def _forward(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[
             if gap is None:
                 checker.skip(f"{forward_tensor.tensor} of {module}")
             else:
-                yield from _judged(
-                    checker, gap.gaps, "forward", recordings, module, forward_tensor.tensor, gap.alignment
-                )
+                found = _judged(checker, gap.gaps, "forward", recordings, module, forward_tensor.tensor, gap.alignment)
+                yield from (replace(first, decisive=forward_tensor.of_samples) for first in found)
 
 
 def _loss(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
@@ -358,7 +373,7 @@ def _above_rounding(gradient: torch.Tensor | None, noise: float) -> torch.Tensor
 
     Elsewhere, Adam and similar optimizers step by the sign of a rounding error.
     """
-    return None if gradient is None else gradient.double().abs() > noise
+    return None if gradient is None else in_double(gradient).abs() > noise
 
 
 def _part(whole: torch.Tensor | None, shard: TensorShard | None, got: torch.Tensor | None) -> torch.Tensor | None:
@@ -375,7 +390,7 @@ def _gap(
     if expected is None or got is None:
         return 0.0 if expected is got else math.inf
     if where is not None and expected.shape == got.shape == where.shape:
-        got = torch.where(where, got.double(), expected.double())
+        got = torch.where(where, in_double(got), in_double(expected))
     return difference(expected, got, scale)
 
 
@@ -427,10 +442,12 @@ class ForwardTensor:
     Attributes:
         module: the module to blame if the tensor differs; "" is the model itself.
         tensor: name of the tensor.
+        of_samples: whether its rows may be those of samples; tokens grouped by expert are not.
     """
 
     module: str
     tensor: str
+    of_samples: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,6 +509,20 @@ class MicrobatchRecords:
             tensors.append(RankTensor(rank=rank, share=record.share, value=values[position], shard=shard))
         return tensors
 
+    def has_samples(self, reference: MicrobatchRecord, call: ModuleCall, attribute: str, position: int) -> bool:
+        """Return whether a tensor's rows may be those of samples.
+
+        They are not where their number does not follow the samples, or where the module was called more or less often
+        than on one device.
+        """
+        tensors = self.tensors(call, attribute, position)
+        often = sum(other.module == call.module for other in reference.calls)
+        calls = [sum(key[0] == call.module for key in c) for c, r in zip(self.calls, self.records, strict=True)
+                 if r.share.count]  # fmt: skip
+        if tensors is None or any(number != often for number in calls):
+            return False
+        return rows_follow_samples(getattr(call, attribute)[position], tensors)
+
 
 def compare_forward(
     reference: MicrobatchRecord, groups: Sequence[MicrobatchRecords], checker: ToleranceChecker
@@ -514,12 +545,40 @@ def compare_forward(
             scale = max(rms([expected]), checker.floor * rms(call.inputs))
             gaps: list[tuple[MicrobatchRecords, TensorGap]] = []
             for group in groups:
-                tensors = group.tensors(call, "outputs", position)
-                gap = smallest_gap(expected, tensors, scale, checker, group.rank_shard) if tensors else None
+                gap = _call_gap(reference, group, call, "outputs", position, scale, checker)
                 gaps += [(group, gap)] if gap is not None else []
             far = next((group for group, gap in gaps if gap.largest > checker.tolerance), None)
-            blamed = _blamed(call, far, checker) if far is not None else None
+            blamed = _blamed(reference, call, far, checker) if far is not None else None
+            if far is not None and not far.has_samples(reference, call, "outputs", position):
+                forward_tensor = replace(forward_tensor, of_samples=False)
             yield blamed or (forward_tensor, _merged([gap for _, gap in gaps]))
+
+
+def _call_gap(
+    reference: MicrobatchRecord,
+    group: MicrobatchRecords,
+    call: ModuleCall,
+    attribute: str,
+    position: int,
+    scale: float,
+    checker: ToleranceChecker,
+) -> TensorGap | None:
+    """Return the gap of one tensor of a call: row by row, or else as a set of rows; None if it cannot be compared."""
+    expected = getattr(call, attribute)[position]
+    tensors = group.tensors(call, attribute, position)
+    gap = smallest_gap(expected, tensors, scale, checker, group.rank_shard) if tensors else None
+    if group.rank_shard.mesh_position or (gap is not None and gap.largest <= checker.tolerance):
+        return gap
+    whole = module_values(reference.calls, call.module, attribute, position)
+    parts = [
+        value
+        for record in group.records
+        if record.share.count
+        for value in module_values(record.calls, call.module, attribute, position)
+    ]
+    sets = [_measured(alignment, scale) for alignment in row_set_alignments(whole, parts)]
+    best = min(sets, key=lambda one: one.largest, default=None)
+    return best if best is not None and (gap is None or best.largest <= checker.tolerance) else gap
 
 
 def _merged(gaps: Sequence[TensorGap]) -> TensorGap | None:
@@ -534,15 +593,16 @@ def _merged(gaps: Sequence[TensorGap]) -> TensorGap | None:
 
 
 def _blamed(
-    call: ModuleCall, group: MicrobatchRecords, checker: ToleranceChecker
+    reference: MicrobatchRecord, call: ModuleCall, group: MicrobatchRecords, checker: ToleranceChecker
 ) -> tuple[ForwardTensor, TensorGap] | None:
     """Return the input of a call that already differs, with the surrounding module, which computed it; or None."""
     parent = call.module.rpartition(".")[0]
     for position, expected in enumerate(call.inputs):
-        tensors = group.tensors(call, "inputs", position)
-        gap = smallest_gap(expected, tensors, rms([expected]), checker, group.rank_shard) if tensors else None
+        gap = _call_gap(reference, group, call, "inputs", position, rms([expected]), checker)
         if gap is not None and gap.largest > checker.tolerance:
-            return ForwardTensor(module=parent, tensor=f"input of {call.module}" if call.module else "input"), gap
+            of_samples = group.has_samples(reference, call, "inputs", position)
+            tensor = f"input of {call.module}" if call.module else "input"
+            return ForwardTensor(module=parent, tensor=tensor, of_samples=of_samples), gap
     return None
 
 

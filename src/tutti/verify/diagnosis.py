@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tutti.config.verdict import Cause, TensorDifference
+from tutti.verify.alignment import in_double
 from tutti.verify.compare_recordings import FirstDifference, StepRecordings
 from tutti.verify.recording import LossRecord, MicrobatchRecord
 from tutti.verify.tolerance import number_difference, rms
@@ -239,6 +240,18 @@ def unaligned_random(case: DifferenceCase) -> Cause | None:
     )
 
 
+def rows_differ(case: DifferenceCase) -> Cause | None:
+    """Blame a module whose rows are not samples, where they differ in any order and change the module around it."""
+    if case.stage != "forward" or case.first_difference.decisive:
+        return None
+    return Cause(
+        kind="rows_differ",
+        sentence=f"{case.where} computes other rows on ranks than on one device, in whatever order they are compared "
+        "(its rows are not samples: tokens grouped by expert, say)",
+        remedy="make each row depend only on its token and the parameters, not on the rank or on the other rows",
+    )
+
+
 def padding(case: DifferenceCase) -> Cause | None:
     """Find padding that changes the result, where each rank pads to its own longest sample."""
     if case.stage not in ("forward", "loss", "gradient") or case.recordings is None:
@@ -442,6 +455,7 @@ RULES: tuple[Rule, ...] = (
     data_order,
     sample_values,
     unaligned_random,
+    rows_differ,
     padding,
     local_statistics,
     buffer_in_forward,
@@ -507,7 +521,8 @@ def _is_mean(loss: LossRecord | None) -> bool:
 def moments_agree(case: DifferenceCase) -> bool:
     """Return whether the mean or mean square over a rank's rows is equal on all ranks although the rows differ."""
     pairs = case.first_difference.alignment or []
-    tensors = [pair.got.double() for pair in pairs if pair.got.dim() and pair.got.numel() > pair.got.shape[-1]]
+    parts = [torch.view_as_real(p.got.resolve_conj()) if p.got.is_complex() else p.got for p in pairs]
+    tensors = [part.double() for part in parts if part.dim() and part.numel() > part.shape[-1]]
     if len(tensors) < len(pairs) or any(tensor.isnan().any() for tensor in tensors):
         return False
     scale = rms(tensors)
@@ -534,7 +549,7 @@ def _moments_equal(first: torch.Tensor, second: torch.Tensor, scale: float) -> b
 def buffers_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two buffers agree up to rounding."""
     return first.shape == second.shape and torch.allclose(
-        first.double(), second.double(), rtol=BUFFER_TOLERANCE, atol=1e-12
+        in_double(first), in_double(second), rtol=BUFFER_TOLERANCE, atol=1e-12
     )
 
 

@@ -20,7 +20,8 @@ _LIKE = {"rand_like", "randn_like", "randint_like"}
 _SIZES = {"rand": 0, "randn": 0, "randint": 1}
 """Operators that take a size, and the position of that argument (one later with a lower bound)."""
 _CLIPPING = ("clamp", "_foreach_norm", "_foreach_clamp", "linalg_vector_norm")
-_PRECISION = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+_PRECISION = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3,
+              torch.complex128: 0, torch.complex64: 1, torch.complex32: 2}  # fmt: skip
 
 Draw = Callable[[tuple[int, ...]], torch.Tensor]
 
@@ -147,8 +148,8 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def lowest_of(dtypes: list[torch.dtype]) -> torch.dtype:
-    """Return the least precise of floating-point dtypes."""
-    return max(dtypes, key=lambda dtype: _PRECISION.get(dtype, 0), default=torch.float64)
+    """Return the least precise of floating-point and complex dtypes; for a complex one, the dtype of its parts."""
+    return max(dtypes, key=lambda dtype: _PRECISION.get(dtype, 0), default=torch.float64).to_real()
 
 
 def _by_value(name: str, first: torch.Tensor, rest: tuple[Any, ...], uniform: torch.Tensor) -> Any:

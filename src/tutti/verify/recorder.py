@@ -35,6 +35,7 @@ from tutti.verify.alignment import (
     MAX_COLUMNS,
     MAX_ELEMENTS,
     RankShard,
+    in_double,
     local_activation,
     named_tensors,
     sample_columns,
@@ -228,10 +229,10 @@ class RunRecorder(DoublePrecisionInputs):
         if large:
             self._note(f"only evenly spread elements were compared of {len(large)} tensors with more than "
                        f"{MAX_ELEMENTS} elements ({large[0]}, ...)")  # fmt: skip
-        dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()]
         self._built_dtype = str(lowest_of(dtypes)).removeprefix("torch.")
         if self.recording.double:
-            model.double()
+            model._apply(_double)  # type: ignore[no-untyped-call]
             torch.set_default_dtype(torch.float64)
 
     def prepared(self, training: TrainingState) -> None:
@@ -358,7 +359,7 @@ class RunRecorder(DoublePrecisionInputs):
     ) -> StepRecord:
         layout = self.training.parallel.layout
         used = {
-            layout.first_name(name): float(torch.linalg.vector_norm(_dense(to_local(parameter.grad)).double()))
+            layout.first_name(name): float(torch.linalg.vector_norm(in_double(_dense(to_local(parameter.grad)))))
             for name, parameter in self.training.parallel.model.named_parameters()
             if parameter.grad is not None and updated
         }
@@ -402,7 +403,7 @@ class RunRecorder(DoublePrecisionInputs):
             for name, module in training.parallel.model.named_modules()
             for tensor_name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         }
-        dtypes = [p.dtype for p in training.parallel.model.parameters() if p.is_floating_point()]
+        dtypes = [p.dtype for p in training.parallel.model.parameters() if p.is_floating_point() or p.is_complex()]
         precision = training.parallel.plan.precision
         return RankRecord(
             rank=training.parallel.world.rank,
@@ -463,7 +464,8 @@ class RunRecorder(DoublePrecisionInputs):
 
 
 def _double(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+    inexact = isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return in_double(leaf) if inexact else leaf
 
 
 def _numbers(group: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -554,7 +556,7 @@ def changes(before: ModelState, after: ModelState) -> ModelState:
 
 def _changed(before: Values, after: Values) -> Values:
     return {
-        name: value.double() - before[name].double()
+        name: in_double(value) - in_double(before[name])
         for name, value in after.items()
         if name in before and value.shape == before[name].shape and not torch.equal(value, before[name])
     }
@@ -620,8 +622,8 @@ def make_double(training: TrainingState) -> None:
     for optimizer in training.parallel.optimizers:
         for parameter, entries in optimizer.state.items():
             for key, value in entries.items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
-                    entries[key] = value.double()
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    entries[key] = _double(value)
 
 
 def _on(present: Any, value: Any, parameter: torch.Tensor) -> Any:
