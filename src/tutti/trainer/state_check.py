@@ -2,8 +2,8 @@
 
 State is buffers, and parameters that forward writes in place. It is compared before and after the first step, and after
 the 10th, 100th and each 1000th. What differs between ranks is refused only if training or evaluation depends on it: the
-first microbatch is computed again with the state as it was before the step and as it is now. A cache, or a buffer of
-random draws, gives the same both times.
+first microbatch is computed again with the state as it was before the step and as it is now, and with the buffers that
+forward has registered on another rank. A cache, or a buffer of random draws, gives the same each time.
 """
 
 import hashlib
@@ -26,6 +26,7 @@ from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.sharding.parameter_sharding import Parameters
 from tutti.trainer.observer import NullObserver
 from tutti.trainer.run_state import Run
+from tutti.trainer.traceless import untouched
 
 Place = tuple[nn.Module, str]
 """A buffer: its module, and its name there."""
@@ -127,11 +128,19 @@ def check_state(
     different = [name for name in names if _differ(summaries, name)]
     if not different:
         return
-    held = set().union(*world.gather(set(noted.buffers)))
-    only_buffers = held.issuperset(different)
+    places = _buffers(model)
+    registered: list[dict[str, torch.Tensor]] = world.gather(
+        {name: _buffer(places[name]) for name in different if name in places and name not in noted.buffers}
+    )
+    known = set(noted.buffers).intersection(different)
+    only_buffers = all(names == set(different) for names in world.gather(known | set(registered[world.rank])))
     if not only_buffers or _matters(
         run,
-        {name: noted.buffers[name] for name in different if name in noted.buffers},
+        [
+            {name: noted.buffers[name] for name in known},
+            # Forward has registered these; a cache gives the same whichever rank's it is.
+            *([registered[(world.rank + 1) % world.world_size]] if any(registered) else []),
+        ],
         loss_of_batch,
         pieces[0],
         share.parts[0],
@@ -156,9 +165,11 @@ def _written(model: nn.Module, noted: NotedState) -> list[str]:
 
 
 def _matters(
-    run: Run, before: dict[str, torch.Tensor], loss_of_batch: LossFunction, piece: Any, part: MicrobatchShare
+    run: Run, others: list[dict[str, torch.Tensor]], loss_of_batch: LossFunction, piece: Any, part: MicrobatchShare
 ) -> bool:
-    """Whether a loss or the state depends on what the buffers were before. Collective; the model is left as it is.
+    """Whether a loss or the state changes with `others`, other values of buffers.
+
+    Collective; the model is left as it is.
 
     A pipeline's forward is not repeated: there everything that differs matters.
     """
@@ -167,29 +178,35 @@ def _matters(
     model = run.parallel.model
     places = _buffers(model)
     now = {name: module._buffers[key] for name, (module, key) in places.items()}
-    modes = [(module, module.training) for module in model.modules()]
     run.parallel.scope.counts = part.count > 0
     try:
-        outcomes = []
-        for values in (now, {**now, **before}):
-            for name, (module, key) in places.items():
-                value = values[name]
-                module._buffers[key] = None if value is None else value.clone()
-            model.eval()
-            evaluated = _outcome(run, loss_of_batch, piece, places)
-            for module, training in modes:
-                module.training = training
-            outcomes.append((evaluated, _outcome(run, loss_of_batch, piece, places)))
-        matters = any(map(_depends, *outcomes))
+        outcomes = [
+            _outcomes(run, loss_of_batch, piece, places, values)
+            for values in (now, *({**now, **other} for other in others))
+        ]
+        matters = any(_depends(*pair) for other in outcomes[1:] for pair in zip(outcomes[0], other, strict=True))
     except Exception:  # the script's own code, repeated without gradients
         matters = True
     finally:
-        for name, (module, key) in places.items():
-            module._buffers[key] = now[name]
-        for module, training in modes:
-            module.training = training
         take_tallies(model)
     return any(run.parallel.world.gather(matters))
+
+
+def _outcomes(
+    run: Run, loss_of_batch: LossFunction, piece: Any, places: dict[str, Place], values: dict[str, Any]
+) -> tuple[Outcome, Outcome]:
+    """What a microbatch gives in evaluation and in training mode if buffers have these values."""
+    model = run.parallel.model
+    modes = [(module, module.training) for module in model.modules()]
+    with untouched(model):
+        for name, (module, key) in places.items():
+            value = values[name]
+            module._buffers[key] = None if value is None else value.clone()
+        model.eval()
+        evaluated = _outcome(run, loss_of_batch, piece, places)
+        for module, training in modes:
+            module.training = training
+        return evaluated, _outcome(run, loss_of_batch, piece, places)
 
 
 def _depends(one: Outcome, other: Outcome) -> bool:
@@ -221,6 +238,12 @@ def _buffers(model: nn.Module) -> dict[str, Place]:
         for key, buffer in module._buffers.items()
         if buffer is not None and not buffer.is_meta
     }
+
+
+def _buffer(place: Place) -> torch.Tensor:
+    value = place[0]._buffers[place[1]]
+    assert value is not None
+    return value.detach()
 
 
 def _norms(model: nn.Module) -> list[float]:

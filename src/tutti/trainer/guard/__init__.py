@@ -4,7 +4,6 @@
 - `agreement`: hyperparameters, modules, modes, the order of samples, a sample and the weights are equal on all ranks.
 - `coupled_loss`: the loss of a few samples is the mean of the losses of two halves.
 - `evaluation_dropout`: dropout is off in the first evaluation.
-- `traceless`: computes the model without leaving a trace.
 
 An error is a value that is certainly wrong; a warning is one that may be intended. docs/guards.md lists both.
 """
