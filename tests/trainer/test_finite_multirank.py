@@ -238,4 +238,4 @@ def test_a_replica_with_one_sample_normalises_it_with_running_statistics() -> No
         assert not torch.equal(state["1.weight"], torch.ones(8))
     for losses, _, said in run_ranks(of_one_sample, 2, "local:4", False):
         assert not losses
-        assert "keeps no running statistics to normalise it with" in said
+        assert "keeps no running statistics to do it with" in said

@@ -73,7 +73,8 @@ def check_first_sample(run: Run) -> None:
         RankMismatchError: on every rank.
     """
     loader = run.state.loader
-    if loader.source.is_stream or loader.source.options.get("num_workers"):
+    parts = run.parallel.mesh.degree("space", "context") > 1  # which a data set may read by itself
+    if parts or loader.source.is_stream or loader.source.options.get("num_workers"):
         return
     order = loader.epoch_batches(loader.epoch)[0]
     digests = run.parallel.world.gather(_sample_digest(loader.source.dataset, run.settings.seed, int(order[0])))
