@@ -12,13 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from tutti.comm.world import World
 from tutti.errors import RankMismatchError
+
+T = TypeVar("T")
 
 PERIOD_S = 1.0
 """Seconds between two looks of the thread."""
@@ -99,6 +101,17 @@ class OperationWatch:
             raise RankMismatchError(reason) from None
         finally:
             self.leave()
+
+    def gather(self, purpose: str, value: T) -> list[T]:
+        """Return the `value` of every rank, in rank order, as `World.gather` does. Collective.
+
+        Raises:
+            RuntimeError: another rank gathers something else, because it is in another operation; see `during`.
+        """
+        everyone: list[Any] = self._world.gather((purpose, value))
+        if any(type(each) is not tuple or each[:1] != (purpose,) for each in everyone):
+            raise RuntimeError(f"{purpose}: another rank is in another operation")
+        return [each[1] for each in everyone]
 
     def explain(self, error: BaseException) -> str | None:
         """Return why an exchange failed, if the ranks' operations differ."""

@@ -114,7 +114,7 @@ def check_state(
         return
     world, model = run.parallel.world, run.parallel.model
     lost = [unit for unit, version in _whole_versions(run).items() if noted.versions.get(unit, 0) != version]
-    everyone: list[tuple[list[str], list[str]]] = world.gather((lost, _written(model, noted)))
+    everyone: list[tuple[list[str], list[str]]] = run.loop.watch.gather("state", (lost, _written(model, noted)))
     lost = [unit for theirs, _ in everyone for unit in theirs]
     if lost:
         raise ScriptError(

@@ -55,7 +55,7 @@ def check_agreement(run: Run, loss: Callable[..., Any], pieces: list[Any]) -> No
     Raises:
         RankMismatchError: on every rank, naming what differs, the ranks and the remedy.
     """
-    views: list[RankView] = run.parallel.world.gather(_view(run, loss, pieces))
+    views: list[RankView] = run.loop.watch.gather("agreement of ranks", _view(run, loss, pieces))
     _warn_of_modes(run, views)
     _say_few_trained(run)
     for sentence in _differences(views):
@@ -77,7 +77,8 @@ def check_first_sample(run: Run) -> None:
     if parts or loader.source.is_stream or loader.source.options.get("num_workers"):
         return
     order = loader.epoch_batches(loader.epoch)[0]
-    digests = run.parallel.world.gather(_sample_digest(loader.source.dataset, run.settings.seed, int(order[0])))
+    digest = _sample_digest(loader.source.dataset, run.settings.seed, int(order[0]))
+    digests = run.loop.watch.gather("first sample", digest)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None and None not in digests:
         raise RankMismatchError(
@@ -172,7 +173,9 @@ def _check_weights(run: Run, views: list[RankView]) -> None:
         names |= {name for name, _, _ in _unequal(first.weights, view.weights)}
     if not names:
         return
-    summaries: list[dict[str, Summary]] = run.parallel.world.gather(summaries_of(run.parallel.model, sorted(names)))
+    summaries: list[dict[str, Summary]] = run.loop.watch.gather(
+        "weights", summaries_of(run.parallel.model, sorted(names))
+    )
     for name in sorted(names):
         for rank, view in enumerate(views):
             origin = next(number for number, other in enumerate(views) if other.place == view.place)

@@ -45,14 +45,14 @@ def check_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> N
     divided = run.parallel.world.world_size > 1 or len(share.parts) > 1
     if not divided or run.loop.pipeline is not None or not model_is_local(run) or not _repeatable(run.parallel.model):
         return
-    counts: list[int] = run.parallel.world.gather(share.parts[0].count)
+    counts: list[int] = run.loop.watch.gather("samples", share.parts[0].count)
     if min(counts) < 2:
         return
     model, tolerance = run.parallel.model, _tolerance(run.parallel.model)
     exchanges = any(exchanges_state(module) and not isinstance(module, _BatchNorm) for module in model.modules())
     for quiet in [_all_modules] if exchanges else [_random_modules, _all_modules]:
-        found: list[Losses | None] = run.parallel.world.gather(
-            _losses(run, loss, piece, share.parts[0].count, share.batch_size, quiet)
+        found: list[Losses | None] = run.loop.watch.gather(
+            "losses", _losses(run, loss, piece, share.parts[0].count, share.batch_size, quiet)
         )
         certain = [losses for losses in found if losses is not None and _agree(losses[0], losses[1], tolerance)]
         if len(certain) == len(found):

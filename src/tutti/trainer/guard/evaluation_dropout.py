@@ -50,7 +50,7 @@ class DropoutWatch(TorchFunctionMode):
         """Warn if dropout was on. Collective."""
         if not self._due:
             return
-        found = next((where for where in self._run.parallel.world.gather(self.found) if where is not None), None)
+        found = next((where for where in self._run.loop.watch.gather("dropout", self.found) if where is not None), None)
         if found is not None:
             warn(
                 self._run,
