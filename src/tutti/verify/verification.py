@@ -586,7 +586,7 @@ def _failed(request: VerificationRequest, failure: str, double: bool) -> Verdict
         cause=Cause(
             kind="fails_on_ranks",
             sentence="the script fails when several ranks run it",
-            remedy="make it run first: `tutti run` shows the same error",
+            remedy="do what the error says; `tutti run` shows it too",
         ),
     )
 
