@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from torch.utils.data import Dataset, TensorDataset
 import tutti
 from harness import preload, run_ranks
 from tutti.config import serialization
-from tutti.config.plan import BatchPlan, Plan
+from tutti.config.plan import BatchPlan, Plan, ShardingPlan
+from tutti.parallel.loss_means import CountedLoss
+from tutti.report.build_report import build_report
+from tutti.trainer.guard.findings import code_of
 
 preload("tutti.trainer.guard")
 
@@ -47,14 +51,15 @@ class Script:
         dataset: Callable[[int], Dataset[Any]] = lambda rank: data(),
         sampler: Callable[[int], Any] | None = None,
         evaluates: bool = False,
+        level: Any = 1,
         **mesh: int,
     ) -> None:
         self.model, self.loss, self.change, self.dataset = model, loss, change, dataset
-        self.sampler, self.evaluates, self.mesh = sampler, evaluates, mesh
+        self.sampler, self.evaluates, self.level, self.mesh = sampler, evaluates, level, mesh
 
 
 class Counts(nn.Module):
-    """Counts its calls in Python and in a buffer, and keeps what it saw."""
+    """Counts its calls in Python and in a buffer, keeps what it saw, and computes with the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +70,7 @@ class Counts(nn.Module):
         self.calls += 1
         self.seen.append(len(x))
         self.count += 1
-        return x
+        return x * (1 + 0.1 * len(self.seen))
 
 
 class AlwaysDrops(nn.Module):
@@ -129,6 +134,15 @@ def weights_of_rank(rank: int, step: int, model: nn.Module, optimizer: torch.opt
             next(model.parameters()).mul_(1.01)
 
 
+def betas_of_rank(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99 if rank else 0.999)
+
+
+def weights_of_all(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.01)
+
+
 def evaluation_mode(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if step == 1:
         model.eval()
@@ -146,14 +160,14 @@ def frozen_norm(rank: int, step: int, model: nn.Module, optimizer: torch.optim.O
 class OrderOfRank:
     """Draws from a generator that the run cannot seed."""
 
-    def __init__(self, seed: int) -> None:
-        self.order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(seed)).tolist()
+    def __init__(self, seed: int, samples: int = SAMPLES) -> None:
+        self.order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(seed)).tolist()[:samples]
 
     def __iter__(self) -> Any:
         return iter(self.order)
 
     def __len__(self) -> int:
-        return SAMPLES
+        return len(self.order)
 
 
 def shuffled(rank: int) -> TensorDataset:
@@ -164,6 +178,7 @@ def shuffled(rank: int) -> TensorDataset:
 
 MISTAKES: dict[str, tuple[Script, str]] = {
     "token mean": (Script(loss=token_mean), "warning: .*not a mean over samples: on rank 0.*tutti.Weighted"),
+    "token mean, counted calls": (Script(lambda: net(Counts()), token_mean), "warning: .*not a mean over samples"),
     "negatives": (Script(loss=contrastive), "warning: .*not a mean over samples"),
     "sum": (Script(loss=summed), "warning: .*not a mean over samples"),
     "statistics": (Script(lambda: net(Centred())), "warning: .*not a mean over samples"),
@@ -171,6 +186,10 @@ MISTAKES: dict[str, tuple[Script, str]] = {
     "broadcast": (Script(loss=column), r"ScriptError: F.mse_loss .*\(8, 1\).*\(8,\).*view_as"),
     "rate": (Script(change=rate_of_rank), "RankMismatchError: step 2: 'lr' of group 0 of AdamW is 0.1 on rank 0 and 0"),
     "decay": (Script(change=decay_of_rank), "RankMismatchError: step 1: 'weight_decay' of group 0 of AdamW"),
+    "betas": (
+        Script(change=betas_of_rank),
+        r"RankMismatchError: step 1: 'betas' of group 0 of AdamW is \(0.9, 0.9",
+    ),
     "weights": (Script(change=weights_of_rank), r"RankMismatchError: step 2: the weights of '0.weight' differ"),
     "evaluation mode": (Script(change=evaluation_mode), "warning: Sequential is in evaluation mode in training steps"),
     "mode": (
@@ -178,6 +197,14 @@ MISTAKES: dict[str, tuple[Script, str]] = {
         "RankMismatchError: step 1: module '2' is in training mode on rank 0 and in evaluation mode on rank 1",
     ),
     "order": (Script(sampler=OrderOfRank), "RankMismatchError: step 1: the order of samples"),
+    "epoch": (
+        Script(sampler=lambda rank: OrderOfRank(3, SAMPLES - rank)),
+        "RankMismatchError: step 1: the order of samples in the epoch differs",
+    ),
+    "first sample": (
+        Script(dataset=shuffled),
+        "RankMismatchError: sample 0 of the data set has other values on rank 1 than on rank 0",
+    ),
     "values": (
         Script(dataset=shuffled, split=2),
         "RankMismatchError: step 1: ranks 0 and 1 compute the same samples together, but have read other values",
@@ -194,9 +221,11 @@ CORRECT: dict[str, Script] = {
     "frozen norm": Script(lambda: net(nn.BatchNorm1d(8)), change=frozen_norm),
     "counter": Script(lambda: net(Counts()), evaluates=True),
     "schedule": Script(change=rate_of_all),
+    "weights": Script(change=weights_of_all),
     "sampler": Script(sampler=lambda rank: OrderOfRank(3)),
-    "summed by torch": Script(loss=functools.partial(F.mse_loss, reduction="sum")),
+    "summed by torch": Script(loss=partial(F.mse_loss, reduction="sum")),
     "shard": Script(shard=2),
+    "shard, level 3": Script(shard=2, level=3),
     "split": Script(split=2),
     "stage": Script(stage=2),
 }
@@ -205,7 +234,11 @@ CORRECT: dict[str, Script] = {
 def said(name: str, script: Script, ranks: int) -> tuple[list[str], list[Any]]:
     """Train, and return what was found and what the counters counted."""
     folder = Path.cwd() / f"guard-{os.getpid()}-{name.replace(' ', '-')}"
-    plan = Plan(batch=BatchPlan(global_batch_size=8 * ranks), mesh=script.mesh or {"replicate": ranks})
+    plan = Plan(
+        batch=BatchPlan(global_batch_size=8 * ranks),
+        mesh=script.mesh or {"replicate": ranks},
+        sharding=ShardingPlan(level=script.level),
+    )
     serialization.save(plan, file := Path(f"{folder}.json"))
     os.environ.update(TUTTI_PLAN=str(file), TUTTI_RUN_FOLDER=str(folder))
     job = tutti.Job(global_batch_size=8 * ranks)
@@ -266,3 +299,39 @@ def test_a_correct_program_raises_nothing(ranks: int) -> None:
         assert {name: found for name, (found, _) in results.items() if found} == {}
         calls, seen, count = results["counter"][1][0]
         assert calls == seen == count, "the guard's own forwards leave no trace"
+
+
+def reported(folder: str) -> list[str]:
+    """Train with a mistake; what the report's findings say."""
+    said(folder, MISTAKES["token mean"][0], 2)
+    run = Path.cwd() / f"guard-{os.getpid()}-{folder}"
+    return [] if int(os.environ["RANK"]) else [f.sentence for f in build_report(run).findings if f.code == "GUARD"]
+
+
+def test_the_report_says_what_was_found() -> None:
+    sentences, other = run_ranks(reported, 2, "reported")
+    assert other == []
+    assert [sentence.startswith("The loss of Sequential is not a mean over samples") for sentence in sentences] == [
+        True
+    ]
+
+
+class FreshLoss:
+    """A loss that scripts make anew in every step."""
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        return model(batch)
+
+
+def test_a_loss_that_is_made_anew_in_every_step_is_one_loss() -> None:
+    def made() -> list[Any]:
+        return [
+            partial(F.mse_loss, reduction="sum"),
+            partial(FreshLoss()),
+            FreshLoss(),
+            lambda model, batch: model(batch),
+        ]
+
+    for first, again in zip(made(), made(), strict=True):
+        assert code_of(CountedLoss(first)) is code_of(CountedLoss(again)) is code_of(again)
+    assert code_of(token_mean) is not code_of(contrastive)

@@ -268,7 +268,9 @@ def _check_shapes(
     Raises:
         ScriptError: naming both shapes.
     """
-    if function not in _BROADCASTING or not isinstance(input, torch.Tensor) or not isinstance(target, torch.Tensor):
+    if function not in _BROADCASTING or torch.compiler.is_compiling():
+        return
+    if not isinstance(input, torch.Tensor) or not isinstance(target, torch.Tensor):
         return
     if input.dim() == target.dim() or 1 in (input.numel(), target.numel()):
         return

@@ -172,14 +172,12 @@ class GuardState:
     """What the guard's checks have seen of a run.
 
     Attributes:
-        steps: steps begun since prepare.
-        losses: code of the loss functions that have been checked.
+        losses: ids of the code of the loss functions that have been checked.
         evaluated: whether the first evaluation has begun.
         said: warnings so far.
     """
 
-    steps: int = 0
-    losses: list[Any] = field(default_factory=list)
+    losses: set[int] = field(default_factory=set)
     evaluated: bool = False
     said: set[str] = field(default_factory=set)
 

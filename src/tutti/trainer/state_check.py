@@ -1,7 +1,7 @@
 """Finds state that the ranks' forwards wrote differently, and refuses it by name before the update.
 
-State is buffers, and parameters that forward writes in place. It is compared before and after the first step, and after
-the 10th, 100th and each 1000th. What differs between ranks is refused only if training or evaluation depends on it: the
+State is buffers, and parameters that forward writes in place. It is compared before and after the steps of
+`is_checked`. What differs between ranks is refused only if training or evaluation depends on it: the
 first microbatch is computed again with the state as it was before the step and as it is now, and with the buffers that
 forward has registered on another rank. A cache, or a buffer of random draws, gives the same each time.
 """
@@ -71,14 +71,14 @@ class NotedState:
 
 
 def is_checked(step: int) -> bool:
-    """Whether the run checks itself in its `step`-th step, counted from 0: the 1st, 10th, 100th and each 1000th."""
-    return step in (0, 9, 99) or step % 1000 == 999
+    """Whether the run checks itself in a step, counted from 0: in the 1st, 2nd, 10th, 100th and each 1000th."""
+    return step in (0, 1, 9, 99) or step % 1000 == 999
 
 
 def note_state(run: Run) -> NotedState | None:
     """A step begins: note the state, or return None if this step is not checked."""
     step, run.loop.steps_begun = run.loop.steps_begun, run.loop.steps_begun + 1
-    if not is_checked(step) or run.parallel.world.world_size == 1 or not _should_agree(run):
+    if not is_checked(step) or run.parallel.world.world_size == 1 or not should_agree(run):
         return None
     tensors = {name: module._buffers[key] for name, (module, key) in _buffers(run.parallel.model).items()}
     return NotedState(
@@ -88,7 +88,7 @@ def note_state(run: Run) -> NotedState | None:
     )
 
 
-def _should_agree(run: Run) -> bool:
+def should_agree(run: Run) -> bool:
     """Whether replicas are equal in every step; an observer, such as that of verify, compares them itself."""
     compressor = run.parallel.replica.compressor
     differs = compressor is not None and compressor.momentum_compression is not None  # between exchanges
@@ -118,7 +118,7 @@ def check_state(
     lost = [unit for theirs, _ in everyone for unit in theirs]
     if lost:
         raise ScriptError(
-            f"forward writes parameters of {describe_module(model, lost[0])}, of which mesh.shard keeps only a part, "
+            f"forward writes parameters of {_describe(model, lost[0])}, of which mesh.shard keeps only a part, "
             "so that the values would be lost; set them before job.prepare, or use sharding level 1"
         )
     names = sorted({name for _, theirs in everyone for name in theirs})
@@ -291,8 +291,7 @@ def _differ(summaries: list[dict[str, Summary]], name: str) -> bool:
     return any(not present[0].agrees(other) for other in present[1:])
 
 
-def describe_module(model: nn.Module, name: str) -> str:
-    """Name a module with its class."""
+def _describe(model: nn.Module, name: str) -> str:
     return (
         f"module {name!r} ({type(model.get_submodule(name)).__name__})"
         if name
@@ -307,7 +306,7 @@ def _refusal(model: nn.Module, names: list[str], summaries: list[dict[str, Summa
     other = next(rank for rank in ranks if not summaries[ranks[0]][names[0]].agrees(summaries[rank][names[0]]))
     which = " and ".join([", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys)
     return (
-        f"{describe_module(model, owner)} writes {which} in forward from each rank's own samples: ranks {ranks[0]} and "
+        f"{_describe(model, owner)} writes {which} in forward from each rank's own samples: ranks {ranks[0]} and "
         f"{other} differ, and one device would have other values. Say how they are made equal: "
         'tutti.synchronized(module, "gather") computes the module on all ranks\' samples, as one device does; "mean", '
         '"sum" or "first" combines what it wrote'

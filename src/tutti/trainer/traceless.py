@@ -17,17 +17,17 @@ _CONTAINERS = (list, dict, set, deque)
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """On exit, restore every module's attributes, buffers, lists and modes, and all generators."""
-    saved = [_Saved(module) for module in model.modules()]
+    saved = [_SavedModule(module) for module in model.modules()]
     devices = {parameter.device.index for parameter in model.parameters() if parameter.is_cuda}
     with preserved_generators(), torch.random.fork_rng(devices=sorted(devices), enabled=bool(devices)):
         try:
             yield
         finally:
-            for one in saved:
-                one.restore()
+            for state in saved:
+                state.restore()
 
 
-class _Saved:
+class _SavedModule:
     """The attributes of one module, by value where forward may change them in place."""
 
     def __init__(self, module: nn.Module) -> None:

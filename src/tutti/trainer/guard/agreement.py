@@ -1,18 +1,19 @@
 """Compares what must be equal on all ranks: hyperparameters, modules, modes, the samples' order and the weights."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from tutti.data.microbatches import leaves
 from tutti.data.samples import SeededSamples
 from tutti.errors import RankMismatchError
-from tutti.trainer.guard.findings import has_whole_modules, warn
+from tutti.trainer.guard.findings import code_of, has_whole_modules, warn
 from tutti.trainer.run_state import Run
 from tutti.trainer.state_check import Summary, summaries_of
 
@@ -57,9 +58,9 @@ def check_agreement(run: Run, loss: Callable[..., Any], pieces: list[Any]) -> No
     """
     views: list[RankView] = run.loop.watch.gather("agreement of ranks", _view(run, loss, pieces))
     _warn_of_modes(run, views)
-    _say_few_trained(run)
-    for sentence in _differences(views):
-        raise RankMismatchError(f"step {run.state.progress.step + 1}: {sentence}")
+    difference = next(_differences(views), None)
+    if difference is not None:
+        raise RankMismatchError(f"step {run.state.progress.step + 1}: {difference}")
     _check_weights(run, views)
 
 
@@ -100,14 +101,15 @@ def _sample_digest(dataset: Any, seed: int, index: int) -> str | None:
 def _view(run: Run, loss: Callable[..., Any], pieces: list[Any]) -> RankView:
     parallel, whole = run.parallel, has_whole_modules(run)
     modules = dict(parallel.model.named_modules()) if whole else {}
-    code: Any = getattr(loss, "__code__", None)
+    code = code_of(loss)
     replicas = ("replicate", "shard") if parallel.plan.sharding.level == 1 else ("replicate",)
-    cached = run.state.loader._cached
+    loader = run.state.loader
+    epoch = {} if loader.source.is_stream else {"the epoch": loader.epoch_batches(loader.epoch)[0]}
     parts = parallel.mesh.degree("space", "context") > 1
     return RankView(
         hyperparameters={
-            f"{key!r} of group {number} of {type(optimizer).__name__}": _plain(value)
-            for optimizer in parallel.optimizers
+            f"{key!r} of group {number} of {name}": _plain(value)
+            for name, optimizer in _named(parallel.optimizers).items()
             for number, group in enumerate(optimizer.param_groups)
             for key, value in group.items()
             if key not in _UNCOMPARED and not callable(value)
@@ -116,53 +118,51 @@ def _view(run: Run, loss: Callable[..., Any], pieces: list[Any]) -> RankView:
         modes={name: module.training for name, module in modules.items()},
         loss={} if not hasattr(code, "co_code") else {"the loss function": f"{code.co_name} {_digest(code.co_code)}"},
         order={
-            "the global batch": _digest(np.ascontiguousarray(run.state.loader.indices).tobytes()),
-            **({} if cached is None else {"the epoch": _digest(np.ascontiguousarray(cached[1]).tobytes())}),
+            name: _digest(np.ascontiguousarray(indices).tobytes())
+            for name, indices in {"the global batch": loader.indices, **epoch}.items()
         },
         place=parallel.mesh.ranks(*replicas)[0],
-        weights={name: _checksum(tensor) for name, tensor in parallel.model.named_parameters() if not tensor.is_meta},
+        weights=_checksums(parallel.model),
         data_index=parallel.mesh.data_index,
         batch=None if parts else _values_digest(pieces),
     )
 
 
-def _differences(views: list[RankView]) -> list[str]:
-    """What differs between rank 0 and the first rank that is not as it is, most telling first."""
-    found = []
+def _differences(views: list[RankView]) -> Iterator[str]:
+    """Yield what differs between rank 0 and each other rank, most telling first."""
     for rank, view in enumerate(views):
-        for name, one, other in _unequal(views[0].hyperparameters, view.hyperparameters):
-            found.append(
-                f"{name} is {one} on rank 0 and {other} on rank {rank}, so weights would drift apart; set "
+        for name, first, other in _unequal(views[0].hyperparameters, view.hyperparameters):
+            yield (
+                f"{name} is {first} on rank 0 and {other} on rank {rank}, so weights would drift apart; set "
                 "hyperparameters on all ranks alike"
             )
-        for name, one, other in _unequal(views[0].modules, view.modules):
-            found.append(
-                f"module {name or 'the model'!r} is {one} on rank 0 and {other} on rank {rank}; build the same model "
+        for name, first, other in _unequal(views[0].modules, view.modules):
+            yield (
+                f"module {name or 'the model'!r} is {first} on rank 0 and {other} on rank {rank}; build the same model "
                 "on every rank"
             )
-        for name, one, other in _unequal(views[0].modes, view.modes):
-            found.append(
-                f"module {name or 'the model'!r} is in {_mode(one)} mode on rank 0 and in {_mode(other)} mode on rank "
-                f"{rank}; call train() and eval() on all ranks alike"
+        for name, first, other in _unequal(views[0].modes, view.modes):
+            yield (
+                f"module {name or 'the model'!r} is in {_mode(first)} mode on rank 0 and in {_mode(other)} mode on "
+                f"rank {rank}; call train() and eval() on all ranks alike"
             )
-        for _, one, other in _unequal(views[0].loss, view.loss):
-            names = one.split()[0], other.split()[0]
-            found.append(
+        for _, first, other in _unequal(views[0].loss, view.loss):
+            names = first.split()[0], other.split()[0]
+            yield (
                 f"the loss function is {names[0]!r} on rank 0 and {names[1]!r}, of other code, on rank {rank}; train "
                 "with one loss on all ranks"
             )
         for name, _, _ in _unequal(views[0].order, view.order):
-            found.append(
+            yield (
                 f"the order of samples in {name} differs between rank 0 and rank {rank}, so samples are seen twice or "
                 "never; seed the sampler the same on every rank"
             )
-        first = next(number for number, other in enumerate(views) if other.data_index == view.data_index)
-        if view.batch != views[first].batch:
-            found.append(
-                f"ranks {first} and {rank} compute the same samples together, but have read other values; make what "
+        partner = next(number for number, other in enumerate(views) if other.data_index == view.data_index)
+        if view.batch != views[partner].batch:
+            yield (
+                f"ranks {partner} and {rank} compute the same samples together, but have read other values; make what "
                 "the dataset and collate_fn return depend on the sample only, not on the rank"
             )
-    return found
 
 
 def _check_weights(run: Run, views: list[RankView]) -> None:
@@ -188,18 +188,18 @@ def _check_weights(run: Run, views: list[RankView]) -> None:
 
 
 def _warn_of_modes(run: Run, views: list[RankView]) -> None:
-    everywhere = all(view.modes and not any(view.modes.values()) for view in views)
-    if everywhere:
+    if all(view.modes and not any(view.modes.values()) for view in views):
         warn(
             run,
-            f"{type(run.parallel.model).__name__} is in evaluation mode in training steps on "
-            "all ranks, so dropout is off and norms do not follow the data; call "
-            "model.train() after each evaluation of your own",
+            f"{type(run.parallel.model).__name__} is in evaluation mode in training steps on all ranks, so dropout is "
+            "off and norms do not follow the data; models from from_pretrained start in it, and model.eval() stays; "
+            "call model.train()",
         )
 
 
-def _say_few_trained(run: Run) -> None:
-    if run.loop.guard.steps != 1 or not has_whole_modules(run):
+def say_few_trained(run: Run) -> None:
+    """Say how many parameters are trained if nearly all are frozen; adapters and probes intend it."""
+    if not has_whole_modules(run):
         return
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in run.parallel.model.parameters()]
     total, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
@@ -207,8 +207,14 @@ def _say_few_trained(run: Run) -> None:
         run.output.screen.say(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
 
 
-def _unequal(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    return [(name, value, other[name]) for name, value in one.items() if name in other and other[name] != value]
+def _unequal(first: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [(name, value, other[name]) for name, value in first.items() if name in other and other[name] != value]
+
+
+def _named(optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
+    """The optimizers by the names of their classes, with their numbers if there are several."""
+    numbers = [f" (optimizer {number})" if len(optimizers) > 1 else "" for number in range(len(optimizers))]
+    return {type(each).__name__ + number: each for each, number in zip(optimizers, numbers, strict=True)}
 
 
 def _plain(value: Any) -> Any:
@@ -232,13 +238,13 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    """The sum of a tensor's bits, read as integers."""
-    values = tensor.detach()
-    if not values.numel() or not values.is_floating_point():
-        return 0
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(values.element_size())
-    return 0 if kind is None else int(values.contiguous().view(kind).sum())
+def _checksums(model: nn.Module) -> dict[str, int]:
+    """The sum of the bits of each parameter that this rank holds, read as integers."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    held = {name: p.detach() for name, p in model.named_parameters() if not p.is_meta and p.numel()}
+    real = [torch.view_as_real(value) if value.is_complex() else value for value in held.values()]
+    sums = [value.contiguous().view(kinds[value.element_size()]).sum(dtype=torch.int64).cpu() for value in real]
+    return dict(zip(held, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
 
 def _values_digest(values: Any) -> str:

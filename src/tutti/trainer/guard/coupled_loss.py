@@ -20,7 +20,7 @@ from tutti.nn.mixture import take_tallies
 from tutti.parallel.data.batch_state import exchanges_state
 from tutti.parallel.losses import as_weighted
 from tutti.parallel.script_hooks import has_script_hooks
-from tutti.trainer.guard.findings import model_is_local, warn
+from tutti.trainer.guard.findings import code_of, model_is_local, warn
 from tutti.trainer.run_state import Run
 from tutti.trainer.traceless import untouched
 
@@ -38,10 +38,10 @@ Losses = tuple[float, float, float]
 
 def check_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> None:
     """Warn if the loss of a few samples is not the mean of its halves. Collective; once for each loss function."""
-    code = getattr(loss, "__code__", loss)
+    code = id(code_of(loss))
     if code in run.loop.guard.losses:
         return
-    run.loop.guard.losses.append(code)
+    run.loop.guard.losses.add(code)
     divided = run.parallel.world.world_size > 1 or len(share.parts) > 1
     if not divided or run.loop.pipeline is not None or not model_is_local(run) or not _repeatable(run.parallel.model):
         return

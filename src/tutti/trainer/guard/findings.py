@@ -1,25 +1,21 @@
-"""When the guard's checks run, and how a warning reaches the terminal and the report."""
+"""Which models a rank can check by itself, and how a warning reaches the terminal and the report."""
+
+from functools import partial
+from types import CodeType
+from typing import Any
 
 from tutti.config.vocabulary import AxisName
-from tutti.trainer.observer import NullObserver
 from tutti.trainer.run_state import Run
-
-FIRST_STEPS = (1, 2, 3, 10, 100)
-"""Steps that are checked, from 1, beside every 1000th."""
 
 _DIVIDING: tuple[AxisName, ...] = ("split", "stage", "expert", "table", "space", "context")
 
 
-def is_due(step: int) -> bool:
-    """Return whether ranks are compared before this step, counted from 1."""
-    return step in FIRST_STEPS or step % 1000 == 0
-
-
-def is_guarded(run: Run) -> bool:
-    """Return whether replicas are equal in every step; an observer, such as that of verify, compares them itself."""
-    compressor = run.parallel.replica.compressor
-    differs = compressor is not None and compressor.momentum_compression is not None  # between exchanges
-    return run.parallel.plan.sync.mode == "synchronous" and not differs and isinstance(run.loop.observer, NullObserver)
+def code_of(function: Any) -> Any:
+    """Return the code of a function of the script, which partials and callable objects that are made anew share."""
+    code = getattr(function, "__code__", function)  # CountedLoss has what the script gave in its place
+    while isinstance(code, partial):
+        code = getattr(code.func, "__code__", code.func)
+    return code if isinstance(code, CodeType) else getattr(type(code).__call__, "__code__", type(code))
 
 
 def has_whole_modules(run: Run) -> bool:
