@@ -29,6 +29,7 @@ SUITES = (
     "compress",
     "buckets",
     "plan_search",
+    "guard",
 )
 ON_REQUEST = ("allowances", "crossing", "links", "mixed", "plan", "pays", "threads", "tiers", "trades")
 """Suites that run only when they are named: they need root, or many minutes."""

@@ -36,7 +36,7 @@ from tutti.config.run_report import (
     VerificationSummary,
 )
 from tutti.report.formatting import duration, listed, plural, quality_text, show
-from tutti.report.honesty_rules import check_run
+from tutti.report.honesty_rules import by_severity, check_run
 from tutti.report.measurements import (
     PHASES,
     communication,
@@ -82,7 +82,9 @@ def build_report(folder: Path, *, target: QualityTarget | None = None) -> RunRep
     report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
     report = replace(report, communication=communication(records), experts=experts(records))
     report = replace(report, noise=noise_report(records), replicas=replicas_report(records))
-    return replace(report, findings=check_run(report) + _guard_warnings(records) + _reading_notes(records))
+    return replace(
+        report, findings=by_severity([*check_run(report), *_guard_warnings(records), *_reading_notes(records)])
+    )
 
 
 def _assemble(records: Records, target: QualityTarget | None) -> RunReport:

@@ -643,12 +643,11 @@ def smallest_gap(
         if best.largest <= checker.tolerance:
             return best
     if best is None:
-        for alignment in chain(
+        guesses = chain(
             guessed_alignments(expected, with_samples, rank_shard.order), batch_alignments(expected, with_samples)
-        ):
-            gap = _measured(alignment, scale)
-            if gap.largest <= checker.tolerance:
-                return gap
+        )
+        gaps = [gap for gap in (_measured(guess, scale) for guess in guesses) if gap.largest <= checker.tolerance]
+        return min(gaps, key=lambda gap: gap.largest, default=None)
     return best
 
 

@@ -66,7 +66,11 @@ class DropoutWatch(TorchFunctionMode):
             module = next((module for module in reversed(self._inside) if module in self._names), None)
             name = "the loss or a metric"
             if module is not None:
-                name = f"module {self._names[module]!r} ({type(module).__name__})" if self._names[module] else "forward"
+                name = (
+                    f"module {self._names[module]!r} ({type(module).__name__})"
+                    if self._names[module]
+                    else f"{type(module).__name__}.forward"
+                )
             self.found = name, str(getattr(func, "__name__", func))
         return func(*args, **kwargs)
 
