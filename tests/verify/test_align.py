@@ -95,6 +95,13 @@ def test_values_without_samples_agree_as_equal_mean_or_sum(kind: str) -> None:
     assert len(list(batch_alignments(whole, []))) == 0
 
 
+def test_a_mean_is_compared_with_the_mean_although_each_rank_is_within_the_tolerance() -> None:
+    parts = shares(8, (1.0, 1.0), 1, 0)
+    near = 0.5 * GAUGE.tolerance
+    whole, low, high = torch.tensor([1.0, 1 - near, 1 + near], dtype=torch.float64)
+    assert gap(whole, [low, high], parts) < 0.01 * GAUGE.tolerance
+
+
 def test_differences_are_relative_to_the_scale_and_honest_about_what_is_not_finite() -> None:
     one = torch.tensor([1.0, -2.0, math.inf, math.nan])
     assert difference(one, one.clone(), 2.0) == 0.0
