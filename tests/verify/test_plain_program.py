@@ -126,6 +126,23 @@ def test_a_correct_script_passes_over_epochs_with_evaluation_and_resumed() -> No
     assert any("2 evaluations compared" in note for note in verdict.notes)
 
 
+def test_metrics_of_a_script_without_a_loss_function_are_compared(tmp_path: Path) -> None:
+    path, text = tmp_path / "own_loss.py", (HERE / "widened.py").read_text()
+    for old, new in (
+        ("data, nn.CrossEntropyLoss(), scheduler=scheduler", "data"),
+        ("job.step(batch)", "job.forward_backward(lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), batch)"),
+        ("    values = ", "        job.update()\n    values = "),
+        ("    job.schedule(values", "    print(values"),
+        ('["loss"]', '["right"]'),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+    verdict = verdict_on(path, epochs=1)
+    assert verdict.passed, verdict.sentence
+    assert any("1 evaluation compared" in note for note in verdict.notes), verdict.notes
+
+
 @pytest.mark.long
 def test_what_a_checkpoint_leaves_out_is_found(tmp_path: Path) -> None:
     path = tmp_path / "forgets.py"

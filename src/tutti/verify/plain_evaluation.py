@@ -1,7 +1,7 @@
 """Evaluation by a plain loop on one device, which verification compares the ranks' evaluation with."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from tutti.data.microbatches import map_tensors, to_device
 from tutti.data.samples import Collate, DataSource, SeededSamples
 from tutti.parallel.loss_means import CountedLoss, CountedMean, noted_means
+from tutti.parallel.losses import default_loss, loss_in
 from tutti.trainer.evaluate import whole_set_metrics
 from tutti.trainer.run_state import Run
 
@@ -66,6 +67,7 @@ def plain_evaluation(
     """
     loss_fn = run.loop.loss_fn
     table = dict(metrics) if loss_fn is None or "loss" in metrics else {"loss": loss_fn, **metrics}
+    optional = bool(metrics or whole)
     sums = {name: [0.0, 0.0] for name in table}
     kept: list[tuple[int, Any]] = []
     used_counts, samples = False, 0
@@ -73,7 +75,7 @@ def plain_evaluation(
         for batch, size, single in _batches(run, source, batch_size or run.state.loader.stated_size):
             batch = run.loop.observer.sampled(to_device(batch, run.parallel.world.device))
             with autocast():
-                values, output, target = _measured(run, table, batch, counted=not single)
+                values, output, target = _measured(run, table, batch, counted=not single, optional=optional)
             for name, value in values.items():
                 total, count = _total_count(value, size)
                 sums[name] = [sums[name][0] + total, sums[name][1] + count]
@@ -108,17 +110,26 @@ def _batches(run: Run, source: DataSource, size: int) -> Iterator[tuple[Any, int
         yield batch, len(part), single
 
 
-def _measured(run: Run, table: Mapping[str, Metric], batch: Any, *, counted: bool) -> tuple[dict[str, Any], Any, Any]:
-    """Return the values of one batch, its output and its target; with `counted`, what the loss is a mean of."""
+def _measured(
+    run: Run, table: Mapping[str, Metric], batch: Any, *, counted: bool, optional: bool
+) -> tuple[dict[str, Any], Any, Any]:
+    """Return the values of one batch, its output and its target.
+
+    Args:
+        run: the run.
+        table: functions of the output and the target, by name.
+        batch: the batch.
+        counted: whether to return with the loss what it is a mean of.
+        optional: whether the loss is left out if the script has no loss function and the model computes none.
+    """
     args, kwargs, target = run.loop.unpack(batch)
     model = run.parallel.model
-    if not counted:
+    with noted_means(model) if counted else nullcontext() as means:
         output = model(*args, **kwargs)
-        return {name: function(output, target) for name, function in table.items()}, output, target
-    with noted_means(model) as means:
-        output = model(*args, **kwargs)
+        if optional and table.get("loss") is default_loss and loss_in(output) is None:
+            table = {name: function for name, function in table.items() if name != "loss"}
         values = {name: function(output, target) for name, function in table.items()}
-        if "loss" in values:
+        if means is not None and "loss" in values:
             values["loss"] = means.weighted(values["loss"])
     return values, output, target
 
