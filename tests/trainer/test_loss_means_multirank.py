@@ -100,23 +100,27 @@ def model_of(name: str) -> nn.Module:
     return kinds.get(name, Tagger)().double()
 
 
-def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of a loop that has nothing of tutti."""
+def plain(name: str) -> tuple[list[float], dict[str, Tensor], float]:
+    """Losses and weights of a loop that has nothing of tutti, and the loss of all samples at its end."""
     model, (text, target) = model_of(name), data(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for start in range(0, SAMPLES, BATCH):
         x, y = text[start : start + BATCH], target[start : start + BATCH]
-        loss = model(x, y)["loss"] if name == "own" else LOSSES[name](model(x), y)
+        loss = plain_loss(name, model, x, y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss))
-    return losses, model.state_dict()
+    return losses, model.state_dict(), float(plain_loss(name, model.eval(), text, target))
+
+
+def plain_loss(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return model(x, y)["loss"] if name == "own" else LOSSES[name](model(x), y)
 
 
 def trained(names: tuple[str, ...], mesh: dict[str, int], microbatches: int) -> dict[str, Any]:
-    """Of each loss: losses, weights where they are whole, and the loss of the last batch in evaluation."""
+    """Of each loss: losses, weights where they are whole, and the loss of all samples in evaluation."""
     plan = Plan(mesh=mesh, batch=BatchPlan(global_batch_size=BATCH, num_microbatches=microbatches))
     os.environ["TUTTI_PLAN"] = str(serialization.save(plan, Path.cwd() / f"plan-{os.getpid()}.json"))
     results = {}
@@ -129,7 +133,7 @@ def trained(names: tuple[str, ...], mesh: dict[str, int], microbatches: int) -> 
         model, optimizer, loader = job.prepare(model, optimizer, dataset, shuffle=False, **options)
         losses = [job.step(batch) for _ in job.epochs(1) for batch in loader]
         state = {key: value.clone() for key, value in model.state_dict().items()} if "replicate" in mesh else {}
-        results[name] = (losses, state)
+        results[name] = (losses, state, job.evaluate(dataset, batch_size=5)["loss"])
     return results
 
 
@@ -149,9 +153,11 @@ def test_a_mean_is_over_what_one_device_counts(mesh: dict[str, int], microbatche
     ranks = next(iter(mesh.values()))
     results = run_ranks(trained, ranks, names, mesh, microbatches)
     for name in names:
-        losses, weights = plain(name)
+        losses, weights, evaluated = plain(name)
         for result in results:
-            found, state = result[name]
+            found, state, loss = result[name]
+            if name != "summed":  # which depends on how many samples are evaluated at once
+                assert loss == pytest.approx(evaluated, rel=1e-12), name
             assert found == pytest.approx(losses, rel=1e-12), name
             for key, value in state.items():
                 torch.testing.assert_close(value, weights[key], rtol=1e-11, atol=1e-13, msg=f"{name}: {key}")

@@ -102,7 +102,19 @@ def _loss_and_count(
     """Return (total, count) of the loss; of none, if no loss is `wanted` and the script gave no loss function."""
     if loss_fn is default_loss and not wanted and loss_in(output) is None:
         return 0.0, 0.0
-    return _total_count("loss", means.weighted(loss_fn(output, target)), size)
+    loss = loss_fn(output, target)
+    weighted = means.weighted(loss)
+    if weighted is loss and means.means and loss_fn is not default_loss:
+        # Without gradients, only a mean itself is known. The graph of the loss tells which means it is made of.
+        with torch.enable_grad():
+            weighted = means.weighted(loss_fn(map_tensors(_with_graph, output), target))
+    return _total_count("loss", weighted, size)
+
+
+def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that autograd follows, where it can."""
+    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_().clone() if differentiable else tensor
 
 
 def samples_at_once(run: Run) -> int:
@@ -183,8 +195,9 @@ def _total_count(name: str, value: Any, samples: int) -> tuple[float, float]:
             "from the model's forward, or do not use it in evaluation mode"
         )
     if isinstance(value, Weighted):
-        return float(value.total), float(value.count)
+        return float(torch.as_tensor(value.total).detach()), float(torch.as_tensor(value.count).detach())
     value = value.total if isinstance(value, LossSum) else value
+    value = value.detach() if isinstance(value, torch.Tensor) else value
     if isinstance(value, torch.Tensor) and value.numel() == samples and value.ndim:
         return float(value.double().sum()), float(samples)
     if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
