@@ -123,6 +123,18 @@ def test_precision_without_a_rate_is_refused_with_what_there_is() -> None:
         worker_at(host_group(gpu(), 1), "float64", "tf32")
 
 
+def test_float64_on_a_cpu_takes_twice_as_long_as_float32_and_says_so() -> None:
+    single, double = (worker_at(host_group(cpu(), 1), dtype, "full") for dtype in ("float32", "float64"))
+    assert product_s(double, 1000) == pytest.approx(2 * product_s(single, 1000))
+    assert double.evidence == "assumed"
+    assert any("float64 take 2 times as long" in sentence for sentence in double.assumptions)
+    measured = GemmRate(dtype="float64", n=1000, threads=4, flops_per_s=11e9)
+    known = worker_at(host_group(cpu(gemm=(*cpu().gemm, measured)), 1), "float64", "full")
+    assert 2e9 / product_s(known, 1000) == pytest.approx(11e9)
+    with pytest.raises(PlanError, match="no rate for float64"):
+        worker_at(host_group(dataclasses.replace(gpu(), peak_flops_per_s={"float32": 10e12}), 1), "float64", "full")
+
+
 def test_bfloat16_uses_its_own_measured_rates() -> None:
     slow = GemmRate(dtype="bfloat16", n=1000, threads=4, flops_per_s=2e9)
     who = worker_at(host_group(cpu(gemm=(*cpu().gemm, slow)), 1), "float32", "bfloat16")

@@ -145,12 +145,28 @@ def matrix_dtype(model_dtype: str, precision: Precision) -> str:
 
 
 def supports(device: DeviceSpec, dtype: str) -> bool:
-    """Return whether the device's description has a rate of products in `dtype`."""
+    """Return whether the device's description has a rate of products in `dtype`, or tells it."""
+    return _has_rate(device, dtype) or _as_float32(device, dtype)
+
+
+FLOAT64_FACTOR = 2.0
+"""A CPU's vector registers hold half as many numbers in float64 as in float32. GPUs differ: 2 to 64 by model."""
+
+
+def _has_rate(device: DeviceSpec, dtype: str) -> bool:
     return dtype in device.peak_flops_per_s or any(rate.dtype == dtype for rate in device.gemm)
+
+
+def _as_float32(device: DeviceSpec, dtype: str) -> bool:
+    """Return whether the rate of `dtype` follows from that of float32."""
+    unknown = dtype == "float64" and not _has_rate(device, dtype)
+    return unknown and device.kind == "cpu" and _has_rate(device, "float32")
 
 
 def best_rate(device: DeviceSpec, dtype: str) -> float:
     """Return the highest rate of products in `dtype`, measured rates before published ones; 0 if there is none."""
+    if _as_float32(device, dtype):
+        return best_rate(device, "float32") / FLOAT64_FACTOR
     measured = [rate.flops_per_s for rate in device.gemm if rate.dtype == dtype]
     return max(measured, default=device.peak_flops_per_s.get(dtype, 0.0))
 
@@ -200,6 +216,10 @@ def _curve(host_group: HostGroup, dtype: str) -> tuple[Curve, tuple[str, ...]]:
     rates = [rate for rate in device.gemm if rate.dtype == dtype]
     if rates:
         return _measured(host_group, rates), ()
+    if _as_float32(device, dtype):
+        curve, assumptions = _curve(host_group, "float32")
+        told = f"products in float64 take {FLOAT64_FACTOR:.0f} times as long as in float32 on {device.name}: assumed"
+        return replace(curve, seconds=FLOAT64_FACTOR * curve.seconds, evidence="assumed"), (*assumptions, told)
     if dtype not in device.peak_flops_per_s:
         have = sorted(device.peak_flops_per_s.keys() | {rate.dtype for rate in device.gemm})
         raise PlanError(
