@@ -57,6 +57,14 @@ def test_a_script_that_fails_shows_its_error_once(tmp_path: Path) -> None:
     assert "without a step of a tutti.Job" in done.stderr
 
 
+def test_a_refusal_on_ranks_is_no_verdict(tmp_path: Path) -> None:
+    script = str(HERE / "correct" / "mlp.py")
+    done = tutti_verify(tmp_path, "--mesh", "context=2", script)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "mlp.py is refused on 2 ranks, so there is nothing to compare: sequences of 6 tokens" in done.stderr
+    assert "FAIL" not in done.stderr
+
+
 def test_what_cannot_be_asked_is_a_sentence(tmp_path: Path) -> None:
     for arguments, words in (
         (["nothing.py"], "nothing.py does not exist"),

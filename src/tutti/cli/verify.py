@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tutti.cli.options import SCRIPT_CONTEXT, compress_option, console, emit, json_option, script_arguments
-from tutti.errors import PlanError, SpecError
+from tutti.errors import DataError, PlanError, ScriptError, SpecError
 
 if TYPE_CHECKING:
     from tutti.config.compression import Compression
@@ -211,9 +211,19 @@ def _runner(options: VerifyOptions, question: "VerificationRequest", plan: "Plan
             outcome = supervise(lambda: LocalLauncher().start(spec), spec, Silent(), interrupted)
         if outcome.status == "stopped":
             raise KeyboardInterrupt
-        return failures.sentence(spec, outcome.failure) if outcome.failure is not None else None
+        failure = outcome.failure
+        if failure is not None and failure.error in REFUSALS and trial.world_size > 1:
+            ranks = f"{trial.world_size} ranks"
+            raise ScriptError(
+                f"{question.script} is refused on {ranks}, so there is nothing to compare: {failure.message}"
+            )
+        return failures.sentence(spec, failure) if failure is not None else None
 
     return run
+
+
+REFUSALS = frozenset(error.__name__ for error in (PlanError, SpecError, ScriptError, DataError))
+"""Errors that say what tutti does not do. Ranks that fail in another way are a verdict."""
 
 
 def _doing(trial: "VerificationTrial") -> str:

@@ -23,6 +23,7 @@ class RankError:
     Attributes:
         time_s: Unix time of the failure.
         traceback: the user's frames; empty if there are none.
+        error: name of the exception's class; empty if there was none.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class RankError:
     exit_code: int
     message: str
     traceback: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

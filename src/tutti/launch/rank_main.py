@@ -270,11 +270,11 @@ def failure_of(rank: int, error: BaseException) -> RankError:
         error: the exception.
     """
     if is_peer_error(error):
-        return _described(rank, "peer", 1, _one_line(error), user_traceback(error))
+        return _described(rank, "peer", 1, _one_line(error), error)
     if isinstance(error, TuttiError):
         kind: ErrorKind = "user" if error.exit_code == 2 else "run"
-        return _described(rank, kind, error.exit_code, str(error), user_traceback(error))
-    return _described(rank, "exception", 1, _one_line(error), user_traceback(error))
+        return _described(rank, kind, error.exit_code, str(error), error)
+    return _described(rank, "exception", 1, _one_line(error), error)
 
 
 def is_peer_error(error: BaseException) -> bool:
@@ -291,7 +291,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _described(rank: int, kind: ErrorKind, code: int, message: str, trace: str = "") -> RankError:
+def _described(rank: int, kind: ErrorKind, code: int, message: str, error: BaseException | None = None) -> RankError:
     return RankError(
         rank=rank,
         host=socket.gethostname(),
@@ -299,7 +299,8 @@ def _described(rank: int, kind: ErrorKind, code: int, message: str, trace: str =
         kind=kind,
         exit_code=code,
         message=message,
-        traceback=trace,
+        traceback=user_traceback(error) if error is not None else "",
+        error=type(error).__name__ if error is not None else "",
     )
 
 

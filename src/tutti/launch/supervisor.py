@@ -43,6 +43,7 @@ class Failure:
         first: the rank that failed first.
         hosts: their hosts.
         traceback: empty unless user code raised.
+        error: name of the exception's class; empty if there was none.
     """
 
     ranks: tuple[int, ...]
@@ -51,6 +52,7 @@ class Failure:
     message: str
     traceback: str
     exit_code: int
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +267,7 @@ def _failure(errors: Iterable[RankError], message: str | None = None) -> Failure
         message=message or shown.message,
         traceback=shown.traceback if raised else "",
         exit_code=shown.exit_code,
+        error=shown.error,
     )
 
 
