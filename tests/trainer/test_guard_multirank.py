@@ -107,6 +107,10 @@ def noisy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target - torch.randn_like(target)).square().mean()
 
 
+def noisy_sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target - 0.1 * torch.randn_like(target)).square().sum()
+
+
 def column(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output[:, None], target)
 
@@ -181,6 +185,7 @@ MISTAKES: dict[str, tuple[Script, str]] = {
     "token mean, counted calls": (Script(lambda: net(Counts()), token_mean), "warning: .*not a mean over samples"),
     "negatives": (Script(loss=contrastive), "warning: .*not a mean over samples"),
     "sum": (Script(loss=summed), "warning: .*not a mean over samples"),
+    "sum of draws": (Script(loss=noisy_sum), "warning: .*not a mean over samples"),
     "statistics": (Script(lambda: net(Centred())), "warning: .*not a mean over samples"),
     "broadcast by hand": (Script(loss=column_by_hand), "warning: .*not a mean over samples"),
     "broadcast": (Script(loss=column), r"ScriptError: F.mse_loss .*\(8, 1\).*\(8,\).*view_as"),

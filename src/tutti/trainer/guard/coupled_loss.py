@@ -1,11 +1,13 @@
 """Finds losses and models that couple samples: one device would compute another loss than several ranks.
 
 A few samples are computed at once and as two halves, without dropout and with the running statistics of norms. The two
-agree if the loss is a mean over samples, or over what it states. Nothing is compared if the loss draws random numbers.
+agree if the loss is a mean over samples, or over what it states. If the loss draws random numbers by itself, several
+draws of each are computed, and must lie further apart than they scatter.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +34,11 @@ MOST_SAMPLES = 16
 _FINE, _COARSE = 5e-4, 5e-2
 """Relative differences of two losses that rounding in 32 and in 16 bits explains; in float64 some modules use 32."""
 
-Losses = tuple[float, float, float]
-"""Of all samples, of the same with other random draws, and of the two halves together."""
+DRAWS, CLEAR, APART = 5, 0.1, 4.0
+"""Draws of a loss that is random; the relative difference that counts there, and in units of how far draws scatter."""
+
+Losses = tuple[tuple[float, ...], tuple[float, ...]]
+"""Draws of the loss of all samples, and draws of the loss of the two halves together."""
 
 
 def check_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> None:
@@ -50,19 +55,20 @@ def check_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> N
         return
     model, tolerance = run.parallel.model, _tolerance(run.parallel.model)
     exchanges = any(exchanges_state(module) and not isinstance(module, _BatchNorm) for module in model.modules())
-    for quiet in [_all_modules] if exchanges else [_random_modules, _all_modules]:
-        found: list[Losses | None] = run.loop.watch.gather(
-            "losses", _losses(run, loss, piece, share.parts[0].count, share.batch_size, quiet)
-        )
-        certain = [losses for losses in found if losses is not None and _agree(losses[0], losses[1], tolerance)]
-        if len(certain) == len(found):
+    for quiet, draws in ((_random_modules, 2), (_all_modules, 2), (_all_modules, DRAWS))[1 if exchanges else 0 :]:
+        found: list[Losses | None] = run.loop.watch.gather("losses", _losses(run, loss, piece, share, quiet, draws))
+        known = [losses for losses in found if losses is not None]
+        if len(known) == len(found) and (
+            draws > 2 or all(_agree(wholes[0], wholes[1], tolerance) for wholes, _ in known)
+        ):
             break
     else:
         return
-    rank = next((n for n, (whole, _, halves) in enumerate(certain) if not _agree(whole, halves, tolerance)), None)
+    differs = partial(_differ, tolerance=tolerance) if draws == 2 else _lie_apart
+    rank = next((n for n, (wholes, halves) in enumerate(known) if differs(wholes, halves)), None)
     if rank is not None:
-        whole, _, halves = certain[rank]
-        warn(run, _sentence(model, rank, min(counts[rank], MOST_SAMPLES), whole, halves))
+        wholes, halves = known[rank]
+        warn(run, _sentence(model, rank, min(counts[rank], MOST_SAMPLES), wholes[0], halves[0]))
 
 
 def _sentence(model: nn.Module, rank: int, samples: int, whole: float, halves: float) -> str:
@@ -96,16 +102,25 @@ def _random_modules(module: nn.Module) -> bool:
 
 
 def _losses(
-    run: Run, loss: LossFunction, piece: Any, count: int, batch_size: int, quiet: Callable[[nn.Module], bool]
+    run: Run, loss: LossFunction, piece: Any, share: BatchShare, quiet: Callable[[nn.Module], bool], draws: int
 ) -> Losses | None:
-    """Compute the losses; None if the script's code cannot, for these samples or in this mode."""
-    model, device, samples = run.parallel.model, run.parallel.world.device, min(count, MOST_SAMPLES)
+    """Compute the losses; None if the script's code cannot, for these samples or in this mode.
+
+    Of two draws of all samples, the halves have the first one's only.
+    """
+    model, device, count = run.parallel.model, run.parallel.world.device, share.parts[0].count
+    samples = min(count, MOST_SAMPLES)
     try:
         few = piece if count == samples else split_batch(piece, [samples, count - samples])[0]
         halves = split_batch(few, [samples // 2, samples - samples // 2])
+        sizes = (samples, samples // 2, samples - samples // 2)
         values = []
-        for part, size, seed in ((few, samples, 1), (few, samples, 2), *((half, 0, 1) for half in halves)):
-            held = size or (samples // 2 if part is halves[0] else samples - samples // 2)
+        for part, held, seed in [
+            (part, held, seed)
+            for seed in range(1, draws + 1)
+            for part, held in zip((few, *halves), sizes, strict=True)
+            if draws > 2 or seed == 1 or part is few
+        ]:
             with (
                 untouched(model),  # each time anew: forward may count its calls
                 run.parallel.sequences.part(to_device(part, device)) as local,
@@ -115,20 +130,34 @@ def _losses(
                     module.training = False
                 seed_everything(seed)
                 seed_device(seed, device)
-                value = as_weighted(loss(model, local), held, batch_size)
+                value = as_weighted(loss(model, local), held, share.batch_size)
             values.append(tuple(float(torch.as_tensor(number).detach()) for number in (value.total, value.count)))
     except Exception:  # the script's own code, on other samples than it was written for
         return None
     finally:
         take_tallies(model)
-    (first, n), (again, m), (left, a), (right, b) = values
-    numbers = (first / n, again / m, (left + right) / (a + b)) if n and m and a + b else (math.nan,) * 3
-    return numbers if all(map(math.isfinite, numbers)) else None
+    wholes = values[::3]
+    pairs = [(left[0] + right[0], left[1] + right[1]) for left, right in zip(values[1::3], values[2::3], strict=False)]
+    if not all(count for _, count in (*wholes, *pairs)):
+        return None
+    losses = tuple(tuple(total / count for total, count in some) for some in (wholes, pairs))
+    return (losses[0], losses[1]) if all(map(math.isfinite, (*losses[0], *losses[1]))) else None
 
 
 def _tolerance(model: nn.Module) -> float:
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return _FINE if kinds <= {torch.float32, torch.float64} else _COARSE
+
+
+def _differ(wholes: tuple[float, ...], halves: tuple[float, ...], tolerance: float) -> bool:
+    return not _agree(wholes[0], halves[0], tolerance)
+
+
+def _lie_apart(wholes: tuple[float, ...], halves: tuple[float, ...]) -> bool:
+    """Whether all draws of the one are far from all draws of the other."""
+    scatter = max(max(some) - min(some) for some in (wholes, halves))
+    nearest = max(min(wholes) - max(halves), min(halves) - max(wholes))
+    return nearest > APART * scatter and nearest > CLEAR * max(map(abs, (*wholes, *halves)))
 
 
 def _agree(one: float, other: float, tolerance: float) -> bool:
