@@ -17,6 +17,7 @@ from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.model_changes import NotedModel
 from tutti.parallel.part_reads import PartReads
+from tutti.parallel.script_reads import ScriptReads
 from tutti.parallel.whole_model import WholeModel
 
 
@@ -34,6 +35,7 @@ class ParallelModel:
         seed: the Job's seed.
         whole: makes the whole model out of all ranks' parts.
         reads: gives losses the whole parameters that they read outside of the modules' forward.
+        script_reads: watches what the script reads of parts between steps.
         mixtures: names of all mixtures of experts in the undivided model.
         gradient_hooks: hooks that the script has registered on parameters.
         noted: the model as prepare found it, which the script may not change in every way.
@@ -51,6 +53,7 @@ class ParallelModel:
     seed: int
     whole: WholeModel
     reads: PartReads
+    script_reads: ScriptReads
     gradient_hooks: GradientHooks
     noted: NotedModel
     mixtures: tuple[str, ...] = ()

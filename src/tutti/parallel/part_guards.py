@@ -19,7 +19,7 @@ from tutti.errors import ScriptError
 from tutti.parallel.layout import Layout
 from tutti.parallel.whole_model import ModuleChanges, Place
 
-_DIVIDING: tuple[AxisName, ...] = ("shard", "split", "stage", "expert", "table")
+DIVIDING: tuple[AxisName, ...] = ("shard", "split", "stage", "expert", "table")
 """The axes whose ranks may hold different parts of a model."""
 
 _reading = threading.local()
@@ -35,8 +35,13 @@ def reading_parts() -> Iterator[None]:
         _reading.allowed = before
 
 
+def may_read() -> bool:
+    """Whether this thread is within `reading_parts`."""
+    return bool(getattr(_reading, "allowed", False))
+
+
 def _refuse(what: str, axes: str, remedy: str) -> None:
-    if not getattr(_reading, "allowed", False):
+    if not may_read():
         raise ScriptError(f"{what} would see only this rank's part of it, since the plan divides it ({axes}); {remedy}")
 
 
@@ -61,7 +66,7 @@ def guard_model(model: nn.Module, layout: Layout, division: ModuleChanges) -> No
     divided = divided_names(model, layout, division)
     if not divided:
         return
-    axes = format_mesh({axis: n for axis in _DIVIDING if (n := layout.mesh.degree(axis)) > 1})
+    axes = format_mesh({axis: n for axis in DIVIDING if (n := layout.mesh.degree(axis)) > 1})
     owners: dict[int, dict[str, str]] = {}
     for name, (_, module, key) in divided.items():
         owners.setdefault(id(module), {})[key] = name
@@ -160,7 +165,7 @@ class MissingParameters:
 
 def guard_optimizers(optimizers: Iterable[Optimizer], layout: Layout) -> None:
     """Refuse to read or load the state of optimizers that hold this rank's part of it."""
-    axes = format_mesh({axis: n for axis in _DIVIDING if (n := layout.mesh.degree(axis)) > 1})
+    axes = format_mesh({axis: n for axis in DIVIDING if (n := layout.mesh.degree(axis)) > 1})
     whole = layout.mesh.degree("stage") == 1 and not layout.states.shards
     if not axes or (whole and not any(shard.cuts for shard in layout.shards.values())):
         return

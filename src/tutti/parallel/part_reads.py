@@ -21,7 +21,7 @@ from tutti.parallel.layout import Layout
 from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.parallel.tensor.apply_tensor_parallel import whole_parameter
 
-_OF_THE_PART = frozenset(
+OF_THE_PART = frozenset(
     [
         "__hash__",
         "get:requires_grad",
@@ -122,12 +122,13 @@ class PartReads(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
-        if name in _OF_THE_PART:
+        if name in OF_THE_PART:
             return func(*args, **kwargs)
         self._refuse_writes(name, args, kwargs)
         return func(*map(self._read, args), **{key: self._read(value) for key, value in kwargs.items()})
 
-    def _name(self, value: Any) -> str | None:
+    def part_name(self, value: Any) -> str | None:
+        """The name of the parameter that `value` is a part of; None for all other values."""
         if not isinstance(value, torch.Tensor):
             return None
         name, alive = self._names.get(id(value), (None, None))
@@ -140,7 +141,7 @@ class PartReads(TorchFunctionMode):
         """The whole parameter in place of a part; lists are searched too."""
         if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
             return type(value)(map(self._read, value)) if type(value) in (list, tuple) else value
-        name = self._name(value)
+        name = self.part_name(value)
         return value if name is None else self._whole(name)
 
     def _whole(self, name: str) -> torch.Tensor:
@@ -175,7 +176,7 @@ class PartReads(TorchFunctionMode):
     def _refuse_writes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         written = (name.endswith("_") and not name.endswith("__")) or name.startswith("set:") or name == "__setitem__"
         target = args[0] if args and (written or name == "get:data") else kwargs.get("out")
-        parameter = self._name(target)
+        parameter = self.part_name(target)
         if parameter is not None:
             what = "reads .data of" if name == "get:data" else "changes"
             raise ScriptError(

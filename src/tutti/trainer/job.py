@@ -311,6 +311,7 @@ class Job:
             redirect_other_ranks(self._context.world, str(self._prepared.output.folder.rank(self.rank) / "stdout.log"))
         returned = list(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
         run = self._prepared
+        run.parallel.script_reads.watch()
         return model, returned, JobLoader(run.state.loader, run.loop.clock, partial(save_when_due, run))
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -603,8 +604,13 @@ def _together(job: Job, name: str) -> Iterator[Run]:
         raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
     if not run.loop.watch.inside and name != "job.update":
         run.check_changes()
-    with run.loop.watch.during(name):
-        yield run
+    watched = run.parallel.script_reads.rest()
+    try:
+        with run.loop.watch.during(name):
+            yield run
+    finally:
+        if watched:
+            run.parallel.script_reads.watch()
 
 
 class RunFinalizer:

@@ -62,6 +62,7 @@ from tutti.parallel.part_guards import guard_model, guard_optimizers
 from tutti.parallel.part_reads import PartReads
 from tutti.parallel.pipeline.pipeline_runner import Pipeline, make_pipeline
 from tutti.parallel.pipeline.stage_building import StagePartition, cut_stages
+from tutti.parallel.script_reads import ScriptReads
 from tutti.parallel.sharded_norms import bind_norms
 from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.parallel.spatial.apply_spatial_parallel import feed_parts
@@ -171,6 +172,9 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
     replica = _replica(context, arguments, plan, layout, shards, stages)
     guard_model(model, layout, division)
     guard_optimizers(arguments.optimizers, layout)
+    reads = PartReads(model, layout, shards, originals)
+    script_reads = ScriptReads(model, layout, reads, originals)
+    script_reads.show_absent(model, division)
     parallel = ParallelModel(
         plan=plan,
         world=world,
@@ -182,7 +186,8 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
         sequences=sequences,
         seed=context.settings.seed,
         whole=WholeModel(division, layout, world),
-        reads=PartReads(model, layout, shards, originals),
+        reads=reads,
+        script_reads=script_reads,
         mixtures=mixtures,
         gradient_hooks=GradientHooks(model, layout),
         noted=NotedModel(model, plan, shards, own_forwards),
@@ -222,6 +227,7 @@ def build_loop(
     if parallel.mesh.degree("shard", "split", "stage", "expert", "table", "space") > 1:
         note_calls_of_model(parallel.model, watch)
     parallel.whole.division.done()
+    parallel.script_reads.together = watch.during
     sharded = {parameter.name for pack in parallel.replica.shards.packs() for parameter in pack.parameters}
     return TrainingLoop(
         pipeline=divided.pipeline,

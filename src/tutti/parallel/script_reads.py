@@ -1,0 +1,297 @@
+"""Parameters and gradients that the script reads between steps, of which a rank holds a part or nothing.
+
+A rank's part looks like a parameter, so a norm, a count or a copy of it would be wrong without a word. Between the
+calls of a Job, torch functions that the script calls with a part are treated by kind. What computes each element by
+itself runs on the part. Sizes are those of the whole parameter, and so are norms, which all ranks compute together. All
+else is refused. Parameters of other stages have the shape of the whole and no values.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import lru_cache
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.config.mesh_axes import format_mesh
+from tutti.errors import ScriptError
+from tutti.parallel import part_guards
+from tutti.parallel.divided_tensor import name_of
+from tutti.parallel.layout import Layout
+from tutti.parallel.part_reads import OF_THE_PART, PartReads
+from tutti.parallel.whole_model import ModuleChanges
+
+_SIZES = frozenset({"get:shape", "size", "numel", "nelement", "__len__"})
+
+_NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"})
+
+_COPIES = frozenset(
+    [
+        "clone", "contiguous", "copy_", "cpu", "cuda", "detach", "detach_", "double", "empty_like", "fill_", "float",
+        "full_like", "get:data", "half", "ones_like", "set:data", "set:grad", "set:requires_grad", "to", "type_as",
+        "zero_", "zeros_like",
+    ]
+)  # fmt: skip
+"""Functions whose results, of the same shape, are parts too; beside those that torch calls pointwise."""
+
+_CALL = nn.Module._call_impl.__code__
+_LAUNCHING = ("tutti.launch.", "tutti.cli.")
+
+
+def _current_mode() -> Any:
+    return torch.overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
+
+
+@lru_cache(maxsize=1024)
+def _is_elementwise(name: str) -> bool:
+    """Whether a torch function computes each element from the elements at its place."""
+    if name in _COPIES:
+        return True
+    base = name.removeprefix("_foreach_")
+    if base.startswith("__") and base.endswith("__"):
+        base = base.strip("_")
+        base = (
+            f"{base[1:]}_" if base.startswith("i") and hasattr(torch.Tensor, f"{base[1:]}_") else base.removeprefix("r")
+        )
+    packet = getattr(torch.ops.aten, {"truediv": "div", "truediv_": "div_"}.get(base, base), None)
+    kinds = [getattr(packet, kind).tags for kind in packet.overloads()] if packet is not None else []
+    if any(torch.Tag.nondeterministic_seeded in tags for tags in kinds):
+        return False
+    return base == "zero_" or any(torch.Tag.pointwise in tags for tags in kinds)
+
+
+class ScriptReads(TorchFunctionMode):
+    """Watches what the script does with parts of parameters and gradients between the calls of a Job.
+
+    Args:
+        model: the divided model.
+        layout: this rank's parts.
+        reads: knows which tensors are parts.
+        division: where the model's modules hold their tensors.
+        originals: the parameters before the model was divided, by name.
+
+    Attributes:
+        absent: parameters of other stages, without values.
+        together: context in which all ranks do what is named.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        reads: PartReads,
+        originals: Mapping[str, nn.Parameter],
+    ) -> None:
+        super().__init__()
+        self._layout, self._reads = layout, reads
+        self._modules = {id(module) for module in model.modules()}
+        self.together: Callable[[str], Any] = lambda name: nullcontext()
+        self._derived = WeakTensorKeyDictionary()
+        self._stages = layout.mesh.degree("stage") > 1
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        here = dict(model.named_parameters(remove_duplicate=False))
+        self.absent = {
+            name: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+            for name, parameter in originals.items()
+            if name not in here
+        }
+        for name, parameter in self.absent.items():
+            self._derived[parameter] = (name, "parameter")
+
+    def watch(self) -> None:
+        """Begin to watch: the script runs from here on."""
+        if self._reads.needed and _current_mode() is not self:
+            _push_mode(self)  # type: ignore[no-untyped-call]
+
+    def rest(self) -> bool:
+        """Stop watching while the Job works. Returns whether it was watching."""
+        if _current_mode() is not self:
+            return False
+        _pop_mode()  # type: ignore[no-untyped-call]
+        return True
+
+    def script_calls(self, frame: FrameType | None) -> bool:
+        """Whether the script itself runs in `frame`: neither a Job's method nor a module of the model is at work."""
+        while frame is not None:
+            module = frame.f_globals.get("__name__", "")
+            if module.startswith("tutti.") and not module.startswith(_LAUNCHING):
+                return False
+            if frame.f_code is _CALL and id(frame.f_locals.get("self")) in self._modules:
+                return False
+            frame = frame.f_back
+        return True
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        parts = [(tensor, *known) for tensor in _tensors((*args, *kwargs.values())) if (known := self._known(tensor))]
+        if not parts or part_guards.may_read() or not self.script_calls(sys._getframe(1)):
+            return func(*args, **kwargs)
+        name = name_of(func)
+        first, parameter, kind = parts[0]
+        if first.is_meta and name == "get:device":
+            return self._device
+        if name in OF_THE_PART:
+            result = func(*args, **kwargs)
+            return self._gradient(first, parameter, result) if name == "get:grad" else result
+        if name in _SIZES and self._has_parts_shape(first, parameter):
+            return func(torch.empty(self._layout.names[parameter], device="meta"), *args[1:], **kwargs)
+        if name in _NORMS and not self._stages and _is_whole_norm(args, kwargs):
+            return self._norms(args[0])
+        if not _is_elementwise(name):
+            raise self._refused(name, parameter, kind)
+        return self._elementwise(name, func, args, kwargs, parts[0])
+
+    def _known(self, tensor: torch.Tensor) -> tuple[str, str] | None:
+        """(parameter, "parameter" or "gradient") of a part; None for all other tensors."""
+        name = self._reads.part_name(tensor)
+        if name is not None:
+            return name, "parameter"
+        known: tuple[str, str] | None = self._derived.get(tensor)  # type: ignore[no-untyped-call]
+        return known
+
+    def _gradient(self, parameter: torch.Tensor, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if parameter.is_meta and gradient is None and parameter.requires_grad:
+            gradient = torch.empty_like(parameter)
+        if gradient is not None:
+            self._derived[gradient] = (name, "gradient")
+        return gradient
+
+    def _has_parts_shape(self, tensor: torch.Tensor, name: str) -> bool:
+        return tensor.is_meta or tuple(tensor.shape) == self._layout.shard_of(name).local_shape
+
+    def _elementwise(
+        self,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        part: tuple[torch.Tensor, str, str],
+    ) -> Any:
+        """Compute on parts what each element has for itself; the results are parts."""
+        first, parameter, kind = part
+        writes = (name.endswith("_") and not name.endswith("__")) or name.startswith(("set:", "__i"))
+        if isinstance(args[0], list | tuple):
+            return self._by_element(name, func, args, kwargs, writes=writes)
+        others = [tensor for tensor in _tensors((*args, *kwargs.values())) if tensor.numel() > 1]
+        if writes and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return args[0]  # its own stage does that
+        mixed = len({tensor.is_meta for tensor in others}) > 1
+        if mixed or any(tensor.shape != first.shape for tensor in others if tensor.dim() >= first.dim()):
+            raise self._refused(name, parameter, kind)
+        result = func(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            self._note(tensor, (parameter, kind))
+        return result
+
+    def _by_element(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool
+    ) -> Any:
+        """Compute on lists: element i of the result is made of element i of each list."""
+        rows = [value for value in args if isinstance(value, list | tuple)]
+        made_of, here = [], []
+        for place, tensors in enumerate(zip(*rows, strict=True)):
+            known = [known for tensor in tensors if isinstance(tensor, torch.Tensor) and (known := self._known(tensor))]
+            made_of.append(known[0] if known else None)
+            absent = [isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors]
+            if not (writes and absent[0]):
+                here.append(place)
+                if any(absent):
+                    raise self._refused(name, *known[0])
+        taken = [[value[place] for place in here] if any(value is row for row in rows) else value for value in args]
+        result = func(*taken, **kwargs)
+        for place, tensor in zip(here, taken[0] if result is None else result, strict=True):
+            self._note(tensor, made_of[place])
+        return result
+
+    def _note(self, tensor: torch.Tensor, known: tuple[str, str] | None) -> None:
+        if known is not None and self._known(tensor) is None:
+            self._derived[tensor] = known
+
+    def _norms(self, tensors: Any) -> Any:
+        """Return the norm of each whole tensor. Collective."""
+        single = isinstance(tensors, torch.Tensor)
+        those = [tensors] if single else list(tensors)
+        squares = torch.zeros(len(those), dtype=torch.float64, device=self._device)
+        shared = []
+        with torch._C.DisableTorchFunction(), self.together("the norm of a parameter or gradient"):
+            for place, tensor in enumerate(those):
+                known = self._known(tensor)
+                own = torch.linalg.vector_norm(tensor.detach()).double() ** 2
+                if known is None:
+                    shared.append((place, own))
+                elif self._layout.counts(known[0]):
+                    squares[place] = own
+            with self._layout.channel("scalars").waiting(ring_all_reduce_nbytes(squares, self._layout.mesh.world_size)):
+                dist.all_reduce(squares)
+            for place, own in shared:
+                squares[place] = own
+            norms = [square.sqrt().to(tensor.dtype) for square, tensor in zip(squares, those, strict=True)]
+        return norms[0] if single else norms
+
+    def _refused(self, name: str, parameter: str, kind: str) -> ScriptError:
+        degrees = {axis: n for axis in part_guards.DIVIDING if (n := self._layout.mesh.degree(axis)) > 1}
+        remedy = (
+            "read it inside `with job.whole_model():`"
+            if kind == "parameter"
+            else "clip with Job(clip_norm=...), or keep gradients whole with replicas or sharding level 1"
+        )
+        what = f"the {kind} of {parameter!r}" if kind == "gradient" else f"parameter {parameter!r}"
+        return ScriptError(
+            f"between steps, {name.removeprefix('get:')} would see only this rank's part of {what}, since the plan "
+            f"divides it ({format_mesh(degrees)}); {remedy}"
+        )
+
+    def show_absent(self, model: nn.Module, division: ModuleChanges) -> None:
+        """Let `parameters()` and `named_parameters()` of modules give the script those of other stages, too."""
+        owners: dict[int, dict[str, nn.Parameter]] = {}
+        for name, parameter in self.absent.items():
+            _, module, key = division.places[name]
+            owners.setdefault(id(module), {})[key] = parameter
+        for module in model.modules():
+            if any(id(inner) in owners for inner in module.modules()):
+                vars(module)["named_parameters"] = _NamedParameters(module, owners, self)
+
+
+class _NamedParameters:
+    """`named_parameters` of a module that lacks some."""
+
+    def __init__(self, module: nn.Module, owners: dict[int, dict[str, nn.Parameter]], reads: ScriptReads) -> None:
+        self._module, self._owners, self._reads = module, owners, reads
+
+    def __call__(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        if not self._reads.script_calls(sys._getframe(1)):
+            return nn.Module.named_parameters(self._module, prefix, recurse, remove_duplicate)
+        members: Iterator[tuple[str, nn.Parameter]] = self._module._named_members(
+            self._with_absent, prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate
+        )
+        return members
+
+    def _with_absent(self, module: nn.Module) -> list[tuple[str, Any]]:
+        absent = self._owners.get(id(module), {})
+        return [(key, absent.get(key) if value is None else value) for key, value in module._parameters.items()]
+
+
+def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(tuple(value))
+
+
+def _is_whole_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments ask for the Euclidean norm over all elements."""
+    options = {"ord": 2, **dict(zip(("ord", "dim", "keepdim"), args[1:], strict=False)), **kwargs}
+    order = options.pop("p", options.pop("ord"))
+    return order in (2, 2.0, None, "fro") and not any(value for value in options.values())
