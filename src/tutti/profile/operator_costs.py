@@ -263,8 +263,8 @@ class ShapePropagation:
         on_meta, options = args, _moved(kwargs, _META)
         if not all(tensor.is_meta for tensor in flat_tensors((*args, *kwargs.values()))):
             on_meta, options = tree_map_only(Tensor, _meta, (on_meta, options))
-        if name == "_grouped_mm":
-            return _grouped_product(*on_meta, **options)
+        if name in _SHAPES:
+            return _SHAPES[name](*on_meta, **options)
         try:
             out = func(*on_meta, **options)
         except NotImplementedError:
@@ -310,6 +310,30 @@ def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None,
     groups = (offsets.numel(),) if left.dim() == right.dim() == 2 and offsets is not None else ()
     groups = (left.shape[0],) if left.dim() == right.dim() == 3 else groups
     return _empty((*groups, left.shape[-2], right.shape[-1]), kwargs.get("out_dtype") or left.dtype)
+
+
+def _ctc(log_probs: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Return the shapes of losses and forward variables. torch's own rule reads the lengths' values.
+
+    Args:
+        log_probs: (time, samples, classes), or (time, classes).
+        targets: (samples, length), or the targets of all samples in one dimension, whose length bounds each.
+    """
+    time, samples = log_probs.shape[0], log_probs.shape[1:-1]
+    losses = _empty(tuple(samples), log_probs.dtype)
+    return losses, _empty((*(samples or (1,)), time, 2 * targets.shape[-1] + 1), log_probs.dtype)
+
+
+def _ctc_gradient(gradient: Tensor, log_probs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "_grouped_mm": _grouped_product,
+    "_ctc_loss": _ctc,
+    "_ctc_loss_backward": _ctc_gradient,
+}
+"""Operators whose shapes torch's own rules do not give on meta."""
 
 
 def _meta(tensor: Tensor) -> Tensor:
