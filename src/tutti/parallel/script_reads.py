@@ -41,7 +41,12 @@ _COPIES = frozenset(
 )  # fmt: skip
 """Functions whose results, of the same shape, are parts too; beside those that torch calls pointwise."""
 
-_CALL = nn.Module._call_impl.__code__
+_OF_MODULES = tuple(
+    method.__code__
+    for method in (nn.Module._call_impl, nn.Module._load_from_state_dict, nn.Module._apply, nn.Module.zero_grad)
+)
+"""Methods of modules that may treat a part as the parameter: guards and checks of the next step watch them."""
+
 _LAUNCHING = ("tutti.launch.", "tutti.cli.")
 
 
@@ -123,7 +128,7 @@ class ScriptReads(TorchFunctionMode):
             module = frame.f_globals.get("__name__", "")
             if module.startswith("tutti.") and not module.startswith(_LAUNCHING):
                 return False
-            if frame.f_code is _CALL and id(frame.f_locals.get("self")) in self._modules:
+            if frame.f_code in _OF_MODULES and id(frame.f_locals.get("self")) in self._modules:
                 return False
             frame = frame.f_back
         return True
