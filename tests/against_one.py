@@ -18,6 +18,7 @@ from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.parallel.layout import gather_whole, local_tensors, to_local
 from tutti.parallel.losses import loss_of
+from tutti.parallel.part_guards import reading_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class Trained:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+@reading_parts()
 def train(
     make: Callable[[], Subject],
     plan_fields: dict[str, Any],

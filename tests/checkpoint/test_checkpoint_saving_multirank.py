@@ -19,6 +19,7 @@ from trainer.training import vectors
 from tutti.checkpoint import latest_checkpoint, load, save, to_state_dict
 from tutti.config import serialization
 from tutti.errors import CheckpointError
+from tutti.parallel.part_guards import reading_parts
 from tutti.trainer.metrics import read_rows
 
 SHARDED = Way(family=CNN, mesh={"shard": 2}, fields=zero(3))
@@ -252,6 +253,7 @@ def test_another_rank_killed_while_it_writes_leaves_the_one_before(tmp_path: Pat
 # Disks that are not shared -----------------------------------------------------------------------
 
 
+@reading_parts()
 def own_disk(folder: Path, resume: Path | None) -> Any:
     """Every rank sees a folder of its own; what was saved by rank 0 is read by rank 0 alone."""
     rank = int(os.environ["RANK"])

@@ -23,6 +23,7 @@ from tutti.config.plan import BatchPlan, Plan
 from tutti.errors import TuttiError
 from tutti.parallel.layout import Layout, local_tensors, to_local
 from tutti.parallel.losses import loss_of
+from tutti.parallel.part_guards import reading_parts
 
 STEPS = 5
 FLOOR = {torch.float64: 1e-3, torch.float32: 0.1}
@@ -216,6 +217,7 @@ def _trained(task: Task, fields: dict[str, Any], comparison: Comparison | None) 
     return job, trained
 
 
+@reading_parts()
 def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comparison | None) -> Trained:
     run = job._run()
     function = loss_of(run.loop.unpack, run.loop.loss_fn)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from tutti.config import serialization
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan, SyncPlan
 from tutti.parallel.layout import to_local
+from tutti.parallel.part_guards import reading_parts
 
 
 def divided(words: str, level: int, batch: dict[str, int] | None = None, **mesh: int) -> dict[str, Any]:
@@ -151,6 +152,7 @@ def kept_by_name(run: Any) -> dict[str, torch.Tensor]:
     return wholes
 
 
+@reading_parts()
 def going_on(words: str, steps: int, resume: str | None, folder: str, plan: dict[str, Any]) -> Any:
     """Parameters after `steps` steps in all, and what the rank keeps; a checkpoint is left in `folder`."""
     torch.set_default_dtype(torch.float64)

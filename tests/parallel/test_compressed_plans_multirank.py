@@ -25,6 +25,7 @@ from tutti.config import serialization
 from tutti.config.compression import Compression, bucket_sent_nbytes, parse_compression
 from tutti.config.plan import BatchPlan, PipelinePlan, Plan, ShardingPlan, SyncPlan
 from tutti.parallel.compressed.compressor import CompressedBucketReducer, sizes_of
+from tutti.parallel.part_guards import reading_parts
 from tutti.trainer.metrics import read_rows
 
 
@@ -134,6 +135,7 @@ class Followed:
                 if self.run.state.progress.step == steps:
                     break
 
+    @reading_parts()
     def step(self, batch: Any, *, poisoned: bool) -> None:
         """One step; a poisoned one has a loss that is not finite on rank 1, and leaves no trace."""
 

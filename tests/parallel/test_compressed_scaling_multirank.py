@@ -22,6 +22,7 @@ from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 from tutti.parallel.compressed.compressor import sizes_of
 from tutti.parallel.layout import gather_whole, to_local
+from tutti.parallel.part_guards import reading_parts
 
 CODES = ("float64", "float32", "bfloat16", "float16", "bytegrad", "qsgd", "terngrad")
 
@@ -59,6 +60,7 @@ class Run:
     kept: dict[str, TensorStates] = field(default_factory=dict)
 
 
+@reading_parts()
 def trained(
     words: str | None, plan: dict[str, Any], *, growth: int = 2000, resume: str | None = None, steps: int = STEPS
 ) -> Run:

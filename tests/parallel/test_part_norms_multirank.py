@@ -17,6 +17,7 @@ from tutti.config.plan import BatchPlan, Plan, ShardingPlan
 from tutti.nn import MixtureOfExperts
 from tutti.optim.large_batch import LAMB, LARS, NovoGrad, nvlamb, parameter_groups
 from tutti.parallel.layout import gather_whole
+from tutti.parallel.part_guards import reading_parts
 
 MAKE: dict[str, Any] = {
     "lars": lambda p: LARS(p, 0.5, weight_decay=0.01, trust=0.1, nesterov=True),
@@ -71,6 +72,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@reading_parts()
 def train(plan: Plan | None, names: list[str], experts: bool) -> dict[str, dict[str, Tensor]]:
     results = {}
     for name in names:

@@ -124,6 +124,8 @@ class ScriptReads(TorchFunctionMode):
 
     def script_calls(self, frame: FrameType | None) -> bool:
         """Whether the script itself runs in `frame`: neither a Job's method nor a module of the model is at work."""
+        if part_guards.may_read():
+            return False
         while frame is not None:
             module = frame.f_globals.get("__name__", "")
             if module.startswith("tutti.") and not module.startswith(_LAUNCHING):
@@ -138,7 +140,7 @@ class ScriptReads(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         parts = [(tensor, *known) for tensor in _tensors((*args, *kwargs.values())) if (known := self._known(tensor))]
-        if not parts or part_guards.may_read() or not self.script_calls(sys._getframe(1)):
+        if not parts or not self.script_calls(sys._getframe(1)):
             return func(*args, **kwargs)
         name = name_of(func)
         first, parameter, kind = parts[0]
