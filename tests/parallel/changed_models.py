@@ -468,6 +468,7 @@ HABITS: dict[str, Callable[[], Habit]] = {
     "gradient masked": at(1, masked_gradient),
     "gradual unfreezing": gradual_unfreezing,
     "freezing and back": freezing_and_back,
+    "frozen in the second step": at(1, freeze("blocks.1", False)),
     "curriculum": curriculum,
     "skip": at(2, set_skip),
     "another structure": at(2, set_doubles),

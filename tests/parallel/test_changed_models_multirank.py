@@ -35,6 +35,7 @@ FOLLOWED = [
     "gradient masked",
     "gradual unfreezing",
     "freezing and back",
+    "frozen in the second step",
     "curriculum",
     "skip",
     "forward patched",

@@ -125,6 +125,8 @@ class Replica:
         with long_lived_blocks():
             self._build(_trainable(self._model))
         self.changed = False
+        if self.arrived is not None:
+            self.arrived = []  # the order of parameters that may be frozen now
         self._open()
 
     def digest(self) -> int:
