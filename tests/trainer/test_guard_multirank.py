@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import tutti
 from harness import preload, run_ranks
@@ -52,10 +52,15 @@ class Script:
         sampler: Callable[[int], Any] | None = None,
         evaluates: bool = False,
         level: Any = 1,
+        between: Callable[[int, nn.Module, torch.optim.Optimizer], None] | None = None,
+        epoch: bool = False,
+        loader: Callable[[int], dict[str, Any]] = lambda rank: {},
+        optimizer: Callable[[nn.Module], Any] = lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
         **mesh: int,
     ) -> None:
         self.model, self.loss, self.change, self.dataset = model, loss, change, dataset
         self.sampler, self.evaluates, self.level, self.mesh = sampler, evaluates, level, mesh
+        self.between, self.epoch, self.loader, self.optimizer = between, epoch, loader, optimizer
 
 
 class Counts(nn.Module):
@@ -83,6 +88,48 @@ class Centred(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(0)
+
+
+def this_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+class OfRank(nn.Module):
+    """Computes with the rank; what it counts by itself is no difference of the loss."""
+
+    def __init__(self, matters: bool) -> None:
+        super().__init__()
+        self.matters, self.own = matters, torch.Generator().manual_seed(this_rank())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + self.matters * this_rank())
+
+
+class OwnNoise(nn.Module):
+    """Draws from a generator of its own, which ranks may seed as they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(this_rank())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(x.shape, generator=self.own)
+
+
+class Scaled(nn.Module):
+    """Multiplies with one buffer, and holds another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("note", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def of_rank(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target) * (1 + 0.01 * this_rank())
 
 
 def token_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -161,6 +208,87 @@ def frozen_norm(rank: int, step: int, model: nn.Module, optimizer: torch.optim.O
     model[2].eval()
 
 
+def scale_of_rank(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[2].scale.fill_(1.0 + 0.1 * rank * step)
+
+
+def scale_of_all(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[2].scale.fill_(1.0 + 0.1 * step)
+    model[2].note.fill_(rank)
+
+
+def state_of_rank(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if step == 1 and rank == 1:
+        optimizer.state.clear()
+
+
+def state_of_all(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if step == 1:
+        optimizer.state.clear()
+
+
+def late_weights_of_rank(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if step >= 2:
+        weights_of_rank(rank, 1, model, optimizer)
+
+
+def late_rate_of_rank(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if step == 3:
+        rate_of_rank(rank, 1, model, optimizer)
+
+
+def gradient_of_rank(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[0].weight.grad = model[0].weight.grad * (1 + rank)
+
+
+def gradient_missing(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if rank == 1:
+        model[0].weight.grad = None
+
+
+def gradient_of_all(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model[0].weight.grad = model[0].weight.grad * 0.5
+
+
+def no_gradient(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=rank < 2)
+
+
+class LastOfRank(Dataset[Any]):
+    """Only its last sample differs between ranks."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = data()[index]
+        return x + this_rank() * (index == SAMPLES - 1), y
+
+
+class Noisy(Dataset[Any]):
+    """Draws, from torch's generator or from its own."""
+
+    def __init__(self, own: bool) -> None:
+        self.generator = torch.Generator().manual_seed(this_rank()) if own else None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = data()[index]
+        return x + 0.01 * torch.randn(6, generator=self.generator), y
+
+
+def collate_of_rank(samples: list[Any]) -> Any:
+    x, y = default_collate(samples)
+    return x + this_rank(), y
+
+
+def collate_with_noise(samples: list[Any]) -> Any:
+    x, y = default_collate(samples)
+    return x + 0.01 * torch.randn_like(x), y
+
+
 class OrderOfRank:
     """Draws from a generator that the run cannot seed."""
 
@@ -215,6 +343,55 @@ MISTAKES: dict[str, tuple[Script, str]] = {
         "RankMismatchError: step 1: ranks 0 and 1 compute the same samples together, but have read other values",
     ),
     "dropout": (Script(lambda: net(AlwaysDrops()), evaluates=True), "warning: module .* calls dropout with dropout on"),
+    "loss of rank": (
+        Script(loss=of_rank),
+        "warning: the loss function depends on the rank: the same 4 samples .* on rank 0 and .* on rank 1",
+    ),
+    "forward of rank": (
+        Script(lambda: net(OfRank(True))),
+        r"warning: the forward of module '2' \(OfRank\) depends on the rank",
+    ),
+    "buffer": (
+        Script(lambda: net(Scaled()), change=scale_of_rank),
+        r"ScriptError: module '2' \(Scaled\) has other values of 'scale' on rank 1 than on rank 0",
+    ),
+    "state": (
+        Script(change=state_of_rank),
+        "RankMismatchError: step 2: the state 'step' of '0.weight' in AdamW differs between the replicas on ranks 0",
+    ),
+    "gradient": (
+        Script(between=gradient_of_rank),
+        "RankMismatchError: step 1: the gradient of '0.weight' differs between the replicas on ranks 0 and 1",
+    ),
+    "gradient missing": (
+        Script(between=gradient_missing),
+        "RankMismatchError: step 1: the gradient of '0.weight' differs between the replicas on ranks 0 and 1",
+    ),
+    "no gradient": (Script(between=no_gradient), "warning: AdamW updates nothing: every gradient is zero or None"),
+    "last sample": (
+        Script(dataset=lambda rank: LastOfRank()),
+        "RankMismatchError: sample 63 of the data set has other values on rank 1 than on rank 0",
+    ),
+    "sample of a worker": (
+        Script(dataset=lambda rank: LastOfRank(), loader=lambda rank: {"num_workers": 1}),
+        "RankMismatchError: sample 63 of the data set has other values on rank 1 than on rank 0",
+    ),
+    "collate": (
+        Script(loader=lambda rank: {"collate_fn": collate_of_rank}),
+        "RankMismatchError: collate_fn makes other values of the same samples on rank 1 than on rank 0",
+    ),
+    "weights in evaluation": (
+        Script(change=late_weights_of_rank, evaluates=True),
+        "RankMismatchError: evaluation after step 3: the weights of '0.weight' differ between the replicas on ranks 0",
+    ),
+    "weights at the end": (
+        Script(change=late_weights_of_rank, epoch=True),
+        "RankMismatchError: the end of training: the weights of '0.weight' differ between the replicas on ranks 0",
+    ),
+    "rate at the end": (
+        Script(change=late_rate_of_rank, epoch=True),
+        "RankMismatchError: the end of training: 'lr' of group 0 of AdamW is 0.1 on rank 0 and 0.2 on rank 1",
+    ),
 }
 
 CORRECT: dict[str, Script] = {
@@ -229,15 +406,25 @@ CORRECT: dict[str, Script] = {
     "weights": Script(change=weights_of_all),
     "sampler": Script(sampler=lambda rank: OrderOfRank(3)),
     "summed by torch": Script(loss=partial(F.mse_loss, reduction="sum")),
-    "shard": Script(shard=2),
-    "shard, level 3": Script(shard=2, level=3),
-    "split": Script(split=2),
-    "stage": Script(stage=2),
+    "unneeded rank": Script(lambda: net(OfRank(False))),
+    "noise of its own": Script(lambda: net(OwnNoise())),
+    "buffer": Script(lambda: net(Scaled()), change=scale_of_all),
+    "state": Script(change=state_of_all),
+    "gradient": Script(between=gradient_of_all),
+    "noisy samples": Script(dataset=lambda rank: Noisy(own=False)),
+    "samples with noise of their own": Script(dataset=lambda rank: Noisy(own=True)),
+    "samples of a worker": Script(dataset=lambda rank: Noisy(own=False), loader=lambda rank: {"num_workers": 1}),
+    "collate with noise": Script(loader=lambda rank: {"collate_fn": collate_with_noise}),
+    "epoch": Script(epoch=True, evaluates=True),
+    "shard": Script(shard=2, epoch=True),
+    "shard, level 3": Script(shard=2, level=3, epoch=True),
+    "split": Script(split=2, epoch=True),
+    "stage": Script(stage=2, epoch=True),
 }
 
 
-def said(name: str, script: Script, ranks: int) -> tuple[list[str], list[Any]]:
-    """Train, and return what was found and what the counters counted."""
+def said(name: str, script: Script, ranks: int, lines: set[str] | None = None) -> tuple[list[str], list[Any]]:
+    """Train, and return what was found and what the counters counted; add to `lines` what the terminal showed."""
     folder = Path.cwd() / f"guard-{os.getpid()}-{name.replace(' ', '-')}"
     plan = Plan(
         batch=BatchPlan(global_batch_size=8 * ranks),
@@ -248,24 +435,32 @@ def said(name: str, script: Script, ranks: int) -> tuple[list[str], list[Any]]:
     os.environ.update(TUTTI_PLAN=str(file), TUTTI_RUN_FOLDER=str(folder))
     job = tutti.Job(global_batch_size=8 * ranks)
     model = script.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = script.optimizer(model)
     rank = job.rank
-    sampler = {} if script.sampler is None else {"sampler": script.sampler(rank)}
+    arguments = script.loader(rank) | (
+        {"shuffle": False} if script.sampler is None else {"sampler": script.sampler(rank)}
+    )
     found = []
     try:
-        model, optimizer, loader = job.prepare(
-            model, optimizer, script.dataset(rank), script.loss, **(sampler or {"shuffle": False})
-        )
-        for step, batch in enumerate(loader):
-            if script.change is not None:
-                script.change(rank, step, model, optimizer)
-            job.step(batch)
-            if step == 2:
-                break
+        model, optimizer, loader = job.prepare(model, optimizer, script.dataset(rank), script.loss, **arguments)
+        for _ in job.epochs(1) if script.epoch else range(1):
+            for step, batch in enumerate(loader):
+                if script.change is not None:
+                    script.change(rank, step, model, optimizer)
+                if script.between is None:
+                    job.step(batch)
+                else:
+                    job.forward_backward(lambda model, batch: script.loss(model(batch[0]), batch[1]), batch)
+                    script.between(rank, model, optimizer)
+                    job.update()
+                if step == 2 and not script.epoch:
+                    break
         if script.evaluates:
             job.evaluate(data())
     except tutti.TuttiError as error:
         found.append(f"{type(error).__name__}: {error}")
+    if lines is not None and job._prepared is not None:
+        lines |= job._prepared.output.screen._said
     counted = [(m.calls, len(m.seen), float(m.count)) for m in model.modules() if isinstance(m, Counts)]
     metrics = folder / "metrics.jsonl"
     rows = map(json.loads, metrics.read_text().splitlines()) if rank == 0 and metrics.exists() else ()
@@ -304,6 +499,43 @@ def test_a_correct_program_raises_nothing(ranks: int) -> None:
         assert {name: found for name, (found, _) in results.items() if found} == {}
         calls, seen, count = results["counter"][1][0]
         assert calls == seen == count, "the guard's own forwards leave no trace"
+
+
+def sgd(*parts: slice) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
+    return lambda model: [torch.optim.SGD(model[part].parameters(), lr=0.01) for part in parts]
+
+
+def net_with_frozen_head() -> nn.Module:
+    model = net()
+    model[2].requires_grad_(False)
+    return model
+
+
+OWNERS: dict[str, tuple[Script, str]] = {
+    "left out": (
+        Script(optimizer=sgd(slice(0, 1))),
+        "parameters that require a gradient but are in no optimizer, so that they stay as they are: "
+        "'2.weight', '2.bias'",
+    ),
+    "shared": (
+        Script(optimizer=sgd(slice(0, 4), slice(2, 4))),
+        "parameters that SGD (optimizer 0) and SGD (optimizer 1) both update: '2.weight', '2.bias'",
+    ),
+    "frozen": (Script(net_with_frozen_head, optimizer=sgd(slice(0, 1))), ""),
+    "divided": (Script(optimizer=sgd(slice(0, 2), slice(2, 4))), ""),
+}
+
+
+def owners_said() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for name, (script, _) in OWNERS.items():
+        said(f"owners-{name}", script, 2, found.setdefault(name, set()))
+    return {name: {line for line in lines if line.startswith("parameters that")} for name, lines in found.items()}
+
+
+def test_parameters_of_no_optimizer_and_of_two_are_named() -> None:
+    lines = run_ranks(owners_said, 2)[0]
+    assert lines == {name: {line} - {""} for name, (_, line) in OWNERS.items()}
 
 
 def reported(folder: str) -> list[str]:

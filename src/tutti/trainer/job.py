@@ -32,6 +32,7 @@ from tutti.parallel.losses import default_loss, default_unpack, loss_of
 from tutti.trainer import capture
 from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
 from tutti.trainer.evaluate import Metric
+from tutti.trainer.guard import guard_end
 from tutti.trainer.job_context import open_job_context
 from tutti.trainer.metrics import redirect_other_ranks
 from tutti.trainer.metrics_rows import write_evaluation_row
@@ -330,6 +331,9 @@ class Job:
         if run.state.loader.epoch > first and run.settings.keep_checkpoints:
             self.save()
         run.state.consistency.finish(run.parallel)
+        if run.state.loader.epoch > first:
+            with run.loop.watch.during("job.epochs"):
+                guard_end(run)
 
     def step(self, batch: Any) -> float:
         """Make one optimizer update on a global batch.

@@ -16,7 +16,8 @@ def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) ->
     progress, unit = run.state.progress, run.parallel.plan.batch.unit
     if progress.step == 0:
         unused = run.parallel.replica.unused(run.parallel.model)
-        if unused:
+        trained = sum(parameter.requires_grad for parameter in run.parallel.model.parameters())
+        if unused and len(unused) < trained:  # else the guard says that nothing is trained
             listed = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
             run.output.screen.say(f"parameters without a gradient in the first step, unused by the loss: {listed}")
     progress.step += 1

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from tutti.data.samples import DataSource
 from tutti.parallel.data.replicate import LossFunction
 from tutti.trainer.evaluate import Metric, evaluate, samples_at_once
+from tutti.trainer.guard import guard_evaluation
 from tutti.trainer.run_state import Run
 from tutti.trainer.step import forward_backward
 from tutti.trainer.update import make_update
@@ -38,6 +39,7 @@ class OwnProgram:
     def evaluate(
         self, source: DataSource, metrics: Mapping[str, Metric], whole: Mapping[str, Metric], batch_size: int | None
     ) -> tuple[dict[str, float], int]:
+        guard_evaluation(self.run)
         size = batch_size or samples_at_once(self.run)
         with self.run.state.consistency.averaged_model(self.run.parallel):
             return evaluate(self.run, source, metrics, whole, size)

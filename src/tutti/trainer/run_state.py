@@ -174,12 +174,16 @@ class GuardState:
     Attributes:
         losses: ids of the code of the loss functions that have been checked.
         evaluated: whether the first evaluation has begun.
+        evaluations: how many evaluations have begun.
         said: warnings so far.
+        unequal_buffers: buffers that differed between ranks when the last step that was checked began.
     """
 
     losses: set[int] = field(default_factory=set)
     evaluated: bool = False
+    evaluations: int = 0
     said: set[str] = field(default_factory=set)
+    unequal_buffers: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True, kw_only=True)

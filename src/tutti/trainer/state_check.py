@@ -121,7 +121,9 @@ def check_state(
             f"forward writes parameters of {_describe(model, lost[0])}, of which mesh.shard keeps only a part, "
             "so that the values would be lost; set them before job.prepare, or use sharding level 1"
         )
-    names = sorted({name for _, theirs in everyone for name in theirs})
+    before = run.loop.guard.unequal_buffers.intersection(_buffers(model))
+    written = {name for _, theirs in everyone for name in theirs}
+    names = sorted(written | before)
     if not names:
         return
     summaries: list[dict[str, Summary]] = world.gather(summaries_of(model, names))
@@ -130,7 +132,11 @@ def check_state(
         return
     places = _buffers(model)
     registered: list[dict[str, torch.Tensor]] = world.gather(
-        {name: _buffer(places[name]) for name in different if name in places and name not in noted.buffers}
+        {
+            name: _buffer(places[name])
+            for name in different
+            if name in places and (name in before or name not in noted.buffers)
+        }
     )
     known = set(noted.buffers).intersection(different)
     only_buffers = all(names == set(different) for names in world.gather(known | set(registered[world.rank])))
@@ -138,14 +144,15 @@ def check_state(
         run,
         [
             {name: noted.buffers[name] for name in known},
-            # Forward has registered these; a cache gives the same whichever rank's it is.
+            # Forward has registered these, or they differ between steps; a cache gives the same whichever rank's it is.
             *([registered[(world.rank + 1) % world.world_size]] if any(registered) else []),
         ],
         loss_of_batch,
         pieces[0],
         share.parts[0],
+        unwritten=before - written,
     ):
-        raise ScriptError(_refusal(model, different, summaries))
+        raise ScriptError(_refusal(model, [n for n in different if n in written] or different, summaries, written))
 
 
 def _written(model: nn.Module, noted: NotedState) -> list[str]:
@@ -165,11 +172,16 @@ def _written(model: nn.Module, noted: NotedState) -> list[str]:
 
 
 def _matters(
-    run: Run, others: list[dict[str, torch.Tensor]], loss_of_batch: LossFunction, piece: Any, part: MicrobatchShare
+    run: Run,
+    others: list[dict[str, torch.Tensor]],
+    loss_of_batch: LossFunction,
+    piece: Any,
+    part: MicrobatchShare,
+    unwritten: set[str],
 ) -> bool:
     """Whether a loss or the state changes with `others`, other values of buffers.
 
-    Collective; the model is left as it is.
+    Collective; the model is left as it is. The state is the buffers but `unwritten` ones, which forward only reads.
 
     A pipeline's forward is not repeated: there everything that differs matters.
     """
@@ -180,8 +192,9 @@ def _matters(
     now = {name: module._buffers[key] for name, (module, key) in places.items()}
     run.parallel.scope.counts = part.count > 0
     try:
+        compared = places.keys() - unwritten
         outcomes = [
-            _outcomes(run, loss_of_batch, piece, places, values)
+            _outcomes(run, loss_of_batch, piece, places, values, compared)
             for values in (now, *({**now, **other} for other in others))
         ]
         matters = any(_depends(*pair) for other in outcomes[1:] for pair in zip(outcomes[0], other, strict=True))
@@ -193,7 +206,12 @@ def _matters(
 
 
 def _outcomes(
-    run: Run, loss_of_batch: LossFunction, piece: Any, places: dict[str, Place], values: dict[str, Any]
+    run: Run,
+    loss_of_batch: LossFunction,
+    piece: Any,
+    places: dict[str, Place],
+    values: dict[str, Any],
+    compared: Iterable[str],
 ) -> tuple[Outcome, Outcome]:
     """What a microbatch gives in evaluation and in training mode if buffers have these values."""
     model = run.parallel.model
@@ -203,10 +221,10 @@ def _outcomes(
             value = values[name]
             module._buffers[key] = None if value is None else value.clone()
         model.eval()
-        evaluated = _outcome(run, loss_of_batch, piece, places)
+        evaluated = _outcome(run, loss_of_batch, piece, compared)
         for module, training in modes:
             module.training = training
-        return evaluated, _outcome(run, loss_of_batch, piece, places)
+        return evaluated, _outcome(run, loss_of_batch, piece, compared)
 
 
 def _depends(one: Outcome, other: Outcome) -> bool:
@@ -215,7 +233,7 @@ def _depends(one: Outcome, other: Outcome) -> bool:
     return one[0] != other[0] or any(a.shape == b.shape and a.digest != b.digest for a, b in pairs)
 
 
-def _outcome(run: Run, loss_of_batch: LossFunction, piece: Any, places: dict[str, Place]) -> Outcome:
+def _outcome(run: Run, loss_of_batch: LossFunction, piece: Any, compared: Iterable[str]) -> Outcome:
     """The loss of a microbatch, and the buffers that forward leaves."""
     model, device = run.parallel.model, run.parallel.world.device
     with (
@@ -227,7 +245,7 @@ def _outcome(run: Run, loss_of_batch: LossFunction, piece: Any, places: dict[str
         seed_everything(run.settings.seed)
         seed_device(run.settings.seed, device)
         loss = as_weighted(loss_of_batch(model, local_batch), 1)
-    return float(loss.total), summaries_of(model, places)
+    return float(loss.total), summaries_of(model, compared)
 
 
 def _buffers(model: nn.Module) -> dict[str, Place]:
@@ -272,10 +290,11 @@ def _tensors(model: nn.Module, names: Iterable[str]) -> list[tuple[str, torch.Te
 
 def summaries_of(model: nn.Module, names: Iterable[str]) -> dict[str, Summary]:
     """Return what ranks compare of the named parameters and buffers that this rank holds."""
-    return {name: _summary(tensor) for name, tensor in _tensors(model, names)}
+    return {name: summary_of(tensor) for name, tensor in _tensors(model, names)}
 
 
-def _summary(tensor: torch.Tensor) -> Summary:
+def summary_of(tensor: torch.Tensor) -> Summary:
+    """Return what ranks compare of a tensor."""
     values = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy().data if values.numel() else b"").hexdigest()
     if not (values.is_floating_point() and values.numel()):
@@ -299,12 +318,17 @@ def _describe(model: nn.Module, name: str) -> str:
     )
 
 
-def _refusal(model: nn.Module, names: list[str], summaries: list[dict[str, Summary]]) -> str:
+def _refusal(model: nn.Module, names: list[str], summaries: list[dict[str, Summary]], written: set[str]) -> str:
     owner = names[0].rpartition(".")[0]
     keys = [repr(name.rpartition(".")[2]) for name in names if name.rpartition(".")[0] == owner]
     ranks = [rank for rank, theirs in enumerate(summaries) if names[0] in theirs]
     other = next(rank for rank in ranks if not summaries[ranks[0]][names[0]].agrees(summaries[rank][names[0]]))
     which = " and ".join([", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys)
+    if names[0] not in written:
+        return (
+            f"{_describe(model, owner)} has other values of {which} on rank {other} than on rank {ranks[0]}, and the "
+            "loss depends on them; change buffers on all ranks alike"
+        )
     return (
         f"{_describe(model, owner)} writes {which} in forward from each rank's own samples: ranks {ranks[0]} and "
         f"{other} differ, and one device would have other values. Say how they are made equal: "

@@ -25,6 +25,7 @@ from tutti.optim.gradient_noise_scale import adascale_gain
 from tutti.optim.learning_rate import learning_rate_factor, scaled_learning_rate
 from tutti.parallel.layout import to_local
 from tutti.trainer.finite_gradients import never_finite_message
+from tutti.trainer.guard import guard_update
 from tutti.trainer.metrics_rows import write_bucket_size, write_step_row
 from tutti.trainer.run_state import Run, UpdateResult
 
@@ -43,6 +44,7 @@ def make_update(run: Run, optimizers: tuple[Optimizer, ...]) -> None:
     result = accumulation.total()
     run.loop.clock.enter("optimizer")
     accumulation.stepped.extend(optimizers)
+    guard_update(run, optimizers, result.loss)
     done = update(run, optimizers, finite=result.finite)
     run.state.consistency.updated(run.parallel, run.state.progress.step)
     run.loop.clock.enter("other")

@@ -1,29 +1,38 @@
 """The guard: checks within a training run that one device and these ranks compute the same.
 
 - `findings`: which models a rank can check by itself, and how a warning reaches the terminal and the report.
-- `agreement`: hyperparameters, modules, modes, the order of samples, a sample and the weights are equal on all ranks.
+- `agreement`: hyperparameters, modules, modes and the order of samples are equal on all ranks.
+- `replicas`: weights, gradients and the optimizers' state are equal on replicas.
+- `sample_values`: a few samples, and a batch of them, have the same values on all ranks.
+- `same_loss`: all ranks compute the same loss of rank 0's samples.
 - `coupled_loss`: the loss of a few samples is the mean of the losses of two halves.
+- `trained_parameters`: nearly all parameters are frozen, or optimizers leave out or share some.
 - `evaluation_dropout`: dropout is off in the first evaluation.
 
 An error is a value that is certainly wrong; a warning is one that may be intended. docs/guards.md lists both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from tutti.data.batches import BatchShare
-from tutti.trainer.guard.agreement import check_agreement, check_first_sample, say_few_trained
+from tutti.trainer.guard.agreement import check_agreement, check_modes, check_replicas
 from tutti.trainer.guard.coupled_loss import check_loss
 from tutti.trainer.guard.evaluation_dropout import DropoutWatch
+from tutti.trainer.guard.replicas import check_update
+from tutti.trainer.guard.sample_values import check_samples
+from tutti.trainer.guard.trained_parameters import say_few_trained, say_owners
+from tutti.trainer.observer import NullObserver
 from tutti.trainer.run_state import Run
 from tutti.trainer.state_check import is_checked, should_agree
 
 FIRST_STEPS = 10
 """Loss functions that come after so many steps are not checked."""
 
-__all__ = ["DropoutWatch", "guard_loss", "guard_step"]
+__all__ = ["DropoutWatch", "guard_end", "guard_evaluation", "guard_loss", "guard_step", "guard_update"]
 
 
 def guard_step(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any]) -> None:
@@ -33,14 +42,48 @@ def guard_step(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
         RankMismatchError: on every rank, if they do not.
     """
     step = run.loop.steps_begun
+    if not isinstance(run.loop.observer, NullObserver) and run.parallel.plan.sync.mode == "synchronous":
+        check_modes(run)  # all else the observer compares; but norms in other modes wait for each other
     if should_agree(run) and is_checked(step):
         check_agreement(run, loss, pieces)
         if step == 0:
-            check_first_sample(run)
+            check_samples(run)
             say_few_trained(run)
+            say_owners(run)
 
 
 def guard_loss(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any], share: BatchShare) -> None:
     """After the first backward of each loss function: check that it is a mean over samples. Collective."""
     if run.loop.steps_begun <= FIRST_STEPS and should_agree(run):
         check_loss(run, loss, pieces[0], share)
+
+
+def guard_update(run: Run, optimizers: Sequence[Optimizer], loss: float) -> None:
+    """Before an update of a step that is checked: check that replicas have equal gradients. Collective.
+
+    Raises:
+        RankMismatchError: on every rank, if they do not.
+    """
+    if is_checked(run.loop.steps_begun - 1) and should_agree(run):
+        check_update(run, optimizers, loss)
+
+
+def guard_evaluation(run: Run) -> None:
+    """An evaluation begins: check that replicas are equal, as often as in steps. Collective.
+
+    Raises:
+        RankMismatchError: on every rank, if they are not.
+    """
+    number, run.loop.guard.evaluations = run.loop.guard.evaluations, run.loop.guard.evaluations + 1
+    if is_checked(number) and run.parallel.world.world_size > 1 and should_agree(run):
+        check_replicas(run, f"evaluation after step {run.state.progress.step}")
+
+
+def guard_end(run: Run) -> None:
+    """The last epoch has ended: check that replicas are equal. Collective.
+
+    Raises:
+        RankMismatchError: on every rank, if they are not.
+    """
+    if run.parallel.world.world_size > 1 and should_agree(run):
+        check_replicas(run, "the end of training")

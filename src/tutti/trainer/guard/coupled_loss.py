@@ -16,17 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from tutti.data.batches import BatchShare
-from tutti.data.microbatches import split_batch, to_device
-from tutti.data.seeds import seed_device, seed_everything
+from tutti.data.microbatches import split_batch
 from tutti.nn.mixture import take_tallies
 from tutti.parallel.data.batch_state import exchanges_state
-from tutti.parallel.losses import as_weighted
 from tutti.parallel.script_hooks import has_script_hooks
-from tutti.trainer.guard.findings import code_of, model_is_local, warn
+from tutti.trainer.guard.findings import LossFunction, code_of, loss_again, model_is_local, warn
+from tutti.trainer.guard.same_loss import check_same_loss
 from tutti.trainer.run_state import Run
-from tutti.trainer.traceless import untouched
-
-LossFunction = Callable[[nn.Module, Any], Any]
 
 MOST_SAMPLES = 16
 """Samples that are computed again."""
@@ -47,8 +43,11 @@ def check_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> N
     if code in run.loop.guard.losses:
         return
     run.loop.guard.losses.add(code)
+    local = run.loop.pipeline is None and model_is_local(run)
+    if local and run.parallel.world.world_size > 1:
+        check_same_loss(run, loss, piece, share)
     divided = run.parallel.world.world_size > 1 or len(share.parts) > 1
-    if not divided or run.loop.pipeline is not None or not model_is_local(run) or not _repeatable(run.parallel.model):
+    if not divided or not local or not _repeatable(run.parallel.model):
         return
     counts: list[int] = run.loop.watch.gather("samples", share.parts[0].count)
     if min(counts) < 2:
@@ -108,7 +107,7 @@ def _losses(
 
     Of two draws of all samples, the halves have the first one's only.
     """
-    model, device, count = run.parallel.model, run.parallel.world.device, share.parts[0].count
+    count = share.parts[0].count
     samples = min(count, MOST_SAMPLES)
     try:
         few = piece if count == samples else split_batch(piece, [samples, count - samples])[0]
@@ -121,21 +120,11 @@ def _losses(
             for part, held in zip((few, *halves), sizes, strict=True)
             if draws > 2 or seed == 1 or part is few
         ]:
-            with (
-                untouched(model),  # each time anew: forward may count its calls
-                run.parallel.sequences.part(to_device(part, device)) as local,
-                run.parallel.reads.active(),
-            ):
-                for module in filter(quiet, model.modules()):
-                    module.training = False
-                seed_everything(seed)
-                seed_device(seed, device)
-                value = as_weighted(loss(model, local), held, share.batch_size)
-            values.append(tuple(float(torch.as_tensor(number).detach()) for number in (value.total, value.count)))
+            values.append(loss_again(run, loss, part, (held, share.batch_size), seed, quiet))
     except Exception:  # the script's own code, on other samples than it was written for
         return None
     finally:
-        take_tallies(model)
+        take_tallies(run.parallel.model)
     wholes = values[::3]
     pairs = [(left[0] + right[0], left[1] + right[1]) for left, right in zip(values[1::3], values[2::3], strict=False)]
     if not all(count for _, count in (*wholes, *pairs)):

@@ -1,11 +1,21 @@
-"""Which models a rank can check by itself, and how a warning reaches the terminal and the report."""
+"""Which models a rank can check by itself, how it computes them again, and how a warning reaches the user."""
 
+from collections.abc import Callable
 from functools import partial
 from types import CodeType
 from typing import Any
 
+import torch
+from torch import nn
+
 from tutti.config.vocabulary import AxisName
+from tutti.data.microbatches import to_device
+from tutti.data.seeds import seed_device, seed_everything
+from tutti.parallel.losses import as_weighted
 from tutti.trainer.run_state import Run
+from tutti.trainer.traceless import untouched
+
+LossFunction = Callable[[nn.Module, Any], Any]
 
 _DIVIDING: tuple[AxisName, ...] = ("split", "stage", "expert", "table", "space", "context")
 
@@ -27,6 +37,42 @@ def model_is_local(run: Run) -> bool:
     """Return whether a rank can compute the model without the others."""
     sharded = run.parallel.mesh.degree("shard") > 1 and run.parallel.plan.sharding.level > 1
     return has_whole_modules(run) and not sharded
+
+
+def loss_again(
+    run: Run,
+    loss: LossFunction,
+    batch: Any,
+    samples: tuple[int, int],
+    seed: int,
+    quiet: Callable[[nn.Module], bool],
+) -> tuple[float, float]:
+    """Compute the loss of a few samples and leave no trace of it in the model.
+
+    Args:
+        run: the run.
+        loss: (model, batch) -> loss.
+        batch: the samples.
+        samples: their number, and that of the global batch.
+        seed: of all generators.
+        quiet: which modules are in evaluation mode meanwhile.
+
+    Returns:
+        The loss's total and count.
+    """
+    model, device = run.parallel.model, run.parallel.world.device
+    with (
+        untouched(model),  # each time anew: forward may count its calls
+        run.parallel.sequences.part(to_device(batch, device)) as local,
+        run.parallel.reads.active(),
+    ):
+        for module in filter(quiet, model.modules()):
+            module.training = False
+        seed_everything(seed)
+        seed_device(seed, device)
+        value = as_weighted(loss(model, local), *samples)
+    total, count = (float(torch.as_tensor(number).detach()) for number in (value.total, value.count))
+    return total, count
 
 
 def warn(run: Run, sentence: str) -> None:

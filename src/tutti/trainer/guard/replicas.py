@@ -1,0 +1,151 @@
+"""Finds weights, gradients and optimizer state that differ between replicas by more than rounding."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.config.vocabulary import AxisName
+from tutti.errors import RankMismatchError
+from tutti.trainer.guard.findings import has_whole_modules, warn
+from tutti.trainer.run_state import Run
+from tutti.trainer.state_check import Summary, summary_of
+
+Held = dict[str, tuple[int, torch.Tensor | None]]
+"""Tensors of a rank, by what messages call them; with a number that ranks which must hold equal ones share.
+
+An entry whose name is only a kind, such as "the weights", says the number of this kind.
+"""
+
+Checksums = dict[str, tuple[int, int | float | None]]
+"""The same, with a checksum in place of the tensor."""
+
+_REMEDIES = {
+    "the weights": "change weights on all ranks alike, and only between steps",
+    "the gradient": "what changes gradients after forward_backward (hooks, clipping, zero_grad, an assignment to "
+    "grad) must do the same on all ranks",
+    "the state": "reset, load or change the state of an optimizer on all ranks alike",
+}
+
+
+def named_optimizers(optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
+    """The optimizers by the names of their classes, with their numbers if there are several."""
+    numbers = [f" (optimizer {number})" if len(optimizers) > 1 else "" for number in range(len(optimizers))]
+    return {type(each).__name__ + number: each for each, number in zip(optimizers, numbers, strict=True)}
+
+
+def weights_of(run: Run) -> Held:
+    """The parameters that this rank holds."""
+    copies: tuple[AxisName, ...] = ("replicate", "shard") if run.parallel.plan.sharding.level == 1 else ("replicate",)
+    place = run.parallel.mesh.ranks(*copies)[0]
+    held: Held = {"the weights": (place, None)}
+    return held | {f"the weights of {name!r}": (place, p) for name, p in run.parallel.model.named_parameters()}
+
+
+def states_of(run: Run) -> Held:
+    """The tensors of the optimizers' state on this rank."""
+    place = run.parallel.mesh.ranks("replicate")[0]
+    held: Held = {"the state": (place, None)}
+    names = run.parallel.layout.state_names(run.parallel.model, run.parallel.optimizers)
+    for number, (kind, optimizer) in enumerate(named_optimizers(run.parallel.optimizers).items()):
+        for parameter, name in names[number].items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    held[f"the state {key!r} of {name!r} in {kind}"] = place, value
+    return held
+
+
+def check_update(run: Run, optimizers: Sequence[Optimizer], loss: float) -> None:
+    """Refuse gradients that differ between replicas at an update; warn if there are none. Collective.
+
+    Raises:
+        RankMismatchError: on every rank.
+    """
+    place = run.parallel.mesh.ranks("replicate")[0]
+    held: Held = {"the gradient": (place, None)}
+    held |= {f"the gradient of {name!r}": (place, p.grad) for name, p in run.parallel.trained_by(optimizers)}
+    everyone: list[Checksums] = run.loop.watch.gather("gradients", checksums(held))
+    if has_whole_modules(run) and loss and not any(value for sums in everyone for _, value in sums.values()):
+        kinds = " and ".join(named_optimizers(optimizers))
+        warn(
+            run,
+            f"{kinds} updates nothing: every gradient is zero or None, but the loss is not zero; call update after "
+            "forward_backward and before anything that zeroes gradients",
+        )
+    refuse_unequal(run, f"step {run.state.progress.step + 1}", everyone, held)
+
+
+def checksums(held: Held) -> Checksums:
+    """The sum of the bits of each dense tensor, read as integers; of the optimizers' state, its norm."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    found: dict[str, tuple[int, Any]] = {}
+    bits, norms = {}, {}
+    for name, (place, tensor) in held.items():
+        if tensor is None:
+            found[name] = place, None
+        elif not tensor.is_meta and tensor.layout is torch.strided and tensor.numel():
+            value = tensor.detach()
+            value = torch.view_as_real(value) if value.is_complex() else value
+            if name.startswith("the state"):
+                norms[name] = value if value.is_floating_point() else value.double()
+            else:
+                bits[name] = value.contiguous().view(kinds[value.element_size()]).sum(dtype=torch.int64).cpu()
+    sizes = [norm.double().cpu() for norm in torch._foreach_norm([*norms.values()])] if norms else []
+    for names, values in ((bits, [*bits.values()]), (norms, sizes)):
+        numbers = torch.stack(values).tolist() if values else []
+        found |= {name: (held[name][0], number) for name, number in zip(names, numbers, strict=True)}
+    return found
+
+
+def unequal(everyone: Sequence[Checksums]) -> list[tuple[str, int, int]]:
+    """What differs between ranks of one place, or one of them does not have: (name, rank, other rank)."""
+    first: dict[tuple[str, int], tuple[int, Any]] = {}
+    for rank, sums in enumerate(everyone):
+        for name, (place, value) in sums.items():
+            first.setdefault((name, place), (rank, value))
+    found = []
+    for rank, sums in enumerate(everyone):
+        places = {name: place for name, (place, _) in sums.items() if name in _REMEDIES}
+        for (name, place), (origin, expected) in first.items():
+            own_place, value = sums.get(name, (places.get(_kind(name)), None))
+            if own_place == place and value != expected:
+                found.append((name, origin, rank))
+    return found
+
+
+def _kind(name: str) -> str:
+    return name.partition(" of ")[0].partition(" '")[0]
+
+
+def refuse_unequal(run: Run, when: str, everyone: Sequence[Checksums], held: Mapping[str, tuple[int, Any]]) -> None:
+    """Refuse what differs between replicas by more than rounding. Collective.
+
+    Raises:
+        RankMismatchError: on every rank, naming what differs, the ranks and the remedy.
+    """
+    different = unequal(everyone)
+    if not different:
+        return
+    names = {name for name, _, _ in different}
+    own = {name: summary_of(held[name][1]) for name in names if name in held and held[name][1] is not None}
+    summaries: list[dict[str, Summary]] = run.loop.watch.gather("replicas", own)
+    certain = [each for each in different if not _agree(*(summaries[rank].get(each[0]) for rank in each[1:]))]
+    if not certain:
+        return
+    name, origin, rank = certain[0]
+    also = next((other for other, _, _ in certain if _kind(other) != _kind(name)), None)
+    raise RankMismatchError(
+        f"{when}: {name} {'differ' if _kind(name) == 'the weights' else 'differs'} between the replicas on ranks "
+        f"{origin} and {rank}{f', and so does {also}' if also else ''}; {_REMEDIES[_kind(also or name)]}"
+    )
+
+
+def _agree(one: Summary | None, other: Summary | None) -> bool:
+    return one is other if one is None or other is None else one.agrees(other)
+
+
+def buffer_checksums(model: nn.Module) -> Checksums:
+    """The checksum of each buffer that this rank holds."""
+    return checksums({name: (0, buffer) for name, buffer in model.named_buffers()})
