@@ -32,8 +32,8 @@ class Sizes:
 
 QUICK = Sizes(steps=20, repeats=1, workloads=("tiny",))
 
-CHECKS = ("guard_step", "guard_loss", "note_state", "check_state")
-"""What trainer/step.py calls; a step calls each of them once."""
+CHECKS = ("guard_step", "guard_loss", "note_state", "check_state", "guard_update")
+"""What trainer/step.py and, the last, trainer/update.py call; a step calls each of them once."""
 
 
 def tiny() -> nn.Module:
@@ -60,11 +60,13 @@ def timed(name: str, steps: int) -> dict[str, float]:
     """Train on this rank, and return the seconds of all steps and those of the checks within them."""
     import tutti
     from tutti.trainer import step as trainer_step
+    from tutti.trainer import update as trainer_update
 
     torch.set_num_threads(1)
     spent: list[float] = []
     for check in CHECKS:
-        setattr(trainer_step, check, partial(_clocked, getattr(trainer_step, check), spent))
+        caller = trainer_update if check == "guard_update" else trainer_step
+        setattr(caller, check, partial(_clocked, getattr(caller, check), spent))
     model, data, loss, batch = _subject(name)
     with tempfile.TemporaryDirectory() as folder:
         job = tutti.Job(global_batch_size=2 * batch, folder=Path(folder) / "run", keep_checkpoints=0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 import tutti
 from harness import preload, run_ranks
@@ -55,12 +55,14 @@ class Script:
         between: Callable[[int, nn.Module, torch.optim.Optimizer], None] | None = None,
         epoch: bool = False,
         loader: Callable[[int], dict[str, Any]] = lambda rank: {},
+        settings: Callable[[int], dict[str, Any]] = lambda rank: {},
         optimizer: Callable[[nn.Module], Any] = lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
         **mesh: int,
     ) -> None:
         self.model, self.loss, self.change, self.dataset = model, loss, change, dataset
         self.sampler, self.evaluates, self.level, self.mesh = sampler, evaluates, level, mesh
-        self.between, self.epoch, self.loader, self.optimizer = between, epoch, loader, optimizer
+        self.between, self.epoch, self.loader = between, epoch, loader
+        self.settings, self.optimizer = settings, optimizer
 
 
 class Counts(nn.Module):
@@ -279,6 +281,32 @@ class Noisy(Dataset[Any]):
         return x + 0.01 * torch.randn(6, generator=self.generator), y
 
 
+class Stream(IterableDataset[Any]):
+    """All samples on every rank, or those that a rank thinks are its own."""
+
+    def __init__(self, divides: bool) -> None:
+        self.divides = divides
+
+    def __iter__(self) -> Any:
+        samples = [data()[index] for index in range(SAMPLES)]
+        return iter(samples[this_rank() :: 2] if self.divides else samples)
+
+
+def kind_of_rank(model: nn.Module) -> torch.optim.Optimizer:
+    return (torch.optim.SGD if this_rank() else torch.optim.AdamW)(model.parameters(), lr=0.1)
+
+
+def decay_groups(*splits: int) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """Two groups, of which the first has so many parameters, by rank."""
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        first = splits[this_rank() % len(splits)]
+        parameters = [*model.parameters()]
+        return torch.optim.SGD([{"params": parameters[:first]}, {"params": parameters[first:]}], lr=0.1)
+
+    return optimizer
+
+
 def collate_of_rank(samples: list[Any]) -> Any:
     x, y = default_collate(samples)
     return x + this_rank(), y
@@ -380,6 +408,26 @@ MISTAKES: dict[str, tuple[Script, str]] = {
         Script(loader=lambda rank: {"collate_fn": collate_of_rank}),
         "RankMismatchError: collate_fn makes other values of the same samples on rank 1 than on rank 0",
     ),
+    "stream": (
+        Script(dataset=lambda rank: Stream(True)),
+        "RankMismatchError: step 1: the stream gives other samples on rank 1 than on rank 0",
+    ),
+    "statistics in evaluation": (
+        Script(lambda: net(nn.BatchNorm1d(8, track_running_stats=False)), evaluates=True),
+        r"warning: the output of module '2' \(BatchNorm1d\) for a sample depends on the other samples of the batch",
+    ),
+    "optimizer": (
+        Script(optimizer=kind_of_rank),
+        "RankMismatchError: step 1: the class of optimizer 0 is AdamW on rank 0 and SGD on rank 1",
+    ),
+    "groups": (
+        Script(optimizer=decay_groups(2, 3)),
+        r"RankMismatchError: step 1: 'params' of group 0 of SGD is 2 parameters \(....\) on rank 0 and 3 parameters",
+    ),
+    "clipping": (
+        Script(settings=lambda rank: {"clip_norm": 1.0 + rank}),
+        "RankMismatchError: step 1: 'clip_norm' of the Job is 1.0 on rank 0 and 2.0 on rank 1",
+    ),
     "weights in evaluation": (
         Script(change=late_weights_of_rank, evaluates=True),
         "RankMismatchError: evaluation after step 3: the weights of '0.weight' differ between the replicas on ranks 0",
@@ -416,6 +464,9 @@ CORRECT: dict[str, Script] = {
     "samples of a worker": Script(dataset=lambda rank: Noisy(own=False), loader=lambda rank: {"num_workers": 1}),
     "collate with noise": Script(loader=lambda rank: {"collate_fn": collate_with_noise}),
     "epoch": Script(epoch=True, evaluates=True),
+    "stream": Script(dataset=lambda rank: Stream(False)),
+    "stream of a worker": Script(dataset=lambda rank: Stream(False), loader=lambda rank: {"num_workers": 1}),
+    "groups": Script(optimizer=decay_groups(2), settings=lambda rank: {"clip_norm": 1.0}, evaluates=True),
     "shard": Script(shard=2, epoch=True),
     "shard, level 3": Script(shard=2, level=3, epoch=True),
     "split": Script(split=2, epoch=True),
@@ -433,7 +484,7 @@ def said(name: str, script: Script, ranks: int, lines: set[str] | None = None) -
     )
     serialization.save(plan, file := Path(f"{folder}.json"))
     os.environ.update(TUTTI_PLAN=str(file), TUTTI_RUN_FOLDER=str(folder))
-    job = tutti.Job(global_batch_size=8 * ranks)
+    job = tutti.Job(global_batch_size=8 * ranks, **script.settings(this_rank()))
     model = script.model()
     optimizer = script.optimizer(model)
     rank = job.rank

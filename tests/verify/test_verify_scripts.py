@@ -38,6 +38,12 @@ BROKEN = {
 }
 """Script -> (kind of cause, stage, module, tensor)."""
 
+STOPPED = {
+    "norm_mode_by_rank": "step 1: module '1' is in training mode on rank 0 and in evaluation mode on rank 1",
+    "smoothing_by_rank": "step 1: the loss function depends on the rank: the same 4 samples",
+}
+"""Scripts whose ranks find the mistake themselves -> what they say."""
+
 CORRECT = sorted(path.stem for path in (HERE / "correct").glob("*.py"))
 
 
@@ -55,6 +61,13 @@ def test_a_broken_script_is_caught_and_rightly_named(name: str) -> None:
 
 def test_every_broken_script_is_expected() -> None:
     assert {path.stem for path in (HERE / "broken").glob("*.py")} == set(BROKEN)
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_what_the_ranks_themselves_find_is_the_verdict(name: str) -> None:
+    verdict = verdict_on(f"stopped/{name}.py")
+    assert not verdict.passed
+    assert STOPPED[name] in verdict.sentence
 
 
 @pytest.mark.parametrize("name", CORRECT)

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tutti.config.run_folder import DatasetInfo
+from tutti.data.microbatches import leaves
 from tutti.data.samples import SeededSamples, tensors_of
 
 _MANY = 64
@@ -55,6 +56,19 @@ def _sample_hashes(dataset: Any, seed: int) -> list[bytes]:
     return [
         hashlib.blake2b(_sample_bytes(samples[(0, index)]), digest_size=16).digest() for index in range(len(dataset))
     ]
+
+
+def values_digest(values: Any) -> str:
+    """Return the digest of all numbers and strings in nested containers."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for leaf in leaves(values):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            hashed.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            hashed.update(np.ascontiguousarray(leaf).tobytes())
+        elif isinstance(leaf, str | bytes | bool | int | float | complex | np.generic):
+            hashed.update(repr(leaf).encode())
+    return hashed.hexdigest()
 
 
 def _hash(pieces: Iterator[bytes]) -> str:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tutti.config.plan import Plan
 from tutti.data.batches import BatchShare, Indices, batch_bounds, epoch_order, sampler_order, share_of
+from tutti.data.fingerprint import values_digest
 from tutti.data.microbatches import LoadedBatch, ShareBatch, collate_share
 from tutti.data.samples import Collate, DataSource, SampleKey, SeededSamples
 from tutti.data.seeds import derive_seed, preserved_generators, seed_everything
@@ -27,6 +28,8 @@ class ShareLoader:
         before: batches of all earlier epochs.
         share: this rank's share of the batch that was yielded last.
         indices: samples of that global batch.
+        stream_digest: digest of the values of the first global batch of a stream's pass, before ranks divide it; None
+            for other data, and where a data set reads parts of samples.
     """
 
     def __init__(self, source: DataSource, plan: Plan, seed: int, rank: int) -> None:
@@ -39,6 +42,7 @@ class ShareLoader:
         self.before = 0
         self.share: BatchShare | None = None
         self.indices: Indices = np.empty(0, dtype=np.int64)
+        self.stream_digest: str | None = None
         self._loaded: LoadedBatch | None = None
         self._began: tuple[int, int] | None = None
         self._used = False
@@ -149,7 +153,8 @@ class ShareLoader:
         place = (self.epoch, self.position, self.before)
         stream = _StreamShares(self.source, self.plan, self.seed, self.rank, place)
         options = {k: v for k, v in self.source.options.items() if k != "persistent_workers"}
-        for size, start, batch in DataLoader(stream, batch_size=None, **options):
+        for size, start, batch, digest in DataLoader(stream, batch_size=None, **options):
+            self.stream_digest = digest or self.stream_digest
             share = share_of(size, self.rank, self.plan)
             yield share, np.arange(start, start + size), batch
 
@@ -228,7 +233,9 @@ class SamplerOrder:
 
 
 class _StreamShares(IterableDataset[Any]):
-    """A user's stream cut into global batches; yields (size, start, this rank's collated share).
+    """A user's stream cut into global batches; yields (size, start, this rank's collated share, digest).
+
+    The digest is that of the first global batch's values, for all ranks to compare; later ones have none.
 
     Every rank reads the whole stream and keeps its share, so the order does not depend on the number of ranks. A
     resumed run reads the batches that it has already taken once more, and drops them.
@@ -242,14 +249,16 @@ class _StreamShares(IterableDataset[Any]):
         self.rank = rank
         self.epoch, self.position, self.before = place
 
-    def __iter__(self) -> Iterator[tuple[int, int, ShareBatch]]:
+    def __iter__(self) -> Iterator[tuple[int, int, ShareBatch, str | None]]:
         samples = self._seeded()
         start = 0
+        whole = all(self.plan.mesh.get(axis, 1) == 1 for axis in ("space", "context"))
         for number, batch in enumerate(self._batches(samples)):
             if number >= self.position:
                 share = share_of(len(batch), self.rank, self.plan)
                 mine = [batch[position] for position in share.positions]
-                yield len(batch), start, collate_share(self.source.collate, mine, share.sizes)
+                digest = values_digest(batch) if whole and number == self.position else None
+                yield len(batch), start, collate_share(self.source.collate, mine, share.sizes), digest
             start += len(batch)
         if start == 0:
             raise DataError(f"the stream {type(self.source.dataset).__name__} gave no sample; give at least one")

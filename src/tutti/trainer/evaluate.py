@@ -22,7 +22,7 @@ from tutti.parallel.loss_means import LossMeans, noted_means
 from tutti.parallel.losses import LossSum, Weighted, default_loss, loss_in
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.placeholders import is_unknown
-from tutti.trainer.guard import DropoutWatch
+from tutti.trainer.guard import EvaluationWatch
 from tutti.trainer.run_state import Run
 
 Metric = Callable[[Any, Any], Any]
@@ -51,7 +51,7 @@ def evaluate(
     table = _metric_functions(run, metrics)
     sums = torch.zeros(len(table), 2, dtype=torch.float64, device=run.parallel.world.device)
     samples, kept = 0, []
-    watch = DropoutWatch(run)
+    watch = EvaluationWatch(run)
     with _evaluation_mode(run.parallel.model), run.parallel.scope.evaluation():
         for batch, size, counts in _evaluation_batches(run, source, batch_size):
             run.parallel.scope.counts = counts
@@ -61,6 +61,7 @@ def evaluate(
                 run.parallel.sequences.part(batch) as part,
                 autocast(run.parallel.plan.precision, run.parallel.world.device),
             ):
+                watch.compare(part, size)
                 args, kwargs, target = run.loop.unpack(part)
                 with noted_means(run.parallel.model) as means:
                     output = run.state.consistency.combine_predictions(run.forward(*args, **kwargs))

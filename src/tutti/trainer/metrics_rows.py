@@ -19,7 +19,10 @@ def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) ->
         trained = sum(parameter.requires_grad for parameter in run.parallel.model.parameters())
         if unused and len(unused) < trained:  # else the guard says that nothing is trained
             listed = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-            run.output.screen.say(f"parameters without a gradient in the first step, unused by the loss: {listed}")
+            run.output.screen.say(
+                "parameters without a gradient in the first step, because the loss does not use them or they are "
+                f"detached: {listed}"
+            )
     progress.step += 1
     tokens = result.tokens
     accumulation = run.loop.accumulation

@@ -7,7 +7,7 @@
 - `same_loss`: all ranks compute the same loss of rank 0's samples.
 - `coupled_loss`: the loss of a few samples is the mean of the losses of two halves.
 - `trained_parameters`: nearly all parameters are frozen, or optimizers leave out or share some.
-- `evaluation_dropout`: dropout is off in the first evaluation.
+- `evaluation_watch`, `evaluation_rows`: in the first evaluation dropout is off, and each sample is computed by itself.
 
 An error is a value that is certainly wrong; a warning is one that may be intended. docs/guards.md lists both.
 """
@@ -19,10 +19,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.data.batches import BatchShare
+from tutti.errors import RankMismatchError
 from tutti.trainer.guard.agreement import check_agreement, check_modes, check_replicas
 from tutti.trainer.guard.coupled_loss import check_loss
-from tutti.trainer.guard.evaluation_dropout import DropoutWatch
+from tutti.trainer.guard.evaluation_watch import EvaluationWatch
+from tutti.trainer.guard.findings import code_of, is_recomputable, model_is_local, warn
 from tutti.trainer.guard.replicas import check_update
+from tutti.trainer.guard.same_loss import LOSS, depends_on_rank
 from tutti.trainer.guard.sample_values import check_samples
 from tutti.trainer.guard.trained_parameters import say_few_trained, say_owners
 from tutti.trainer.observer import NullObserver
@@ -32,7 +35,7 @@ from tutti.trainer.state_check import is_checked, should_agree
 FIRST_STEPS = 10
 """Loss functions that come after so many steps are not checked."""
 
-__all__ = ["DropoutWatch", "guard_end", "guard_evaluation", "guard_loss", "guard_step", "guard_update"]
+__all__ = ["EvaluationWatch", "guard_end", "guard_evaluation", "guard_loss", "guard_step", "guard_update"]
 
 
 def guard_step(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any]) -> None:
@@ -42,7 +45,7 @@ def guard_step(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
         RankMismatchError: on every rank, if they do not.
     """
     step = run.loop.steps_begun
-    if not isinstance(run.loop.observer, NullObserver) and run.parallel.plan.sync.mode == "synchronous":
+    if _is_recorded(run):
         check_modes(run)  # all else the observer compares; but norms in other modes wait for each other
     if should_agree(run) and is_checked(step):
         check_agreement(run, loss, pieces)
@@ -53,9 +56,34 @@ def guard_step(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
 
 
 def guard_loss(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any], share: BatchShare) -> None:
-    """After the first backward of each loss function: check that it is a mean over samples. Collective."""
-    if run.loop.steps_begun <= FIRST_STEPS and should_agree(run):
+    """After the first backward of each loss function: check that it is one mean over samples on all ranks. Collective.
+
+    Raises:
+        RankMismatchError: `tutti verify` runs the script, and the loss function depends on the rank. What depends on
+            it in forward, verification finds itself.
+    """
+    state, code = run.loop.guard, id(code_of(loss))
+    recorded = _is_recorded(run)
+    if run.loop.steps_begun > FIRST_STEPS or code in state.losses or not (recorded or should_agree(run)):
+        return
+    state.losses.add(code)
+    if run.loop.pipeline is not None or not model_is_local(run):
+        return
+    if not all(run.loop.watch.gather("recomputable", is_recomputable(run.parallel.model))):
+        return
+    found = depends_on_rank(run, loss, pieces[0], share) if run.parallel.world.world_size > 1 else None
+    if recorded:
+        if found is not None and found[0] == LOSS:
+            raise RankMismatchError(f"step {run.state.progress.step + 1}: {found[1]}")
+    elif found is not None:
+        warn(run, found[1])
+    else:
         check_loss(run, loss, pieces[0], share)
+
+
+def _is_recorded(run: Run) -> bool:
+    """Whether an observer compares what ranks compute together."""
+    return not isinstance(run.loop.observer, NullObserver) and run.parallel.plan.sync.mode == "synchronous"
 
 
 def guard_update(run: Run, optimizers: Sequence[Optimizer], loss: float) -> None:

@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from tutti.data.fingerprint import values_digest
 from tutti.errors import RankMismatchError
 from tutti.trainer.guard.findings import code_of, has_whole_modules, warn
 from tutti.trainer.guard.replicas import (
@@ -22,7 +23,6 @@ from tutti.trainer.guard.replicas import (
     unequal,
     weights_of,
 )
-from tutti.trainer.guard.sample_values import values_digest
 from tutti.trainer.run_state import Run
 
 _UNCOMPARED = frozenset({"params", "param_names", "fused", "foreach"})
@@ -38,6 +38,7 @@ class RankView:
         modes: whether each module trains.
         loss: name and code of the loss function.
         order: digests of the global batch's and the epoch's samples.
+        stream: digest of the values of a stream's first global batch; None for other data.
         tensors: checksums of the weights and of the optimizers' state.
         buffers: checksums of the buffers.
         data_index: ranks with equal ones compute the same samples.
@@ -49,6 +50,7 @@ class RankView:
     modes: dict[str, bool]
     loss: dict[str, str]
     order: dict[str, str]
+    stream: str | None
     tensors: Checksums = field(repr=False)
     buffers: Checksums = field(repr=False)
     data_index: int
@@ -121,6 +123,7 @@ def _view(run: Run, loss: Callable[..., Any], pieces: list[Any], held: Held) -> 
             name: _digest(np.ascontiguousarray(indices).tobytes())
             for name, indices in {"the global batch": loader.indices, **epoch}.items()
         },
+        stream=loader.stream_digest,
         tensors=checksums(held),
         buffers=buffer_checksums(parallel.model) if whole else {},
         data_index=parallel.mesh.data_index,
@@ -129,13 +132,36 @@ def _view(run: Run, loss: Callable[..., Any], pieces: list[Any], held: Held) -> 
 
 
 def _hyperparameters(run: Run) -> dict[str, Any]:
-    return {
+    """The settings of the Job and of the optimizers, by name, most telling first."""
+    parallel, named = run.parallel, named_optimizers(run.parallel.optimizers)
+    settings = {f"{name!r} of the Job": repr(value) for name, value in asdict(run.settings).items()}
+    kinds = {f"the class of optimizer {number}": type(one).__name__ for number, one in enumerate(parallel.optimizers)}
+    groups = {
         f"{key!r} of group {number} of {name}": _plain(value)
-        for name, optimizer in named_optimizers(run.parallel.optimizers).items()
+        for name, optimizer in named.items()
         for number, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
         if key not in _UNCOMPARED and not callable(value)
     }
+    return (
+        settings
+        | kinds
+        | groups
+        | (_members(run) if parallel.mesh.degree("replicate") == parallel.world.world_size else {})
+    )
+
+
+def _members(run: Run) -> dict[str, str]:
+    """How many parameters each group of the optimizers has, with a digest of their names."""
+    names = run.parallel.layout.state_names(run.parallel.model, run.parallel.optimizers)
+    found = {}
+    for position, (name, optimizer) in enumerate(named_optimizers(run.parallel.optimizers).items()):
+        for number, group in enumerate(optimizer.param_groups):
+            members = [names[position].get(parameter, "") for parameter in group["params"]]
+            found[f"'params' of group {number} of {name}"] = (
+                f"{len(members)} parameters ({_digest(' '.join(members).encode())[:4]})"
+            )
+    return found
 
 
 def _unequal_rates(first: dict[str, Any], other: dict[str, Any], rank: int) -> Iterator[str]:
@@ -178,6 +204,11 @@ def _differences(views: list[RankView]) -> Iterator[str]:
             yield (
                 f"the order of samples in {name} differs between rank 0 and rank {rank}, so samples are seen twice or "
                 "never; seed the sampler the same on every rank"
+            )
+        if view.stream != views[0].stream:
+            yield (
+                f"the stream gives other samples on rank {rank} than on rank 0, so samples are seen twice or never; "
+                "yield the whole stream in one order on every rank: tutti divides it"
             )
         partner = next(number for number, other in enumerate(views) if other.data_index == view.data_index)
         if view.batch != views[partner].batch:

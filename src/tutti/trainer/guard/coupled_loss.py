@@ -19,9 +19,7 @@ from tutti.data.batches import BatchShare
 from tutti.data.microbatches import split_batch
 from tutti.nn.mixture import take_tallies
 from tutti.parallel.data.batch_state import exchanges_state
-from tutti.parallel.script_hooks import has_script_hooks
-from tutti.trainer.guard.findings import LossFunction, code_of, loss_again, model_is_local, warn
-from tutti.trainer.guard.same_loss import check_same_loss
+from tutti.trainer.guard.findings import LossFunction, loss_again, warn
 from tutti.trainer.run_state import Run
 
 MOST_SAMPLES = 16
@@ -38,16 +36,9 @@ Losses = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def check_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> None:
-    """Warn if the loss of a few samples is not the mean of its halves. Collective; once for each loss function."""
-    code = id(code_of(loss))
-    if code in run.loop.guard.losses:
-        return
-    run.loop.guard.losses.add(code)
-    local = run.loop.pipeline is None and model_is_local(run)
-    if local and run.parallel.world.world_size > 1:
-        check_same_loss(run, loss, piece, share)
+    """Warn if the loss of a few samples is not the mean of its halves. Collective."""
     divided = run.parallel.world.world_size > 1 or len(share.parts) > 1
-    if not divided or not local or not _repeatable(run.parallel.model):
+    if not divided or not all(map(_has_statistics, run.parallel.model.modules())):
         return
     counts: list[int] = run.loop.watch.gather("samples", share.parts[0].count)
     if min(counts) < 2:
@@ -80,15 +71,8 @@ def _sentence(model: nn.Module, rank: int, samples: int, whole: float, halves: f
     )
 
 
-def _repeatable(model: nn.Module) -> bool:
-    """Whether the model can be computed on fewer samples: not if compiled or hooked, or if norms have batches only."""
-    return not any(
-        module._compiled_call_impl is not None
-        or hasattr(module, "dynamo_ctx")
-        or has_script_hooks(module)  # which may keep what they see outside of the model
-        or (isinstance(module, _BatchNorm) and module.running_mean is None)
-        for module in model.modules()
-    )
+def _has_statistics(module: nn.Module) -> bool:
+    return not isinstance(module, _BatchNorm) or module.running_mean is not None
 
 
 def _all_modules(module: nn.Module) -> bool:

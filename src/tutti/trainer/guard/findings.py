@@ -12,6 +12,7 @@ from tutti.config.vocabulary import AxisName
 from tutti.data.microbatches import to_device
 from tutti.data.seeds import seed_device, seed_everything
 from tutti.parallel.losses import as_weighted
+from tutti.parallel.script_hooks import has_script_hooks
 from tutti.trainer.run_state import Run
 from tutti.trainer.traceless import untouched
 
@@ -37,6 +38,16 @@ def model_is_local(run: Run) -> bool:
     """Return whether a rank can compute the model without the others."""
     sharded = run.parallel.mesh.degree("shard") > 1 and run.parallel.plan.sharding.level > 1
     return has_whole_modules(run) and not sharded
+
+
+def is_recomputable(model: nn.Module) -> bool:
+    """Return whether the model may be computed on other samples: it is not compiled, and hooks keep nothing of them."""
+    return not any(
+        module._compiled_call_impl is not None
+        or hasattr(module, "dynamo_ctx")
+        or has_script_hooks(module)  # which may keep what they see outside of the model
+        for module in model.modules()
+    )
 
 
 def loss_again(

@@ -20,7 +20,7 @@ from tutti.data.batches import BatchShare
 from tutti.data.microbatches import split_batch
 from tutti.nn.mixture import take_tallies
 from tutti.parallel.data.batch_state import exchanges_state
-from tutti.trainer.guard.findings import LossFunction, loss_again, warn
+from tutti.trainer.guard.findings import LossFunction, loss_again
 from tutti.trainer.run_state import Run
 
 SHARED_SAMPLES = 4
@@ -37,8 +37,11 @@ Values = list[tuple[str, bool, float]]
 """In the order of calls: the name of a module, whether it returns, and the sum of what it got or returned."""
 
 
-def check_same_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> None:
-    """Warn if ranks compute other losses of the same samples. Collective.
+LOSS = "the loss function"
+
+
+def depends_on_rank(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> tuple[str, str] | None:
+    """Return what depends on the rank, and a sentence, if ranks compute other losses of the same samples. Collective.
 
     Args:
         run: the run; each rank can compute its model by itself.
@@ -48,7 +51,7 @@ def check_same_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare)
     """
     sent = _samples_sent(run, piece, share.parts[0].count)
     if sent is None:
-        return
+        return None
     samples = sent[1], share.batch_size
     outcome = _outcome(run, loss, sent[0], samples)
     found: list[tuple[float | None, str]] = run.loop.watch.gather("same loss", (outcome, _processor(run)))
@@ -57,19 +60,18 @@ def check_same_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare)
     numbers = [number for number in everyone if number is not None]
     rank = next((n for n, number in enumerate(numbers) if not _agree(numbers[0], number, tolerance)), None)
     if len(numbers) < len(everyone) or rank is None:
-        return
+        return None
     values: Values = []
     with _noting_values(run.parallel.model, values):
         again = _outcome(run, loss, sent[0], samples)
     repeated: list[tuple[float | None, Values]] = run.loop.watch.gather("values of modules", (again, values))
     if [number for number, _ in repeated] != everyone:
-        return  # the script draws from generators of its own
+        return None  # the script draws from generators of its own
     where = _first_difference(run.parallel.model, repeated[0][1], repeated[rank][1], tolerance)
-    warn(
-        run,
+    return where, (
         f"{where} depends on the rank: the same {sent[1]} samples with the same random draws have the loss "
         f"{numbers[0]:.6g} on rank 0 and {numbers[rank]:.6g} on rank {rank}, so ranks do not train one model; let "
-        "forward, the loss and their settings (smoothing, class weights, precision) depend on the samples only",
+        "forward, the loss and their settings (smoothing, class weights, precision) depend on the samples only"
     )
 
 
@@ -160,4 +162,4 @@ def _first_difference(model: nn.Module, expected: Values, actual: Values, tolera
             kind = type(model.get_submodule(caller)).__name__
             where = "" if returns else f", before it calls {name!r},"
             return f"the forward of {f'module {caller!r} ({kind})' if caller else kind}{where}"
-    return "the loss function"
+    return LOSS

@@ -1,14 +1,11 @@
 """Finds data sets and collate functions that return other values on other ranks for the same samples."""
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tutti.data.microbatches import leaves
+from tutti.data.fingerprint import values_digest
 from tutti.data.samples import Collate, SeededSamples
 from tutti.data.seeds import preserved_generators, seed_everything
 from tutti.errors import RankMismatchError
@@ -92,16 +89,3 @@ class _SampleDigests(Dataset[Any]):
         except Exception:  # the script's own code, as above; it may not collate these samples
             digests += [None] * (len(self.chosen) + 1 - len(digests))
         return digests
-
-
-def values_digest(values: Any) -> str:
-    """Return the digest of all numbers and strings in nested containers."""
-    hashed = hashlib.blake2b(digest_size=8)
-    for leaf in leaves(values):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            hashed.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-            hashed.update(np.ascontiguousarray(leaf).tobytes())
-        elif isinstance(leaf, str | bytes | bool | int | float | complex | np.generic):
-            hashed.update(repr(leaf).encode())
-    return hashed.hexdigest()

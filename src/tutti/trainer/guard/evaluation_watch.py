@@ -1,4 +1,7 @@
-"""Finds dropout that stays on in evaluation: F.dropout without `training=self.training`, attention with `dropout_p`."""
+"""Watches the first evaluated batch: dropout that stays on, and outputs that depend on the other samples.
+
+Dropout is on in F.dropout without `training=self.training`, and in attention with `dropout_p`.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,13 +12,14 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from tutti.trainer.guard.evaluation_rows import coupled_module
 from tutti.trainer.guard.findings import warn
 from tutti.trainer.run_state import Run
 
 _DROPOUTS = frozenset([F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout])
 
 
-class DropoutWatch(TorchFunctionMode):
+class EvaluationWatch(TorchFunctionMode):
     """Watches the first batch of a run's first evaluation.
 
     Args:
@@ -30,6 +34,7 @@ class DropoutWatch(TorchFunctionMode):
         self._inside: list[nn.Module] = []
         self._batches = 0
         self.found: tuple[str, str] | None = None
+        self.coupled: tuple[str, str] | None = None
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -46,16 +51,30 @@ class DropoutWatch(TorchFunctionMode):
             for hook in hooks:
                 hook.remove()
 
+    def compare(self, batch: Any, samples: int) -> None:
+        """Look at this batch's samples by themselves, if it is the first batch."""
+        if self._due and self._batches == 1 and self.found is None:
+            self.coupled = coupled_module(self._run, batch, samples)
+
     def report(self) -> None:
-        """Warn if dropout was on. Collective."""
+        """Warn of what was found. Collective."""
         if not self._due:
             return
-        found = next((where for where in self._run.loop.watch.gather("dropout", self.found) if where is not None), None)
+        everyone = self._run.loop.watch.gather("evaluation", (self.found, self.coupled))
+        found, coupled = (next(filter(None, kind), None) for kind in zip(*everyone, strict=True))
         if found is not None:
             warn(
                 self._run,
                 f"{found[0]} calls {found[1]} with dropout on while the model is evaluated, so that results are "
                 "random; pass training=self.training, or dropout_p=self.p if self.training else 0.0",
+            )
+        if coupled is not None:
+            where = f"module {coupled[0]!r} ({coupled[1]})" if coupled[0] else f"{coupled[1]}.forward"
+            warn(
+                self._run,
+                f"the output of {where} for a sample depends on the other samples of the batch while the model is "
+                "evaluated, so that results change with the batch size and the number of ranks; let norms use running "
+                "statistics in evaluation, and compute each sample by itself",
             )
 
     def __torch_function__(

@@ -1,0 +1,19 @@
+"""One rank puts a norm in evaluation mode, so that the others would wait for its statistics."""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import tutti
+
+job = tutti.Job(global_batch_size=12, seed=1)
+generator = torch.Generator().manual_seed(0)
+data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(0, 3, (48,), generator=generator))
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = job.prepare(model, optimizer, data, nn.CrossEntropyLoss())
+if job.rank == 1:
+    model[1].eval()
+for _ in job.epochs(2):
+    for batch in loader:
+        job.step(batch)
