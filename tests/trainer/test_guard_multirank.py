@@ -345,6 +345,10 @@ MISTAKES: dict[str, tuple[Script, str]] = {
     "statistics": (Script(lambda: net(Centred())), "warning: .*not a mean over samples"),
     "broadcast by hand": (Script(loss=column_by_hand), "warning: .*not a mean over samples"),
     "broadcast": (Script(loss=column), r"ScriptError: F.mse_loss .*\(8, 1\).*\(8,\).*view_as"),
+    "broadcast of counts": (
+        Script(loss=lambda output, target: F.poisson_nll_loss(output[:, None], target)),
+        r"ScriptError: F.poisson_nll_loss .*\(8, 1\).*\(8,\).*view_as",
+    ),
     "rate": (Script(change=rate_of_rank), "RankMismatchError: step 2: 'lr' of group 0 of AdamW is 0.1 on rank 0 and 0"),
     "decay": (Script(change=decay_of_rank), "RankMismatchError: step 1: 'weight_decay' of group 0 of AdamW"),
     "betas": (

@@ -18,6 +18,7 @@ BROKEN = {
     "gradient_scaled": ("gradient_changed_after_averaging", "gradient used", "0", "gradient of weight"),
     "job_seed_by_rank": ("different_seed", "seed", "", "Job(seed=...)"),
     "learning_rate": ("learning_rate_depends_on_ranks", "learning rate", "", "lr of optimizer 0"),
+    "loss_divided": ("loss_divided_by_ranks", "loss", "", "loss"),
     "loss_sum": ("loss_is_a_sum", "loss", "", "loss"),
     "mean_over_ranks": ("mean_over_ranks", "loss", "", "loss"),
     "mixing": ("coupled_samples", "forward", "1", "output"),

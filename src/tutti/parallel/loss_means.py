@@ -256,8 +256,17 @@ def _by_row(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) ->
     return result
 
 
-_BROADCASTING = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
-"""Losses that compare every value with every target if shapes differ; torch only warns."""
+_BROADCASTING = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.kl_div,
+    F.poisson_nll_loss,
+    F.gaussian_nll_loss,
+    F.hinge_embedding_loss,
+)
+"""Losses that compare every value with every target if shapes differ; torch warns at most."""
 
 
 def _check_shapes(

@@ -339,18 +339,29 @@ def coupled_forward(case: DifferenceCase) -> Cause | None:
 
 
 def sum_loss(case: DifferenceCase) -> Cause | None:
-    """Find a loss that is a sum: the ranks' losses add up to one device's."""
-    if case.stage != "loss" or not mean_losses(case):
+    """Find a loss that is a sum, or is divided by the number of ranks: the ranks' losses add up to one device's."""
+    if case.stage != "loss":
         return None
-    add_up = all(number_difference(expected, sum(ranks)) < LOSS_TOLERANCE for expected, ranks in mean_losses(case))
-    several = any(len(ranks) > 1 for _, ranks in mean_losses(case))
-    if not (add_up and several):
+    losses = mean_losses(case)
+    divided = not losses
+    if divided:  # torch's own functions have taken the means, so that the loss is no sum over samples
+        losses = mean_losses(case, counted=True)
+    add_up = all(number_difference(expected, sum(ranks)) < LOSS_TOLERANCE for expected, ranks in losses)
+    several = any(len(ranks) > 1 for _, ranks in losses)
+    if not (losses and add_up and several):
         return None
+    if divided:
+        return Cause(
+            kind="loss_divided_by_ranks",
+            sentence="the loss is divided by the number of ranks: the ranks' losses add up to one device's",
+            remedy="return the mean over samples, undivided: tutti averages over the samples of all ranks",
+        )
     return Cause(
         kind="loss_is_a_sum",
-        sentence="the loss is a sum over samples: the ranks' losses add up to one device's, where a mean was "
-        "expected, so the loss and the step depend on how the batch is divided",
-        remedy="return the mean over samples (reduction='mean'), or tutti.Weighted(total=sum, count=number of terms)",
+        sentence="the loss is a sum over samples, or is divided by the number of ranks: the ranks' losses add up to "
+        "one device's, where a mean was expected, so the loss and the step depend on how the batch is divided",
+        remedy="return the mean over samples (reduction='mean'), undivided, or tutti.Weighted(total=sum, count=number "
+        "of terms)",
     )
 
 
@@ -493,8 +504,12 @@ BUFFER_TOLERANCE = 1e-6
 """Largest relative difference of equal buffers."""
 
 
-def mean_losses(case: DifferenceCase) -> list[tuple[float, list[float]]]:
-    """Return the recorded losses of every microbatch whose loss is a plain mean.
+def mean_losses(case: DifferenceCase, *, counted: bool = False) -> list[tuple[float, list[float]]]:
+    """Return the recorded losses of every microbatch whose loss is a mean.
+
+    Args:
+        case: the difference.
+        counted: also return means whose count tutti knows, rather than plain ones only.
 
     Returns:
         Pairs of one device's loss and the losses of the ranks that have samples.
@@ -504,18 +519,22 @@ def mean_losses(case: DifferenceCase) -> list[tuple[float, list[float]]]:
     losses = []
     heads = case.recordings.heads
     for step, microbatches in enumerate(case.recordings.head.losses):
-        for index, (_, expected) in enumerate(microbatches):
+        for index, (_, loss) in enumerate(microbatches):
             others = [
                 head.losses[step][index] for head in heads if step < len(head.losses) and index < len(head.losses[step])
             ]
-            counted = [loss for share, loss in others if share.count]
-            if _is_mean(expected) and all(_is_mean(loss) for loss in counted):
-                losses.append((expected.total, [loss.total for loss in counted if loss]))  # type: ignore[union-attr]
+            expected = _mean_of(loss, counted)
+            ranks = [_mean_of(other, counted) for share, other in others if share.count]
+            if expected is not None and None not in ranks:
+                losses.append((expected, [number for number in ranks if number is not None]))
     return losses
 
 
-def _is_mean(loss: LossRecord | None) -> bool:
-    return loss is not None and loss.count is None
+def _mean_of(loss: LossRecord | None, counted: bool) -> float | None:
+    """The value of a plain mean, or also of one that is `counted` by tutti itself; None for other losses."""
+    if loss is None or (loss.count is not None and (loss.stated or not counted)):
+        return None
+    return loss.total / loss.count if loss.count else loss.total
 
 
 def moments_agree(case: DifferenceCase) -> bool:

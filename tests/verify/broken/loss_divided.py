@@ -1,0 +1,22 @@
+"""Divides the loss by the number of ranks, as loops that add gradients up must."""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import tutti
+
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target) / job.world_size
+
+
+job = tutti.Job(global_batch_size=12, seed=1)
+generator = torch.Generator().manual_seed(0)
+data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(0, 3, (48,), generator=generator))
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = job.prepare(model, optimizer, data, loss)
+for _ in job.epochs(2):
+    for batch in loader:
+        job.step(batch)
