@@ -130,6 +130,39 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
+_calls = 0
+
+
+class CountingLoss:
+    """Counts its calls by an attribute, a list, a tensor, a global and a closure, and computes with them."""
+
+    def __init__(self) -> None:
+        self.calls, self.seen, self.count = 0, [], torch.zeros(())
+        self.draws = torch.Generator().manual_seed(7)
+        self.inner = counting_closure()
+        self.drawn: list[float] = []
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        global _calls
+        _calls += 1
+        self.calls += 1
+        self.seen.append(len(output))
+        self.count += 1
+        self.drawn.append(float(torch.rand((), generator=self.draws)))
+        return (output - target).square().mean() * (1 + 0.1 * self.calls + 0.01 * self.inner())
+
+
+def counting_closure() -> Callable[[], int]:
+    calls = 0
+
+    def called() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return called
+
+
 def of_rank(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output, target) * (1 + 0.01 * this_rank())
 
@@ -460,6 +493,7 @@ CORRECT: dict[str, Script] = {
     "summed by torch": Script(loss=partial(F.mse_loss, reduction="sum")),
     "unneeded rank": Script(lambda: net(OfRank(False))),
     "noise of its own": Script(lambda: net(OwnNoise())),
+    "counting loss": Script(loss=CountingLoss()),
     "buffer": Script(lambda: net(Scaled()), change=scale_of_all),
     "state": Script(change=state_of_all),
     "gradient": Script(between=gradient_of_all),
@@ -517,10 +551,17 @@ def said(name: str, script: Script, ranks: int, lines: set[str] | None = None) -
     if lines is not None and job._prepared is not None:
         lines |= job._prepared.output.screen._said
     counted = [(m.calls, len(m.seen), float(m.count)) for m in model.modules() if isinstance(m, Counts)]
+    if isinstance(one := script.loss, CountingLoss):
+        counted.append((one.calls, len(one.seen), float(one.count), _calls, one.inner(), one.drawn))
     metrics = folder / "metrics.jsonl"
     rows = map(json.loads, metrics.read_text().splitlines()) if rank == 0 and metrics.exists() else ()
     found += [f"warning: {row['sentence']}" for row in rows if row["kind"] == "guard"]
     return found, counted
+
+
+def drawn(count: int) -> list[float]:
+    generator = torch.Generator().manual_seed(7)
+    return [float(torch.rand((), generator=generator)) for _ in range(count)]
 
 
 def all_said(scripts: dict[str, Script], ranks: int) -> dict[str, tuple[list[str], list[Any]]]:
@@ -554,6 +595,7 @@ def test_a_correct_program_raises_nothing(ranks: int) -> None:
         assert {name: found for name, (found, _) in results.items() if found} == {}
         calls, seen, count = results["counter"][1][0]
         assert calls == seen == count, "the guard's own forwards leave no trace"
+        assert results["counting loss"][1] == [(3, 3, 3.0, 3, 4, drawn(3))], "nor do its calls of the loss"
 
 
 def sgd(*parts: slice) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:

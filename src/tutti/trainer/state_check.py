@@ -26,7 +26,7 @@ from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.sharding.parameter_sharding import Parameters
 from tutti.trainer.observer import NullObserver
 from tutti.trainer.run_state import Run
-from tutti.trainer.traceless import untouched
+from tutti.trainer.traceless import own_generators_kept, untouched
 
 Place = tuple[nn.Module, str]
 """A buffer: its module, and its name there."""
@@ -193,10 +193,11 @@ def _matters(
     run.parallel.scope.counts = part.count > 0
     try:
         compared = places.keys() - unwritten
-        outcomes = [
-            _outcomes(run, loss_of_batch, piece, places, values, compared)
-            for values in (now, *({**now, **other} for other in others))
-        ]
+        with own_generators_kept(model, loss_of_batch):
+            outcomes = [
+                _outcomes(run, loss_of_batch, piece, places, values, compared)
+                for values in (now, *({**now, **other} for other in others))
+            ]
         matters = any(_depends(*pair) for other in outcomes[1:] for pair in zip(outcomes[0], other, strict=True))
     except Exception:  # the script's own code, repeated without gradients
         matters = True
@@ -216,7 +217,7 @@ def _outcomes(
     """What a microbatch gives in evaluation and in training mode if buffers have these values."""
     model = run.parallel.model
     modes = [(module, module.training) for module in model.modules()]
-    with untouched(model):
+    with untouched(model, loss_of_batch):
         for name, (module, key) in places.items():
             value = values[name]
             module._buffers[key] = None if value is None else value.clone()

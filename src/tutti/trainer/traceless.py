@@ -1,8 +1,6 @@
-"""Computes the model once more and leaves no trace in its modules or in the generators of random numbers."""
+"""Computes the model once more and leaves no trace in its modules, the loss or the generators of random numbers."""
 
-import copy
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,14 +8,21 @@ import torch
 from torch import nn
 
 from tutti.data.seeds import preserved_generators
-
-_CONTAINERS = (list, dict, set, deque)
+from tutti.trainer.restored_values import SavedContainers, SavedGenerators, SavedTensors
+from tutti.trainer.script_state import ScriptState
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """On exit, restore every module's attributes, buffers, lists and modes, and all generators."""
-    saved = [_SavedModule(module) for module in model.modules()]
+def untouched(model: nn.Module, function: Any = None) -> Iterator[None]:
+    """On exit, restore every module's attributes, buffers, lists and modes, what `function` keeps, and all generators.
+
+    Args:
+        model: the model.
+        function: the script's loss function, or None.
+    """
+    modules = [*model.modules()]
+    saved = [_SavedModule(module) for module in modules]
+    script = ScriptState(function, {*map(id, modules)})
     devices = {parameter.device.index for parameter in model.parameters() if parameter.is_cuda}
     with preserved_generators(), torch.random.fork_rng(devices=sorted(devices), enabled=bool(devices)):
         try:
@@ -25,6 +30,22 @@ def untouched(model: nn.Module) -> Iterator[None]:
         finally:
             for state in saved:
                 state.restore()
+            script.restore()
+
+
+@contextmanager
+def own_generators_kept(model: nn.Module, function: Any = None) -> Iterator[None]:
+    """On exit, set back the generators that modules and `function` keep for themselves; meanwhile they go on.
+
+    Within several computations, so that a model which draws from them is seen to be random.
+    """
+    modules = [*model.modules()]
+    values = [value for module in modules for value in vars(module).values()]
+    saved = SavedGenerators([*values, *ScriptState(function, {*map(id, modules)}).values])
+    try:
+        yield
+    finally:
+        saved.restore()
 
 
 class _SavedModule:
@@ -35,13 +56,8 @@ class _SavedModule:
         self.attributes = dict(module.__dict__)
         self.buffers = dict(module._buffers)
         own = [value for name, value in self.attributes.items() if not name.startswith("_")]
-        self.containers = [(value, copy.copy(value)) for value in _containers(own)]
-        tensors = [value for value in (*own, *self.buffers.values()) if isinstance(value, torch.Tensor)]
-        self.tensors = [
-            (tensor, tensor._version, tensor.detach().clone())
-            for tensor in tensors
-            if not tensor.is_meta and not tensor.is_inference()
-        ]
+        self.containers = SavedContainers(own)
+        self.tensors = SavedTensors([*own, *self.buffers.values()])
 
     def restore(self) -> None:
         """Put back what forward has changed."""
@@ -49,23 +65,5 @@ class _SavedModule:
         self.module.__dict__.update(self.attributes)
         self.module._buffers.clear()
         self.module._buffers.update(self.buffers)
-        for value, before in self.containers:
-            _refill(value, before)
-        with torch.no_grad():
-            for tensor, version, before in self.tensors:
-                if tensor._version != version:
-                    tensor.copy_(before)
-
-
-def _containers(values: Iterable[Any], depth: int = 3) -> Iterator[Any]:
-    """Yield the lists, dicts, sets and queues among `values` and in them."""
-    for value in values:
-        if type(value) in _CONTAINERS:
-            yield value
-            if depth > 1:
-                yield from _containers(list(value.values() if isinstance(value, dict) else value), depth - 1)
-
-
-def _refill(value: Any, before: Any) -> None:
-    value.clear()
-    (value.extend if isinstance(value, list | deque) else value.update)(before)
+        self.containers.restore()
+        self.tensors.restore()

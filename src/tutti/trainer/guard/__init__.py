@@ -31,6 +31,7 @@ from tutti.trainer.guard.trained_parameters import say_few_trained, say_owners
 from tutti.trainer.observer import NullObserver
 from tutti.trainer.run_state import Run
 from tutti.trainer.state_check import is_checked, should_agree
+from tutti.trainer.traceless import own_generators_kept
 
 FIRST_STEPS = 10
 """Loss functions that come after so many steps are not checked."""
@@ -71,14 +72,14 @@ def guard_loss(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
         return
     if not all(run.loop.watch.gather("recomputable", is_recomputable(run.parallel.model))):
         return
-    found = depends_on_rank(run, loss, pieces[0], share) if run.parallel.world.world_size > 1 else None
-    if recorded:
-        if found is not None and found[0] == LOSS:
-            raise RankMismatchError(f"step {run.state.progress.step + 1}: {found[1]}")
-    elif found is not None:
+    with own_generators_kept(run.parallel.model, loss):
+        found = depends_on_rank(run, loss, pieces[0], share) if run.parallel.world.world_size > 1 else None
+        if found is None and not recorded:
+            check_loss(run, loss, pieces[0], share)
+    if found is not None and not recorded:
         warn(run, found[1])
-    else:
-        check_loss(run, loss, pieces[0], share)
+    elif found is not None and found[0] == LOSS:
+        raise RankMismatchError(f"step {run.state.progress.step + 1}: {found[1]}")
 
 
 def _is_recorded(run: Run) -> bool:

@@ -73,7 +73,7 @@ def loss_again(
     """
     model, device = run.parallel.model, run.parallel.world.device
     with (
-        untouched(model),  # each time anew: forward may count its calls
+        untouched(model, loss),  # each time anew: forward may count its calls
         run.parallel.sequences.part(to_device(batch, device)) as local,
         run.parallel.reads.active(),
     ):
