@@ -262,6 +262,21 @@ def state_of_all(rank: int, step: int, model: nn.Module, optimizer: torch.optim.
         optimizer.state.clear()
 
 
+def hook_of_rank(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if rank == 1 and step == 0:
+        model[0].register_forward_hook(lambda module, args, output: output * 1.1)
+
+
+def logging_on_rank(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if rank == 1:
+        if step == 0:
+            model[0].register_forward_hook(lambda module, args, output: _logged.append(float(output.mean())))
+        assert len(_logged) == step
+
+
+_logged: list[float] = []
+
+
 def late_weights_of_rank(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if step >= 2:
         weights_of_rank(rank, 1, model, optimizer)
@@ -416,6 +431,11 @@ MISTAKES: dict[str, tuple[Script, str]] = {
         Script(lambda: net(OfRank(True))),
         r"warning: the forward of module '2' \(OfRank\) depends on the rank",
     ),
+    "hook": (
+        Script(change=hook_of_rank),
+        "warning: the forward of Sequential, before it calls '1', depends on the rank: .* "
+        r"\(hooks of the script differ between rank 0 and rank 1\)",
+    ),
     "buffer": (
         Script(lambda: net(Scaled()), change=scale_of_rank),
         r"ScriptError: module '2' \(Scaled\) has other values of 'scale' on rank 1 than on rank 0",
@@ -493,6 +513,7 @@ CORRECT: dict[str, Script] = {
     "summed by torch": Script(loss=partial(F.mse_loss, reduction="sum")),
     "unneeded rank": Script(lambda: net(OfRank(False))),
     "noise of its own": Script(lambda: net(OwnNoise())),
+    "logging on a rank": Script(change=logging_on_rank),
     "counting loss": Script(loss=CountingLoss()),
     "buffer": Script(lambda: net(Scaled()), change=scale_of_all),
     "state": Script(change=state_of_all),

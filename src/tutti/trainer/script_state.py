@@ -25,22 +25,24 @@ _PLAIN = (int, float, complex, str, tuple, torch.Tensor, type(None))
 
 
 class ScriptState:
-    """What a function of the script keeps, as it is now.
+    """What functions of the script keep, as it is now.
 
     Args:
-        function: the function, or an object that is called.
+        functions: the functions, or objects that are called.
         known: ids of modules that somebody else restores.
 
     Attributes:
-        values: the values that it reaches.
+        values: the values that they reach.
     """
 
-    def __init__(self, function: Any, known: set[int]) -> None:
+    def __init__(self, functions: Iterable[Any], known: set[int]) -> None:
         self._seen, self._roots = known, {"__main__"}
         self._cells: list[tuple[CellType, Any]] = []
         self._entries: list[tuple[dict[str, Any], str, Any]] = []
         self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.values = [value for held in self._reached(function, _DEPTH) for value in held]
+        functions = [*functions]
+        self._note_classes(one.__self__ if isinstance(one, MethodType) else one for one in functions)
+        self.values = [value for one in functions for held in self._reached(one, _DEPTH) for value in held]
         self._containers = SavedContainers(self.values, _LARGEST_LIST)
         self._tensors = SavedTensors(self.values, _LARGEST_TENSOR)
 

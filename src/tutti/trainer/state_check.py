@@ -193,7 +193,7 @@ def _matters(
     run.parallel.scope.counts = part.count > 0
     try:
         compared = places.keys() - unwritten
-        with own_generators_kept(model, loss_of_batch):
+        with own_generators_kept(model, [loss_of_batch]):
             outcomes = [
                 _outcomes(run, loss_of_batch, piece, places, values, compared)
                 for values in (now, *({**now, **other} for other in others))
@@ -217,7 +217,7 @@ def _outcomes(
     """What a microbatch gives in evaluation and in training mode if buffers have these values."""
     model = run.parallel.model
     modes = [(module, module.training) for module in model.modules()]
-    with untouched(model, loss_of_batch):
+    with untouched(model, [loss_of_batch]):
         for name, (module, key) in places.items():
             value = values[name]
             module._buffers[key] = None if value is None else value.clone()

@@ -1,6 +1,6 @@
 """Computes the model once more and leaves no trace in its modules, the loss or the generators of random numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,16 +13,16 @@ from tutti.trainer.script_state import ScriptState
 
 
 @contextmanager
-def untouched(model: nn.Module, function: Any = None) -> Iterator[None]:
-    """On exit, restore every module's attributes, buffers, lists and modes, what `function` keeps, and all generators.
+def untouched(model: nn.Module, functions: Iterable[Any] = ()) -> Iterator[None]:
+    """On exit, restore every module's attributes, buffers, lists and modes, what `functions` keep, and all generators.
 
     Args:
         model: the model.
-        function: the script's loss function, or None.
+        functions: of the script: its loss function and hooks.
     """
     modules = [*model.modules()]
     saved = [_SavedModule(module) for module in modules]
-    script = ScriptState(function, {*map(id, modules)})
+    script = ScriptState(functions, {*map(id, modules)})
     devices = {parameter.device.index for parameter in model.parameters() if parameter.is_cuda}
     with preserved_generators(), torch.random.fork_rng(devices=sorted(devices), enabled=bool(devices)):
         try:
@@ -34,14 +34,14 @@ def untouched(model: nn.Module, function: Any = None) -> Iterator[None]:
 
 
 @contextmanager
-def own_generators_kept(model: nn.Module, function: Any = None) -> Iterator[None]:
-    """On exit, set back the generators that modules and `function` keep for themselves; meanwhile they go on.
+def own_generators_kept(model: nn.Module, functions: Iterable[Any] = ()) -> Iterator[None]:
+    """On exit, set back the generators that modules and `functions` keep for themselves; meanwhile they go on.
 
     Within several computations, so that a model which draws from them is seen to be random.
     """
     modules = [*model.modules()]
     values = [value for module in modules for value in vars(module).values()]
-    saved = SavedGenerators([*values, *ScriptState(function, {*map(id, modules)}).values])
+    saved = SavedGenerators([*values, *ScriptState(functions, {*map(id, modules)}).values])
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from tutti.errors import RankMismatchError
 from tutti.trainer.guard.agreement import check_agreement, check_modes, check_replicas
 from tutti.trainer.guard.coupled_loss import check_loss
 from tutti.trainer.guard.evaluation_watch import EvaluationWatch
-from tutti.trainer.guard.findings import code_of, is_recomputable, model_is_local, warn
+from tutti.trainer.guard.findings import code_of, hooked_modules, kept_by, model_is_local, warn
 from tutti.trainer.guard.replicas import check_update
 from tutti.trainer.guard.same_loss import LOSS, depends_on_rank
 from tutti.trainer.guard.sample_values import check_samples
@@ -70,14 +70,18 @@ def guard_loss(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
     state.losses.add(code)
     if run.loop.pipeline is not None or not model_is_local(run):
         return
-    if not all(run.loop.watch.gather("recomputable", is_recomputable(run.parallel.model))):
+    hooked: list[list[str] | None] = run.loop.watch.gather("hooks", hooked_modules(run.parallel.model))
+    alike = all(names == hooked[0] for names in hooked)
+    if None in hooked or (alike and hooked[0]):
         return
-    with own_generators_kept(run.parallel.model, loss):
+    with own_generators_kept(run.parallel.model, kept_by(loss, run.parallel.model)):
         found = depends_on_rank(run, loss, pieces[0], share) if run.parallel.world.world_size > 1 else None
-        if found is None and not recorded:
+        if found is None and alike and not recorded:
             check_loss(run, loss, pieces[0], share)
     if found is not None and not recorded:
-        warn(run, found[1])
+        rank = next((number for number, names in enumerate(hooked) if names != hooked[0]), None)
+        hooks = "" if rank is None else f" (hooks of the script differ between rank 0 and rank {rank})"
+        warn(run, found[1] + hooks)
     elif found is not None and found[0] == LOSS:
         raise RankMismatchError(f"step {run.state.progress.step + 1}: {found[1]}")
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from tutti.data.microbatches import split_batch
 from tutti.data.seeds import seed_device, seed_everything
-from tutti.trainer.guard.findings import is_recomputable, model_is_local
+from tutti.trainer.guard.findings import hooked_modules, model_is_local
 from tutti.trainer.run_state import Run
 from tutti.trainer.traceless import untouched
 
@@ -32,7 +32,7 @@ Rows = list[tuple[str, torch.Tensor]]
 def coupled_module(run: Run, batch: Any, samples: int) -> tuple[str, str] | None:
     """Return the name and type of the first module whose output for a sample depends on the others, or None."""
     model = run.parallel.model
-    if samples < 2 or run.loop.pipeline is not None or not model_is_local(run) or not is_recomputable(model):
+    if samples < 2 or run.loop.pipeline is not None or not model_is_local(run) or hooked_modules(model) != []:
         return None
     few = min(samples, MOST_SAMPLES)
     half = few // 2

@@ -12,7 +12,7 @@ from tutti.config.vocabulary import AxisName
 from tutti.data.microbatches import to_device
 from tutti.data.seeds import seed_device, seed_everything
 from tutti.parallel.losses import as_weighted
-from tutti.parallel.script_hooks import has_script_hooks
+from tutti.parallel.script_hooks import has_script_hooks, origin_of
 from tutti.trainer.run_state import Run
 from tutti.trainer.traceless import untouched
 
@@ -40,14 +40,17 @@ def model_is_local(run: Run) -> bool:
     return has_whole_modules(run) and not sharded
 
 
-def is_recomputable(model: nn.Module) -> bool:
-    """Return whether the model may be computed on other samples: it is not compiled, and hooks keep nothing of them."""
-    return not any(
-        module._compiled_call_impl is not None
-        or hasattr(module, "dynamo_ctx")
-        or has_script_hooks(module)  # which may keep what they see outside of the model
-        for module in model.modules()
-    )
+def hooked_modules(model: nn.Module) -> list[str] | None:
+    """Names of the modules with forward hooks of the script, which may keep what they see; None if one is compiled."""
+    if any(module._compiled_call_impl is not None or hasattr(module, "dynamo_ctx") for module in model.modules()):
+        return None
+    return [name for name, module in model.named_modules() if has_script_hooks(module)]
+
+
+def kept_by(loss: LossFunction, model: nn.Module) -> list[Any]:
+    """The functions of the script whose own state a computation of the loss may change."""
+    hooks = (h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
+    return [loss, *(hook for hook in hooks if origin_of(hook) == "script")]
 
 
 def loss_again(
@@ -73,7 +76,7 @@ def loss_again(
     """
     model, device = run.parallel.model, run.parallel.world.device
     with (
-        untouched(model, loss),  # each time anew: forward may count its calls
+        untouched(model, kept_by(loss, model)),  # each time anew: forward may count its calls
         run.parallel.sequences.part(to_device(batch, device)) as local,
         run.parallel.reads.active(),
     ):
