@@ -48,7 +48,7 @@ def guard_step(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
     step = run.loop.steps_begun
     if _is_recorded(run):
         check_modes(run)  # all else the observer compares; but norms in other modes wait for each other
-    if should_agree(run) and is_checked(step):
+    if is_checked(step) and should_agree(run):
         check_agreement(run, loss, pieces)
         if step == 0:
             check_samples(run)
@@ -63,11 +63,12 @@ def guard_loss(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
         RankMismatchError: `tutti verify` runs the script, and the loss function depends on the rank. What depends on
             it in forward, verification finds itself.
     """
-    state, code = run.loop.guard, id(code_of(loss))
-    recorded = _is_recorded(run)
-    if run.loop.steps_begun > FIRST_STEPS or code in state.losses or not (recorded or should_agree(run)):
+    if run.loop.steps_begun > FIRST_STEPS:
         return
-    state.losses.add(code)
+    losses, code, recorded = run.loop.guard.losses, id(code_of(loss)), _is_recorded(run)
+    if code in losses or not (recorded or should_agree(run)):
+        return
+    losses.add(code)
     if run.loop.pipeline is not None or not model_is_local(run):
         return
     hooked: list[list[str] | None] = run.loop.watch.gather("hooks", hooked_modules(run.parallel.model))

@@ -79,7 +79,6 @@ def check_update(run: Run, optimizers: Sequence[Optimizer], loss: float) -> None
 
 def checksums(held: Held) -> Checksums:
     """The sum of the bits of each dense tensor, read as integers; of the optimizers' state, its norm."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     found: dict[str, tuple[int, Any]] = {}
     bits, norms = {}, {}
     for name, (place, tensor) in held.items():
@@ -91,12 +90,24 @@ def checksums(held: Held) -> Checksums:
             if name.startswith("the state"):
                 norms[name] = value if value.is_floating_point() else value.double()
             else:
-                bits[name] = value.contiguous().view(kinds[value.element_size()]).sum(dtype=torch.int64).cpu()
+                bits[name] = _sum_of_bits(value).cpu()
     sizes = [norm.double().cpu() for norm in torch._foreach_norm([*norms.values()])] if norms else []
     for names, values in ((bits, [*bits.values()]), (norms, sizes)):
         numbers = torch.stack(values).tolist() if values else []
         found |= {name: (held[name][0], number) for name, number in zip(names, numbers, strict=True)}
     return found
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sum_of_bits(value: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bits, read as integers of 64 bits where they are so aligned: that is as fast as reading."""
+    flat = value.contiguous().reshape(-1)
+    packed = 8 // flat.element_size()
+    if flat.numel() % packed == 0 and flat.storage_offset() % packed == 0:
+        return flat.view(torch.int64).sum()
+    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
 
 
 def unequal(everyone: Sequence[Checksums]) -> list[tuple[str, int, int]]:
