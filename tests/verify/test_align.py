@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tutti.config.plan import BatchPlan, Plan
 from tutti.data.batches import MicrobatchShare, share_of
 from tutti.verify.alignment import RankTensor, batch_alignments
-from tutti.verify.compare_recordings import smallest_gap
+from tutti.verify.compare_forward import smallest_gap
 from tutti.verify.tolerance import ToleranceChecker, difference, rms
 
 GAUGE = ToleranceChecker(1e-8, 1e-2)

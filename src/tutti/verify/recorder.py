@@ -5,7 +5,6 @@ from that state and draw the same values. Each step is therefore compared on its
 """
 
 import random
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -14,10 +13,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from tutti.checkpoint.training_state import TrainingState
 from tutti.comm.world import World
@@ -36,19 +34,18 @@ from tutti.verify.alignment import (
     MAX_ELEMENTS,
     RankShard,
     in_double,
-    local_activation,
     named_tensors,
     sample_columns,
     sample_elements,
 )
-from tutti.verify.matched_randomness import AlignedRandom, in_backward, lowest_of
+from tutti.verify.call_log import CallLog
+from tutti.verify.matched_randomness import AlignedRandom, lowest_of
 from tutti.verify.plain_step import PlainProgram, own_step_reason
 from tutti.verify.recording import (
     Evaluation,
     LossRecord,
     MicrobatchRecord,
     ModelState,
-    ModuleCall,
     RankRecord,
     RecordingFolder,
     ReferenceGuide,
@@ -84,100 +81,6 @@ class DoublePrecisionInputs:
     def sampled(self, batch: Any) -> Any:
         """Return the batch, in float64 if the recording asks for it."""
         return map_tensors(_double, batch) if self.recording.double else batch
-
-
-TensorCopy = tuple[torch.Tensor, TensorShard | None]
-"""A copy, and which part of the whole tensor it is; None for all of it."""
-
-
-class CallLog:
-    """Records calls of a model's modules while it is open, except forwards that are recomputed within backward.
-
-    Attributes:
-        open: whether calls are being recorded.
-        calls: the recorded calls.
-        left_out: number of calls that were not recorded.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.open = False
-        self.calls: list[ModuleCall] = []
-        self.left_out = 0
-        self._wanted: frozenset[tuple[str, int]] | None = None
-        self._budget = 0
-        self._numbers: Counter[str] = Counter()
-        self._entered: list[tuple[TensorCopy, ...]] = []
-        self._copies: dict[tuple[int, int], tuple[torch.Tensor, TensorCopy]] = {}
-        self._handles: list[RemovableHandle] = []
-        for name, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(_ModuleHook(self, name)))
-
-    def begin(self, wanted: frozenset[tuple[str, int]] | None, budget_nbytes: int) -> None:
-        """Start a new log.
-
-        Args:
-            wanted: (module, number) of the calls to record; None to record all until `budget_nbytes` are used up.
-            budget_nbytes: memory for copies.
-        """
-        self.open, self.calls, self.left_out = True, [], 0
-        self._wanted, self._budget = wanted, budget_nbytes
-        self._numbers, self._entered, self._copies = Counter(), [], {}
-
-    def end(self) -> None:
-        """Stop recording and release the tensors."""
-        self.open, self._copies, self._entered = False, {}, []
-
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.open and not in_backward():
-            self._entered.append(self._copied((args, kwargs)))
-
-    def leave(self, name: str, module: nn.Module, output: Any) -> None:
-        """Record that the module called `name` has finished with `output`."""
-        if not self.open or in_backward():
-            return
-        inputs = self._entered.pop()
-        number = self._numbers[name]
-        self._numbers[name] += 1
-        if (name, number) not in self._wanted if self._wanted is not None else self._budget <= 0:
-            self.left_out += 1
-            return
-        outputs = self._copied(output)
-        shards = {(kind, i): shard for kind, copies in (("inputs", inputs), ("outputs", outputs))
-                 for i, (_, shard) in enumerate(copies) if shard is not None}  # fmt: skip
-        self.calls.append(
-            ModuleCall(
-                module=name,
-                number=number,
-                kind=type(module).__name__,
-                inputs=tuple(tensor for tensor, _ in inputs),
-                outputs=tuple(tensor for tensor, _ in outputs),
-                shards=shards,
-            )
-        )
-
-    def _copied(self, values: Any) -> tuple[TensorCopy, ...]:
-        leaves = pytree.tree_leaves(values, is_leaf=lambda value: isinstance(value, PackedSequence))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | PackedSequence)]
-        return tuple(self._copy(leaf) for leaf in tensors[:MAX_TENSORS])
-
-    def _copy(self, value: torch.Tensor | PackedSequence) -> TensorCopy:
-        """Return a copy of a value.
-
-        A tensor that has not changed since its last copy is not copied again. It is kept alive, so that its id stays
-        unique.
-        """
-        if isinstance(value, PackedSequence):
-            return sample_columns(pad_packed_sequence(value, batch_first=True)[0]), None
-        plain, shard = local_activation(value)
-        if plain.is_nested:
-            plain = plain.to_padded_tensor(0.0)
-        key = (id(value), plain._version)
-        if key not in self._copies:
-            copy = sample_columns(plain, shard)
-            self._copies[key] = (value, (copy, shard))
-            self._budget -= copy.numel() * copy.element_size()
-        return self._copies[key][1]
 
 
 class RunRecorder(DoublePrecisionInputs):
@@ -497,21 +400,6 @@ def _foreign_generators() -> dict[str, object]:
     """Return the states of the generators, other than torch's, that a forward may draw from."""
     _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return {"numpy.random": (keys.tobytes(), position), "random": random.getstate()}
-
-
-MAX_TENSORS = 4
-"""Number of tensors recorded of each module's output, and of its input."""
-
-
-class _ModuleHook:
-    """The forward hook of one module."""
-
-    def __init__(self, log: CallLog, name: str) -> None:
-        self.log = log
-        self.name = name
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.log.leave(self.name, module, output)
 
 
 def recorded_state(training: TrainingState) -> ModelState:
