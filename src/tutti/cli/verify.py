@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from tutti.verify.verification import Runner, VerificationRequest, VerificationTrial
 
 
+NOT_COMPARABLE = 3
+"""Exit code of a verification that found no fault, but could not compare everything."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
     """The command line, as given."""
@@ -79,6 +83,7 @@ def command(**given: Any) -> None:
 
     Both start every step from the same state, on the same global batches, with the same random numbers. Exit code 0:
     they agree. Exit code 1: they do not, and the first module and tensor that differ are named with the likely cause.
+    Exit code 3: they cannot be compared, because they draw different random numbers.
     """
     options = VerifyOptions(**given)
     verdict = _verdict(options)
@@ -87,7 +92,7 @@ def command(**given: Any) -> None:
         emit(verdict)
     else:
         _show(verdict)
-    sys.exit(0 if verdict.passed else 1)
+    sys.exit(0 if verdict.passed else 1 if verdict.comparable else NOT_COMPARABLE)
 
 
 def _verdict(options: VerifyOptions) -> "Verdict":
@@ -253,7 +258,8 @@ def _show(verdict: "Verdict") -> None:
 
     out = Console(highlight=False)
     word, _, rest = verdict.sentence.partition(":")
-    out.print(f"[bold {'green' if verdict.passed else 'red'}]{word}[/]:", end="")
+    colour = "green" if verdict.passed else "red" if verdict.comparable else "yellow"
+    out.print(f"[bold {colour}]{word}[/]:", end="")
     out.print(rest, markup=False, soft_wrap=True)
     if verdict.cause is not None:
         out.print(f"Remedy: {verdict.cause.remedy}", markup=False, soft_wrap=True)

@@ -65,6 +65,7 @@ class VerificationSummary:
         tolerance: the largest accepted relative difference.
         arithmetic: number format of the computation.
         cause: likely cause of a failure, and its remedy.
+        comparable: whether what differs can be judged; random numbers that differ prevent it.
     """
 
     passed: bool
@@ -74,6 +75,7 @@ class VerificationSummary:
     steps: Quantity
     arithmetic: str
     cause: str | None = None
+    comparable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

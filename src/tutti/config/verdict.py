@@ -65,6 +65,8 @@ class Verdict:
 
     Attributes:
         passed: no tensor differs by more than `tolerance`, relative to its root mean square.
+        comparable: whether what differs can be judged. It cannot where ranks and one device draw different random
+            numbers; such a verdict has not passed either.
         arithmetic: number format of the computation.
         compared: number of tensors compared.
         largest: the largest difference within the tolerance.
@@ -84,4 +86,5 @@ class Verdict:
     first: TensorDifference | None = None
     cause: Cause | None = None
     notes: tuple[str, ...] = ()
+    comparable: bool = True
     version: int = 1

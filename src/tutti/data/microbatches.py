@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from tutti.data.collate_record import CollateRecord, recorded_collation
 from tutti.errors import DataError
 
 _REMEDY = (
@@ -32,24 +33,38 @@ class ShareBatch:
         whole: the share as one batch; what the loader yields.
         pieces: the microbatches, each collated by itself; None where they are cut from `whole`.
         count: samples of the share.
+        record: what it was collated from; None where that is not recorded.
     """
 
     whole: Any
     pieces: tuple[Any, ...] | None
     count: int
+    record: CollateRecord | None = None
 
     def pin_memory(self) -> "ShareBatch":
         """Return the batch in pinned memory; DataLoader calls this under pin_memory=True."""
         pin: Callable[[Any], Any] = pin_memory
         pieces = None if self.pieces is None else tuple(pin(piece) for piece in self.pieces)
-        return ShareBatch(pin(self.whole), pieces, self.count)
+        return ShareBatch(pin(self.whole), pieces, self.count, self.record)
 
 
-def collate_share(collate: Callable[[Any], Any], samples: Sequence[Any], sizes: Sequence[int]) -> ShareBatch:
+def collate_share(
+    collate: Callable[[Any], Any], samples: Sequence[Any], sizes: Sequence[int], *, recorded: bool = False
+) -> ShareBatch:
     """Collate a share of `sizes` samples: once as a whole and, if it has several microbatches, once for each of them.
 
     Torch's own collate function puts samples first, so its batches are cut instead.
+
+    Args:
+        collate: makes a batch of samples.
+        samples: the samples of the share.
+        sizes: samples of each microbatch.
+        recorded: whether the batch says what it was collated from.
     """
+    if recorded:
+        with recorded_collation(collate, samples) as record:
+            batch = collate_share(collate, samples, sizes)
+        return dataclasses.replace(batch, record=record)
     whole = collate(samples)
     if len(sizes) == 1 or collate is default_collate:
         return ShareBatch(whole, None, sum(sizes))

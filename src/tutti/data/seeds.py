@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -43,3 +44,13 @@ def preserved_generators() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
+
+
+def generator_states() -> dict[str, object]:
+    """Return the states of the global generators on the CPU, by name, to compare them later."""
+    _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    return {
+        "torch": bytes(torch.get_rng_state().numpy()),
+        "numpy.random": (keys.tobytes(), position),
+        "random": random.getstate(),
+    }

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tutti.config.plan import Plan
 from tutti.data.batches import BatchShare, Indices, batch_bounds, epoch_order, sampler_order, share_of
+from tutti.data.collate_record import CollateRecord
 from tutti.data.fingerprint import values_digest
 from tutti.data.microbatches import LoadedBatch, ShareBatch, collate_share
 from tutti.data.samples import Collate, DataSource, SampleKey, SeededSamples
@@ -30,6 +31,7 @@ class ShareLoader:
         indices: samples of that global batch.
         stream_digest: digest of the values of the first global batch of a stream's pass, before ranks divide it; None
             for other data, and where a data set reads parts of samples.
+        recorded: whether batches of a user's collate_fn say what they were collated from; set it before the first one.
     """
 
     def __init__(self, source: DataSource, plan: Plan, seed: int, rank: int) -> None:
@@ -43,6 +45,7 @@ class ShareLoader:
         self.share: BatchShare | None = None
         self.indices: Indices = np.empty(0, dtype=np.int64)
         self.stream_digest: str | None = None
+        self.recorded = False
         self._loaded: LoadedBatch | None = None
         self._began: tuple[int, int] | None = None
         self._used = False
@@ -83,6 +86,11 @@ class ShareLoader:
         assert self.share is not None
         self._used = True
         return self._loaded.pieces(batch, self.share.sizes)
+
+    @property
+    def collated(self) -> CollateRecord | None:
+        """What the batch that was yielded last was collated from; None where that is not recorded."""
+        return self._loaded.batch.record if self._loaded is not None else None
 
     def next_epoch(self) -> None:
         """Go to the beginning of the next epoch, even if this one has batches left."""
@@ -143,7 +151,7 @@ class ShareLoader:
         if self._loader is None:
             gather = self.source.collate is Collate().function
             samples = _ShareSamples(SeededSamples(self.source.dataset, self.seed, "sample", gather=gather))
-            collate: Any = _CollateShare(Collate(self.source.collate), self.seed)
+            collate: Any = _CollateShare(Collate(self.source.collate), self.seed, self.recorded)
             keys: Any = _Keys(self)
             self._loader = DataLoader(samples, batch_sampler=keys, collate_fn=collate, **self.source.options)
         for (share, indices), batch in zip(self._shares(), self._loader, strict=False):
@@ -151,7 +159,7 @@ class ShareLoader:
 
     def _stream(self) -> Iterator[tuple[BatchShare, Indices, Any]]:
         place = (self.epoch, self.position, self.before)
-        stream = _StreamShares(self.source, self.plan, self.seed, self.rank, place)
+        stream = _StreamShares(self.source, self.plan, self.seed, self.rank, place, recorded=self.recorded)
         options = {k: v for k, v in self.source.options.items() if k != "persistent_workers"}
         for size, start, batch, digest in DataLoader(stream, batch_size=None, **options):
             self.stream_digest = digest or self.stream_digest
@@ -194,6 +202,7 @@ class _CollateShare:
 
     collate: Collate
     seed: int
+    recorded: bool = False
 
     def __call__(self, share: tuple[Any, list[int], SampleKey]) -> ShareBatch:
         samples, sizes, key = share
@@ -201,7 +210,7 @@ class _CollateShare:
             return ShareBatch(self.collate(samples), None, sum(sizes))
         with preserved_generators():
             seed_everything(derive_seed(self.seed, "collate", *key))
-            return collate_share(self.collate.function, samples, sizes)
+            return collate_share(self.collate.function, samples, sizes, recorded=self.recorded)
 
 
 class SamplerOrder:
@@ -241,13 +250,23 @@ class _StreamShares(IterableDataset[Any]):
     resumed run reads the batches that it has already taken once more, and drops them.
     """
 
-    def __init__(self, source: DataSource, plan: Plan, seed: int, rank: int, place: tuple[int, int, int]) -> None:
+    def __init__(
+        self,
+        source: DataSource,
+        plan: Plan,
+        seed: int,
+        rank: int,
+        place: tuple[int, int, int],
+        *,
+        recorded: bool = False,
+    ) -> None:
         super().__init__()
         self.source = source
         self.plan = plan
         self.seed = seed
         self.rank = rank
         self.epoch, self.position, self.before = place
+        self.recorded = recorded
 
     def __iter__(self) -> Iterator[tuple[int, int, ShareBatch, str | None]]:
         samples = self._seeded()
@@ -258,7 +277,8 @@ class _StreamShares(IterableDataset[Any]):
                 share = share_of(len(batch), self.rank, self.plan)
                 mine = [batch[position] for position in share.positions]
                 digest = values_digest(batch) if whole and number == self.position else None
-                yield len(batch), start, collate_share(self.source.collate, mine, share.sizes), digest
+                shared = collate_share(self.source.collate, mine, share.sizes, recorded=self.recorded)
+                yield len(batch), start, shared, digest
             start += len(batch)
         if start == 0:
             raise DataError(f"the stream {type(self.source.dataset).__name__} gave no sample; give at least one")

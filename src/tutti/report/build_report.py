@@ -580,6 +580,7 @@ def verification(records: Records) -> VerificationSummary | None:
         return None
     return VerificationSummary(
         passed=verdict.passed,
+        comparable=verdict.comparable,
         sentence=verdict.sentence,
         largest=seen(
             verdict.largest.relative_difference if verdict.largest else None, note="over all compared tensors"

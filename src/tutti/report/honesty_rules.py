@@ -284,10 +284,16 @@ def baseline_rerun(report: RunReport) -> list[RuleFinding]:
 
 
 def same_as_one_device(report: RunReport) -> list[RuleFinding]:
-    """Refuse a speed-up over one device when the ranks did not compute what one device computes."""
+    """Refuse a speed-up over one device when the ranks did not compute what one device computes.
+
+    Warn when the two could not be compared.
+    """
     verdict = report.verification
     if verdict is None or verdict.passed:
         return []
+    if not verdict.comparable:
+        sentence = f"Whether the ranks computed what one device computes is not known. {verdict.sentence}"
+        return finding(0, "NOT-COMPARABLE", "warn", sentence, "verification", ("speedup", "efficiency", "ranking"))
     sentence = " ".join(
         filter(None, ("The ranks did not compute what one device computes.", verdict.sentence, verdict.cause))
     )

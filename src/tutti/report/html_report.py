@@ -132,6 +132,8 @@ def badges(report: RunReport) -> list[tuple[str, str]]:
         result.append(("warn", "Not verified against one device"))
     elif verdict.passed:
         result.append(("good", "Verified against one device"))
+    elif not verdict.comparable:
+        result.append(("warn", "Not comparable with one device"))
     else:
         result.append(("bad", "Verification failed"))
     if report.quality.reached is not None:

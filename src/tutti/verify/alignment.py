@@ -6,7 +6,7 @@ are sampled by their position in the whole tensor, so that samples of the whole 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -84,6 +84,7 @@ def sample_alignments(whole: torch.Tensor, rank_tensors: Sequence[RankTensor]) -
     for dim in range(whole.dim()):
         yield from _joined(whole, rank_tensors, dim)
     yield from _shortened(whole, rank_tensors)
+    yield from _shortened_in_front(whole, rank_tensors)
     yield from _samples_last(whole, rank_tensors)
 
 
@@ -192,6 +193,21 @@ def _shortened(whole: torch.Tensor, rank_tensors: Sequence[RankTensor]) -> Itera
         for rank_tensor, cut in zip(rank_tensors, cuts, strict=True)
         if cut is not None
     ]
+
+
+def _shortened_in_front(whole: torch.Tensor, rank_tensors: Sequence[RankTensor]) -> Iterator[Alignment]:
+    """Align samples whose padding is in front: each rank's are the last entries of their rows of the whole."""
+    shares = [(whole.shape[:1], rank_tensor.value.shape[:1], rank_tensor.share) for rank_tensor in rank_tensors]
+    if not all(rows == (share.slice_size,) and own == (share.loaded,) for rows, own, share in shares):
+        return
+    dims = [
+        dim
+        for dim in range(1, whole.dim())
+        if any(rank_tensor.value.shape[dim] < whole.shape[dim] for rank_tensor in rank_tensors)
+    ]
+    flipped = [replace(rank_tensor, value=rank_tensor.value.flip(dims)) for rank_tensor in rank_tensors]
+    if dims:
+        yield from _shortened(whole.flip(dims), flipped)
 
 
 def _samples_last(whole: torch.Tensor, rank_tensors: Sequence[RankTensor]) -> Iterator[Alignment]:

@@ -1,6 +1,7 @@
 """The log of a model's module calls: copies of their inputs and outputs, in the order in which they end."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,35 +29,43 @@ class CallLog:
         open: whether calls are being recorded.
         calls: the recorded calls.
         left_out: number of calls that were not recorded.
+        draw_at: number of calls that had ended before random numbers were drawn that cannot be compared; None if none
+            were drawn until the last call ended.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.open = False
         self.calls: list[ModuleCall] = []
         self.left_out = 0
+        self.draw_at: int | None = None
+        self._drew: Callable[[], bool] = bool
         self._wanted: frozenset[tuple[str, int]] | None = None
         self._budget = 0
         self._numbers: Counter[str] = Counter()
-        self._entered: list[tuple[TensorCopy, ...]] = []
+        self._entered: list[tuple[tuple[TensorCopy, ...], int]] = []
         self._copies: dict[tuple[int, int], tuple[torch.Tensor, TensorCopy]] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(_ModuleHook(self, name)))
 
-    def begin(self, wanted: frozenset[tuple[str, int]] | None, budget_nbytes: int) -> None:
+    def begin(
+        self, wanted: frozenset[tuple[str, int]] | None, budget_nbytes: int, drew: Callable[[], bool] = bool
+    ) -> None:
         """Start a new log.
 
         Args:
             wanted: (module, number) of the calls to record; None to record all until `budget_nbytes` are used up.
             budget_nbytes: memory for copies.
+            drew: returns whether random numbers were drawn so far that cannot be compared.
         """
-        self.open, self.calls, self.left_out = True, [], 0
+        self.open, self.calls, self.left_out, self.draw_at, self._drew = True, [], 0, None, drew
         self._wanted, self._budget = wanted, budget_nbytes
         self._numbers, self._entered, self._copies = Counter(), [], {}
 
     def end(self) -> None:
         """Stop recording and release the tensors."""
+        self._note_draw()
         self.open, self._copies, self._entered = False, {}, []
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -67,13 +76,14 @@ class CallLog:
         """Record that the module called `name` has finished with `output`."""
         if not self.open or in_backward():
             return
-        inputs = self._entered.pop()
+        self._note_draw()
+        inputs, input_count = self._entered.pop()
         number = self._numbers[name]
         self._numbers[name] += 1
         if (name, number) not in self._wanted if self._wanted is not None else self._budget <= 0:
             self.left_out += 1
             return
-        outputs = self._copied(output)
+        outputs, output_count = self._copied(output)
         shards = {(kind, i): shard for kind, copies in (("inputs", inputs), ("outputs", outputs))
                  for i, (_, shard) in enumerate(copies) if shard is not None}  # fmt: skip
         self.calls.append(
@@ -84,13 +94,19 @@ class CallLog:
                 inputs=tuple(tensor for tensor, _ in inputs),
                 outputs=tuple(tensor for tensor, _ in outputs),
                 shards=shards,
+                counts={"inputs": input_count, "outputs": output_count},
             )
         )
 
-    def _copied(self, values: Any) -> tuple[TensorCopy, ...]:
+    def _note_draw(self) -> None:
+        if self.draw_at is None and self._drew():
+            self.draw_at = len(self.calls)
+
+    def _copied(self, values: Any) -> tuple[tuple[TensorCopy, ...], int]:
+        """Return copies of the first tensors in `values`, and the number of all."""
         leaves = pytree.tree_leaves(values, is_leaf=lambda value: isinstance(value, PackedSequence))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | PackedSequence)]
-        return tuple(self._copy(leaf) for leaf in tensors[:MAX_TENSORS])
+        return tuple(self._copy(leaf) for leaf in tensors[:MAX_TENSORS]), len(tensors)
 
     def _copy(self, value: torch.Tensor | PackedSequence) -> TensorCopy:
         """Return a copy of a value.

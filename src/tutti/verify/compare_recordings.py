@@ -7,6 +7,7 @@ by module, loss, gradients from the last module back, settings, updated paramete
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -19,8 +20,8 @@ from tutti.verify.alignment import (
     in_double,
     sampled_part,
 )
-from tutti.verify.compare_forward import MicrobatchRecords, compare_forward
-from tutti.verify.compare_inputs import compare_inputs
+from tutti.verify.compare_forward import BatchLayout, MicrobatchRecords, compare_forward
+from tutti.verify.compare_inputs import InputComparison, compare_inputs, layout_of, ranks_padded_otherwise
 from tutti.verify.recording import Evaluation, RankRecord, StepRecord, Values
 from tutti.verify.tolerance import ToleranceChecker, difference, number_difference, rms
 
@@ -35,12 +36,19 @@ class FirstDifference:
     Attributes:
         difference: the tensor and its difference.
         alignment: pairs of the tensor's rows on one device and on the ranks; None if it has no rows of samples.
-        decisive: whether it is a fault on its own. Rows that are not samples may differ without effect.
+        decisive: whether it is a fault on its own. Rows that are not samples, and padding, may differ without effect.
+        of_samples: whether its rows are samples, so that it is the cause of decisive differences that follow.
+        call: the module call whose tensor differs; None outside forward.
+        unread: tensors of the batch that were not compared row by row, because they depend on which samples are
+            collated together.
     """
 
     difference: TensorDifference
     alignment: Alignment | None = None
     decisive: bool = True
+    of_samples: bool = True
+    call: tuple[str, int] | None = None
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,16 +146,21 @@ def _uncovered(head: RankRecord, heads: Sequence[RankRecord], checker: Tolerance
 
 def compare_step(recordings: StepRecordings, checker: ToleranceChecker) -> FirstDifference | None:
     """Compare one step of all ranks with one device's; return None if everything agrees."""
+    inputs = tuple(compare_inputs(recordings.reference, recordings.ranks, recordings.rank_shards, checker))
+    layout = layout_of(inputs, recordings.reference)
     checks: tuple[Callable[[StepRecordings, ToleranceChecker], Iterator[FirstDifference]], ...] = (
-        _between, _order, _inputs, _forward, _loss, _gradients, _settings, _used, _after,
+        _between, _order, partial(_inputs, inputs), partial(_forward, layout), _loss, _gradients, _settings, _used,
+        _after,
     )  # fmt: skip
     undecided: list[FirstDifference] = []
     for first in (found for check in checks for found in check(recordings, checker)):
         if first.decisive:
-            return next((earlier for earlier in undecided if _is_inside(earlier, first)), first)
+            causes = (earlier for earlier in undecided if earlier.of_samples or _is_inside(earlier, first))
+            return replace(next(causes, first), unread=_unread(inputs))
         undecided.append(first)
     for first in undecided:
-        checker.skip(f"{first.difference.tensor} of {first.difference.module} (its rows are not samples)")
+        why = "it differs only in padding" if first.of_samples else "its rows are not samples"
+        checker.skip(f"{first.difference.tensor} of {first.difference.module} ({why})")
     return None
 
 
@@ -214,27 +227,41 @@ def _order(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[Fi
     yield from _judged(checker, gaps, "data order", recordings, "", "indices of the global batch")
 
 
-def _inputs(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
-    for name, module_gap in compare_inputs(recordings.reference, recordings.ranks, recordings.rank_shards, checker):
-        if module_gap is None:
-            checker.skip(name)
+def _unread(inputs: Sequence[InputComparison]) -> tuple[str, ...]:
+    """Return the names of the tensors of the batch that were not compared though the samples are equal."""
+    return tuple(dict.fromkeys(one.name for one in inputs if one.reading == "unread" and one.samples_equal))
+
+
+def _inputs(
+    inputs: Sequence[InputComparison], recordings: StepRecordings, checker: ToleranceChecker
+) -> Iterator[FirstDifference]:
+    for one in inputs:
+        if one.gap is not None:
+            yield from _judged(checker, one.gap.gaps, "input", recordings, "", one.name, one.gap.alignment)
+        elif one.samples_equal:
+            checker.skip_grouped(one.name)
         else:
-            yield from _judged(checker, module_gap.gaps, "input", recordings, "", name, module_gap.alignment)
+            checker.skip(one.name)
 
 
-def _forward(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
+def _forward(layout: BatchLayout, recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:
+    padded = bool(ranks_padded_otherwise(recordings.reference, recordings.ranks))
     for index in range(min(len(step.microbatches) for step in (recordings.reference, *recordings.ranks))):
         records = [step.microbatches[index] for step in recordings.ranks]
         if not any(record.calls for record in records):
             continue
         groups = MicrobatchRecords.of(records, recordings.rank_shards)
-        for forward_tensor, gap in compare_forward(recordings.reference.microbatches[index], groups, checker):
+        for forward_tensor, gap in compare_forward(recordings.reference.microbatches[index], groups, checker, layout):
             module = forward_tensor.module or recordings.head.model
             if gap is None:
                 checker.skip(f"{forward_tensor.tensor} of {module}")
             else:
                 found = _judged(checker, gap.gaps, "forward", recordings, module, forward_tensor.tensor, gap.alignment)
-                yield from (replace(first, decisive=forward_tensor.of_samples) for first in found)
+                of_samples = forward_tensor.of_samples
+                yield from (
+                    replace(first, decisive=of_samples and not padded, of_samples=of_samples, call=forward_tensor.call)
+                    for first in found
+                )
 
 
 def _loss(recordings: StepRecordings, checker: ToleranceChecker) -> Iterator[FirstDifference]:

@@ -7,12 +7,13 @@ that depends only on its stage.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tutti.config.verdict import Cause, TensorDifference
 from tutti.verify.alignment import in_double
+from tutti.verify.compare_inputs import differing_samples, ranks_padded_otherwise, samples_equal
 from tutti.verify.compare_recordings import FirstDifference, StepRecordings
 from tutti.verify.recording import LossRecord, MicrobatchRecord
 from tutti.verify.tolerance import number_difference, rms
@@ -57,14 +58,34 @@ class DifferenceCase:
             for step in (self.recordings.reference, *self.recordings.ranks):
                 yield from step.microbatches
 
+    @property
+    def precedes_draws(self) -> bool:
+        """Whether the difference is in a module call that ended before random numbers were drawn that may differ."""
+        call = self.first_difference.call
+        drawing = [microbatch for microbatch in self.microbatches if microbatch.draw_at is not None]
+        return call is not None and all(
+            call in [other.key for other in microbatch.calls[: microbatch.draw_at]] for microbatch in drawing
+        )
+
 
 Rule = Callable[[DifferenceCase], Cause | None]
+
+INCOMPARABLE = frozenset({"random_outside_torch", "random_not_comparable", "collate_draws"})
+"""Kinds of causes that make no program wrong: ranks and one device draw different random numbers."""
 
 
 def diagnose(case: DifferenceCase) -> Cause:
     """Return the likely cause: that of the first rule that finds its evidence, or else a general one for the stage."""
     causes = (rule(case) for rule in RULES)
-    return next((cause for cause in causes if cause is not None), _unexplained(case))
+    cause = next((cause for cause in causes if cause is not None), _unexplained(case))
+    unread = case.first_difference.unread
+    if case.stage not in ("forward", "loss", "gradient") or not unread or cause.kind in INCOMPARABLE:
+        return cause
+    return replace(
+        cause,
+        sentence=f"{cause.sentence}. It may also be collate_fn: {', '.join(unread[:3])} could not be compared, but the "
+        "samples before collate_fn are equal",
+    )
 
 
 def _unexplained(case: DifferenceCase) -> Cause:
@@ -130,7 +151,7 @@ _BY_STAGE: dict[str, tuple[str, str, str]] = {
 def foreign_random(case: DifferenceCase) -> Cause | None:
     """Find random numbers that forward or loss drew from generators other than torch's default."""
     sources = dict.fromkeys(source for microbatch in case.microbatches for source in microbatch.foreign)
-    if case.stage not in ("forward", "loss", "gradient") or not sources:
+    if case.stage not in ("forward", "loss", "gradient") or not sources or case.precedes_draws:
         return None
     return Cause(
         kind="random_outside_torch",
@@ -213,14 +234,51 @@ def data_order(case: DifferenceCase) -> Cause | None:
     )
 
 
+def collate_draws(case: DifferenceCase) -> Cause | None:
+    """Find a collate_fn that draws random numbers, where the samples agree and the batches do not."""
+    if case.stage not in ("input", "forward", "loss", "gradient") or case.recordings is None or case.repeated:
+        return None
+    steps = (case.recordings.reference, *case.recordings.ranks)
+    records = [step.collated for step in steps if step.collated is not None and step.collated.draws]
+    equal = samples_equal(case.recordings.reference, case.recordings.ranks)
+    if not records or not equal or (case.stage != "input" and not case.first_difference.unread):
+        return None
+    name, sources = records[0].collate, " and ".join(dict.fromkeys(draw for r in records for draw in r.draws))
+    return Cause(
+        kind="collate_draws",
+        sentence=f"the samples are equal, but collate_fn ({name}) draws random numbers from {sources} for a whole "
+        "batch, and ranks collate other groups of samples than one device, so they draw other numbers; what is "
+        "computed of the batches cannot be compared",
+        remedy="draw in the data set's __getitem__, which tutti seeds for each sample, or verify with a collate_fn "
+        "that draws nothing",
+    )
+
+
 def sample_values(case: DifferenceCase) -> Cause | None:
     """Blame the data set or `collate_fn`, where samples with equal indices have different values."""
-    if case.stage != "input":
+    if case.stage != "input" or case.recordings is None:
         return None
+    where, tensor = format_ranks(case.difference.ranks), case.difference.tensor
+    differing = differing_samples(case.recordings.reference, case.recordings.ranks)
+    if differing:
+        index = case.recordings.reference.indices[differing[0]]
+        return Cause(
+            kind="samples_depend_on_rank",
+            sentence=f"the same samples have different values on {where} than on one device ({tensor}), first sample "
+            f"{index} of the data set, before collate_fn: the data set depends on the rank or on the process",
+            remedy="make a sample depend only on its index and on the seeds that tutti sets for it",
+        )
+    if samples_equal(case.recordings.reference, case.recordings.ranks):
+        return Cause(
+            kind="samples_depend_on_rank",
+            sentence=f"the samples are equal, but collate_fn gives them different values on {where} than on one device "
+            f"({tensor}): it depends on the rank, on the process, or on the other samples of the batch",
+            remedy="make collate_fn depend only on each sample; move work on whole batches into the model",
+        )
     return Cause(
         kind="samples_depend_on_rank",
-        sentence=f"the same samples have different values on {format_ranks(case.difference.ranks)} than on one "
-        f"device ({case.difference.tensor}): the data set or collate_fn depends on the rank, on the process, or on "
+        sentence=f"the same samples have different values on {where} than on one "
+        f"device ({tensor}): the data set or collate_fn depends on the rank, on the process, or on "
         "the other samples of the batch",
         remedy="make a sample depend only on its index and on the seeds that tutti sets for it; move work on whole "
         "batches into the model",
@@ -230,19 +288,19 @@ def sample_values(case: DifferenceCase) -> Cause | None:
 def unaligned_random(case: DifferenceCase) -> Cause | None:
     """Find random operators whose draws verification cannot match between ranks and one device."""
     names = dict.fromkeys(name for microbatch in case.microbatches for name in microbatch.unaligned)
-    if case.stage not in ("forward", "loss", "gradient") or not names:
+    if case.stage not in ("forward", "loss", "gradient") or not names or case.precedes_draws:
         return None
     return Cause(
         kind="random_not_comparable",
         sentence=f"{', '.join(names)} draw{'s' if len(names) == 1 else ''} random numbers that cannot be made to agree "
         f"between one device and ranks; from {case.where} onwards, values cannot be compared",
-        remedy="verify with that operator's randomness turned off, or draw its random numbers with torch.rand",
+        remedy="verify with that randomness turned off, or draw numbers for each sample with torch.rand",
     )
 
 
 def rows_differ(case: DifferenceCase) -> Cause | None:
     """Blame a module whose rows are not samples, where they differ in any order and change the module around it."""
-    if case.stage != "forward" or case.first_difference.decisive:
+    if case.stage != "forward" or case.first_difference.of_samples:
         return None
     return Cause(
         kind="rows_differ",
@@ -256,7 +314,7 @@ def padding(case: DifferenceCase) -> Cause | None:
     """Find padding that changes the result, where each rank pads to its own longest sample."""
     if case.stage not in ("forward", "loss", "gradient") or case.recordings is None:
         return None
-    otherwise_padded = ranks_padded_otherwise(case.recordings)
+    otherwise_padded = ranks_padded_otherwise(case.recordings.reference, case.recordings.ranks)
     differing = case.difference.ranks
     if not otherwise_padded or (case.stage == "forward" and not set(differing) <= set(otherwise_padded)):
         return None
@@ -283,6 +341,16 @@ def control_flow(case: DifferenceCase) -> Cause | None:
     if same_calls and not (agreeing and same_ranks_later):
         return None
     ranks = format_ranks(case.difference.ranks)
+    skipped = next((key[0] for keys in calls for key in sorted(calls[0] - keys)), None)
+    if skipped is not None:
+        return Cause(
+            kind="rank_dependent_forward",
+            sentence=f"forward takes another branch on some ranks than on one device (module {skipped!r} is not called "
+            f"there), and {case.where} computes other values on {ranks}: the branch depends on the rank, or on which "
+            "samples are in the batch",
+            remedy="choose for each sample (torch.where, or rows by index), not for all samples of a batch at once, "
+            "nor by the rank",
+        )
     return Cause(
         kind="rank_dependent_forward",
         sentence=f"forward computes something different on {ranks} than on the other ranks and on one device, first "
@@ -464,6 +532,7 @@ RULES: tuple[Rule, ...] = (
     different_seed,
     batch_size,
     data_order,
+    collate_draws,
     sample_values,
     unaligned_random,
     rows_differ,
@@ -570,18 +639,6 @@ def buffers_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.shape == second.shape and torch.allclose(
         in_double(first), in_double(second), rtol=BUFFER_TOLERANCE, atol=1e-12
     )
-
-
-def ranks_padded_otherwise(recordings: StepRecordings) -> tuple[int, ...]:
-    """Return the ranks whose batch has a tensor whose samples have another shape than one device's."""
-    ranks = []
-    for rank, step in enumerate(recordings.ranks):
-        for name, expected in recordings.reference.inputs.items():
-            tensor = step.inputs.get(name)
-            if tensor is not None and tensor.dim() == expected.dim() and tensor.shape[1:] != expected.shape[1:]:
-                ranks.append(rank)
-                break
-    return tuple(ranks)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -36,6 +36,19 @@ def rows_follow_samples(whole: torch.Tensor, rank_tensors: Sequence[RankTensor])
     )
 
 
+def has_row_per_sample(whole: torch.Tensor, rank_tensors: Sequence[RankTensor]) -> bool:
+    """Return whether some dim has exactly one entry for each sample, on one device and on every rank."""
+    return any(
+        all(
+            whole.shape[dim] == rank_tensor.share.slice_size
+            and rank_tensor.value.dim() == whole.dim()
+            and rank_tensor.value.shape[dim] == rank_tensor.share.loaded
+            for rank_tensor in rank_tensors
+        )
+        for dim in range(whole.dim())
+    )
+
+
 def row_set_alignments(whole: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> list[Alignment]:
     """Return alignments of one device's rows with the ranks' rows in any order; none if the numbers of rows differ.
 
@@ -44,7 +57,7 @@ def row_set_alignments(whole: Sequence[torch.Tensor], parts: Sequence[torch.Tens
         parts: the tensors of all ranks.
     """
     widths = {tuple(tensor.shape[1:]) for tensor in (*whole, *parts) if tensor.dim() > 1}
-    if len(widths) != 1 or any(tensor.dim() < 2 for tensor in (*whole, *parts)):
+    if not whole or not parts or len(widths) != 1 or any(tensor.dim() < 2 for tensor in (*whole, *parts)):
         return []
     expected = torch.cat([_real(tensor) for tensor in whole])
     got = torch.cat([_real(tensor) for tensor in parts])

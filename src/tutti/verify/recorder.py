@@ -7,7 +7,8 @@ from that state and draw the same values. Each step is therefore compared on its
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from tutti.checkpoint.training_state import TrainingState
 from tutti.comm.world import World
 from tutti.data.batches import BatchShare, MicrobatchShare
 from tutti.data.microbatches import map_tensors
-from tutti.data.seeds import derive_seed
+from tutti.data.seeds import derive_seed, generator_states
 from tutti.environment import Recording, read_launch_options
 from tutti.errors import LaunchError
 from tutti.parallel.layout import TensorShard, to_local
@@ -35,9 +35,9 @@ from tutti.verify.alignment import (
     RankShard,
     in_double,
     named_tensors,
-    sample_columns,
     sample_elements,
 )
+from tutti.verify.batch_tensors import batch_tensors
 from tutti.verify.call_log import CallLog
 from tutti.verify.matched_randomness import AlignedRandom, lowest_of
 from tutti.verify.plain_step import PlainProgram, own_step_reason
@@ -141,6 +141,7 @@ class RunRecorder(DoublePrecisionInputs):
     def prepared(self, training: TrainingState) -> None:
         """Register hooks on the modules, and apply the recording's precision and dropout settings."""
         self._training, self._log = training, CallLog(training.parallel.model)
+        training.loader.recorded = True
         for module in training.parallel.model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout > 0:
                 module.register_forward_pre_hook(self._no_packed_dropout)
@@ -173,10 +174,7 @@ class RunRecorder(DoublePrecisionInputs):
             self._write(self._step_record(step, updated=False))
         self._call += 1
         batch = self.sampled(batch)
-        flat, _ = pytree.tree_flatten_with_path(batch)
-        self._inputs = {
-            f"batch{pytree.keystr(path)}": sample_columns(leaf) for path, leaf in flat if isinstance(leaf, torch.Tensor)
-        }
+        self._inputs = batch_tensors(batch)
         self._microbatches = []
         self._between = ModelState() if self._after is None else changes(self._after, recorded_state(self.training))
         if self._call > 0:
@@ -196,14 +194,15 @@ class RunRecorder(DoublePrecisionInputs):
         guide: ReferenceGuide | None = None
         if self.reference is not None and self.reference.guide(step, self._call, index).exists():
             guide = read_record(self.reference.guide(step, self._call, index))
-        torch.manual_seed(derive_seed(self.training.parallel.seed, "verify", step, self._call, index))
         mode = AlignedRandom(rank_share, guide.draws if guide else None)
         self._loss = None
-        self.log.begin(guide.calls if guide else None, BUDGET_NBYTES // len(share.parts))
-        before = _foreign_generators()
-        with mode:
-            yield
-        foreign = [name for name, state in _foreign_generators().items() if state != before[name]]
+        with seeded_microbatch(derive_seed(self.training.parallel.seed, "verify", step, self._call, index)) as before:
+            drew = partial(_drew_otherwise, mode, before)
+            self.log.begin(guide.calls if guide else None, BUDGET_NBYTES // len(share.parts), drew)
+            with mode:
+                yield
+            self.log.end()
+            foreign = _foreign_draws(mode, before)
         self._lowest.append(mode.lowest)
         self._drew = self._drew or bool(mode.draws)
         self._microbatches.append(
@@ -211,16 +210,22 @@ class RunRecorder(DoublePrecisionInputs):
                 share=rank_share,
                 calls=tuple(self.log.calls),
                 loss=self._loss,
-                foreign=(*foreign, *(["a torch.Generator of its own"] if mode.own_generator else [])),
+                foreign=foreign,
                 unaligned=tuple(dict.fromkeys(mode.unaligned)),
                 backward_ops=tuple(dict.fromkeys(mode.backward_ops)),
+                draw_at=self.log.draw_at,
             )
         )
         self._note_limits()
+        for name in foreign:
+            if name in generator_states():
+                self._note(
+                    f"forward drew from {name}, which was seeded equally on ranks and on one device to compare them; "
+                    "otherwise each rank draws numbers of its own"
+                )
         if self.reference is None:
             calls = frozenset(call.key for call in self.log.calls)
             write_record(self.folder.guide(step, self._call, index), ReferenceGuide(draws=mode.draws, calls=calls))
-        self.log.end()
 
     def gradients(self, step: int, loss: float) -> None:
         """Record the reduced gradients and the settings of the optimizers."""
@@ -283,6 +288,7 @@ class RunRecorder(DoublePrecisionInputs):
             between=self._between,
             after=self._after if updated and self._after is not None else ModelState(),
             updated=updated,
+            collated=self.training.loader.collated,
         )
 
     def _write(self, record: StepRecord) -> None:
@@ -396,10 +402,35 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
     return any(not str(getattr(hook, "__module__", "")).startswith("tutti.") for hook in hooks)
 
 
-def _foreign_generators() -> dict[str, object]:
-    """Return the states of the generators, other than torch's, that a forward may draw from."""
-    _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
-    return {"numpy.random": (keys.tobytes(), position), "random": random.getstate()}
+@contextmanager
+def seeded_microbatch(seed: int) -> Iterator[dict[str, object]]:
+    """Seed all global generators, so that ranks and one device draw alike where they draw as often.
+
+    Afterwards Python's and NumPy's are as before, since ranks may have drawn another number of values.
+
+    Yields:
+        The states of the generators other than torch's.
+    """
+    python, numpy_state = random.getstate(), np.random.get_state()
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+    try:
+        yield generator_states()
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+
+
+def _drew_otherwise(mode: AlignedRandom, before: dict[str, object]) -> bool:
+    """Return whether forward drew random numbers that need not be one device's."""
+    return bool(mode.unaligned or _foreign_draws(mode, before))
+
+
+def _foreign_draws(mode: AlignedRandom, before: dict[str, object]) -> tuple[str, ...]:
+    """Return the generators, other than torch's global one, that forward has drawn from since `before`."""
+    names = [name for name, state in generator_states().items() if name != "torch" and state != before[name]]
+    return (*names, *(["a torch.Generator of its own"] if mode.own_generator else []))
 
 
 def recorded_state(training: TrainingState) -> ModelState:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tutti.data.batches import MicrobatchShare
+from tutti.data.collate_record import CollateRecord
 from tutti.parallel.layout import TensorShard
 from tutti.verify.alignment import RankShard
 
@@ -23,7 +24,8 @@ class ModuleCall:
         module: its dotted name; "" is the model.
         number: counts the calls of this module within the microbatch.
         kind: class name of the module.
-        inputs, outputs: sampled copies of its tensors.
+        inputs, outputs: sampled copies of its tensors, of the first few.
+        counts: number of all its tensors, by kind ("inputs" or "outputs").
         shards: for tensors of which the rank has a part: which part, by kind ("inputs" or "outputs") and position.
     """
 
@@ -33,6 +35,7 @@ class ModuleCall:
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     shards: Mapping[tuple[str, int], TensorShard] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -65,6 +68,7 @@ class MicrobatchRecord:
         foreign: sources of random numbers, other than torch's own, that forward drew from.
         unaligned: random operators whose draws could not be made equal.
         backward_ops: operators of gradient clipping that ran within backward.
+        draw_at: number of calls that had ended before the first of the `foreign` or `unaligned` draws; None without.
     """
 
     share: MicrobatchShare
@@ -73,6 +77,7 @@ class MicrobatchRecord:
     foreign: tuple[str, ...] = ()
     unaligned: tuple[str, ...] = ()
     backward_ops: tuple[str, ...] = ()
+    draw_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +108,7 @@ class StepRecord:
         after: the state after this update.
         update_loss: of all calls whose gradients the update used.
         updated: whether an update followed; another call of forward_backward did otherwise.
+        collated: what the batch was collated from; None for torch's own collate function.
     """
 
     step: int
@@ -119,6 +125,15 @@ class StepRecord:
     after: ModelState
     update_loss: float | None = None
     updated: bool = True
+    collated: CollateRecord | None = None
+
+    @property
+    def digests(self) -> dict[int, bytes | None]:
+        """The digest of each sample that the rank loaded, by its position in the global batch."""
+        parts = [microbatch.share for microbatch in self.microbatches]
+        positions = [part.start + offset for part in parts for offset in range(part.loaded)]
+        digests = self.collated.digests if self.collated is not None else ()
+        return dict(zip(positions, digests, strict=True)) if len(digests) == len(positions) else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

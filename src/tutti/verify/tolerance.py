@@ -91,6 +91,8 @@ class ToleranceChecker:
         compared: number of comparisons.
         largest: the largest accepted difference.
         skipped: what could not be compared.
+        grouped: tensors of batches that could not be compared because they depend on which samples are collated
+            together, although the samples are equal.
     """
 
     def __init__(self, tolerance: float, floor: float) -> None:
@@ -99,6 +101,7 @@ class ToleranceChecker:
         self.compared = 0
         self.largest: TensorDifference | None = None
         self.skipped: dict[str, None] = {}
+        self.grouped: dict[str, None] = {}
 
     def judge(
         self,
@@ -140,3 +143,7 @@ class ToleranceChecker:
     def skip(self, what: str) -> None:
         """Record that something could not be compared."""
         self.skipped[what] = None
+
+    def skip_grouped(self, name: str) -> None:
+        """Record that a tensor of the batch could not be compared, but the samples before collate_fn are equal."""
+        self.grouped[name] = None

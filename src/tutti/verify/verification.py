@@ -18,7 +18,7 @@ from tutti.verify.compare_recordings import (
     compare_step,
 )
 from tutti.verify.compression_note import compressed_note, count_steps
-from tutti.verify.diagnosis import DifferenceCase, diagnose
+from tutti.verify.diagnosis import INCOMPARABLE, DifferenceCase, diagnose
 from tutti.verify.recording import Evaluation, ModelState, RankRecord, read_ranks, read_steps
 from tutti.verify.tolerance import ASKED_TOLERANCE, FLOOR, TOLERANCE, ToleranceChecker
 
@@ -240,8 +240,7 @@ def _with_resumption(request: VerificationRequest, run: Runner, trials: Trials, 
         return _failed(request, f"{after}: {failure}", reference.double)
     comparison = compare_trials(reference, resumed, request.tolerance)
     if comparison.first_difference is not None:
-        refused = _refused(request, comparison, passed.notes)
-        return replace(refused, sentence=refused.sentence.replace("FAIL:", f"FAIL: {after},", 1))
+        return _prefixed(_refused(request, comparison, passed.notes), f"{after},")
     sentence = f"{passed.sentence}; {after}, they compute the same over {count_steps(comparison.steps)}"
     return replace(passed, sentence=sentence, compared=passed.compared + comparison.checker.compared)
 
@@ -265,8 +264,7 @@ def _with_asked_precision(request: VerificationRequest, run: Runner, trials: Tri
     comparison = compare_trials(one, ranks, ASKED_TOLERANCE.get(asked))
     if comparison.first_difference is not None:
         refused = _refused(request, comparison, passed.notes)
-        where = f"FAIL: in float64 they agree, but in {asked}, which is asked for,"
-        return replace(refused, sentence=refused.sentence.replace("FAIL:", where, 1))
+        return _prefixed(refused, f"in float64 they agree, but in {asked}, which is asked for,")
     largest = comparison.checker.largest
     by = f"{largest.relative_difference or 0.0:.2g}" if largest else "0"
     own, tolerance = comparison.heads[0].own_step, comparison.checker.tolerance
@@ -518,8 +516,19 @@ def _refused(request: VerificationRequest, comparison: TrialComparison, notes: t
     cause = _step_cause(first) if comparison.step_differs else diagnose(case)
     notes = (*notes, f"one device ran {_program(comparison)}")
     what = "two runs on one device differ" if comparison.repeated else f"{_ranks(request)} differ from one device"
-    sentence = f"FAIL: {what}, first in {_at(first)}{_size(first)}. Likely cause: {cause.sentence}"
+    at = f"first in {_at(first)}{_size(first)}"
+    if cause.kind in INCOMPARABLE:
+        sentence = f"NOT COMPARABLE: {what}, {at}, but that need not be a fault: {cause.sentence}"
+        verdict = _verdict(request, comparison, sentence, notes, passed=False, cause=cause)
+        return replace(verdict, comparable=False)
+    sentence = f"FAIL: {what}, {at}. Likely cause: {cause.sentence}"
     return _verdict(request, comparison, sentence, notes, passed=False, cause=cause)
+
+
+def _prefixed(verdict: Verdict, where: str) -> Verdict:
+    """Return a verdict whose sentence says, after its first word, under which condition it holds."""
+    word, _, rest = verdict.sentence.partition(":")
+    return replace(verdict, sentence=f"{word}: {where}{rest}")
 
 
 def _step_cause(first: TensorDifference) -> Cause:
@@ -568,6 +577,15 @@ def _notes(request: VerificationRequest, comparison: TrialComparison) -> list[st
     if skipped:
         shown = ", ".join(skipped[:4]) + (f" and {len(skipped) - 4} more" if len(skipped) > 4 else "")
         notes.append(f"not compared, because they have no row per sample or not every rank has them: {shown}")
+    grouped = list(comparison.checker.grouped)
+    if grouped:
+        shown = ", ".join(grouped[:4]) + (f" and {len(grouped) - 4} more" if len(grouped) > 4 else "")
+        notes.append(
+            f"not compared, because they depend on which samples are collated together: {shown}; the samples before "
+            "collate_fn are equal, and so is all that was compared of what is computed from them"
+            if comparison.first_difference is None
+            else f"not compared, because they depend on which samples are collated together: {shown}"
+        )
     if comparison.steps < request.steps and request.epochs is None:
         notes.append(f"the script ended after {comparison.steps} of {request.steps} steps")
     return notes

@@ -1,0 +1,109 @@
+"""What a batch was collated from: a digest of every sample, and the generators that collate_fn drew from.
+
+Only verification asks for it. Batches that concatenate their samples cannot always be compared; the samples can.
+"""
+
+import dataclasses
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tutti.data.seeds import generator_states
+
+
+@dataclass(slots=True, kw_only=True)
+class CollateRecord:
+    """What a share's batch was collated from.
+
+    Attributes:
+        digests: digest of each sample before collate_fn; None for one with contents that have no bytes.
+        draws: generators that collate_fn drew from.
+        collate: name of collate_fn.
+    """
+
+    digests: tuple[bytes | None, ...] = ()
+    draws: tuple[str, ...] = field(default=())
+    collate: str = "collate_fn"
+
+
+@contextmanager
+def recorded_collation(collate: Callable[[Any], Any], samples: Sequence[Any]) -> Iterator[CollateRecord]:
+    """Record the samples, which `collate` may change, and what it draws within the context."""
+    name = getattr(collate, "__name__", type(collate).__name__)
+    record = CollateRecord(digests=tuple(sample_digest(sample) for sample in samples), collate=name)
+    before = generator_states()
+    yield record
+    record.draws = tuple(name for name, state in generator_states().items() if state != before[name])
+
+
+def sample_digest(sample: Any) -> bytes | None:
+    """Return a digest of a sample's values that is equal in every process, or None if some have no bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        for piece in _pieces(sample, set()):
+            digest.update(len(piece).to_bytes(8, "little"))
+            digest.update(piece)
+    except Exception:  # objects of other libraries raise what they like where they cannot be pickled
+        return None
+    return digest.digest()
+
+
+def _pieces(value: Any, seen: set[int]) -> Iterator[bytes]:
+    """Yield the bytes of the values in a sample, in order, with their types and shapes."""
+    if id(value) in seen:
+        return
+    if isinstance(value, torch.Tensor):
+        yield from _tensor_pieces(value)
+    elif isinstance(value, np.ndarray | np.generic):
+        yield f"{value.dtype} {value.shape}".encode()
+        yield pickle.dumps(value.tolist()) if value.dtype.hasobject else value.tobytes()
+    elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        yield f"{type(value).__name__} {value!r}".encode()
+    else:
+        yield from _children_pieces(value, seen | {id(value)})
+
+
+def _tensor_pieces(tensor: torch.Tensor) -> Iterator[bytes]:
+    if tensor.is_nested:
+        for part in tensor.unbind():
+            yield from _tensor_pieces(part)
+        return
+    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    flat = dense.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    yield f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    yield flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _children_pieces(value: Any, seen: set[int]) -> Iterator[bytes]:
+    """Yield the bytes of a container's entries, or of an object's attributes."""
+    entries = _entries(value)
+    if entries is None:
+        yield pickle.dumps(value)
+        return
+    yield f"{type(value).__name__} {len(entries)}".encode()
+    for key, entry in entries:
+        yield from _pieces(key, seen)
+        yield from _pieces(entry, seen)
+
+
+def _entries(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the (key, entry) pairs of a container or an object; None for a value without any."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    if isinstance(value, set | frozenset):
+        return list(enumerate(sorted(value, key=repr)))
+    if callable(getattr(value, "tobytes", None)):  # an image
+        return [("size", getattr(value, "size", None)), ("bytes", value.tobytes())]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(entry.name, getattr(value, entry.name)) for entry in dataclasses.fields(value)]
+    if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
+        return None
+    return list(vars(value).items())
