@@ -256,6 +256,18 @@ def test_the_verdict_of_verify_is_told(tmp_path: Path, passed: bool) -> None:
     assert ("Divide by the samples." in page) is not passed
 
 
+def test_a_verdict_that_could_not_compare_is_a_warning(tmp_path: Path) -> None:
+    verdict = Verdict(passed=False, comparable=False, sentence="NOT COMPARABLE: draws differ.", script="x.py",
+                      world_size=2, steps=1, arithmetic="float64", tolerance=1e-8)  # fmt: skip
+    folder = write_run(tmp_path / "run")
+    serialization.save(verdict, folder / "verify.json")
+    report = write_report(folder)
+    assert [(f.code, f.severity) for f in report.findings] == [("NOT-COMPARABLE", "warn")]
+    page = (folder / "report/report.html").read_text()
+    assert "Not comparable with one device" in page
+    assert "Verification failed" not in page
+
+
 def test_long_curves_are_thinned_by_means(tmp_path: Path) -> None:
     story = Story(steps_per_epoch=300)
     report = build_report(write_run(tmp_path / "run", story))

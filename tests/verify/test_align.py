@@ -81,7 +81,9 @@ def test_ranks_that_pad_less_are_compared_as_far_as_they_go() -> None:
     parts = shares(4, (1.0, 1.0), 1, 0)
     rows = torch.randn(4, 5, 3)
     assert gap(rows, [rows[:2, :4], rows[2:]], parts) == 0.0
-    assert (gap(rows, [rows[:2, 1:], rows[2:]], parts) or 0.0) > 0.01
+    assert gap(rows, [rows[:2, 1:], rows[2:]], parts) == 0.0  # padded in front
+    assert (gap(rows, [rows[:2, [0, 2, 3, 4]], rows[2:]], parts) or 0.0) > 0.01
+    assert (gap(rows, [rows[:2, 1:], rows[2:].roll(1, 1)], parts) or 0.0) > 0.01
 
 
 @pytest.mark.parametrize("kind", ["each", "mean", "sum"])

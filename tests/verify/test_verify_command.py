@@ -42,6 +42,15 @@ def test_a_broken_script_as_json(tmp_path: Path) -> None:
     assert (verdict.first.module, verdict.first.step) == ("1", 1)
 
 
+@pytest.mark.long
+def test_what_cannot_be_compared_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    done = tutti_verify(tmp_path, "--steps", "1", "--output", "v.json", str(HERE / "incomparable" / "mixup.py"))
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.startswith("NOT COMPARABLE: 2 ranks differ from one device")
+    assert "Remedy: " in done.stdout
+    assert not serialization.load(Verdict, tmp_path / "v.json").comparable
+
+
 def test_a_script_that_fails_shows_its_error_once(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("import tutti\njob = tutti.Job(global_batch_size=4)\nraise ValueError('what is wrong')\n")

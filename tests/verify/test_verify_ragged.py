@@ -20,6 +20,7 @@ def test_a_correct_script_with_ragged_batches_passes(name: str) -> None:
     verdict = verdict_on(f"ragged/{name}.py", steps=3)
     assert verdict.passed, verdict.sentence
     assert (verdict.largest.relative_difference or 0.0) < 1e-12  # type: ignore[union-attr]
+    assert any(note.startswith("dropout was off") for note in verdict.notes) == (name in ("by_length", "graphs"))
 
 
 FAULTS = {

@@ -3,17 +3,18 @@
 Only verification asks for it. Batches that concatenate their samples cannot always be compared; the samples can.
 """
 
-import dataclasses
 import hashlib
+import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from tutti.data.contents import contents, is_plain
 from tutti.data.seeds import generator_states
 
 
@@ -28,7 +29,7 @@ class CollateRecord:
     """
 
     digests: tuple[bytes | None, ...] = ()
-    draws: tuple[str, ...] = field(default=())
+    draws: tuple[str, ...] = ()
     collate: str = "collate_fn"
 
 
@@ -62,8 +63,8 @@ def _pieces(value: Any, seen: set[int]) -> Iterator[bytes]:
         yield from _tensor_pieces(value)
     elif isinstance(value, np.ndarray | np.generic):
         yield f"{value.dtype} {value.shape}".encode()
-        yield pickle.dumps(value.tolist()) if value.dtype.hasobject else value.tobytes()
-    elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        yield _pickled(value.tolist()) if value.dtype.hasobject else value.tobytes()
+    elif is_plain(value):
         yield f"{type(value).__name__} {value!r}".encode()
     else:
         yield from _children_pieces(value, seen | {id(value)})
@@ -82,28 +83,30 @@ def _tensor_pieces(tensor: torch.Tensor) -> Iterator[bytes]:
 
 def _children_pieces(value: Any, seen: set[int]) -> Iterator[bytes]:
     """Yield the bytes of a container's entries, or of an object's attributes."""
-    entries = _entries(value)
+    if callable(getattr(value, "tobytes", None)):  # an image
+        yield f"{type(value).__name__} {getattr(value, 'size', None)}".encode()
+        yield value.tobytes()
+        return
+    entries = contents(value)
     if entries is None:
-        yield pickle.dumps(value)
+        yield _pickled(value)
         return
     yield f"{type(value).__name__} {len(entries)}".encode()
-    for key, entry in entries:
-        yield from _pieces(key, seen)
+    for name, entry in entries:
+        yield name.encode()
         yield from _pieces(entry, seen)
 
 
-def _entries(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the (key, entry) pairs of a container or an object; None for a value without any."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, list | tuple):
-        return list(enumerate(value))
-    if isinstance(value, set | frozenset):
-        return list(enumerate(sorted(value, key=repr)))
-    if callable(getattr(value, "tobytes", None)):  # an image
-        return [("size", getattr(value, "size", None)), ("bytes", value.tobytes())]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(entry.name, getattr(value, entry.name)) for entry in dataclasses.fields(value)]
-    if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
-        return None
-    return list(vars(value).items())
+class _ValuePickler(pickle.Pickler):
+    """Pickles values whose bytes are equal in every process: torch writes addresses for tensors."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
+            raise pickle.PicklingError("a tensor's bytes are not its values")
+        return NotImplemented
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _ValuePickler(file).dump(value)
+    return file.getvalue()

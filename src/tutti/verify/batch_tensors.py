@@ -1,13 +1,13 @@
 """The tensors of a batch, whatever it is made of, by name: what is recorded of a batch, and compared."""
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from tutti.data.contents import contents
 from tutti.verify.alignment import sample_columns
 from tutti.verify.recording import Values
 
@@ -39,23 +39,5 @@ def _named(value: Any, name: str, seen: frozenset[int]) -> Iterator[tuple[str, t
         if value.dtype.kind in "biufc":
             yield name, torch.from_numpy(np.ascontiguousarray(value))
     else:
-        for key, entry in _entries(value):
+        for key, entry in contents(value) or ():
             yield from _named(entry, f"{name}{key}", seen | {id(value)})
-
-
-def _entries(value: Any) -> list[tuple[str, Any]]:
-    """Return what a container or an object holds, each with what to add to its name."""
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", entry) for key, entry in value.items()]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(f".{field}", getattr(value, field)) for field in value._fields]
-    if isinstance(value, list | tuple):
-        return [(f"[{index}]", entry) for index, entry in enumerate(value)]
-    if isinstance(value, type) or callable(value):
-        return []
-    if dataclasses.is_dataclass(value):
-        return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
-    keys = getattr(value, "keys", None)
-    if callable(keys) and hasattr(value, "__getitem__"):  # a graph
-        return [(f"[{key!r}]", value[key]) for key in keys()]
-    return [(f".{key}", entry) for key, entry in getattr(value, "__dict__", {}).items()]

@@ -41,6 +41,7 @@ class FirstDifference:
         call: the module call whose tensor differs; None outside forward.
         unread: tensors of the batch that were not compared row by row, because they depend on which samples are
             collated together.
+        ragged: whether rows of the batch are not samples, or in another order, so that draws cannot be matched by rows.
     """
 
     difference: TensorDifference
@@ -49,6 +50,7 @@ class FirstDifference:
     of_samples: bool = True
     call: tuple[str, int] | None = None
     unread: tuple[str, ...] = ()
+    ragged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +158,7 @@ def compare_step(recordings: StepRecordings, checker: ToleranceChecker) -> First
     for first in (found for check in checks for found in check(recordings, checker)):
         if first.decisive:
             causes = (earlier for earlier in undecided if earlier.of_samples or _is_inside(earlier, first))
-            return replace(next(causes, first), unread=_unread(inputs))
+            return replace(next(causes, first), unread=_unread(inputs), ragged=bool(layout.values))
         undecided.append(first)
     for first in undecided:
         why = "it differs only in padding" if first.of_samples else "its rows are not samples"

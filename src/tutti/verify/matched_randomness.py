@@ -199,8 +199,8 @@ def rows_of(
     if len(full) != len(shape):
         return None
     differing = [dim for dim in range(len(full)) if full[dim] != shape[dim]]
-    if len(differing) == 1 and full[differing[0]] * share_size == shape[differing[0]] * whole:
-        dim = differing[0]
+    dim = differing[0]
+    if len(differing) == 1 and full[dim] % whole == 0 and full[dim] * share_size == shape[dim] * whole:
         length = full[dim] // whole
         return lambda tensor: tensor.narrow(dim, offset * length, share_size * length)
     for dim in differing:

@@ -153,7 +153,8 @@ def verify(request: VerificationRequest, run: Runner, folder: Path) -> Verdict:
     if failure is not None:
         return _failed(request, failure, reference.double)
     comparison = compare_trials(reference, tested, request.tolerance)
-    if comparison.first_difference is not None and comparison.draws_may_differ:
+    why = comparison.draws_may_differ if comparison.first_difference is not None else None
+    if why is not None:
         reference, tested = (
             replace(trial, folder=trial.folder.with_suffix(".still"), still=True) for trial in (reference, tested)
         )
@@ -162,7 +163,7 @@ def verify(request: VerificationRequest, run: Runner, folder: Path) -> Verdict:
         if failure is not None:
             return _failed(request, failure, reference.double)
         comparison = compare_trials(reference, tested, request.tolerance)
-        notes = (*notes, "dropout was off, because ranks that share samples draw different masks than one device")
+        notes = (*notes, f"dropout was off, because {why}")
     if comparison.first_difference is not None:
         return _refused_after_trials(request, run, (reference, tested), comparison, notes)
     verdict = _passed(request, comparison, notes)
@@ -372,9 +373,22 @@ class TrialComparison:
     double: bool = False
 
     @property
-    def draws_may_differ(self) -> bool:
-        """Whether forward drew random numbers that may differ between one device and ranks that share samples."""
-        return self.heads[0].drew and any(head.rank_shard.mesh_position for head in self.heads)
+    def draws_may_differ(self) -> str | None:
+        """Why random numbers of forward may differ between one device and ranks; None if they are matched or none."""
+        first = self.first_difference
+        if not self.heads[0].drew:
+            return None
+        if any(head.rank_shard.mesh_position for head in self.heads):
+            return "ranks that share samples draw different masks than one device"
+        steps = self.recordings.ranks if self.recordings is not None else ()
+        unmatched = any(microbatch.unaligned for step in steps for microbatch in step.microbatches)
+        if first is not None and first.difference.stage in _DRAWN and (first.ragged or unmatched):
+            return "its masks cannot be matched with one device's where rows are not samples"
+        return None
+
+
+_DRAWN = ("forward", "loss", "gradient")
+"""Stages in which random numbers of forward have an effect first."""
 
 
 def on_one_device(plan: Plan) -> Plan:

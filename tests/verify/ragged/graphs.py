@@ -67,7 +67,7 @@ class Net(nn.Module):
         self.first, self.second, self.pool, self.head = Messages(), Messages(), Pool(), nn.Linear(4, 3)
 
     def forward(self, nodes, edges, graph, bounds):
-        nodes = self.second(self.first(nodes, edges), edges)
+        nodes = self.second(nn.functional.dropout(self.first(nodes, edges), 0.3), edges)
         # FORWARD
         return self.head(self.pool(nodes, graph, bounds))
 
