@@ -84,8 +84,10 @@ def test_a_fault_under_ragged_batches_is_found(name: str, tmp_path: Path) -> Non
 
 
 INCOMPARABLE = {
+    "between": ("batch_draws", "the script draws random numbers from torch"),
     "masking": ("collate_draws", "collate_fn (Masking) draws random numbers from torch"),
     "mixup": ("random_not_comparable", "randperm draws random numbers"),
+    "numpy_generator": ("random_outside_torch", "a generator of its own"),
     "numpy_noise": ("random_outside_torch", "numpy.random"),
     "own_generator": ("random_outside_torch", "a torch.Generator of its own"),
     "python_noise": ("random_outside_torch", "random"),
@@ -101,6 +103,16 @@ def test_random_numbers_that_differ_are_not_said_to_be_wrong(name: str) -> None:
     assert verdict.sentence.startswith("NOT COMPARABLE: 2 ranks differ from one device, first in ")
     assert verdict.cause is not None
     assert (verdict.cause.kind, INCOMPARABLE[name][1] in verdict.cause.sentence) == (INCOMPARABLE[name][0], True)
+
+
+def test_a_collate_function_with_a_generator_of_its_own_draws_too(tmp_path: Path) -> None:
+    code = "def __init__(self):\n    self.draws = torch.Generator().manual_seed(0)\n"
+    path = changed("GENERATOR", code, tmp_path, "incomparable/masking.py")
+    path.write_text(path.read_text().replace("torch.rand(ids.shape)", "torch.rand(ids.shape, generator=self.draws)"))
+    verdict = verdict_on(path)
+    assert not verdict.comparable
+    assert verdict.cause is not None
+    assert "collate_fn (Masking) draws random numbers from a generator of its own" in verdict.cause.sentence
 
 
 def test_every_incomparable_script_is_expected() -> None:

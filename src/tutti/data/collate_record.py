@@ -6,7 +6,7 @@ Only verification asks for it. Batches that concatenate their samples cannot alw
 import hashlib
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tutti.data.contents import contents, is_plain
-from tutti.data.seeds import generator_states
+from tutti.data.seeds import generator_states, held_generators
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,10 +37,17 @@ class CollateRecord:
 def recorded_collation(collate: Callable[[Any], Any], samples: Sequence[Any]) -> Iterator[CollateRecord]:
     """Record the samples, which `collate` may change, and what it draws within the context."""
     name = getattr(collate, "__name__", type(collate).__name__)
-    record = CollateRecord(digests=tuple(sample_digest(sample) for sample in samples), collate=name)
-    before = generator_states()
+    record = record_samples(samples)
+    record.collate = name
+    before = generator_states(held_generators(collate))
     yield record
-    record.draws = tuple(name for name, state in generator_states().items() if state != before[name])
+    after = generator_states(held_generators(collate))
+    record.draws = tuple(source for source, state in after.items() if state != before[source])
+
+
+def record_samples(samples: Iterable[Any]) -> CollateRecord:
+    """Return the record of samples that torch's own function collates."""
+    return CollateRecord(digests=tuple(sample_digest(sample) for sample in samples))
 
 
 def sample_digest(sample: Any) -> bytes | None:

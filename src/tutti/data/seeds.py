@@ -2,7 +2,8 @@
 
 import hashlib
 import random
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -46,11 +47,47 @@ def preserved_generators() -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
-def generator_states() -> dict[str, object]:
-    """Return the states of the global generators on the CPU, by name, to compare them later."""
-    _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+OWN_GENERATOR = "a generator of its own"
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def generator_states(own: Iterable[object] = ()) -> dict[str, object]:
+    """Return the states of the global generators on the CPU, by name, to compare them later.
+
+    Args:
+        own: further generators, whose states are together under OWN_GENERATOR.
+    """
     return {
         "torch": bytes(torch.get_rng_state().numpy()),
-        "numpy.random": (keys.tobytes(), position),
+        "numpy.random": _numpy_state(np.random.get_state(legacy=True)),
         "random": random.getstate(),
+        OWN_GENERATOR: [_state(generator) for generator in own],
     }
+
+
+def held_generators(holder: object) -> list[object]:
+    """Return the generators that an object holds as attributes, or that its code names."""
+    inner = [getattr(holder, "__self__", None), getattr(holder, "func", None)]
+    values = [value for part in (holder, *inner) for value in getattr(part, "__dict__", {}).values()]
+    for part in (holder, *inner, *(getattr(type(holder), name, None) for name in ("__call__", "forward"))):
+        function = getattr(part, "__func__", part)
+        if isinstance(function, types.FunctionType):
+            values += [function.__globals__.get(name) for name in function.__code__.co_names]
+            values += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    found = {id(value): value for value in values if isinstance(value, _GENERATORS)}
+    return list(found.values())
+
+
+def _state(generator: object) -> object:
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().cpu().numpy())
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return _numpy_state(generator.get_state(legacy=True))
+    return repr(cast(np.random.Generator, generator).bit_generator.state)
+
+
+def _numpy_state(state: object) -> object:
+    _, keys, position, *_ = cast(tuple[Any, ...], state)
+    return keys.tobytes(), position

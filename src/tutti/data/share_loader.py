@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tutti.config.plan import Plan
 from tutti.data.batches import BatchShare, Indices, batch_bounds, epoch_order, sampler_order, share_of
-from tutti.data.collate_record import CollateRecord
+from tutti.data.collate_record import CollateRecord, record_samples
 from tutti.data.fingerprint import values_digest
 from tutti.data.microbatches import LoadedBatch, ShareBatch, collate_share
-from tutti.data.samples import Collate, DataSource, SampleKey, SeededSamples
-from tutti.data.seeds import derive_seed, preserved_generators, seed_everything
+from tutti.data.samples import Collate, CollatedBatch, DataSource, SampleKey, SeededSamples
+from tutti.data.seeds import derive_seed, generator_states, preserved_generators, seed_everything
 from tutti.errors import DataError
 
 
@@ -31,7 +31,7 @@ class ShareLoader:
         indices: samples of that global batch.
         stream_digest: digest of the values of the first global batch of a stream's pass, before ranks divide it; None
             for other data, and where a data set reads parts of samples.
-        recorded: whether batches of a user's collate_fn say what they were collated from; set it before the first one.
+        recorded: whether batches say what they were collated from; set it before the first one.
     """
 
     def __init__(self, source: DataSource, plan: Plan, seed: int, rank: int) -> None:
@@ -47,6 +47,7 @@ class ShareLoader:
         self.stream_digest: str | None = None
         self.recorded = False
         self._loaded: LoadedBatch | None = None
+        self._states: dict[str, object] = {}
         self._began: tuple[int, int] | None = None
         self._used = False
         self._loader: DataLoader[Any] | None = None
@@ -73,6 +74,7 @@ class ShareLoader:
         for self.share, self.indices, batch in shares:
             self.position += 1
             self._loaded = LoadedBatch(batch)
+            self._states = generator_states() if self.recorded else {}
             yield batch.whole
         self.next_epoch()
 
@@ -91,6 +93,12 @@ class ShareLoader:
     def collated(self) -> CollateRecord | None:
         """What the batch that was yielded last was collated from; None where that is not recorded."""
         return self._loaded.batch.record if self._loaded is not None else None
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """The generators that the script has drawn from since the last batch was yielded, where that is recorded."""
+        now = generator_states() if self._states else {}
+        return tuple(source for source, state in now.items() if state != self._states[source])
 
     def next_epoch(self) -> None:
         """Go to the beginning of the next epoch, even if this one has batches left."""
@@ -207,7 +215,9 @@ class _CollateShare:
     def __call__(self, share: tuple[Any, list[int], SampleKey]) -> ShareBatch:
         samples, sizes, key = share
         if self.collate.function is Collate().function:
-            return ShareBatch(self.collate(samples), None, sum(sizes))
+            batch = self.collate(samples)
+            rows = zip(*batch, strict=True) if isinstance(samples, CollatedBatch) else samples
+            return ShareBatch(batch, None, sum(sizes), record_samples(rows) if self.recorded else None)
         with preserved_generators():
             seed_everything(derive_seed(self.seed, "collate", *key))
             return collate_share(self.collate.function, samples, sizes, recorded=self.recorded)

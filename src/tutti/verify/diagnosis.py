@@ -70,7 +70,7 @@ class DifferenceCase:
 
 Rule = Callable[[DifferenceCase], Cause | None]
 
-INCOMPARABLE = frozenset({"random_outside_torch", "random_not_comparable", "collate_draws"})
+INCOMPARABLE = frozenset({"random_outside_torch", "random_not_comparable", "collate_draws", "batch_draws"})
 """Kinds of causes that make no program wrong: ranks and one device draw different random numbers."""
 
 
@@ -83,8 +83,8 @@ def diagnose(case: DifferenceCase) -> Cause:
         return cause
     return replace(
         cause,
-        sentence=f"{cause.sentence}. It may also be collate_fn: {', '.join(unread[:3])} could not be compared, but the "
-        "samples before collate_fn are equal",
+        sentence=f"{cause.sentence}. It may also be collate_fn, or what the script does to a batch before the step: "
+        f"{', '.join(unread[:3])} could not be compared, though the samples are equal",
     )
 
 
@@ -254,6 +254,25 @@ def collate_draws(case: DifferenceCase) -> Cause | None:
     )
 
 
+def batch_draws(case: DifferenceCase) -> Cause | None:
+    """Find a script that draws random numbers between the loader and the step, where samples agree but not batches."""
+    if case.stage not in ("input", "forward", "loss", "gradient") or case.recordings is None or case.repeated:
+        return None
+    steps = (case.recordings.reference, *case.recordings.ranks)
+    sources = dict.fromkeys(source for step in steps for source in step.draws)
+    equal = samples_equal(case.recordings.reference, case.recordings.ranks)
+    if not sources or not equal or (case.stage != "input" and not case.first_difference.unread):
+        return None
+    return Cause(
+        kind="batch_draws",
+        sentence=f"the samples are equal, but between the loader and the step the script draws random numbers from "
+        f"{' and '.join(sources)} for a whole batch (noise, mixing of samples), and ranks draw other numbers than one "
+        "device; what is computed of the batches cannot be compared",
+        remedy="draw in the data set's __getitem__, or with torch's functions in the model or the loss, where ranks "
+        "get their samples' numbers; or verify without that randomness",
+    )
+
+
 def sample_values(case: DifferenceCase) -> Cause | None:
     """Blame the data set or `collate_fn`, where samples with equal indices have different values."""
     if case.stage != "input" or case.recordings is None:
@@ -271,8 +290,9 @@ def sample_values(case: DifferenceCase) -> Cause | None:
     if samples_equal(case.recordings.reference, case.recordings.ranks):
         return Cause(
             kind="samples_depend_on_rank",
-            sentence=f"the samples are equal, but collate_fn gives them different values on {where} than on one device "
-            f"({tensor}): it depends on the rank, on the process, or on the other samples of the batch",
+            sentence=f"the samples are equal, but collate_fn, or what the script does to a batch before the step, "
+            f"gives them different values on {where} than on one device ({tensor}): it depends on the rank, on the "
+            "process, or on the other samples of the batch",
             remedy="make collate_fn depend only on each sample; move work on whole batches into the model",
         )
     return Cause(
@@ -533,6 +553,7 @@ RULES: tuple[Rule, ...] = (
     batch_size,
     data_order,
     collate_draws,
+    batch_draws,
     sample_values,
     unaligned_random,
     rows_differ,

@@ -7,7 +7,6 @@ from that state and draw the same values. Each step is therefore compared on its
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from tutti.checkpoint.training_state import TrainingState
 from tutti.comm.world import World
 from tutti.data.batches import BatchShare, MicrobatchShare
 from tutti.data.microbatches import map_tensors
-from tutti.data.seeds import derive_seed, generator_states
+from tutti.data.seeds import derive_seed, generator_states, held_generators
 from tutti.environment import Recording, read_launch_options
 from tutti.errors import LaunchError
 from tutti.parallel.layout import TensorShard, to_local
@@ -97,6 +96,7 @@ class RunRecorder(DoublePrecisionInputs):
         self._still = ExitStack()
         self._notes: dict[str, None] = {}
         self._inputs: Values = {}
+        self._draws: tuple[str, ...] = ()
         self._after: ModelState | None = None
         self._updates = 0
         self._call = -1
@@ -173,6 +173,7 @@ class RunRecorder(DoublePrecisionInputs):
         if self._call >= 0:
             self._write(self._step_record(step, updated=False))
         self._call += 1
+        self._draws = self.training.loader.draws
         batch = self.sampled(batch)
         self._inputs = batch_tensors(batch)
         self._microbatches = []
@@ -196,13 +197,14 @@ class RunRecorder(DoublePrecisionInputs):
             guide = read_record(self.reference.guide(step, self._call, index))
         mode = AlignedRandom(rank_share, guide.draws if guide else None)
         self._loss = None
-        with seeded_microbatch(derive_seed(self.training.parallel.seed, "verify", step, self._call, index)) as before:
-            drew = partial(_drew_otherwise, mode, before)
+        own = [generator for module in self.training.parallel.model.modules() for generator in held_generators(module)]
+        with seeded_microbatch(derive_seed(self.training.parallel.seed, "verify", step, self._call, index)):
+            drew = OtherDraws(mode, own)
             self.log.begin(guide.calls if guide else None, BUDGET_NBYTES // len(share.parts), drew)
             with mode:
                 yield
             self.log.end()
-            foreign = _foreign_draws(mode, before)
+            foreign = drew.sources
         self._lowest.append(mode.lowest)
         self._drew = self._drew or bool(mode.draws)
         self._microbatches.append(
@@ -218,7 +220,7 @@ class RunRecorder(DoublePrecisionInputs):
         )
         self._note_limits()
         for name in foreign:
-            if name in generator_states():
+            if name in ("numpy.random", "random"):
                 self._note(
                     f"forward drew from {name}, which was seeded equally on ranks and on one device to compare them; "
                     "otherwise each rank draws numbers of its own"
@@ -289,6 +291,7 @@ class RunRecorder(DoublePrecisionInputs):
             after=self._after if updated and self._after is not None else ModelState(),
             updated=updated,
             collated=self.training.loader.collated,
+            draws=self._draws,
         )
 
     def _write(self, record: StepRecord) -> None:
@@ -403,34 +406,44 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 
 @contextmanager
-def seeded_microbatch(seed: int) -> Iterator[dict[str, object]]:
+def seeded_microbatch(seed: int) -> Iterator[None]:
     """Seed all global generators, so that ranks and one device draw alike where they draw as often.
 
     Afterwards Python's and NumPy's are as before, since ranks may have drawn another number of values.
-
-    Yields:
-        The states of the generators other than torch's.
     """
     python, numpy_state = random.getstate(), np.random.get_state()
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
     try:
-        yield generator_states()
+        yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy_state)
 
 
-def _drew_otherwise(mode: AlignedRandom, before: dict[str, object]) -> bool:
-    """Return whether forward drew random numbers that need not be one device's."""
-    return bool(mode.unaligned or _foreign_draws(mode, before))
+class OtherDraws:
+    """Tells whether forward has drawn random numbers that need not be one device's.
 
+    Args:
+        mode: sees the draws of torch.
+        own: generators that modules hold, beside torch's.
+    """
 
-def _foreign_draws(mode: AlignedRandom, before: dict[str, object]) -> tuple[str, ...]:
-    """Return the generators, other than torch's global one, that forward has drawn from since `before`."""
-    names = [name for name, state in generator_states().items() if name != "torch" and state != before[name]]
-    return (*names, *(["a torch.Generator of its own"] if mode.own_generator else []))
+    def __init__(self, mode: AlignedRandom, own: list[object]) -> None:
+        self.mode = mode
+        self.own = [generator for generator in own if not isinstance(generator, torch.Generator)]
+        self.before = generator_states(self.own)
+
+    def __call__(self) -> bool:
+        return bool(self.mode.unaligned or self.sources)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The generators, other than torch's global one, that forward has drawn from."""
+        now = generator_states(self.own)
+        names = [name for name, state in now.items() if name != "torch" and state != self.before[name]]
+        return (*names, *(["a torch.Generator of its own"] if self.mode.own_generator else []))
 
 
 def recorded_state(training: TrainingState) -> ModelState:

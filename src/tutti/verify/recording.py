@@ -108,7 +108,8 @@ class StepRecord:
         after: the state after this update.
         update_loss: of all calls whose gradients the update used.
         updated: whether an update followed; another call of forward_backward did otherwise.
-        collated: what the batch was collated from; None for torch's own collate function.
+        collated: what the batch was collated from; None where that is not recorded.
+        draws: generators that the script drew from between the loader and the step.
     """
 
     step: int
@@ -126,6 +127,7 @@ class StepRecord:
     update_loss: float | None = None
     updated: bool = True
     collated: CollateRecord | None = None
+    draws: tuple[str, ...] = ()
 
     @property
     def digests(self) -> dict[int, bytes | None]:

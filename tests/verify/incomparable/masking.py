@@ -17,6 +17,7 @@ class Texts(torch.utils.data.Dataset):
 
 
 class Masking:
+    # GENERATOR
     def __call__(self, samples):
         ids = torch.stack([sample["ids"] for sample in samples])
         hidden = torch.rand(ids.shape) < 0.3

@@ -1,0 +1,17 @@
+"""Noise that the script adds to a batch between the loader and the step."""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import tutti
+
+job = tutti.Job(global_batch_size=12, seed=1)
+generator = torch.Generator().manual_seed(0)
+data = TensorDataset(torch.randn(48, 6, generator=generator), torch.randint(0, 3, (48,), generator=generator))
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = job.prepare(model, optimizer, data, nn.CrossEntropyLoss())
+for _ in job.epochs(2):
+    for rows, targets in loader:
+        job.step((rows + 0.1 * torch.randn_like(rows), targets))
