@@ -1,16 +1,25 @@
 """Batches that are not one row a sample: correct ones pass, faults under them are found, draws are no fault."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tutti.config.plan import BatchPlan, Plan
 from tutti.data.batches import MicrobatchShare
 from tutti.data.collate_record import sample_digest
 from tutti.verify.alignment import RankTensor
 from tutti.verify.batch_readings import collated_alignments
 from tutti.verify.tolerance import alignment_difference
 from verify.running import HERE, verdict_on
+
+
+def quick(names: Iterable[str], *chosen: str) -> list[Any]:
+    """Return parameters of which only the chosen ones are in the quick suite."""
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.long) for name in names]
+
 
 RAGGED = sorted(path.stem for path in (HERE / "ragged").glob("*.py"))
 
@@ -21,6 +30,30 @@ def test_a_correct_script_with_ragged_batches_passes(name: str) -> None:
     assert verdict.passed, verdict.sentence
     assert (verdict.largest.relative_difference or 0.0) < 1e-12  # type: ignore[union-attr]
     assert any(note.startswith("dropout was off") for note in verdict.notes) == (name in ("by_length", "graphs"))
+
+
+PLANS = {
+    "microbatches": (("replicate", 2), 2, ()),
+    "unequal": (("replicate", 3), 1, (2.0, 0.0, 1.0)),
+}
+"""Name -> (mesh, microbatches, shares)."""
+SIZES = {"boxes": 4, "by_length": 10, "graphs": 9, "left_padded": 9, "nested": 6, "packed": 10}
+QUICK = (("graphs", "microbatches"), ("left_padded", "microbatches"))
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        (name, how) if (name, how) in QUICK else pytest.param(name, how, marks=pytest.mark.long)
+        for name in RAGGED
+        for how in PLANS
+    ],
+)
+def test_a_correct_script_with_ragged_batches_passes_by_any_plan(name: str, how: str) -> None:
+    mesh, microbatches, parts = PLANS[how]
+    batch = BatchPlan(global_batch_size=SIZES[name], num_microbatches=microbatches)
+    verdict = verdict_on(f"ragged/{name}.py", plan=Plan(batch=batch, mesh=dict([mesh]), shares=parts))
+    assert verdict.passed, verdict.sentence
 
 
 FAULTS = {
@@ -69,7 +102,7 @@ def changed(place: str, code: str, folder: Path, script: str = "ragged/graphs.py
     return path
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", quick(FAULTS, "data set", "gradient", "targets"))
 def test_a_fault_under_ragged_batches_is_found(name: str, tmp_path: Path) -> None:
     place, code, expected, words = FAULTS[name]
     verdict = verdict_on(changed(place, code, tmp_path))
@@ -95,7 +128,7 @@ INCOMPARABLE = {
 """Script -> (kind of cause, words of its sentence)."""
 
 
-@pytest.mark.parametrize("name", INCOMPARABLE)
+@pytest.mark.parametrize("name", quick(INCOMPARABLE, "between", "masking", "mixup", "numpy_noise"))
 def test_random_numbers_that_differ_are_not_said_to_be_wrong(name: str) -> None:
     verdict = verdict_on(f"incomparable/{name}.py")
     assert not verdict.passed
@@ -105,6 +138,7 @@ def test_random_numbers_that_differ_are_not_said_to_be_wrong(name: str) -> None:
     assert (verdict.cause.kind, INCOMPARABLE[name][1] in verdict.cause.sentence) == (INCOMPARABLE[name][0], True)
 
 
+@pytest.mark.long
 def test_a_collate_function_with_a_generator_of_its_own_draws_too(tmp_path: Path) -> None:
     code = "def __init__(self):\n    self.draws = torch.Generator().manual_seed(0)\n"
     path = changed("GENERATOR", code, tmp_path, "incomparable/masking.py")
@@ -122,11 +156,12 @@ def test_every_incomparable_script_is_expected() -> None:
 @pytest.mark.parametrize(
     ("script", "place", "code", "kind"),
     [
-        (
+        pytest.param(
             "mixup",
             "MODEL",
             "model[0].register_forward_hook(lambda m, a, value: value * (1 + job.rank))",
             "rank_dependent_forward",
+            marks=pytest.mark.long,
         ),
         ("masking", "SAMPLE", "ids[1] = 1 + job.rank", "samples_depend_on_rank"),
     ],

@@ -20,6 +20,13 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def is_graph(value: Any) -> bool:
+    """Return whether a value is a graph of PyTorch Geometric or the like: attributes by name, and a way to map them."""
+    return not isinstance(value, Mapping | torch.Tensor | torch.nn.Module) and all(
+        callable(getattr(value, name, None)) for name in ("keys", "__getitem__", "apply")
+    )
+
+
 def contents(value: Any) -> list[tuple[str, Any]] | None:
     """Return what a value holds, each with what to add to its name; None for a value that holds nothing by name."""
     if isinstance(value, _LEAVES):
@@ -34,8 +41,7 @@ def contents(value: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{index}]", entry) for index, entry in enumerate(sorted(value, key=repr))]
     if dataclasses.is_dataclass(value):
         return [(f".{entry.name}", getattr(value, entry.name)) for entry in dataclasses.fields(value)]
-    keys = getattr(value, "keys", None)
-    if callable(keys) and hasattr(value, "__getitem__"):  # a graph
-        return [(f"[{key!r}]", value[key]) for key in keys()]
+    if is_graph(value):
+        return [(f"[{key!r}]", value[key]) for key in value.keys()]  # noqa: SIM118 - not a dict
     attributes = getattr(value, "__dict__", None)
     return None if attributes is None else [(f".{name}", entry) for name, entry in attributes.items()]

@@ -116,10 +116,8 @@ class CallLog:
         """
         if isinstance(value, PackedSequence):
             return sample_columns(pad_packed_sequence(value, batch_first=True)[0]), None
-        plain, shard = local_activation(value)
-        if plain.is_nested:
-            plain = plain.to_padded_tensor(0.0)
-        key = (id(value), plain._version)
+        plain, shard = (value.to_padded_tensor(0.0), None) if value.is_nested else local_activation(value)
+        key = (id(value), value._version)
         if key not in self._copies:
             copy = sample_columns(plain, shard)
             self._copies[key] = (value, (copy, shard))

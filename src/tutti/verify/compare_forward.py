@@ -192,6 +192,20 @@ class MicrobatchRecords:
         return rows_follow_samples(whole, tensors)
 
 
+def is_padded_otherwise(reference: MicrobatchRecord, groups: Sequence[MicrobatchRecords]) -> bool:
+    """Return whether some rank calls the model with samples of another shape than one device's."""
+    for call in reference.calls:
+        if call.module or call.number:
+            continue
+        for group in groups:
+            for position, expected in enumerate(call.inputs):
+                tensors = group.tensors(call, "inputs", position) or []
+                rows = bool(tensors) and has_row_per_sample(expected, tensors)
+                if rows and any(tensor.value.shape[1:] != expected.shape[1:] for tensor in tensors):
+                    return True
+    return False
+
+
 def compare_forward(
     reference: MicrobatchRecord,
     groups: Sequence[MicrobatchRecords],

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -165,7 +166,8 @@ def _compared(
         return InputComparison(name=name, reading=reading, gap=gap, samples_equal=equal)
     loaded = having_samples(tensors)
     sizes = _counted_before([tensor.rank for tensor in loaded], reference, ranks)
-    for alignment in collated_alignments(whole, loaded, sizes):
+    shares = reference.inputs[name], [replace(tensor, value=ranks[tensor.rank].inputs[name]) for tensor in tensors]
+    for alignment in chain(collated_alignments(whole, loaded, sizes), collated_alignments(*shares, sizes)):
         other = measured(alignment, rms([whole]))
         if other.largest <= checker.tolerance:
             return InputComparison(name=name, reading="collated", gap=other, samples_equal=True)

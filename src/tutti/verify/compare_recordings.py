@@ -20,7 +20,7 @@ from tutti.verify.alignment import (
     in_double,
     sampled_part,
 )
-from tutti.verify.compare_forward import BatchLayout, MicrobatchRecords, compare_forward
+from tutti.verify.compare_forward import BatchLayout, MicrobatchRecords, compare_forward, is_padded_otherwise
 from tutti.verify.compare_inputs import InputComparison, compare_inputs, layout_of, ranks_padded_otherwise
 from tutti.verify.recording import Evaluation, RankRecord, StepRecord, Values
 from tutti.verify.tolerance import ToleranceChecker, difference, number_difference, rms
@@ -253,6 +253,7 @@ def _forward(layout: BatchLayout, recordings: StepRecordings, checker: Tolerance
         if not any(record.calls for record in records):
             continue
         groups = MicrobatchRecords.of(records, recordings.rank_shards)
+        otherwise = padded or is_padded_otherwise(recordings.reference.microbatches[index], groups)
         for forward_tensor, gap in compare_forward(recordings.reference.microbatches[index], groups, checker, layout):
             module = forward_tensor.module or recordings.head.model
             if gap is None:
@@ -261,7 +262,9 @@ def _forward(layout: BatchLayout, recordings: StepRecordings, checker: Tolerance
                 found = _judged(checker, gap.gaps, "forward", recordings, module, forward_tensor.tensor, gap.alignment)
                 of_samples = forward_tensor.of_samples
                 yield from (
-                    replace(first, decisive=of_samples and not padded, of_samples=of_samples, call=forward_tensor.call)
+                    replace(
+                        first, decisive=of_samples and not otherwise, of_samples=of_samples, call=forward_tensor.call
+                    )
                     for first in found
                 )
 

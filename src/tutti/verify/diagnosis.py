@@ -155,8 +155,8 @@ def foreign_random(case: DifferenceCase) -> Cause | None:
         return None
     return Cause(
         kind="random_outside_torch",
-        sentence=f"forward draws random numbers from {' and '.join(sources)}, which tutti does not seed per "
-        f"sample: ranks draw equal or unrelated numbers; the first effect is in {case.where}",
+        sentence=f"forward draws random numbers from {' and '.join(sources)}, which tutti does not seed "
+        f"for each sample: ranks draw other numbers than one device; the first effect is in {case.where}",
         remedy="draw them with torch's own functions and without a generator argument (torch.rand_like, torch.randn)",
     )
 

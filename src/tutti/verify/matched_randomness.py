@@ -203,7 +203,9 @@ def rows_of(
     if len(differing) == 1 and full[dim] % whole == 0 and full[dim] * share_size == shape[dim] * whole:
         length = full[dim] // whole
         return lambda tensor: tensor.narrow(dim, offset * length, share_size * length)
-    for dim in differing:
+    for dim in sorted(
+        differing, key=lambda dim: (full[dim], shape[dim]) != (whole, share_size)
+    ):  # rows of samples first
         others_fit = all(shape[d] <= full[d] for d in range(len(full)) if d != dim)
         if (
             full[dim] % whole == 0

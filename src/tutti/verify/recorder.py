@@ -4,6 +4,7 @@ One device also saves the state that every step starts from, and the shapes of i
 from that state and draw the same values. Each step is therefore compared on its own, and differences do not accumulate.
 """
 
+import copy
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from tutti.checkpoint.training_state import TrainingState
 from tutti.comm.world import World
 from tutti.data.batches import BatchShare, MicrobatchShare
+from tutti.data.contents import is_graph
 from tutti.data.microbatches import map_tensors
 from tutti.data.seeds import derive_seed, generator_states, held_generators
 from tutti.environment import Recording, read_launch_options
@@ -79,7 +81,11 @@ class DoublePrecisionInputs:
 
     def sampled(self, batch: Any) -> Any:
         """Return the batch, in float64 if the recording asks for it."""
-        return map_tensors(_double, batch) if self.recording.double else batch
+        if not self.recording.double:
+            return batch
+        if is_graph(batch):
+            return copy.copy(batch).apply(_double)
+        return map_tensors(_double, batch)
 
 
 class RunRecorder(DoublePrecisionInputs):

@@ -381,6 +381,8 @@ class TrialComparison:
         if any(head.rank_shard.mesh_position for head in self.heads):
             return "ranks that share samples draw different masks than one device"
         steps = self.recordings.ranks if self.recordings is not None else ()
+        if any(step.collated is not None and step.collated.draws for step in steps):
+            return None  # batches differ anyway
         unmatched = any(microbatch.unaligned for step in steps for microbatch in step.microbatches)
         if first is not None and first.difference.stage in _DRAWN and (first.ragged or unmatched):
             return "its masks cannot be matched with one device's where rows are not samples"
