@@ -116,6 +116,18 @@ def test_a_fault_under_ragged_batches_is_found(name: str, tmp_path: Path) -> Non
     assert words in verdict.cause.sentence, verdict.sentence
 
 
+@pytest.mark.long
+def test_padding_that_has_no_effect_is_not_blamed(tmp_path: Path) -> None:
+    text = (HERE / "ragged" / "left_padded.py").read_text()
+    assert "nn.CrossEntropyLoss()" in text
+    path = tmp_path / "squared.py"
+    path.write_text(text.replace("nn.CrossEntropyLoss()", "lambda out, to: nn.functional.cross_entropy(out, to) ** 2"))
+    verdict = verdict_on(path, world_size=3)
+    assert not verdict.passed
+    assert verdict.first is not None
+    assert (verdict.first.stage, verdict.first.module) == ("loss", ""), verdict.sentence
+
+
 INCOMPARABLE = {
     "between": ("batch_draws", "the script draws random numbers from torch"),
     "masking": ("collate_draws", "collate_fn (Masking) draws random numbers from torch"),

@@ -157,13 +157,23 @@ def compare_step(recordings: StepRecordings, checker: ToleranceChecker) -> First
     undecided: list[FirstDifference] = []
     for first in (found for check in checks for found in check(recordings, checker)):
         if first.decisive:
-            causes = (earlier for earlier in undecided if earlier.of_samples or _is_inside(earlier, first))
+            causes = (earlier for earlier in undecided if _has_caused(earlier, first, undecided))
             return replace(next(causes, first), unread=_unread(inputs), ragged=bool(layout.values))
         undecided.append(first)
     for first in undecided:
         why = "it differs only in padding" if first.of_samples else "its rows are not samples"
         checker.skip(f"{first.difference.tensor} of {first.difference.module} ({why})")
     return None
+
+
+def _has_caused(earlier: FirstDifference, first: FirstDifference, undecided: Sequence[FirstDifference]) -> bool:
+    """Return whether an undecided difference in forward has caused a decisive one.
+
+    What differs in padding has reached the loss only if it has reached the model's output.
+    """
+    reaches = any(other.call is not None and not other.call[0] for other in undecided)
+    in_loss = first.difference.stage in ("loss", "gradient")
+    return _is_inside(earlier, first) or (earlier.of_samples and in_loss and reaches)
 
 
 def _is_inside(inner: FirstDifference, outer: FirstDifference) -> bool:
