@@ -8,7 +8,7 @@ else is refused. Parameters of other stages have the shape of the whole and no v
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from types import FrameType
 from typing import Any
@@ -115,12 +115,17 @@ class ScriptReads(TorchFunctionMode):
         if self._reads.needed and _current_mode() is not self:
             _push_mode(self)  # type: ignore[no-untyped-call]
 
-    def rest(self) -> bool:
-        """Stop watching while the Job works. Returns whether it was watching."""
-        if _current_mode() is not self:
-            return False
-        _pop_mode()  # type: ignore[no-untyped-call]
-        return True
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Do not watch within the context, in which the Job works."""
+        watching = _current_mode() is self
+        if watching:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            if watching:
+                self.watch()
 
     def script_calls(self, frame: FrameType | None) -> bool:
         """Whether the script itself runs in `frame`: neither a Job's method nor a module of the model is at work."""

@@ -608,13 +608,8 @@ def _together(job: Job, name: str) -> Iterator[Run]:
         raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
     if not run.loop.watch.inside and name != "job.update":
         run.check_changes()
-    watched = run.parallel.script_reads.rest()
-    try:
-        with run.loop.watch.during(name):
-            yield run
-    finally:
-        if watched:
-            run.parallel.script_reads.watch()
+    with run.parallel.script_reads.resting(), run.loop.watch.during(name):
+        yield run
 
 
 class RunFinalizer:

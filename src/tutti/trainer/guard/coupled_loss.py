@@ -28,7 +28,7 @@ MOST_SAMPLES = 16
 _FINE, _COARSE = 5e-4, 5e-2
 """Relative differences of two losses that rounding in 32 and in 16 bits explains; in float64 some modules use 32."""
 
-DRAWS, CLEAR, APART = 5, 0.1, 4.0
+DRAWS, CLEAR, DISTANCE = 5, 0.1, 4.0
 """Draws of a loss that is random; the relative difference that counts there, and in units of how far draws scatter."""
 
 Losses = tuple[tuple[float, ...], tuple[float, ...]]
@@ -54,7 +54,7 @@ def check_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> N
             break
     else:
         return
-    differs = partial(_differ, tolerance=tolerance) if draws == 2 else _lie_apart
+    differs = partial(_differ, tolerance=tolerance) if draws == 2 else _are_far
     rank = next((n for n, (wholes, halves) in enumerate(known) if differs(wholes, halves)), None)
     if rank is not None:
         wholes, halves = known[rank]
@@ -126,11 +126,11 @@ def _differ(wholes: tuple[float, ...], halves: tuple[float, ...], tolerance: flo
     return not _agree(wholes[0], halves[0], tolerance)
 
 
-def _lie_apart(wholes: tuple[float, ...], halves: tuple[float, ...]) -> bool:
+def _are_far(wholes: tuple[float, ...], halves: tuple[float, ...]) -> bool:
     """Whether all draws of the one are far from all draws of the other."""
     scatter = max(max(some) - min(some) for some in (wholes, halves))
     nearest = max(min(wholes) - max(halves), min(halves) - max(wholes))
-    return nearest > APART * scatter and nearest > CLEAR * max(map(abs, (*wholes, *halves)))
+    return nearest > DISTANCE * scatter and nearest > CLEAR * max(map(abs, (*wholes, *halves)))
 
 
 def _agree(one: float, other: float, tolerance: float) -> bool:
