@@ -111,6 +111,7 @@ def on_ranks(name: str, plan: dict[str, Any]) -> tuple[list[Any], dict[str, Tens
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3, momentum=0.9)
     dataset = torch.utils.data.TensorDataset(x, y)
     model, optimizer, loader = job.prepare(model, optimizer, dataset, shuffle=False)
+    optimizer.add_param_group({"params": list(model.target.parameters())})  # frozen, and of both stages
     read, refused = [], {}
     for batch in [batch for _ in job.epochs(1) for batch in loader]:
         job.forward_backward(loss, batch)

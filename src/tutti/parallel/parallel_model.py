@@ -82,6 +82,7 @@ class ParallelModel:
         Raises:
             ScriptError: one of them is not in the model.
         """
+        self.script_reads.leave_out_absent(self.optimizers)
         sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
         if sizes == self.group_sizes:
             return

@@ -7,7 +7,7 @@ else is refused. Parameters of other stages have the shape of the whole and no v
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from types import FrameType
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -261,6 +262,13 @@ class ScriptReads(TorchFunctionMode):
             f"between steps, {name.removeprefix('get:')} would see only this rank's part of {what}, since the plan "
             f"divides it ({format_mesh(degrees)}); {remedy}"
         )
+
+    def leave_out_absent(self, optimizers: Iterable[Optimizer]) -> None:
+        """Leave out of the optimizers what the script has added of other stages, whose ranks update it."""
+        absent = set(map(id, self.absent.values()))
+        for group in [group for optimizer in optimizers if absent for group in optimizer.param_groups]:
+            if any(id(parameter) in absent for parameter in group["params"]):
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in absent]
 
     def show_absent(self, model: nn.Module, division: ModuleChanges) -> None:
         """Let `parameters()` and `named_parameters()` of modules give the script those of other stages, too."""
