@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence
+from torch.utils.data import WeightedRandomSampler
 
 import tutti
 from harness import run_ranks
@@ -262,6 +263,19 @@ class OwnToldTheEpoch(Own):
 
     def set_epoch(self, epoch: int) -> None:
         pass
+
+
+def drawn() -> WeightedRandomSampler:
+    return WeightedRandomSampler(torch.linspace(0.1, 1, SAMPLES), SAMPLES, generator=torch.Generator().manual_seed(3))
+
+
+def test_a_torch_generator_of_a_sampler_is_the_scripts_own() -> None:
+    sampler = drawn()
+    expected = [list(sampler) for _ in range(3)]
+    assert orders(share_loader(drawn()), 3) == expected
+    resumed = share_loader(drawn())
+    resumed.go_to(1, 0, 3)
+    assert orders(resumed, 2) == expected[1:]
 
 
 @pytest.mark.parametrize("sampler", [Epochs, Own, OwnToldTheEpoch])

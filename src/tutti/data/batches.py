@@ -1,6 +1,5 @@
 """Global batches: the order of an epoch, its batches, and each rank's share of them."""
 
-import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,18 +29,15 @@ def epoch_order(samples: int, seed: int, epoch: int, *, shuffle: bool) -> Indice
 
 
 def sampler_order(sampler: Iterable[int], seed: int, epoch: int) -> Indices:
-    """Return the order of a user's sampler with all generators seeded from (seed, epoch); equal on every rank.
+    """Return the order of a user's sampler, with the global generators seeded from (seed, epoch).
+
+    A generator of the sampler's own goes on from where it is, as in a loop without tutti.
 
     Raises:
         DataError: the sampler yields something else than indices, such as whole batches.
     """
     with preserved_generators():
         seed_everything(derive_seed(seed, "sampler", epoch))
-        generator = getattr(sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(derive_seed(seed, "sampler", epoch))
-        elif isinstance(generator, random.Random):
-            generator.seed(derive_seed(seed, "sampler", epoch))
         indices = list(sampler)
     if indices and isinstance(indices[0], list | tuple):
         raise DataError(
