@@ -181,6 +181,7 @@ def _leave_together(task: Task) -> None:
         time.sleep(0.005)
 
 
+@reading_parts()
 def _train(task: Task) -> Outcome:
     torch.set_default_dtype(task.dtype)
     if task.plan is not None:
@@ -217,7 +218,6 @@ def _trained(task: Task, fields: dict[str, Any], comparison: Comparison | None) 
     return job, trained
 
 
-@reading_parts()
 def _steps(job: tutti.Job, model: torch.nn.Module, loader: Any, comparison: Comparison | None) -> Trained:
     run = job._run()
     function = loss_of(run.loop.unpack, run.loop.loss_fn)  # type: ignore[arg-type]

@@ -54,7 +54,8 @@ REFUSED = {
     "buffer added": "buffer 'other' was added to the model",
 }
 REFUSED_WHERE_DIVIDED = {
-    "state assigned": "Net.load_state_dict(assign=True) would replace this rank's parts of the weights"
+    "state assigned": "Net.load_state_dict(assign=True) would replace this rank's parts of the weights",
+    "pruned": "would see only this rank's part of parameter 'blocks.0.inner.weight'",
 }
 REFUSED_UNDER = {("gradients clamped", plan): "parameter 'stem.weight' has a gradient hook" for plan in DIVIDED} | {
     ("gradient masked", plan): "parameter 'head.weight' has a gradient hook" for plan in DIVIDED

@@ -1,5 +1,6 @@
 """What the script does with parameters and gradients between steps: as on one device, or refused by name."""
 
+import copy
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 import tutti
 from harness import run_ranks
@@ -51,15 +53,27 @@ def grad_norms(model: nn.Module) -> list[float]:
     return [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
 
 
-def clip_norm(model: Twins) -> Any:
+def clip_norm(model: Twins, optimizer: Optimizer) -> Any:
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
     return norm, grad_norms(model), [float(torch.linalg.vector_norm(p)) for p in model.parameters()]
 
 
-def clip_value(model: Twins) -> Any:
+def clip_groups(model: Twins, optimizer: Optimizer) -> Any:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return float(nn.utils.clip_grad_norm_(parameters, 0.05)), grad_norms(model)
+
+
+def clip_value(model: Twins, optimizer: Optimizer) -> Any:
     nn.utils.clip_grad_value_(model.parameters(), 0.01)
     for parameter in model.parameters():
         parameter.data.clamp_(-0.3, 0.3)
+        positive = ~(parameter.detach() < 0)
+        positive &= torch.isfinite(input=parameter)
+        parameter.data.mul_(torch.where(positive, parameter.detach().to(torch.float64) * 0 + 1.0, 1.0))
+        assert parameter.ndim <= 2
+        assert torch.zeros(3).to(parameter).mean() == 0
+        kept = {key: value.detach().cpu().clone() for key, value in model.named_parameters()}
+        assert len(kept) == 10
         if parameter.grad is not None:
             parameter.grad *= 0.5
             parameter.grad.add_(parameter.detach(), alpha=1e-3)
@@ -67,11 +81,16 @@ def clip_value(model: Twins) -> Any:
     return shapes, sum(p.numel() for p in model.parameters()), [p.device.type == "cpu" for p in model.parameters()]
 
 
-def follow(model: Twins) -> Any:
+def follow(model: Twins, optimizer: Optimizer) -> Any:
     model.follow()
 
 
-READS: dict[str, Callable[[Twins], Any]] = {"clip_norm": clip_norm, "clip_value": clip_value, "follow": follow}
+READS: dict[str, Callable[[Twins, Optimizer], Any]] = {
+    "clip_norm": clip_norm,
+    "clip_groups": clip_groups,
+    "clip_value": clip_value,
+    "follow": follow,
+}
 
 REFUSED: dict[str, Callable[[nn.Parameter], Any]] = {
     "sum": lambda p: p.sum(),
@@ -81,6 +100,12 @@ REFUSED: dict[str, Callable[[nn.Parameter], Any]] = {
     "tolist": lambda p: p.tolist(),
     "repr": repr,
     "flatten": lambda p: nn.utils.parameters_to_vector([p]),
+    "largest": lambda p: p.data.div_(p.abs().max()),
+    "largest in rows": lambda p: p / p.abs().max(dim=0)[0],
+    "norms of columns": lambda p: p.norm(2, 0),
+    "equal": lambda p: torch.equal(p, p),
+    "parameter of a copy": lambda p: nn.Parameter(p.detach().clone()).mean(),
+    "deep copy": lambda p: copy.deepcopy(p).sum(),
     "save": lambda p: torch.save(p, io.BytesIO()),
     "largest norm": lambda p: torch.linalg.vector_norm(p, float("inf")),
     "whole mask": lambda p: p.data.mul_(torch.ones(16, 6, dtype=torch.float64)),
@@ -96,7 +121,7 @@ def plain(name: str) -> tuple[list[Any], dict[str, Tensor]]:
     for start in range(0, SAMPLES, BATCH):
         optimizer.zero_grad()
         loss(model, (x[start : start + BATCH], y[start : start + BATCH])).backward()
-        read.append(READS[name](model))
+        read.append(READS[name](model, optimizer))
         optimizer.step()
     return read, model.state_dict()
 
@@ -115,9 +140,9 @@ def on_ranks(name: str, plan: dict[str, Any]) -> tuple[list[Any], dict[str, Tens
     read, refused = [], {}
     for batch in [batch for _ in job.epochs(1) for batch in loader]:
         job.forward_backward(loss, batch)
-        read.append(READS[name](model))
+        read.append(READS[name](model, optimizer))
         first = next(model.parameters())
-        for kind, reads in REFUSED.items():
+        for kind, reads in REFUSED.items() if plan != SHARD_1 else ():  # whose parameters are whole
             try:
                 reads(first)
             except tutti.TuttiError as error:
@@ -135,6 +160,7 @@ def said_on_ranks(name: str, plan: dict[str, Any]) -> str:
     return ""
 
 
+SHARD_1 = {"mesh": {"shard": 2}, "sharding": {"level": 1}}
 SHARD_2 = {"mesh": {"shard": 2}, "sharding": {"level": 2}}
 SHARD_3 = {"mesh": {"shard": 2}, "sharding": {"level": 3}}
 SPLIT = {"mesh": {"split": 2}}
@@ -147,6 +173,7 @@ STAGE = {"mesh": {"stage": 2}}
     [
         ("clip_norm", SHARD_3),
         ("clip_norm", SPLIT),
+        ("clip_groups", SHARD_1),
         ("clip_value", STAGE),
         *(
             pytest.param(name, plan, marks=pytest.mark.long)
@@ -165,8 +192,9 @@ def test_parts_are_read_as_on_one_device_or_not_at_all(name: str, plan: dict[str
     ranks = 4 if "replicate" in plan["mesh"] else 2
     expected, weights = plain(name)
     for read, state, refused in run_ranks(on_ranks, ranks, name, plan):
-        same = {"whole mask"} if "stage" in plan["mesh"] else set()  # a stage has whole parameters
-        assert set(refused) == set(REFUSED) - same
+        # A stage has whole parameters, or none, of which a copy has no values either.
+        same = {"whole mask", "deep copy", "parameter of a copy"} if "stage" in plan["mesh"] else set()
+        assert plan == SHARD_1 or set(REFUSED) - set(refused) <= same
         assert all("between steps" in said and "online.0.weight" in said for said in refused.values())
         torch.testing.assert_close(read, expected, rtol=1e-12, atol=1e-14)
         for key, value in state.items():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -29,15 +30,22 @@ from tutti.parallel.layout import Layout
 from tutti.parallel.part_reads import OF_THE_PART, PartReads
 from tutti.parallel.whole_model import ModuleChanges
 
-_SIZES = frozenset({"get:shape", "size", "numel", "nelement", "__len__"})
+_SIZES = frozenset({"get:shape", "size", "numel", "nelement", "__len__", "get:nbytes"})
+
+_SHAPELESS = frozenset({"get:ndim", "get:grad_dtype", "ndimension"})
+
+_TO_OTHERS = frozenset({"to", "type_as"})
+"""Functions that give their first argument the dtype or device of another, and nothing of its values."""
+
+_MOVES = frozenset({"to", "cpu", "cuda", "type_as"})
 
 _NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"})
 
 _COPIES = frozenset(
     [
-        "clone", "contiguous", "copy_", "cpu", "cuda", "detach", "detach_", "double", "empty_like", "fill_", "float",
-        "full_like", "get:data", "half", "ones_like", "set:data", "set:grad", "set:requires_grad", "to", "type_as",
-        "zero_", "zeros_like",
+        "__and__", "__iand__", "__invert__", "__ior__", "__or__", "bfloat16", "clone", "constant_", "contiguous",
+        "copy_", "cpu", "cuda", "detach", "detach_", "double", "empty_like", "fill_", "float", "full_like", "get:data",
+        "half", "ones_like", "set:data", "set:grad", "set:requires_grad", "to", "type_as", "zero_", "zeros_like",
     ]
 )  # fmt: skip
 """Functions whose results, of the same shape, are parts too; beside those that torch calls pointwise."""
@@ -47,6 +55,11 @@ _OF_MODULES = tuple(
     for method in (nn.Module._call_impl, nn.Module._load_from_state_dict, nn.Module._apply, nn.Module.zero_grad)
 )
 """Methods of modules that may treat a part as the parameter: guards and checks of the next step watch them."""
+
+OF_OPTIMIZER = "optimizer's part"
+
+MOST_STORAGES = 4096
+"""Of so many parts and copies of parts, those that are gone are forgotten."""
 
 _LAUNCHING = ("tutti.launch.", "tutti.cli.")
 
@@ -68,7 +81,7 @@ def _is_elementwise(name: str) -> bool:
         )
     packet = getattr(torch.ops.aten, {"truediv": "div", "truediv_": "div_"}.get(base, base), None)
     kinds = [getattr(packet, kind).tags for kind in packet.overloads()] if packet is not None else []
-    if any(torch.Tag.nondeterministic_seeded in tags for tags in kinds):
+    if any(torch.Tag.nondeterministic_seeded in tags for tags in kinds) or base == "equal":
         return False
     return base == "zero_" or any(torch.Tag.pointwise in tags for tags in kinds)
 
@@ -96,24 +109,26 @@ class ScriptReads(TorchFunctionMode):
         originals: Mapping[str, nn.Parameter],
     ) -> None:
         super().__init__()
-        self._layout, self._reads = layout, reads
+        self._model, self._layout, self._reads = model, layout, reads
         self._modules = {id(module) for module in model.modules()}
         self.together: Callable[[str], Any] = lambda name: nullcontext()
         self._derived = WeakTensorKeyDictionary()
-        self._stages = layout.mesh.degree("stage") > 1
+        self._lacks = layout.mesh.degree("stage", "table") > 1  # some ranks lack parameters
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         here = dict(model.named_parameters(remove_duplicate=False))
-        self.absent = {
-            name: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-            for name, parameter in originals.items()
-            if name not in here
+        absent = {id(parameter): parameter for name, parameter in originals.items() if name not in here}
+        outlines = {
+            key: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+            for key, parameter in absent.items()
         }
+        self.absent = {name: outlines[id(parameter)] for name, parameter in originals.items() if name not in here}
         for name, parameter in self.absent.items():
             self._derived[parameter] = (name, "parameter")
+        self._storages: dict[tuple[int, int], tuple[StorageWeakRef, tuple[str, str]]] = {}
 
     def watch(self) -> None:
         """Begin to watch: the script runs from here on."""
-        if self._reads.needed and _current_mode() is not self:
+        if (self._reads.needed or self._layout.states.shards) and _current_mode() is not self:
             _push_mode(self)  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -144,20 +159,30 @@ class ScriptReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if not args and (key := next((key for key in ("input", "self") if key in kwargs), None)):
+            args = (kwargs.pop(key),)
         parts = [(tensor, *known) for tensor in _tensors((*args, *kwargs.values())) if (known := self._known(tensor))]
         if not parts or not self.script_calls(sys._getframe(1)):
             return func(*args, **kwargs)
         name = name_of(func)
         first, parameter, kind = parts[0]
+        if not args:
+            raise self._refused(name, parameter, kind)
+        if name in _TO_OTHERS and first is not args[0]:
+            return args[0].to(dtype=first.dtype, device=self._device if first.is_meta else first.device)
         if first.is_meta and name == "get:device":
             return self._device
-        if name in OF_THE_PART:
+        if first.is_meta and name in _MOVES:
+            return first
+        if kind == OF_OPTIMIZER and name == "get:grad":  # of its own, it has that of the last update
+            return self._model.get_parameter(parameter).grad
+        if name in OF_THE_PART or name in _SHAPELESS:
             result = func(*args, **kwargs)
             return self._gradient(first, parameter, result) if name == "get:grad" else result
-        if name in _SIZES and self._has_parts_shape(first, parameter):
+        if name in _SIZES and (kind == OF_OPTIMIZER or self._has_parts_shape(first, parameter)):
             return func(torch.empty(self._layout.names[parameter], device="meta"), *args[1:], **kwargs)
-        if name in _NORMS and not self._stages and _is_whole_norm(args, kwargs):
+        if name in _NORMS and kind != OF_OPTIMIZER and not self._lacks and _is_whole_norm(args, kwargs):
             return self._norms(args[0])
         if not _is_elementwise(name):
             raise self._refused(name, parameter, kind)
@@ -168,14 +193,30 @@ class ScriptReads(TorchFunctionMode):
         name = self._reads.part_name(tensor)
         if name is not None:
             return name, "parameter"
+        name = self._optimizers_name(tensor)
+        if name is not None:
+            return name, OF_OPTIMIZER
         known: tuple[str, str] | None = self._derived.get(tensor)  # type: ignore[no-untyped-call]
+        if known is None and self._storages and tensor.layout is torch.strided:
+            # nn.Parameter(tensor), copies and the like make a tensor of the same memory, of which no mode is told.
+            memory, known = self._storages.get(_place(tensor), (None, None))
+            if memory is None or _is_gone(memory):
+                return None
         return known
+
+    def _optimizers_name(self, tensor: torch.Tensor) -> str | None:
+        """The name of the parameter of which an optimizer holds a part; the model has it whole (sharding level 1)."""
+        states = self._layout.states
+        if not states.shards or not isinstance(tensor, nn.Parameter):
+            return None
+        name = states.substitutes.get(tensor)
+        return name if name in states.shards else None
 
     def _gradient(self, parameter: torch.Tensor, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if parameter.is_meta and gradient is None and parameter.requires_grad:
             gradient = torch.empty_like(parameter)
         if gradient is not None:
-            self._derived[gradient] = (name, "gradient")
+            self._note(gradient, (name, "gradient"))
         return gradient
 
     def _has_parts_shape(self, tensor: torch.Tensor, name: str) -> bool:
@@ -201,7 +242,10 @@ class ScriptReads(TorchFunctionMode):
         if mixed or any(tensor.shape != first.shape for tensor in others if tensor.dim() >= first.dim()):
             raise self._refused(name, parameter, kind)
         result = func(*args, **kwargs)
-        for tensor in _tensors((result,)):
+        results = list(_tensors((result,)))
+        if (not results and result is not None) or any(tensor.shape != first.shape for tensor in results):
+            raise self._refused(name, parameter, kind)
+        for tensor in results:
             self._note(tensor, (parameter, kind))
         return result
 
@@ -217,7 +261,8 @@ class ScriptReads(TorchFunctionMode):
             absent = [isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors]
             if not (writes and absent[0]):
                 here.append(place)
-                if any(absent):
+                shapes = {tensor.shape for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.numel() > 1}
+                if any(absent) or (known and len(shapes) > 1):
                     raise self._refused(name, *known[0])
         taken = [[value[place] for place in here] if any(value is row for row in rows) else value for value in args]
         result = func(*taken, **kwargs)
@@ -226,8 +271,13 @@ class ScriptReads(TorchFunctionMode):
         return result
 
     def _note(self, tensor: torch.Tensor, known: tuple[str, str] | None) -> None:
-        if known is not None and self._known(tensor) is None:
-            self._derived[tensor] = known
+        if known is None or self._known(tensor) is not None:
+            return
+        self._derived[tensor] = known
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            if len(self._storages) >= MOST_STORAGES:
+                self._storages = {at: kept for at, kept in self._storages.items() if not _is_gone(kept[0])}
+            self._storages[_place(tensor)] = _memory(tensor), known
 
     def _norms(self, tensors: Any) -> Any:
         """Return the norm of each whole tensor. Collective."""
@@ -252,12 +302,12 @@ class ScriptReads(TorchFunctionMode):
 
     def _refused(self, name: str, parameter: str, kind: str) -> ScriptError:
         degrees = {axis: n for axis in part_guards.DIVIDING if (n := self._layout.mesh.degree(axis)) > 1}
-        remedy = (
-            "read it inside `with job.whole_model():`"
-            if kind == "parameter"
-            else "clip with Job(clip_norm=...), or keep gradients whole with replicas or sharding level 1"
-        )
-        what = f"the {kind} of {parameter!r}" if kind == "gradient" else f"parameter {parameter!r}"
+        remedy = {
+            "parameter": "read it inside `with job.whole_model():`",
+            "gradient": "clip with Job(clip_norm=...), or keep gradients whole with replicas or sharding level 1",
+            OF_OPTIMIZER: "read the model's own parameter",
+        }[kind]
+        what = f"parameter {parameter!r}" if kind == "parameter" else f"the {kind} of {parameter!r}"
         return ScriptError(
             f"between steps, {name.removeprefix('get:')} would see only this rank's part of {what}, since the plan "
             f"divides it ({format_mesh(degrees)}); {remedy}"
@@ -310,8 +360,21 @@ def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
             yield from _tensors(tuple(value))
 
 
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+
+
+def _memory(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _is_gone(memory: StorageWeakRef) -> bool:
+    return bool(memory.expired())  # type: ignore[no-untyped-call]
+
+
 def _is_whole_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the arguments ask for the Euclidean norm over all elements."""
-    options = {"ord": 2, **dict(zip(("ord", "dim", "keepdim"), args[1:], strict=False)), **kwargs}
+    names = ("ord", "dim", "keepdim", "out", "dtype")
+    options = {"ord": 2, **dict(zip(names, args[1:], strict=False)), **kwargs}
     order = options.pop("p", options.pop("ord"))
-    return order in (2, 2.0, None, "fro") and not any(value for value in options.values())
+    return order in (2, None, "fro") and all(value is None or value is False for value in options.values())
