@@ -103,9 +103,12 @@ def _loss_and_count(
     """Return (total, count) of the loss; of none, if no loss is `wanted` and the script gave no loss function."""
     if loss_fn is default_loss and not wanted and loss_in(output) is None:
         return 0.0, 0.0
+    tensors = [tensor for tensor in leaves(output) if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
+    versions = [tensor._version for tensor in tensors]
     loss = loss_fn(output, target)
     weighted = means.weighted(loss)
-    if weighted is loss and means.means and loss_fn is not default_loss:
+    unchanged = versions == [tensor._version for tensor in tensors]
+    if weighted is loss and means.means and loss_fn is not default_loss and unchanged:
         # Without gradients, only a mean itself is known. The graph of the loss tells which means it is made of.
         with torch.enable_grad():
             weighted = means.weighted(loss_fn(map_tensors(_with_graph, output), target))
@@ -115,7 +118,7 @@ def _loss_and_count(
 def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that autograd follows, where it can."""
     differentiable = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.detach().requires_grad_().clone() if differentiable else tensor
+    return tensor.detach().clone().requires_grad_().clone() if differentiable else tensor
 
 
 def samples_at_once(run: Run) -> int:

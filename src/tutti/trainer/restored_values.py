@@ -3,14 +3,15 @@
 import copy
 import math
 import random
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 
-CONTAINERS = (list, dict, set, deque)
+CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 
 
 class SavedContainers:
@@ -32,7 +33,7 @@ class SavedContainers:
 
 
 class SavedTensors:
-    """The tensors among `values`, with what is in them now.
+    """The tensors and arrays of NumPy among `values`, with what is in them now.
 
     Args:
         values: the values.
@@ -40,19 +41,25 @@ class SavedTensors:
     """
 
     def __init__(self, values: Iterable[Any], largest: float = math.inf) -> None:
+        values = [*values]
         tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
         self._saved = [
             (tensor, tensor._version, tensor.detach().clone())
             for tensor in tensors.values()
             if not tensor.is_meta and not tensor.is_inference() and tensor.numel() <= largest
         ]
+        arrays = {id(value): value for value in values if isinstance(value, np.ndarray) and value.flags.writeable}
+        self._arrays = [(array, array.copy()) for array in arrays.values() if array.size <= largest]
 
     def restore(self) -> None:
         """Write back what has been changed in place."""
         with torch.no_grad():
             for tensor, version, before in self._saved:
                 if tensor._version != version:
-                    tensor.copy_(before)
+                    with suppress(RuntimeError):  # its memory has been replaced
+                        tensor.copy_(before)
+        for array, numbers in self._arrays:
+            array[...] = numbers
 
 
 class SavedGenerators:

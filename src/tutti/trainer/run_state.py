@@ -172,14 +172,14 @@ class GuardState:
     """What the guard's checks have seen of a run.
 
     Attributes:
-        losses: ids of the code of the loss functions that have been checked.
+        losses: the code of the loss functions that have been checked, by its id.
         evaluated: whether the first evaluation has begun.
         evaluations: how many evaluations have begun.
         said: warnings so far.
         unequal_buffers: buffers that differed between ranks when the last step that was checked began.
     """
 
-    losses: set[int] = field(default_factory=set)
+    losses: dict[int, Any] = field(default_factory=dict)
     evaluated: bool = False
     evaluations: int = 0
     said: set[str] = field(default_factory=set)

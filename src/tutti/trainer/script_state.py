@@ -73,7 +73,7 @@ class ScriptState:
         elif isinstance(value, MethodType):
             following = [value.__self__, value.__func__]
         elif isinstance(value, FunctionType):
-            following = self._variables(value)
+            following = [*self._variables(value), *self._attributes(value)]
             yield following
         elif isinstance(value, nn.Module):
             self._seen.update(map(id, value.modules()))

@@ -48,6 +48,9 @@ def own_generators_kept(model: nn.Module, functions: Iterable[Any] = ()) -> Iter
         saved.restore()
 
 
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
 class _SavedModule:
     """The attributes of one module, by value where forward may change them in place."""
 
@@ -55,7 +58,7 @@ class _SavedModule:
         self.module = module
         self.attributes = dict(module.__dict__)
         self.buffers = dict(module._buffers)
-        own = [value for name, value in self.attributes.items() if not name.startswith("_")]
+        own = [value for name, value in self.attributes.items() if name not in _OF_TORCH]
         self.containers = SavedContainers(own)
         self.tensors = SavedTensors([*own, *self.buffers.values()])
 

@@ -52,6 +52,7 @@ def _shifted(
         shared: entries that neighbouring ranks have in common: 1 for boundaries, which have one more than the samples.
     """
     lengths = [rank_tensor.value.shape[dim] for rank_tensor in rank_tensors]
+    whole = whole.long()
     if min(lengths) < shared or sum(lengths) - shared * (len(lengths) - 1) != whole.shape[dim]:
         return
     pairs: Alignment = []
@@ -61,10 +62,11 @@ def _shifted(
         begin += length - shared
         if expected.shape != rank_tensor.value.shape:
             return
-        shift = int((expected - rank_tensor.value).reshape(-1)[0]) if expected.numel() else 0
+        value = rank_tensor.value.long()
+        shift = int((expected - value).reshape(-1)[0]) if expected.numel() else 0
         if shift not in allowed:
             return
-        pairs.append(AlignedPair(rank=rank_tensor.rank, expected=expected, got=rank_tensor.value + shift))
+        pairs.append(AlignedPair(rank=rank_tensor.rank, expected=expected, got=value + shift))
     yield pairs
 
 

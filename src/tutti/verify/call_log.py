@@ -47,7 +47,7 @@ class CallLog:
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(_ModuleHook(self, name)))
+            self._handles.append(module.register_forward_hook(_ModuleHook(self, name), always_call=True))
 
     def begin(
         self, wanted: frozenset[tuple[str, int]] | None, budget_nbytes: int, drew: Callable[[], bool] = bool
@@ -117,7 +117,7 @@ class CallLog:
         if isinstance(value, PackedSequence):
             return sample_columns(pad_packed_sequence(value, batch_first=True)[0]), None
         plain, shard = (value.to_padded_tensor(0.0), None) if value.is_nested else local_activation(value)
-        key = (id(value), value._version)
+        key = (id(value), -1 - len(self._copies) if value.is_inference() else value._version)
         if key not in self._copies:
             copy = sample_columns(plain, shard)
             self._copies[key] = (value, (copy, shard))

@@ -65,10 +65,10 @@ def guard_loss(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
     """
     if run.loop.steps_begun > FIRST_STEPS:
         return
-    losses, code, recorded = run.loop.guard.losses, id(code_of(loss)), _is_recorded(run)
-    if code in losses or not (recorded or should_agree(run)):
+    losses, code, recorded = run.loop.guard.losses, code_of(loss), _is_recorded(run)
+    if id(code) in losses or not (recorded or should_agree(run)):
         return
-    losses.add(code)
+    losses[id(code)] = code  # kept, so that no other gets its id
     if run.loop.pipeline is not None or not model_is_local(run):
         return
     hooked: list[list[str] | None] = run.loop.watch.gather("hooks", hooked_modules(run.parallel.model))

@@ -241,7 +241,9 @@ def _plain(value: Any) -> Any:
 
 def _settings(module: nn.Module) -> str:
     """The type of a module; with the settings of those of torch, which are numbers."""
+    lists = nn.ParameterList | nn.ParameterDict  # which name devices and the sizes of parts
     own = type(module).__module__.startswith("torch.nn.") and not list(module.children())
+    own = own and not isinstance(module, lists)
     return f"{type(module).__name__}({module.extra_repr() if own else ''})"
 
 

@@ -66,8 +66,11 @@ def check_update(run: Run, optimizers: Sequence[Optimizer], loss: float) -> None
     place = run.parallel.mesh.ranks("replicate")[0]
     held: Held = {"the gradient": (place, None)}
     held |= {f"the gradient of {name!r}": (place, p.grad) for name, p in run.parallel.trained_by(optimizers)}
-    everyone: list[Checksums] = run.loop.watch.gather("gradients", checksums(held))
-    if has_whole_modules(run) and loss and not any(value for sums in everyone for _, value in sums.values()):
+    sparse = any(tensor is not None and tensor.layout is not torch.strided for _, tensor in held.values())
+    gathered: list[tuple[Checksums, bool]] = run.loop.watch.gather("gradients", (checksums(held), sparse))
+    everyone = [sums for sums, _ in gathered]
+    some = any(sparse or any(value for _, value in sums.values()) for sums, sparse in gathered)
+    if has_whole_modules(run) and loss and not some:
         kinds = " and ".join(named_optimizers(optimizers))
         warn(
             run,
