@@ -127,8 +127,10 @@ class ScriptReads(TorchFunctionMode):
         self._storages: dict[tuple[int, int], tuple[StorageWeakRef, tuple[str, str]]] = {}
 
     def watch(self) -> None:
-        """Begin to watch: the script runs from here on."""
-        if (self._reads.needed or self._layout.states.shards) and _current_mode() is not self:
+        """Begin to watch, in place of an earlier Job: the script runs from here on."""
+        while isinstance(_current_mode(), ScriptReads):
+            _pop_mode()  # type: ignore[no-untyped-call]
+        if self._reads.needed or self._layout.states.shards:
             _push_mode(self)  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -162,7 +164,9 @@ class ScriptReads(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if not args and (key := next((key for key in ("input", "self") if key in kwargs), None)):
             args = (kwargs.pop(key),)
-        parts = [(tensor, *known) for tensor in _tensors((*args, *kwargs.values())) if (known := self._known(tensor))]
+        with torch._C.DisableTorchFunction():  # or other modes would be asked for each look
+            tensors = _tensors((*args, *kwargs.values()))
+            parts = [(tensor, *known) for tensor in tensors if (known := self._known(tensor))]
         if not parts or not self.script_calls(sys._getframe(1)):
             return func(*args, **kwargs)
         name = name_of(func)
