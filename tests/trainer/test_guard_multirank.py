@@ -388,6 +388,8 @@ MISTAKES: dict[str, tuple[Script, str]] = {
     "token mean": (Script(loss=token_mean), "warning: .*not a mean over samples: on rank 0.*tutti.Weighted"),
     "token mean, counted calls": (Script(lambda: net(Counts()), token_mean), "warning: .*not a mean over samples"),
     "negatives": (Script(loss=contrastive), "warning: .*not a mean over samples"),
+    "negatives, ZeRO-3": (Script(loss=contrastive, shard=2, level=3), "warning: .*not a mean over samples"),
+    "sum, ZeRO-2": (Script(loss=summed, shard=2, level=2), "warning: .*not a mean over samples"),
     "sum": (Script(loss=summed), "warning: .*not a mean over samples"),
     "sum of draws": (Script(loss=noisy_sum), "warning: .*not a mean over samples"),
     "statistics": (Script(lambda: net(Centred())), "warning: .*not a mean over samples"),
@@ -530,6 +532,8 @@ CORRECT: dict[str, Script] = {
     "shard, level 3": Script(shard=2, level=3, epoch=True),
     "split": Script(split=2, epoch=True),
     "stage": Script(stage=2, epoch=True),
+    "negatives of the whole batch, split": Script(loss=contrastive, split=2),
+    "negatives of the whole batch, stage": Script(loss=contrastive, stage=2),
 }
 
 

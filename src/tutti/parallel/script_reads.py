@@ -93,7 +93,6 @@ class ScriptReads(TorchFunctionMode):
         model: the divided model.
         layout: this rank's parts.
         reads: knows which tensors are parts.
-        division: where the model's modules hold their tensors.
         originals: the parameters before the model was divided, by name.
 
     Attributes:

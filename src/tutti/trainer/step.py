@@ -96,7 +96,6 @@ def _forward_backward(
                 _microbatch(run, loss_of_batch, share, index, piece, totals, last=index == len(pieces) - 1)
     run.loop.clock.enter("other")
     check_state(run, noted, loss_of_batch, pieces, share)
-    guard_loss(run, loss_of_batch, pieces, share)
     result = _step_result(run, share, totals.tolist())
     finite = result.finite and gradients_finite(run)
     run.parallel.replica.finish_step(finite)
@@ -119,6 +118,7 @@ def _forward_backward(
         )
         for parameter, gradient in earlier.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    guard_loss(run, loss_of_batch, pieces, share)
     run.loop.observer.gradients(run.state.progress.step, result.loss)
     return result
 

@@ -23,7 +23,7 @@ from tutti.errors import RankMismatchError
 from tutti.trainer.guard.agreement import check_agreement, check_modes, check_replicas
 from tutti.trainer.guard.coupled_loss import check_loss
 from tutti.trainer.guard.evaluation_watch import EvaluationWatch
-from tutti.trainer.guard.findings import code_of, hooked_modules, kept_by, model_is_local, warn
+from tutti.trainer.guard.findings import code_of, computing_alone, hooked_modules, kept_by, warn
 from tutti.trainer.guard.replicas import check_update
 from tutti.trainer.guard.same_loss import LOSS, depends_on_rank
 from tutti.trainer.guard.sample_values import check_samples
@@ -57,7 +57,7 @@ def guard_step(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
 
 
 def guard_loss(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any], share: BatchShare) -> None:
-    """After the first backward of each loss function: check that it is one mean over samples on all ranks. Collective.
+    """After the first gradients of each loss function: check that it is one mean over samples on all ranks. Collective.
 
     Raises:
         RankMismatchError: `tutti verify` runs the script, and the loss function depends on the rank. What depends on
@@ -69,13 +69,13 @@ def guard_loss(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
     if id(code) in losses or not (recorded or should_agree(run)):
         return
     losses[id(code)] = code  # kept, so that no other gets its id
-    if run.loop.pipeline is not None or not model_is_local(run):
-        return
     hooked: list[list[str] | None] = run.loop.watch.gather("hooks", hooked_modules(run.parallel.model))
     alike = all(names == hooked[0] for names in hooked)
     if None in hooked or (alike and hooked[0]):
         return
-    with own_generators_kept(run.parallel.model, kept_by(loss, run.parallel.model)):
+    with computing_alone(run) as alone, own_generators_kept(run.parallel.model, kept_by(loss, run.parallel.model)):
+        if not alone:
+            return
         found = depends_on_rank(run, loss, pieces[0], share) if run.parallel.world.world_size > 1 else None
         if found is None and alike and not recorded:
             check_loss(run, loss, pieces[0], share)

@@ -37,7 +37,7 @@ Losses = tuple[tuple[float, ...], tuple[float, ...]]
 
 def check_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> None:
     """Warn if the loss of a few samples is not the mean of its halves. Collective."""
-    divided = run.parallel.world.world_size > 1 or len(share.parts) > 1
+    divided = run.parallel.mesh.data_degree > 1 or len(share.parts) > 1
     if not divided or not all(map(_has_statistics, run.parallel.model.modules())):
         return
     counts: list[int] = run.loop.watch.gather("samples", share.parts[0].count)

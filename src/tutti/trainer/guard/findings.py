@@ -1,6 +1,7 @@
 """Which models a rank can check by itself, how it computes them again, and how a warning reaches the user."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -15,10 +16,15 @@ from tutti.parallel.losses import as_weighted
 from tutti.parallel.script_hooks import has_script_hooks, origin_of
 from tutti.trainer.run_state import Run
 from tutti.trainer.traceless import untouched
+from tutti.trainer.whole_weights import whole_model
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
-_DIVIDING: tuple[AxisName, ...] = ("split", "stage", "expert", "table", "space", "context")
+_OTHER_FORWARDS: tuple[AxisName, ...] = ("expert", "table", "space", "context")
+_DIVIDING: tuple[AxisName, ...] = ("split", "stage", *_OTHER_FORWARDS)
+
+WHOLE_NUMEL = 2**26
+"""Models with more parameters are not gathered for a check: 256 MiB in float32, 2 s at 1 Gbit/s."""
 
 
 def code_of(function: Any) -> Any:
@@ -38,6 +44,22 @@ def model_is_local(run: Run) -> bool:
     """Return whether a rank can compute the model without the others."""
     sharded = run.parallel.mesh.degree("shard") > 1 and run.parallel.plan.sharding.level > 1
     return has_whole_modules(run) and not sharded
+
+
+@contextmanager
+def computing_alone(run: Run) -> Iterator[bool]:
+    """Let each rank compute the model without the others, with whole weights where it has parts. Collective.
+
+    Yields:
+        Whether it can: not under `space`, `context`, `expert` and `table`, nor if the whole model is large.
+    """
+    if model_is_local(run):
+        yield True
+    elif run.parallel.mesh.degree(*_OTHER_FORWARDS) > 1 or run.parallel.layout.parameters > WHOLE_NUMEL:
+        yield False
+    else:
+        with whole_model(run):
+            yield True
 
 
 def hooked_modules(model: nn.Module) -> list[str] | None:
