@@ -283,6 +283,13 @@ def gather_whole(layout: Layout, world: World, parts: dict[str, torch.Tensor]) -
     return wholes
 
 
+def square_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of this rank's part, a 0-d float64 tensor; sparse tensors count each row once."""
+    part = to_local(tensor)
+    values = part.coalesce().values() if part.is_sparse else part
+    return torch.linalg.vector_norm(values).double() ** 2
+
+
 def norm_squared(layout: Layout, named: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
     """Return the sum of squares over the shards of all ranks, each counted once. Collective.
 
@@ -297,9 +304,7 @@ def norm_squared(layout: Layout, named: Iterable[tuple[str, torch.Tensor]], devi
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, tensor in named:
         if layout.counts(name):
-            part = to_local(tensor)
-            values = part.coalesce().values() if part.is_sparse else part
-            total += torch.linalg.vector_norm(values).double() ** 2
+            total += square_of(tensor)
     if layout.mesh.world_size > 1:
         with layout.channel("scalars").waiting(ring_all_reduce_nbytes(total, layout.mesh.world_size)):
             dist.all_reduce(total)

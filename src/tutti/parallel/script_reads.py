@@ -26,7 +26,7 @@ from tutti.config.mesh_axes import format_mesh
 from tutti.errors import ScriptError
 from tutti.parallel import part_guards
 from tutti.parallel.divided_tensor import name_of
-from tutti.parallel.layout import Layout
+from tutti.parallel.layout import Layout, square_of
 from tutti.parallel.part_reads import OF_THE_PART, PartReads
 from tutti.parallel.whole_model import ModuleChanges
 
@@ -291,7 +291,7 @@ class ScriptReads(TorchFunctionMode):
         with torch._C.DisableTorchFunction(), self.together("the norm of a parameter or gradient"):
             for place, tensor in enumerate(those):
                 known = self._known(tensor)
-                own = torch.linalg.vector_norm(tensor.detach()).double() ** 2
+                own = square_of(tensor.detach())
                 if known is None:
                     shared.append((place, own))
                 elif self._layout.counts(known[0]):
