@@ -287,7 +287,8 @@ def square_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of this rank's part, a 0-d float64 tensor; sparse tensors count each row once."""
     part = to_local(tensor)
     values = part.coalesce().values() if part.is_sparse else part
-    return torch.linalg.vector_norm(values).double() ** 2
+    squared: torch.Tensor = torch.linalg.vector_norm(values).double() ** 2
+    return squared
 
 
 def norm_squared(layout: Layout, named: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
