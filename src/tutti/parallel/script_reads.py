@@ -56,7 +56,8 @@ _OF_MODULES = tuple(
 )
 """Methods of modules that may treat a part as the parameter: guards and checks of the next step watch them."""
 
-OF_OPTIMIZER = "optimizer's part"
+OF_OPTIMIZER, COMPUTED = "optimizer's part", "computed"
+"""Kinds of parts, beside "parameter" and "gradient": what an optimizer holds, and what was computed from parameters."""
 
 MOST_STORAGES = 4096
 """Of so many parts and copies of parts, those that are gone are forgotten."""
@@ -192,7 +193,7 @@ class ScriptReads(TorchFunctionMode):
         return self._elementwise(name, func, args, kwargs, parts[0])
 
     def _known(self, tensor: torch.Tensor) -> tuple[str, str] | None:
-        """(parameter, "parameter" or "gradient") of a part; None for all other tensors."""
+        """(parameter, kind) of a part; None for all other tensors."""
         name = self._reads.part_name(tensor)
         if name is not None:
             return name, "parameter"
@@ -276,7 +277,7 @@ class ScriptReads(TorchFunctionMode):
     def _note(self, tensor: torch.Tensor, known: tuple[str, str] | None) -> None:
         if known is None or self._known(tensor) is not None:
             return
-        self._derived[tensor] = known
+        known = self._derived[tensor] = known[0], COMPUTED if known[1] == "parameter" else known[1]
         if tensor.layout is torch.strided and not tensor.is_meta:
             if len(self._storages) >= MOST_STORAGES:
                 self._storages = {at: kept for at, kept in self._storages.items() if not _is_gone(kept[0])}
@@ -307,10 +308,12 @@ class ScriptReads(TorchFunctionMode):
         degrees = {axis: n for axis in part_guards.DIVIDING if (n := self._layout.mesh.degree(axis)) > 1}
         remedy = {
             "parameter": "read it inside `with job.whole_model():`",
+            COMPUTED: "compute it inside `with job.whole_model():`",
             "gradient": "clip with Job(clip_norm=...), or keep gradients whole with replicas or sharding level 1",
             OF_OPTIMIZER: "read the model's own parameter",
         }[kind]
-        what = f"parameter {parameter!r}" if kind == "parameter" else f"the {kind} of {parameter!r}"
+        words = {"parameter": "parameter", COMPUTED: "what was computed from parameter"}
+        what = f"{words.get(kind, f'the {kind} of')} {parameter!r}"
         return ScriptError(
             f"between steps, {name.removeprefix('get:')} would see only this rank's part of {what}, since the plan "
             f"divides it ({format_mesh(degrees)}); {remedy}"

@@ -23,7 +23,7 @@ from tutti.errors import RankMismatchError
 from tutti.trainer.guard.agreement import check_agreement, check_modes, check_replicas
 from tutti.trainer.guard.coupled_loss import check_loss
 from tutti.trainer.guard.evaluation_watch import EvaluationWatch
-from tutti.trainer.guard.findings import code_of, computing_alone, hooked_modules, kept_by, warn
+from tutti.trainer.guard.findings import code_of, computing_separately, hooked_modules, kept_by, warn
 from tutti.trainer.guard.replicas import check_update
 from tutti.trainer.guard.same_loss import LOSS, depends_on_rank
 from tutti.trainer.guard.sample_values import check_samples
@@ -73,8 +73,11 @@ def guard_loss(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
     alike = all(names == hooked[0] for names in hooked)
     if None in hooked or (alike and hooked[0]):
         return
-    with computing_alone(run) as alone, own_generators_kept(run.parallel.model, kept_by(loss, run.parallel.model)):
-        if not alone:
+    with (
+        computing_separately(run) as is_able,
+        own_generators_kept(run.parallel.model, kept_by(loss, run.parallel.model)),
+    ):
+        if not is_able:
             return
         found = depends_on_rank(run, loss, pieces[0], share) if run.parallel.world.world_size > 1 else None
         if found is None and alike and not recorded:

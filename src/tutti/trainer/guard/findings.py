@@ -47,7 +47,7 @@ def model_is_local(run: Run) -> bool:
 
 
 @contextmanager
-def computing_alone(run: Run) -> Iterator[bool]:
+def computing_separately(run: Run) -> Iterator[bool]:
     """Let each rank compute the model without the others, with whole weights where it has parts. Collective.
 
     Yields:
