@@ -13,7 +13,7 @@ from matrix.peak import recorded_peak
 from tutti.cli.describe import describe_captured
 from tutti.config.model import ModelSpec
 from tutti.parallel.losses import loss_of
-from tutti.trainer.capture import CaptureDone, capturing
+from tutti.trainer.capture import capturing
 
 
 def described(
@@ -21,12 +21,10 @@ def described(
 ) -> ModelSpec:
     """The ModelSpec of a training with batches of `batch`."""
     job = tutti.Job(global_batch_size=batch)
-    try:
-        with capturing():
-            job.prepare(model, optimizer(model.parameters()), data, loss_fn)
-    except CaptureDone as done:
-        return describe_captured(done.captured, name=name)
-    raise AssertionError("prepare was not captured")
+    with capturing() as capture:
+        job.prepare(model, optimizer(model.parameters()), data, loss_fn)
+    assert capture.captured is not None
+    return describe_captured(capture.captured, name=name)
 
 
 def peak_of_a_step(model: nn.Module, data: Any, loss_fn: Any, *, batch: int, plan: Path) -> int:

@@ -15,7 +15,7 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan
 from tutti.cost_model import predict
 from tutti.errors import TuttiError
-from tutti.trainer.capture import CaptureDone, capturing
+from tutti.trainer.capture import capturing
 
 HOST = ClusterSpec(
     name="any host",
@@ -43,11 +43,10 @@ def describe_family(name: str, path: Path) -> None:
     job = tutti.Job(global_batch_size=subject.batch, **subject.job)
     model = subject.model()
     optimizer = subject.optimizer(model.parameters(), lr=subject.rate)
-    try:
-        with capturing():
-            job.prepare(model, optimizer, subject.data, subject.loss_fn, **subject.prepare)
-    except CaptureDone as done:
-        serialization.save(describe_captured(done.captured, name=name), path)
+    with capturing() as capture:
+        job.prepare(model, optimizer, subject.data, subject.loss_fn, **subject.prepare)
+    if capture.captured is not None:
+        serialization.save(describe_captured(capture.captured, name=name), path)
 
 
 def foreseen_nbytes(model: Path, batch: int, plan: dict[str, Any]) -> int | None:

@@ -81,8 +81,11 @@ def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
     count = SAMPLES if captured.dataset_samples is None else min(SAMPLES, captured.dataset_samples)
     if count < 1:
         raise DataError(f"{name}: the data set has 0 samples; give prepare a data set with at least one")
+    losses = [function for function, _ in captured.losses]
     try:
-        args, kwargs, target = captured.samples(count)
+        args, kwargs, target = (
+            (tuple(batch for _, batch in captured.losses), {}, None) if losses else captured.samples(count)
+        )
     except Exception as error:  # the data set is the user's code
         raise DataError(
             f"{name}: the first {count} samples cannot be made into a batch ({type(error).__name__}: {error}); "
@@ -99,9 +102,21 @@ def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
         name=name,
         tokens_per_sample=captured.tokens_per_sample,
         dataset_samples=captured.dataset_samples,
+        losses=losses,
     )
-    known = with_capabilities(described, captured.model, () if kwargs else args, captured.plan.layout)
-    return replace(known, loading=captured.loading(), script_nbytes=captured.script_nbytes)
+    known = with_capabilities(described, captured.model, () if kwargs or losses else args, captured.plan.layout)
+    model = replace(known, loading=captured.loading(), script_nbytes=captured.script_nbytes, own_losses=len(losses))
+    return _with_failure(model, captured.failed)
+
+
+def _with_failure(model: ModelSpec, failed: str) -> ModelSpec:
+    """Return `model` with why the script did not complete its first step."""
+    if not failed:
+        return model
+    counted = "only its losses before that count" if model.own_losses else "the loss given to prepare counts"
+    words = f"the script's first step, in which nothing is computed, failed ({failed}): {counted}"
+    untraced = f"{model.untraced} ({words})" if model.untraced else ""
+    return replace(model, notes=(*model.notes, words), untraced=untraced)
 
 
 def _write(model: ModelSpec, output: Path) -> None:

@@ -1,10 +1,12 @@
 """Options that several commands share. Imports nothing heavy, so that ranks start without delay."""
 
+import ast
 import json
 import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -118,7 +120,8 @@ def emit(data: Any) -> None:
 def capture_script(script: Path, arguments: tuple[str, ...]) -> "CapturedScript":
     """Run a script up to `Job.prepare` and return what it was given; the model's parameters stay on the meta device.
 
-    What the script prints goes to standard error.
+    What the script prints goes to standard error. A script with `forward_backward` in its text runs through its first
+    step, which shows its losses but computes nothing.
 
     Args:
         script: the script's path.
@@ -130,24 +133,39 @@ def capture_script(script: Path, arguments: tuple[str, ...]) -> "CapturedScript"
     from tutti.launch.preload import load_modules
     from tutti.launch.script_path import check_script
     from tutti.profile.meta_device import parameters_on_meta
-    from tutti.trainer.capture import CaptureDone, capturing
+    from tutti.profile.step_trace import first_line
+    from tutti.trainer.capture import capturing
 
     check_script(script)
     load_modules()
-    try:
-        with _as_main(script, arguments), redirect_stdout(sys.stderr), capturing(), parameters_on_meta():
-            runpy.run_path(str(script), run_name="__main__")
-    except CaptureDone as done:
-        return done.captured
-    except SystemExit as error:
-        if error.code not in (0, None):
-            raise ScriptError(
-                f"{script} ended with exit code {error.code} before job.prepare; run it with python to see why"
-            ) from None
+    with capturing(follow=_computes_losses(script)) as capture:
+        try:
+            with _as_main(script, arguments), redirect_stdout(sys.stderr), parameters_on_meta():
+                runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as error:
+            if error.code not in (0, None) and capture.captured is None:
+                raise ScriptError(
+                    f"{script} ended with exit code {error.code} before job.prepare; run it with python to see why"
+                ) from None
+        except Exception as error:  # a followed script may fail where it needs values
+            if capture.captured is None:
+                raise
+            capture.captured = replace(capture.captured, failed=first_line(error))
+    if capture.captured is not None:
+        return capture.captured
     raise ScriptError(
         f"{script} ended without calling job.prepare; make a tutti.Job and pass model, optimizer, data and loss to its "
         "prepare (docs/tutorial.md shows the three lines)"
     )
+
+
+def _computes_losses(script: Path) -> bool:
+    """Return whether the script's text calls `forward_backward`."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (SyntaxError, ValueError):  # running it says what is wrong
+        return False
+    return any(isinstance(node, ast.Attribute) and node.attr == "forward_backward" for node in ast.walk(tree))
 
 
 def cluster_for(path: Path | None, *, quick: bool = True) -> ClusterSpec:

@@ -206,6 +206,8 @@ class ModelSpec:
         script_nbytes: host memory that each rank's script takes for its libraries and data; 0 where it is unknown.
         evidence: "predicted" where costs come from tracing shapes without running.
         notes: what could not be counted.
+        own_losses: losses that the script computes itself in a step (`Job.forward_backward`). With one or more, no
+            pipeline stages are planned.
         untraced: why only parameters could be counted; empty where the passes were traced. No step of an untraced model
             can be predicted.
     """
@@ -221,6 +223,7 @@ class ModelSpec:
     script_nbytes: float = 0.0
     evidence: Evidence = "predicted"
     notes: tuple[str, ...] = ()
+    own_losses: int = 0
     untraced: str = ""
     version: int = 1
 

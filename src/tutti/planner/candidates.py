@@ -238,7 +238,7 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> L
         devices=cluster.device_count,
         per_node=per_node,
         splits=_axis(request, "split", _splits(model, most, per_node)),
-        stages=_axis(request, "stage", _stages(blocks, cuts, most)),
+        stages=_axis(request, "stage", _stages(blocks, cuts, most) if not model.own_losses else (1,)),
         contexts=_axis(request, "context", _contexts(model, most)),
         experts=_axis(request, "expert", _experts(model, most)),
         tables=_axis(request, "table", _tables(model, most)),

@@ -22,9 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tutti.config.model import ForwardedValues, ModelSpec, ModuleSpec, OpCost, TensorShape
 from tutti.profile.meta_device import SMALL_NUMEL, flat_tensors, meta_copy, to_meta
-from tutti.profile.step_trace import CostLedger, CostLine, StepTracer, first_line
+from tutti.profile.step_trace import ROOT, CostLedger, CostLine, StepTracer, first_line
 
 Loss = Callable[[Any, Any], Any]
+
+ScriptLoss = Callable[[nn.Module, Any], Any]
+"""(model, batch) -> loss."""
 
 
 def describe_model(
@@ -39,6 +42,7 @@ def describe_model(
     name: str | None = None,
     tokens_per_sample: int = 0,
     dataset_samples: int | None = None,
+    losses: Sequence[ScriptLoss] = (),
 ) -> ModelSpec:
     """Return the costs of a model's forward, its loss, their backward and the optimizer's step, without running them.
 
@@ -52,6 +56,7 @@ def describe_model(
         name: name of the model; its class name by default.
         tokens_per_sample: 0 for a model without tokens.
         dataset_samples: size of the training set.
+        losses: functions that compute a step's losses in place of `loss`; args are their batches, one for each.
 
     Returns:
         The costs. If the model cannot be traced they cover only parameters. `untraced` and a note then name the module
@@ -65,7 +70,7 @@ def describe_model(
     traced = _NOTHING
     if not lazy:
         try:
-            traced = _trace(model, batch, loss, notes)
+            traced = _trace(model, batch, losses or loss, notes)
         except Exception as error:  # the model's code may raise anything where values are missing
             where = _module_at(error.__traceback__, model, loss)
             untraced = f"{where} could not be traced on shapes alone: {first_line(error)}"
@@ -164,7 +169,7 @@ class Batch:
         return TensorShape(name=name, shape=shape, dtype=dtype_name(tensor.dtype))
 
 
-def _trace(model: nn.Module, batch: Batch, loss: Loss, notes: dict[str, None]) -> _Traced:
+def _trace(model: nn.Module, batch: Batch, loss: Loss | Sequence[ScriptLoss], notes: dict[str, None]) -> _Traced:
     """Trace the batch and its half, and add the assumptions made to `notes`. Raises what the batch's code raises."""
     whole = _step(model, batch, loss)
     half_batch = batch.half
@@ -180,15 +185,22 @@ def _trace(model: nn.Module, batch: Batch, loss: Loss, notes: dict[str, None]) -
     return _per_sample(whole, batch.samples, half, half_batch.samples if half_batch else 0)
 
 
-def _step(model: nn.Module, batch: Batch, loss: Loss) -> CostLedger:
+def _step(model: nn.Module, batch: Batch, loss: Loss | Sequence[ScriptLoss]) -> CostLedger:
     twin = meta_copy(model)
     on_meta = batch.on_meta
 
     def forward() -> Tensor:
+        if not callable(loss):
+            return torch.stack([_own_loss(f, twin, b) for f, b in zip(loss, on_meta.args, strict=True)]).sum()
         output = twin(*on_meta.args, **on_meta.kwargs)
         return _loss_of(loss, output, on_meta.target)
 
-    return StepTracer(twin).run(forward)
+    if callable(loss):
+        return StepTracer(twin).run(forward)
+    ledger = StepTracer(twin).run(forward, within=twin)
+    if ledger.order.keys() == {ROOT} and not any(line.weight_nbytes for line in ledger.lines.values()):
+        raise ValueError("the functions of forward_backward do not use the model that they are given")
+    return ledger
 
 
 def _loss_of(loss: Loss, output: Any, target: Any) -> Tensor:
@@ -196,7 +208,15 @@ def _loss_of(loss: Loss, output: Any, target: Any) -> Tensor:
 
     A frame of this function in a traceback shows that the model itself succeeded.
     """
-    value = loss(output, target)
+    return _checked(loss(output, target))
+
+
+def _own_loss(function: ScriptLoss, twin: nn.Module, batch: Any) -> Tensor:
+    """Return a loss that the script computes. A traceback has this frame, too."""
+    return _checked(function(twin, batch))
+
+
+def _checked(value: Any) -> Tensor:
     value = getattr(value, "total", value)  # of a Weighted loss
     if not isinstance(value, Tensor):
         raise TypeError(f"it returned a {type(value).__name__}; return a tensor, or a tutti.Weighted of tensors")
@@ -335,8 +355,10 @@ def _module_at(traceback: TracebackType | None, model: nn.Module, loss: Loss) ->
     names: dict[int, str] = {}
     while traceback is not None:
         if traceback.tb_frame.f_code is _loss_of.__code__:
-            return f"the loss function {getattr(loss, '__qualname__', type(loss).__name__)}"
+            return f"the loss function {_name_of(loss)}"
         values = traceback.tb_frame.f_locals
+        if traceback.tb_frame.f_code is _own_loss.__code__:
+            description = f"the loss function {_name_of(values['function'])}"
         twin = values.get("twin")
         if isinstance(twin, nn.Module):
             names = {id(module): name for name, module in twin.named_modules()}
@@ -345,6 +367,10 @@ def _module_at(traceback: TracebackType | None, model: nn.Module, loss: Loss) ->
             description = f"module {names[id(module)]} ({type(module).__name__})"
         traceback = traceback.tb_next
     return description
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def _dtype(model: nn.Module) -> str:

@@ -179,15 +179,20 @@ class StepTracer:
         self.flow = ValueFlow(model, self.names, self.ledger.order)
         self.backward = False
 
-    def run(self, forward: Callable[[], Tensor]) -> CostLedger:
+    def run(self, forward: Callable[[], Tensor], within: nn.Module | None = None) -> CostLedger:
         """Trace a forward pass and its backward pass.
 
         Args:
             forward: computes the loss. What it raises is passed on.
+            within: the module that all of `forward` belongs to; None: only what it calls belongs to modules.
         """
         with self._observed():
             with saved_tensors_hooks(self._keep, lambda tensor: tensor):
+                if within is not None:
+                    self._called(within, ())
                 loss = forward()
+                if within is not None:
+                    self._returned(within, (), loss)
             self.ledger.passed, self.flow.over = self.flow.routes(), True
             if loss.requires_grad:
                 self.backward = True

@@ -1,12 +1,13 @@
 """Capturing: stop a script at `Job.prepare` and take its arguments, to describe and plan it without training.
 
-The state is one module-level variable, because the user's script cannot be handed a parameter.
+A script that computes its own losses is followed through its first step, which shows them. The state is one
+module-level variable, because the user's script cannot be handed a parameter.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import psutil
 from torch import nn
@@ -14,6 +15,12 @@ from torch.optim import Optimizer
 
 from tutti.config.model import Loading
 from tutti.config.plan import Plan
+from tutti.data.samples import DataSource
+from tutti.data.share_loader import first_samples
+from tutti.parallel.data.replicate import LossFunction
+
+FOLLOWED_SAMPLES = 4
+"""Samples in the batch of a step that is followed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +35,9 @@ class CapturedScript:
         tokens_per_sample: mean tokens per sample; 0 if unknown.
         loading: measures the cost of loading a sample; None if that cannot be measured.
         script_nbytes: growth of the process's memory while the script ran: its libraries, and its data in memory.
+        losses: the (function, batch) pairs of the calls of `forward_backward` in the script's first step; empty if it
+            makes none.
+        failed: why the script did not complete its first step; empty if it did, or was not followed.
     """
 
     model: nn.Module
@@ -40,37 +50,111 @@ class CapturedScript:
     loading: Callable[[], Loading | None]
     script_nbytes: float
     plan: Plan
+    losses: tuple[tuple[LossFunction, Any], ...] = ()
+    failed: str = ""
 
 
 class CaptureDone(BaseException):
     """Raised out of the script to stop it. A BaseException, so that the script's own handlers let it through."""
 
-    def __init__(self, captured: CapturedScript) -> None:
-        super().__init__("script stopped at prepare")
-        self.captured = captured
+
+@dataclass(slots=True, kw_only=True)
+class Capture:
+    """Capturing in progress.
+
+    Attributes:
+        initial_nbytes: resident memory of the process when capturing began.
+        follow: whether the script goes on after `prepare`, through its first step.
+        captured: what the script gave to `prepare`, once it has called it.
+    """
+
+    initial_nbytes: int
+    follow: bool
+    captured: CapturedScript | None = None
 
 
-_initial_nbytes: int | None = None
-"""Resident memory of the process when capturing began; None while no script is captured."""
+class FollowedScript:
+    """A script in its first step: losses are noted, nothing is computed. Anything else that needs a Run ends it.
+
+    Args:
+        capture: takes the losses.
+        source: the training data.
+        seed: seed of the Job.
+        step_loss: computes the loss of `prepare`, as `Job.step` does.
+    """
+
+    def __init__(self, capture: Capture, source: DataSource, seed: int, step_loss: LossFunction) -> None:
+        self.capture = capture
+        self.source = source
+        self.seed = seed
+        self.step_loss = step_loss
+        self.losses: list[tuple[LossFunction, Any]] = []
+
+    def __len__(self) -> int:
+        """Return the number of steps in an epoch; 1 if it is unknown."""
+        assert self.capture.captured is not None
+        return max(1, (self.source.samples or 0) // self.capture.captured.plan.batch.global_batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield first_samples(self.source, self.seed, FOLLOWED_SAMPLES)
+        self.end()
+
+    def epochs(self) -> Iterator[int]:
+        yield 0
+        self.end()
+
+    def step(self, batch: Any) -> float:
+        return self.forward_backward(self.step_loss, batch)
+
+    def forward_backward(self, function: LossFunction, batch: Any) -> float:
+        """Note a loss, and return 0.0 for it."""
+        self.losses.append((function, batch))
+        if any(one is not self.step_loss for one, _ in self.losses):
+            assert self.capture.captured is not None
+            self.capture.captured = replace(self.capture.captured, losses=tuple(self.losses))
+        return 0.0
+
+    def end(self) -> NoReturn:
+        raise CaptureDone
+
+
+_capture: Capture | None = None
 
 
 @contextmanager
-def capturing() -> Iterator[None]:
-    """Inside, `Job.prepare` raises `CaptureDone` instead of preparing.
+def capturing(*, follow: bool = False) -> Iterator[Capture]:
+    """Inside, `Job.prepare` keeps its arguments and ends the block instead of preparing.
 
     Modules that every rank loads, whatever its script, should be imported before, so that `script_nbytes` leaves them
     out.
+
+    Args:
+        follow: whether scripts go on after `prepare`, through their first step.
     """
-    global _initial_nbytes
-    _initial_nbytes = _resident_nbytes()
+    global _capture
+    _capture = Capture(initial_nbytes=_resident_nbytes(), follow=follow)
     try:
-        yield
+        with suppress(CaptureDone):
+            yield _capture
     finally:
-        _initial_nbytes = None
+        _capture = None
 
 
 def is_capturing() -> bool:
-    return _initial_nbytes is not None
+    return _capture is not None
+
+
+def end_prepare(captured: CapturedScript, source: DataSource, seed: int, step_loss: LossFunction) -> FollowedScript:
+    """Keep what a script gave to `prepare`, and return what follows it; without following, stop it here.
+
+    Raises:
+        CaptureDone: the script is not followed.
+    """
+    assert _capture is not None
+    _capture.captured = captured
+    if not _capture.follow:
+        raise CaptureDone
+    return FollowedScript(_capture, source, seed, step_loss)
 
 
 def script_growth_nbytes() -> float:
@@ -79,7 +163,7 @@ def script_growth_nbytes() -> float:
     Modules that were loaded before do not count. If a process captures several scripts in turn, modules that they share
     count for the first script only.
     """
-    return float(max(0, _resident_nbytes() - (_initial_nbytes or 0)))
+    return float(max(0, _resident_nbytes() - (_capture.initial_nbytes if _capture else 0)))
 
 
 def _resident_nbytes() -> int:

@@ -15,14 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tutti.comm.clock import PhaseClock
 from tutti.comm.shared_segment import attached_resident_nbytes
 from tutti.comm.world import World, leave_world
 from tutti.config.plan import BatchPlan
 from tutti.config.vocabulary import LastBatch, Precision, Unit
 from tutti.data.samples import read_source
 from tutti.data.seeds import derive_seed, seed_everything
-from tutti.data.share_loader import ShareLoader
 from tutti.environment import read_launch_options
 from tutti.errors import ScriptError, TuttiError
 from tutti.optim.learning_rate import LRRule
@@ -39,49 +37,13 @@ from tutti.trainer.metrics_rows import write_evaluation_row
 from tutti.trainer.prepare import (
     PrepareArguments,
     build_optimizers,
-    captured_script,
+    follow_script,
     prepare_run,
     without_wrappers,
 )
-from tutti.trainer.run_state import JobSettings, Run
+from tutti.trainer.run_state import JobLoader, JobSettings, Run
 from tutti.trainer.update import optimizers_of, save_when_due
 from tutti.trainer.whole_weights import on_cpu, save_pretrained, whole_model, whole_state
-
-
-class JobLoader:
-    """Yields this rank's share of each global batch of the current epoch.
-
-    Args:
-        shares: yields the shares.
-        clock: measures the phases of the run.
-        between: called whenever the script asks for the next batch.
-    """
-
-    def __init__(self, shares: ShareLoader, clock: PhaseClock, between: Callable[[], None]) -> None:
-        self.shares = shares
-        self.clock = clock
-        self.between = between
-
-    def __len__(self) -> int:
-        """Return the number of steps in an epoch."""
-        return len(self.shares)
-
-    @property
-    def dataset(self) -> Any:
-        return self.shares.source.dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.shares)
-        while True:
-            self.between()
-            self.clock.enter("data")
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                self.clock.enter("other")
-            yield batch
 
 
 class Job:
@@ -138,6 +100,7 @@ class Job:
     """
 
     _tape: Tape | None = None
+    _followed: capture.FollowedScript | None = None
     _prepared: Run | None = None
     _whole: bool = False
 
@@ -303,20 +266,23 @@ class Job:
             weights=Path(weights) if weights is not None else None,
             tape=self._tape,
         )
+        returned = list(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
         if capture.is_capturing():
-            raise capture.CaptureDone(captured_script(self._context, prepare_arguments))
+            self._followed = follow_script(self._context, prepare_arguments)
+            return model, returned, JobLoader(self._followed, self._context.clock, lambda: None)
         self._prepared = prepare_run(self._context, prepare_arguments)
         if self._finalizer is not None:
             self._finalizer.run = self._prepared
         if not self._context.launch_options.supervised:
             redirect_other_ranks(self._context.world, str(self._prepared.output.folder.rank(self.rank) / "stdout.log"))
-        returned = list(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
         run = self._prepared
         run.parallel.script_reads.watch()
         return model, returned, JobLoader(run.state.loader, run.loop.clock, partial(save_when_due, run))
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs still to run, of `count`; a resumed run continues at its checkpoint."""
+        if self._followed is not None:
+            yield from self._followed.epochs()
         run = self._run()
         run.state.progress.total_epochs = count
         first = run.state.loader.epoch
@@ -347,6 +313,8 @@ class Job:
             The global mean loss, the same on every rank. If the plan says that ranks do not wait for each other, the
             loss of this rank's share.
         """
+        if self._followed is not None:
+            return self._followed.step(batch)
         with _together(self, "job.step") as run:
             loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
             self.update()
@@ -396,6 +364,8 @@ class Job:
             ...     value = job.forward_backward(loss, batch)
             ...     job.update()
         """
+        if self._followed is not None:
+            return self._followed.forward_backward(function, batch)
         with _together(self, "job.forward_backward") as run:
             zeroed = None if zero_grad is None else optimizers_of(run, zero_grad)
             return run.loop.program.forward_backward(function, batch, zeroed)
@@ -411,6 +381,8 @@ class Job:
             ScriptError: the optimizer has no new gradients, or is not one of those passed to prepare.
             TrainingError: gradients are not finite at any loss scale.
         """
+        if self._followed is not None:
+            return
         with _together(self, "job.update") as run:
             run.loop.program.update(run.parallel.optimizers if optimizer is None else optimizers_of(run, optimizer))
 
@@ -466,6 +438,8 @@ class Job:
             Results by name, the same on every rank. "loss" is one of them, unless the script has no loss function and
                 asks for other metrics.
         """
+        if self._followed is not None:
+            return dict.fromkeys(("loss", *(metrics or {}), *(whole or {})), 0.0)
         with _together(self, "job.evaluate") as run:
             arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
             source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
@@ -595,6 +569,8 @@ class Job:
             print(*values, **options)
 
     def _run(self) -> Run:
+        if self._followed is not None:
+            self._followed.end()
         if self._prepared is None:
             raise ScriptError("the Job has no model yet; call job.prepare(model, optimizer, dataset, loss_fn) first")
         return self._prepared

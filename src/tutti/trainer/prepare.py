@@ -52,7 +52,7 @@ from tutti.parallel.data.noise_meter import NoiseMeter, unsupported_reason
 from tutti.parallel.data.replicate import Replica
 from tutti.parallel.expert.expert_parallel import mixtures_of
 from tutti.parallel.layout import GRADIENT_AXES, Layout
-from tutti.parallel.losses import default_loss
+from tutti.parallel.losses import default_loss, loss_of
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.mixed_precision import loss_scaler, set_matmul_precision
 from tutti.parallel.model_changes import NotedModel, check_unwrapped, forward_entries
@@ -67,7 +67,7 @@ from tutti.parallel.sharded_norms import bind_norms
 from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.parallel.spatial.apply_spatial_parallel import feed_parts
 from tutti.parallel.whole_model import ModuleChanges, WholeModel
-from tutti.trainer.capture import CapturedScript, script_growth_nbytes
+from tutti.trainer.capture import CapturedScript, FollowedScript, end_prepare, script_growth_nbytes
 from tutti.trainer.deferred_init import Tape, materialize
 from tutti.trainer.job_context import JobContext
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay
@@ -550,9 +550,14 @@ def _write_start_row(run: Run, context: JobContext) -> None:
     )
 
 
-def captured_script(context: JobContext, arguments: PrepareArguments) -> CapturedScript:
-    """Collect what a capturing process needs from the script instead of a Run."""
+def follow_script(context: JobContext, arguments: PrepareArguments) -> FollowedScript:
+    """Collect what a capturing process needs from the script instead of a Run, and return what follows the script.
+
+    Raises:
+        CaptureDone: the script is not followed.
+    """
     seed, source = context.settings.seed, arguments.source
+    loss = arguments.loss_fn or default_loss
 
     def samples(count: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         return arguments.unpack(first_samples(source, seed, count))
@@ -560,10 +565,10 @@ def captured_script(context: JobContext, arguments: PrepareArguments) -> Capture
     tokens = source.tokens
     if isinstance(tokens, Sequence):
         tokens = round(sum(tokens) / max(len(tokens), 1))
-    return CapturedScript(
+    captured = CapturedScript(
         model=arguments.model,
         optimizers=arguments.optimizers,
-        loss=arguments.loss_fn or default_loss,
+        loss=loss,
         samples=samples,
         dataset=source.dataset,
         dataset_samples=source.samples,
@@ -572,6 +577,7 @@ def captured_script(context: JobContext, arguments: PrepareArguments) -> Capture
         script_nbytes=script_growth_nbytes(),
         plan=with_annotations(context.plan, arguments.model, stated_mesh=context.stated_mesh),
     )
+    return end_prepare(captured, source, seed, loss_of(arguments.unpack, loss))
 
 
 TensorEntry = tuple[str, tuple[int, ...], str, bool]

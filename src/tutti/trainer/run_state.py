@@ -1,6 +1,6 @@
 """A run: what is trained, the loop that trains it, and what it writes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from tutti.checkpoint import CheckpointWriter, TrainingState
 from tutti.comm.clock import PhaseClock
 from tutti.config.run_folder import RunFolder
 from tutti.data.batches import Unpack
+from tutti.data.share_loader import ShareLoader
 from tutti.errors import PlanError
 from tutti.nn.mixture import Tally
 from tutti.optim.learning_rate import LRRule
@@ -20,6 +21,7 @@ from tutti.parallel.data.batch_state import BatchState
 from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
 from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.pipeline.pipeline_runner import Pipeline
+from tutti.trainer.capture import FollowedScript
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
 from tutti.trainer.observer import JobProgram, Observer
 from tutti.trainer.operation_watch import OperationWatch
@@ -278,3 +280,39 @@ class Run:
         """Steps per epoch; None for a stream, and for a growing batch, because epochs then differ."""
         loader = self.state.loader
         return None if loader.source.is_stream or self.parallel.plan.batch.ramp else len(loader)
+
+
+class JobLoader:
+    """Yields this rank's share of each global batch of the current epoch.
+
+    Args:
+        shares: yields the shares.
+        clock: measures the phases of the run.
+        between: called whenever the script asks for the next batch.
+    """
+
+    def __init__(self, shares: ShareLoader | FollowedScript, clock: PhaseClock, between: Callable[[], None]) -> None:
+        self.shares = shares
+        self.clock = clock
+        self.between = between
+
+    def __len__(self) -> int:
+        """Return the number of steps in an epoch."""
+        return len(self.shares)
+
+    @property
+    def dataset(self) -> Any:
+        return self.shares.source.dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.shares)
+        while True:
+            self.between()
+            self.clock.enter("data")
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self.clock.enter("other")
+            yield batch
