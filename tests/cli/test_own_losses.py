@@ -36,6 +36,8 @@ def made(nets, batch):
     return F.softplus(-nets.told(nets.made(torch.randn(len(batch[0]), 4)))).mean()
 scores = job.evaluate(data, {"own": lambda output, target: output})
 job.print(scores["loss"] + scores["own"])
+"""
+LOOP = """
 for epoch in job.epochs(3):
     for step, batch in enumerate(loader):
         assert step < len(loader)
@@ -64,10 +66,10 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     monkeypatch.chdir(tmp_path)
 
     def describe(
-        step: str, loss: str = "lambda output, target: None", between: str = "pass", before: str = ""
+        step: str, loss: str = "lambda output, target: None", between: str = "pass", begin: str = BEGIN + LOOP
     ) -> ModelSpec:
-        text = (BEGIN.replace("job = tutti", f"{before}job = tutti") + step).replace("LOSS", loss)
-        Path("train.py").write_text(text.replace("BETWEEN", between), encoding="utf-8")
+        text = (begin + step).replace("LOSS", loss).replace("BETWEEN", between)
+        Path("train.py").write_text(text, encoding="utf-8")
         assert called(monkeypatch, "describe", "train.py", "--output", "model.json") == 0
         return serialization.load(ModelSpec, Path("model.json"))
 
@@ -99,13 +101,21 @@ def test_all_losses_of_the_first_step_count(described: Callable[..., ModelSpec])
 
 
 def test_the_loss_of_prepare_counts_where_the_step_calls_it(described: Callable[..., ModelSpec]) -> None:
-    forward = "Nets.forward = lambda self, x: self.told(x)\n"
+    begin = BEGIN.replace("job = tutti", "Nets.forward = lambda self, x: self.told(x)\njob = tutti") + LOOP
     loss = "lambda output, target: output.mean()"
-    model = described(WITH_STEP, loss=loss, before=forward)
+    model = described(WITH_STEP, loss=loss, begin=begin)
     assert model.own_losses == 2
     assert products(model, "told")[0] == 2 * TOLD, "one by job.step, one by forward_backward"
-    only_step = described("\n        job.step(batch)\n# job.forward_backward", loss=loss, before=forward)
+    only_step = described("\n        job.step(batch)\n# job.forward_backward", loss=loss, begin=begin)
     assert (only_step.own_losses, products(only_step, "told")[0]) == (0, TOLD)
+
+
+def test_a_loop_without_epochs_ends_with_its_first_step(described: Callable[..., ModelSpec]) -> None:
+    again = "\nfor _ in range(9):\n    job.forward_backward(told, next(iter(loader)))\n    job.update()\n"
+    assert described("        break\n" + again).own_losses == 0, "the first batch had no loss"
+    assert described(again, begin=BEGIN).own_losses == 1
+    endless = "\nbatch = next(iter(loader))\nwhile True:\n    job.forward_backward(told, batch)\n"
+    assert described(endless, begin=BEGIN).own_losses == 100
 
 
 def test_what_functions_do_outside_of_modules_is_the_models(described: Callable[..., ModelSpec]) -> None:

@@ -22,6 +22,9 @@ from tutti.parallel.data.replicate import LossFunction
 FOLLOWED_SAMPLES = 4
 """Samples in the batch of a step that is followed."""
 
+MOST_LOSSES = 100
+"""Losses of one step. A script that has more may never ask for a second batch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedScript:
@@ -89,6 +92,7 @@ class FollowedScript:
         self.seed = seed
         self.step_loss = step_loss
         self.losses: list[tuple[LossFunction, Any]] = []
+        self.has_batch = False
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch; 1 if it is unknown."""
@@ -96,6 +100,9 @@ class FollowedScript:
         return max(1, (self.source.samples or 0) // self.capture.captured.plan.batch.global_batch_size)
 
     def __iter__(self) -> Iterator[Any]:
+        if self.has_batch:
+            self.end()
+        self.has_batch = True
         yield first_samples(self.source, self.seed, FOLLOWED_SAMPLES)
         self.end()
 
@@ -108,6 +115,8 @@ class FollowedScript:
 
     def forward_backward(self, function: LossFunction, batch: Any) -> float:
         """Note a loss, and return 0.0 for it."""
+        if len(self.losses) == MOST_LOSSES:
+            self.end()
         self.losses.append((function, batch))
         if any(one is not self.step_loss for one, _ in self.losses):
             assert self.capture.captured is not None
