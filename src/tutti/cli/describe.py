@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tutti.cli.named_inputs import named_model
-from tutti.cli.options import SCRIPT_CONTEXT, capture_script, console, emit, json_option, script_arguments
+from tutti.cli.options import (
+    SCRIPT_CONTEXT,
+    ScriptCommand,
+    capture_script,
+    console,
+    emit,
+    json_option,
+    script_arguments,
+)
 from tutti.config import serialization
 from tutti.config.model import ModelSpec, ModuleSpec
 from tutti.errors import DataError, ScriptError
@@ -23,7 +31,7 @@ SAMPLES = 4
 """Samples in the traced batch. Half of it is traced too, to separate costs per sample from costs per pass."""
 
 
-@click.command(context_settings=SCRIPT_CONTEXT)
+@click.command(cls=ScriptCommand, context_settings=SCRIPT_CONTEXT)
 @json_option
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the ModelSpec to this file.")
 @click.option("--depth", type=click.IntRange(0), help="Show modules down to this depth; sums include deeper ones.")

@@ -1,7 +1,9 @@
 """The command `tutti`: a group that imports each command only when it is used."""
 
 import importlib
+import json
 import sys
+from difflib import get_close_matches
 
 import click
 
@@ -34,6 +36,22 @@ class _Commands(click.Group):
         command = importlib.import_module(f"tutti.cli.{cmd_name}").command
         return command if isinstance(command, click.Command) else None
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that `args` begin with.
+
+        Raises:
+            click.UsageError: there is none; it says what may be meant.
+        """
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-"):
+            near = get_close_matches(name, _COMMANDS, n=1)
+            meant = f"tutti run {name}" if name.endswith(".py") else f"tutti {near[0]}" if near else ""
+            hint = f"did you mean `{meant}`?" if meant else "`tutti --help` lists them"
+            raise click.UsageError(f"{name!r} is not a command of tutti; {hint}", ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
@@ -50,15 +68,27 @@ def _refusal_code(error: TuttiError) -> str:
     return f" [{error.code}]" if isinstance(error, PlanError) and "." not in error.code else ""
 
 
+def _show_as_json(kind: str, message: str, code: int) -> None:
+    """Print an error on standard output as the one JSON document that --json asks for."""
+    words = sys.argv[1:]
+    if "--json" in words[: words.index("--") if "--" in words else None]:
+        print(json.dumps({"status": "failed", "exit_code": code, "error": kind, "message": message}, indent=2))
+
+
 def main() -> None:
-    """Run a command; a TuttiError is printed as one sentence on standard error and sets the exit code."""
+    """Run a command; a TuttiError is printed as one sentence on standard error and sets the exit code.
+
+    With --json the error is a JSON document on standard output, too.
+    """
     try:
         code = cli.main(standalone_mode=False)
     except TuttiError as error:
         print(f"tutti: {error}{_refusal_code(error)}", file=sys.stderr)
+        _show_as_json(type(error).__name__, str(error), error.exit_code)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()
+        _show_as_json("UsageError", error.format_message(), 2)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         print("tutti: interrupted", file=sys.stderr)

@@ -3,10 +3,12 @@
 import ast
 import json
 import runpy
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -16,7 +18,7 @@ from rich.console import Console
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.vocabulary import Relaxation
-from tutti.errors import ScriptError
+from tutti.errors import ScriptError, TuttiError
 
 if TYPE_CHECKING:
     from tutti.trainer.capture import CapturedScript
@@ -27,6 +29,41 @@ SCRIPT_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": Tru
 """Context settings of commands that take a script. tutti's options may come before or after the script. Options that
 tutti does not know, and everything after `--`, are the script's.
 """
+
+
+class ScriptCommand(click.Command):
+    """A command that takes a script: an option that neither tutti nor the script's text has is refused as misspelt."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does.
+
+        Raises:
+            click.UsageError: an option before `--` resembles one of tutti's, and the script does not mention it.
+        """
+        own = args[: args.index("--")] if "--" in args else list(args)
+        rest = super().parse_args(ctx, args)
+        if ctx.params.get("module"):  # its text is not read
+            return rest
+        known = {name for param in self.params for name in (*param.opts, *param.secondary_opts) if name[:2] == "--"}
+        text = _text_of(ctx.params)
+        for name in (arg.partition("=")[0] for arg in own if arg.startswith("--")):
+            near = get_close_matches(name, known, n=1, cutoff=0.8) if name not in known else []
+            if near and not any(word in text for word in (name[2:], name[2:].replace("-", "_"))):
+                raise click.UsageError(
+                    f"{name} is not an option of tutti, and the script does not name it; did you mean {near[0]}? "
+                    "Options that the script takes all the same come after `--`.",
+                    ctx,
+                )
+        return rest
+
+
+def _text_of(params: Mapping[str, Any]) -> str:
+    """Return the text of the script that a command line names; "" if there is none."""
+    script = params.get("script") or next(iter(params.get("target") or ()), "")
+    try:
+        return Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def json_option(function: F) -> F:
@@ -112,6 +149,11 @@ console = Console(stderr=True, highlight=False)
 """Everything that is not a result goes to standard error, so that --json leaves one document on standard output."""
 
 
+def run_command(plan: Path, target: tuple[str, ...]) -> str:
+    """Return the command that trains a script by a plan, quoted for a shell."""
+    return shlex.join(["tutti", "run", "--plan", str(plan), *(target or ("SCRIPT",))])
+
+
 def emit(data: Any) -> None:
     """Print one JSON document on standard output."""
     print(json.dumps(serialization.to_data(data), indent=2))
@@ -128,9 +170,10 @@ def capture_script(script: Path, arguments: tuple[str, ...]) -> "CapturedScript"
         arguments: the script's own arguments.
 
     Raises:
-        ScriptError: the script ends without calling prepare.
+        ScriptError: the script fails or ends without calling prepare.
     """
     from tutti.launch.preload import load_modules
+    from tutti.launch.rank_main import user_traceback
     from tutti.launch.script_path import check_script
     from tutti.profile.meta_device import parameters_on_meta
     from tutti.profile.step_trace import first_line
@@ -148,8 +191,11 @@ def capture_script(script: Path, arguments: tuple[str, ...]) -> "CapturedScript"
                     f"{script} ended with exit code {error.code} before job.prepare; run it with python to see why"
                 ) from None
         except Exception as error:  # a followed script may fail where it needs values
-            if capture.captured is None:
+            if capture.captured is None and isinstance(error, TuttiError):
                 raise
+            if capture.captured is None:
+                words = user_traceback(error).rstrip()
+                raise ScriptError(f"{script} failed before its Job was prepared:\n{words}") from None
             capture.captured = replace(capture.captured, failed=first_line(error))
     if capture.captured is not None:
         return capture.captured

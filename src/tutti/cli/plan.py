@@ -9,6 +9,7 @@ import click
 
 from tutti.cli.options import (
     SCRIPT_CONTEXT,
+    ScriptCommand,
     capture_script,
     cluster_for,
     compress_option,
@@ -16,6 +17,7 @@ from tutti.cli.options import (
     emit,
     json_option,
     relax_option,
+    run_command,
 )
 from tutti.cli.plan_options import PlanOptions, searching, showing
 from tutti.config import serialization
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from tutti.trainer.capture import CapturedScript
 
 
-@click.command(context_settings=SCRIPT_CONTEXT)
+@click.command(cls=ScriptCommand, context_settings=SCRIPT_CONTEXT)
 @click.option("--cluster", type=click.Path(path_type=Path), help="The cluster; this machine, measured, if not given.")
 @click.option(
     "--model",
@@ -166,8 +168,7 @@ def _planned(
         scenarios=tuple(scenarios),
     )
     if options.html is not None:
-        target = " ".join(options.target) or "SCRIPT"
-        run = f"tutti run --plan {options.output} {target}" if options.output is not None else ""
+        run = run_command(options.output, options.target) if options.output is not None else ""
         prediction_view.write_page(prediction_view.page_of_choice(planned, options.top, run), options.html)
         console.print(f"page written to {options.html}", soft_wrap=True, markup=False)
     return planned
@@ -332,8 +333,8 @@ def explain_script(options: "PlanOptions") -> None:
     if options.cluster is not None:  # without it, this machine would have to be measured first
         _show_step(model, cluster_for(options.cluster), plan)
     if options.output is not None:
-        target = " ".join(options.target)
-        console.print(f"plan written to {options.output}: tutti run --plan {options.output} {target}", soft_wrap=True)
+        words = f"plan written to {options.output}: {run_command(options.output, options.target)}"
+        console.print(words, markup=False, soft_wrap=True)
 
 
 def show_layout(options: "PlanOptions", plan: "Plan") -> None:
@@ -354,7 +355,7 @@ def _plan(options: "PlanOptions", captured: "CapturedScript", name: str) -> "Pla
     if options.plan is not None:
         return with_annotations(serialization.load(Plan, options.plan), captured.model, stated_mesh=True)
     if options.mesh is not None:
-        plan = replace(captured.plan, mesh=parse_mesh(options.mesh))
+        plan = captured.plan.on(parse_mesh(options.mesh))
         return with_annotations(plan, captured.model, stated_mesh=True)
     if options.nproc is not None:
         plan = replace(captured.plan, mesh={"replicate": options.nproc})

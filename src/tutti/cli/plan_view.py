@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from tutti.cli.options import console, emit
+from tutti.cli.options import console, emit, run_command
 from tutti.cli.prediction_view import (
     SCENARIO_COLUMNS,
     Scenario,
@@ -71,8 +71,8 @@ def show_choice(planned: "Planned", options: "PlanOptions") -> None:
         out.print(f"note: {note}", markup=False, soft_wrap=True, style="dim")
     if options.output is None:
         return
-    script = " ".join(options.target) or "SCRIPT"
-    console.print(f"plan written to {options.output}: tutti run --plan {options.output} {script}", soft_wrap=True)
+    words = f"plan written to {options.output}: {run_command(options.output, options.target)}"
+    console.print(words, markup=False, soft_wrap=True)
 
 
 def table(choice: Choice, top: int) -> "Table":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tutti.cli.options import SCRIPT_CONTEXT, capture_script, cluster_for, console, emit, json_option
+from tutti.cli.options import SCRIPT_CONTEXT, ScriptCommand, capture_script, cluster_for, console, emit, json_option
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tutti.config.prediction import Prediction
 
 
-@click.command(context_settings=SCRIPT_CONTEXT)
+@click.command(cls=ScriptCommand, context_settings=SCRIPT_CONTEXT)
 @click.option("--model", type=click.Path(path_type=Path), help="A ModelSpec file, instead of a script.")
 @click.option("--cluster", type=click.Path(path_type=Path), help="The cluster; this machine, measured, if not given.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the Prediction to this file.")

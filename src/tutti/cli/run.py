@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import SCRIPT_CONTEXT, bucket_option, compress_option, relax_option, sync_option
+from tutti.cli.options import SCRIPT_CONTEXT, ScriptCommand, bucket_option, compress_option, relax_option, sync_option
 from tutti.cli.run_options import (
     RunOptions,
     check_nodes,
@@ -35,7 +35,7 @@ PREDICTION_WAIT_S = 20.0
 """Seconds that a finished run waits for its prediction, which another process computes meanwhile."""
 
 
-@click.command(context_settings=SCRIPT_CONTEXT)
+@click.command(cls=ScriptCommand, context_settings=SCRIPT_CONTEXT)
 @click.option("--nproc", metavar="N[,N...]", callback=rank_counts, help="Ranks per node; a list for unequal nodes.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes that run this command together.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, help="The number of this node, from 0.")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def conclude(
         )
         code = ScriptError.exit_code
     if words is not None and has_job and any(RunFolder(spec.folder).checkpoints.glob("step-*")):
-        words += f"\ncontinue from its last checkpoint with --resume {short(spec.folder)}"
+        words += f"\ncontinue from its last checkpoint with --resume {shlex.quote(short(spec.folder))}"
     report = _report(spec, console) if has_job and spec.node_rank == 0 and outcome.status == "completed" else None
     if words is not None and told_here:
         console.print(words, markup=False, soft_wrap=True, style="red" if outcome.status == "failed" else None)
@@ -87,8 +88,9 @@ def _report(spec: LaunchSpec, console: Console) -> Path | None:
 
         write_report(spec.folder)
     except Exception as error:  # the training is finished and saved: no error in the report may hide that
+        again = shlex.join(["tutti", "report", short(spec.folder)])
         console.print(
-            f"no report was written ({type(error).__name__}: {error}); try `tutti report {short(spec.folder)}`",
+            f"no report was written ({type(error).__name__}: {error}); try `{again}`",
             style="yellow",
             markup=False,
             soft_wrap=True,

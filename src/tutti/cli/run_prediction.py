@@ -209,4 +209,4 @@ def _plan_of(wanted: PredictionRequest, captured: "CapturedScript") -> Plan:
         plan = with_mode(serialization.load(Plan, wanted.plan).compressed(wanted.compress), wanted.sync)
         return with_annotations(plan, captured.model, stated_mesh=True)
     mesh = wanted.mesh or {"replicate": wanted.ranks or 1}
-    return with_annotations(replace(captured.plan, mesh=mesh), captured.model, stated_mesh=wanted.mesh is not None)
+    return with_annotations(captured.plan.on(mesh), captured.model, stated_mesh=wanted.mesh is not None)

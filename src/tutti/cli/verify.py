@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import SCRIPT_CONTEXT, compress_option, console, emit, json_option, script_arguments
+from tutti.cli.options import (
+    SCRIPT_CONTEXT,
+    ScriptCommand,
+    compress_option,
+    console,
+    emit,
+    json_option,
+    script_arguments,
+)
 from tutti.errors import DataError, PlanError, ScriptError, SpecError
 
 if TYPE_CHECKING:
@@ -44,7 +52,7 @@ class VerifyOptions:
     as_json: bool
 
 
-@click.command(context_settings=SCRIPT_CONTEXT)
+@click.command(cls=ScriptCommand, context_settings=SCRIPT_CONTEXT)
 @click.option(
     "--nproc", type=click.IntRange(1), metavar="N", help="Ranks to compare with one device; 2 if nothing sets them."
 )

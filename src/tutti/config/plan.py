@@ -285,6 +285,12 @@ class Plan:
                 "computes a part of every divided layer"
             )
 
+    def on(self, mesh: dict[AxisName, int]) -> "Plan":
+        """Return the plan on another mesh. A sharding level that was left open is one that the mesh allows."""
+        stages = mesh.get("stage", 1) > 1 and mesh.get("shard", 1) > 1
+        sharding = ShardingPlan(level=1) if stages and self.sharding == ShardingPlan() else self.sharding
+        return replace(self, mesh=mesh, sharding=sharding)
+
     def compressed(self, how: Compression | None) -> "Plan":
         """Return the plan with gradients compressed by `how`; unchanged for None."""
         return self if how is None else replace(self, sync=replace(self.sync, compress=how))

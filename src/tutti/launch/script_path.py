@@ -1,5 +1,6 @@
 """Checks of the user's script and of the run folder, before anything is started."""
 
+import shlex
 import sys
 import tempfile
 import tokenize
@@ -77,7 +78,9 @@ def run_folder(asked: Path | None, resume: Path | None, name: str, node_rank: in
         folder = asked
         resumes_here = resume is not None and folder.resolve() in (resume.resolve(), *resume.resolve().parents)
         if RunFolder(folder).header.exists() and not resumes_here:
-            raise LaunchError(f"{folder} already holds a run; give another --folder, or --resume {folder}")
+            raise LaunchError(
+                f"{folder} already holds a run; give another --folder, or --resume {shlex.quote(str(folder))}"
+            )
     elif resume is not None and RunFolder(resume).header.exists():
         folder = resume
     else:

@@ -286,6 +286,10 @@ class Job:
         run = self._run()
         run.state.progress.total_epochs = count
         first = run.state.loader.epoch
+        if 0 < count <= first:
+            run.output.screen.say(
+                f"the run has trained {first} of {count} epochs, so nothing is left; give job.epochs a larger number"
+            )
         while run.state.loader.epoch < count:
             epoch = run.state.progress.epoch = run.state.loader.epoch
             yield epoch

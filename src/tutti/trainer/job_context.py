@@ -146,7 +146,7 @@ def resolve_plan(
                 f"the mesh {format_mesh(mesh)} has {math.prod(mesh.values())} ranks, but {world.world_size} were "
                 "started; make them agree"
             )
-        return Plan(batch=batch, mesh=mesh, precision=precision or "full")
+        return Plan(batch=batch, precision=precision or "full").on(mesh)
     plan = serialization.load(Plan, launch_options.plan)
     if plan.world_size != world.world_size:
         raise PlanError(
