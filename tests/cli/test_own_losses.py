@@ -118,6 +118,15 @@ def test_a_loop_without_epochs_ends_with_its_first_step(described: Callable[...,
     assert described(endless, begin=BEGIN).own_losses == 100
 
 
+def test_functions_see_their_variables_as_they_were(described: Callable[..., ModelSpec]) -> None:
+    step = """
+        for count in (8, 4):
+            job.forward_backward(lambda nets, batch: nets.told(batch[0].repeat(count, 1)).mean(), batch)
+        job.update()
+"""
+    assert products(described(step), "told")[0] == (8 + 4) * TOLD
+
+
 def test_what_functions_do_outside_of_modules_is_the_models(described: Callable[..., ModelSpec]) -> None:
     step = ADVERSARIAL.replace(
         "(made, batch)",

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -85,11 +86,22 @@ def follow(model: Twins, optimizer: Optimizer) -> Any:
     model.follow()
 
 
+def other_memory(model: Twins, optimizer: Optimizer) -> Any:
+    """Gradients get other memory, and momenta are changed element by element."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data = parameter.grad.data.clamp(-0.02, 0.02)
+    for state in optimizer.state.values():
+        if state.get("momentum_buffer") is not None:
+            state["momentum_buffer"].mul_(0.5)
+
+
 READS: dict[str, Callable[[Twins, Optimizer], Any]] = {
     "clip_norm": clip_norm,
     "clip_groups": clip_groups,
     "clip_value": clip_value,
     "follow": follow,
+    "other_memory": other_memory,
 }
 
 REFUSED: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -142,7 +154,7 @@ def on_ranks(name: str, plan: dict[str, Any]) -> tuple[list[Any], dict[str, Tens
         job.forward_backward(loss, batch)
         read.append(READS[name](model, optimizer))
         first = next(model.parameters())
-        for kind, reads in REFUSED.items() if plan != SHARD_1 else ():  # whose parameters are whole
+        for kind, reads in REFUSED.items() if plan not in WHOLE else ():  # whose parameters are whole
             try:
                 reads(first)
             except tutti.TuttiError as error:
@@ -163,6 +175,7 @@ def said_on_ranks(name: str, plan: dict[str, Any]) -> str:
 SHARD_1 = {"mesh": {"shard": 2}, "sharding": {"level": 1}}
 SHARD_2 = {"mesh": {"shard": 2}, "sharding": {"level": 2}}
 SHARD_3 = {"mesh": {"shard": 2}, "sharding": {"level": 3}}
+WHOLE = (SHARD_1, {"mesh": {"replicate": 2}})
 SPLIT = {"mesh": {"split": 2}}
 STAGE = {"mesh": {"stage": 2}}
 """`Twins` is cut after `online`, or within it."""
@@ -175,6 +188,8 @@ STAGE = {"mesh": {"stage": 2}}
         ("clip_norm", SPLIT),
         ("clip_groups", SHARD_1),
         ("clip_value", STAGE),
+        ("other_memory", WHOLE[0]),
+        ("other_memory", WHOLE[1]),
         *(
             pytest.param(name, plan, marks=pytest.mark.long)
             for name, plan in [
@@ -184,17 +199,19 @@ STAGE = {"mesh": {"stage": 2}}
                 ("clip_value", SPLIT),
                 ("follow", SHARD_3),
                 ("follow", SPLIT),
+                ("other_memory", SHARD_3),
+                ("other_memory", STAGE),
             ]
         ),
     ],
 )
 def test_parts_are_read_as_on_one_device_or_not_at_all(name: str, plan: dict[str, Any]) -> None:
-    ranks = 4 if "replicate" in plan["mesh"] else 2
+    ranks = math.prod(plan["mesh"].values())
     expected, weights = plain(name)
     for read, state, refused in run_ranks(on_ranks, ranks, name, plan):
         # A stage has whole parameters, or none, of which a copy has no values either.
         same = {"whole mask", "deep copy", "parameter of a copy"} if "stage" in plan["mesh"] else set()
-        assert plan == SHARD_1 or set(REFUSED) - set(refused) <= same
+        assert plan in WHOLE or set(REFUSED) - set(refused) <= same
         assert all("between steps" in said and "online.0.weight" in said for said in refused.values())
         torch.testing.assert_close(read, expected, rtol=1e-12, atol=1e-14)
         for key, value in state.items():

@@ -90,15 +90,11 @@ def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
     if count < 1:
         raise DataError(f"{name}: the data set has 0 samples; give prepare a data set with at least one")
     losses = [function for function, _ in captured.losses]
-    try:
-        args, kwargs, target = (
-            (tuple(batch for _, batch in captured.losses), {}, None) if losses else captured.samples(count)
-        )
-    except Exception as error:  # the data set is the user's code
-        raise DataError(
-            f"{name}: the first {count} samples cannot be made into a batch ({type(error).__name__}: {error}); "
-            "fix the data set or its collate function"
-        ) from error
+    if losses:
+        batches = tuple(batch for _, batch in captured.losses)
+        args, kwargs, target = batches, dict[str, Any](), None
+    else:
+        args, kwargs, target = samples_of(captured, count, name)
     described = describe_model(
         captured.model,
         args,
@@ -115,6 +111,21 @@ def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
     known = with_capabilities(described, captured.model, () if kwargs or losses else args, captured.plan.layout)
     model = replace(known, loading=captured.loading(), script_nbytes=captured.script_nbytes, own_losses=len(losses))
     return _with_failure(model, captured.failed)
+
+
+def samples_of(captured: "CapturedScript", count: int, name: str) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Return the first samples as a batch.
+
+    Raises:
+        DataError: the script's data set, collate function or `unpack` fails.
+    """
+    try:
+        return captured.samples(count)
+    except Exception as error:  # the script's code
+        raise DataError(
+            f"{name}: the first {count} samples cannot be made into a batch ({type(error).__name__}: {error}); "
+            "fix the data set, its collate function or `unpack`"
+        ) from error
 
 
 def _with_failure(model: ModelSpec, failed: str) -> ModelSpec:

@@ -1,6 +1,7 @@
 """`tutti plan`: the best plan for a script, or a described model, on a cluster, and why the others lost."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -314,6 +315,8 @@ def explain_script(options: "PlanOptions") -> None:
     with console.status("reading the model"):
         captured = capture_script(path, options.target[1:])
     captured = replace(captured, plan=captured.plan.compressed(options.compress))
+    with suppress(Exception):  # an error is told where samples are needed
+        captured.samples(2)
     plan = _plan(options, captured, path.stem).compressed(options.compress)
     model = describe_captured(captured, name=path.stem)
     warn_if_changed(plan, model)
@@ -374,9 +377,13 @@ def _tensors(model: object) -> float:
 
 
 def _explain(captured: "CapturedScript", plan: "Plan", tensors: float) -> "Explanation":
+    from tutti.cli.describe import samples_of
     from tutti.parallel.preview import explain_layout
 
-    return explain_layout(captured.model, plan, sample=lambda: captured.samples(2)[:2], optimizer_tensors=tensors)
+    def sample() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return samples_of(captured, 2, "the script")[:2]
+
+    return explain_layout(captured.model, plan, sample=sample, optimizer_tensors=tensors)
 
 
 def _show(explanation: "Explanation") -> None:

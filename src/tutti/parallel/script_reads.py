@@ -7,7 +7,7 @@ else is refused. Parameters of other stages have the shape of the whole and no v
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from types import FrameType
@@ -56,8 +56,8 @@ _OF_MODULES = tuple(
 )
 """Methods of modules that may treat a part as the parameter: guards and checks of the next step watch them."""
 
-OF_OPTIMIZER, COMPUTED = "optimizer's part", "computed"
-"""Kinds of parts, beside "parameter" and "gradient": what an optimizer holds, and what was computed from parameters."""
+OF_OPTIMIZER, COMPUTED, STATE = "optimizer's part", "computed", "optimizer's state"
+"""Kinds of parts, beside "parameter" and "gradient": what optimizers hold, and what was computed from parameters."""
 
 MOST_STORAGES = 4096
 """Of so many parts and copies of parts, those that are gone are forgotten."""
@@ -125,11 +125,14 @@ class ScriptReads(TorchFunctionMode):
         for name, parameter in self.absent.items():
             self._derived[parameter] = (name, "parameter")
         self._storages: dict[tuple[int, int], tuple[StorageWeakRef, tuple[str, str]]] = {}
+        self.optimizers: Sequence[Optimizer] = ()
+        self._state: dict[int, tuple[torch.Tensor, str]] | None = None
 
     def watch(self) -> None:
         """Begin to watch, in place of an earlier Job: the script runs from here on."""
         while isinstance(_current_mode(), ScriptReads):
             _pop_mode()  # type: ignore[no-untyped-call]
+        self._state = None
         if self._reads.needed or self._layout.states.shards:
             _push_mode(self)  # type: ignore[no-untyped-call]
 
@@ -181,12 +184,12 @@ class ScriptReads(TorchFunctionMode):
             return first
         if kind == OF_OPTIMIZER and name == "get:grad":  # of its own, it has that of the last update
             return self._model.get_parameter(parameter).grad
-        if name in OF_THE_PART or name in _SHAPELESS:
+        if name in OF_THE_PART or name in _SHAPELESS or (kind == STATE and name in _SIZES):
             result = func(*args, **kwargs)
             return self._gradient(first, parameter, result) if name == "get:grad" else result
         if name in _SIZES and (kind == OF_OPTIMIZER or self._has_parts_shape(first, parameter)):
             return func(torch.empty(self._layout.names[parameter], device="meta"), *args[1:], **kwargs)
-        if name in _NORMS and kind != OF_OPTIMIZER and not self._lacks and _is_whole_norm(args, kwargs):
+        if name in _NORMS and kind not in (OF_OPTIMIZER, STATE) and not self._lacks and _is_whole_norm(args, kwargs):
             return self._norms(args[0])
         if not _is_elementwise(name):
             raise self._refused(name, parameter, kind)
@@ -200,6 +203,10 @@ class ScriptReads(TorchFunctionMode):
         name = self._optimizers_name(tensor)
         if name is not None:
             return name, OF_OPTIMIZER
+        if self._state is None:
+            self._state = self._tensors_of_state()
+        if id(tensor) in self._state:
+            return self._state[id(tensor)][1], STATE
         known: tuple[str, str] | None = self._derived.get(tensor)  # type: ignore[no-untyped-call]
         if known is None and self._storages and tensor.layout is torch.strided:
             # nn.Parameter(tensor), copies and the like make a tensor of the same memory, of which no mode is told.
@@ -215,6 +222,17 @@ class ScriptReads(TorchFunctionMode):
             return None
         name = states.substitutes.get(tensor)
         return name if name in states.shards else None
+
+    def _tensors_of_state(self) -> dict[int, tuple[torch.Tensor, str]]:
+        """What the optimizers keep for each parameter, with the parameter's name; other ranks keep more of it."""
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        found = {}
+        for parameter, state in [entry for optimizer in self.optimizers for entry in optimizer.state.items()]:
+            name = names.get(id(parameter)) or self._optimizers_name(parameter) or "a parameter"
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    found[id(value)] = value, name
+        return found
 
     def _gradient(self, parameter: torch.Tensor, name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if parameter.is_meta and gradient is None and parameter.requires_grad:
@@ -311,6 +329,7 @@ class ScriptReads(TorchFunctionMode):
             COMPUTED: "compute it inside `with job.whole_model():`",
             "gradient": "clip with Job(clip_norm=...), or keep gradients whole with replicas or sharding level 1",
             OF_OPTIMIZER: "read the model's own parameter",
+            STATE: "read the state under replicas alone",
         }[kind]
         words = {"parameter": "parameter", COMPUTED: "what was computed from parameter"}
         what = f"{words.get(kind, f'the {kind} of')} {parameter!r}"
@@ -330,11 +349,20 @@ class ScriptReads(TorchFunctionMode):
         """Let `parameters()` and `named_parameters()` of modules give the script those of other stages, too."""
         owners: dict[int, dict[str, nn.Parameter]] = {}
         for name, parameter in self.absent.items():
-            _, module, key = division.places[name]
-            owners.setdefault(id(module), {})[key] = parameter
+            if name in division.places:  # a shared module has one place
+                _, module, key = division.places[name]
+                owners.setdefault(id(module), {})[key] = parameter
+        buffers = {
+            id(module): name
+            for name, (table, module, key) in division.places.items()
+            if name not in division.parameters and table.get(key) is None and self._lacks
+        }
         for module in model.modules():
             if any(id(inner) in owners for inner in module.modules()):
                 vars(module)["named_parameters"] = _NamedParameters(module, owners, self)
+            absent = next((buffers[id(inner)] for inner in module.modules() if id(inner) in buffers), None)
+            if absent is not None:
+                vars(module)["named_buffers"] = _NamedBuffers(module, absent, self)
 
 
 class _NamedParameters:
@@ -356,6 +384,23 @@ class _NamedParameters:
     def _with_absent(self, module: nn.Module) -> list[tuple[str, Any]]:
         absent = self._owners.get(id(module), {})
         return [(key, absent.get(key) if value is None else value) for key, value in module._parameters.items()]
+
+
+class _NamedBuffers:
+    """`named_buffers` of a module that lacks some."""
+
+    def __init__(self, module: nn.Module, absent: str, reads: ScriptReads) -> None:
+        self._module, self._absent, self._reads = module, absent, reads
+
+    def __call__(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._reads.script_calls(sys._getframe(1)):
+            raise ScriptError(
+                f"between steps, the buffers of {type(self._module).__name__} are not all on this rank: "
+                f"{self._absent!r} is on another stage; read them inside `with job.whole_model():`"
+            )
+        return nn.Module.named_buffers(self._module, prefix, recurse, remove_duplicate)
 
 
 def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:

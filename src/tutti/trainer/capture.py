@@ -7,6 +7,7 @@ module-level variable, because the user's script cannot be handed a parameter.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from types import CellType, FunctionType
 from typing import Any, NoReturn
 
 import psutil
@@ -92,7 +93,7 @@ class FollowedScript:
         self.seed = seed
         self.step_loss = step_loss
         self.losses: list[tuple[LossFunction, Any]] = []
-        self.has_batch = False
+        self.has_batch = self.has_own = False
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch; 1 if it is unknown."""
@@ -114,17 +115,39 @@ class FollowedScript:
         return self.forward_backward(self.step_loss, batch)
 
     def forward_backward(self, function: LossFunction, batch: Any) -> float:
-        """Note a loss, and return 0.0 for it."""
+        """Note a loss, and return 1.0 for it, which scripts may divide by."""
         if len(self.losses) == MOST_LOSSES:
             self.end()
-        self.losses.append((function, batch))
-        if any(one is not self.step_loss for one, _ in self.losses):
+        self.losses.append((as_it_is_now(function), batch))
+        self.has_own = self.has_own or function is not self.step_loss
+        if self.has_own:
             assert self.capture.captured is not None
             self.capture.captured = replace(self.capture.captured, losses=tuple(self.losses))
-        return 0.0
+        return 1.0
 
     def end(self) -> NoReturn:
         raise CaptureDone
+
+
+def as_it_is_now(function: LossFunction) -> LossFunction:
+    """Return a copy of a Python function that sees the variables around it as they are now, not as they will be."""
+    if not isinstance(function, FunctionType):
+        return function
+    cells = tuple(CellType(cell.cell_contents) if _is_set(cell) else cell for cell in function.__closure__ or ())
+    copied = FunctionType(
+        function.__code__, dict(function.__globals__), function.__name__, function.__defaults__, cells or None
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__qualname__ = function.__qualname__
+    return copied
+
+
+def _is_set(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 _capture: Capture | None = None

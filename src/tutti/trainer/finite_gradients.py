@@ -19,8 +19,8 @@ _IDENTICAL_AXES: frozenset[AxisName] = frozenset(("replicate", "shard", "context
 """Axes along which all ranks get the same reduced gradients, bit for bit, as long as no parameter is sharded."""
 
 _REMEDY = (
-    "Lower the learning rate or clip gradients (Job(clip_norm=1.0)), check the batch, or skip such steps with "
-    "Job(on_nonfinite='skip')"
+    "Lower the learning rate or clip gradients (Job(clip_norm=1.0)), check the batch (the mean of no rows is NaN), or "
+    "skip such steps with Job(on_nonfinite='skip')"
 )
 
 

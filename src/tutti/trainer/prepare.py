@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,6 +174,7 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
     guard_optimizers(arguments.optimizers, layout)
     reads = PartReads(model, layout, shards, originals)
     script_reads = ScriptReads(model, layout, reads, originals)
+    script_reads.optimizers = arguments.optimizers
     script_reads.show_absent(model, division)
     parallel = ParallelModel(
         plan=plan,
@@ -559,6 +560,7 @@ def follow_script(context: JobContext, arguments: PrepareArguments) -> FollowedS
     seed, source = context.settings.seed, arguments.source
     loss = arguments.loss_fn or default_loss
 
+    @cache  # a trace may change what the script's own code needs for them
     def samples(count: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         return arguments.unpack(first_samples(source, seed, count))
 

@@ -107,6 +107,7 @@ class Bucket:
         self.group = group
         self.flat = group.bucket_reducer.allocate(numel + len(parameters), first.dtype, first.device)
         self.views = [_view(part, p) for part, p in zip(self._parts(), parameters, strict=True)]
+        self._addresses = [view.data_ptr() for view in self.views]
         self.flags = self.flat[numel:]
         self.filled = [False] * len(parameters)
         self.missing = len(parameters)
@@ -120,6 +121,8 @@ class Bucket:
         self.missing = len(self.parameters)
         self.work, self.reduced = None, False
         self.flags.fill_(1)
+        for index in range(len(self.views)):
+            self._attached(index)
 
     def take(self, index: int) -> None:
         """Copy a gradient into the bucket, and make the parameter's `grad` a view of it; later microbatches add to it.
@@ -130,7 +133,7 @@ class Bucket:
         Raises:
             ScriptError: the bucket's reduction has already started.
         """
-        parameter, view = self.parameters[index], self.views[index]
+        parameter, view = self.parameters[index], self._attached(index)
         if self.work is not None:
             raise ScriptError(
                 f"a parameter of shape {tuple(parameter.shape)} got another gradient after its gradient had been "
@@ -177,6 +180,12 @@ class Bucket:
         for index, filled in enumerate(self.filled):
             if not filled and float(self.flags[index]) > 0:
                 self.parameters[index].grad = self.views[index]
+
+    def _attached(self, index: int) -> torch.Tensor:
+        """Return the view of a parameter; a new one if the script gave it other memory (`p.grad.data = ...`)."""
+        if self.views[index].data_ptr() != self._addresses[index]:
+            self.views[index] = _view(self._parts()[index], self.parameters[index])
+        return self.views[index]
 
     def _parts(self) -> list[torch.Tensor]:
         sizes = [p.numel() for p in self.parameters]

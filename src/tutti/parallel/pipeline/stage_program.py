@@ -194,6 +194,11 @@ def refuse_hidden_tensors(leaf: Any, where: str) -> None:
     Raises:
         PlanError: `leaf` is such an object; `where` names the caller in the message.
     """
+    if isinstance(leaf, torch.nn.Module) and any(True for _ in leaf.parameters()):
+        raise PlanError(
+            f"mesh.stage: {where} passes a module ({type(leaf).__name__}) to the forward of another, which may be on "
+            "another stage; call it where it is made, or use another axis than stage"
+        )
     if type(leaf) in _LEAVES or isinstance(leaf, torch.nn.Module | torch.Tensor | type):
         return
     if hasattr(leaf, "__dict__") and any(isinstance(inner, torch.Tensor) for inner in _inside(vars(leaf))):

@@ -47,21 +47,25 @@ def check_loss(run: Run, loss: LossFunction, piece: Any, share: BatchShare) -> N
     exchanges = any(exchanges_state(module) and not isinstance(module, _BatchNorm) for module in model.modules())
     for quiet, draws in ((_random_modules, 2), (_all_modules, 2), (_all_modules, DRAWS))[1 if exchanges else 0 :]:
         found: list[Losses | None] = run.loop.watch.gather("losses", _losses(run, loss, piece, share, quiet, draws))
-        known = [losses for losses in found if losses is not None]
-        if len(known) == len(found) and (
-            draws > 2 or all(_agree(wholes[0], wholes[1], tolerance) for wholes, _ in known)
-        ):
+        known = {rank: losses for rank, losses in enumerate(found) if losses is not None}
+        if known and (draws > 2 or all(_agree(wholes[0], wholes[1], tolerance) for wholes, _ in known.values())):
             break
     else:
         return
     differs = partial(_differ, tolerance=tolerance) if draws == 2 else _are_far
-    rank = next((n for n, (wholes, halves) in enumerate(known) if differs(wholes, halves)), None)
+    rank = next((n for n, (wholes, halves) in known.items() if differs(wholes, halves)), None)
     if rank is not None:
         wholes, halves = known[rank]
         warn(run, _sentence(model, rank, min(counts[rank], MOST_SAMPLES), wholes[0], halves[0]))
 
 
 def _sentence(model: nn.Module, rank: int, samples: int, whole: float, halves: float) -> str:
+    if not math.isfinite(halves):
+        return (
+            f"the loss of {type(model).__name__} is not a mean over samples: on rank {rank}, {samples} samples have "
+            f"{whole:.6g} together, but the loss of half of them is not finite, as the mean of no rows is; if it "
+            "chooses rows, call job.forward_backward once for each mean, or return tutti.Weighted(sum, count)"
+        )
     return (
         f"the loss of {type(model).__name__} is not a mean over samples: on rank {rank}, {samples} samples have "
         f"{whole:.6g} together and {halves:.6g} as two halves, so one device would train with another loss than "
@@ -114,7 +118,7 @@ def _losses(
     if not all(count for _, count in (*wholes, *pairs)):
         return None
     losses = tuple(tuple(total / count for total, count in some) for some in (wholes, pairs))
-    return (losses[0], losses[1]) if all(map(math.isfinite, (*losses[0], *losses[1]))) else None
+    return (losses[0], losses[1]) if all(map(math.isfinite, losses[0])) else None
 
 
 def _tolerance(model: nn.Module) -> float:
@@ -128,6 +132,8 @@ def _differ(wholes: tuple[float, ...], halves: tuple[float, ...], tolerance: flo
 
 def _are_far(wholes: tuple[float, ...], halves: tuple[float, ...]) -> bool:
     """Whether all draws of the one are far from all draws of the other."""
+    if not all(map(math.isfinite, halves)):
+        return True
     scatter = max(max(some) - min(some) for some in (wholes, halves))
     nearest = max(min(wholes) - max(halves), min(halves) - max(wholes))
     return nearest > DISTANCE * scatter and nearest > CLEAR * max(map(abs, (*wholes, *halves)))

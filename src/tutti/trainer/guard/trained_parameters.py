@@ -1,5 +1,6 @@
 """Says which parameters are not trained, or twice: nearly all are frozen, or optimizers leave out or share some."""
 
+import math
 from collections import Counter
 
 from tutti.trainer.guard.findings import has_whole_modules
@@ -16,7 +17,8 @@ def say_few_trained(run: Run) -> None:
     """Say how many parameters are trained if nearly all are frozen; adapters and probes intend it."""
     if not has_whole_modules(run):
         return
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in run.parallel.model.parameters()]
+    shapes = run.parallel.layout.names  # of the whole
+    sizes = [(math.prod(shapes[name]), p.requires_grad) for name, p in run.parallel.model.named_parameters()]
     total, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
     if trained < FEW_TRAINED * total:
         run.output.screen.say(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
