@@ -246,6 +246,12 @@ def test_batch_statistics_are_flagged() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.batch_norm(x, None, None, training=True)
 
+    class Standardised(nn.Conv2d):  # timm's ScaledStdConv2d normalises its weight
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = self.weight.reshape(1, self.out_channels, -1)
+            weight = F.batch_norm(rows, None, None, training=True, momentum=0.0).reshape_as(self.weight)
+            return F.conv2d(x, weight, self.bias)
+
     x = torch.randn(4, 3, 8, 8)
     flags = {
         "": False,
@@ -253,9 +259,10 @@ def test_batch_statistics_are_flagged() -> None:
         "1": False,
         "2": False,
         "3": True,
+        "4": False,
     }
     frozen = nn.BatchNorm2d(3).eval()
-    model = nn.Sequential(nn.BatchNorm2d(3), frozen, nn.InstanceNorm2d(3), Functional())
+    model = nn.Sequential(nn.BatchNorm2d(3), frozen, nn.InstanceNorm2d(3), Functional(), Standardised(3, 3, 1))
     spec = describe(model, x)
     assert {module.name: module.batch_statistics for module in spec.modules} == flags
     assert spec.batch_statistics

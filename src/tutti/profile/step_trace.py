@@ -364,8 +364,13 @@ class _Calls(TorchFunctionMode):
 
 
 def _uses_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return the `training` argument of F.batch_norm or torch.batch_norm, the sixth of both."""
-    return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+    """Whether F.batch_norm or torch.batch_norm normalises over samples: `training`, the sixth argument of both, is set.
+
+    Weight standardisation calls them on a weight, as one sample.
+    """
+    values = kwargs.get("input", args[0] if args else None)
+    several = isinstance(values, Tensor) and values.shape[0] > 1
+    return several and bool(kwargs.get("training", args[5] if len(args) > 5 else False))
 
 
 def _is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:

@@ -484,7 +484,8 @@ def mean_of_means(case: DifferenceCase) -> Cause | None:
         kind="mean_over_ranks",
         sentence="mean over ranks instead of samples: the loss is a mean over items (tokens, masked entries, ...) "
         "whose number differs between ranks, so the mean of the ranks' means is not the global mean",
-        remedy="return tutti.Weighted(total=sum of the losses, count=number of items) instead of the mean",
+        remedy="return tutti.Weighted(total=sum of the losses, count=number of items) instead of the mean; for a sum "
+        "of several means, call job.forward_backward once for each",
     )
 
 
@@ -495,9 +496,11 @@ def coupled_loss(case: DifferenceCase) -> Cause | None:
     return Cause(
         kind="coupled_samples",
         sentence="the loss couples samples: over the whole batch it is not the mean of the losses of the ranks' "
-        "shares (contrastive pairs, a term squared after averaging, a ranking within the batch)",
+        "shares (contrastive pairs, a term squared after averaging, a ranking within the batch, several means over "
+        "different rows)",
         remedy="compare each sample with those of all ranks (gather the features), or choose a loss that is a mean "
-        "over samples; num_microbatches=1 alone does not help",
+        "over samples; num_microbatches=1 alone does not help; for a sum of several means, call job.forward_backward "
+        "once for each",
     )
 
 
