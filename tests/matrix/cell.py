@@ -266,6 +266,7 @@ def _compare_end(run: Any, trained: Trained, comparison: Comparison) -> None:
         comparison.values(torch.tensor(trained.evaluation[name]), torch.tensor(value), 0.0, f"evaluation: {name}", "")
 
 
+@reading_parts()
 def _held_nbytes(run: Any) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state that this rank holds, each storage once, and bytes it sends
     for gradients in a step."""
@@ -279,6 +280,7 @@ def _held_nbytes(run: Any) -> dict[str, int]:
     }
 
 
+@reading_parts()
 def alive_nbytes(run: Any) -> int:
     """Bytes of parameters, buffers, gradients and optimizer state of this rank, each storage once."""
     parameters = list(run.parallel.model.parameters())

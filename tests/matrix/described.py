@@ -21,8 +21,9 @@ def described(
 ) -> ModelSpec:
     """The ModelSpec of a training with batches of `batch`."""
     job = tutti.Job(global_batch_size=batch)
+    made = optimizer(model.parameters())  # the first one imports much
     with capturing() as capture:
-        job.prepare(model, optimizer(model.parameters()), data, loss_fn)
+        job.prepare(model, made, data, loss_fn)
     assert capture.captured is not None
     return describe_captured(capture.captured, name=name)
 
