@@ -55,7 +55,7 @@ REFUSED = {
 }
 REFUSED_WHERE_DIVIDED = {
     "state assigned": "Net.load_state_dict(assign=True) would replace this rank's parts of the weights",
-    "pruned": "would see only this rank's part of parameter 'blocks.0.inner.weight'",
+    "pruned": "parameter 'blocks.0.inner.weight', since the plan divides it",
 }
 REFUSED_UNDER = {("gradients clamped", plan): "parameter 'stem.weight' has a gradient hook" for plan in DIVIDED} | {
     ("gradient masked", plan): "parameter 'head.weight' has a gradient hook" for plan in DIVIDED

@@ -123,6 +123,13 @@ class OwnNoise(nn.Module):
         return x + torch.randn(x.shape, generator=self.own)
 
 
+class Overflows(nn.Module):
+    """Is not finite in evaluation, as a model that has diverged."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training else x / 0.0 * 0.0
+
+
 class Scaled(nn.Module):
     """Multiplies with one buffer, and holds another one."""
 
@@ -520,6 +527,7 @@ CORRECT: dict[str, Script] = {
     "weighted": Script(loss=counted_token_mean),
     "noise": Script(loss=noisy),
     "dropout": Script(lambda: net(nn.Dropout(0.5)), evaluates=True),
+    "not finite in evaluation": Script(lambda: net(Overflows()), evaluates=True),
     "batch norm": Script(lambda: net(nn.BatchNorm1d(8)), evaluates=True),
     "frozen norm": Script(lambda: net(nn.BatchNorm1d(8)), change=frozen_norm),
     "counter": Script(lambda: net(Counts()), evaluates=True),
