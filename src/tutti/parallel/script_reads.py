@@ -168,10 +168,16 @@ class ScriptReads(TorchFunctionMode):
         if not args and (key := next((key for key in ("input", "self") if key in kwargs), None)):
             args = (kwargs.pop(key),)
         with torch._C.DisableTorchFunction():  # or other modes would be asked for each look
-            tensors = _tensors((*args, *kwargs.values()))
+            tensors = list(_tensors((*args, *kwargs.values())))
             parts = [(tensor, *known) for tensor in tensors if (known := self._known(tensor))]
-        if not parts or not self.script_calls(sys._getframe(1)):
+            others = not parts and any(tensor.dim() and not tensor.requires_grad for tensor in tensors)
+        if not (parts or others) or not self.script_calls(sys._getframe(1)):
             return func(*args, **kwargs)
+        if not parts:
+            with torch._C.DisableTorchFunction():
+                parts = [(tensor, name, STATE) for tensor in tensors if (name := self._state_name(tensor))]
+            if not parts:
+                return func(*args, **kwargs)
         name = name_of(func)
         first, parameter, kind = parts[0]
         if not args:
@@ -203,10 +209,6 @@ class ScriptReads(TorchFunctionMode):
         name = self._optimizers_name(tensor)
         if name is not None:
             return name, OF_OPTIMIZER
-        if self._state is None:
-            self._state = self._tensors_of_state()
-        if id(tensor) in self._state:
-            return self._state[id(tensor)][1], STATE
         known: tuple[str, str] | None = self._derived.get(tensor)  # type: ignore[no-untyped-call]
         if known is None and self._storages and tensor.layout is torch.strided:
             # nn.Parameter(tensor), copies and the like make a tensor of the same memory, of which no mode is told.
@@ -222,6 +224,12 @@ class ScriptReads(TorchFunctionMode):
             return None
         name = states.substitutes.get(tensor)
         return name if name in states.shards else None
+
+    def _state_name(self, tensor: torch.Tensor) -> str | None:
+        """The name of the parameter of which an optimizer keeps the tensor."""
+        if self._state is None:
+            self._state = self._tensors_of_state()
+        return self._state[id(tensor)][1] if id(tensor) in self._state else None
 
     def _tensors_of_state(self) -> dict[int, tuple[torch.Tensor, str]]:
         """What the optimizers keep for each parameter, with the parameter's name; other ranks keep more of it."""
