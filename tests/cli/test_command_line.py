@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import tutti
+from cli.commands import called
 from cost_model.examples import cluster
-from tutti.cli.main import main
 from tutti.config import serialization
 from tutti.config.mesh_axes import parse_mesh
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan
@@ -37,12 +36,10 @@ def tutti_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     Path("train.py").write_text(SCRIPT, encoding="utf-8")
 
     def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tutti", *words])
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
+        code = called(monkeypatch, *words)
         out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, " ".join(err.split())
+        return code, out, " ".join(err.split())
 
     return run
 
@@ -139,7 +136,7 @@ def test_resuming_a_finished_run_says_so(
                 job.step(batch)
         return " ".join(capsys.readouterr().err.split())
 
-    words = "the run has trained 2 of 2 epochs, so nothing is left; give job.epochs a larger number"
+    words = "the run has already trained 2 epochs, and job.epochs(2) asks for no more"
     assert words not in train(2, None)
     assert words in train(2, "run")
-    assert "nothing is left" not in train(3, "run")
+    assert "asks for no more" not in train(3, "run")

@@ -1,14 +1,13 @@
 """Scripts that compute their own losses are described and planned by those of their first step."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cli.commands import called
 from cost_model.examples import cluster
-from tutti.cli.main import main
 from tutti.config import serialization
 from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan
@@ -74,13 +73,6 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         return serialization.load(ModelSpec, Path("model.json"))
 
     return describe
-
-
-def called(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["tutti", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
 
 
 def products(model: ModelSpec, part: str) -> tuple[float, float]:

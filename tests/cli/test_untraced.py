@@ -1,15 +1,14 @@
 """A model whose passes cannot be followed costs something unknown, not nothing: no command predicts its step."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cli.commands import called
 from cost_model.examples import cluster, mlp
-from tutti.cli.main import main
 from tutti.cli.run_prediction import PredictionRequest, _work_out
 from tutti.config import serialization
 from tutti.config.model import ModelSpec
@@ -61,13 +60,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
         return Path("train.py")
 
     return write
-
-
-def called(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["tutti", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
 
 
 @pytest.mark.parametrize(("parts", "reason"), UNTRACED)

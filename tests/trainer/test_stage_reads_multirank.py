@@ -117,4 +117,4 @@ def test_a_layer_with_two_names_trains_in_stages() -> None:
 
 def test_a_module_that_is_handed_on_is_refused() -> None:
     for said in run_ranks(on_ranks, 2, HandsOn, STAGE, None):
-        assert "mesh.stage: a call of scale passes a module (LayerNorm) to the forward of another" in said
+        assert "mesh.stage: a call of scale takes a module (LayerNorm) as an argument" in said

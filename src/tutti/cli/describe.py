@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
     from tutti.trainer.capture import CapturedScript
 
-SAMPLES = 4
-"""Samples in the traced batch. Half of it is traced too, to separate costs per sample from costs per pass."""
-
 
 @click.command(cls=ScriptCommand, context_settings=SCRIPT_CONTEXT)
 @json_option
@@ -85,8 +82,10 @@ def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
     """
     from tutti.parallel.capabilities import with_capabilities
     from tutti.profile import describe_model
+    from tutti.trainer.capture import TRACED_SAMPLES
 
-    count = SAMPLES if captured.dataset_samples is None else min(SAMPLES, captured.dataset_samples)
+    known = captured.dataset_samples
+    count = TRACED_SAMPLES if known is None else min(TRACED_SAMPLES, known)
     if count < 1:
         raise DataError(f"{name}: the data set has 0 samples; give prepare a data set with at least one")
     losses = [function for function, _ in captured.losses]
@@ -108,8 +107,8 @@ def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
         dataset_samples=captured.dataset_samples,
         losses=losses,
     )
-    known = with_capabilities(described, captured.model, () if kwargs or losses else args, captured.plan.layout)
-    model = replace(known, loading=captured.loading(), script_nbytes=captured.script_nbytes, own_losses=len(losses))
+    capable = with_capabilities(described, captured.model, () if kwargs or losses else args, captured.plan.layout)
+    model = replace(capable, loading=captured.loading(), script_nbytes=captured.script_nbytes, own_losses=len(losses))
     return _with_failure(model, captured.failed)
 
 

@@ -51,7 +51,7 @@ class ScriptCommand(click.Command):
             if near and not any(word in text for word in (name[2:], name[2:].replace("-", "_"))):
                 raise click.UsageError(
                     f"{name} is not an option of tutti, and the script does not name it; did you mean {near[0]}? "
-                    "Options that the script takes all the same come after `--`.",
+                    "Put `--` before options that are meant for the script.",
                     ctx,
                 )
         return rest

@@ -92,6 +92,7 @@ class ScriptReads(TorchFunctionMode):
 
     Args:
         model: the divided model.
+        optimizers: those of the run.
         layout: this rank's parts.
         reads: knows which tensors are parts.
         originals: the parameters before the model was divided, by name.
@@ -104,12 +105,13 @@ class ScriptReads(TorchFunctionMode):
     def __init__(
         self,
         model: nn.Module,
+        optimizers: Sequence[Optimizer],
         layout: Layout,
         reads: PartReads,
         originals: Mapping[str, nn.Parameter],
     ) -> None:
         super().__init__()
-        self._model, self._layout, self._reads = model, layout, reads
+        self._model, self._optimizers, self._layout, self._reads = model, optimizers, layout, reads
         self._modules = {id(module) for module in model.modules()}
         self.together: Callable[[str], Any] = lambda name: nullcontext()
         self._derived = WeakTensorKeyDictionary()
@@ -125,7 +127,6 @@ class ScriptReads(TorchFunctionMode):
         for name, parameter in self.absent.items():
             self._derived[parameter] = (name, "parameter")
         self._storages: dict[tuple[int, int], tuple[StorageWeakRef, tuple[str, str]]] = {}
-        self.optimizers: Sequence[Optimizer] = ()
         self._state: dict[int, tuple[torch.Tensor, str]] | None = None
 
     def watch(self) -> None:
@@ -235,7 +236,7 @@ class ScriptReads(TorchFunctionMode):
         """What the optimizers keep for each parameter, with the parameter's name; other ranks keep more of it."""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         found = {}
-        for parameter, state in [entry for optimizer in self.optimizers for entry in optimizer.state.items()]:
+        for parameter, state in [entry for optimizer in self._optimizers for entry in optimizer.state.items()]:
             name = names.get(id(parameter)) or self._optimizers_name(parameter) or "a parameter"
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor) and value.dim():
@@ -337,7 +338,7 @@ class ScriptReads(TorchFunctionMode):
             COMPUTED: "compute it inside `with job.whole_model():`",
             "gradient": "clip with Job(clip_norm=...), or keep gradients whole with replicas or sharding level 1",
             OF_OPTIMIZER: "read the model's own parameter",
-            STATE: "read the state under replicas alone",
+            STATE: "read it under a plan of replicas only",
         }[kind]
         words = {"parameter": "parameter", COMPUTED: "what was computed from parameter"}
         what = f"{words.get(kind, f'the {kind} of')} {parameter!r}"

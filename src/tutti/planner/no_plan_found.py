@@ -7,7 +7,6 @@ import numpy as np
 import tutti.planner.objectives as objectives
 from tutti.config.cluster import ClusterSpec, LinkSpec
 from tutti.config.model import ModelSpec
-from tutti.config.plan import ShardingPlan
 from tutti.config.prediction import Prediction
 from tutti.config.refusals import check_plan
 from tutti.config.vocabulary import Precision
@@ -150,11 +149,8 @@ def _refused(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> st
     """Return why the request contradicts itself or is impossible with this model; empty where neither is so."""
     script = request.script
     asked = request.mesh or {axis: max(2, degree) for axis, degree in request.demanded.items()} or script.mesh
-    sharding = script.sharding
-    if "shard" in asked and "stage" in asked and sharding == ShardingPlan():
-        sharding = ShardingPlan(level=1)  # the search does so too
     try:
-        plan = dataclasses.replace(script, mesh=asked, shares=(), sharding=sharding)
+        plan = dataclasses.replace(script, shares=()).on(asked)
         check_plan(plan)
         predict(model, cluster, plan)
     except PlanError as error:

@@ -20,8 +20,8 @@ from tutti.data.samples import DataSource
 from tutti.data.share_loader import first_samples
 from tutti.parallel.data.replicate import LossFunction
 
-FOLLOWED_SAMPLES = 4
-"""Samples in the batch of a step that is followed."""
+TRACED_SAMPLES = 4
+"""Samples in the traced batch. Half of it is traced too, to separate costs per sample from costs per pass."""
 
 MOST_LOSSES = 100
 """Losses of one step. A script that has more may never ask for a second batch."""
@@ -104,7 +104,7 @@ class FollowedScript:
         if self.has_batch:
             self.end()
         self.has_batch = True
-        yield first_samples(self.source, self.seed, FOLLOWED_SAMPLES)
+        yield first_samples(self.source, self.seed, TRACED_SAMPLES)
         self.end()
 
     def epochs(self) -> Iterator[int]:

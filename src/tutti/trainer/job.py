@@ -288,7 +288,7 @@ class Job:
         first = run.state.loader.epoch
         if 0 < count <= first:
             run.output.screen.say(
-                f"the run has trained {first} of {count} epochs, so nothing is left; give job.epochs a larger number"
+                f"the run has already trained {first} epochs, and job.epochs({count}) asks for no more; ask for more"
             )
         while run.state.loader.epoch < count:
             epoch = run.state.progress.epoch = run.state.loader.epoch

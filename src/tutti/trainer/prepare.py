@@ -173,8 +173,7 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
     guard_model(model, layout, division)
     guard_optimizers(arguments.optimizers, layout)
     reads = PartReads(model, layout, shards, originals)
-    script_reads = ScriptReads(model, layout, reads, originals)
-    script_reads.optimizers = arguments.optimizers
+    script_reads = ScriptReads(model, arguments.optimizers, layout, reads, originals)
     script_reads.show_absent(model, division)
     parallel = ParallelModel(
         plan=plan,

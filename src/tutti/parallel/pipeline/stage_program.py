@@ -196,8 +196,8 @@ def refuse_hidden_tensors(leaf: Any, where: str) -> None:
     """
     if isinstance(leaf, torch.nn.Module) and any(True for _ in leaf.parameters()):
         raise PlanError(
-            f"mesh.stage: {where} passes a module ({type(leaf).__name__}) to the forward of another, which may be on "
-            "another stage; call it where it is made, or use another axis than stage"
+            f"mesh.stage: {where} takes a module ({type(leaf).__name__}) as an argument, but its parameters may be on "
+            "another stage; pass what the module returns, or use another axis than stage"
         )
     if type(leaf) in _LEAVES or isinstance(leaf, torch.nn.Module | torch.Tensor | type):
         return
