@@ -12,6 +12,7 @@ from matrix.cell import alive_nbytes
 from matrix.peak import recorded_peak
 from tutti.cli.describe import describe_captured
 from tutti.config.model import ModelSpec
+from tutti.config.prediction import RankMemory
 from tutti.parallel.losses import loss_of
 from tutti.trainer.capture import capturing
 
@@ -42,3 +43,8 @@ def peak_of_a_step(model: nn.Module, data: Any, loss_fn: Any, *, batch: int, pla
         begin(alive_nbytes(run))
         job.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn), second)  # type: ignore[arg-type]
     return facts["peak"]
+
+
+def nbytes_of_tensors(memory: RankMemory) -> float:
+    """Bytes predicted for tensors: without those of libraries, and of the script's process, which are measured."""
+    return memory.total - memory.reserve - memory.script
