@@ -1,11 +1,13 @@
-"""Time that a hypervisor gave to other machines, as the system counts it."""
+"""Time that a hypervisor gave to other machines, and energy, as the system counts them."""
 
 from collections import namedtuple
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tutti import machine
+from tutti.machine import EnergyMeter
 
 
 def test_the_share_of_all_cores_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +26,38 @@ def test_the_share_of_all_cores_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_system_that_does_not_say_has_none_stolen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_times", lambda: namedtuple("times", "user")(user=9.0))
     assert machine.stolen_s() == 0.0
+
+
+def powercap(folder: Path, zones: dict[str, tuple[str, int]], limit: int = 1_000_000) -> Path:
+    """Write counters in the form of Linux's: zone -> (name, microjoules)."""
+    for zone, (name, count) in zones.items():
+        (folder / zone).mkdir(parents=True, exist_ok=True)
+        (folder / zone / "name").write_text(f"{name}\n")
+        (folder / zone / "energy_uj").write_text(f"{count}\n")
+        (folder / zone / "max_energy_range_uj").write_text(f"{limit}\n")
+    return folder
+
+
+def test_energy_counts_packages_and_memory_once_and_over_a_wrap(tmp_path: Path) -> None:
+    zones = {
+        "intel-rapl:0": ("package-0", 900_000),
+        "intel-rapl:0:0": ("core", 5),
+        "intel-rapl:0:1": ("dram", 100),
+        "intel-rapl:1": ("package-1", 0),
+        "intel-rapl:2": ("psys", 7),
+    }
+    meter = EnergyMeter(host=True, folder=powercap(tmp_path, zones))
+    later = {
+        "intel-rapl:0": ("package-0", 100_000),
+        "intel-rapl:0:1": ("dram", 50_100),
+        "intel-rapl:1": ("package-1", 1),
+    }
+    powercap(tmp_path, {**zones, **later})
+    assert meter.joules() == pytest.approx(0.2 + 0.05 + 1e-6)
+    assert meter.joules() == pytest.approx(0.2 + 0.05 + 1e-6)
+
+
+def test_energy_that_cannot_be_measured_is_none(tmp_path: Path) -> None:
+    assert EnergyMeter(host=True, folder=tmp_path).joules() is None
+    assert EnergyMeter(host=False).joules() is None
+    assert EnergyMeter(host=False, gpu="no-such-device").joules() is None

@@ -42,6 +42,8 @@ ALLOWED["cli"] = frozenset(ALLOWED) | {""}
 ALLOWED[""] = frozenset({"errors", "config", "nn", "optim", "data", "parallel", "trainer"})
 """The root, tutti/__init__.py, has the public names, which are loaded when they are first used."""
 
+ALLOWED["__main__"] = frozenset({"cli"})
+
 LIBRARIES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "config": frozenset({"pydantic"}),

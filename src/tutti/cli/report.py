@@ -21,11 +21,24 @@ if TYPE_CHECKING:
     "--output", type=click.Path(path_type=Path, file_okay=False), help="Folder to write to; RUN/report if not given."
 )
 @click.option("--target", metavar="NAME.METRIC=VALUE", help="A quality to reach, such as test.accuracy=0.9.")
+@click.option(
+    "--fact",
+    "facts",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="What only you know, such as tuning.trials=1; as Job(facts=...) in the script. May be repeated.",
+)
 @click.option("--history", is_flag=True, help="Show the errors of predictions over all runs in RUN... (default: runs).")
 @click.option("--open/--no-open", "open_page", default=False, help="Open the page in a browser.")
 @json_option
 def command(
-    runs: tuple[Path, ...], output: Path | None, target: str | None, history: bool, open_page: bool, as_json: bool
+    runs: tuple[Path, ...],
+    output: Path | None,
+    target: str | None,
+    facts: tuple[str, ...],
+    history: bool,
+    open_page: bool,
+    as_json: bool,
 ) -> None:
     """Report on RUN, a run folder (or a folder of them: the newest), or compare several with the first.
 
@@ -44,19 +57,35 @@ def command(
         wanted = parse_target(target) if target is not None else None
         folders = [run_folder(path) for path in runs]
         single = len(folders) == 1
-        page = _one(folders[0], wanted, output, as_json) if single else _several(folders, wanted, output, as_json)
+        told = _parse_facts(facts)
+        page = (
+            _one(folders[0], wanted, told, output, as_json)
+            if single
+            else _several(folders, wanted, told, output, as_json)
+        )
     if page is not None:
         console.print(f"report: {page}", soft_wrap=True, markup=False)
     if open_page and page is not None:
         webbrowser.open(page.resolve().as_uri())
 
 
-def _one(folder: Path, target: "QualityTarget | None", output: Path | None, as_json: bool) -> Path:
+def _parse_facts(texts: tuple[str, ...]) -> dict[str, str]:
+    """Parse NAME=VALUE texts."""
+    pairs = [text.partition("=") for text in texts]
+    wrong = next((text for text, (name, _, value) in zip(texts, pairs, strict=True) if not name or not value), None)
+    if wrong is not None:
+        raise ReportError(f"--fact {wrong!r} is not NAME=VALUE; write for example --fact tuning.trials=1")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _one(
+    folder: Path, target: "QualityTarget | None", facts: dict[str, str], output: Path | None, as_json: bool
+) -> Path:
     from tutti.config.run_folder import RunFolder
     from tutti.report.report_files import write_report
     from tutti.report.terminal_report import report_table
 
-    report = write_report(folder, target=target, output=output)
+    report = write_report(folder, target=target, facts=facts, output=output)
     if as_json:
         emit(report)
     else:
@@ -64,13 +93,15 @@ def _one(folder: Path, target: "QualityTarget | None", output: Path | None, as_j
     return (output or RunFolder(folder).report) / "report.html"
 
 
-def _several(folders: list[Path], target: "QualityTarget | None", output: Path | None, as_json: bool) -> Path | None:
+def _several(
+    folders: list[Path], target: "QualityTarget | None", facts: dict[str, str], output: Path | None, as_json: bool
+) -> Path | None:
     from tutti.report.build_report import build_report
     from tutti.report.comparison import compare
     from tutti.report.report_files import write_comparison
     from tutti.report.terminal_report import comparison_table
 
-    comparison = compare([build_report(folder, target=target) for folder in folders])
+    comparison = compare([build_report(folder, target=target, facts=facts) for folder in folders])
     if as_json:
         emit(comparison)
     else:

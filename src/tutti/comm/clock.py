@@ -6,7 +6,7 @@ from typing import get_args
 import torch
 
 from tutti.config.prediction import Phase
-from tutti.machine import StolenTime
+from tutti.machine import EnergyMeter, StolenTime
 
 STEP_PHASES: tuple[Phase, ...] = tuple(p for p in get_args(Phase) if p != "evaluation")
 
@@ -23,14 +23,16 @@ class PhaseClock:
     Args:
         device: the device on which the rank computes.
         sample_every: on a GPU, phases are exact in one of this many steps.
+        energy: measures what the rank's device, or its host, draws.
     """
 
-    def __init__(self, device: torch.device, sample_every: int = 20) -> None:
+    def __init__(self, device: torch.device, sample_every: int = 20, energy: EnergyMeter | None = None) -> None:
         self.device = device
         self._on_gpu = device.type == "cuda"  # reading a torch.device is slow compared with reading a clock
         self.sample_every = sample_every
         self.started = time.perf_counter()
         self.stolen = StolenTime()
+        self.energy = energy or EnergyMeter(host=False)
         self.steps = 0
         self._phase: Phase = "other"
         self._since = self.started
@@ -82,6 +84,7 @@ class PhaseClock:
             (wall seconds since the last row, seconds by phase, which add up to it).
         """
         self.enter(self._phase)
+        self.energy.sample()
         wall, phases = self._since - self._row_since, self._seconds
         self._row_since, self._seconds = self._since, dict.fromkeys(STEP_PHASES, 0.0)
         self.steps += 1

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tutti.config.vocabulary import LastBatch, Precision, Unit
+from tutti.config.vocabulary import LastBatch, Precision, StartState, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,24 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataOrigin:
+    """Where samples come from and how large they really are, as found by looking at some; None where it is not known.
+
+    Attributes:
+        start_state: where the samples were when the run began.
+        native_shape: shape of an input before it was enlarged or padded; its own shape where it was not.
+        state_reason, native_reason: how it was seen, as a clause.
+        majority: share of the most frequent label; None if labels are not classes.
+    """
+
+    start_state: StartState | None = None
+    state_reason: str = ""
+    native_shape: tuple[int, ...] | None = None
+    native_reason: str = ""
+    majority: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetInfo:
     """A data set as the run saw it.
 
@@ -43,6 +61,7 @@ class DatasetInfo:
     sha256: str
     hash_covers: str
     input_shapes: tuple[tuple[int, ...], ...] = ()
+    origin: DataOrigin = DataOrigin()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tutti.config.prediction import Phase
-from tutti.config.vocabulary import Evidence, TrafficKind, Unit
+from tutti.config.vocabulary import Evidence, StartState, StopRule, TrafficKind, Unit
 from tutti.errors import SpecError
 
 Scope = Literal["kernel", "step", "epoch", "train"]
@@ -107,6 +107,21 @@ class RuleFinding:
     where: str
     run: int | None = None
     refuses: tuple[Claim, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleOutcome:
+    """What one of the twelve rules says.
+
+    Attributes:
+        rule: its number.
+        outcome: "kept", "objection" if it refuses or warns, or "unstated" if the run does not say what it needs.
+        missing: what is not stated and how to state it, as a sentence; empty unless the outcome is "unstated".
+    """
+
+    rule: int
+    outcome: Literal["kept", "objection", "unstated"]
+    missing: str = ""
 
 
 Split = Literal["train", "validation", "test", "other"]
@@ -327,9 +342,6 @@ class NoiseReport:
     measured: Quantity
 
 
-StartState = Literal["disk-cold", "disk-warm", "ram", "generated"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
     """The data trained and evaluated on, and where it was stored when the clock started.
@@ -338,10 +350,16 @@ class DataReport:
         kind: class name of the data set.
         hash_covers: which part of the data was hashed.
         train_test_overlap: samples that are in both.
-        start_state: where the training data was when the clock started.
-        bytes_read, preprocess_timed, native_shape: stated by the user: bytes read while training, whether the time
-            includes preprocessing, and the shape of the data before it.
+        start_state: where the training data was when the clock started: as stated by the user, else as found.
+        found_state: where it was, as found by reading samples.
+        state_reason: how that was seen, as a clause.
+        bytes_read, preprocess_timed: stated by the user: bytes read while training, and whether the time includes
+            preprocessing.
         input_shape: shape of the model's inputs.
+        native_shape: shape of the data before it was enlarged: as stated by the user, else as found.
+        found_shape: that shape as found by reading samples.
+        shape_reason: how it was seen that the data was enlarged, as a clause; empty if it was not.
+        majority: share of the most frequent label in the evaluated data; None if labels are not classes.
     """
 
     name: str
@@ -355,8 +373,13 @@ class DataReport:
     start_state: StartState | None = None
     bytes_read: Quantity = Quantity(unit="B")
     preprocess_timed: bool | None = None
+    found_state: StartState | None = None
+    state_reason: str = ""
     input_shape: str | None = None
     native_shape: str | None = None
+    found_shape: str | None = None
+    shape_reason: str = ""
+    majority: Quantity = Quantity(unit="ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,12 +389,16 @@ class TuningReport:
     Attributes:
         trials: number of runs.
         space: the settings that were tried.
+        found_trials: number of other settings with which runs beside this one trained the same script on the same data.
+        found_device_seconds: their cost.
     """
 
     trials: Quantity = Quantity()
     device_seconds: Quantity = Quantity(unit="device s")
     space: str | None = None
     search_log_sha256: str | None = None
+    found_trials: Quantity = Quantity()
+    found_device_seconds: Quantity = Quantity(unit="device s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,15 +473,21 @@ class RecipeReport:
     compress: str | None = None
 
 
-StopRule = Literal["target", "epochs", "steps", "time"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopReport:
-    """What ended the run: the rule, and its value (a number of epochs, for example)."""
+    """What ended the run: the rule, and its value (a number of epochs, for example).
+
+    Attributes:
+        planned_epochs: number of epochs that the script asked for.
+        early: whether the script left its loop before that, or within an epoch.
+        clock: where the script leaves a loop because of the time; None if nowhere.
+    """
 
     rule: StopRule | None = None
     value: Quantity = Quantity()
+    planned_epochs: Quantity = Quantity(unit="epochs")
+    early: bool = False
+    clock: str | None = None
 
 
 BaselineSource = Literal["measured-here", "published"]
@@ -462,10 +495,11 @@ BaselineSource = Literal["measured-here", "published"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineReport:
-    """The baseline of the run, as the user stated it: where its numbers come from, its name, and who tuned it."""
+    """The baseline as the user stated it: where its numbers come from, its name and device, and who tuned it."""
 
     source: BaselineSource | None = None
     system: str | None = None
+    device: str | None = None
     tuned_by: str | None = None
 
 
@@ -491,6 +525,9 @@ class RunReport:
             data.
         git_dirty: whether there were uncommitted changes.
         env_lock_sha256: hash of the list of installed packages.
+        energy: measured energy of the devices or hosts while the run lasted.
+        price: the run's cost in the currency of the cluster file.
+        outcomes: what each of the twelve rules says.
         version: version of this format.
     """
 
@@ -540,7 +577,10 @@ class RunReport:
     git_commit: str | None = None
     git_dirty: bool | None = None
     env_lock_sha256: str | None = None
+    energy: Quantity = Quantity(unit="J")
+    price: Quantity = Quantity()
     findings: tuple[RuleFinding, ...] = ()
+    outcomes: tuple[RuleOutcome, ...] = ()
     version: int = 1
 
 
@@ -589,6 +629,7 @@ class Comparison:
     scaling: Scaling | None
     headline: str
     findings: tuple[RuleFinding, ...] = ()
+    outcomes: tuple[RuleOutcome, ...] = ()
     version: int = 1
 
 

@@ -97,3 +97,21 @@ Relaxation = Literal["exact", "reduced", "relaxed"]
 
 LastBatch = Literal["keep", "drop"]
 """What happens to the short last batch of an epoch."""
+
+StartState = Literal["disk-cold", "disk-warm", "ram", "generated"]
+"""Where training data is when the clock starts.
+
+- disk-cold: in files of which no page is in memory.
+- disk-warm: in files whose pages the operating system holds in memory.
+- ram: in the memory of the process.
+- generated: nowhere; samples are computed.
+"""
+
+StopRule = Literal["target", "epochs", "steps", "time", "plateau"]
+"""What ends a training.
+
+- target: a quality that is reached.
+- epochs, steps: a number of them.
+- time: the clock.
+- plateau: a quality that no longer improves (early stopping).
+"""

@@ -11,33 +11,38 @@ from torch.utils import _pytree as pytree
 
 from tutti.config.run_folder import DatasetInfo
 from tutti.data.microbatches import leaves
+from tutti.data.origin import look_at, origin_of
 from tutti.data.samples import SeededSamples, tensors_of
 
-_MANY = 64
 _OVERLAP_LIMIT = 20_000
 
 
 def describe_data(dataset: Any, seed: int, name: str) -> DatasetInfo:
-    """Return the name, size and hash of a data set.
+    """Return the name, size, hash and origin of a data set.
 
-    Tensor data is hashed as a whole. Of other map-style data, 64 evenly spread samples are hashed.
+    Tensor data is hashed as a whole. Of other map-style data, evenly spread samples are hashed, 64 of large ones.
     """
     kind = type(dataset).__name__
     tensors = tensors_of(dataset)
     if not hasattr(dataset, "__len__"):
         return DatasetInfo(name=name, kind=kind, samples=None, sha256="", hash_covers="nothing: a stream is read once")
     count = len(dataset)
+    look = look_at(dataset, seed)
     if isinstance(getattr(dataset, "sha256", None), str):
         sha, covers = dataset.sha256, "as the data set states it"
     elif tensors is not None:
         sha, covers = _hash(_bytes(tensor) for tensor in tensors), f"all {count} samples"
     else:
-        chosen = np.unique(np.linspace(0, max(count - 1, 0), min(count, _MANY)).astype(int))
-        samples = SeededSamples(dataset, seed, "fingerprint", gather=False)
-        sha = _hash(_sample_bytes(samples[(0, int(index))]) for index in chosen)
-        covers = f"{len(chosen)} of {count} samples, evenly spread"
+        sha = _hash(_sample_bytes(sample) for sample in look.samples)
+        covers = f"{len(look.samples)} of {count} samples, evenly spread"
     return DatasetInfo(
-        name=name, kind=kind, samples=count, sha256=sha, hash_covers=covers, input_shapes=_shapes(dataset, seed)
+        name=name,
+        kind=kind,
+        samples=count,
+        sha256=sha,
+        hash_covers=covers,
+        input_shapes=_shapes(look.samples),
+        origin=origin_of(dataset, look),
     )
 
 
@@ -98,9 +103,6 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def _shapes(dataset: Any, seed: int) -> tuple[tuple[int, ...], ...]:
-    if len(dataset) == 0:
-        return ()
-    sample = SeededSamples(dataset, seed, "fingerprint", gather=False)[(0, 0)]
-    leaves = pytree.tree_leaves(sample)
+def _shapes(samples: list[Any]) -> tuple[tuple[int, ...], ...]:
+    leaves = pytree.tree_leaves(samples[0]) if samples else []
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray))

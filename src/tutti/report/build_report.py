@@ -1,20 +1,14 @@
 """Build the RunReport of a run folder. Only the folder is read, so the same folder gives the same report anywhere."""
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import Path
 
-from tutti.config import serialization
 from tutti.config.cluster import DeviceSpec
 from tutti.config.mesh_axes import describe_axis
 from tutti.config.prediction import Phase
 from tutti.config.run_report import (
-    BaselineReport,
     BatchReport,
-    DataReport,
     FlopsReport,
     LinkReport,
     PredictionCheck,
@@ -24,17 +18,13 @@ from tutti.config.run_report import (
     RecipeReport,
     RuleFinding,
     RunReport,
-    Scaling,
     Scope,
-    StartState,
     Status,
-    StopReport,
-    StopRule,
     SystemReport,
     TargetReport,
-    TuningReport,
     VerificationSummary,
 )
+from tutti.config.stated_facts import check_facts
 from tutti.report.formatting import duration, listed, plural, quality_text, show
 from tutti.report.honesty_rules import by_severity, check_run
 from tutti.report.measurements import (
@@ -59,35 +49,44 @@ from tutti.report.quality_metrics import (
     cost,
     curves,
     noise_report,
+    parse_target,
     quality_report,
     target_report,
 )
+from tutti.report.rule_outcomes import outcomes_of
+from tutti.report.run_identity import config_sha256
 from tutti.report.run_records import MetricsRow, Records, read_records
+from tutti.report.statements import baseline_report, data_report, scaling, stop_report, tuning_report
 
-_STOP_RULES: tuple[StopRule, ...] = ("target", "epochs", "steps", "time")
 
-
-def build_report(folder: Path, *, target: QualityTarget | None = None) -> RunReport:
+def build_report(
+    folder: Path, *, target: QualityTarget | None = None, facts: Mapping[str, str] | None = None
+) -> RunReport:
     """Build the report of a run folder.
 
     Args:
         folder: the run folder.
-        target: the quality to reach; None reports no time to a target.
+        target: the quality to reach; None takes the one that the run states, if any.
+        facts: what the user states about the run besides what the script stated in Job(facts=...).
 
     Raises:
         ReportError: `folder` is not a run folder, or the target names an evaluation that the run does not have.
+        SpecError: a fact is not known, or has another form.
     """
     records = read_records(folder)
-    report = _assemble(records, target)
+    extra = {**records.header.extra, **check_facts(facts or {}, "--fact")}
+    records = replace(records, header=replace(records.header, extra=extra))
+    if target is None and "quality.target" in extra:
+        target = parse_target(extra["quality.target"])
+    report = _assemble(records, folder, target)
     report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
     report = replace(report, communication=communication(records), experts=experts(records))
     report = replace(report, noise=noise_report(records), replicas=replicas_report(records))
-    return replace(
-        report, findings=by_severity([*check_run(report), *_guard_warnings(records), *_reading_notes(records)])
-    )
+    findings = by_severity([*check_run(report), *_guard_warnings(records), *_reading_notes(records)])
+    return replace(report, findings=findings, outcomes=outcomes_of(report, findings))
 
 
-def _assemble(records: Records, target: QualityTarget | None) -> RunReport:
+def _assemble(records: Records, folder: Path, target: QualityTarget | None) -> RunReport:
     """Build the report without the parts that are derived from the rest of it: checks, headline and findings."""
     header, metric_curves = records.header, curves(records)
     judged = choose(metric_curves, target)
@@ -114,15 +113,17 @@ def _assemble(records: Records, target: QualityTarget | None) -> RunReport:
         epochs=_epochs(records, seen_samples),
         samples_seen=seen(seen_samples, "samples"),
         device_seconds=cost(records, wall_s(records)),
+        energy=energy(records),
+        price=price(records, system),
         system=system,
         batch=batch_report(records),
         recipe=recipe_report(records),
         plan=plan_text(records),
-        stop=_stop(records),
+        stop=stop_report(records, ended_well=_ended_well(records)),
         to_target=reached,
-        scaling=_scaling(header.extra.get("scaling")),
+        scaling=scaling(header.extra.get("scaling")),
         flops=flops_report(records, system, reached),
-        tuning=tuning_report(header.extra),
+        tuning=tuning_report(records, folder),
         baseline=baseline_report(header.extra),
         predicted_phases=_predicted_phases(records),
         predicted_memory=_predicted_memory(records),
@@ -194,10 +195,20 @@ def _ended_well(records: Records) -> bool:
 
 
 def _scope(records: Records, reached: bool | None) -> Scope:
-    """Return the largest unit of training that the run completed."""
-    if reached or _ended_well(records):
+    """Return the largest unit of training that the run completed.
+
+    A run that ended by itself before it had seen its data once was no training, unless the number of steps after which
+    it was to end is stated.
+    """
+    if reached:
         return "train"
-    return "epoch" if records.kept("epoch") else "step"
+    size, steps = records.header.data.samples, records.kept("step")
+    samples = steps[-1].number("samples_seen") if steps else None
+    once = size is None or samples is None or samples >= size - records.header.recipe.global_batch_size
+    planned = records.header.extra.get("stop.rule") in ("steps", "epochs")
+    if _ended_well(records) and (once or planned):
+        return "train"
+    return "epoch" if any(not row.data.get("partial") for row in records.kept("epoch")) else "step"
 
 
 def _epochs(records: Records, samples: float | None) -> Quantity:
@@ -206,26 +217,6 @@ def _epochs(records: Records, samples: float | None) -> Quantity:
     if samples is not None and size:
         return seen(samples / size, "epochs", "samples trained on divided by samples in the training data")
     return seen(len(records.kept("epoch")) or None, "epochs")
-
-
-def _stop(records: Records) -> StopReport:
-    """Return what ended the run: the rule that the user stated, else the number of epochs or steps it completed."""
-    extra = records.header.extra
-    rule = next((rule for rule in _STOP_RULES if rule == extra.get("stop.rule")), None)
-    if rule is not None:
-        return StopReport(rule=rule, value=stated(extra, "stop.value"))
-    steps = records.kept("step")
-    if not _ended_well(records) or not steps:
-        return StopReport()
-    epochs = len({row.data.get("epoch") for row in records.kept("epoch")})
-    if epochs:
-        return StopReport(rule="epochs", value=seen(epochs, "epochs"))
-    return StopReport(rule="steps", value=seen(steps[-1].step, "steps"))
-
-
-def _scaling(text: str | None) -> Scaling | None:
-    """Parse the kind of scaling that the user stated; None for anything else."""
-    return "strong" if text == "strong" else "weak" if text == "weak" else None
 
 
 def _predicted_phases(records: Records) -> dict[Phase, Quantity]:
@@ -275,19 +266,6 @@ def _reading_notes(records: Records) -> tuple[RuleFinding, ...]:
 
 
 DTYPES = {"tf32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
-_START_STATES: tuple[StartState, ...] = ("disk-cold", "disk-warm", "ram", "generated")
-
-
-def stated(extra: Mapping[str, str], key: str, unit: str = "") -> Quantity:
-    """Return a number that the user stated in the header's `extra`; empty if there is none.
-
-    Its evidence is "assumed", because it was not measured here.
-    """
-    try:
-        value = float(extra[key])
-    except (KeyError, ValueError):
-        return Quantity(unit=unit)
-    return Quantity(value=value, unit=unit, evidence="assumed", note="stated by the user")
 
 
 def device_of(records: Records) -> DeviceSpec | None:
@@ -343,32 +321,6 @@ def system_report(records: Records) -> SystemReport:
         sums=" + ".join(dict.fromkeys(rank.sums for rank in header.ranks if rank.sums)),
         platform=header.platform,
         versions=dict(header.versions),
-    )
-
-
-def data_report(records: Records, evaluation: str) -> DataReport:
-    """Describe the training data, and the data of the evaluation by which the run is judged."""
-    header = records.header
-    rows = [row for row in records.kept("evaluate") if str(row.data.get("name", "")) == evaluation]
-    recorded = rows[-1].data.get("data") if rows else None
-    test: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
-    state = header.extra.get("data.start_state", "ram" if header.data.kind == "TensorDataset" else "")
-    timed = header.extra.get("preprocess.timed")
-    shapes = " and ".join("×".join(map(str, shape)) or "scalar" for shape in header.data.input_shapes)
-    return DataReport(
-        name=header.data.name,
-        kind=header.data.kind,
-        train_samples=seen(header.data.samples, "samples"),
-        train_sha256=header.data.sha256 or None,
-        hash_covers=header.data.hash_covers,
-        test_name=str(test["name"]) if test.get("name") else None,
-        test_sha256=str(test["sha256"]) if test.get("sha256") else None,
-        train_test_overlap=seen(rows[-1].number("overlap_with_training") if rows else None, "samples"),
-        start_state=next((known for known in _START_STATES if known == state), None),
-        bytes_read=stated(header.extra, "data.bytes_read", "B"),
-        preprocess_timed=None if timed is None else timed.lower() == "true",
-        input_shape=shapes or None,
-        native_shape=header.extra.get("data.native_shape"),
     )
 
 
@@ -470,26 +422,6 @@ def flops_report(records: Records, system: SystemReport, target: TargetReport) -
     )
 
 
-def tuning_report(extra: Mapping[str, str]) -> TuningReport:
-    """Return what the user stated about tuning."""
-    return TuningReport(
-        trials=stated(extra, "tuning.trials"),
-        device_seconds=stated(extra, "tuning.device_seconds", "device s"),
-        space=extra.get("tuning.space"),
-        search_log_sha256=extra.get("tuning.search_log_sha256"),
-    )
-
-
-def baseline_report(extra: Mapping[str, str]) -> BaselineReport:
-    """Return what the user stated about the baseline."""
-    source = extra.get("baseline.source")
-    return BaselineReport(
-        source="measured-here" if source == "measured-here" else "published" if source == "published" else None,
-        system=extra.get("baseline.system"),
-        tuned_by=extra.get("baseline.tuned_by"),
-    )
-
-
 def rank_reports(records: Records) -> tuple[RankReport, ...]:
     """Describe every rank: its host and device, peak memory and time by phase."""
     reports = []
@@ -522,6 +454,26 @@ def rank_reports(records: Records) -> tuple[RankReport, ...]:
 def _stolen(rows: Iterable[MetricsRow]) -> list[float]:
     """Return the fractions of core time that went to other machines; a rank records one whenever it ends."""
     return [share for row in rows if row.kind == "machine" and (share := row.number("stolen")) is not None]
+
+
+def energy(records: Records) -> Quantity:
+    """Return the energy that all ranks' devices and hosts drew while the run lasted, over all its generations."""
+    rows = [row for rank in records.rank_rows.values() for row in rank if row.kind == "machine"]
+    measured = [joules for row in rows if (joules := row.number("energy_j")) is not None]
+    what = "processors and memory of all hosts (RAPL), with all their processes"
+    if device_kind(records) == "cuda":
+        what += ", and the ranks' GPUs (NVML); what the system cannot measure is missing"
+    return seen(sum(measured) if measured else None, "J", what)
+
+
+def price(records: Records, system: SystemReport) -> Quantity:
+    """Return devices multiplied by hours and by the price of the cluster file, in its currency."""
+    device, devices = device_of(records), system.devices.value
+    if device is None or device.price_per_device_hour is None or not devices:
+        return Quantity()
+    cost = devices * wall_s(records) / 3600 * device.price_per_device_hour
+    note = f"{device.price_per_device_hour:g} a device and hour in the cluster file, in its currency"
+    return Quantity(value=cost, evidence="assumed", note=f"measured time, {note}")
 
 
 def memory_peak(ranks: tuple[RankReport, ...]) -> Quantity:
@@ -590,37 +542,3 @@ def verification(records: Records) -> VerificationSummary | None:
         arithmetic=verdict.arithmetic,
         cause=f"{verdict.cause.sentence} {verdict.cause.remedy}" if verdict.cause else None,
     )
-
-
-def config_sha256(records: Records) -> str:
-    """Return a digest of everything that determines the result, except the seed.
-
-    Runs of one recipe have the same digest on any number of ranks. The number of microbatches counts only for a model
-    that normalises over the batch, because it changes no other result.
-    """
-    header, model = records.header, records.model
-    recipe = serialization.to_data(header.recipe)
-    del recipe["seed"]
-    if not (model and model.batch_statistics):
-        del recipe["num_microbatches"]
-    settings = {
-        "script": PurePath(header.script).name,
-        "arguments": _without_seed(header.arguments),
-        "recipe": recipe,
-        "model": header.model,
-        "parameters": header.parameters,
-        "data": header.data.sha256,
-    }
-    text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _without_seed(arguments: tuple[str, ...]) -> list[str]:
-    """Return the script arguments without `--seed` and its value."""
-    remaining: list[str] = []
-    skip = False
-    for argument in arguments:
-        if not skip and argument != "--seed" and not argument.startswith("--seed="):
-            remaining.append(argument)
-        skip = argument == "--seed"
-    return remaining

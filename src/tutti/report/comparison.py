@@ -20,6 +20,7 @@ from tutti.errors import ReportError
 from tutti.report.formatting import listed, plural, quality_text, show, significant
 from tutti.report.honesty_rules import by_severity, check_run, eps_of
 from tutti.report.measurements import seen
+from tutti.report.rule_outcomes import outcomes_across
 
 
 def compare(reports: Sequence[RunReport]) -> Comparison:
@@ -39,6 +40,7 @@ def compare(reports: Sequence[RunReport]) -> Comparison:
         scaling=scaling_of(reports),
         headline=_headline(reports, rows),
         findings=findings,
+        outcomes=outcomes_across(reports, findings),
     )
 
 

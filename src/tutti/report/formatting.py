@@ -41,7 +41,7 @@ CARRIED: dict[TrafficKind, str] = {
 }
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-_SI_UNITS = ("B", "B/s", "FLOP", "FLOP/s")
+_SI_UNITS = ("B", "B/s", "FLOP", "FLOP/s", "J")
 _COUNTED = ("ranks", "hosts", "cores", "samples", "tokens", "steps", "epochs", "devices")
 _LOWER_IS_BETTER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "rmse", "nll", "bits", "wer", "cer", "fid")
 

@@ -5,10 +5,10 @@ several runs are in `tutti.report.comparison`.
 """
 
 from collections.abc import Callable
-from math import prod
+from math import prod, sqrt
 
 from tutti.config.run_report import Claim, RuleFinding, RunReport, Severity
-from tutti.report.formatting import duration, number, plural, quality_text, significant
+from tutti.report.formatting import PHASE_NAMES, duration, number, plural, quality_text, significant
 
 BREAKDOWN_TOLERANCE = 0.02
 QUALITY_EPS = 0.005
@@ -16,30 +16,6 @@ STOLEN = 0.05
 """Fraction of a host's core time taken by other virtual machines above which a run's times cannot be trusted."""
 
 Rule = Callable[[RunReport], list[RuleFinding]]
-
-REQUIRED: dict[int, tuple[str, ...]] = {
-    1: ("quality.test_value", "quality.target", "quality.reference_value"),
-    2: ("quality.split", "data.test_sha256", "data.train_test_overlap", "quality.eval_every_samples"),
-    3: ("tuning.trials", "tuning.device_seconds", "tuning.space", "tuning.search_log_sha256"),
-    4: ("system.device_model", "system.year", "system.peak_dense_flops", "system.cores_used", "baseline.system"),
-    5: ("scope", "time.breakdown"),
-    6: ("data.start_state", "time.load_wait", "data.bytes_read", "data.preprocess_timed"),
-    7: ("flops.model_per_sample", "flops.dtype", "flops.counts_recompute", "flops.sparsity", "time.per_step"),
-    8: ("config_sha256", "git_commit", "env_lock_sha256"),
-    9: ("data.input_shape", "data.native_shape", "flops.model_per_sample"),
-    10: ("stop.rule", "stop.value", "samples_seen"),
-    11: (
-        "batch.global_size",
-        "batch.local_size",
-        "batch.micro_size",
-        "recipe.lr",
-        "scaling",
-        "to_target.steps",
-        "to_target.epochs",
-    ),
-    12: ("to_target.time", "device_seconds", "baseline.source", "baseline.tuned_by"),
-}
-"""The RunReport fields (dotted paths) that each rule needs."""
 
 TITLES = {
     1: "Accuracy kept when scaling up",
@@ -88,17 +64,28 @@ def finding(
 
 
 def target_missed(report: RunReport) -> list[RuleFinding]:
-    """Rule 1: a run that missed its target has no time to the target."""
-    quality = report.quality
-    if quality.reached is not False or quality.target.value is None or quality.test_value.value is None:
+    """Rule 1: a run that missed its target, or is worse than its reference, has no time to compare."""
+    quality, value = report.quality, report.quality.test_value.value
+    if value is None:
         return []
-    sign = "<" if quality.higher_is_better else ">"
-    sentence = (
-        f"With {plural(report.system.ranks.value or 1, 'rank')} the run reached {quality.name} {quality.metric} "
-        f"{quality_text(quality.test_value.value)} {sign} target {quality_text(quality.target.value)}; no speed-up is "
-        "computed from it."
-    )
-    return finding(1, "QUALITY-LOSS", "warn", sentence, "quality.test_value", ("speedup", "efficiency"))
+    reference = quality.reference_value.value
+    ranks = plural(report.system.ranks.value or 1, "rank")
+    if quality.reached is False and quality.target.value is not None:
+        sign = "<" if quality.higher_is_better else ">"
+        sentence = (
+            f"With {ranks} the run reached {quality.name} {quality.metric} {quality_text(value)} {sign} target "
+            f"{quality_text(quality.target.value)}; no speed-up is computed from it."
+        )
+        return finding(1, "QUALITY-LOSS", "warn", sentence, "quality.test_value", ("speedup", "efficiency"))
+    if reference is not None:
+        loss = (reference - value) * (1 if quality.higher_is_better else -1)
+        if loss > eps_of(reference, quality.higher_is_better):
+            sentence = (
+                f"With {ranks} the run reached {quality.name} {quality.metric} {quality_text(value)}, the reference "
+                f"{quality_text(reference)}: faster and worse is not faster."
+            )
+            return finding(1, "QUALITY-LOSS", "warn", sentence, "quality.reference_value", ("speedup", "efficiency"))
+    return []
 
 
 def quality_on_held_out_data(report: RunReport) -> list[RuleFinding]:
@@ -150,28 +137,81 @@ def data_overlap(report: RunReport) -> list[RuleFinding]:
 
 
 def tuning_cost(report: RunReport) -> list[RuleFinding]:
-    """Rule 3: the time spent on tuning belongs to the cost."""
-    spent, cost = report.tuning.device_seconds.value, report.device_seconds.value
-    if not spent or not cost:
+    """Rule 3: the time spent on tuning belongs to the cost, and runs beside this one show what was tried."""
+    tuning, cost = report.tuning, report.device_seconds.value
+    trials, found, findings = tuning.trials.value, tuning.found_trials.value or 0, []
+    if found and (trials is None or trials < found):
+        said = "the run does not say so" if trials is None else f"the run states {plural(trials, 'trial')}"
+        times = number((tuning.found_device_seconds.value or 0) / cost, "x") if cost else "an unknown number of times"
+        sentence = (
+            f"Runs beside this one tried {plural(found, 'other setting')} of its script on the same data, at {times} "
+            f"the cost of this run, and {said}. If they were tuning, state tuning.trials and tuning.device_seconds."
+        )
+        findings += finding(3, "TUNING-HIDDEN", "warn", sentence, "tuning.trials", ("ranking",))
+    spent = tuning.device_seconds.value
+    if spent and cost:
+        sentence = (
+            f"The headline excludes tuning, which cost {number(spent, 'device s')} "
+            f"({trials or 'an unknown number of'} trials): {number(spent / cost, 'x')} the cost of the run itself."
+        )
+        findings += finding(3, "TUNING-COST", "note", sentence, "tuning.device_seconds")
+    return findings
+
+
+def baseline_hardware(report: RunReport) -> list[RuleFinding]:
+    """Rule 4: a baseline on another device compares hardware."""
+    device, own = report.baseline.device, report.system.device_model
+    if report.baseline.source is None or device is None or device == own:
         return []
     sentence = (
-        f"The headline excludes tuning, which cost {number(spent, 'device s')} "
-        f"({report.tuning.trials.value or 'an unknown number of'} trials): {number(spent / cost, 'x')} the cost of the "
-        "run itself."
+        f"The baseline ({report.baseline.system or 'unnamed'}) ran on {device}, this run on {own}: the ratio of their "
+        "times compares hardware."
     )
-    return finding(3, "TUNING-COST", "warn", sentence, "tuning.device_seconds")
+    return finding(4, "DIFFERENT-HARDWARE", "warn", sentence, "baseline.device", ("speedup", "efficiency", "ranking"))
 
 
 def whole_training(report: RunReport) -> list[RuleFinding]:
     """Rule 5: only a complete training run has a time to train."""
     if report.scope == "train":
-        return []
+        return _part_of_the_data(report)
+    steps = plural(report.steps.value or 0, "step")
+    ended = _ENDED.get(report.status)
+    if ended is None:
+        seen_data = f", {number(report.epochs.value, 'ratio')} of its data" if report.epochs.value is not None else ""
+        what = f"ended by itself after {steps}{seen_data}, and does not state that it was to"
+    else:
+        what = f"{ended} after {steps}"
     code = "KERNEL-ONLY" if report.scope in ("kernel", "step") else "PART-OF-A-TRAINING"
-    sentence = (
-        f"The run {_ENDED.get(report.status, 'ended early')} after {significant(report.steps.value or 0)} steps: these "
-        f"are times of {_SCOPES[report.scope]}, not of a complete training run."
-    )
+    sentence = f"The run {what}: these are times of {_SCOPES[report.scope]}, not of a complete training run."
     return finding(5, code, "warn", sentence, "scope", ("ranking", "end-to-end", "speedup", "efficiency"))
+
+
+def _part_of_the_data(report: RunReport) -> list[RuleFinding]:
+    """Rule 5: epochs that end early train on a part of the data."""
+    planned, epochs = report.stop.planned_epochs.value, report.epochs.value
+    if not report.stop.early or not planned or not epochs or report.stop.rule not in (None, "epochs"):
+        return []
+    if report.quality.reached or epochs >= 0.9 * planned:
+        return []
+    sentence = (
+        f"The script asked for {plural(planned, 'epoch')} and trained on as many samples as {significant(epochs)} have."
+    )
+    return finding(5, "PART-OF-THE-DATA", "warn", sentence, "stop", ("ranking", "end-to-end", "speedup", "efficiency"))
+
+
+def better_than_chance(report: RunReport) -> list[RuleFinding]:
+    """Rule 5: a model that is no better than always giving the most frequent answer was not trained."""
+    quality, share = report.quality, report.data.majority.value
+    value, count = quality.test_value.value, quality.eval_samples.value
+    if "accuracy" not in quality.metric or share is None or value is None or not count or value > 1:
+        return []
+    if value > share + 2 * sqrt(share * (1 - share) / count):
+        return []
+    sentence = (
+        f"The {quality.name} {quality.metric} of {quality_text(value)} is no better than always giving the most "
+        f"frequent answer ({quality_text(share)}): the model has learned nothing, so these times are not of a training."
+    )
+    return finding(5, "NOTHING-LEARNED", "warn", sentence, "quality.test_value", ("ranking", "end-to-end", "speedup"))
 
 
 _ENDED = {"failed": "failed", "stopped": "was stopped", "unfinished": "broke off without recording an end"}
@@ -195,13 +235,24 @@ def breakdown_adds_up(report: RunReport) -> list[RuleFinding]:
 
 def data_source(report: RunReport) -> list[RuleFinding]:
     """Rule 6: data that was preloaded into memory or generated hides the cost of reading it."""
-    state = report.data.start_state
+    data = report.data
+    state, found = data.start_state, data.found_state
+    untrue: tuple[Claim, ...] = ("end-to-end", "speedup", "quality", "ranking")
+    if state in ("disk-cold", "disk-warm") and found in ("ram", "generated"):
+        sentence = f"The run states that its data came from disk, but {data.state_reason}."
+        return finding(
+            6, "DATA-MISSTATED", "refuse", sentence, "data.start_state", ("end-to-end", "speedup", "ranking")
+        )
+    how = f" ({data.state_reason})" if state == found and data.state_reason else ""
     if state == "ram":
-        sentence = "The data was in memory before the clock started, so these times do not include reading it."
+        if found == "generated":
+            sentence = f"The run states that its data was read into memory, but {data.state_reason}."
+            return finding(6, "DATA-MISSTATED", "refuse", sentence, "data.start_state", untrue)
+        sentence = f"The data was in memory before the clock started, so these times do not include reading it{how}."
         return finding(6, "DATA-IN-RAM", "warn", sentence, "data.start_state", ("end-to-end",))
     if state == "generated":
         sentence = (
-            "The data was generated, not read: these times say nothing about reading input, and the quality says "
+            f"The data was generated, not read{how}: these times say nothing about reading input, and the quality says "
             "nothing about a real task."
         )
         return finding(6, "SYNTHETIC-DATA", "warn", sentence, "data.start_state", ("end-to-end", "quality"))
@@ -251,28 +302,67 @@ def recoverable(report: RunReport) -> list[RuleFinding]:
 
 
 def input_size(report: RunReport) -> list[RuleFinding]:
-    """Rule 9: inputs enlarged beyond their native size inflate the work."""
-    given, native = _elements(report.data.input_shape), _elements(report.data.native_shape)
-    if not given or not native or given <= native:
+    """Rule 9: inputs enlarged beyond their native size inflate the work, whatever the run states of them."""
+    data = report.data
+    given = _elements(data.input_shape)
+    found = data.found_shape if data.shape_reason else None
+    sizes = {shape: size for shape in (data.native_shape, found) if (size := _elements(shape))}
+    if not given or not sizes:
         return []
+    native = min(sizes, key=lambda shape: sizes[shape])
+    if given <= sizes[native]:
+        return []
+    how = f", because {data.shape_reason}" if native == found else ""
     sentence = (
-        f"Inputs were enlarged to {number(given / native, 'x')} their native size ({report.data.native_shape} to "
-        f"{report.data.input_shape}); this inflates the work by about the same factor."
+        f"Inputs were enlarged to {number(given / sizes[native], 'x')} their native size ({native} to "
+        f"{_largest(data.input_shape)}{how}); this inflates the work by about the same factor."
     )
-    return finding(9, "INPUT-INFLATED", "warn", sentence, "data.input_shape")
+    return finding(9, "INPUT-INFLATED", "warn", sentence, "data.input_shape", ("rate",))
 
 
-def _elements(shape: str | None) -> int | None:
-    parts = shape.replace("x", "×").split("×") if shape else []
-    return prod(int(part) for part in parts) if parts and all(part.strip().isdigit() for part in parts) else None
+def _largest(shapes: str | None) -> str:
+    """Return the largest of shapes joined by " and ": that of the input, beside labels."""
+    return max((shapes or "").split(" and "), key=lambda shape: _one_size(shape) or 0)
+
+
+def _elements(shapes: str | None) -> int | None:
+    """Return the number of values of the largest of shapes joined by " and "; None if it is no shape."""
+    return _one_size(_largest(shapes))
+
+
+def _one_size(shape: str) -> int | None:
+    parts = shape.replace("x", "×").split("×")
+    return prod(int(part) for part in parts) if all(part.strip().isdigit() for part in parts) else None
 
 
 def stopped_by_time(report: RunReport) -> list[RuleFinding]:
     """Rule 10: a run that stops when its time is up has no time to a quality."""
-    if report.stop.rule != "time":
+    stop = report.stop
+    claims: tuple[Claim, ...] = ("speedup", "efficiency", "ranking")
+    if stop.rule == "time":
+        sentence = "Training was stopped by the clock, so it has no time to a quality; throughput is not speed-up."
+        return finding(10, "STOPPED-BY-TIME", "warn", sentence, "stop.rule", claims)
+    if report.quality.reached:
         return []
-    sentence = "Training was stopped by the clock, so it has no time to a quality; throughput is not speed-up."
-    return finding(10, "STOPPED-BY-TIME", "warn", sentence, "stop.rule", ("speedup", "efficiency", "ranking"))
+    unplanned = stop.planned_epochs.value is None and stop.rule is None
+    if stop.clock and (stop.early or unplanned):
+        planned = stop.planned_epochs.value
+        asked = f" of {plural(planned, 'epoch')}" if planned else ""
+        done = f"after {significant(report.epochs.value)}{asked}" if report.epochs.value is not None else "early"
+        sentence = (
+            f"Training ended {done}, and {stop.clock} ends it by the clock: it has no time to a quality, and "
+            "throughput is not speed-up."
+        )
+        return finding(10, "STOPPED-BY-TIME", "warn", sentence, "stop.clock", claims)
+    done_count = {"steps": report.steps.value, "epochs": report.epochs.value}.get(stop.rule or "")
+    stated = stop.value.value
+    if done_count is not None and stated is not None and abs(done_count - stated) > 0.01 * stated + 0.5:
+        sentence = (
+            f"The run states that it ends after {significant(stated)} {stop.rule}, and ended after "
+            f"{significant(done_count)}."
+        )
+        return finding(10, "STOP-MISSTATED", "warn", sentence, "stop.value", claims)
+    return []
 
 
 def baseline_rerun(report: RunReport) -> list[RuleFinding]:
@@ -346,18 +436,46 @@ def interruptions(report: RunReport) -> list[RuleFinding]:
 
 
 def prediction_error(report: RunReport) -> list[RuleFinding]:
-    """Note each prediction whose interval does not contain the measured value."""
+    """Note each prediction whose interval does not contain the measured value, and why, as far as it is known."""
     findings = []
     for check in report.checks:
         if check.within is False and check.error.value is not None:
             direction = "high" if check.error.value > 0 else "low"
+            why = _why_slower(report) if check.name == "step time" else ""
             sentence = (
                 f"The predicted {check.name} is {number(abs(check.error.value), 'ratio')} too {direction}, and the "
-                "measured value lies outside the predicted interval: run tutti probe on this machine before you trust "
-                "this plan's comparison with others."
+                f"measured value lies outside the predicted interval. {why or 'Why is not known.'} Run tutti probe on "
+                "this machine before you trust this plan's comparison with others."
             )
             findings += finding(0, "PREDICTION-MISSED", "note", sentence, "checks")
     return findings
+
+
+def _why_slower(report: RunReport) -> str:
+    """Say which phase of a step the prediction missed by most, and what the run shows that explains it."""
+    predicted, measured = report.predicted_phases, report.time.step_phases
+    gaps = {
+        phase: (measured[phase].value or 0.0) - (predicted[phase].value or 0.0)
+        for phase in predicted
+        if phase in measured
+    }
+    if not gaps or not any(gaps.values()):
+        return ""
+    phase = max(gaps, key=lambda name: abs(gaps[name]))
+    before, after = duration(predicted[phase].value or 0.0), duration(measured[phase].value or 0.0)
+    where = f"Most of the difference is in {PHASE_NAMES[phase]}: {before} predicted, {after} measured"
+    stolen = max((rank.stolen.value or 0.0 for rank in report.ranks), default=0.0)
+    ranks, cores = report.system.ranks.value or 1, report.system.cores_granted.value
+    if gaps[phase] > 0 and stolen > STOLEN:
+        return f"{where}; other virtual machines took {number(stolen, 'ratio')} of a host's core time."
+    if gaps[phase] > 0 and cores is not None and ranks > cores and report.system.device_kind == "cpu":
+        return f"{where}; {plural(ranks, 'rank')} shared {plural(cores, 'core')}."
+    if phase == "data" and gaps[phase] > 0:
+        return f"{where}: steps waited for the loader, whose work a prediction knows only if `tutti plan` ran it."
+    assumed = {link.tier for link in report.system.links if link.bandwidth.evidence in ("published", "assumed")}
+    if phase == "exposed_communication" and assumed:
+        return f"{where}; the links' numbers are not measured ({', '.join(sorted(assumed))})."
+    return f"{where}. What made it differ is not known."
 
 
 RULES: tuple[Rule, ...] = (
@@ -366,7 +484,9 @@ RULES: tuple[Rule, ...] = (
     best_of_epochs,
     data_overlap,
     tuning_cost,
+    baseline_hardware,
     whole_training,
+    better_than_chance,
     breakdown_adds_up,
     data_source,
     honest_peak,

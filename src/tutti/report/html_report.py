@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from tutti.config.run_report import Comparison, MetricCurve, Quantity, RankReport, RuleFinding, RunReport
+from tutti.config.run_report import Comparison, MetricCurve, Quantity, RankReport, RuleFinding, RuleOutcome, RunReport
 from tutti.report.comparison import labels
 from tutti.report.formatting import (
     CARRIED,
@@ -24,7 +24,7 @@ from tutti.report.formatting import (
     significant,
     split_unit,
 )
-from tutti.report.honesty_rules import REQUIRED, TITLES
+from tutti.report.honesty_rules import TITLES
 from tutti.report.measurements import exposed_phases, seen
 from tutti.report.report_figures import (
     MAX_BARS,
@@ -34,6 +34,7 @@ from tutti.report.report_figures import (
     memory_plot,
     stacked_plot,
 )
+from tutti.report.rule_outcomes import checked
 from tutti.report.svg import Plot
 
 SEVERITIES = {"refuse": "Refused", "warn": "Warning", "note": "Note"}
@@ -101,9 +102,10 @@ def comparison_html(comparison: Comparison) -> str:
         .render(
             c=comparison,
             names=labels(comparison.runs),
-            badges=_finding_badges(comparison.findings),
+            badges=_finding_badges(comparison.findings, comparison.outcomes),
             quality_name=_quality_name(first),
             time_name="time to target" if to_target else "wall time",
+            rules=_rule_table(comparison),
             learning=_overlaid(comparison),
             where_time=[
                 plot
@@ -138,18 +140,19 @@ def badges(report: RunReport) -> list[tuple[str, str]]:
         result.append(("bad", "Verification failed"))
     if report.quality.reached is not None:
         result.append(("good", "Target reached") if report.quality.reached else ("bad", "Target missed"))
-    return result + _finding_badges(report.findings)
+    return result + _finding_badges(report.findings, report.outcomes)
 
 
-def _finding_badges(findings: Sequence[RuleFinding]) -> list[tuple[str, str]]:
-    """Return a badge for refusals and one for warnings; a single positive badge if there are none."""
+def _finding_badges(findings: Sequence[RuleFinding], outcomes: Sequence[RuleOutcome]) -> list[tuple[str, str]]:
+    """Return a badge for refusals, one for warnings, and one for how many of the twelve rules could be checked."""
     count = Counter(finding.severity for finding in findings)
     result = []
     if count["refuse"]:
         result.append(("bad", f"{plural(count['refuse'], 'refusal')} by the rules"))
     if count["warn"]:
         result.append(("warn", plural(count["warn"], "warning")))
-    return result or [("good", "No objections")]
+    number = checked(outcomes)
+    return [*result, ("good" if number == len(outcomes) else "bad", f"{number} of {len(outcomes)} rules checked")]
 
 
 def _quality_name(report: RunReport) -> str:
@@ -253,35 +256,31 @@ def _time_plots(report: RunReport) -> list[Plot]:
     return [plot for plot in plots if plot]
 
 
-def _rule_table(report: RunReport) -> list[dict[str, Any]]:
-    """Return a row for each rule: what it found in this run, and which of its required fields were not recorded."""
+def _rule_table(report: RunReport | Comparison) -> list[dict[str, Any]]:
+    """Return a row for each rule: its outcome, and what is not stated and how to state it."""
     rows = []
-    for rule, title in TITLES.items():
-        findings = [finding for finding in report.findings if finding.rule == rule]
-        outcome = ", ".join(f"{SEVERITIES[f.severity].lower()} ({f.code})" for f in findings)
-        bad = any(finding.severity != "note" for finding in findings)
-        missing = [path for path in REQUIRED[rule] if not recorded(report, path)]
-        silent = "cannot be judged" if len(missing) == len(REQUIRED[rule]) else "no objection"
+    for item in report.outcomes:
+        codes = dict.fromkeys(
+            f"{SEVERITIES[finding.severity].lower()} ({finding.code})"
+            for finding in report.findings
+            if finding.rule == item.rule
+        )
+        outcome = (
+            ", ".join(codes)
+            or {"kept": "no objection", "unstated": "not stated", "objection": "objection"}[item.outcome]
+        )
+        if item.outcome == "unstated" and codes:
+            outcome += ", not stated"
         rows.append(
             {
-                "number": rule,
-                "title": title,
-                "kind": "no" if bad else "missing" if silent == "cannot be judged" else "yes",
-                "outcome": outcome or silent,
-                "missing": ", ".join(missing),
+                "number": item.rule,
+                "title": TITLES[item.rule],
+                "kind": "yes" if item.outcome == "kept" else "no",
+                "outcome": outcome,
+                "missing": item.missing,
             }
         )
     return rows
-
-
-def recorded(report: RunReport, path: str) -> bool:
-    """Return whether the report has a value at a dotted path such as "quality.split"."""
-    value: Any = report
-    for part in path.split("."):
-        value = getattr(value, part)
-    if isinstance(value, Quantity):
-        return value.value is not None
-    return value is not None and value not in ("", {}, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +364,11 @@ def _data(report: RunReport) -> list[Entry]:
         ("evaluation SHA-256", Digest(data.test_sha256)),
         ("samples in both", data.train_test_overlap),
         ("input shape", data.input_shape),
-        ("data at start", data.start_state),
+        (
+            "native shape",
+            f"{data.native_shape}, because {data.shape_reason}" if data.shape_reason else data.native_shape,
+        ),
+        ("data at start", f"{data.start_state}: {data.state_reason}" if data.state_reason else data.start_state),
         ("waiting for data", report.time.load_wait),
         ("samples trained on", report.samples_seen),
         ("FLOPs per sample", flops.model_per_sample),
@@ -373,6 +376,10 @@ def _data(report: RunReport) -> list[Entry]:
         ("fraction of peak", flops.peak_fraction),
         ("bytes sent per rank and step", report.sent_per_step),
     ]
+
+
+def _with_reason(value: str | None, reason: str) -> str | None:
+    return f"{value}: {reason}" if value and reason else value
 
 
 def _provenance(report: RunReport) -> list[Entry]:
@@ -387,6 +394,8 @@ def _provenance(report: RunReport) -> list[Entry]:
         ("packages SHA-256", Digest(report.env_lock_sha256)),
         ("stopped by", ended),
         ("scope", report.scope),
+        ("energy", report.energy),
+        ("price", report.price),
         ("generations", report.time.generations),
         ("tuning trials", report.tuning.trials),
         ("baseline", report.baseline.system),

@@ -166,10 +166,17 @@ def quality_report(records: Records, curve: MetricCurve | None, target: QualityT
         test_value=seen(curve.values[-1], note="the last evaluation"),
         best_value=seen(max(curve.values) if better_up else min(curve.values), note="best of all evaluations"),
         target=wanted,
+        reference_value=_reference(records.header.extra.get("quality.reference_value")),
+        selection="best" if records.header.extra.get("quality.selection") == "best" else "last",
         reached=None if target is None else first_reached(curve, target.value) is not None,
         eval_every_samples=seen(median(gaps), "samples"),
         eval_samples=seen(rows[-1].number("samples") if rows else None, "samples"),
     )
+
+
+def _reference(text: str | None) -> Quantity:
+    """Return the quality of the reference that the user stated; empty if there is none."""
+    return Quantity() if text is None else Quantity(value=float(text), evidence="assumed", note="stated by the user")
 
 
 def first_reached(curve: MetricCurve, value: float) -> int | None:

@@ -1,5 +1,6 @@
 """Write reports to files: JSON, HTML and text side by side."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -46,14 +47,21 @@ def _write(folder: Path, name: str, value: object, table: RenderableType, page: 
     return path
 
 
-def write_report(folder: Path, *, target: QualityTarget | None = None, output: Path | None = None) -> RunReport:
+def write_report(
+    folder: Path,
+    *,
+    target: QualityTarget | None = None,
+    facts: Mapping[str, str] | None = None,
+    output: Path | None = None,
+) -> RunReport:
     """Build the report of a run folder and write report.json, report.html and report.txt.
 
     Args:
         folder: the run folder.
         target: the quality to reach.
+        facts: what the user states about the run besides the script's own facts.
         output: where the files go; by default the folder's own report/.
     """
-    report = build_report(folder, target=target)
+    report = build_report(folder, target=target, facts=facts)
     write_files(report, output or RunFolder(folder).report)
     return report

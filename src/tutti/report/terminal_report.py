@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tutti.config.prediction import Phase
-from tutti.config.run_report import Comparison, Quantity, RuleFinding, RunReport
+from tutti.config.run_report import Comparison, Quantity, RuleFinding, RuleOutcome, RunReport
 from tutti.report.comparison import labels
 from tutti.report.formatting import (
     CARRIED,
@@ -19,6 +19,8 @@ from tutti.report.formatting import (
     show_interval,
     signed_percent,
 )
+from tutti.report.honesty_rules import TITLES
+from tutti.report.rule_outcomes import checked
 
 BAR_WIDTH = 60
 _COLOURS: dict[Phase, str] = {
@@ -57,7 +59,7 @@ def report_table(report: RunReport) -> RenderableType:
         parts += [Text(""), _experts(report)]
     if report.checks:
         parts += [Text(""), _checks(report)]
-    parts += [Text(""), findings_table(report.findings)]
+    parts += [Text(""), findings_table(report.findings), Text(""), outcomes_table(report.outcomes)]
     return Padding(Group(*parts), (1, 2))
 
 
@@ -80,6 +82,12 @@ def _facts(report: RunReport) -> Table:
         ("throughput", with_evidence(report.throughput)),
         ("peak memory", with_evidence(report.memory_peak)),
         ("cost", with_evidence(report.device_seconds)),
+        *(
+            ()
+            if report.energy.value is None
+            else (("energy", f"{with_evidence(report.energy)}, {report.energy.note}"),)
+        ),
+        *(() if report.price.value is None else (("price", f"{with_evidence(report.price)}, {report.price.note}"),)),
         ("rate", _rate(report)),
         *(() if noise is None else (("critical batch", f"{with_evidence(noise)}, {noise.note}"),)),
         ("hardware", f"{plural(report.system.ranks.value or 1, 'rank')}, {report.system.device_model}"),
@@ -161,7 +169,7 @@ def _checks(report: RunReport) -> Table:
 def findings_table(findings: tuple[RuleFinding, ...], names: list[str] | None = None) -> RenderableType:
     """Build the list of findings, the most severe first."""
     if not findings:
-        return Text("The twelve rules of honest reporting raise no objections.", style="green")
+        return Text("Nothing was found that speaks against these numbers.")
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         word, style = _SEVERITY[finding.severity]
@@ -169,6 +177,20 @@ def findings_table(findings: tuple[RuleFinding, ...], names: list[str] | None = 
         prefix = f"{who}: " if who not in finding.sentence else ""
         table.add_row(Text(word, style=style), Text(prefix + finding.sentence))
     return table
+
+
+def outcomes_table(outcomes: tuple[RuleOutcome, ...]) -> RenderableType:
+    """Build the list of rules that could not be checked, below how many could."""
+    number = checked(outcomes)
+    whole = number == len(outcomes)
+    heading = f"{number} of the {len(outcomes)} rules of honest reporting could be checked"
+    table = Table.grid(padding=(0, 2))
+    for item in outcomes:
+        if item.missing and item.outcome == "unstated":
+            table.add_row(
+                Text("not stated", style="bold red"), Text(f"{item.rule}. {TITLES[item.rule]}: {item.missing}.")
+            )
+    return Group(Text(f"{heading}{'' if whole else ':'}", style="green" if whole else "red"), table)
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
@@ -197,6 +219,7 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     if comparison.differences:
         parts += [Text(""), _differences(comparison)]
     parts += [Text(""), findings_table(comparison.findings, labels(comparison.runs))]
+    parts += [Text(""), outcomes_table(comparison.outcomes)]
     return Padding(Group(*parts), (1, 2))
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from tutti.comm.shared_segment import attached_resident_nbytes
 from tutti.comm.world import World, leave_world
 from tutti.config.plan import BatchPlan
+from tutti.config.stated_facts import check_facts
 from tutti.config.vocabulary import LastBatch, Precision, Unit
 from tutti.data.samples import read_source
 from tutti.data.seeds import derive_seed, seed_everything
@@ -149,7 +150,7 @@ class Job:
             name=name,
             folder=Path(folder) if folder else None,
             resume=Path(resume) if resume else None,
-            facts={key: str(value) for key, value in (facts or {}).items()},
+            facts=check_facts(facts or {}, "Job(facts=...)"),
         )
         self._finalizer = (
             None if capture.is_capturing() else RunFinalizer(self._context.world, supervised=launch_options.supervised)
@@ -285,6 +286,7 @@ class Job:
             yield from self._followed.epochs()
         run = self._run()
         run.state.progress.total_epochs = count
+        run.output.log.row("epochs", run.loop.clock.elapsed_s(), step=run.state.progress.step, planned=count)
         first = run.state.loader.epoch
         if 0 < count <= first:
             run.output.screen.say(
@@ -293,11 +295,13 @@ class Job:
         while run.state.loader.epoch < count:
             epoch = run.state.progress.epoch = run.state.loader.epoch
             yield epoch
-            if run.state.loader.epoch == epoch:  # the script left the loader early
+            partial_epoch = run.state.loader.epoch == epoch  # the script left the loader early
+            if partial_epoch:
                 run.state.loader.next_epoch()
             run.loop.program.epoch_ended(run.state.loader.epoch)
             save_when_due(run)
-            run.output.log.row("epoch", run.loop.clock.elapsed_s(), epoch=epoch, step=run.state.progress.step)
+            ended = {"epoch": epoch, "step": run.state.progress.step, "partial": partial_epoch}
+            run.output.log.row("epoch", run.loop.clock.elapsed_s(), **ended)
         if run.state.loader.epoch > first and run.settings.keep_checkpoints:
             self.save()
         run.state.consistency.finish(run.parallel)
@@ -639,7 +643,9 @@ class RunFinalizer:
             "peak_nbytes": peak_memory_nbytes(run.parallel.world.device),
         }
         run.output.log.timing(kind="memory", **memory)
-        run.output.log.timing(kind="machine", step=run.state.progress.step, stolen=run.loop.clock.stolen.share())
+        clock = run.loop.clock
+        machine = {"stolen": clock.stolen.share(), "energy_j": clock.energy.joules()}
+        run.output.log.timing(kind="machine", step=run.state.progress.step, **machine)
         run.output.log.row("memory", now, **memory)
         status = "failed" if self.failed else "stopped" if (rank_folder / "stopped").exists() else "completed"
         run.output.log.row("end", now, status=status, step=run.state.progress.step, wall_s=wall, phases=phases)

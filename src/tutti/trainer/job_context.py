@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tutti.comm.clock import PhaseClock
 from tutti.comm.world import World, join_world
 from tutti.config import serialization
@@ -18,6 +20,7 @@ from tutti.data.seeds import derive_seed
 from tutti.environment import LaunchOptions, RankEnvironment
 from tutti.errors import PlanError
 from tutti.host_memory import map_large_blocks
+from tutti.machine import EnergyMeter
 from tutti.trainer.capture import is_capturing
 from tutti.trainer.metrics import ProgressDisplay
 from tutti.trainer.run_state import JobSettings
@@ -103,13 +106,17 @@ def open_job_context(
             launch_options,
         ),
         stated_mesh=launch_options.plan is not None or launch_options.mesh is not None,
-        clock=PhaseClock(world.device),
+        clock=PhaseClock(world.device, energy=EnergyMeter(host=world.local_rank == 0, gpu=_gpu_uuid(world.device))),
         screen=ProgressDisplay(world, supervised=launch_options.supervised),
         name=name,
         folder=folder,
         resume=resume,
         facts=facts,
     )
+
+
+def _gpu_uuid(device: torch.device) -> str | None:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _with_launch_options(plan: Plan, launch_options: LaunchOptions) -> Plan:

@@ -1,9 +1,10 @@
-"""The rows of the metrics file for a step, an evaluation and the choice of a bucket size."""
+"""The rows of the metrics file for the first inputs, a step, an evaluation and the choice of a bucket size."""
 
 from typing import Any
 
 from tutti.comm.traffic import exchanged_nbytes, sent_nbytes
 from tutti.data.fingerprint import describe_data, overlap
+from tutti.data.origin import SAMPLES, input_of, native_shape, random_distribution
 from tutti.data.samples import DataSource
 from tutti.nn.mixture import Tally
 from tutti.parallel.data.bucket_size_tuner import MIB, ChosenBucketSize
@@ -69,6 +70,26 @@ def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) ->
     run.output.log.timing(kind="step", step=progress.step, wall_s=wall, phases=phases, sent_nbytes=sent + exchanged)
     run.output.screen.step(
         progress.step, total, result.loss, run.output.throughput.update(tokens or result.samples), unit
+    )
+
+
+def write_inputs_row(run: Run, batch: Any) -> None:
+    """Write what the first batch of a run says about its inputs, which the script may have changed after reading."""
+    if run.state.progress.step or not run.parallel.world.is_main:
+        return
+    inputs = input_of(batch)
+    if inputs is None or inputs.ndim < 2 or inputs.dtype.kind not in "biuf":
+        return
+    samples = list(inputs[:SAMPLES])
+    native, reason = native_shape(samples)
+    run.output.log.row(
+        "inputs",
+        run.loop.clock.elapsed_s(),
+        step=0,
+        shape=list(inputs.shape[1:]),
+        native_shape=None if native is None else list(native),
+        native_reason=reason,
+        random=random_distribution(samples),
     )
 
 

@@ -1,5 +1,6 @@
 """The run folder and its header, which describes the run and is written before the first step."""
 
+import ast
 import functools
 import hashlib
 import importlib.metadata
@@ -128,8 +129,89 @@ def make_header(
         data=data,
         resumed_from=str(resumed_from) if resumed_from else None,
         resumed_at_step=resumed_at_step,
-        extra={"cores": str(len(os.sched_getaffinity(0))), **facts},
+        extra={"cores": str(len(os.sched_getaffinity(0))), **_clock_exit_of(script), **facts},
     )
+
+
+def _clock_exit_of(script: Path) -> dict[str, str]:
+    try:
+        line = clock_exit(script.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        return {}
+    return {} if line is None else {"clock_exit": f"line {line} of {script.name}"}
+
+
+_CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "time_ns", "monotonic_ns", "perf_counter_ns", "now"}
+_CLOCK_MODULES = {"time", "datetime"}
+
+
+def clock_exit(source: str) -> int | None:
+    """Return the line at which a script leaves a loop, or the program, because of the time; None if it has none.
+
+    Names and functions whose value was computed from a clock are followed.
+    """
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    timed = _TimedNames(nodes)
+    for node in nodes:
+        if isinstance(node, ast.While) and timed.of_clock(node.test):
+            return node.lineno
+        if isinstance(node, ast.If) and timed.of_clock(node.test) and any(_leaves(part) for part in node.body):
+            return node.lineno
+    return None
+
+
+class _TimedNames:
+    """The names of a script whose values were computed from a clock."""
+
+    def __init__(self, nodes: Sequence[ast.AST]) -> None:
+        self._modules = set(_CLOCK_MODULES)
+        self._names: set[str] = set()
+        self._functions: set[str] = set()
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                self._modules |= {name.asname or name.name for name in node.names if name.name in _CLOCK_MODULES}
+            elif isinstance(node, ast.ImportFrom) and node.module in _CLOCK_MODULES:
+                self._names |= {name.asname or name.name for name in node.names if name.name in _CLOCKS}
+                self._modules |= {name.asname or name.name for name in node.names if name.name == "datetime"}
+        known = -1
+        while known != len(self._names) + len(self._functions):
+            known = len(self._names) + len(self._functions)
+            for node in nodes:
+                self._follow(node)
+
+    def _follow(self, node: ast.AST) -> None:
+        """Add the names that one statement computes from a clock."""
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value and self.of_clock(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            self._names |= {ast.unparse(target) for target in targets if isinstance(target, ast.Name | ast.Attribute)}
+        elif isinstance(node, ast.FunctionDef):
+            results = [part.value for part in ast.walk(node) if isinstance(part, ast.Return) and part.value]
+            if any(self.of_clock(result) for result in results):
+                self._functions.add(node.name)
+
+    def of_clock(self, expression: ast.AST) -> bool:
+        """Return whether a value is computed from a clock."""
+        for part in ast.walk(expression):
+            if isinstance(part, ast.Name | ast.Attribute) and ast.unparse(part) in self._names:
+                return True
+            if isinstance(part, ast.Attribute) and part.attr in _CLOCKS:
+                module = ast.unparse(part.value)
+                if module in self._modules or module == "datetime.datetime":
+                    return True
+            if isinstance(part, ast.Call) and ast.unparse(part.func).rpartition(".")[2] in self._functions:
+                return True
+        return False
+
+
+def _leaves(statement: ast.AST) -> bool:
+    """Return whether a statement leaves a loop, a function or the program."""
+    for part in ast.walk(statement):
+        if isinstance(part, ast.Break | ast.Return | ast.Raise):
+            return True
+        if isinstance(part, ast.Call) and ast.unparse(part.func) in ("exit", "quit", "sys.exit", "os._exit"):
+            return True
+    return False
 
 
 def _command(world: World, script: Path, mesh: dict[AxisName, int]) -> str:

@@ -31,6 +31,7 @@ from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.pipeline_runner import PipelineBatch
 from tutti.trainer.finite_gradients import gradients_finite, nonfinite_loss_message
 from tutti.trainer.guard import guard_loss, guard_step
+from tutti.trainer.metrics_rows import write_inputs_row
 from tutti.trainer.run_state import Run, StepResult
 from tutti.trainer.state_check import check_state, note_state
 
@@ -80,6 +81,8 @@ def _forward_backward(
 ) -> StepResult:
     """Compute the gradients of one global batch, and add those of `earlier` calls."""
     run.loop.observer.loaded(run.state.progress.step, batch)
+    if not run.loop.accumulation.results:
+        write_inputs_row(run, batch)
     pieces = [run.loop.observer.sampled(piece) for piece in pieces]
     run.parallel.replica.shards.clear()
     run.state.noise.begin(run.state.progress.step)
