@@ -176,12 +176,12 @@ def test_public_names_are_frozen() -> None:
         ),
         (
             "tutti.trainer.job",
-            "from importlib import import_module\nimport_module('tutti.verify.compare_recordings')",
+            "from importlib import import_module\nimport_module('tutti.verification.compare_recordings')",
             1,
         ),
         ("tutti.trainer.job", "if TYPE_CHECKING:\n    from tutti.cli.main import main", 1),
         ("tutti.trainer.job", "import tutti", 1),
-        ("tutti.cli.run", "import tutti\nfrom tutti.verify import compare", 0),
+        ("tutti.cli.run", "import tutti\nfrom tutti.verification import compare", 0),
         ("tutti.errors", "import pydantic", 1),
     ],
 )

@@ -27,7 +27,7 @@ from tutti.config.prediction import Estimate, ScalingCurve, Trial, Trials
 from tutti.cost_model.rank_tracks import timeline
 from tutti.errors import LaunchError, PlanError, ScriptError
 from tutti.planner import Choice
-from tutti.report.prediction_history import build_history, run_folders
+from tutti.reporting.prediction_history import build_history, run_folders
 
 GPIPE = meshed(64, 4, {"stage": 4}, pipeline=PipelinePlan(schedule="gpipe"))
 

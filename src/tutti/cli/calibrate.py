@@ -14,7 +14,7 @@ from tutti.config.cluster import ClusterSpec, Conditions, DeviceSpec
 from tutti.errors import ReportError
 
 if TYPE_CHECKING:
-    from tutti.validate.cluster_fit import Fit, Sample
+    from tutti.validation.cluster_fit import Fit, Sample
 
 FEW_RUNS = 4
 """With fewer runs only one factor on the time is fitted; otherwise every constant, drawn towards its previous value."""
@@ -68,7 +68,7 @@ def calibrated(paths: tuple[Path, ...], cluster: Path | None) -> tuple[ClusterSp
     Raises:
         ReportError: no run has enough records, or the runs are of different machines.
     """
-    from tutti.validate.cluster_fit import apply_fit, fit_constants
+    from tutti.validation.cluster_fit import apply_fit, fit_constants
 
     given = cluster_for(cluster) if cluster is not None else None
     measured = [pair for path in paths for folder in _folders(path) if (pair := _sample(folder, given)) is not None]
@@ -109,9 +109,9 @@ def _sample(folder: Path, cluster: ClusterSpec | None) -> "tuple[Sample, dict[st
     The wait for data is left out, because the constants describe computation. Raises ReportError if the run was on
     other machines than `cluster`.
     """
-    from tutti.report.measurements import steady_steps
-    from tutti.report.run_records import read_records
-    from tutti.validate.cluster_fit import Sample
+    from tutti.reporting.measurements import steady_steps
+    from tutti.reporting.run_records import read_records
+    from tutti.validation.cluster_fit import Sample
 
     try:
         records = read_records(folder)

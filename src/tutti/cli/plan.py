@@ -248,8 +248,8 @@ def _noise(options: PlanOptions, unit: Unit) -> Any:
 
 def _measured_noise(options: PlanOptions, run: Path, unit: Unit) -> Any:
     from tutti.planner import NoiseScale
-    from tutti.report.quality_metrics import parse_target, samples_at_small_batches
-    from tutti.report.run_records import read_records
+    from tutti.reporting.quality_metrics import parse_target, samples_at_small_batches
+    from tutti.reporting.run_records import read_records
 
     if options.critical_batch is not None or options.least_samples is not None:
         raise PlanError(
@@ -271,8 +271,8 @@ def _samples_of_strategies(options: PlanOptions) -> dict[str, float | None]:
     """Return the samples that the runs of --samples-from needed to reach the quality, by strategy of communication."""
     if not options.samples_from:
         return {}
-    from tutti.report.quality_metrics import parse_target, samples_by_strategy
-    from tutti.report.run_records import read_records
+    from tutti.reporting.quality_metrics import parse_target, samples_by_strategy
+    from tutti.reporting.run_records import read_records
 
     if options.relax == "exact":
         raise PlanError(

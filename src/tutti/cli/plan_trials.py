@@ -150,8 +150,8 @@ def _tried(one: Alternative, folder: Path, options: "PlanOptions", words: str) -
 
 def measured(trial: Trial, folder: Path) -> Trial:
     """Return the trial with the step times in its run folder, or with a failure if the folder has none."""
-    from tutti.report.measurements import steady_steps, throughput
-    from tutti.report.run_records import read_records
+    from tutti.reporting.measurements import steady_steps, throughput
+    from tutti.reporting.run_records import read_records
 
     try:
         records = read_records(folder)

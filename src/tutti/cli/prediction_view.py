@@ -31,7 +31,7 @@ from tutti.planner.objectives import money
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tutti.report.plan_page import KeyFigure, PageTable, PlanPage
+    from tutti.reporting.plan_page import KeyFigure, PageTable, PlanPage
 
 RECENT = 30
 """Number of newest runs that count in the summary of past prediction errors."""
@@ -177,7 +177,7 @@ def trust_here(cluster: str, runs: Path = Path("runs")) -> str:
         cluster: the cluster's name.
         runs: the folder of runs to look in.
     """
-    from tutti.report.prediction_history import build_history, prediction_accuracy, run_folders
+    from tutti.reporting.prediction_history import build_history, prediction_accuracy, run_folders
 
     if not runs.is_dir():
         return ""
@@ -253,7 +253,7 @@ def page_of_choice(planned: Planned, top: int, command: str) -> "PlanPage":
         top: how many alternatives to show.
         command: the command that runs the plan.
     """
-    from tutti.report.plan_page import PlanPage
+    from tutti.reporting.plan_page import PlanPage
 
     choice = planned.choice
     lead = explain(choice).splitlines()[0].partition(": ")[2]
@@ -281,7 +281,7 @@ def page_of_plan(name: str, plan: Plan, prediction: Prediction, found: Timeline)
         prediction: its cost.
         found: its timeline.
     """
-    from tutti.report.plan_page import PlanPage
+    from tutti.reporting.plan_page import PlanPage
 
     batch = plan.batch
     words = plan_words(plan, common_names=True)
@@ -293,7 +293,7 @@ def page_of_plan(name: str, plan: Plan, prediction: Prediction, found: Timeline)
 
 
 def _keys(plan: Plan, prediction: Prediction, found: Timeline) -> "tuple[KeyFigure, ...]":
-    from tutti.report.plan_page import KeyFigure
+    from tutti.reporting.plan_page import KeyFigure
 
     time, memory = prediction.step_time_s, prediction.memory_nbytes
     tracks = sum(track.count for track in found.tracks)
@@ -319,7 +319,7 @@ def exposed_words(plans: Iterable[Plan]) -> str:
 
 
 def _alternatives(choice: Choice, top: int) -> "PageTable":
-    from tutti.report.plan_page import PageTable, TableRow
+    from tutti.reporting.plan_page import PageTable, TableRow
 
     every_row, objective = rows(choice), choice.request.objective
     extra = [objective] if objective not in ("throughput", "memory") else []
@@ -355,7 +355,7 @@ def _alternatives(choice: Choice, top: int) -> "PageTable":
 
 
 def _scenario_table(planned: Planned) -> "tuple[PageTable, ...]":
-    from tutti.report.plan_page import PageTable, TableRow
+    from tutti.reporting.plan_page import PageTable, TableRow
 
     if not planned.scenarios:
         return ()
@@ -376,7 +376,7 @@ def write_page(page: "PlanPage", path: Path) -> None:
     Raises:
         ReportError: the file cannot be written.
     """
-    from tutti.report.plan_page import plan_html
+    from tutti.reporting.plan_page import plan_html
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

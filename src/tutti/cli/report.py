@@ -12,7 +12,7 @@ from tutti.errors import ReportError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tutti.report.quality_metrics import QualityTarget
+    from tutti.reporting.quality_metrics import QualityTarget
 
 
 @click.command()
@@ -34,7 +34,7 @@ def command(
     report may state one; otherwise the reason is given instead. --history shows predictions beside measurements of all
     runs; --output writes it as history.html, .json and .txt.
     """
-    from tutti.report.quality_metrics import parse_target
+    from tutti.reporting.quality_metrics import parse_target
 
     if history:
         page = _history(runs or (Path("runs"),), output, as_json)
@@ -53,8 +53,8 @@ def command(
 
 def _one(folder: Path, target: "QualityTarget | None", output: Path | None, as_json: bool) -> Path:
     from tutti.config.run_folder import RunFolder
-    from tutti.report.report_files import write_report
-    from tutti.report.terminal_report import report_table
+    from tutti.reporting.report_files import write_report
+    from tutti.reporting.terminal_report import report_table
 
     report = write_report(folder, target=target, output=output)
     if as_json:
@@ -65,10 +65,10 @@ def _one(folder: Path, target: "QualityTarget | None", output: Path | None, as_j
 
 
 def _several(folders: list[Path], target: "QualityTarget | None", output: Path | None, as_json: bool) -> Path | None:
-    from tutti.report.build_report import build_report
-    from tutti.report.comparison import compare
-    from tutti.report.report_files import write_comparison
-    from tutti.report.terminal_report import comparison_table
+    from tutti.reporting.build_report import build_report
+    from tutti.reporting.comparison import compare
+    from tutti.reporting.report_files import write_comparison
+    from tutti.reporting.terminal_report import comparison_table
 
     comparison = compare([build_report(folder, target=target) for folder in folders])
     if as_json:
@@ -79,8 +79,8 @@ def _several(folders: list[Path], target: "QualityTarget | None", output: Path |
 
 
 def _history(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> Path | None:
-    from tutti.report.prediction_history import build_history, history_table, run_folders
-    from tutti.report.report_files import write_history
+    from tutti.reporting.prediction_history import build_history, history_table, run_folders
+    from tutti.reporting.report_files import write_history
 
     folders = run_folders(paths)
     if not folders:

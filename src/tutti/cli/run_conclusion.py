@@ -84,7 +84,7 @@ def _document(spec: LaunchSpec, outcome: Outcome, code: int, words: str | None, 
 def _report(spec: LaunchSpec, console: Console) -> Path | None:
     """Write the report and return its page; None, after a warning, if it cannot be written. The run stays valid."""
     try:
-        from tutti.report.report_files import write_report
+        from tutti.reporting.report_files import write_report
 
         write_report(spec.folder)
     except Exception as error:  # the training is finished and saved: no error in the report may hide that

@@ -13,9 +13,9 @@ from tutti.errors import DataError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tutti.validate.published_rows import PublishedRow
-    from tutti.validate.scoring import Errors
-    from tutti.validate.validation import CalibrationShare, FamilyResult, Validation
+    from tutti.validation.published_rows import PublishedRow
+    from tutti.validation.scoring import Errors
+    from tutti.validation.validation import CalibrationShare, FamilyResult, Validation
 
 
 @click.command()
@@ -38,8 +38,8 @@ def command(rows: Path | None, fits: tuple[str, ...], families: tuple[str, ...],
     reason, and rows that cannot be costed are counted. From 16 rows of a machine its constants are fitted, with fewer
     only one factor.
     """
-    from tutti.validate.published_rows import load_rows
-    from tutti.validate.validation import validate
+    from tutti.validation.published_rows import load_rows
+    from tutti.validation.validation import validate
 
     if columns:
         _show_columns((load_rows(rows) or load_rows(None))[0], as_json=as_json)
@@ -74,7 +74,7 @@ def _show_columns(example: "PublishedRow", *, as_json: bool) -> None:
 
 
 def _fit(text: str) -> "tuple[str, CalibrationShare]":
-    from tutti.validate.validation import CalibrationShare
+    from tutti.validation.validation import CalibrationShare
 
     family, _, rest = text.partition("=")
     count, _, borrow = rest.partition("@")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tutti.config.compression import Compression
     from tutti.config.plan import Plan
     from tutti.config.verdict import Verdict
-    from tutti.verify.verification import Runner, VerificationRequest, VerificationTrial
+    from tutti.verification.verification import Runner, VerificationRequest, VerificationTrial
 
 
 NOT_COMPARABLE = 3
@@ -117,8 +117,8 @@ def _verdict(options: VerifyOptions) -> "Verdict":
     world_size = plan.world_size if plan is not None else _mesh_size(options) or options.nproc or 2
     from tutti.launch.local_launcher import warm
 
-    warm(threads_per_rank(world_size), preload=("tutti.verify.recorder",))
-    from tutti.verify.verification import VerificationRequest, verify
+    warm(threads_per_rank(world_size), preload=("tutti.verification.recorder",))
+    from tutti.verification.verification import VerificationRequest, verify
 
     question = VerificationRequest(
         script=options.script.name,
@@ -200,7 +200,7 @@ def _runner(options: VerifyOptions, question: "VerificationRequest", plan: "Plan
     from tutti.launch.local_launcher import LocalLauncher
     from tutti.launch.rank_watch import Silent
     from tutti.launch.supervisor import interrupts, supervise
-    from tutti.verify.verification import on_one_device
+    from tutti.verification.verification import on_one_device
 
     def run(trial: "VerificationTrial") -> str | None:
         environment = trial.environment

@@ -1,0 +1,626 @@
+"""Build the RunReport of a run folder. Only the folder is read, so the same folder gives the same report anywhere."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from tutti.config import serialization
+from tutti.config.cluster import DeviceSpec
+from tutti.config.mesh_axes import describe_axis
+from tutti.config.prediction import Phase
+from tutti.config.run_report import (
+    BaselineReport,
+    BatchReport,
+    DataReport,
+    FlopsReport,
+    LinkReport,
+    PredictionCheck,
+    Quantity,
+    RankFailure,
+    RankReport,
+    RecipeReport,
+    RuleFinding,
+    RunReport,
+    Scaling,
+    Scope,
+    StartState,
+    Status,
+    StopReport,
+    StopRule,
+    SystemReport,
+    TargetReport,
+    TuningReport,
+    VerificationSummary,
+)
+from tutti.reporting.formatting import duration, listed, plural, quality_text, show
+from tutti.reporting.honesty_rules import by_severity, check_run
+from tutti.reporting.measurements import (
+    PHASES,
+    communication,
+    experts,
+    mode_text,
+    phases_of,
+    quantities,
+    replicas_report,
+    seen,
+    sent_per_step,
+    steady_steps,
+    throughput,
+    time_report,
+    typical,
+    wall_s,
+)
+from tutti.reporting.quality_metrics import (
+    QualityTarget,
+    choose,
+    cost,
+    curves,
+    noise_report,
+    quality_report,
+    target_report,
+)
+from tutti.reporting.run_records import MetricsRow, Records, read_records
+
+_STOP_RULES: tuple[StopRule, ...] = ("target", "epochs", "steps", "time")
+
+
+def build_report(folder: Path, *, target: QualityTarget | None = None) -> RunReport:
+    """Build the report of a run folder.
+
+    Args:
+        folder: the run folder.
+        target: the quality to reach; None reports no time to a target.
+
+    Raises:
+        ReportError: `folder` is not a run folder, or the target names an evaluation that the run does not have.
+    """
+    records = read_records(folder)
+    report = _assemble(records, target)
+    report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
+    report = replace(report, communication=communication(records), experts=experts(records))
+    report = replace(report, noise=noise_report(records), replicas=replicas_report(records))
+    return replace(
+        report, findings=by_severity([*check_run(report), *_guard_warnings(records), *_reading_notes(records)])
+    )
+
+
+def _assemble(records: Records, target: QualityTarget | None) -> RunReport:
+    """Build the report without the parts that are derived from the rest of it: checks, headline and findings."""
+    header, metric_curves = records.header, curves(records)
+    judged = choose(metric_curves, target)
+    quality, reached = quality_report(records, judged, target), target_report(records, judged, target)
+    system, ranks = system_report(records), rank_reports(records)
+    steps = records.kept("step")
+    seen_samples = steps[-1].number("samples_seen") if steps else None
+    return RunReport(
+        name=header.name,
+        script=header.script,
+        command=header.command,
+        started_utc=header.started_utc,
+        model=header.model,
+        parameters=seen(header.parameters),
+        status=_status(records),
+        scope=_scope(records, quality.reached),
+        headline="",
+        quality=quality,
+        data=data_report(records, quality.name),
+        time=time_report(records),
+        throughput=throughput(records),
+        steps=seen(steps[-1].step if steps else 0, "steps"),
+        skipped_steps=seen(sum(bool(row.data.get("skipped")) for row in steps), "steps"),
+        epochs=_epochs(records, seen_samples),
+        samples_seen=seen(seen_samples, "samples"),
+        device_seconds=cost(records, wall_s(records)),
+        system=system,
+        batch=batch_report(records),
+        recipe=recipe_report(records),
+        plan=plan_text(records),
+        stop=_stop(records),
+        to_target=reached,
+        scaling=_scaling(header.extra.get("scaling")),
+        flops=flops_report(records, system, reached),
+        tuning=tuning_report(header.extra),
+        baseline=baseline_report(header.extra),
+        predicted_phases=_predicted_phases(records),
+        predicted_memory=_predicted_memory(records),
+        prediction_notes=records.prediction.notes if records.prediction else (),
+        memory_peak=memory_peak(ranks),
+        sent_per_step=sent_per_step(records),
+        ranks=ranks,
+        curves=metric_curves,
+        verification=verification(records),
+        failures=_failures(records),
+        config_sha256=config_sha256(records),
+        git_commit=header.git_commit,
+        git_dirty=header.git_dirty,
+        env_lock_sha256=header.environment_sha256 or None,
+    )
+
+
+def headline(report: RunReport) -> str:
+    """Summarise the run in one sentence: what was trained, on which machines, how long, and the final quality."""
+    system, quality = report.system, report.quality
+    where = plural(system.ranks.value or 1, "rank")
+    if (system.hosts.value or 1) > 1:
+        where += f" on {show(system.hosts)}"
+    what = f"{report.model} ({show(report.parameters)} parameters) on {where} ({system.device_model})"
+    if report.status == "failed":
+        why = "".join(f": rank {f.rank} on {f.host}: {_first_line(f.message)}" for f in report.failures[:1])
+        return f"Training {what} failed after {show(report.steps)}{why}."
+    verb = {
+        "completed": "Trained",
+        "stopped": "Trained until stopped:",
+        "unfinished": "Trained without finishing:",
+    }
+    ended = verb.get(report.status, "Trained")
+    sentence = f"{ended} {what} for {_amount(report)} in {duration(report.time.wall.value or 0.0)}"
+    if quality.test_value.value is None:
+        return f"{sentence}; no quality was evaluated."
+    split = "" if quality.split == quality.name else f" (on {quality.split} data)" if quality.split != "other" else ""
+    return f"{sentence}; {quality.name} {quality.metric} {quality_text(quality.test_value.value)} at the end{split}."
+
+
+def _amount(report: RunReport) -> str:
+    """Format the length of training: in epochs if they are whole, else in steps."""
+    epochs = report.epochs.value
+    whole = epochs is not None and epochs >= 1 and abs(epochs - round(epochs)) < 0.005
+    return plural(round(epochs or 0), "epoch") if whole else show(report.steps)
+
+
+def _first_line(text: str) -> str:
+    """Return the first line of an error message, without its full stop."""
+    return text.strip().splitlines()[0].rstrip(".") if text.strip() else "no message"
+
+
+def _status(records: Records) -> Status:
+    """Return how the run ended; "unfinished" if its last generation recorded no end."""
+    ends = records.kept("end")
+    if any(error.get("kind") != "peer" for error in records.errors) and not _ended_well(records):
+        return "failed"
+    if not ends or ends[-1].generation < max(row.generation for row in records.rows):
+        return "unfinished"
+    status = ends[-1].data.get("status")
+    return "completed" if status == "completed" else "stopped" if status == "stopped" else "failed"
+
+
+def _ended_well(records: Records) -> bool:
+    """Return whether the last generation completed; any error file is then from an earlier generation."""
+    ends = records.kept("end")
+    last = max((row.generation for row in records.rows), default=0)
+    return bool(ends) and ends[-1].generation == last and ends[-1].data.get("status") == "completed"
+
+
+def _scope(records: Records, reached: bool | None) -> Scope:
+    """Return the largest unit of training that the run completed."""
+    if reached or _ended_well(records):
+        return "train"
+    return "epoch" if records.kept("epoch") else "step"
+
+
+def _epochs(records: Records, samples: float | None) -> Quantity:
+    """Return the number of epochs: from the samples where the size of the data is known, else from the epoch rows."""
+    size = records.header.data.samples
+    if samples is not None and size:
+        return seen(samples / size, "epochs", "samples trained on divided by samples in the training data")
+    return seen(len(records.kept("epoch")) or None, "epochs")
+
+
+def _stop(records: Records) -> StopReport:
+    """Return what ended the run: the rule that the user stated, else the number of epochs or steps it completed."""
+    extra = records.header.extra
+    rule = next((rule for rule in _STOP_RULES if rule == extra.get("stop.rule")), None)
+    if rule is not None:
+        return StopReport(rule=rule, value=stated(extra, "stop.value"))
+    steps = records.kept("step")
+    if not _ended_well(records) or not steps:
+        return StopReport()
+    epochs = len({row.data.get("epoch") for row in records.kept("epoch")})
+    if epochs:
+        return StopReport(rule="epochs", value=seen(epochs, "epochs"))
+    return StopReport(rule="steps", value=seen(steps[-1].step, "steps"))
+
+
+def _scaling(text: str | None) -> Scaling | None:
+    """Parse the kind of scaling that the user stated; None for anything else."""
+    return "strong" if text == "strong" else "weak" if text == "weak" else None
+
+
+def _predicted_phases(records: Records) -> dict[Phase, Quantity]:
+    """Return the predicted seconds of a step by phase."""
+    phases = records.prediction.phases if records.prediction else {}
+    return {phase: predicted(phases[phase], "s") for phase in PHASES if phase in phases}
+
+
+def _predicted_memory(records: Records) -> dict[str, Quantity]:
+    """Return the predicted peak memory of the fullest rank, by component, in bytes."""
+    memory = records.prediction.memory if records.prediction else None
+    return {f.name: predicted(getattr(memory, f.name), "B") for f in fields(memory)} if memory else {}
+
+
+def _failures(records: Records) -> tuple[RankFailure, ...]:
+    """Return what stopped the run, with causes before ranks that only lost their peers; empty if it ended well."""
+    if _ended_well(records):
+        return ()
+    errors = sorted(records.errors, key=lambda error: (error.get("kind") == "peer", error.get("time_s", 0)))
+    return tuple(
+        RankFailure(
+            rank=int(error.get("rank", 0)),
+            host=str(error.get("host", "")),
+            kind=str(error.get("kind", "exception")),
+            message=str(error.get("message", "")),
+        )
+        for error in errors
+    )
+
+
+def _guard_warnings(records: Records) -> tuple[RuleFinding, ...]:
+    """Return the warnings of the checks that ran while the model trained."""
+    sentences = dict.fromkeys(str(row.data.get("sentence", "")) for row in records.spent("guard"))
+    return tuple(
+        RuleFinding(rule=0, code="GUARD", severity="warn", sentence=f"{text[:1].upper()}{text[1:]}.", where="training")
+        for text in sentences
+        if text
+    )
+
+
+def _reading_notes(records: Records) -> tuple[RuleFinding, ...]:
+    """Return a finding that lists the parts of the run folder that could not be read."""
+    if not records.notes:
+        return ()
+    sentence = f"Parts of the run folder could not be read: {listed(list(records.notes))}."
+    return (RuleFinding(rule=0, code="UNREADABLE-PART", severity="note", sentence=sentence, where="run folder"),)
+
+
+DTYPES = {"tf32": "tf32", "bfloat16": "bfloat16", "float16": "float16"}
+_START_STATES: tuple[StartState, ...] = ("disk-cold", "disk-warm", "ram", "generated")
+
+
+def stated(extra: Mapping[str, str], key: str, unit: str = "") -> Quantity:
+    """Return a number that the user stated in the header's `extra`; empty if there is none.
+
+    Its evidence is "assumed", because it was not measured here.
+    """
+    try:
+        value = float(extra[key])
+    except (KeyError, ValueError):
+        return Quantity(unit=unit)
+    return Quantity(value=value, unit=unit, evidence="assumed", note="stated by the user")
+
+
+def device_of(records: Records) -> DeviceSpec | None:
+    """Return the cluster's device of the kind that the run used; None unless there is exactly one."""
+    if records.cluster is None:
+        return None
+    kind = device_kind(records)
+    candidates = [device for device in records.cluster.devices.values() if device.kind == kind]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def device_kind(records: Records) -> str:
+    """Return "cuda" if any rank ran on a GPU, else "cpu"."""
+    return "cuda" if any(rank.device.startswith("cuda") for rank in records.header.ranks) else "cpu"
+
+
+def system_report(records: Records) -> SystemReport:
+    """Describe the machines, from the header's ranks and the cluster file if there is one."""
+    header, cluster, device = records.header, records.cluster, device_of(records)
+    hosts = len({rank.host for rank in header.ranks}) or 1
+    kind = device_kind(records)
+    granted = cluster.conditions.cores_granted if cluster and cluster.conditions else None
+    cores = header.extra.get("cores", "")
+    per_host = int(cores) if cores.isdigit() else granted
+    models = dict.fromkeys(rank.device_model for rank in header.ranks)
+    published = device.evidence if device else None
+    return SystemReport(
+        device_model=" + ".join(models) or "unknown",
+        device_kind=kind,
+        ranks=seen(header.world_size, "ranks"),
+        hosts=seen(hosts, "hosts"),
+        devices=seen(hosts if kind == "cpu" else header.world_size, "devices"),
+        cores_used=seen(sum(rank.threads for rank in header.ranks) or None, "cores", "threads of all ranks"),
+        cores_granted=seen(per_host * hosts if per_host else None, "cores", "of all hosts"),
+        year=Quantity(value=device.year, evidence="published") if device and device.year else Quantity(),
+        peak_dense_flops={
+            dtype: Quantity(value=value, unit="FLOP/s", evidence=published, note=device.source)
+            for dtype, value in (device.peak_flops_per_s.items() if device else ())
+        }
+        if device
+        else {},
+        links=tuple(
+            LinkReport(
+                tier=" ".join(filter(None, (link.tier, link.fitted_to.replace("_", "-")))),
+                latency=Quantity(value=link.latency_s, unit="s", evidence=link.evidence, note=link.source),
+                bandwidth=Quantity(
+                    value=link.bandwidth_bytes_per_s, unit="B/s", evidence=link.evidence, note=link.source
+                ),
+            )
+            for link in (cluster.links if cluster else ())
+        ),
+        backend=header.backend,
+        sums=" + ".join(dict.fromkeys(rank.sums for rank in header.ranks if rank.sums)),
+        platform=header.platform,
+        versions=dict(header.versions),
+    )
+
+
+def data_report(records: Records, evaluation: str) -> DataReport:
+    """Describe the training data, and the data of the evaluation by which the run is judged."""
+    header = records.header
+    rows = [row for row in records.kept("evaluate") if str(row.data.get("name", "")) == evaluation]
+    recorded = rows[-1].data.get("data") if rows else None
+    test: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
+    state = header.extra.get("data.start_state", "ram" if header.data.kind == "TensorDataset" else "")
+    timed = header.extra.get("preprocess.timed")
+    shapes = " and ".join("×".join(map(str, shape)) or "scalar" for shape in header.data.input_shapes)
+    return DataReport(
+        name=header.data.name,
+        kind=header.data.kind,
+        train_samples=seen(header.data.samples, "samples"),
+        train_sha256=header.data.sha256 or None,
+        hash_covers=header.data.hash_covers,
+        test_name=str(test["name"]) if test.get("name") else None,
+        test_sha256=str(test["sha256"]) if test.get("sha256") else None,
+        train_test_overlap=seen(rows[-1].number("overlap_with_training") if rows else None, "samples"),
+        start_state=next((known for known in _START_STATES if known == state), None),
+        bytes_read=stated(header.extra, "data.bytes_read", "B"),
+        preprocess_timed=None if timed is None else timed.lower() == "true",
+        input_shape=shapes or None,
+        native_shape=header.extra.get("data.native_shape"),
+    )
+
+
+def batch_report(records: Records) -> BatchReport:
+    """Return the batch of a step, of a rank, and of a rank's microbatch (means over ranks where shares are unequal)."""
+    header, recipe, plan = records.header, records.header.recipe, records.plan
+    degree = plan.data_parallel_degree if plan else header.world_size
+    local = recipe.global_batch_size / degree
+    shares = ":".join(f"{share:g}" for share in plan.shares) if plan and plan.shares else ""
+    note = f"mean over ranks; shares {shares}" if shares else "mean over ranks"
+    steps = [f"{size} before batch {until}" for until, size in recipe.batch_ramp]
+    grown = f"final size; {', '.join(steps)}" if steps else ""
+    return BatchReport(
+        global_size=seen(recipe.global_batch_size, recipe.unit, grown),
+        local_size=seen(local, recipe.unit, note),
+        micro_size=seen(local / recipe.num_microbatches, recipe.unit, note),
+        num_microbatches=seen(recipe.num_microbatches),
+        unit=recipe.unit,
+    )
+
+
+def recipe_report(records: Records) -> RecipeReport:
+    """Describe the optimizer and its settings, as the run recorded them."""
+    recipe = records.header.recipe
+    rule = recipe.learning_rate_rule
+    return RecipeReport(
+        optimizer=recipe.optimizer,
+        lr=seen(recipe.learning_rate),
+        lr_rule=", ".join(f"{key} {value}" for key, value in rule.items() if value is not None) if rule else None,
+        scheduler=recipe.scheduler,
+        clip_norm=seen(recipe.clip_norm),
+        precision=recipe.precision,
+        seed=seen(recipe.seed),
+        last_batch=recipe.last_batch,
+        compress=recipe.compress,
+    )
+
+
+def plan_text(records: Records) -> str | None:
+    """Describe the plan in one line: mesh, microbatches, precision and shares."""
+    plan = records.plan
+    if plan is None:
+        return None
+    mesh = " × ".join(f"{describe_axis(axis)} {degree}" for axis, degree in plan.mesh.items())
+    recompute = any(rule.recompute for rule in plan.layout)
+    return ", ".join(
+        [mesh, plural(plan.batch.num_microbatches, "microbatch") + " a step", f"{plan.precision} precision"]
+        + (["recompute"] if recompute else [])
+        + ([mode] if (mode := mode_text(records)) else [])
+        + _buckets(records)
+        + ([f"shares {':'.join(f'{s:g}' for s in plan.shares)}"] if plan.shares else [])
+        + ([f"split shares {':'.join(f'{s:g}' for s in plan.split_weights)}"] if plan.split_weights else [])
+    )
+
+
+def _buckets(records: Records) -> list[str]:
+    """Describe the bucket size that the run chose by measuring; empty if it did not choose one."""
+    rows = records.kept("buckets")
+    if not rows:
+        return []
+    choice = rows[-1].data
+    tried = choice.get("step_s")
+    of = f"the fastest of {len(tried)} sizes" if isinstance(tried, dict) else "measured"
+    return [f"buckets of {float(str(choice.get('chosen_mib'))):g} MiB ({of})"]
+
+
+def flops_report(records: Records, system: SystemReport, target: TargetReport) -> FlopsReport:
+    """Return the FLOPs of the model, their rate, and the fraction of the peak, as far as each is known."""
+    model = records.model
+    per_sample = model.flops_forward + model.flops_backward if model else 0.0
+    if model is None or not per_sample:
+        return FlopsReport()
+    dtype = DTYPES.get(records.header.recipe.precision, model.dtype)
+    steady = steady_steps(records)
+    samples, seconds = typical(steady, "samples"), typical(steady, "wall_s")
+    rate = per_sample * samples / seconds if samples and seconds else None
+    device_peak = system.peak_dense_flops.get(dtype, Quantity())
+    peak = device_peak.value * (system.devices.value or 1) if device_peak.value else None
+    note = "counted FLOPs divided by the measured step time"
+    return FlopsReport(
+        model_per_sample=Quantity(value=per_sample, unit="FLOP", evidence=model.evidence),
+        formula="forward and backward, summed over modules; a multiply-add counts as 2; recompute is not counted",
+        dtype=dtype,
+        rate=seen(rate, "FLOP/s", note),
+        peak=Quantity(
+            value=peak,
+            unit="FLOP/s",
+            evidence=device_peak.evidence,
+            note=f"{dtype}, dense, all devices; {device_peak.note}",
+        )
+        if peak
+        else Quantity(unit="FLOP/s"),
+        peak_fraction=seen(
+            rate / peak if rate and peak and rate <= 1.02 * peak else None,
+            "ratio",
+            f"{note}, relative to the dense {dtype} peak",
+        ),
+        to_target=seen(per_sample * target.samples.value if target.samples.value else None, "FLOP"),
+    )
+
+
+def tuning_report(extra: Mapping[str, str]) -> TuningReport:
+    """Return what the user stated about tuning."""
+    return TuningReport(
+        trials=stated(extra, "tuning.trials"),
+        device_seconds=stated(extra, "tuning.device_seconds", "device s"),
+        space=extra.get("tuning.space"),
+        search_log_sha256=extra.get("tuning.search_log_sha256"),
+    )
+
+
+def baseline_report(extra: Mapping[str, str]) -> BaselineReport:
+    """Return what the user stated about the baseline."""
+    source = extra.get("baseline.source")
+    return BaselineReport(
+        source="measured-here" if source == "measured-here" else "published" if source == "published" else None,
+        system=extra.get("baseline.system"),
+        tuned_by=extra.get("baseline.tuned_by"),
+    )
+
+
+def rank_reports(records: Records) -> tuple[RankReport, ...]:
+    """Describe every rank: its host and device, peak memory and time by phase."""
+    reports = []
+    for rank in records.header.ranks:
+        rows = records.rank_rows.get(rank.rank, ())
+        if rank.rank == 0 and not any(row.kind == "step" for row in rows):
+            rows = records.rows
+        peaks = [p for row in rows if row.kind == "memory" and (p := row.number("peak_nbytes")) is not None]
+        peaks += [
+            p
+            for row in records.spent("memory")
+            if row.data.get("rank") == rank.rank and (p := row.number("peak_nbytes")) is not None
+        ]
+        steps = [row for row in rows if row.kind == "step"]
+        reports.append(
+            RankReport(
+                rank=rank.rank,
+                host=rank.host,
+                device=rank.device,
+                device_model=rank.device_model,
+                threads=seen(rank.threads),
+                peak_memory=seen(max(peaks, default=None), "B"),
+                breakdown=quantities(phases_of(steps)) if steps else {},
+                stolen=seen(max(_stolen(records.rank_rows.get(rank.rank, ())), default=None), "ratio"),
+            )
+        )
+    return tuple(reports)
+
+
+def _stolen(rows: Iterable[MetricsRow]) -> list[float]:
+    """Return the fractions of core time that went to other machines; a rank records one whenever it ends."""
+    return [share for row in rows if row.kind == "machine" and (share := row.number("stolen")) is not None]
+
+
+def memory_peak(ranks: tuple[RankReport, ...]) -> Quantity:
+    """Return the peak memory of the fullest rank, in bytes."""
+    return seen(max((r.peak_memory.value for r in ranks if r.peak_memory.value is not None), default=None), "B")
+
+
+def prediction_checks(records: Records, report: RunReport) -> tuple[PredictionCheck, ...]:
+    """Compare predicted with measured values: step time, throughput, peak memory and bytes sent."""
+    prediction = records.prediction
+    if prediction is None:
+        return ()
+    step, memory = prediction.step_time_s, prediction.memory_nbytes
+    pairs = (
+        ("step time", predicted(step.value, "s", step.low, step.high), report.time.per_step),
+        ("throughput", predicted(prediction.throughput_per_s, report.throughput.unit), report.throughput),
+        ("peak memory of a rank", predicted(memory.value, "B", memory.low, memory.high), report.memory_peak),
+        ("bytes sent by a rank in a step", predicted(prediction.sent_nbytes_per_rank, "B"), report.sent_per_step),
+    )
+    return tuple(
+        prediction_check(name, predicted_value, measured_value) for name, predicted_value, measured_value in pairs
+    )
+
+
+def predicted(value: float, unit: str, low: float | None = None, high: float | None = None) -> Quantity:
+    """Return a predicted quantity, with its interval if it has one."""
+    return Quantity(value=value, unit=unit, evidence="predicted", low=low, high=high)
+
+
+def prediction_check(name: str, prediction: Quantity, measurement: Quantity) -> PredictionCheck:
+    """Compare one predicted quantity with the measured one; two zeros count as no error.
+
+    Args:
+        name: what is predicted.
+        prediction: the predicted quantity.
+        measurement: the measured quantity.
+    """
+    error = within = None
+    if prediction.value is not None and measurement.value is not None:
+        if measurement.value:
+            error = (prediction.value - measurement.value) / measurement.value
+        elif not prediction.value:
+            error = 0.0
+        if prediction.low is not None and prediction.high is not None:
+            within = prediction.low <= measurement.value <= prediction.high
+    return PredictionCheck(
+        name=name, predicted=prediction, measured=measurement,
+        error=seen(error, "ratio", "(predicted - measured) / measured"), within=within,
+    )  # fmt: skip
+
+
+def verification(records: Records) -> VerificationSummary | None:
+    """Summarise the verdict of verify.json; None if there is none."""
+    verdict = records.verdict
+    if verdict is None:
+        return None
+    return VerificationSummary(
+        passed=verdict.passed,
+        comparable=verdict.comparable,
+        sentence=verdict.sentence,
+        largest=seen(
+            verdict.largest.relative_difference if verdict.largest else None, note="over all compared tensors"
+        ),
+        tolerance=Quantity(value=verdict.tolerance, evidence="assumed", note="relative to a tensor's root mean square"),
+        steps=seen(verdict.steps, "steps"),
+        arithmetic=verdict.arithmetic,
+        cause=f"{verdict.cause.sentence} {verdict.cause.remedy}" if verdict.cause else None,
+    )
+
+
+def config_sha256(records: Records) -> str:
+    """Return a digest of everything that determines the result, except the seed.
+
+    Runs of one recipe have the same digest on any number of ranks. The number of microbatches counts only for a model
+    that normalises over the batch, because it changes no other result.
+    """
+    header, model = records.header, records.model
+    recipe = serialization.to_data(header.recipe)
+    del recipe["seed"]
+    if not (model and model.batch_statistics):
+        del recipe["num_microbatches"]
+    settings = {
+        "script": PurePath(header.script).name,
+        "arguments": _without_seed(header.arguments),
+        "recipe": recipe,
+        "model": header.model,
+        "parameters": header.parameters,
+        "data": header.data.sha256,
+    }
+    text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _without_seed(arguments: tuple[str, ...]) -> list[str]:
+    """Return the script arguments without `--seed` and its value."""
+    remaining: list[str] = []
+    skip = False
+    for argument in arguments:
+        if not skip and argument != "--seed" and not argument.startswith("--seed="):
+            remaining.append(argument)
+        skip = argument == "--seed"
+    return remaining
