@@ -38,8 +38,9 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 """Layer -> the lower layers that it may import, besides itself. `cli` may import all; no other layer imports it."""
 
+ALLOWED["commands"] = frozenset(ALLOWED)
 ALLOWED["cli"] = frozenset(ALLOWED) | {""}
-ALLOWED[""] = frozenset({"errors", "config", "nn", "optim", "data", "parallel", "trainer"})
+ALLOWED[""] = frozenset({"errors", "config", "nn", "optim", "data", "parallel", "trainer", "commands"})
 """The root, tutti/__init__.py, has the public names, which are loaded when they are first used."""
 
 LIBRARIES: dict[str, frozenset[str]] = {

@@ -212,7 +212,9 @@ def _differences(comparison: Comparison) -> Table:
 
 def as_text(renderable: RenderableType, width: int = 110) -> str:
     """Render to plain text."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False, emoji=False)
+    console = Console(
+        file=io.StringIO(), width=width, color_system=None, legacy_windows=False, emoji=False, force_jupyter=False
+    )
     console.print(renderable)
     file = console.file
     text = file.getvalue() if isinstance(file, io.StringIO) else ""

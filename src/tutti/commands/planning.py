@@ -1,16 +1,14 @@
 """Helpers of all commands that plan: from a captured script to a ModelSpec and a Choice."""
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tutti.cli.options import console
-from tutti.config import serialization
+from tutti.commands.messages import warn
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
-from tutti.errors import PlanError, SpecError
+from tutti.errors import PlanError
 from tutti.planner import Choice, PlanRequest, PrecisionPolicy, Scope, changed_modules, choose
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ def model_spec_of(captured: "CapturedScript", *, name: str = "model") -> ModelSp
     Raises:
         DataError: no sample can be read from its data set.
     """
-    from tutti.cli.describe import describe_captured
+    from tutti.commands.describe import describe_captured
 
     return describe_captured(captured, name=name)
 
@@ -132,18 +130,4 @@ def warn_if_changed(plan: Plan, model: ModelSpec) -> None:
     """Warn on standard error if `model` differs from the one that `plan` was made for."""
     words = changed_modules(plan, model)
     if words:
-        console.print(f"warning: {words}", style="yellow", markup=False, soft_wrap=True)
-
-
-def write_spec(value: Any, output: Path) -> None:
-    """Write a spec to the file that the user named.
-
-    Raises:
-        SpecError: the file cannot be written.
-    """
-    try:
-        serialization.save(value, output)
-    except OSError as error:
-        raise SpecError(
-            f"the {type(value).__name__} cannot be written to {output} ({error.strerror}); name another file"
-        ) from None
+        warn(f"warning: {words}")

@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from tutti.cli.options import console
-from tutti.cli.run_conclusion import short
+from tutti.commands.messages import status
+from tutti.commands.run_conclusion import short
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
@@ -17,7 +17,7 @@ from tutti.errors import PlanError, ReportError, ScriptError, TrainingError
 from tutti.planner import Alternative, Choice, stamp
 
 if TYPE_CHECKING:
-    from tutti.cli.plan_options import PlanOptions
+    from tutti.commands.plan_options import PlanOptions
 from collections.abc import Sequence
 
 from tutti.config.plan import Plan
@@ -53,7 +53,7 @@ def try_plans(model: ModelSpec, cluster: ClusterSpec, choice: Choice, options: "
     trials = []
     for index, candidate in enumerate(plans):
         words = words_in_full(candidate.plan, choice.request)
-        with console.status(f"trying plan {index + 1} of {len(plans)}: {words}"):
+        with status(f"trying plan {index + 1} of {len(plans)}: {words}"):
             folder = Path("runs") / f"{name}-{index + 1}"
             trials.append(_tried(candidate, _write(folder, model, cluster, candidate), options, words))
     best = fastest(trials, weights(model, cluster, choice, plans))
@@ -79,7 +79,7 @@ def check_here(cluster: ClusterSpec, options: "PlanOptions") -> None:
         ScriptError: there is no script to run.
         PlanError: the cluster has several hosts, or more CUDA devices than this machine.
     """
-    from tutti.cli.named_inputs import named_model
+    from tutti.commands.inputs import named_model
 
     if options.model is not None or not options.target or named_model(options.target) is not None:
         raise ScriptError("--try runs plans, but a described model cannot run; name a script")

@@ -1,9 +1,13 @@
-"""Models named on the command line instead of a script: `llama --layers 80 --hidden 8192`, or `llama3-70b`."""
+"""What commands are given: models by name (`llama --layers 80`, `llama3-70b`), clusters by file or line."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
+from tutti.commands.messages import console
+from tutti.config import serialization
+from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.errors import SpecError
 
@@ -57,3 +61,43 @@ def sizes(words: Sequence[str]) -> dict[str, str]:
     if waiting:
         values[waiting] = "true"
     return values
+
+
+def cluster_for(path: Path | ClusterSpec | None, *, quick: bool = True) -> ClusterSpec:
+    """Return the cluster of a file or of one line (4x8:a100-80gb,nvlink3,8*ib-hdr), or this machine's.
+
+    Args:
+        path: the file, the line or the cluster itself; None for this machine, measured now if it never was.
+        quick: measure with fewer sizes and repeats.
+    """
+    if isinstance(path, ClusterSpec):
+        return path
+    if path is not None:
+        from tutti.profile.catalog.text_models import cluster_from_text, is_cluster_text
+
+        if is_cluster_text(str(path)) and not path.exists():
+            return cluster_from_text(str(path))
+        return serialization.load(ClusterSpec, path)
+    from tutti.profile.probe import cached_cluster_path, measure
+
+    cached = cached_cluster_path()
+    if cached.exists():
+        return serialization.load(ClusterSpec, cached)
+    console.print("measuring this machine, once (`tutti probe` measures it more thoroughly)")
+    cluster = measure(quick=quick)
+    serialization.save(cluster, cached)
+    return cluster
+
+
+def write_spec(value: Any, output: Path) -> None:
+    """Write a spec to the file that the user named.
+
+    Raises:
+        SpecError: the file cannot be written.
+    """
+    try:
+        serialization.save(value, output)
+    except OSError as error:
+        raise SpecError(
+            f"the {type(value).__name__} cannot be written to {output} ({error.strerror}); name another file"
+        ) from None

@@ -1,18 +1,18 @@
-"""The command line of `tutti run`: its options, the checks that they agree, and what the ranks are told of them.
+"""The options of `tutti run`: the checks that they agree, and what the ranks are told of them.
 
 Nothing here needs a network or imports anything heavy, because ranks are not started yet.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from tutti.errors import LaunchError, PlanError
 
 if TYPE_CHECKING:
+    from tutti.config.cluster import ClusterSpec
     from tutti.config.compression import Compression
     from tutti.config.plan import Plan, SyncPlan
     from tutti.config.vocabulary import Relaxation
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """The command line, as given."""
+    """What `tutti run` is asked for; `tutti.run` says what each option means."""
 
     target: tuple[str, ...]
-    module: bool
-    nproc: tuple[int, ...] | None
-    nnodes: int
-    node_rank: int
-    rendezvous: str | None
-    timeout_s: float
-    launcher: str
-    plan: Path | None
-    mesh: str | None
-    compress: "Compression | None"
-    bucket_mb: str | None
-    relax: "Relaxation"
-    sync: "SyncPlan | None"
-    cluster: Path | None
-    folder: Path | None
-    resume: Path | None
-    checkpoint_every: int | None
-    predict: bool
-    frugal: bool
-    as_json: bool
-    one_screen: bool
+    module: bool = False
+    nproc: tuple[int, ...] | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    rendezvous: str | None = None
+    timeout_s: float = 600.0
+    launcher: str = "local"
+    plan: "Path | Plan | None" = None
+    mesh: str | None = None
+    compress: "Compression | None" = None
+    bucket_mb: str | None = None
+    relax: "Relaxation" = "exact"
+    sync: "SyncPlan | None" = None
+    cluster: "Path | ClusterSpec | None" = None
+    folder: Path | None = None
+    resume: Path | None = None
+    checkpoint_every: int | None = None
+    predict: bool = True
+    frugal: bool = False
+    as_json: bool = False
+    one_screen: bool = False
 
     @property
     def name(self) -> str:
@@ -59,16 +59,21 @@ class RunOptions:
         return self.target[1:]
 
 
-def rank_counts(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """Parse "4" or "2,1" into numbers of ranks."""
-    if text is None:
+def rank_counts(value: "int | str | Sequence[int] | None") -> tuple[int, ...] | None:
+    """Return the ranks per node of 4, "4", "2,1" or (2, 1); None for None.
+
+    Raises:
+        LaunchError: it is something else.
+    """
+    if value is None:
         return None
+    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else list(value)
     try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a number; give ranks per node, such as 4, or 2,1") from None
-    if min(counts) < 1:
-        raise click.BadParameter(f"{text}: every node needs 1 rank or more")
+        counts = tuple(int(part) for part in parts)
+    except (ValueError, TypeError):
+        raise LaunchError(f"{value!r} is not a number; give ranks per node, such as 4, or 2,1") from None
+    if not counts or min(counts) < 1:
+        raise LaunchError(f"{value}: every node needs 1 rank or more")
     return counts
 
 
@@ -135,9 +140,15 @@ def given_plan(options: RunOptions) -> "Plan | None":
     from tutti.config.refusals import check_plan
     from tutti.config.sync_notation import with_mode
 
-    plan = with_mode(serialization.load(Plan, options.plan).compressed(options.compress), options.sync)
+    given = options.plan if isinstance(options.plan, Plan) else serialization.load(Plan, options.plan)
+    plan = with_mode(given.compressed(options.compress), options.sync)
     check_plan(plan)
     return plan
+
+
+def plan_place(options: RunOptions) -> str:
+    """Return how messages name the plan."""
+    return str(options.plan) if isinstance(options.plan, Path) else "the plan"
 
 
 def given_mesh(options: RunOptions) -> int | None:
@@ -167,7 +178,7 @@ def ranks_per_node(options: RunOptions, plan: "Plan | None", mesh: int | None) -
         PlanError: --nproc contradicts the plan or the mesh, or their ranks do not divide evenly among the nodes.
     """
     wanted = plan.world_size if plan is not None else mesh
-    place = str(options.plan) if plan is not None else f"--mesh {options.mesh}"
+    place = plan_place(options) if plan is not None else f"--mesh {options.mesh}"
     if options.nproc is None:
         if wanted is None and options.nnodes == 1:
             return None

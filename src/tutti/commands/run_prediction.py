@@ -45,6 +45,7 @@ class PredictionRequest:
         sync: synchronisation that replaces the plan's.
         relax: how far the planner may leave exactness.
         plans: also choose the plan, within these limits.
+        timeout_s: seconds that the script may take to get as far as `prepare`.
     """
 
     script: Path
@@ -58,6 +59,7 @@ class PredictionRequest:
     sync: SyncPlan | None = None
     relax: Relaxation = "exact"
     plans: bool = False
+    timeout_s: float = 600.0
 
 
 class Beside:
@@ -172,14 +174,14 @@ def _cluster(wanted: PredictionRequest, say: Say) -> "ClusterSpec":
 
 def _work_out(wanted: PredictionRequest, cluster: "ClusterSpec", say: Say) -> None:
     """Write cluster.json, model.json and prediction.json, and plan.json if the plan is wanted."""
-    from tutti.cli.options import capture_script
-    from tutti.cli.planning import costed, model_spec_of, plan_for
+    from tutti.commands.capture import capture_script
+    from tutti.commands.planning import costed, model_spec_of, plan_for
     from tutti.cost_model import predict
     from tutti.cost_model.cost_notes import count
 
     folder = RunFolder(wanted.folder)
     serialization.save(cluster, folder.cluster)
-    captured = capture_script(wanted.script, wanted.arguments)
+    captured = capture_script(wanted.script, wanted.arguments, timeout_s=wanted.timeout_s)
     captured = replace(captured, plan=with_mode(captured.plan.compressed(wanted.compress), wanted.sync))
     model = model_spec_of(captured, name=wanted.script.stem)
     serialization.save(model, folder.model)
