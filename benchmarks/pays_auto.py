@@ -8,7 +8,7 @@ from typing import Any
 from pays_methods import AUTOS, METHODS
 from pays_work import WORKS
 from tutti.cli.options import capture_script
-from tutti.cli.planning import demanded, model_spec_of, search
+from tutti.commands.planning import demanded, model_spec_of, search
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.compression import parse_compression

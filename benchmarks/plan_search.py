@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from tutti.cli.planning import search
+from tutti.commands.planning import search
 from tutti.config.cluster import ClusterSpec, NodeSpec
 from tutti.config.plan import BatchPlan, Plan
 from tutti.planner import PlanRequest

@@ -20,7 +20,7 @@ _context = multiprocessing.get_context("forkserver")
 _starting = threading.Lock()
 _wanted = [
     "tutti.launch.preload",
-    "tutti.verify.recorder",
+    "tutti.verification.recorder",
     "tutti.compression.cpu_kernels",
     "pytest",
     "against_one",

@@ -8,6 +8,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tutti.commands.calibrate import calibrate
+    from tutti.commands.describe import describe
+    from tutti.commands.doctor import doctor
+    from tutti.commands.explain import explain
+    from tutti.commands.export import export
+    from tutti.commands.notebook import notebook
+    from tutti.commands.plan import plan
+    from tutti.commands.predict import predict
+    from tutti.commands.probe import probe
+    from tutti.commands.report import report
+    from tutti.commands.run import run
+    from tutti.commands.validate import validate
+    from tutti.commands.verify import verify
     from tutti.config.cluster import ClusterSpec
     from tutti.config.model import ModelSpec
     from tutti.config.plan import Plan
@@ -29,11 +42,24 @@ _HOMES = {
     "RunReport": "tutti.config.run_report",
     "TuttiError": "tutti.errors",
     "Weighted": "tutti.parallel.losses",
+    "calibrate": "tutti.commands.calibrate",
+    "describe": "tutti.commands.describe",
+    "doctor": "tutti.commands.doctor",
+    "explain": "tutti.commands.explain",
+    "export": "tutti.commands.export",
+    "notebook": "tutti.commands.notebook",
+    "plan": "tutti.commands.plan",
+    "predict": "tutti.commands.predict",
+    "probe": "tutti.commands.probe",
     "replicate": "tutti.nn.annotations",
+    "report": "tutti.commands.report",
+    "run": "tutti.commands.run",
     "shard": "tutti.nn.annotations",
     "split": "tutti.nn.annotations",
     "stage": "tutti.nn.annotations",
     "synchronized": "tutti.nn.annotations",
+    "validate": "tutti.commands.validate",
+    "verify": "tutti.commands.verify",
 }
 
 __version__ = "0.1.0"
@@ -47,11 +73,24 @@ __all__ = [
     "RunReport",
     "TuttiError",
     "Weighted",
+    "calibrate",
+    "describe",
+    "doctor",
+    "explain",
+    "export",
+    "notebook",
+    "plan",
+    "predict",
+    "probe",
     "replicate",
+    "report",
+    "run",
     "shard",
     "split",
     "stage",
     "synchronized",
+    "validate",
+    "verify",
 ]
 
 

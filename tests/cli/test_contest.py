@@ -9,8 +9,8 @@ import pytest
 
 from cost_model.examples import mlp
 from planner.machines import cards
-from tutti.cli import plan_trials
-from tutti.cli.plan_trials import fastest, said, to_try, weights, words_in_full
+from tutti.commands import plan_trials
+from tutti.commands.plan_trials import fastest, said, to_try, weights, words_in_full
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.prediction import Estimate, Trial
 from tutti.errors import TrainingError

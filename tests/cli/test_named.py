@@ -7,8 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from tutti.cli.describe import command
-from tutti.cli.named_inputs import named_model, sizes
-from tutti.cli.options import cluster_for
+from tutti.commands.inputs import cluster_for, named_model, sizes
 from tutti.config import serialization
 from tutti.config.model import ModelSpec
 from tutti.errors import SpecError

@@ -18,16 +18,17 @@ from cost_model.examples_mesh import machines, meshed, transformer
 from report.run_folders import write_run
 from tutti.cli import plan as plan_command
 from tutti.cli import predict as predict_command
-from tutti.cli.plan_trials import check_here, fastest, said, with_node_order
 from tutti.cli.plan_view import drawn, held, show_timeline
-from tutti.cli.prediction_view import show_trials, trust_here, with_measured
+from tutti.cli.prediction_view import show_trials, trust_here
+from tutti.commands.plan_trials import check_here, fastest, said, with_node_order
+from tutti.commands.planned import with_measured
 from tutti.config import serialization
 from tutti.config.plan import PipelinePlan, Plan
 from tutti.config.prediction import Estimate, ScalingCurve, Trial, Trials
 from tutti.cost_model.rank_tracks import timeline
 from tutti.errors import LaunchError, PlanError, ScriptError
 from tutti.planner import Choice
-from tutti.report.prediction_history import build_history, run_folders
+from tutti.reporting.prediction_history import build_history, run_folders
 
 GPIPE = meshed(64, 4, {"stage": 4}, pipeline=PipelinePlan(schedule="gpipe"))
 

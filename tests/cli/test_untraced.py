@@ -9,7 +9,7 @@ import pytest
 
 from cli.commands import called
 from cost_model.examples import cluster, mlp
-from tutti.cli.run_prediction import PredictionRequest, _work_out
+from tutti.commands.run_prediction import PredictionRequest, _work_out
 from tutti.config import serialization
 from tutti.config.model import ModelSpec
 from tutti.config.plan import BatchPlan, Plan

@@ -28,7 +28,7 @@ from tutti.config.plan import BatchPlan, Plan
 from tutti.config.refusals import check_plan
 from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.report.build_report import build_report
+from tutti.reporting.build_report import build_report
 
 TEXT = f"{toy_codec.NAME},levels=50"
 STEPS = 4

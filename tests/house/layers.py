@@ -22,7 +22,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "comm": frozenset({"errors", "machine", "environment", "config"}),
     "compression": frozenset({"errors", "config", "comm"}),
     "profile": frozenset({"errors", "machine", "config", "compression", "comm"}),
-    "validate": frozenset({"errors", "config", "cost_model", "profile"}),
+    "validation": frozenset({"errors", "config", "cost_model", "profile"}),
     "optim": frozenset({"errors", "config"}),
     "data": frozenset({"errors", "machine", "config"}),
     "nn": frozenset({"errors", "config"}),
@@ -31,15 +31,16 @@ ALLOWED: dict[str, frozenset[str]] = {
     "async_sgd": _BASE | {"parallel", "local_sgd"},
     "checkpoint": _BASE | {"parallel", "local_sgd"},
     "trainer": _BASE | {"parallel", "local_sgd", "checkpoint"},
-    "verify": _BASE | {"profile", "parallel", "local_sgd", "checkpoint", "trainer"},
+    "verification": _BASE | {"profile", "parallel", "local_sgd", "checkpoint", "trainer"},
     "launch": frozenset({"errors", "config"}),
     "lab": frozenset({"errors", "config"}),
-    "report": frozenset({"errors", "config"}),
+    "reporting": frozenset({"errors", "config"}),
 }
 """Layer -> the lower layers that it may import, besides itself. `cli` may import all; no other layer imports it."""
 
+ALLOWED["commands"] = frozenset(ALLOWED)
 ALLOWED["cli"] = frozenset(ALLOWED) | {""}
-ALLOWED[""] = frozenset({"errors", "config", "nn", "optim", "data", "parallel", "trainer"})
+ALLOWED[""] = frozenset({"errors", "config", "nn", "optim", "data", "parallel", "trainer", "commands"})
 """The root, tutti/__init__.py, has the public names, which are loaded when they are first used."""
 
 ALLOWED["__main__"] = frozenset({"cli"})
@@ -49,7 +50,7 @@ LIBRARIES: dict[str, frozenset[str]] = {
     "config": frozenset({"pydantic"}),
     "cost_model": frozenset({"numpy"}),
     "planner": frozenset({"numpy"}),
-    "validate": frozenset({"numpy"}),
+    "validation": frozenset({"numpy"}),
 }
 """Pure layer -> the only libraries outside the standard library that it may import; none of them loads torch."""
 

@@ -130,6 +130,6 @@ def repeated_files(files: list[Path]) -> list[str]:
     """Return a sentence for each file name that occurs in several folders. A command's file has the command's name."""
     places = defaultdict(list)
     for path in files:
-        if path.name not in ("__init__.py", "__main__.py") and path.parent.name != "cli":
+        if path.name not in ("__init__.py", "__main__.py") and path.parent.name not in ("cli", "commands"):
             places[path.name].append(name_of(path.parent))
     return [f"{name} stands in {', '.join(where)}" for name, where in places.items() if len(where) > 1]

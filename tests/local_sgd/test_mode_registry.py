@@ -26,7 +26,7 @@ from tutti.config.registry import load_factory
 from tutti.config.sync_notation import format_sync, parse_sync
 from tutti.cost_model import predict
 from tutti.errors import PlanError
-from tutti.report.build_report import build_report
+from tutti.reporting.build_report import build_report
 
 TEXT = f"{toy_mode.NAME}:period=2,share=0.25"
 N = 4.0 * 3 * 512 * 512

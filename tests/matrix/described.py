@@ -10,7 +10,7 @@ from torch import nn
 import tutti
 from matrix.cell import alive_nbytes
 from matrix.peak import recorded_peak
-from tutti.cli.describe import describe_captured
+from tutti.commands.describe import describe_captured
 from tutti.config.model import ModelSpec
 from tutti.config.prediction import RankMemory
 from tutti.parallel.losses import loss_of

@@ -8,7 +8,7 @@ import torch
 
 import tutti
 from matrix.families import families
-from tutti.cli.describe import describe_captured
+from tutti.commands.describe import describe_captured
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
 from tutti.config.model import ModelSpec

@@ -14,9 +14,10 @@ from planner.machines import cards
 from tutti.cli import plan as plan_command
 from tutti.cli import predict as predict_command
 from tutti.cli.plan_options import DURATION, SIZE
-from tutti.cli.plan_trials import words_in_full
 from tutti.cli.plan_view import Differences, Scenarios
-from tutti.cli.prediction_view import SCENARIO_COLUMNS, Planned, scenario_rows
+from tutti.cli.prediction_view import SCENARIO_COLUMNS, scenario_rows
+from tutti.commands.plan_trials import words_in_full
+from tutti.commands.planned import Planned
 from tutti.config import serialization
 from tutti.config.plan import Plan
 from tutti.cost_model.cost_notes import nbytes, seconds
@@ -154,7 +155,7 @@ def test_what_cannot_be_answered_is_refused_before_the_search(
     def searched(*_: object, **__: object) -> None:
         raise AssertionError("a search took place")
 
-    monkeypatch.setattr("tutti.cli.planning.search", searched)
+    monkeypatch.setattr("tutti.commands.planning.search", searched)
     with pytest.raises(PlanError, match=words):
         ask(machines, *options)
 

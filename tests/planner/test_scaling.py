@@ -7,7 +7,7 @@ import pytest
 
 from cost_model.examples import cluster, cpu, mlp
 from planner.machines import cards
-from tutti.cli.planning import search
+from tutti.commands.planning import search
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.prediction import Estimate, ScalingCurve
 from tutti.errors import PlanError

@@ -12,9 +12,9 @@ import pytest
 
 from harness import run_ranks
 from tutti.config.run_report import Comparison, RunReport
-from tutti.report.build_report import build_report
-from tutti.report.comparison import compare
-from tutti.report.quality_metrics import parse_target
+from tutti.reporting.build_report import build_report
+from tutti.reporting.comparison import compare
+from tutti.reporting.quality_metrics import parse_target
 
 pytest.importorskip("sklearn", reason="the trainings' data are scikit-learn's")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]

@@ -13,7 +13,7 @@ from tutti.config.plan import PipelinePlan, Plan
 from tutti.config.prediction import Estimate, MeasuredPoint, ScalingCurve, ScalingPoint, Trial, Trials
 from tutti.cost_model import predict
 from tutti.cost_model.rank_tracks import timeline
-from tutti.report.plan_page import (
+from tutti.reporting.plan_page import (
     PageTable,
     PlanPage,
     TableRow,

@@ -13,9 +13,9 @@ from tutti.config import serialization
 from tutti.config.run_report import Quantity, RunReport
 from tutti.config.verdict import Cause, TensorDifference, Verdict
 from tutti.errors import ReportError, SpecError
-from tutti.report.build_report import build_report
-from tutti.report.quality_metrics import parse_target
-from tutti.report.report_files import write_report
+from tutti.reporting.build_report import build_report
+from tutti.reporting.quality_metrics import parse_target
+from tutti.reporting.report_files import write_report
 
 TARGET = parse_target("test.accuracy=0.93")
 

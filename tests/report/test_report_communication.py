@@ -9,9 +9,9 @@ from run_folders import Story, rank_rows, rows, write_lines, write_run
 from tutti.config import serialization
 from tutti.config.run_folder import RunFolder
 from tutti.config.run_report import RunReport
-from tutti.report.build_report import build_report
-from tutti.report.html_report import report_html
-from tutti.report.terminal_report import as_text, report_table
+from tutti.reporting.build_report import build_report
+from tutti.reporting.html_report import report_html
+from tutti.reporting.terminal_report import as_text, report_table
 
 
 def entry(carried: str, nbytes: int, in_progress_s: float | None, **exposed_s: float) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tutti.config import serialization
 from tutti.config.run_folder import RunFolder
 from tutti.config.run_report import PredictionHistory
 from tutti.errors import ReportError
-from tutti.report.prediction_history import build_history, history_html, prediction_accuracy, run_folders
+from tutti.reporting.prediction_history import build_history, history_html, prediction_accuracy, run_folders
 
 # run_folders predicts 9.5 ms (8 to 12) for steps of 10.5 ms
 

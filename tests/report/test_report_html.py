@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from run_folders import Story, write_run
 
-from tutti.report.build_report import build_report
-from tutti.report.comparison import compare
-from tutti.report.html_report import comparison_html, report_html
-from tutti.report.quality_metrics import parse_target
-from tutti.report.report_files import write_report
+from tutti.reporting.build_report import build_report
+from tutti.reporting.comparison import compare
+from tutti.reporting.html_report import comparison_html, report_html
+from tutti.reporting.quality_metrics import parse_target
+from tutti.reporting.report_files import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (

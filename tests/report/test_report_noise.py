@@ -12,11 +12,11 @@ from tutti.config import serialization
 from tutti.errors import PlanError, ReportError
 from tutti.planner import NoiseScale
 from tutti.planner.plan_request import samples_to_quality
-from tutti.report.build_report import build_report
-from tutti.report.html_report import boxes
-from tutti.report.quality_metrics import parse_target, samples_at_small_batches
-from tutti.report.run_records import read_records
-from tutti.report.terminal_report import as_text, report_table
+from tutti.reporting.build_report import build_report
+from tutti.reporting.html_report import boxes
+from tutti.reporting.quality_metrics import parse_target, samples_at_small_batches
+from tutti.reporting.run_records import read_records
+from tutti.reporting.terminal_report import as_text, report_table
 
 
 def with_noise(path: Path, scale: float | None, every: int = 10) -> Path:

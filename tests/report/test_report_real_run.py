@@ -9,7 +9,7 @@ import pytest
 
 from tutti.config import serialization
 from tutti.config.run_report import RunReport
-from tutti.report.report_files import write_report
+from tutti.reporting.report_files import write_report
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits_tutti.py"
 

@@ -11,9 +11,9 @@ from report.run_folders import Story, write_run
 from tutti.config import serialization
 from tutti.config.plan import Plan
 from tutti.config.sync_notation import parse_sync, with_mode
-from tutti.report.build_report import build_report
-from tutti.report.html_report import boxes
-from tutti.report.terminal_report import report_table
+from tutti.reporting.build_report import build_report
+from tutti.reporting.html_report import boxes
+from tutti.reporting.terminal_report import report_table
 
 
 def with_replicas(path: Path) -> Path:

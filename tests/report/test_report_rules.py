@@ -23,11 +23,11 @@ from tutti.config.run_report import (
     TimeReport,
     TuningReport,
 )
-from tutti.report.build_report import build_report
-from tutti.report.comparison import compare, pooled_std, tolerance
-from tutti.report.honesty_rules import check_run
-from tutti.report.html_report import report_html
-from tutti.report.quality_metrics import parse_target
+from tutti.reporting.build_report import build_report
+from tutti.reporting.comparison import compare, pooled_std, tolerance
+from tutti.reporting.honesty_rules import check_run
+from tutti.reporting.html_report import report_html
+from tutti.reporting.quality_metrics import parse_target
 
 
 def published(value: float | None, unit: str = "") -> Quantity:

@@ -12,8 +12,8 @@ from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.config.run_folder import RunFolder
 from tutti.config.sync_notation import parse_sync
 from tutti.errors import ReportError
-from tutti.report.quality_metrics import parse_target, samples_by_strategy
-from tutti.report.run_records import Records, read_records
+from tutti.reporting.quality_metrics import parse_target, samples_by_strategy
+from tutti.reporting.run_records import Records, read_records
 
 TARGET = parse_target("test.accuracy=0.93")
 

@@ -4,8 +4,8 @@ import pytest
 
 from tutti.config.run_report import Quantity
 from tutti.errors import ReportError
-from tutti.report.formatting import duration, higher_is_better, number, prefixed, show, signed_percent, split_unit
-from tutti.report.quality_metrics import QualityTarget, parse_target
+from tutti.reporting.formatting import duration, higher_is_better, number, prefixed, show, signed_percent, split_unit
+from tutti.reporting.quality_metrics import QualityTarget, parse_target
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from harness import preload, run_ranks
 from trainer.guard_scripts import CORRECT, MISTAKES, Script, said
-from tutti.report.build_report import build_report
+from tutti.reporting.build_report import build_report
 
 preload("tutti.trainer.guard")
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import tutti
-from tutti.cli.options import capture_script
-from tutti.cli.planning import model_spec_of
+from tutti.commands.capture import capture_script
+from tutti.commands.planning import model_spec_of
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.planner import stamp

@@ -7,7 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from report.run_folders import STEP_S, Story, cluster, write_run
-from tutti.cli.calibrate import calibrated, command
+from tutti.cli.calibrate import command
+from tutti.commands.calibrate import calibrated
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec

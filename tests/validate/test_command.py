@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from tutti.cli.validate import command
 from tutti.errors import DataError
-from tutti.validate.published_rows import load_rows
-from tutti.validate.validation import CalibrationShare, validate
+from tutti.validation.published_rows import load_rows
+from tutti.validation.validation import CalibrationShare, validate
 
 
 def test_families_are_scored_apart_and_nothing_is_dropped() -> None:

@@ -10,7 +10,7 @@ from tutti.config.plan import BatchPlan, Plan
 from tutti.cost_model import predict
 from tutti.profile.architectures import architecture
 from tutti.profile.catalog.text_models import cluster_from_text
-from tutti.validate.cluster_fit import (
+from tutti.validation.cluster_fit import (
     NAMES,
     NOISE,
     PRIOR,
@@ -24,7 +24,7 @@ from tutti.validate.cluster_fit import (
     fit_constants,
     fitted_cluster,
 )
-from tutti.validate.scoring import Scored, errors, regret
+from tutti.validation.scoring import Scored, errors, regret
 
 CLUSTER = cluster_from_text("2x8:a100-80gb,nvlink3,8*ib-hdr")
 TRUTH = Constants(rate=-0.2, half_size=0.3, bandwidth=-0.1, call=0.5, network_bandwidth=-0.4)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tutti.errors import DataError
-from tutti.validate.published_rows import PublishedRow, Uncosted, load_rows
-from tutti.validate.row_specs import cluster_of
-from tutti.validate.scoring import case_of
+from tutti.validation.published_rows import PublishedRow, Uncosted, load_rows
+from tutti.validation.row_specs import cluster_of
+from tutti.validation.scoring import case_of
 
 ROWS = {row.row_id: row for row in load_rows(None)}
 

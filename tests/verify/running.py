@@ -12,7 +12,7 @@ from harness import RankFailed, run_ranks
 from tutti.config import serialization
 from tutti.config.plan import Plan
 from tutti.config.verdict import Verdict
-from tutti.verify.verification import VerificationRequest, VerificationTrial, on_one_device, verify
+from tutti.verification.verification import VerificationRequest, VerificationTrial, on_one_device, verify
 
 HERE = Path(__file__).parent
 

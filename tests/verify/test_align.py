@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tutti.config.plan import BatchPlan, Plan
 from tutti.data.batches import MicrobatchShare, share_of
-from tutti.verify.alignment import RankTensor, batch_alignments
-from tutti.verify.compare_forward import smallest_gap
-from tutti.verify.tolerance import ToleranceChecker, difference, rms
+from tutti.verification.alignment import RankTensor, batch_alignments
+from tutti.verification.compare_forward import smallest_gap
+from tutti.verification.tolerance import ToleranceChecker, difference, rms
 
 GAUGE = ToleranceChecker(1e-8, 1e-2)
 

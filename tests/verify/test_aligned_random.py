@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tutti.data.batches import MicrobatchShare
-from tutti.verify.matched_randomness import AlignedRandom, rows_of
+from tutti.verification.matched_randomness import AlignedRandom, rows_of
 
 SIZES = (3, 1, 2)
 

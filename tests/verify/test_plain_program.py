@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tutti.config.plan import BatchPlan, Plan
-from tutti.verify import plain_step
-from tutti.verify.verification import VerificationRequest, verify
+from tutti.verification import plain_step
+from tutti.verification.verification import VerificationRequest, verify
 from verify.running import HERE, run_script, verdict_on
 
 BREAKS = {

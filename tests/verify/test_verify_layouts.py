@@ -7,8 +7,8 @@ import torch
 
 from tutti.config.plan import BatchPlan, LayoutRule, PipelinePlan, Plan, ShardingPlan
 from tutti.parallel.layout import TensorShard
-from tutti.verify import alignment
-from tutti.verify.alignment import covers_whole, sample_columns, sample_elements, sampled_columns, sampled_part
+from tutti.verification import alignment
+from tutti.verification.alignment import covers_whole, sample_columns, sample_elements, sampled_columns, sampled_part
 from verify.running import verdict_on
 
 

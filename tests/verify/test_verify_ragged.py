@@ -10,9 +10,9 @@ import torch
 from tutti.config.plan import BatchPlan, Plan
 from tutti.data.batches import MicrobatchShare
 from tutti.data.collate_record import sample_digest
-from tutti.verify.alignment import RankTensor
-from tutti.verify.batch_readings import collated_alignments
-from tutti.verify.tolerance import alignment_difference
+from tutti.verification.alignment import RankTensor
+from tutti.verification.batch_readings import collated_alignments
+from tutti.verification.tolerance import alignment_difference
 from verify.running import HERE, verdict_on
 
 

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from tutti.cli.verify import VerifyOptions, _summed
+from tutti.commands.verify import VerifyOptions, _summed
 from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.config.sync_notation import parse_sync, with_mode

@@ -1,24 +1,13 @@
 """`tutti calibrate RUN...`: fits a cluster's constants to the step times of past runs."""
 
-from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import cluster_for, console, emit, json_option
-from tutti.config.cluster import ClusterSpec, Conditions, DeviceSpec
-from tutti.errors import ReportError
-
-if TYPE_CHECKING:
-    from tutti.validate.cluster_fit import Fit, Sample
-
-FEW_RUNS = 4
-"""With fewer runs only one factor on the time is fitted; otherwise every constant, drawn towards its previous value."""
-
+from tutti.cli.options import emit, json_option
+from tutti.commands.calibrate import calibrated
+from tutti.commands.inputs import write_spec
+from tutti.commands.messages import console
 
 DISAGREE = 0.5
 """Mean error after the fit above which the runs are said to contradict each other."""
@@ -35,8 +24,6 @@ def command(runs: tuple[Path, ...], cluster: Path | None, output: Path | None, a
     RUN is a folder that tutti run made, or a folder of such folders. The old cluster file is not changed. The new one
     records which runs it was fitted to, when, and with which versions of torch and tutti: it is only as good as those.
     """
-    from tutti.cli.planning import write_spec
-
     fitted, fit = calibrated(runs, cluster)
     if output is not None:
         write_spec(fitted, output)
@@ -56,111 +43,3 @@ def command(runs: tuple[Path, ...], cluster: Path | None, output: Path | None, a
         )
         if output is not None:
             console.print(f"cluster written to {output}: use it with --cluster {output}", soft_wrap=True)
-
-
-def calibrated(paths: tuple[Path, ...], cluster: Path | None) -> tuple[ClusterSpec, "Fit"]:
-    """Return the cluster with fitted constants, and the fit.
-
-    Args:
-        paths: run folders, or folders of them.
-        cluster: a ClusterSpec file to correct; None for the runs' own cluster.
-
-    Raises:
-        ReportError: no run has enough records, or the runs are of different machines.
-    """
-    from tutti.validate.cluster_fit import apply_fit, fit_constants
-
-    given = cluster_for(cluster) if cluster is not None else None
-    measured = [pair for path in paths for folder in _folders(path) if (pair := _sample(folder, given)) is not None]
-    if not measured:
-        raise ReportError(
-            "no run has a model, a plan, a cluster and a finished step; name run folders of `tutti run` with prediction"
-        )
-    samples = [sample for sample, _ in measured]
-    base = given or samples[0].cluster
-    other = next((sample for sample in samples if sample.cluster.name != base.name), None)
-    if other is not None:
-        raise ReportError(
-            f"the runs are from different machines ({base.name!r} and {other.cluster.name!r}); calibrate each machine "
-            "separately, or name one cluster with --cluster"
-        )
-    fit = fit_constants(samples, few=FEW_RUNS)
-    versions = {"tutti": version("tutti"), **{name: text for _, known in measured for name, text in known.items()}}
-    stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    what = ", ".join(f"{name} {text}" for name, text in sorted(versions.items()))
-    fitted = apply_fit(fit, base, f"fitted to {len(samples)} runs at {stamp} ({what})")
-    note = (
-        f"constants fitted at {stamp} to {len(samples)} runs; mean error {fit.before:.1%} before the fit, "
-        f"{fit.after:.1%} after"
-    )
-    return replace(fitted, conditions=_conditions(base.conditions, stamp, versions, note)), fit
-
-
-def _folders(path: Path) -> list[Path]:
-    """Return the path itself if it is a run folder, else all runs in it."""
-    if (path / "run.json").is_file():
-        return [path]
-    return sorted(header.parent for header in path.glob("*/run.json"))
-
-
-def _sample(folder: Path, cluster: ClusterSpec | None) -> "tuple[Sample, dict[str, str]] | None":
-    """Return what a run measured, and the versions it ran with; None, after a note, if it recorded too little.
-
-    The wait for data is left out, because the constants describe computation. Raises ReportError if the run was on
-    other machines than `cluster`.
-    """
-    from tutti.report.measurements import steady_steps
-    from tutti.report.run_records import read_records
-    from tutti.validate.cluster_fit import Sample
-
-    try:
-        records = read_records(folder)
-    except ReportError as error:
-        console.print(f"left out: {error}", style="yellow", soft_wrap=True)
-        return None
-    machines = cluster or records.cluster
-    if records.model is None or records.plan is None or machines is None:
-        console.print(f"left out: {folder} has no model, plan or cluster", style="yellow", soft_wrap=True)
-        return None
-    if records.model.untraced:
-        console.print(f"left out: {folder}: {records.model.untraced}", style="yellow", soft_wrap=True, markup=False)
-        return None
-    if cluster is not None and records.cluster is not None:
-        _check_same(folder, records.cluster, cluster)
-    times = [_own_s(row.number("wall_s"), row.mapping("phases")) for row in steady_steps(records)]
-    known = [seconds for seconds in times if seconds > 0]
-    if not known:
-        return None
-    model = replace(records.model, loading=None)
-    sample = Sample(model=model, cluster=machines, plan=records.plan, measured_s=median(known))
-    return sample, {name: text for name, text in records.header.versions.items() if name in ("torch", "cuda", "python")}
-
-
-def _check_same(folder: Path, own: ClusterSpec, given: ClusterSpec) -> None:
-    """Raise ReportError if a run was on devices that are not in the cluster to correct.
-
-    Its step times would say nothing about other devices.
-    """
-    known = {_device_words(device) for device in given.devices.values()}
-    ran_on = dict.fromkeys(_device_words(own.devices[node.device]) for node in own.nodes)
-    missing = [words for words in ran_on if words not in known]
-    if missing:
-        raise ReportError(
-            f"{folder} ran on {missing[0]}, but {given.name!r} has {', '.join(sorted(known))}; name the machines of "
-            "the runs with --cluster, or leave it out"
-        )
-
-
-def _device_words(device: DeviceSpec) -> str:
-    return f"{device.name!r} ({device.kind})"
-
-
-def _own_s(wall_s: float | None, phases: dict[str, float]) -> float:
-    return (wall_s or 0.0) - phases.get("data", 0.0)
-
-
-def _conditions(before: Conditions | None, stamp: str, versions: dict[str, str], note: str) -> Conditions:
-    fields: dict[str, Any] = {"measured_utc": stamp, "versions": versions}
-    if before is None:
-        return Conditions(cores_granted=0, load_at_start=0.0, load_at_end=0.0, notes=(note,), **fields)
-    return replace(before, notes=(*before.notes, note), **fields)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from tutti.cli.options import console, emit, json_option
+from tutti.cli.options import emit, json_option
+from tutti.commands.messages import console
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,30 +2,26 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.named_inputs import named_model
 from tutti.cli.options import (
     SCRIPT_CONTEXT,
     ScriptCommand,
-    capture_script,
-    console,
     emit,
     json_option,
     script_arguments,
+    timeout_option,
 )
-from tutti.config import serialization
+from tutti.commands.describe import describe_target
+from tutti.commands.messages import console
 from tutti.config.model import ModelSpec, ModuleSpec
-from tutti.errors import DataError, ScriptError
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from tutti.trainer.capture import CapturedScript
 
 
 @click.command(cls=ScriptCommand, context_settings=SCRIPT_CONTEXT)
@@ -33,21 +29,23 @@ if TYPE_CHECKING:
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the ModelSpec to this file.")
 @click.option("--depth", type=click.IntRange(0), help="Show modules down to this depth; sums include deeper ones.")
 @click.option("--all", "every", is_flag=True, help="Show a row for every module; do not merge equal layers.")
+@timeout_option
 @script_arguments
 def command(
-    script: Path, arguments: tuple[str, ...], as_json: bool, output: Path | None, depth: int | None, every: bool
+    script: Path,
+    arguments: tuple[str, ...],
+    as_json: bool,
+    output: Path | None,
+    depth: int | None,
+    every: bool,
+    timeout_s: float,
 ) -> None:
     """Show what the model of SCRIPT costs for one sample: parameters, FLOPs and bytes, by module.
 
     The script runs up to job.prepare; the model is not run and takes no memory. Options that tutti does not know, and
     all after --, are the script's. Instead of a script, a name with sizes: llama --layers 80, or llama3-70b.
     """
-    model = named_model((str(script), *arguments))
-    if model is None:
-        with console.status("tracing the model on shapes"):
-            model = describe_script(script, arguments)
-    if output is not None:
-        _write(model, output)
+    model = describe_target((str(script), *arguments), output, timeout_s)
     if as_json:
         emit(model)
         return
@@ -63,85 +61,6 @@ def command(
         out.print(f"note: {note}", markup=False, soft_wrap=True)
     if output is not None:
         console.print(f"ModelSpec written to {output}", soft_wrap=True)
-
-
-def describe_script(script: Path, arguments: tuple[str, ...]) -> ModelSpec:
-    """Run a script up to `Job.prepare` and describe its model; the spec is named after the script."""
-    return describe_captured(capture_script(script, arguments), name=script.stem)
-
-
-def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
-    """Return the ModelSpec of what a script gave to `prepare`.
-
-    Args:
-        captured: what the script gave to `prepare`.
-        name: the spec's name.
-
-    Raises:
-        DataError: the data set is empty, or its samples cannot be made into a batch.
-    """
-    from tutti.parallel.capabilities import with_capabilities
-    from tutti.profile import describe_model
-    from tutti.trainer.capture import TRACED_SAMPLES
-
-    known = captured.dataset_samples
-    count = TRACED_SAMPLES if known is None else min(TRACED_SAMPLES, known)
-    if count < 1:
-        raise DataError(f"{name}: the data set has 0 samples; give prepare a data set with at least one")
-    losses = [function for function, _ in captured.losses]
-    if losses:
-        batches = tuple(batch for _, batch in captured.losses)
-        args, kwargs, target = batches, dict[str, Any](), None
-    else:
-        args, kwargs, target = samples_of(captured, count, name)
-    described = describe_model(
-        captured.model,
-        args,
-        kwargs,
-        target,
-        captured.loss,
-        captured.optimizers,
-        samples=count,
-        name=name,
-        tokens_per_sample=captured.tokens_per_sample,
-        dataset_samples=captured.dataset_samples,
-        losses=losses,
-    )
-    capable = with_capabilities(described, captured.model, () if kwargs or losses else args, captured.plan.layout)
-    model = replace(capable, loading=captured.loading(), script_nbytes=captured.script_nbytes, own_losses=len(losses))
-    return _with_failure(model, captured.failed)
-
-
-def samples_of(captured: "CapturedScript", count: int, name: str) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return the first samples as a batch.
-
-    Raises:
-        DataError: the script's data set, collate function or `unpack` fails.
-    """
-    try:
-        return captured.samples(count)
-    except Exception as error:  # the script's code
-        raise DataError(
-            f"{name}: the first {count} samples cannot be made into a batch ({type(error).__name__}: {error}); "
-            "fix the data set, its collate function or `unpack`"
-        ) from error
-
-
-def _with_failure(model: ModelSpec, failed: str) -> ModelSpec:
-    """Return `model` with why the script did not complete its first step."""
-    if not failed:
-        return model
-    counted = "only its losses before that count" if model.own_losses else "the loss given to prepare counts"
-    words = f"the script's first step, in which nothing is computed, failed ({failed}): {counted}"
-    untraced = f"{model.untraced} ({words})" if model.untraced else ""
-    return replace(model, notes=(*model.notes, words), untraced=untraced)
-
-
-def _write(model: ModelSpec, output: Path) -> None:
-    try:
-        serialization.save(model, output)
-    except OSError as error:
-        raise ScriptError(f"--output {output} cannot be written ({error.strerror}); name another file") from None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tutti.cli.options import console, emit, json_option
+from tutti.cli.options import emit, json_option
 
 if TYPE_CHECKING:
     from tutti.launch.doctor_checks import Finding
@@ -19,25 +19,16 @@ if TYPE_CHECKING:
 @click.argument("script", required=False, type=click.Path(path_type=Path))
 def command(script: Path | None, nproc: int | None, rendezvous: str | None, as_json: bool) -> None:
     """Find what would stop a launch (of SCRIPT) on this host. Exits with 1 if anything would."""
-    from tutti.launch import doctor_checks
-    from tutti.launch.launch_environment import granted_cores
-    from tutti.launch.local_launcher import warm
+    from tutti.commands.doctor import diagnosed
 
-    warm()
-    findings: list[Finding] = []
-    for check in doctor_checks.all_checks(script, nproc or max(2, granted_cores()), rendezvous):
-        with console.status("checking"):
-            findings.append(check())
-        if not as_json:
-            _show(findings[-1])
-    problems = sum(not finding.ok for finding in findings)
+    diagnosis = diagnosed(script, nproc, rendezvous, show=(lambda finding: None) if as_json else _show)
+    problems = sum(not finding.ok for finding in diagnosis.findings)
     if as_json:
-        emit(doctor_checks.Diagnosis(ok=not problems, findings=tuple(findings)))
+        emit(diagnosis)
+    elif problems:
+        print(f"problems to fix: {problems}; start with the first")
     else:
-        verdict = (
-            "nothing would stop a launch here" if not problems else f"problems to fix: {problems}; start with the first"
-        )
-        print(verdict)
+        print("nothing would stop a launch here")
     sys.exit(1 if problems else 0)
 
 

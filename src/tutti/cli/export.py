@@ -1,21 +1,12 @@
 """`tutti export CHECKPOINT --to FILE`: writes a checkpoint of any plan as one plain file that one device reads."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-from tutti.cli.options import console, emit, json_option
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """A finished export: the checkpoint, the file, and its size in bytes."""
-
-    checkpoint: str
-    file: str
-    nbytes: int
-    optimizers: bool
+from tutti.cli.options import emit, json_option
+from tutti.commands.export import export
+from tutti.commands.messages import console
 
 
 @click.command()
@@ -29,26 +20,8 @@ def command(checkpoint: Path, file: Path, optimizers: bool, as_json: bool) -> No
     The file holds a plain state_dict: model.load_state_dict(torch.load(FILE)), or safetensors.torch.load_model(model,
     FILE). With --optimizers FILE.pt holds {"model": state_dict, "optimizers": [state_dict, ...]}.
     """
-    _check(checkpoint, file, optimizers)
-    from tutti.checkpoint.plain_state import to_file
-    from tutti.checkpoint.sources import find_checkpoint
-
-    path = find_checkpoint(checkpoint)
-    nbytes = to_file(path, file, optimizers=optimizers)
+    done = export(checkpoint, file, optimizers=optimizers)
     if as_json:
-        emit(Exported(checkpoint=str(path), file=str(file), nbytes=nbytes, optimizers=optimizers))
+        emit(done)
     else:
-        console.print(f"{file}: {nbytes / 1e6:,.1f} MB, from {path}", soft_wrap=True, markup=False)
-
-
-def _check(checkpoint: Path, file: Path, optimizers: bool) -> None:
-    if file.suffix not in (".safetensors", ".pt"):
-        raise click.UsageError(f"--to {file}: name a file that ends in .safetensors or .pt")
-    if optimizers and file.suffix != ".pt":
-        raise click.UsageError("--optimizers needs --to FILE.pt; a safetensors file holds only tensors")
-    if file.exists():
-        raise click.UsageError(f"{file} exists; name another file, or remove it")
-    if not file.absolute().parent.is_dir():
-        raise click.UsageError(f"{file.absolute().parent} is not a folder; create it, or name another file")
-    if not checkpoint.exists():
-        raise click.UsageError(f"{checkpoint} does not exist; name a run folder, or a checkpoint in one")
+        console.print(f"{file}: {done.nbytes / 1e6:,.1f} MB, from {done.checkpoint}", soft_wrap=True, markup=False)

@@ -1,27 +1,17 @@
 """Options that several commands share. Imports nothing heavy, so that ranks start without delay."""
 
-import ast
 import json
-import runpy
 import shlex
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import click
-from rich.console import Console
 
+from tutti.commands.capture import SCRIPT_TIMEOUT_S
 from tutti.config import serialization
-from tutti.config.cluster import ClusterSpec
 from tutti.config.vocabulary import Relaxation
-from tutti.errors import ScriptError, TuttiError
-
-if TYPE_CHECKING:
-    from tutti.trainer.capture import CapturedScript
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -95,12 +85,10 @@ compress_option = _worded(
 """--compress: the codec of gradient reductions."""
 
 
-def _buckets(text: str) -> str:
-    from tutti.config.option_syntax import with_bucket_size
-    from tutti.config.plan import BatchPlan, Plan
+def _buckets(text: str) -> str | None:
+    from tutti.commands.run import buckets_of
 
-    with_bucket_size(Plan(batch=BatchPlan(global_batch_size=1)), text)
-    return text
+    return buckets_of(text)
 
 
 bucket_option = _worded(
@@ -145,8 +133,17 @@ def script_arguments(function: F) -> F:
     return click.argument("script", type=click.Path(path_type=Path))(function)
 
 
-console = Console(stderr=True, highlight=False)
-"""Everything that is not a result goes to standard error, so that --json leaves one document on standard output."""
+def timeout_option(function: F) -> F:
+    """Add --timeout: the seconds that a script has to get as far as job.prepare."""
+    return click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(min=0.1),
+        default=SCRIPT_TIMEOUT_S,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long the script may take to get as far as job.prepare.",
+    )(function)
 
 
 def run_command(plan: Path, target: tuple[str, ...]) -> str:
@@ -157,94 +154,3 @@ def run_command(plan: Path, target: tuple[str, ...]) -> str:
 def emit(data: Any) -> None:
     """Print one JSON document on standard output."""
     print(json.dumps(serialization.to_data(data), indent=2))
-
-
-def capture_script(script: Path, arguments: tuple[str, ...]) -> "CapturedScript":
-    """Run a script up to `Job.prepare` and return what it was given; the model's parameters stay on the meta device.
-
-    What the script prints goes to standard error. A script with `forward_backward` in its text runs through its first
-    step, which shows its losses but computes nothing.
-
-    Args:
-        script: the script's path.
-        arguments: the script's own arguments.
-
-    Raises:
-        ScriptError: the script fails or ends without calling prepare.
-    """
-    from tutti.launch.preload import load_modules
-    from tutti.launch.rank_main import user_traceback
-    from tutti.launch.script_path import check_script
-    from tutti.profile.meta_device import parameters_on_meta
-    from tutti.profile.step_trace import first_line
-    from tutti.trainer.capture import capturing
-
-    check_script(script)
-    load_modules()
-    with capturing(follow=_computes_losses(script)) as capture:
-        try:
-            with _as_main(script, arguments), redirect_stdout(sys.stderr), parameters_on_meta():
-                runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as error:
-            if error.code not in (0, None) and capture.captured is None:
-                raise ScriptError(
-                    f"{script} ended with exit code {error.code} before job.prepare; run it with python to see why"
-                ) from None
-        except Exception as error:  # a followed script may fail where it needs values
-            if capture.captured is None and isinstance(error, TuttiError):
-                raise
-            if capture.captured is None:
-                words = user_traceback(error).rstrip()
-                raise ScriptError(f"{script} failed before its Job was prepared:\n{words}") from None
-            capture.captured = replace(capture.captured, failed=first_line(error))
-    if capture.captured is not None:
-        return capture.captured
-    raise ScriptError(
-        f"{script} ended without calling job.prepare; make a tutti.Job and pass model, optimizer, data and loss to its "
-        "prepare (docs/tutorial.md shows the three lines)"
-    )
-
-
-def _computes_losses(script: Path) -> bool:
-    """Return whether the script's text calls `forward_backward`."""
-    try:
-        tree = ast.parse(script.read_bytes())
-    except (SyntaxError, ValueError):  # running it says what is wrong
-        return False
-    return any(isinstance(node, ast.Attribute) and node.attr == "forward_backward" for node in ast.walk(tree))
-
-
-def cluster_for(path: Path | None, *, quick: bool = True) -> ClusterSpec:
-    """Return the cluster of a file or of one line (4x8:a100-80gb,nvlink3,8*ib-hdr), or this machine's.
-
-    Args:
-        path: the file or the line; None for this machine, measured now if it never was.
-        quick: measure with fewer sizes and repeats.
-    """
-    if path is not None:
-        from tutti.profile.catalog.text_models import cluster_from_text, is_cluster_text
-
-        if is_cluster_text(str(path)) and not path.exists():
-            return cluster_from_text(str(path))
-        return serialization.load(ClusterSpec, path)
-    from tutti.profile.probe import cached_cluster_path, measure
-
-    cached = cached_cluster_path()
-    if cached.exists():
-        return serialization.load(ClusterSpec, cached)
-    console.print("measuring this machine, once (`tutti probe` measures it more thoroughly)")
-    cluster = measure(quick=quick)
-    serialization.save(cluster, cached)
-    return cluster
-
-
-@contextmanager
-def _as_main(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
-    """Set sys.argv and sys.path as `python script arguments` has them, while the context lasts."""
-    argv, path = sys.argv, sys.path[:]
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, path

@@ -1,63 +1,12 @@
-"""The options of `tutti plan`, and the values they were given."""
+"""The options of `tutti plan` on the command line."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from tutti.config.vocabulary import Relaxation, Unit
-
-if TYPE_CHECKING:
-    from tutti.config.compression import Compression
-    from tutti.planner import Objective, PrecisionPolicy
-
-
+from tutti.commands.plan_options import OBJECTIVES
 from tutti.config.option_syntax import BYTES, SECONDS, parse_quantity
-
-OBJECTIVES = ("throughput", "device-hours", "cost", "energy", "memory", "time-to-quality")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The command line of `tutti plan`."""
-
-    target: tuple[str, ...]
-    cluster: Path | None
-    model: Path | None
-    global_batch_size: int | None
-    unit: Unit
-    max_devices: int | None
-    nproc: int | None
-    precision: "PrecisionPolicy | None"
-    allow_microbatches: bool
-    data_parallel: bool
-    objective: "Objective"
-    epochs: float | None
-    samples: float | None
-    memory: float | None
-    budget: float | None
-    deadline: float | None
-    critical_batch: float | None
-    least_samples: float | None
-    noise_from: Path | None
-    target_quality: str | None
-    seconds: float | None
-    samples_from: tuple[Path, ...]
-    what_if: tuple[str, ...]
-    diff: tuple[Path, Path] | None
-    top: int
-    html: Path | None
-    scaling: bool
-    tries: int | None
-    try_steps: int
-    output: Path | None
-    mesh: str | None
-    compress: "Compression | None"
-    relax: Relaxation
-    plan: Path | None
-    explain: bool
-    as_json: bool
 
 
 def searching(function: Any) -> Any:

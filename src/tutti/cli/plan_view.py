@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from tutti.cli.options import console, emit, run_command
+from tutti.cli.options import emit, run_command
 from tutti.cli.prediction_view import (
     SCENARIO_COLUMNS,
-    Scenario,
     exposed_words,
     scenario_rows,
     show_curve,
@@ -17,6 +16,8 @@ from tutti.cli.prediction_view import (
     standard_output,
     trust_here,
 )
+from tutti.commands.messages import console
+from tutti.commands.planned import Scenario
 from tutti.config import serialization
 from tutti.config.plan import Plan
 from tutti.config.prediction import ACTIVITY_LABELS, Activity, Omission, RankMemory, Timeline, Track
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from tutti.cli.plan_options import PlanOptions
-    from tutti.cli.prediction_view import Planned
+    from tutti.commands.plan_options import PlanOptions
+    from tutti.commands.planned import Planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

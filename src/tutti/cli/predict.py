@@ -1,17 +1,16 @@
 """`tutti predict`: the cost of one plan, for a described model or a script, on a cluster."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from tutti.cli.options import SCRIPT_CONTEXT, ScriptCommand, capture_script, cluster_for, console, emit, json_option
-from tutti.config import serialization
+from tutti.cli.options import SCRIPT_CONTEXT, ScriptCommand, emit, json_option, timeout_option
+from tutti.commands.messages import console
 from tutti.config.cluster import ClusterSpec
 from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
-from tutti.errors import ScriptError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Write a page with the timeline of a step and its memory.",
 )
+@timeout_option
 @json_option
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGUMENTS]... | NAME [SIZES]...]")
@@ -40,25 +40,20 @@ def command(
     output: Path | None,
     html: Path | None,
     as_json: bool,
+    timeout_s: float,
 ) -> None:
     """Predict step time and memory of PLAN for --model FILE or SCRIPT. With --cluster no hardware is needed."""
-    from tutti.cli.planning import warn_if_changed, write_spec
-    from tutti.cost_model import predict
+    from tutti.commands.predict import predicted
 
-    intended = serialization.load(Plan, plan)
-    described = _model(model, target, intended)
-    warn_if_changed(intended, described)
-    machines = cluster_for(cluster)
-    prediction = predict(described, machines, intended)
-    if output is not None:
-        write_spec(prediction, output)
+    intended, described, machines, prediction = predicted(plan, target, model, cluster, output, timeout_s)
     if html is not None:
         write_plan_page(described, machines, intended, html)
     if as_json:
         emit(prediction)
         return
     from tutti.cli.plan_view import show_timeline
-    from tutti.cli.prediction_view import ROWS, standard_output
+    from tutti.cli.prediction_view import standard_output
+    from tutti.commands.planned import ROWS
     from tutti.cost_model.rank_tracks import timeline
 
     out = standard_output()
@@ -75,33 +70,14 @@ def write_plan_page(model: ModelSpec, cluster: ClusterSpec, plan: Plan, path: Pa
         ReportError: the page cannot be written.
     """
     from tutti.cli import prediction_view
+    from tutti.commands.planned import ROWS
     from tutti.cost_model import predict
     from tutti.cost_model.rank_tracks import timeline
 
-    step = timeline(model, cluster, plan, most_tracks=prediction_view.ROWS)
+    step = timeline(model, cluster, plan, most_tracks=ROWS)
     page = prediction_view.page_of_plan(f"{model.name} on {cluster.name}", plan, predict(model, cluster, plan), step)
     prediction_view.write_page(page, path)
     console.print(f"page written to {path}", soft_wrap=True, markup=False)
-
-
-def _model(path: Path | None, target: tuple[str, ...], intended: Plan) -> ModelSpec:
-    """Return the model to cost; a script's model is described for the layout of the plan `intended`."""
-    from tutti.cli.planning import costed, model_spec_of
-
-    if bool(path) == bool(target):
-        raise ScriptError("name one model: --model FILE before the plan, or a script after it")
-    if path is not None:
-        return costed(serialization.load(ModelSpec, path))
-    from tutti.cli.named_inputs import named_model
-
-    named = named_model(target)
-    if named is not None:
-        return named
-    script = Path(target[0])
-    with console.status("tracing the model on shapes"):
-        captured = capture_script(script, target[1:])
-        captured = replace(captured, plan=replace(captured.plan, layout=intended.layout))
-        return costed(model_spec_of(captured, name=script.stem))
 
 
 def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:

@@ -2,28 +2,21 @@
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tutti.cli.plan_trials import with_node_order, words_in_full
-from tutti.cli.planning import SEARCH_S, search
-from tutti.config.cluster import ClusterSpec
-from tutti.config.model import ModelSpec
+from tutti.commands.plan_trials import words_in_full
+from tutti.commands.planned import Planned, Scenario
 from tutti.config.plan import Plan
-from tutti.config.prediction import Activity, MeasuredPoint, Prediction, ScalingCurve, Timeline, Trials
+from tutti.config.prediction import Activity, Prediction, ScalingCurve, Timeline, Trials
 from tutti.cost_model.cost_notes import nbytes, seconds
-from tutti.cost_model.rank_tracks import timeline
-from tutti.errors import PlanError, ReportError
+from tutti.errors import ReportError
 from tutti.planner import (
     Choice,
-    PlanRequest,
-    device_counts,
     difference,
     explain,
     plan_words,
     rows,
-    scaling,
     training_cost_text,
 )
 from tutti.planner.objectives import money
@@ -31,88 +24,10 @@ from tutti.planner.objectives import money
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tutti.report.plan_page import KeyFigure, PageTable, PlanPage
+    from tutti.reporting.plan_page import KeyFigure, PageTable, PlanPage
 
 RECENT = 30
 """Number of newest runs that count in the summary of past prediction errors."""
-
-ROWS = 12
-"""Largest number of tracks that are shown."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
-    """The best plan for a changed cluster.
-
-    Attributes:
-        change: the change in words.
-        choice: the result of the search; None if there is no plan.
-        reason: why there is no plan.
-    """
-
-    change: str
-    choice: Choice | None
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """The choice with everything else that was asked for; --json prints it."""
-
-    choice: Choice
-    timeline: Timeline
-    scaling: ScalingCurve | None = None
-    trials: Trials | None = None
-    scenarios: tuple[Scenario, ...] = ()
-
-
-def step_of(model: ModelSpec, cluster: ClusterSpec, choice: Choice, tracks: int = ROWS) -> Timeline:
-    """Return the timeline of the chosen plan's step, with at most `tracks` tracks."""
-    return timeline(model, with_node_order(cluster, choice.nodes), choice.best, most_tracks=tracks)
-
-
-def curve_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest, limit_s: float | None) -> ScalingCurve:
-    """Return the best plan's speed against the number of devices.
-
-    Args:
-        model: what is trained.
-        cluster: the machines.
-        request: what the planner may vary.
-        limit_s: time limit of a single search; the searches for the curve share one and a half times as much.
-    """
-    counts = device_counts(cluster, request.max_devices)
-    search_s = max(1.0, 1.5 * (limit_s or SEARCH_S) / len(counts))
-    return scaling(request, counts, lambda fewer: search(model, cluster, fewer, search_s))
-
-
-def scenario(
-    model: ModelSpec, cluster: ClusterSpec, words: str, request: PlanRequest, limit_s: float | None
-) -> Scenario:
-    """Return the best plan for a changed cluster, or the reason why there is none.
-
-    Args:
-        model: what is trained.
-        cluster: the changed cluster.
-        words: the change in words.
-        request: what the planner may vary.
-        limit_s: time limit of the search.
-    """
-    try:
-        return Scenario(change=words, choice=search(model, cluster, request, limit_s))
-    except PlanError as error:
-        return Scenario(change=words, choice=None, reason=str(error))
-
-
-def with_measured(curve: ScalingCurve, trials: Trials | None) -> ScalingCurve:
-    """Return the curve with the measured throughput of the fastest plan tried on each number of devices."""
-    fastest: dict[int, float] = {}
-    for trial in trials.trials if trials is not None else ():
-        rate = trial.measured_throughput_per_s
-        if rate is not None:
-            fastest[trial.plan.world_size] = max(rate, fastest.get(trial.plan.world_size, 0.0))
-    points = tuple(MeasuredPoint(devices=count, throughput_per_s=rate) for count, rate in sorted(fastest.items()))
-    return replace(curve, measured=points)
-
 
 SCENARIO_COLUMNS = ("cluster", "best plan", "step", "memory per rank", "cost", "compared with now")
 
@@ -165,11 +80,6 @@ def _against(now: Choice, then: Choice) -> str:
     return f"{', '.join(parts)}; {changed}"
 
 
-def chosen_plan(choice: Choice, trials: Trials | None) -> Plan:
-    """Return the choice, or the plan that measured faster."""
-    return choice.best if trials is None or trials.best is None else trials.trials[trials.best].plan
-
-
 def trust_here(cluster: str, runs: Path = Path("runs")) -> str:
     """Return a sentence on the errors of past predictions for this cluster; empty if there are no such runs.
 
@@ -177,7 +87,7 @@ def trust_here(cluster: str, runs: Path = Path("runs")) -> str:
         cluster: the cluster's name.
         runs: the folder of runs to look in.
     """
-    from tutti.report.prediction_history import build_history, prediction_accuracy, run_folders
+    from tutti.reporting.prediction_history import build_history, prediction_accuracy, run_folders
 
     if not runs.is_dir():
         return ""
@@ -253,7 +163,7 @@ def page_of_choice(planned: Planned, top: int, command: str) -> "PlanPage":
         top: how many alternatives to show.
         command: the command that runs the plan.
     """
-    from tutti.report.plan_page import PlanPage
+    from tutti.reporting.plan_page import PlanPage
 
     choice = planned.choice
     lead = explain(choice).splitlines()[0].partition(": ")[2]
@@ -281,7 +191,7 @@ def page_of_plan(name: str, plan: Plan, prediction: Prediction, found: Timeline)
         prediction: its cost.
         found: its timeline.
     """
-    from tutti.report.plan_page import PlanPage
+    from tutti.reporting.plan_page import PlanPage
 
     batch = plan.batch
     words = plan_words(plan, common_names=True)
@@ -293,7 +203,7 @@ def page_of_plan(name: str, plan: Plan, prediction: Prediction, found: Timeline)
 
 
 def _keys(plan: Plan, prediction: Prediction, found: Timeline) -> "tuple[KeyFigure, ...]":
-    from tutti.report.plan_page import KeyFigure
+    from tutti.reporting.plan_page import KeyFigure
 
     time, memory = prediction.step_time_s, prediction.memory_nbytes
     tracks = sum(track.count for track in found.tracks)
@@ -319,7 +229,7 @@ def exposed_words(plans: Iterable[Plan]) -> str:
 
 
 def _alternatives(choice: Choice, top: int) -> "PageTable":
-    from tutti.report.plan_page import PageTable, TableRow
+    from tutti.reporting.plan_page import PageTable, TableRow
 
     every_row, objective = rows(choice), choice.request.objective
     extra = [objective] if objective not in ("throughput", "memory") else []
@@ -355,7 +265,7 @@ def _alternatives(choice: Choice, top: int) -> "PageTable":
 
 
 def _scenario_table(planned: Planned) -> "tuple[PageTable, ...]":
-    from tutti.report.plan_page import PageTable, TableRow
+    from tutti.reporting.plan_page import PageTable, TableRow
 
     if not planned.scenarios:
         return ()
@@ -376,7 +286,7 @@ def write_page(page: "PlanPage", path: Path) -> None:
     Raises:
         ReportError: the file cannot be written.
     """
-    from tutti.report.plan_page import plan_html
+    from tutti.reporting.plan_page import plan_html
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,38 +1,18 @@
 """`tutti probe`: measures this machine or a cluster, or writes a cluster's description from data sheets."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tutti.cli.options import console, emit, json_option
+from tutti.cli.options import emit, json_option
+from tutti.commands.messages import console
+from tutti.commands.probe import ProbeOptions, described, measured
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.option_syntax import BYTES, parse_quantity
 from tutti.errors import SpecError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeOptions:
-    """The command line, as given."""
-
-    quick: bool
-    nproc: int | None
-    output: Path | None
-    plot: Path | None
-    no_plot: bool
-    show_parts: bool
-    device: str | None
-    devices_per_node: int
-    nodes: int
-    node_link: str | None
-    network: str | None
-    network_ports: int
-    node_memory: int | None
-    as_json: bool
 
 
 def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
@@ -74,10 +54,10 @@ def command(**given: Any) -> None:
     options = ProbeOptions(**given)
     if options.show_parts:
         _show_parts(options)
-    elif options.device is not None:
-        _write_down(options, options.device)
-    else:
-        _measure(options)
+        return
+    result = measured(options) if options.device is None else described(options, options.device)
+    if result is not None:
+        _finish(options, result.cluster, options.output or result.file)
 
 
 def _show_parts(options: ProbeOptions) -> None:
@@ -89,78 +69,6 @@ def _show_parts(options: ProbeOptions) -> None:
     from tutti.cli.cluster_view import parts_tables
 
     _print(parts_tables(parts().devices, parts().links))
-
-
-def _write_down(options: ProbeOptions, device: str) -> None:
-    from tutti.profile.catalog import cluster_from_parts
-    from tutti.profile.catalog.text_models import cluster_from_text, is_cluster_text
-
-    if is_cluster_text(device):
-        written = cluster_from_text(device)
-        _finish(options, written, options.output or Path("cluster.json"))
-        return
-    name = f"{options.nodes} x {options.devices_per_node} x {device}"
-    cluster = cluster_from_parts(
-        name,
-        device,
-        devices_per_node=options.devices_per_node,
-        nodes=options.nodes,
-        node_link=options.node_link,
-        network=options.network,
-        network_ports=options.network_ports,
-        node_memory_nbytes=options.node_memory,
-    )
-    default = Path(f"cluster-{options.nodes}x{options.devices_per_node}-{device}.json")
-    _finish(options, cluster, options.output or default)
-
-
-def _measure(options: ProbeOptions) -> None:
-    from tutti.environment import read_rank_environment
-    from tutti.profile.probe import cached_cluster_path, measure
-
-    if options.plot is not None:
-        _check_plot(options.plot)
-    place = read_rank_environment()
-    if place.world_size > 1:
-        _measure_with_all_ranks(options)
-        return
-    with _progress() as say:
-        cluster = measure(quick=options.quick, ranks=options.nproc, progress=say)
-    _finish(options, cluster, options.output or cached_cluster_path())
-
-
-def _measure_with_all_ranks(options: ProbeOptions) -> None:
-    """Measure with the ranks that a launcher started; rank 0 writes and prints the result."""
-    from tutti.comm.world import join_world, leave_world
-    from tutti.profile.probe import FULL, QUICK, cached_cluster_path
-    from tutti.profile.probe.rank_probe import measure_ranks
-
-    world = join_world()
-    try:
-        with _progress(world.is_main) as say:
-            effort = QUICK if options.quick else FULL
-            cluster = measure_ranks(world.device, effort, folder=Path.cwd(), say=say)
-    finally:
-        leave_world()
-    if world.is_main:
-        one_host = len(cluster.nodes) == 1 and cluster.nodes[0].count == 1
-        _finish(options, cluster, options.output or (cached_cluster_path() if one_host else Path("cluster.json")))
-
-
-def _check_plot(path: Path) -> None:
-    """Raise SpecError for a wrong suffix before anything is measured."""
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise SpecError(f"{path}: a plot is written as .svg, .png or .pdf; change the ending")
-
-
-@contextmanager
-def _progress(here: bool = True) -> Iterator[Callable[[str], None]]:
-    """Show what is being measured on one line of standard error, if it is a terminal."""
-    if not (here and console.is_terminal):
-        yield lambda text: None
-        return
-    with console.status("starting") as status:
-        yield lambda text: status.update(f"measuring: {text}")
 
 
 def _finish(options: ProbeOptions, cluster: ClusterSpec, output: Path) -> None:

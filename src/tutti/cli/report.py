@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tutti.cli.options import console, emit, json_option
+from tutti.cli.options import emit, json_option
+from tutti.commands.messages import console
 from tutti.errors import ReportError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tutti.report.quality_metrics import QualityTarget
+    from tutti.config.run_report import Comparison, PredictionHistory, RunReport
 
 
 @click.command()
@@ -47,22 +48,17 @@ def command(
     report may state one; otherwise the reason is given instead. --history shows predictions beside measurements of all
     runs; --output writes it as history.html, .json and .txt.
     """
-    from tutti.report.quality_metrics import parse_target
+    from tutti.commands import report as reports
 
+    told = _parse_facts(facts)
     if history:
-        page = _history(runs or (Path("runs"),), output, as_json)
-    elif not runs:
-        raise ReportError("no run was named; write `tutti report RUN`, or `tutti report --history` for all of runs/")
+        page = _show_history(reports.history_of(runs or (Path("runs"),), output), output, as_json)
+    elif len(runs) > 1:
+        page = _show_several(reports.several(runs, reports.target_of(target), output, told), output, as_json)
+    elif runs:
+        page = _show_one(runs[0], reports.one(runs[0], reports.target_of(target), output, told), output, as_json)
     else:
-        wanted = parse_target(target) if target is not None else None
-        folders = [run_folder(path) for path in runs]
-        single = len(folders) == 1
-        told = _parse_facts(facts)
-        page = (
-            _one(folders[0], wanted, told, output, as_json)
-            if single
-            else _several(folders, wanted, told, output, as_json)
-        )
+        raise ReportError("no run was named; write `tutti report RUN`, or `tutti report --history` for all of runs/")
     if page is not None:
         console.print(f"report: {page}", soft_wrap=True, markup=False)
     if open_page and page is not None:
@@ -78,50 +74,36 @@ def _parse_facts(texts: tuple[str, ...]) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _one(
-    folder: Path, target: "QualityTarget | None", facts: dict[str, str], output: Path | None, as_json: bool
-) -> Path:
+def _show_one(run: Path, report: "RunReport", output: Path | None, as_json: bool) -> Path:
+    from tutti.commands.report import run_folder_of
     from tutti.config.run_folder import RunFolder
-    from tutti.report.report_files import write_report
-    from tutti.report.terminal_report import report_table
+    from tutti.reporting.terminal_report import report_table
 
-    report = write_report(folder, target=target, facts=facts, output=output)
     if as_json:
         emit(report)
     else:
         _print(report_table(report))
-    return (output or RunFolder(folder).report) / "report.html"
+    return (output or RunFolder(run_folder_of(run)).report) / "report.html"
 
 
-def _several(
-    folders: list[Path], target: "QualityTarget | None", facts: dict[str, str], output: Path | None, as_json: bool
-) -> Path | None:
-    from tutti.report.build_report import build_report
-    from tutti.report.comparison import compare
-    from tutti.report.report_files import write_comparison
-    from tutti.report.terminal_report import comparison_table
+def _show_several(comparison: "Comparison", output: Path | None, as_json: bool) -> Path | None:
+    from tutti.reporting.terminal_report import comparison_table
 
-    comparison = compare([build_report(folder, target=target, facts=facts) for folder in folders])
     if as_json:
         emit(comparison)
     else:
         _print(comparison_table(comparison))
-    return write_comparison(comparison, output) if output is not None else None
+    return output / "comparison.html" if output is not None else None
 
 
-def _history(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> Path | None:
-    from tutti.report.prediction_history import build_history, history_table, run_folders
-    from tutti.report.report_files import write_history
+def _show_history(history: "PredictionHistory", output: Path | None, as_json: bool) -> Path | None:
+    from tutti.reporting.prediction_history import history_table
 
-    folders = run_folders(paths)
-    if not folders:
-        raise ReportError(f"there is no run folder in {', '.join(map(str, paths))}; name one that `tutti run` made")
-    history = build_history(folders)
     if as_json:
         emit(history)
     else:
         _print(history_table(history), width=150)
-    return write_history(history, output) if output is not None else None
+    return output / "history.html" if output is not None else None
 
 
 def _print(table: "RenderableType", width: int = 110) -> None:
@@ -130,19 +112,3 @@ def _print(table: "RenderableType", width: int = 110) -> None:
 
     out = console if console.is_terminal else Console(stderr=True, highlight=False, width=width)
     out.print(table)
-
-
-def run_folder(path: Path) -> Path:
-    """Return the path if it is a run folder, else the newest run in it.
-
-    Raises:
-        ReportError: it is neither a run folder nor a folder of runs.
-    """
-    if not path.is_dir():
-        raise ReportError(f"{path} is not a folder; name a run folder, such as runs/train-20250101-120000")
-    if (path / "run.json").is_file():
-        return path
-    folders = [header.parent for header in path.glob("*/run.json")]
-    if not folders:
-        raise ReportError(f"{path} has no run.json and no runs in it; name a folder that `tutti run` made")
-    return max(folders, key=lambda folder: ((folder / "run.json").stat().st_mtime_ns, folder.name))

@@ -1,42 +1,30 @@
 """`tutti run`: train according to a plan, on the ranks of this node. Other nodes run the same command."""
 
+import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tutti.cli.options import SCRIPT_CONTEXT, ScriptCommand, bucket_option, compress_option, relax_option, sync_option
-from tutti.cli.run_options import (
-    RunOptions,
-    check_nodes,
-    check_relax,
-    environment,
-    given_mesh,
-    given_plan,
-    own_count,
-    rank_counts,
-    ranks_per_node,
-)
-from tutti.errors import LaunchError, ScriptError, TuttiError
+from tutti.commands.messages import console
+from tutti.commands.run_options import RunOptions, rank_counts
+from tutti.errors import LaunchError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from tutti.commands.run_conclusion import Conclusion
 
-    from tutti.cli.run_prediction import Beside, PredictionRequest
-    from tutti.config.plan import Plan
-    from tutti.launch.launcher import Launcher, LaunchSpec
 
-_PLANNING = ("tutti.profile.probe", "tutti.cli.planning")
-"""Modules that the fork server loads once if the run is predicted or planned."""
-
-PREDICTION_WAIT_S = 20.0
-"""Seconds that a finished run waits for its prediction, which another process computes meanwhile."""
+def _counts(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    try:
+        return rank_counts(text)
+    except LaunchError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 @click.command(cls=ScriptCommand, context_settings=SCRIPT_CONTEXT)
-@click.option("--nproc", metavar="N[,N...]", callback=rank_counts, help="Ranks per node; a list for unequal nodes.")
+@click.option("--nproc", metavar="N[,N...]", callback=_counts, help="Ranks per node; a list for unequal nodes.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes that run this command together.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, help="The number of this node, from 0.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where nodes meet: node 0's host and a free port there.")
@@ -65,198 +53,41 @@ PREDICTION_WAIT_S = 20.0
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def command(**given: Any) -> None:
     """Train SCRIPT on several ranks, according to a plan: given with --plan, implied by --nproc, or made now."""
+    from tutti.commands.run import screen, trained
+
     options = RunOptions(**given)
-    if not options.target:
-        raise ScriptError("no script was named; write `tutti run train.py`, or `tutti run -m package.module`")
-    sys.exit(_run(options))
-
-
-def _run(options: RunOptions) -> int:
-    from tutti.launch.launch_environment import threads_per_rank
-    from tutti.launch.script_path import check_module, check_script
-
-    if options.module:
-        check_module(options.script)
-    else:
-        check_script(Path(options.script))
-    check_relax(options)
-    check_nodes(options)
-    from tutti.launch.launcher_registry import launcher_for
-    from tutti.launch.local_launcher import warm
-
-    launcher = launcher_for(options.launcher)
-
-    warm(
-        threads_per_rank(own_count(options)),
-        preload=("tutti.cli.run_prediction", *_PLANNING) if options.predict else ("tutti.cli.run_prediction",),
-    )
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
     try:
-        nproc = ranks_per_node(options, given_plan(options), given_mesh(options))
-        _meet(options, console)
-        spec = _launch_spec(options, nproc, console)
-        return _train(options, spec, launcher, console)
+        ended = trained(options, screen=screen(shown=True, as_json=options.as_json))
     except KeyboardInterrupt:  # before the ranks were started; from then on the supervisor handles it
         console.print("stopped")
-        return 130
+        sys.exit(130)
+    failure = ended.outcome.failure
+    if not options.one_screen or failure is None or failure.first in ended.spec.ranks:
+        _show(ended)
+    if options.as_json:
+        print(json.dumps(_document(ended), indent=2))
+    sys.exit(ended.exit_code)
 
 
-def _meet(options: RunOptions, console: "Console") -> None:
-    """Check that node 0's rendezvous port is free; on other nodes, wait until it is open."""
-    if options.rendezvous is None or options.nnodes == 1:
-        return
-    from tutti.launch import network
+def _show(ended: "Conclusion") -> None:
+    """Print what went wrong, or where the report is."""
+    from tutti.commands.run_conclusion import short
 
-    host, port = network.split_address(options.rendezvous)
-    if options.node_rank == 0:
-        network.check_host_is_here(host)
-        network.check_port_free(port)
-    else:
-        console.print(f"waiting for node 0 at {options.rendezvous}", style="dim")
-        network.wait_for_port(host, port, options.timeout_s)
+    if ended.message is not None:
+        style = "red" if ended.outcome.status == "failed" else None
+        console.print(ended.message, markup=False, soft_wrap=True, style=style)
+    elif ended.page is not None:
+        console.print(f"report: {short(ended.page)}", soft_wrap=True, markup=False)
 
 
-def _launch_spec(options: RunOptions, nproc: tuple[int, ...] | None, console: "Console") -> "LaunchSpec":
-    """Create the run folder, plan if `nproc` is still open, and return what to start on this node."""
-    from tutti.launch.launch_environment import threads_per_rank
-    from tutti.launch.launcher import LaunchSpec
-    from tutti.launch.script_path import run_folder
-
-    folder = run_folder(options.folder, options.resume, options.name, options.node_rank)
-    plan = options.plan.resolve() if options.plan is not None else None
-    if nproc is None or options.relax != "exact":
-        nproc = (_planned(options, folder, console).world_size,)
-        plan = folder / "plan.json"
-    return LaunchSpec(
-        target=options.script,
-        arguments=options.arguments,
-        is_module=options.module,
-        folder=folder,
-        ranks_per_node=nproc,
-        node_rank=options.node_rank,
-        rendezvous=options.rendezvous if options.nnodes > 1 else None,
-        timeout_s=options.timeout_s,
-        threads=threads_per_rank(nproc[options.node_rank]),
-        environment=environment(options, plan),
-    )
-
-
-def _planned(options: RunOptions, folder: Path, console: "Console") -> "Plan":
-    """Return the best plan for this script on this machine, made in another process."""
-    from tutti.cli.run_prediction import Beside
-    from tutti.config import serialization
-    from tutti.config.plan import Plan
-    from tutti.config.run_folder import RunFolder
-
-    if options.module:
-        raise LaunchError("tutti run cannot make a plan for a module (-m); add --nproc N, or --plan FILE")
-    wanted = replace(_wanted(options, folder, None), plans=True, ranks=own_count(options) if options.nproc else None)
-    worker = Beside(wanted)
-    try:
-        _wait_ready(worker, console)
-        with console.status("planning"):
-            worker.result(say=lambda words: console.print(words, markup=False, soft_wrap=True))
-    finally:
-        worker.stop()
-    return serialization.load(Plan, RunFolder(folder).plan)
-
-
-def _wanted(options: RunOptions, folder: Path, world_size: int | None) -> "PredictionRequest":
-    from tutti.cli.run_prediction import PredictionRequest
-    from tutti.config.mesh_axes import parse_mesh
-
-    return PredictionRequest(
-        script=Path(options.script),
-        arguments=options.arguments,
-        folder=folder,
-        cluster=options.cluster,
-        plan=options.plan,
-        mesh=parse_mesh(options.mesh) if options.mesh is not None else None,
-        ranks=world_size,
-        compress=options.compress,
-        sync=options.sync,
-        relax=options.relax,
-    )
-
-
-def _wait_ready(worker: "Beside", console: "Console") -> None:
-    """Wait until the machine has been measured, if it never was, before anything else runs on it."""
-    with console.status("planning") as status:
-        measured: list[str] = []
-
-        def say(words: str) -> None:
-            if not measured:
-                console.print("measuring this machine, once; `tutti probe` measures it more thoroughly", style="dim")
-            measured.append(words)
-            status.update(f"measuring: {words}")
-
-        worker.ready(say)
-
-
-def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", console: "Console") -> int:
-    from tutti.cli.run_conclusion import conclude, header_time
-    from tutti.cli.run_prediction import beside
-    from tutti.launch.rank_watch import watcher_for
-    from tutti.launch.supervisor import interrupts, supervise
-
-    console.print(_announcement(spec), style="dim", soft_wrap=True)
-    before = header_time(spec)
-    watcher = watcher_for(spec, stdout=sys.stderr if options.as_json else sys.stdout, console=console)
-    wanted = _wanted(options, spec.folder, spec.world_size) if _to_predict(options) else None
-    with interrupts() as interrupted, beside(wanted) as worker:
-        worker = _started(worker, console)
-        outcome = supervise(
-            lambda: launcher.start(spec),
-            spec,
-            watcher,
-            interrupted,
-            say=lambda words: console.print(words, style="dim"),
-        )
-        has_job = spec.node_rank > 0 or header_time(spec) != before
-        if worker is not None and has_job and outcome.status == "completed":
-            _await_prediction(worker, console)
-    told_here = not options.one_screen or outcome.failure is None or outcome.failure.first in spec.ranks
-    return conclude(spec, console, outcome, has_job=has_job, as_json=options.as_json, told_here=told_here)
-
-
-def _to_predict(options: RunOptions) -> bool:
-    """Return whether to predict beside the run.
-
-    A run that was planned just now has a prediction already; machines without a description cannot be predicted.
-    """
-    described = options.cluster is not None or options.nnodes == 1
-    stated = options.nproc is not None or options.plan is not None or options.mesh is not None
-    stated = stated and options.relax == "exact"
-    wanted = options.predict and not options.module
-    return wanted and options.node_rank == 0 and stated and described
-
-
-def _started(worker: "Beside | None", console: "Console") -> "Beside | None":
-    """Return the worker once it knows the machine; None, after a warning, if it failed."""
-    if worker is None:
-        return None
-    try:
-        _wait_ready(worker, console)
-    except TuttiError as error:
-        console.print(f"no prediction: {error}", style="yellow", markup=False, soft_wrap=True)
-        return None
-    return worker
-
-
-def _await_prediction(worker: "Beside", console: "Console") -> None:
-    """Wait for the prediction. The report only gains from it, so a run without one is as valid."""
-    try:
-        worker.result(PREDICTION_WAIT_S)
-    except TuttiError as error:
-        console.print(f"no prediction: {error}", style="yellow", markup=False, soft_wrap=True)
-
-
-def _announcement(spec: "LaunchSpec") -> str:
-    from tutti.cli.run_conclusion import short
-
-    ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
-    place = f" on {spec.nodes} nodes, this is node {spec.node_rank}" if spec.nodes > 1 else ""
-    threads = f"{spec.threads} thread{'s' if spec.threads > 1 else ''} each"
-    return f"{Path(spec.target).name}: {ranks}{place}, {threads}; run folder {short(spec.folder)}"
+def _document(ended: "Conclusion") -> dict[str, Any]:
+    outcome, failure = ended.outcome, ended.outcome.failure
+    return {
+        "status": outcome.status if ended.exit_code == outcome.exit_code else "failed",
+        "exit_code": ended.exit_code,
+        "folder": str(ended.spec.folder),
+        "world_size": ended.spec.world_size,
+        "message": ended.message,
+        "failed_ranks": list(failure.ranks) if failure else [],
+        "report": str(ended.page) if ended.page else None,
+    }

@@ -1,21 +1,19 @@
 """`tutti validate`: scores predictions against published measurements, family by family."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from tutti.cli.options import console, emit, json_option
-from tutti.errors import DataError
+from tutti.cli.options import emit, json_option
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tutti.validate.published_rows import PublishedRow
-    from tutti.validate.scoring import Errors
-    from tutti.validate.validation import CalibrationShare, FamilyResult, Validation
+    from tutti.validation.published_rows import PublishedRow
+    from tutti.validation.scoring import Errors
+    from tutti.validation.validation import FamilyResult, Validation
 
 
 @click.command()
@@ -38,31 +36,17 @@ def command(rows: Path | None, fits: tuple[str, ...], families: tuple[str, ...],
     reason, and rows that cannot be costed are counted. From 16 rows of a machine its constants are fitted, with fewer
     only one factor.
     """
-    from tutti.validate.published_rows import load_rows
-    from tutti.validate.validation import validate
+    from tutti.commands.validate import validated
+    from tutti.validation.published_rows import load_rows
 
     if columns:
         _show_columns((load_rows(rows) or load_rows(None))[0], as_json=as_json)
         return
-    every = load_rows(rows)
-    _check_known(families, {row.family for row in every})
-    loaded = [row for row in every if not families or row.family in families]
-    wanted = dict(_fit(text) for text in fits)
-    borrowed = [share.borrow for share in wanted.values() if share.borrow]
-    _check_known([*wanted, *borrowed], {row.family for row in loaded})
-    with console.status("predicting") as status:
-        result = validate(loaded, wanted, lambda family: status.update(f"predicting {family}"))
+    result = validated(rows, fits, families)
     if as_json:
         emit(result)
     else:
         _show(result)
-
-
-def _check_known(named: Sequence[str], known: set[str]) -> None:
-    """Raise DataError for a family without rows, naming those that have some."""
-    missing = [name for name in named if name not in known]
-    if missing:
-        raise DataError(f"there are no rows of family {missing[0]!r}; there are {', '.join(sorted(known)) or 'none'}")
 
 
 def _show_columns(example: "PublishedRow", *, as_json: bool) -> None:
@@ -71,16 +55,6 @@ def _show_columns(example: "PublishedRow", *, as_json: bool) -> None:
         return
     for name, value in example.cells.items():
         click.echo(f"{name}: {value}" if value else name)
-
-
-def _fit(text: str) -> "tuple[str, CalibrationShare]":
-    from tutti.validate.validation import CalibrationShare
-
-    family, _, rest = text.partition("=")
-    count, _, borrow = rest.partition("@")
-    if not family or not count.isdecimal():
-        raise DataError(f"--fit {text}: write FAMILY=N, such as vtrainm=25, or FAMILY=N@OTHER")
-    return family, CalibrationShare(count=int(count), borrow=borrow)
 
 
 def _show(result: "Validation") -> None:

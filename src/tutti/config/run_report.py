@@ -1,6 +1,6 @@
 """RunReport: what a run did, read from its run folder, and comparisons of several runs.
 
-The fields are those that an honest report needs (the rules of tutti.report). Most numbers are a Quantity, which carries
+The fields are those that an honest report needs (`tutti.reporting`). Most numbers are a Quantity, which carries
 its unit and evidence. What the run did not record is null and is shown as "not recorded".
 """
 

@@ -316,13 +316,22 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _from_user_frame(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN_FRAMES):
+    while trace is not None and _is_own(trace.tb_frame):
         trace = trace.tb_next
     return trace
 
 
+def _is_own(frame: FrameType) -> bool:
+    """Return whether a frame runs the user's code, and is none of it; a script of tutti's says so in a variable."""
+    return frame.f_code.co_filename.startswith(_OWN_FRAMES) or "__tutti_calls__" in frame.f_globals
+
+
 _PACKAGE = Path(__file__).parent.parent
-_OWN_FRAMES = (f"{_PACKAGE / 'launch'}{os.sep}", f"{_PACKAGE / 'cli'}{os.sep}", runpy.__file__, "<frozen runpy>")
+_OWN_FRAMES = (
+    *(f"{_PACKAGE / name}{os.sep}" for name in ("launch", "commands", "cli")),
+    runpy.__file__,
+    "<frozen runpy>",
+)
 
 
 def _write(folder: Path, failure: RankError) -> None:

@@ -1,7 +1,9 @@
 """The view of a running run: the first rank's output as it comes, and one live line of progress beneath it."""
 
 import codecs
+import contextlib
 import json
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from tutti.config.run_folder import RunFolder
+from tutti.errors import TrainingError
 from tutti.launch.launcher import LaunchSpec
 
 
@@ -38,6 +41,53 @@ class Silent:
 
     def update(self) -> None:
         """Show nothing."""
+
+
+class Stalls(Silent):
+    """A watcher that shows nothing and ends a run whose ranks show no sign of progress.
+
+    Signs are files that the ranks write: output, metrics, recordings, checkpoints.
+
+    Args:
+        spec: what is started.
+        name: how messages call the script.
+        folder: where the ranks write, at any depth.
+    """
+
+    def __init__(self, spec: LaunchSpec, name: str, folder: Path) -> None:
+        self._spec, self._name, self._folder = spec, name, folder
+        self._seen: tuple[int, int, int] = (0, 0, 0)
+        self._since = time.monotonic()
+        self._looked = 0.0
+
+    def update(self) -> None:
+        """Look for progress.
+
+        Raises:
+            TrainingError: there was none for the time limit of the run.
+        """
+        now = time.monotonic()
+        if now - self._looked < min(1.0, self._spec.timeout_s / 4):
+            return
+        self._looked = now
+        seen = _written(self._folder)
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        elif now - self._since > self._spec.timeout_s:
+            ranks = "1 rank" if self._spec.world_size == 1 else f"{self._spec.world_size} ranks"
+            raise TrainingError(
+                f"{self._name} hangs on {ranks}: it showed no progress for {self._spec.timeout_s:g} s (no output, no "
+                "step); correct what it waits for, or raise --timeout"
+            )
+
+
+def _written(folder: Path) -> tuple[int, int, int]:
+    """Return the number of files below a folder, their size in bytes, and when the newest was written."""
+    states = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            states.append(path.stat())
+    return len(states), sum(s.st_size for s in states), max((s.st_mtime_ns for s in states), default=0)
 
 
 def watcher_for(spec: LaunchSpec, *, stdout: TextIO, console: Console) -> Watcher:

@@ -62,7 +62,7 @@ OF_OPTIMIZER, COMPUTED, STATE = "optimizer's part", "computed", "optimizer's sta
 MOST_STORAGES = 4096
 """Of so many parts and copies of parts, those that are gone are forgotten."""
 
-_LAUNCHING = ("tutti.launch.", "tutti.cli.")
+_LAUNCHING = ("tutti.launch.", "tutti.commands.", "tutti.cli.")
 
 
 def _current_mode() -> Any:

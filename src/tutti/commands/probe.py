@@ -1,0 +1,175 @@
+"""`tutti.probe`: measures this machine or a cluster, or describes a cluster from data sheets."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tutti.commands.inputs import write_spec
+from tutti.commands.messages import console, messages
+from tutti.commands.values import StrPath, path_of, size_of, whole
+from tutti.config.cluster import ClusterSpec
+from tutti.errors import SpecError
+
+
+def probe(
+    *,
+    quick: bool = False,
+    nproc: int | None = None,
+    device: str | None = None,
+    devices_per_node: int = 1,
+    nodes: int = 1,
+    node_link: str | None = None,
+    network: str | None = None,
+    network_ports: int = 1,
+    node_memory: str | float | None = None,
+    output: StrPath | None = None,
+    verbose: bool = False,
+) -> ClusterSpec | None:
+    """Measure this machine: matrix products, memory, links between ranks, disk; or describe a cluster.
+
+    The result of measuring this machine is kept for `tutti.plan` and `tutti.run`. With `device` nothing is measured.
+
+    Args:
+        quick: fewer sizes and repeats.
+        nproc: number of processes to measure with on this host.
+        device: describe a cluster of this device from data sheets, or one given in a line, such as
+            "4x8:a100-80gb,nvlink3,8*ib-hdr".
+        devices_per_node: devices of each node.
+        nodes: number of nodes.
+        node_link: what joins the devices of a node, such as "NVLink3".
+        network: what joins the nodes, such as "InfiniBand-HDR-200".
+        network_ports: ports of each node.
+        node_memory: memory of each host, in bytes or such as "512GiB"; its devices' if None.
+        output: write the ClusterSpec to this file.
+        verbose: show on standard error what is measured.
+
+    Returns:
+        The cluster; None on ranks other than 0, where a launcher started several.
+
+    Raises:
+        TuttiError: what `tutti probe` would refuse, with the same sentence.
+
+    Examples:
+        >>> probe(device="4x8:a100-80gb,nvlink3,8*ib-hdr").device_count
+        32
+    """
+    memory = size_of("node_memory", node_memory)
+    options = ProbeOptions(
+        quick=quick,
+        nproc=whole("nproc", nproc),
+        device=device,
+        devices_per_node=whole("devices_per_node", devices_per_node) or 1,
+        nodes=whole("nodes", nodes) or 1,
+        node_link=node_link,
+        network=network,
+        network_ports=whole("network_ports", network_ports) or 1,
+        node_memory=None if memory is None else int(memory),
+    )
+    with messages(shown=verbose):
+        result = measured(options) if device is None else described(options, device)
+        if result is None:
+            return None
+        path = path_of(output) or (result.file if device is None else None)
+        if path is not None:
+            write_spec(result.cluster, path)
+        return result.cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOptions:
+    """What `tutti probe` is asked for; `tutti.probe` says what each option means."""
+
+    quick: bool = False
+    nproc: int | None = None
+    output: Path | None = None
+    plot: Path | None = None
+    no_plot: bool = False
+    show_parts: bool = False
+    device: str | None = None
+    devices_per_node: int = 1
+    nodes: int = 1
+    node_link: str | None = None
+    network: str | None = None
+    network_ports: int = 1
+    node_memory: int | None = None
+    as_json: bool = False
+
+
+class Probed(NamedTuple):
+    """A cluster, and the file that it is written to if nobody names another."""
+
+    cluster: ClusterSpec
+    file: Path
+
+
+def described(options: ProbeOptions, device: str) -> Probed:
+    """Describe a cluster of a device from data sheets."""
+    from tutti.profile.catalog import cluster_from_parts
+    from tutti.profile.catalog.text_models import cluster_from_text, is_cluster_text
+
+    if is_cluster_text(device):
+        return Probed(cluster_from_text(device), Path("cluster.json"))
+    name = f"{options.nodes} x {options.devices_per_node} x {device}"
+    cluster = cluster_from_parts(
+        name,
+        device,
+        devices_per_node=options.devices_per_node,
+        nodes=options.nodes,
+        node_link=options.node_link,
+        network=options.network,
+        network_ports=options.network_ports,
+        node_memory_nbytes=options.node_memory,
+    )
+    return Probed(cluster, Path(f"cluster-{options.nodes}x{options.devices_per_node}-{device}.json"))
+
+
+def measured(options: ProbeOptions) -> Probed | None:
+    """Measure this machine, or together with the ranks that a launcher started; None on ranks other than 0."""
+    from tutti.environment import read_rank_environment
+    from tutti.profile.probe import cached_cluster_path, measure
+
+    if options.plot is not None:
+        _check_plot(options.plot)
+    place = read_rank_environment()
+    if place.world_size > 1:
+        return _measure_with_all_ranks(options)
+    with _progress() as say:
+        cluster = measure(quick=options.quick, ranks=options.nproc, progress=say)
+    return Probed(cluster, cached_cluster_path())
+
+
+def _measure_with_all_ranks(options: ProbeOptions) -> Probed | None:
+    """Measure with the ranks that a launcher started; only rank 0 returns the result."""
+    from tutti.comm.world import join_world, leave_world
+    from tutti.profile.probe import FULL, QUICK, cached_cluster_path
+    from tutti.profile.probe.rank_probe import measure_ranks
+
+    world = join_world()
+    try:
+        with _progress(world.is_main) as say:
+            effort = QUICK if options.quick else FULL
+            cluster = measure_ranks(world.device, effort, folder=Path.cwd(), say=say)
+    finally:
+        leave_world()
+    if not world.is_main:
+        return None
+    one_host = len(cluster.nodes) == 1 and cluster.nodes[0].count == 1
+    return Probed(cluster, cached_cluster_path() if one_host else Path("cluster.json"))
+
+
+def _check_plot(path: Path) -> None:
+    """Raise SpecError for a wrong suffix before anything is measured."""
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise SpecError(f"{path}: a plot is written as .svg, .png or .pdf; change the ending")
+
+
+@contextmanager
+def _progress(here: bool = True) -> Iterator[Callable[[str], None]]:
+    """Show what is being measured on one line of standard error, if it is a terminal."""
+    if not (here and console.is_terminal and not console.quiet):
+        yield lambda text: None
+        return
+    with console.status("starting") as shown:
+        yield lambda text: shown.update(f"measuring: {text}")

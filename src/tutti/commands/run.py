@@ -1,0 +1,416 @@
+"""`tutti.run`: train according to a plan, on the ranks of this node. Other nodes run the same command."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from tutti.commands.messages import console, messages, status, warn
+from tutti.commands.run_conclusion import Conclusion, conclude, header_time, short
+from tutti.commands.run_options import (
+    RunOptions,
+    check_nodes,
+    check_relax,
+    environment,
+    given_mesh,
+    given_plan,
+    own_count,
+    rank_counts,
+    ranks_per_node,
+)
+from tutti.commands.values import (
+    StrPath,
+    compression_of,
+    mesh_text,
+    one_of,
+    path_of,
+    path_or,
+    seconds_above_0,
+    sync_of,
+    texts_of,
+    whole,
+)
+from tutti.config import serialization
+from tutti.config.cluster import ClusterSpec
+from tutti.config.compression import Compression
+from tutti.config.plan import Plan, SyncPlan
+from tutti.config.run_folder import RunFolder
+from tutti.config.run_report import RunReport
+from tutti.config.vocabulary import Relaxation
+from tutti.errors import LaunchError, ScriptError, TrainingError, TuttiError
+
+if TYPE_CHECKING:
+    from tutti.commands.run_prediction import Beside, PredictionRequest
+    from tutti.launch.launcher import Launcher, LaunchSpec
+    from tutti.launch.rank_watch import Watcher
+
+    Screen = Callable[[LaunchSpec], Watcher]
+
+_PLANNING = ("tutti.profile.probe", "tutti.commands.planning")
+"""Modules that the fork server loads once if the run is predicted or planned."""
+
+_KINDS = {kind.__name__: kind for kind in (*TuttiError.__subclasses__(), TuttiError)}
+"""The errors that a rank may have failed with, by name."""
+
+PREDICTION_WAIT_S = 20.0
+"""Seconds that a finished run waits for its prediction, which another process computes meanwhile."""
+
+
+def run(
+    script: StrPath,
+    arguments: Sequence[object] = (),
+    *,
+    module: bool = False,
+    nproc: int | str | Sequence[int] | None = None,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    rendezvous: str | None = None,
+    timeout: float = 600.0,
+    on: str = "local",
+    plan: StrPath | Plan | None = None,
+    mesh: str | Mapping[str, int] | None = None,
+    compress: str | Compression | None = None,
+    sync: str | SyncPlan | None = None,
+    bucket_mb: float | str | None = None,
+    relax: Relaxation = "exact",
+    cluster: StrPath | ClusterSpec | None = None,
+    folder: StrPath | None = None,
+    resume: StrPath | None = None,
+    checkpoint_every: int | None = None,
+    predict: bool = True,
+    frugal: bool = False,
+    verbose: bool = False,
+) -> RunReport | None:
+    """Train a script on several ranks and return the report of the run.
+
+    What the ranks print is in the run folder, in ranks/; `verbose` shows the first one's too.
+
+    Args:
+        script: the script, or with `module` the dotted name of a module.
+        arguments: the script's own arguments.
+        module: `script` is a module's name, as after `python -m`.
+        nproc: ranks per node; a list for unequal nodes.
+        nnodes: nodes that make this call together.
+        node_rank: the number of this node, from 0.
+        rendezvous: where nodes meet, as "HOST:PORT": node 0's host and a free port there.
+        timeout: seconds that ranks wait for each other.
+        on: what starts the ranks.
+        plan: a Plan to follow, such as `tutti.plan(...).plan`, or a file of one.
+        mesh: the ranks as a grid, such as {"replicate": 2, "split": 2} or "dp=2,tp=2".
+        compress: codec of gradient reductions, such as "top-k,density=0.01".
+        sync: how far replicas may differ, such as "local:8".
+        bucket_mb: reduce gradients in buckets of this many MiB, or "auto".
+        relax: how far training may deviate in order to send less, where the planner chooses.
+        cluster: a ClusterSpec, or a file of one, for planning and predicting.
+        folder: the run folder; runs/NAME-TIME if None.
+        resume: continue from a run folder or a checkpoint.
+        checkpoint_every: save a checkpoint every so many steps.
+        predict: predict step time and memory, for the report.
+        frugal: return freed memory to the system at once.
+        verbose: show what `tutti run` shows.
+
+    Returns:
+        The report; None on nodes other than 0.
+
+    Raises:
+        TrainingError: a rank failed.
+        TuttiError: what `tutti run` would refuse, with the same sentence.
+        KeyboardInterrupt: the run was stopped.
+    """
+    options = options_of_run(**_as_options(locals()))
+    with messages(shown=verbose):
+        return report_of(trained(options, screen=screen(shown=verbose)))
+
+
+def _as_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `run` by the names that `options_of_run` has."""
+    given = dict(arguments)
+    script, words = given.pop("script"), texts_of(given.pop("arguments"))
+    given.pop("verbose")
+    return {"target": (str(script), *words), "launcher": given.pop("on"), **given}
+
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "nproc": rank_counts,
+    "nnodes": lambda value: whole("nnodes", value),
+    "node_rank": lambda value: whole("node_rank", value, 0),
+    "plan": lambda value: path_or(Plan, value),
+    "mesh": mesh_text,
+    "compress": compression_of,
+    "sync": sync_of,
+    "bucket_mb": lambda value: buckets_of(value),
+    "relax": lambda value: one_of("relax", value, get_args(Relaxation)),
+    "cluster": lambda value: path_or(ClusterSpec, value),
+    "folder": path_of,
+    "resume": path_of,
+    "checkpoint_every": lambda value: whole("checkpoint_every", value),
+}
+"""How an argument of a function is read for the option of that name; others are taken as they are."""
+
+
+def options_of_run(*, timeout: float, **given: Any) -> RunOptions:
+    """Return the options of a run for the arguments of a function.
+
+    Args:
+        timeout: seconds that ranks wait for each other.
+        given: the other options, by name.
+
+    Raises:
+        TuttiError: an argument has no value that the option may have.
+    """
+    read = {name: READ[name](value) if name in READ else value for name, value in given.items()}
+    return RunOptions(timeout_s=seconds_above_0("timeout", timeout), **read)
+
+
+def buckets_of(value: float | str | None) -> str | None:
+    """Return the size of buckets as text, after a check.
+
+    Raises:
+        TuttiError: it is not a size.
+    """
+    from tutti.config.option_syntax import with_bucket_size
+    from tutti.config.plan import BatchPlan
+
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else f"{value:g}"
+    with_bucket_size(Plan(batch=BatchPlan(global_batch_size=1)), text)
+    return text
+
+
+def screen(*, shown: bool, as_json: bool = False) -> "Screen":
+    """Return what makes a run's watcher: one that shows the first rank's output, or one that shows nothing."""
+    from tutti.launch.rank_watch import Silent, watcher_for
+
+    if not shown:
+        return lambda spec: Silent()
+    return lambda spec: watcher_for(spec, stdout=sys.stderr if as_json else sys.stdout, console=console)
+
+
+def report_of(ended: Conclusion) -> RunReport | None:
+    """Return the report of a run that went well.
+
+    Raises:
+        TuttiError: it did not.
+        KeyboardInterrupt: it was stopped.
+    """
+    if ended.outcome.status == "stopped":
+        raise KeyboardInterrupt
+    if ended.message is not None:
+        failure = ended.outcome.failure
+        raise (ScriptError if failure is None else _KINDS.get(failure.error, TrainingError))(ended.message)
+    if ended.report is None and ended.spec.node_rank == 0:
+        from tutti.reporting.build_report import build_report
+
+        return build_report(ended.spec.folder)  # raises what kept it from being written
+    return ended.report
+
+
+def trained(options: RunOptions, *, screen: "Screen", make_script: Callable[[Path], str] | None = None) -> Conclusion:
+    """Start the ranks of this node, watch them until they have ended, and write the report.
+
+    Args:
+        options: what to run.
+        screen: where output of the ranks goes.
+        make_script: writes the script to run into the run folder and returns its path; the options then have a name in
+            the place of a script.
+
+    Raises:
+        TuttiError: the run cannot be started.
+    """
+    from tutti.launch.launch_environment import threads_per_rank
+    from tutti.launch.script_path import check_module, check_script
+
+    if not options.target:
+        raise ScriptError("no script was named; write `tutti run train.py`, or `tutti run -m package.module`")
+    if options.module:
+        check_module(options.script)
+    elif make_script is None:
+        check_script(Path(options.script))
+    check_relax(options)
+    check_nodes(options)
+    from tutti.launch.launcher_registry import launcher_for
+    from tutti.launch.local_launcher import warm
+
+    launcher = launcher_for(options.launcher)
+
+    warm(
+        threads_per_rank(own_count(options)),
+        preload=("tutti.commands.run_prediction", *_PLANNING)
+        if options.predict
+        else ("tutti.commands.run_prediction",),
+    )
+    nproc = ranks_per_node(options, given_plan(options), given_mesh(options))
+    _meet(options)
+    spec = _launch_spec(options, nproc)
+    if make_script is not None:
+        spec = replace(spec, target=make_script(spec.folder))
+    return _train(options, spec, launcher, screen)
+
+
+def _meet(options: RunOptions) -> None:
+    """Check that node 0's rendezvous port is free; on other nodes, wait until it is open."""
+    if options.rendezvous is None or options.nnodes == 1:
+        return
+    from tutti.launch import network
+
+    host, port = network.split_address(options.rendezvous)
+    if options.node_rank == 0:
+        network.check_host_is_here(host)
+        network.check_port_free(port)
+    else:
+        console.print(f"waiting for node 0 at {options.rendezvous}", style="dim")
+        network.wait_for_port(host, port, options.timeout_s)
+
+
+def _launch_spec(options: RunOptions, nproc: tuple[int, ...] | None) -> "LaunchSpec":
+    """Create the run folder, plan if `nproc` is still open, and return what to start on this node."""
+    from tutti.launch.launch_environment import threads_per_rank
+    from tutti.launch.launcher import LaunchSpec
+    from tutti.launch.script_path import run_folder
+
+    folder = run_folder(options.folder, options.resume, options.name, options.node_rank)
+    plan = plan_file(options, folder)
+    if nproc is None or options.relax != "exact":
+        nproc = (_planned(options, folder).world_size,)
+        plan = folder / "plan.json"
+    return LaunchSpec(
+        target=options.script,
+        arguments=options.arguments,
+        is_module=options.module,
+        folder=folder,
+        ranks_per_node=nproc,
+        node_rank=options.node_rank,
+        rendezvous=options.rendezvous if options.nnodes > 1 else None,
+        timeout_s=options.timeout_s,
+        threads=threads_per_rank(nproc[options.node_rank]),
+        environment=environment(options, plan),
+    )
+
+
+def plan_file(options: RunOptions, folder: Path) -> Path | None:
+    """Return the file of the plan to follow, which is written into the run folder if the plan has none."""
+    if options.plan is None or isinstance(options.plan, Path):
+        return options.plan.resolve() if options.plan is not None else None
+    return serialization.save(options.plan, RunFolder(folder).plan)
+
+
+def cluster_file(options: RunOptions, folder: Path) -> Path | None:
+    """Return the file of the cluster, which is written into the run folder if the cluster has none."""
+    if options.cluster is None or isinstance(options.cluster, Path):
+        return options.cluster
+    return serialization.save(options.cluster, RunFolder(folder).cluster)
+
+
+def _planned(options: RunOptions, folder: Path) -> "Plan":
+    """Return the best plan for this script on this machine, made in another process."""
+    from tutti.commands.run_prediction import Beside
+
+    if options.module:
+        raise LaunchError("tutti run cannot make a plan for a module (-m); add --nproc N, or --plan FILE")
+    wanted = replace(_wanted(options, folder, None), plans=True, ranks=own_count(options) if options.nproc else None)
+    worker = Beside(wanted)
+    try:
+        _wait_ready(worker)
+        with status("planning"):
+            worker.result(say=lambda words: console.print(words, markup=False, soft_wrap=True))
+    finally:
+        worker.stop()
+    return serialization.load(Plan, RunFolder(folder).plan)
+
+
+def _wanted(options: RunOptions, folder: Path, world_size: int | None) -> "PredictionRequest":
+    from tutti.commands.run_prediction import PredictionRequest
+    from tutti.config.mesh_axes import parse_mesh
+
+    return PredictionRequest(
+        script=Path(options.script),
+        arguments=options.arguments,
+        folder=folder,
+        cluster=cluster_file(options, folder),
+        plan=plan_file(options, folder),
+        timeout_s=options.timeout_s,
+        mesh=parse_mesh(options.mesh) if options.mesh is not None else None,
+        ranks=world_size,
+        compress=options.compress,
+        sync=options.sync,
+        relax=options.relax,
+    )
+
+
+def _wait_ready(worker: "Beside") -> None:
+    """Wait until the machine has been measured, if it never was, before anything else runs on it."""
+    with status("planning") as shown:
+        measured: list[str] = []
+
+        def say(words: str) -> None:
+            if not measured:
+                console.print("measuring this machine, once; `tutti probe` measures it more thoroughly", style="dim")
+            measured.append(words)
+            if shown is not None:
+                shown.update(f"measuring: {words}")
+
+        worker.ready(say)
+
+
+def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen: "Screen") -> Conclusion:
+    from tutti.commands.run_prediction import beside
+    from tutti.launch.supervisor import interrupts, supervise
+
+    console.print(_announcement(spec), style="dim", soft_wrap=True)
+    before = header_time(spec)
+    watcher = screen(spec)
+    wanted = _wanted(options, spec.folder, spec.world_size) if _to_predict(options) else None
+    with interrupts() as interrupted, beside(wanted) as worker:
+        worker = _started(worker)
+        outcome = supervise(
+            lambda: launcher.start(spec),
+            spec,
+            watcher,
+            interrupted,
+            say=lambda words: console.print(words, style="dim"),
+        )
+        has_job = spec.node_rank > 0 or header_time(spec) != before
+        if worker is not None and has_job and outcome.status == "completed":
+            _await_prediction(worker)
+    return conclude(spec, outcome, has_job=has_job)
+
+
+def _to_predict(options: RunOptions) -> bool:
+    """Return whether to predict beside the run.
+
+    A run that was planned just now has a prediction already; machines without a description cannot be predicted.
+    """
+    described = options.cluster is not None or options.nnodes == 1
+    stated = options.nproc is not None or options.plan is not None or options.mesh is not None
+    stated = stated and options.relax == "exact"
+    wanted = options.predict and not options.module
+    return wanted and options.node_rank == 0 and stated and described
+
+
+def _started(worker: "Beside | None") -> "Beside | None":
+    """Return the worker once it knows the machine; None, after a warning, if it failed."""
+    if worker is None:
+        return None
+    try:
+        _wait_ready(worker)
+    except TuttiError as error:
+        warn(f"no prediction: {error}")
+        return None
+    return worker
+
+
+def _await_prediction(worker: "Beside") -> None:
+    """Wait for the prediction. The report only gains from it, so a run without one is as valid."""
+    try:
+        worker.result(PREDICTION_WAIT_S)
+    except TuttiError as error:
+        warn(f"no prediction: {error}")
+
+
+def _announcement(spec: "LaunchSpec") -> str:
+    ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
+    place = f" on {spec.nodes} nodes, this is node {spec.node_rank}" if spec.nodes > 1 else ""
+    threads = f"{spec.threads} thread{'s' if spec.threads > 1 else ''} each"
+    return f"{Path(spec.target).name}: {ranks}{place}, {threads}; run folder {short(spec.folder)}"

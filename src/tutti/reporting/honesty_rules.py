@@ -1,0 +1,522 @@
+"""The rules of honest reporting for one run. Each rule maps a RunReport to a list of findings.
+
+Rule numbers follow the twelve ways to fool the masses with performance results of deep learning. Rules that compare
+several runs are in `tutti.reporting.comparison`.
+"""
+
+from collections.abc import Callable
+from math import prod, sqrt
+
+from tutti.config.run_report import Claim, RuleFinding, RunReport, Severity
+from tutti.reporting.formatting import PHASE_NAMES, duration, number, plural, quality_text, significant
+
+BREAKDOWN_TOLERANCE = 0.02
+QUALITY_EPS = 0.005
+STOLEN = 0.05
+"""Fraction of a host's core time taken by other virtual machines above which a run's times cannot be trusted."""
+
+Rule = Callable[[RunReport], list[RuleFinding]]
+
+TITLES = {
+    1: "Accuracy kept when scaling up",
+    2: "Quality on held-out data",
+    3: "Tuning runs counted",
+    4: "Comparison on the same hardware",
+    5: "The complete training run, not a part of it",
+    6: "Input and output counted",
+    7: "Rates with dtype, against dense peaks",
+    8: "Speed and quality of one configuration",
+    9: "Inputs of their real size",
+    10: "Stopped by quality, not by the clock",
+    11: "Strong and weak scaling distinguished",
+    12: "A fair baseline in time, quality and cost",
+}
+
+# Dense peaks of one device in FLOP/s; sparse rates, twice as high, are often quoted instead. Sources: NVIDIA A100 and
+# H100 data sheets, and the errata of the DGX A100: 2.5 PFLOP/s of TF32 for eight devices is 2:4 sparse, dense is 1.25.
+DENSE_PEAKS = {
+    ("A100", "tf32"): 156e12,
+    ("A100", "float16"): 312e12,
+    ("A100", "bfloat16"): 312e12,
+    ("H100", "tf32"): 494.7e12,
+    ("H100", "float16"): 989.4e12,
+    ("H100", "bfloat16"): 989.4e12,
+    ("H200", "tf32"): 494.7e12,
+    ("H200", "float16"): 989.4e12,
+    ("H200", "bfloat16"): 989.4e12,
+}
+
+
+def finding(
+    rule: int, code: str, severity: Severity, sentence: str, where: str, refuses: tuple[Claim, ...] = ()
+) -> list[RuleFinding]:
+    """Return a list that holds one finding.
+
+    Args:
+        rule: number of the rule; 0 for rules of the report itself.
+        code: short name of the finding, such as "QUALITY-LOSS".
+        severity: "refuse", "warn" or "note".
+        sentence: the finding as one sentence.
+        where: dotted path of the field that it is about.
+        refuses: claims that may not be made.
+    """
+    return [RuleFinding(rule=rule, code=code, severity=severity, sentence=sentence, where=where, refuses=refuses)]
+
+
+def target_missed(report: RunReport) -> list[RuleFinding]:
+    """Rule 1: a run that missed its target, or is worse than its reference, has no time to compare."""
+    quality, value = report.quality, report.quality.test_value.value
+    if value is None:
+        return []
+    reference = quality.reference_value.value
+    ranks = plural(report.system.ranks.value or 1, "rank")
+    if quality.reached is False and quality.target.value is not None:
+        sign = "<" if quality.higher_is_better else ">"
+        sentence = (
+            f"With {ranks} the run reached {quality.name} {quality.metric} {quality_text(value)} {sign} target "
+            f"{quality_text(quality.target.value)}; no speed-up is computed from it."
+        )
+        return finding(1, "QUALITY-LOSS", "warn", sentence, "quality.test_value", ("speedup", "efficiency"))
+    if reference is not None:
+        loss = (reference - value) * (1 if quality.higher_is_better else -1)
+        if loss > eps_of(reference, quality.higher_is_better):
+            sentence = (
+                f"With {ranks} the run reached {quality.name} {quality.metric} {quality_text(value)}, the reference "
+                f"{quality_text(reference)}: faster and worse is not faster."
+            )
+            return finding(1, "QUALITY-LOSS", "warn", sentence, "quality.reference_value", ("speedup", "efficiency"))
+    return []
+
+
+def quality_on_held_out_data(report: RunReport) -> list[RuleFinding]:
+    """Rule 2: a time means little without a quality measured on held-out data."""
+    quality = report.quality
+    if quality.test_value.value is None:
+        sentence = "No quality was evaluated, so the time does not say how well the model was trained."
+        return finding(2, "NO-TEST-QUALITY", "warn", sentence, "quality.test_value", ("quality", "ranking"))
+    if quality.split == "train":
+        sentence = (
+            f"The quality ({quality.name} {quality.metric}) was measured on the training data, so it is not a test "
+            "quality. Evaluate on held-out data."
+        )
+        return finding(2, "TRAIN-QUALITY", "refuse", sentence, "quality.split", ("quality", "ranking", "speedup"))
+    if quality.split == "other":
+        sentence = f"The evaluation is named {quality.name!r}; name it test or validation to say which data it uses."
+        return finding(2, "UNNAMED-SPLIT", "note", sentence, "quality.split")
+    return []
+
+
+def best_of_epochs(report: RunReport) -> list[RuleFinding]:
+    """Rule 2: choosing the best epoch by its test quality amounts to training on the test data."""
+    quality = report.quality
+    last, best = quality.test_value.value, quality.best_value.value
+    if quality.selection == "best" and quality.split == "test":
+        sentence = "The headline is the best of all epochs, chosen on the test data; report the last epoch's value."
+        return finding(2, "BEST-OF-EPOCHS", "refuse", sentence, "quality.selection", ("quality", "ranking", "speedup"))
+    if last is None or best is None or abs(best - last) <= eps_of(last, quality.higher_is_better):
+        return []
+    sentence = (
+        f"An earlier evaluation was better ({quality_text(best)}) than the last one ({quality_text(last)}). The last "
+        "one is reported: choosing the best one on the same data would flatter the result."
+    )
+    return finding(2, "BEST-OF-EPOCHS", "note", sentence, "quality.best_value")
+
+
+def data_overlap(report: RunReport) -> list[RuleFinding]:
+    """Rule 2: samples that are in both the training and the evaluation data inflate the quality."""
+    shared = report.data.train_test_overlap.value
+    if not shared:
+        return []
+    size = report.quality.eval_samples.value
+    part = f" of {significant(size)}" if size else ""
+    sentence = (
+        f"{plural(shared, 'sample')}{part} of the {report.quality.name} data {'is' if shared == 1 else 'are'} also in "
+        "the training data, so the quality partly measures memorisation. Remove them and evaluate again."
+    )
+    return finding(2, "DATA-OVERLAP", "refuse", sentence, "data.train_test_overlap", ("quality", "ranking", "speedup"))
+
+
+def tuning_cost(report: RunReport) -> list[RuleFinding]:
+    """Rule 3: the time spent on tuning belongs to the cost, and runs beside this one show what was tried."""
+    tuning, cost = report.tuning, report.device_seconds.value
+    trials, found, findings = tuning.trials.value, tuning.found_trials.value or 0, []
+    if found and (trials is None or trials < found):
+        said = "the run does not say so" if trials is None else f"the run states {plural(trials, 'trial')}"
+        times = number((tuning.found_device_seconds.value or 0) / cost, "x") if cost else "an unknown number of times"
+        sentence = (
+            f"Runs beside this one tried {plural(found, 'other setting')} of its script on the same data, at {times} "
+            f"the cost of this run, and {said}. If they were tuning, state tuning.trials and tuning.device_seconds."
+        )
+        findings += finding(3, "TUNING-HIDDEN", "warn", sentence, "tuning.trials", ("ranking",))
+    spent = tuning.device_seconds.value
+    if spent and cost:
+        sentence = (
+            f"The headline excludes tuning, which cost {number(spent, 'device s')} "
+            f"({trials or 'an unknown number of'} trials): {number(spent / cost, 'x')} the cost of the run itself."
+        )
+        findings += finding(3, "TUNING-COST", "note", sentence, "tuning.device_seconds")
+    return findings
+
+
+def baseline_hardware(report: RunReport) -> list[RuleFinding]:
+    """Rule 4: a baseline on another device compares hardware."""
+    device, own = report.baseline.device, report.system.device_model
+    if report.baseline.source is None or device is None or device == own:
+        return []
+    sentence = (
+        f"The baseline ({report.baseline.system or 'unnamed'}) ran on {device}, this run on {own}: the ratio of their "
+        "times compares hardware."
+    )
+    return finding(4, "DIFFERENT-HARDWARE", "warn", sentence, "baseline.device", ("speedup", "efficiency", "ranking"))
+
+
+def whole_training(report: RunReport) -> list[RuleFinding]:
+    """Rule 5: only a complete training run has a time to train."""
+    if report.scope == "train":
+        return _part_of_the_data(report)
+    steps = plural(report.steps.value or 0, "step")
+    ended = _ENDED.get(report.status)
+    if ended is None:
+        seen_data = f", {number(report.epochs.value, 'ratio')} of its data" if report.epochs.value is not None else ""
+        what = f"ended by itself after {steps}{seen_data}, and does not state that it was to"
+    else:
+        what = f"{ended} after {steps}"
+    code = "KERNEL-ONLY" if report.scope in ("kernel", "step") else "PART-OF-A-TRAINING"
+    sentence = f"The run {what}: these are times of {_SCOPES[report.scope]}, not of a complete training run."
+    return finding(5, code, "warn", sentence, "scope", ("ranking", "end-to-end", "speedup", "efficiency"))
+
+
+def _part_of_the_data(report: RunReport) -> list[RuleFinding]:
+    """Rule 5: epochs that end early train on a part of the data."""
+    planned, epochs = report.stop.planned_epochs.value, report.epochs.value
+    if not report.stop.early or not planned or not epochs or report.stop.rule not in (None, "epochs"):
+        return []
+    if report.quality.reached or epochs >= 0.9 * planned:
+        return []
+    sentence = (
+        f"The script asked for {plural(planned, 'epoch')} and trained on as many samples as {significant(epochs)} have."
+    )
+    return finding(5, "PART-OF-THE-DATA", "warn", sentence, "stop", ("ranking", "end-to-end", "speedup", "efficiency"))
+
+
+def better_than_chance(report: RunReport) -> list[RuleFinding]:
+    """Rule 5: a model that is no better than always giving the most frequent answer was not trained."""
+    quality, share = report.quality, report.data.majority.value
+    value, count = quality.test_value.value, quality.eval_samples.value
+    if "accuracy" not in quality.metric or share is None or value is None or not count or value > 1:
+        return []
+    if value > share + 2 * sqrt(share * (1 - share) / count):
+        return []
+    sentence = (
+        f"The {quality.name} {quality.metric} of {quality_text(value)} is no better than always giving the most "
+        f"frequent answer ({quality_text(share)}): the model has learned nothing, so these times are not of a training."
+    )
+    return finding(5, "NOTHING-LEARNED", "warn", sentence, "quality.test_value", ("ranking", "end-to-end", "speedup"))
+
+
+_ENDED = {"failed": "failed", "stopped": "was stopped", "unfinished": "broke off without recording an end"}
+_SCOPES = {"kernel": "kernels", "step": "single steps", "epoch": "whole epochs"}
+
+
+def breakdown_adds_up(report: RunReport) -> list[RuleFinding]:
+    """Rule 5: the phases must add up to the wall time within 2 %."""
+    accounted, wall = report.time.accounted.value, report.time.wall.value
+    if accounted is None or not wall or abs(accounted - 1) <= BREAKDOWN_TOLERANCE:
+        return []
+    gap = wall * (1 - accounted)
+    direction = f"{duration(abs(gap))} {'belong to no phase' if gap > 0 else 'are counted twice'}"
+    sentence = (
+        f"The time breakdown does not add up: its parts sum to {number(accounted, 'ratio')} of the wall time "
+        f"({direction}). "
+        "Shares of the time may not be quoted from this run."
+    )
+    return finding(5, "BREAKDOWN-GAP", "refuse", sentence, "time.breakdown", ("breakdown",))
+
+
+def data_source(report: RunReport) -> list[RuleFinding]:
+    """Rule 6: data that was preloaded into memory or generated hides the cost of reading it."""
+    data = report.data
+    state, found = data.start_state, data.found_state
+    untrue: tuple[Claim, ...] = ("end-to-end", "speedup", "quality", "ranking")
+    if state in ("disk-cold", "disk-warm") and found in ("ram", "generated"):
+        sentence = f"The run states that its data came from disk, but {data.state_reason}."
+        return finding(
+            6, "DATA-MISSTATED", "refuse", sentence, "data.start_state", ("end-to-end", "speedup", "ranking")
+        )
+    how = f" ({data.state_reason})" if state == found and data.state_reason else ""
+    if state == "ram":
+        if found == "generated":
+            sentence = f"The run states that its data was read into memory, but {data.state_reason}."
+            return finding(6, "DATA-MISSTATED", "refuse", sentence, "data.start_state", untrue)
+        sentence = f"The data was in memory before the clock started, so these times do not include reading it{how}."
+        return finding(6, "DATA-IN-RAM", "warn", sentence, "data.start_state", ("end-to-end",))
+    if state == "generated":
+        sentence = (
+            f"The data was generated, not read{how}: these times say nothing about reading input, and the quality says "
+            "nothing about a real task."
+        )
+        return finding(6, "SYNTHETIC-DATA", "warn", sentence, "data.start_state", ("end-to-end", "quality"))
+    return []
+
+
+def honest_peak(report: RunReport) -> list[RuleFinding]:
+    """Rule 7: compare rates only with dense floating-point peaks; a rate cannot exceed its peak."""
+    flops, findings = report.flops, []
+    for dtype, peak in report.system.peak_dense_flops.items():
+        known = next((v for (k, d), v in DENSE_PEAKS.items() if k in report.system.device_model and d == dtype), None)
+        if dtype.startswith(("int", "uint")):
+            sentence = f"The peak counts {dtype} operations; training is measured against floating-point peaks."
+            findings += finding(7, "INTEGER-PEAK", "refuse", sentence, f"system.peak_dense_flops.{dtype}", ("rate",))
+        elif known and peak.value and peak.value > 1.02 * known:
+            sentence = (
+                f"The {dtype} peak of {number(peak.value, 'FLOP/s')} exceeds the dense peak of one "
+                f"{report.system.device_model} ({number(known, 'FLOP/s')}): it assumes sparsity or counts several "
+                "devices."
+            )
+            findings += finding(7, "SPARSE-PEAK", "refuse", sentence, f"system.peak_dense_flops.{dtype}", ("rate",))
+    if flops.sparsity == "sparse":
+        sentence = "The peak counts zeros that are skipped (2:4 sparsity); a dense model cannot reach it."
+        findings += finding(7, "SPARSE-PEAK", "refuse", sentence, "flops.sparsity", ("rate",))
+    if flops.rate.value is not None and flops.dtype is None:
+        findings += finding(
+            7, "NO-DTYPE", "refuse", "The rate has no dtype, so no peak applies to it.", "flops.dtype", ("rate",)
+        )
+    if flops.rate.value and flops.peak.value and flops.rate.value > 1.02 * flops.peak.value:
+        sentence = (
+            f"The rate of {number(flops.rate.value, 'FLOP/s')} exceeds the peak of "
+            f"{number(flops.peak.value, 'FLOP/s')}: the FLOP count or the peak is wrong, so no fraction is stated."
+        )
+        findings += finding(7, "ABOVE-PEAK", "refuse", sentence, "flops.rate", ("rate",))
+    return findings
+
+
+def recoverable(report: RunReport) -> list[RuleFinding]:
+    """Rule 8: the code of a run must be recoverable from its commit."""
+    if not report.git_dirty:
+        return []
+    sentence = (
+        f"The code had uncommitted changes (commit {(report.git_commit or 'unknown')[:10]}): the commit alone does not "
+        "reproduce this run."
+    )
+    return finding(8, "UNCOMMITTED-CODE", "note", sentence, "git_dirty")
+
+
+def input_size(report: RunReport) -> list[RuleFinding]:
+    """Rule 9: inputs enlarged beyond their native size inflate the work, whatever the run states of them."""
+    data = report.data
+    given = _elements(data.input_shape)
+    found = data.found_shape if data.shape_reason else None
+    sizes = {shape: size for shape in (data.native_shape, found) if (size := _elements(shape))}
+    if not given or not sizes:
+        return []
+    native = min(sizes, key=lambda shape: sizes[shape])
+    if given <= sizes[native]:
+        return []
+    how = f", because {data.shape_reason}" if native == found else ""
+    sentence = (
+        f"Inputs were enlarged to {number(given / sizes[native], 'x')} their native size ({native} to "
+        f"{_largest(data.input_shape)}{how}); this inflates the work by about the same factor."
+    )
+    return finding(9, "INPUT-INFLATED", "warn", sentence, "data.input_shape", ("rate",))
+
+
+def _largest(shapes: str | None) -> str:
+    """Return the largest of shapes joined by " and ": that of the input, beside labels."""
+    return max((shapes or "").split(" and "), key=lambda shape: _one_size(shape) or 0)
+
+
+def _elements(shapes: str | None) -> int | None:
+    """Return the number of values of the largest of shapes joined by " and "; None if it is no shape."""
+    return _one_size(_largest(shapes))
+
+
+def _one_size(shape: str) -> int | None:
+    parts = shape.replace("x", "×").split("×")
+    return prod(int(part) for part in parts) if all(part.strip().isdigit() for part in parts) else None
+
+
+def stopped_by_time(report: RunReport) -> list[RuleFinding]:
+    """Rule 10: a run that stops when its time is up has no time to a quality."""
+    stop = report.stop
+    claims: tuple[Claim, ...] = ("speedup", "efficiency", "ranking")
+    if stop.rule == "time":
+        sentence = "Training was stopped by the clock, so it has no time to a quality; throughput is not speed-up."
+        return finding(10, "STOPPED-BY-TIME", "warn", sentence, "stop.rule", claims)
+    if report.quality.reached:
+        return []
+    unplanned = stop.planned_epochs.value is None and stop.rule is None
+    if stop.clock and (stop.early or unplanned):
+        planned = stop.planned_epochs.value
+        asked = f" of {plural(planned, 'epoch')}" if planned else ""
+        done = f"after {significant(report.epochs.value)}{asked}" if report.epochs.value is not None else "early"
+        sentence = (
+            f"Training ended {done}, and {stop.clock} ends it by the clock: it has no time to a quality, and "
+            "throughput is not speed-up."
+        )
+        return finding(10, "STOPPED-BY-TIME", "warn", sentence, "stop.clock", claims)
+    done_count = {"steps": report.steps.value, "epochs": report.epochs.value}.get(stop.rule or "")
+    stated = stop.value.value
+    if done_count is not None and stated is not None and abs(done_count - stated) > 0.01 * stated + 0.5:
+        sentence = (
+            f"The run states that it ends after {significant(stated)} {stop.rule}, and ended after "
+            f"{significant(done_count)}."
+        )
+        return finding(10, "STOP-MISSTATED", "warn", sentence, "stop.value", claims)
+    return []
+
+
+def baseline_rerun(report: RunReport) -> list[RuleFinding]:
+    """Rule 12: a published baseline was not run under the same conditions."""
+    if report.baseline.source != "published":
+        return []
+    sentence = f"The baseline ({report.baseline.system or 'unnamed'}) is a published number and was not run here."
+    return finding(12, "BASELINE-NOT-RERUN", "warn", sentence, "baseline.source", ("ranking",))
+
+
+def same_as_one_device(report: RunReport) -> list[RuleFinding]:
+    """Refuse a speed-up over one device when the ranks did not compute what one device computes.
+
+    Warn when the two could not be compared.
+    """
+    verdict = report.verification
+    if verdict is None or verdict.passed:
+        return []
+    if not verdict.comparable:
+        sentence = f"Whether the ranks computed what one device computes is not known. {verdict.sentence}"
+        return finding(0, "NOT-COMPARABLE", "warn", sentence, "verification", ("speedup", "efficiency", "ranking"))
+    sentence = " ".join(
+        filter(None, ("The ranks did not compute what one device computes.", verdict.sentence, verdict.cause))
+    )
+    return finding(
+        0, "NOT-THE-SAME", "refuse", sentence, "verification", ("speedup", "efficiency", "quality", "ranking")
+    )
+
+
+def enough_cores(report: RunReport) -> list[RuleFinding]:
+    """Warn when ranks share cores: such a run shows that the program works, not how fast it is."""
+    ranks, cores = report.system.ranks.value or 1, report.system.cores_granted.value
+    if report.system.device_kind != "cpu" or cores is None or ranks <= cores:
+        return []
+    sentence = (
+        f"{plural(ranks, 'rank')} took turns on {plural(cores, 'core')}: this shows that the program works, not how "
+        "fast it is. No speed-up is computed from it."
+    )
+    return finding(0, "FUNCTION-NOT-SPEED", "warn", sentence, "system.cores_granted", ("speedup", "efficiency"))
+
+
+def cores_not_stolen(report: RunReport) -> list[RuleFinding]:
+    """Warn when a hypervisor gave core time to other machines, which lengthens the measured times unevenly."""
+    hosts = {rank.host: rank.stolen.value for rank in report.ranks if (rank.stolen.value or 0) > STOLEN}
+    if not hosts:
+        return []
+    most = max(hosts, key=lambda host: hosts[host] or 0)
+    sentence = (
+        f"During the run, {number(hosts[most] or 0, 'ratio')} of the core time of host {most} went to other virtual "
+        "machines, so its times are too long. Do not compare them with those of other runs; measure again when the "
+        "machine is quiet."
+    )
+    return finding(0, "TIME-STOLEN", "warn", sentence, "ranks", ("speedup", "efficiency", "ranking"))
+
+
+def interruptions(report: RunReport) -> list[RuleFinding]:
+    """Report resumes, repeated steps and skipped steps, which a reader of the curves must know about."""
+    findings = []
+    generations, again = report.time.generations.value or 1, report.time.repeated_steps.value or 0
+    if generations > 1:
+        redone = f"; {plural(again, 'repeated step')} count in the time, but only once in the curves" if again else ""
+        sentence = f"The run was resumed {plural(generations - 1, 'time')}{redone}. Downtime is not counted."
+        findings += finding(0, "RESUMED", "note", sentence, "time.generations")
+    if report.skipped_steps.value:
+        sentence = (
+            f"{plural(report.skipped_steps.value, 'step')} did not update the parameters, because the loss or "
+            "gradients were not finite."
+        )
+        findings += finding(0, "SKIPPED-STEPS", "warn", sentence, "skipped_steps")
+    return findings
+
+
+def prediction_error(report: RunReport) -> list[RuleFinding]:
+    """Note each prediction whose interval does not contain the measured value, and why, as far as it is known."""
+    findings = []
+    for check in report.checks:
+        if check.within is False and check.error.value is not None:
+            direction = "high" if check.error.value > 0 else "low"
+            why = _why_slower(report) if check.name == "step time" else ""
+            sentence = (
+                f"The predicted {check.name} is {number(abs(check.error.value), 'ratio')} too {direction}, and the "
+                f"measured value lies outside the predicted interval. {why or 'Why is not known.'} Run tutti probe on "
+                "this machine before you trust this plan's comparison with others."
+            )
+            findings += finding(0, "PREDICTION-MISSED", "note", sentence, "checks")
+    return findings
+
+
+def _why_slower(report: RunReport) -> str:
+    """Say which phase of a step the prediction missed by most, and what the run shows that explains it."""
+    predicted, measured = report.predicted_phases, report.time.step_phases
+    gaps = {
+        phase: (measured[phase].value or 0.0) - (predicted[phase].value or 0.0)
+        for phase in predicted
+        if phase in measured
+    }
+    if not gaps or not any(gaps.values()):
+        return ""
+    phase = max(gaps, key=lambda name: abs(gaps[name]))
+    before, after = duration(predicted[phase].value or 0.0), duration(measured[phase].value or 0.0)
+    where = f"Most of the difference is in {PHASE_NAMES[phase]}: {before} predicted, {after} measured"
+    stolen = max((rank.stolen.value or 0.0 for rank in report.ranks), default=0.0)
+    ranks, cores = report.system.ranks.value or 1, report.system.cores_granted.value
+    if gaps[phase] > 0 and stolen > STOLEN:
+        return f"{where}; other virtual machines took {number(stolen, 'ratio')} of a host's core time."
+    if gaps[phase] > 0 and cores is not None and ranks > cores and report.system.device_kind == "cpu":
+        return f"{where}; {plural(ranks, 'rank')} shared {plural(cores, 'core')}."
+    if phase == "data" and gaps[phase] > 0:
+        return f"{where}: steps waited for the loader, whose work a prediction knows only if `tutti plan` ran it."
+    assumed = {link.tier for link in report.system.links if link.bandwidth.evidence in ("published", "assumed")}
+    if phase == "exposed_communication" and assumed:
+        return f"{where}; the links' numbers are not measured ({', '.join(sorted(assumed))})."
+    return f"{where}. What made it differ is not known."
+
+
+RULES: tuple[Rule, ...] = (
+    target_missed,
+    quality_on_held_out_data,
+    best_of_epochs,
+    data_overlap,
+    tuning_cost,
+    baseline_hardware,
+    whole_training,
+    better_than_chance,
+    breakdown_adds_up,
+    data_source,
+    honest_peak,
+    recoverable,
+    input_size,
+    stopped_by_time,
+    baseline_rerun,
+    same_as_one_device,
+    enough_cores,
+    cores_not_stolen,
+    interruptions,
+    prediction_error,
+)
+
+_ORDER: dict[Severity, int] = {"refuse": 0, "warn": 1, "note": 2}
+
+
+def check_run(report: RunReport) -> tuple[RuleFinding, ...]:
+    """Return the findings of all rules about one run, the most severe first."""
+    return by_severity([item for rule in RULES for item in rule(report)])
+
+
+def by_severity(findings: list[RuleFinding]) -> tuple[RuleFinding, ...]:
+    """Sort findings: refusals first, then warnings, then notes, each by rule number."""
+    return tuple(sorted(findings, key=lambda item: (_ORDER[item.severity], item.rule)))
+
+
+def eps_of(value: float, higher_is_better: bool) -> float:
+    """Return the quality difference that counts as none.
+
+    It is 0.005 for a quality between 0 and 1 of which more is better, and 0.5 % of the value otherwise.
+    """
+    return QUALITY_EPS if higher_is_better and 0 <= value <= 1 else QUALITY_EPS * abs(value)
