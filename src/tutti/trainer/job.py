@@ -1,28 +1,20 @@
 """The Job: three lines make a script train on any number of ranks, and a step computes the same on all of them."""
 
-import atexit
-import os
-import resource
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from tutti.comm.shared_segment import attached_resident_nbytes
-from tutti.comm.world import World, leave_world
 from tutti.config.plan import BatchPlan
 from tutti.config.vocabulary import LastBatch, Precision, Unit
 from tutti.data.samples import read_source
 from tutti.data.seeds import derive_seed, seed_everything
 from tutti.environment import read_launch_options
-from tutti.errors import ScriptError, TuttiError
+from tutti.errors import ScriptError
 from tutti.optim.learning_rate import LRRule
 from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.loss_means import looked_up
@@ -32,6 +24,7 @@ from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
 from tutti.trainer.evaluate import Metric
 from tutti.trainer.guard import guard_end
 from tutti.trainer.job_context import open_job_context
+from tutti.trainer.job_ranks import JobRanks
 from tutti.trainer.metrics import redirect_other_ranks
 from tutti.trainer.metrics_rows import write_evaluation_row
 from tutti.trainer.prepare import (
@@ -41,12 +34,13 @@ from tutti.trainer.prepare import (
     prepare_run,
     without_wrappers,
 )
+from tutti.trainer.run_end import RunFinalizer
 from tutti.trainer.run_state import JobLoader, JobSettings, Run
 from tutti.trainer.update import optimizers_of, save_when_due
 from tutti.trainer.whole_weights import on_cpu, save_pretrained, whole_model, whole_state
 
 
-class Job:
+class Job(JobRanks):
     """One training run. The global batch defines what it computes, which does not depend on the number of ranks.
 
     Args:
@@ -151,6 +145,7 @@ class Job:
             resume=Path(resume) if resume else None,
             facts={key: str(value) for key, value in (facts or {}).items()},
         )
+        self._world = self._context.world
         self._finalizer = (
             None if capture.is_capturing() else RunFinalizer(self._context.world, supervised=launch_options.supervised)
         )
@@ -158,23 +153,6 @@ class Job:
         # members of an ensemble.
         seed_everything(derive_seed(seed, "model"))
         torch.manual_seed(self._context.model_seed)
-
-    @property
-    def rank(self) -> int:
-        return self._context.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._context.world.world_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._context.world.device
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes."""
-        return self._context.world.is_main
 
     def build(self, function: Callable[[], nn.Module]) -> nn.Module:
         """Build a model; with several ranks it has no memory until `prepare` gives every rank its part.
@@ -567,11 +545,6 @@ class Job:
             finally:
                 self._whole = False
 
-    def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0 only, with the arguments of the built-in `print`."""
-        if self.is_main:
-            print(*values, **options)
-
     def _run(self) -> Run:
         if self._followed is not None:
             self._followed.end()
@@ -590,88 +563,3 @@ def _together(job: Job, name: str) -> Iterator[Run]:
         run.check_changes()
     with run.parallel.script_reads.resting(), run.loop.watch.during(name):
         yield run
-
-
-class RunFinalizer:
-    """Writes a run's last rows when the process ends, however it ends.
-
-    Attributes:
-        run: the prepared run, once there is one.
-        failed: whether the run has failed on this rank.
-    """
-
-    def __init__(self, world: World, *, supervised: bool) -> None:
-        self.world = world
-        self.run: Run | None = None
-        self.failed = False
-        self._ended = False
-        if not supervised:
-            sys.excepthook = self._on_exception
-            threading.excepthook = self._on_exception_in_thread
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        """Write the memory and end rows and leave the world; further calls do nothing."""
-        if self._ended:
-            return
-        self._ended = True
-        if self.run is not None:
-            self.run.loop.watch.stop()
-            self._last_rows(self.run)
-        if not self.failed:
-            if self.run is not None:
-                self.run.state.consistency.on_exit(self.run.parallel)
-            leave_world()
-
-    def _last_rows(self, run: Run) -> None:
-        rank_folder = run.output.folder.rank(run.parallel.world.rank)
-        self.failed = self.failed or (rank_folder / "error.json").exists()
-        failure = run.output.checkpoints.finish_at_exit()
-        if failure is not None:
-            self.failed = True
-            print(f"tutti: {failure}", file=sys.stderr)
-        wall, phases = run.loop.clock.take_row()
-        now = run.loop.clock.elapsed_s()
-        memory = {
-            "step": run.state.progress.step,
-            "rank": run.parallel.world.rank,
-            "device": str(run.parallel.world.device),
-            "peak_nbytes": peak_memory_nbytes(run.parallel.world.device),
-        }
-        run.output.log.timing(kind="memory", **memory)
-        run.output.log.timing(kind="machine", step=run.state.progress.step, stolen=run.loop.clock.stolen.share())
-        run.output.log.row("memory", now, **memory)
-        status = "failed" if self.failed else "stopped" if (rank_folder / "stopped").exists() else "completed"
-        run.output.log.row("end", now, status=status, step=run.state.progress.step, wall_s=wall, phases=phases)
-        run.output.log.close()
-        run.output.screen.close()
-
-    def _on_exception_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
-        """End the process if the run's watch found it waiting for nothing: the main thread cannot."""
-        if not isinstance(arguments.exc_value, TuttiError):
-            threading.__excepthook__(arguments)
-            return
-        if self.world.is_main:
-            print(f"tutti: {arguments.exc_value}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(arguments.exc_value.exit_code)
-
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.failed = True
-        if not isinstance(error, TuttiError):
-            sys.__excepthook__(kind, error, trace)
-            return
-        if self.world.is_main or (self.run is not None and self.run.state.consistency.asynchronous):
-            print(f"tutti: {error}", file=sys.stderr)
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(error.exit_code)
-
-
-def peak_memory_nbytes(device: torch.device) -> int:
-    """Return this rank's peak memory: allocated on a GPU; resident on a CPU, without memory shared by other ranks."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - attached_resident_nbytes()
