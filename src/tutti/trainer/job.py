@@ -20,11 +20,13 @@ from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.loss_means import looked_up
 from tutti.parallel.losses import default_loss, default_unpack, loss_of
 from tutti.trainer import capture
+from tutti.trainer.callbacks import JobCallbacks
 from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
+from tutti.trainer.epoch_loop import agree_to_stop, run_epochs
 from tutti.trainer.evaluate import Metric
-from tutti.trainer.guard import guard_end
-from tutti.trainer.job_context import open_job_context
+from tutti.trainer.job_context import JobHooks, open_job_context
 from tutti.trainer.job_ranks import JobRanks
+from tutti.trainer.loggers import Logger, check_loggers
 from tutti.trainer.metrics import redirect_other_ranks
 from tutti.trainer.metrics_rows import write_evaluation_row
 from tutti.trainer.prepare import (
@@ -65,6 +67,10 @@ class Job(JobRanks):
         folder: the run folder, unless the launcher names one. None: runs/<script>-<time>.
         resume: a run folder or a checkpoint to resume from.
         facts: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
+        loggers: where the run's numbers go besides its folder: CSVLogger, TensorBoardLogger, MLflowLogger, WandbLogger,
+            or any `Logger`.
+        callbacks: called around epochs, steps and evaluations, on every rank: `EarlyStopping`, or any `Callback`.
+        progress: whether a terminal shows a progress bar.
 
     Raises:
         PlanError: settings contradict each other, the plan or the number of ranks.
@@ -118,8 +124,12 @@ class Job(JobRanks):
         folder: str | Path | None = None,
         resume: str | Path | None = None,
         facts: Mapping[str, object] | None = None,
+        loggers: Sequence[Logger] = (),
+        callbacks: Sequence[Any] = (),
+        progress: bool = True,
     ) -> None:
         launch_options = read_launch_options()
+        self._callbacks = JobCallbacks.of(callbacks)
         self._context = open_job_context(
             JobSettings(
                 seed=seed,
@@ -144,6 +154,7 @@ class Job(JobRanks):
             folder=Path(folder) if folder else None,
             resume=Path(resume) if resume else None,
             facts={key: str(value) for key, value in (facts or {}).items()},
+            hooks=JobHooks(callbacks=self._callbacks, loggers=check_loggers(loggers), progress=progress),
         )
         self._world = self._context.world
         self._finalizer = (
@@ -250,7 +261,7 @@ class Job(JobRanks):
             return model, returned, JobLoader(self._followed, self._context.clock, lambda: None)
         self._prepared = prepare_run(self._context, prepare_arguments)
         if self._finalizer is not None:
-            self._finalizer.run = self._prepared
+            self._finalizer.run, self._finalizer.before_end = self._prepared, partial(self._callbacks.end, self)
         if not self._context.launch_options.supervised:
             redirect_other_ranks(self._context.world, str(self._prepared.output.folder.rank(self.rank) / "stdout.log"))
         run = self._prepared
@@ -261,27 +272,37 @@ class Job(JobRanks):
         """Yield the numbers of the epochs still to run, of `count`; a resumed run continues at its checkpoint."""
         if self._followed is not None:
             yield from self._followed.epochs()
-        run = self._run()
-        run.state.progress.total_epochs = count
-        first = run.state.loader.epoch
-        if 0 < count <= first:
-            run.output.screen.say(
-                f"the run has already trained {first} epochs, and job.epochs({count}) asks for no more; ask for more"
-            )
-        while run.state.loader.epoch < count:
-            epoch = run.state.progress.epoch = run.state.loader.epoch
-            yield epoch
-            if run.state.loader.epoch == epoch:  # the script left the loader early
-                run.state.loader.next_epoch()
-            run.loop.program.epoch_ended(run.state.loader.epoch)
-            save_when_due(run)
-            run.output.log.row("epoch", run.loop.clock.elapsed_s(), epoch=epoch, step=run.state.progress.step)
-        if run.state.loader.epoch > first and run.settings.keep_checkpoints:
-            self.save()
-        run.state.consistency.finish(run.parallel)
-        if run.state.loader.epoch > first:
-            with run.loop.watch.during("job.epochs"):
-                guard_end(run)
+        yield from run_epochs(self, self._run(), self._callbacks, count)
+
+    def should_stop(self, condition: Any) -> bool:
+        """Return whether `condition` is true on any rank, the same on every rank. Collective.
+
+        Once it is, `job.epochs` yields no further epoch, writes its last checkpoint and ends, also if the script leaves
+        the loop: `if job.should_stop(loss < 0.1): break`.
+
+        Args:
+            condition: anything that can be true; ranks may differ.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import TensorDataset
+            >>> job = Job(global_batch_size=4, folder="runs/enough")
+            >>> model = nn.Linear(3, 1)
+            >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+            >>> model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, nn.MSELoss())
+            >>> for epoch in job.epochs(100):
+            ...     for batch in loader:
+            ...         loss = job.step(batch)
+            ...     if job.should_stop(loss < 1e-6):
+            ...         break
+            >>> epoch < 99
+            True
+        """
+        if self._followed is not None:
+            return False
+        with _together(self, "job.should_stop") as run:
+            return agree_to_stop(run, condition)
 
     def step(self, batch: Any) -> float:
         """Make one optimizer update on a global batch.
@@ -300,6 +321,7 @@ class Job(JobRanks):
         with _together(self, "job.step") as run:
             loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
             self.update()
+        self._callbacks.updated(self, run.state.progress.step)
         return loss
 
     def forward_backward(
@@ -350,7 +372,9 @@ class Job(JobRanks):
             return self._followed.forward_backward(function, batch)
         with _together(self, "job.forward_backward") as run:
             zeroed = None if zero_grad is None else optimizers_of(run, zero_grad)
-            return run.loop.program.forward_backward(function, batch, zeroed)
+            loss = run.loop.program.forward_backward(function, batch, zeroed)
+        self._callbacks.computed(loss)
+        return loss
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Clip gradients, step the optimizer, advance its scheduler, write the step's row.
@@ -367,6 +391,8 @@ class Job(JobRanks):
             return
         with _together(self, "job.update") as run:
             run.loop.program.update(run.parallel.optimizers if optimizer is None else optimizers_of(run, optimizer))
+        if not run.loop.watch.inside:  # else in job.step
+            self._callbacks.updated(self, run.state.progress.step)
 
     def schedule(self, metric: float) -> None:
         """Give a metric to the schedulers that follow one (ReduceLROnPlateau). Call it once an epoch.
@@ -429,6 +455,8 @@ class Job(JobRanks):
             values, samples = run.loop.program.evaluate(source, metrics or {}, whole or {}, batch_size)
             write_evaluation_row(run, source, name, values, samples)
             run.loop.observer.evaluated(run.state.progress.step, name, values)
+        self._callbacks.logged(self, {f"{name}/{key}": value for key, value in values.items()})
+        self._callbacks.call("on_evaluate_end", self, values)
         return values
 
     def log(self, **values: float | int | str) -> None:
@@ -441,6 +469,7 @@ class Job(JobRanks):
             epoch=run.state.progress.epoch,
             values=values,
         )
+        self._callbacks.logged(self, values)
 
     def save(self) -> Path:
         """Write a checkpoint now and return its folder. Collective.
@@ -550,6 +579,10 @@ class Job(JobRanks):
             self._followed.end()
         if self._prepared is None:
             raise ScriptError("the Job has no model yet; call job.prepare(model, optimizer, dataset, loss_fn) first")
+        ending = self._prepared.loop.ending
+        if ending.failure is not None:
+            failure, ending.failure = ending.failure, None
+            raise failure
         return self._prepared
 
 

@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -21,12 +22,14 @@ class RunFinalizer:
     Attributes:
         run: the prepared run, once there is one.
         failed: whether the run has failed on this rank.
+        before_end: called first, where the run has not failed.
     """
 
     def __init__(self, world: World, *, supervised: bool) -> None:
         self.world = world
         self.run: Run | None = None
         self.failed = False
+        self.before_end: Callable[[], None] = lambda: None
         self._ended = False
         if not supervised:
             sys.excepthook = self._on_exception
@@ -38,13 +41,39 @@ class RunFinalizer:
         if self._ended:
             return
         self._ended = True
+        failure = self._end_loop(self.run) if self.run is not None else None
         if self.run is not None:
             self.run.loop.watch.stop()
             self._last_rows(self.run)
+        if failure is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(failure.exit_code if isinstance(failure, TuttiError) else 1)
         if not self.failed:
             if self.run is not None:
                 self.run.state.consistency.on_exit(self.run.parallel)
             leave_world()
+
+    def _end_loop(self, run: Run) -> Exception | None:
+        """End what the script has left open; return what failed, after saying so."""
+        ending, rank_folder = run.loop.ending, run.output.folder.rank(run.parallel.world.rank)
+        ending.closed = True
+        failure = ending.failure
+        ended_well = not self.failed and not any((rank_folder / name).exists() for name in ("error.json", "stopped"))
+        if failure is None and ended_well:
+            try:
+                self.before_end()
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            self.failed = True
+            print(f"tutti: {failure}", file=sys.stderr)
+        elif ended_well and ending.left_at == run.state.progress.step and _unsaved(run):
+            run.output.screen.say(
+                f"the loop over job.epochs was left at step {ending.left_at}, so no checkpoint of the end was written; "
+                "leave it with `if job.should_stop(condition): break`, or call job.save()"
+            )
+        return failure
 
     def _last_rows(self, run: Run) -> None:
         rank_folder = run.output.folder.rank(run.parallel.world.rank)
@@ -66,7 +95,7 @@ class RunFinalizer:
         run.output.log.row("memory", now, **memory)
         status = "failed" if self.failed else "stopped" if (rank_folder / "stopped").exists() else "completed"
         run.output.log.row("end", now, status=status, step=run.state.progress.step, wall_s=wall, phases=phases)
-        run.output.log.close()
+        run.output.log.close(failed=self.failed)
         run.output.screen.close()
 
     def _on_exception_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
@@ -91,6 +120,11 @@ class RunFinalizer:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.exit_code)
+
+
+def _unsaved(run: Run) -> bool:
+    """Whether the run keeps checkpoints, and has begun none at its last step."""
+    return run.settings.keep_checkpoints > 0 and run.output.checkpoints.begun_at != run.state.progress.step
 
 
 def peak_memory_nbytes(device: torch.device) -> int:
