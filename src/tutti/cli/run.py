@@ -45,6 +45,12 @@ def _counts(context: click.Context, parameter: click.Parameter, text: str | None
 )
 @click.option("--predict/--no-predict", default=True, help="Predict step time and memory, for the report.")
 @click.option("--frugal", is_flag=True, help="Return freed memory to the system at once: uses less, somewhat slower.")
+@click.option("--profile", type=click.IntRange(1), metavar="STEPS",
+              help="Profile STEPS steps after a warm-up, into the run folder's profile/.")  # fmt: skip
+@click.option("--progress/--no-progress", default=True, help="Show a progress bar on a terminal.")
+@click.option("--profile", type=click.IntRange(1), metavar="STEPS",
+              help="Profile STEPS steps after a warm-up, into the run folder's profile/.")  # fmt: skip
+@click.option("--progress/--no-progress", default=True, help="Show a progress bar on a terminal.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as after `python -m`.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.option(
@@ -57,7 +63,7 @@ def command(**given: Any) -> None:
 
     options = RunOptions(**given)
     try:
-        ended = trained(options, screen=screen(shown=True, as_json=options.as_json))
+        ended = trained(options, screen=screen(shown=True, as_json=options.as_json, progress=options.progress))
     except KeyboardInterrupt:  # before the ranks were started; from then on the supervisor handles it
         console.print("stopped")
         sys.exit(130)

@@ -80,6 +80,7 @@ def run(
     checkpoint_every: int | None = None,
     predict: bool = True,
     frugal: bool = False,
+    profile: int | None = None,
     verbose: bool = False,
 ) -> RunReport | None:
     """Train a script on several ranks and return the report of the run.
@@ -108,6 +109,7 @@ def run(
         checkpoint_every: save a checkpoint every so many steps.
         predict: predict step time and memory, for the report.
         frugal: return freed memory to the system at once.
+        profile: profile this many steps after a warm-up, into the run folder's profile/.
         verbose: show what `tutti run` shows.
 
     Returns:
@@ -145,6 +147,7 @@ READ: dict[str, Callable[[Any], Any]] = {
     "folder": path_of,
     "resume": path_of,
     "checkpoint_every": lambda value: whole("checkpoint_every", value),
+    "profile": lambda value: whole("profile", value),
 }
 """How an argument of a function is read for the option of that name; others are taken as they are."""
 
@@ -179,13 +182,15 @@ def buckets_of(value: float | str | None) -> str | None:
     return text
 
 
-def screen(*, shown: bool, as_json: bool = False) -> "Screen":
+def screen(*, shown: bool, as_json: bool = False, progress: bool = True) -> "Screen":
     """Return what makes a run's watcher: one that shows the first rank's output, or one that shows nothing."""
     from tutti.launch.rank_watch import Silent, watcher_for
 
     if not shown:
         return lambda spec: Silent()
-    return lambda spec: watcher_for(spec, stdout=sys.stderr if as_json else sys.stdout, console=console)
+    return lambda spec: watcher_for(
+        spec, stdout=sys.stderr if as_json else sys.stdout, console=console, progress=progress
+    )
 
 
 def report_of(ended: Conclusion) -> RunReport | None:

@@ -42,6 +42,8 @@ class RunOptions:
     checkpoint_every: int | None = None
     predict: bool = True
     frugal: bool = False
+    profile: int | None = None
+    progress: bool = True
     as_json: bool = False
     one_screen: bool = False
 
@@ -227,6 +229,10 @@ def environment(options: RunOptions, plan: Path | None) -> dict[str, str]:
         variables["TUTTI_RESUME"] = str(options.resume.resolve())
     if options.checkpoint_every is not None:
         variables["TUTTI_CHECKPOINT_EVERY"] = str(options.checkpoint_every)
+    if options.profile is not None:
+        variables["TUTTI_PROFILE"] = str(options.profile)
+    if options.profile is not None:
+        variables["TUTTI_PROFILE"] = str(options.profile)
     if options.frugal:
         # torch reads the second one: it then allocates huge pages, which the system provides faster.
         variables |= {"TUTTI_FRUGAL": "1", "THP_MEM_ALLOC_ENABLE": "1"}

@@ -479,15 +479,17 @@ class StopReport:
 
     Attributes:
         planned_epochs: number of epochs that the script asked for.
-        early: whether the script left its loop before that, or within an epoch.
+        left_early: whether the script left its loop before that, or within an epoch.
         clock: where the script leaves a loop because of the time; None if nowhere.
+        early: why training ended before the epochs that the script asked for; empty if it did not.
     """
 
     rule: StopRule | None = None
     value: Quantity = Quantity()
     planned_epochs: Quantity = Quantity(unit="epochs")
-    early: bool = False
+    left_early: bool = False
     clock: str | None = None
+    early: str = ""
 
 
 BaselineSource = Literal["measured-here", "published"]

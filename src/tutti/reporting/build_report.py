@@ -33,6 +33,7 @@ from tutti.reporting.measurements import (
     experts,
     mode_text,
     phases_of,
+    profiled_steps,
     quantities,
     replicas_report,
     seen,
@@ -82,7 +83,8 @@ def build_report(
     report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
     report = replace(report, communication=communication(records), experts=experts(records))
     report = replace(report, noise=noise_report(records), replicas=replicas_report(records))
-    findings = by_severity([*check_run(report), *_guard_warnings(records), *_reading_notes(records)])
+    notes = (*_guard_warnings(records), *_profile_note(records), *_reading_notes(records))
+    findings = by_severity([*check_run(report), *notes])
     return replace(report, findings=findings, outcomes=outcomes_of(report, findings))
 
 
@@ -158,6 +160,8 @@ def headline(report: RunReport) -> str:
     }
     ended = verb.get(report.status, "Trained")
     sentence = f"{ended} {what} for {_amount(report)} in {duration(report.time.wall.value or 0.0)}"
+    if report.stop.early:
+        sentence += f", stopped early: {report.stop.early}"
     if quality.test_value.value is None:
         return f"{sentence}; no quality was evaluated."
     split = "" if quality.split == quality.name else f" (on {quality.split} data)" if quality.split != "other" else ""
@@ -255,6 +259,18 @@ def _guard_warnings(records: Records) -> tuple[RuleFinding, ...]:
         for text in sentences
         if text
     )
+
+
+def _profile_note(records: Records) -> tuple[RuleFinding, ...]:
+    """Return a finding that says which times a profiler has slowed."""
+    steps = profiled_steps(records)
+    if not steps:
+        return ()
+    sentence = (
+        f"{plural(steps, 'step')} were profiled, which slows them: the step time and the throughput leave them out, "
+        "totals and peak memory include them."
+    )
+    return (RuleFinding(rule=0, code="PROFILED", severity="note", sentence=sentence, where="time"),)
 
 
 def _reading_notes(records: Records) -> tuple[RuleFinding, ...]:
@@ -435,7 +451,7 @@ def rank_reports(records: Records) -> tuple[RankReport, ...]:
             for row in records.spent("memory")
             if row.data.get("rank") == rank.rank and (p := row.number("peak_nbytes")) is not None
         ]
-        steps = [row for row in rows if row.kind == "step"]
+        steps = [row for row in rows if row.kind == "step" and not row.data.get("profiled")]
         reports.append(
             RankReport(
                 rank=rank.rank,

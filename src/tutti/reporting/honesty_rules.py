@@ -122,6 +122,18 @@ def best_of_epochs(report: RunReport) -> list[RuleFinding]:
     return finding(2, "BEST-OF-EPOCHS", "note", sentence, "quality.best_value")
 
 
+def stopped_on_test(report: RunReport) -> list[RuleFinding]:
+    """Rule 2: a training that ends by its quality on test data has chosen its epoch on the test data."""
+    quality, early = report.quality, report.stop.early
+    if quality.split != "test" or report.stop.rule != "plateau" or not early.startswith(f"{quality.name}_"):
+        return []
+    sentence = (
+        f"Training was stopped by its quality on test data ({early}), so that is no quality on held-out data. Stop by "
+        "the quality on validation data."
+    )
+    return finding(2, "STOPPED-ON-TEST", "warn", sentence, "stop.early", ("quality", "ranking"))
+
+
 def data_overlap(report: RunReport) -> list[RuleFinding]:
     """Rule 2: samples that are in both the training and the evaluation data inflate the quality."""
     shared = report.data.train_test_overlap.value
@@ -189,7 +201,7 @@ def whole_training(report: RunReport) -> list[RuleFinding]:
 def _part_of_the_data(report: RunReport) -> list[RuleFinding]:
     """Rule 5: epochs that end early train on a part of the data."""
     planned, epochs = report.stop.planned_epochs.value, report.epochs.value
-    if not report.stop.early or not planned or not epochs or report.stop.rule not in (None, "epochs"):
+    if not report.stop.left_early or not planned or not epochs or report.stop.rule not in (None, "epochs"):
         return []
     if report.quality.reached or epochs >= 0.9 * planned:
         return []
@@ -345,7 +357,7 @@ def stopped_by_time(report: RunReport) -> list[RuleFinding]:
     if report.quality.reached:
         return []
     unplanned = stop.planned_epochs.value is None and stop.rule is None
-    if stop.clock and (stop.early or unplanned):
+    if stop.clock and (stop.left_early or unplanned):
         planned = stop.planned_epochs.value
         asked = f" of {plural(planned, 'epoch')}" if planned else ""
         done = f"after {significant(report.epochs.value)}{asked}" if report.epochs.value is not None else "early"
@@ -482,6 +494,7 @@ RULES: tuple[Rule, ...] = (
     target_missed,
     quality_on_held_out_data,
     best_of_epochs,
+    stopped_on_test,
     data_overlap,
     tuning_cost,
     baseline_hardware,

@@ -129,15 +129,18 @@ def stop_report(records: Records, *, ended_well: bool) -> StopReport:
     partial = any(row.data.get("partial") for row in ends) or _inside_epoch(records, steps)
     epochs = len({row.data.get("epoch") for row in ends})
     early = ended_well and (partial or (planned is not None and epochs < planned))
+    last = steps[-1].step if steps else 0
+    reason = next((str(row.data.get("reason", "")) for row in records.kept("stop") if row.step == last), "")
     report = StopReport(
         planned_epochs=seen(planned, "epochs", "asked for by the script"),
-        early=early,
+        left_early=early,
+        early=reason,
         clock=extra.get("clock_exit"),
     )
     rule = next((rule for rule in get_args(StopRule) if rule == extra.get("stop.rule")), None)
     if rule is not None:
         return replace(report, rule=rule, value=stated(extra, "stop.value"))
-    if records.spent("stopped_early"):
+    if "did not improve" in reason:
         return replace(report, rule="plateau")
     if not ended_well or not steps or early:
         return report

@@ -25,6 +25,7 @@ from tutti.trainer.capture import FollowedScript
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
 from tutti.trainer.observer import JobProgram, Observer
 from tutti.trainer.operation_watch import OperationWatch
+from tutti.trainer.step_profile import StepProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,25 @@ class GuardState:
     unequal_buffers: set[str] = field(default_factory=set)
 
 
+@dataclass(slots=True)
+class LoopEnding:
+    """How the loop over `job.epochs` ends.
+
+    Attributes:
+        reason: why it ends early, as all ranks have agreed; empty while it goes on.
+        in_epochs: whether the script is in the loop.
+        left_at: the step at which the script left the loop without an agreement; None if it did not.
+        failure: what failed while the loop was closed; the Job raises it at its next call.
+        closed: whether the process is ending.
+    """
+
+    reason: str = ""
+    in_epochs: bool = False
+    left_at: int | None = None
+    failure: Exception | None = None
+    closed: bool = False
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
     """The parts of a run that steps use, apart from the training state.
@@ -207,6 +227,7 @@ class TrainingLoop:
         steps_begun: steps since prepare.
         program: what the methods of the Job do; set when the Run is complete.
         guard: what the guard's checks have seen.
+        ending: how the loop over epochs ends.
     """
 
     pipeline: Pipeline | None
@@ -223,6 +244,7 @@ class TrainingLoop:
     steps_begun: int = 0
     program: JobProgram = field(init=False)
     guard: GuardState = field(default_factory=GuardState)
+    ending: LoopEnding = field(default_factory=LoopEnding)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -236,6 +258,7 @@ class RunOutput:
         checkpoints: saves the training state.
         throughput: samples or tokens per second, smoothed.
         data_facts: (data set, fields that describe it) of each evaluation, by name.
+        profile: records some steps, if the launcher asks for that.
     """
 
     folder: RunFolder
@@ -244,6 +267,7 @@ class RunOutput:
     checkpoints: CheckpointWriter
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+    profile: StepProfile | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
