@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from tutti.nn.annotations import replicate, shard, split, stage, synchronized
     from tutti.optim.learning_rate import LRRule
     from tutti.parallel.losses import Weighted
+    from tutti.trainer.averaged_weights import AveragedWeights
     from tutti.trainer.job import Job
 
 _HOMES = {
+    "AveragedWeights": "tutti.trainer.averaged_weights",
     "ClusterSpec": "tutti.config.cluster",
     "Job": "tutti.trainer.job",
     "LRRule": "tutti.optim.learning_rate",
@@ -38,6 +40,7 @@ _HOMES = {
 
 __version__ = "0.1.0"
 __all__ = [
+    "AveragedWeights",
     "ClusterSpec",
     "Job",
     "LRRule",

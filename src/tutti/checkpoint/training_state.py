@@ -1,6 +1,7 @@
 """The training state: everything that a checkpoint saves and a resumed run restores."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -45,6 +46,21 @@ class Progress:
     total_epochs: int | None = None
 
 
+@dataclass(slots=True)
+class Average:
+    """An average of the weights over updates.
+
+    Attributes:
+        updates: the updates that are in it.
+        tensors: this rank's parts of the averaged parameters, by name.
+        buffers: the same of buffers, where they are not the model's.
+    """
+
+    updates: int = 0
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
     """Everything that training resumes from: the model with its optimizers, the loader's position, and the counters.
@@ -54,6 +70,8 @@ class TrainingState:
         schedules: the user's learning-rate schedulers.
         scaler: loss scaling; disabled except for float16.
         noise: the meter of the gradient noise scale, with its averages.
+        averages: averages of the weights that the script keeps, by name.
+        resumed_from: the checkpoint that the run was resumed from; None: none.
     """
 
     parallel: ParallelModel
@@ -63,6 +81,8 @@ class TrainingState:
     scaler: torch.amp.GradScaler
     noise: NoiseMeter
     progress: Progress = field(default_factory=Progress)
+    averages: dict[str, Average] = field(default_factory=dict)
+    resumed_from: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.progress.clocks:

@@ -1,7 +1,7 @@
 """The loader that `prepare` returns: this rank's share of one global batch after another."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -99,6 +99,23 @@ class ShareLoader:
         """The generators that the script has drawn from since the last batch was yielded, where that is recorded."""
         now = generator_states() if self._states else {}
         return tuple(source for source, state in now.items() if state != self._states[source])
+
+    def another(self, plan: Plan, rank: int) -> "ShareLoader":
+        """Return a loader of the whole current epoch, for a pass beside training.
+
+        A sampler of the user is not asked again: the pass has the samples of the latest order.
+
+        Args:
+            plan: divides the batches; its global batches are this loader's.
+            rank: the rank whose shares are yielded.
+        """
+        source = self.source
+        if source.sampler is not None:
+            order = self._cached[1] if self._cached is not None else self.epoch_batches(self.epoch)[0]
+            source = replace(source, sampler=order.tolist())
+        loader = ShareLoader(source, plan, self.seed, rank)
+        loader.go_to(self.epoch, 0, self.before)
+        return loader
 
     def next_epoch(self) -> None:
         """Go to the beginning of the next epoch, even if this one has batches left."""

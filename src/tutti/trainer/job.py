@@ -580,12 +580,17 @@ class Job:
         return self._prepared
 
 
+_TRAINING = frozenset({"job.step", "job.forward_backward", "job.update", "job.save"})
+
+
 @contextmanager
 def _together(job: Job, name: str) -> Iterator[Run]:
     """Yield the run, and note meanwhile what this rank does together with the others."""
     run = job._run()
     if job._whole:
         raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
+    if run.loop.average_applied and name in _TRAINING:
+        raise ScriptError(f"{name} was called inside `with average.applied():`; leave it first")
     if not run.loop.watch.inside and name != "job.update":
         run.check_changes()
     with run.parallel.script_reads.resting(), run.loop.watch.during(name):

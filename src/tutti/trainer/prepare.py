@@ -138,7 +138,7 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     loop = build_loop(context, arguments, divided, state)
     output = open_output(context, folder, state)
     run = Run(settings=context.settings, state=state, loop=loop, output=output)
-    resumed_from = _resume(run, context.resume or context.launch_options.resume, arguments.weights)
+    state.resumed_from = resumed_from = _resume(run, context.resume or context.launch_options.resume, arguments.weights)
     _write_header(run, context, resumed_from)
     _write_start_row(run, context)
     deprioritise_gloo_threads()  # after the last process group has been created

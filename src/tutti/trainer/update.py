@@ -71,7 +71,7 @@ def make_update(run: Run, optimizers: tuple[Optimizer, ...]) -> None:
 
 def save_when_due(run: Run) -> None:
     """Begin a checkpoint that is due, unless gradients still wait for their update."""
-    if not run.loop.accumulation.waits:
+    if not run.loop.accumulation.waits and not run.loop.average_applied:
         run.output.checkpoints.save_when_due()
 
 
