@@ -76,6 +76,7 @@ from tutti.trainer.operation_watch import OperationWatch, note_calls_of_model
 from tutti.trainer.program import OwnProgram
 from tutti.trainer.run_header import make_header, open_folder, this_rank
 from tutti.trainer.run_state import Accumulation, Run, RunningStatistics, RunOutput, TrainingLoop
+from tutti.trainer.update import refuse_own_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,7 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     deprioritise_gloo_threads()  # after the last process group has been created
     loop.observer.prepared(state)
     loop.program = loop.observer.program(run) or OwnProgram(run)
+    refuse_own_steps(run)
     loop.watch.start()
     return run
 
