@@ -27,6 +27,7 @@ from tutti.optim.learning_rate import LRRule
 from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.loss_means import looked_up
 from tutti.parallel.losses import default_loss, default_unpack, loss_of
+from tutti.parallel.parallelize import compile_model
 from tutti.trainer import capture
 from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
 from tutti.trainer.evaluate import Metric
@@ -67,6 +68,8 @@ class Job:
             last epoch.
         noise_every: steps between measurements of the gradient noise scale, which says how large a batch pays.
             Measuring does not change the training.
+        compile: whether torch.compile compiles the model: True, its mode, or its arguments as a dict. Under plans that
+            divide what modules compute (`split`, `stage`, ...) the run says so and goes on uncompiled.
         name: name of the run. None: the script's.
         folder: the run folder, unless the launcher names one. None: runs/<script>-<time>.
         resume: a run folder or a checkpoint to resume from.
@@ -120,12 +123,14 @@ class Job:
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 2,
         noise_every: int | None = None,
+        compile: bool | str | Mapping[str, Any] = False,
         name: str | None = None,
         folder: str | Path | None = None,
         resume: str | Path | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> None:
         launch_options = read_launch_options()
+        self._compile = compile
         self._context = open_job_context(
             JobSettings(
                 seed=seed,
@@ -254,6 +259,7 @@ class Job:
             raise ScriptError(f"scheduler_clock = {scheduler_clock!r}; use 'step' or 'epoch'")
         source = read_source(dataset, shuffle=shuffle, tokens=tokens, arguments=loader_arguments)
         model = without_wrappers(model, compiled=not capture.is_capturing())
+        compile_model(model, False if capture.is_capturing() else self._compile, self.device)
         optimizers = build_optimizers(model, optimizer)
         prepare_arguments = PrepareArguments(
             model=model,
