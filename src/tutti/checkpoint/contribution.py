@@ -371,6 +371,7 @@ def _run_state(training: TrainingState, contributions: list[Contribution]) -> di
         "generators": [contribution.generators for contribution in contributions],
         "residuals": [contribution.residuals for contribution in contributions],
         "mode": training.parallel.plan.sync.mode,
+        "raised_microbatches": training.raised_microbatches,
         "averages": {name: average.updates for name, average in training.averages.items()},
         "replicas": [contribution.replica for contribution in contributions],
     }

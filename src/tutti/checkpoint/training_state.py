@@ -71,6 +71,7 @@ class TrainingState:
         scaler: loss scaling; disabled except for float16.
         noise: the meter of the gradient noise scale, with its averages.
         averages: averages of the weights that the script keeps, by name.
+        raised_microbatches: the number of microbatches that a lack of memory has raised the plan's to; None: none.
         resumed_from: the checkpoint that the run was resumed from; None: none.
     """
 
@@ -82,6 +83,7 @@ class TrainingState:
     noise: NoiseMeter
     progress: Progress = field(default_factory=Progress)
     averages: dict[str, Average] = field(default_factory=dict)
+    raised_microbatches: int | None = None
     resumed_from: Path | None = None
 
     def __post_init__(self) -> None:

@@ -54,7 +54,8 @@ class Job:
         global_batch_size: samples or tokens per step, over all ranks and microbatches.
         unit: what `global_batch_size` counts.
         seed: seed of initial values, data order, augmentation and dropout.
-        num_microbatches: slices that a batch is cut into (gradient accumulation). None: 1, or what the plan says.
+        num_microbatches: slices that a batch is cut into (gradient accumulation). None: what the plan says, or 1, and
+            twice as many whenever a rank runs out of memory.
         last_batch: whether the short last batch of an epoch is kept or dropped.
         batch_ramp: (until, size) pairs. Batches numbered below `until`, counted from 0 over all epochs, have `size`
             instead; a learning-rate rule follows the batch of the step.
@@ -140,6 +141,7 @@ class Job:
                 checkpoint_every=launch_options.checkpoint_every if checkpoint_every is None else checkpoint_every,
                 keep_checkpoints=keep_checkpoints,
                 noise_every=noise_every,
+                automatic_microbatches=num_microbatches is None and launch_options.plan is None,
             ),
             launch_options,
             BatchPlan(

@@ -73,6 +73,7 @@ from tutti.trainer.job_context import JobContext
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay
 from tutti.trainer.observer import Observer, load_observer
 from tutti.trainer.operation_watch import OperationWatch, note_calls_of_model
+from tutti.trainer.out_of_memory import resume_microbatches
 from tutti.trainer.program import OwnProgram
 from tutti.trainer.run_header import make_header, open_folder, this_rank
 from tutti.trainer.run_state import Accumulation, Run, RunningStatistics, RunOutput, TrainingLoop
@@ -492,6 +493,7 @@ def _resume(run: Run, path: Path | None, weights: Path | None) -> Path | None:
     checkpoint = latest_checkpoint(path) if run.parallel.world.is_main else None
     checkpoint = run.parallel.world.broadcast(checkpoint) or path
     load_checkpoint(run.state, checkpoint, run.output.screen.say)
+    resume_microbatches(run)
     run.output.screen.say(f"resumed from {checkpoint} at step {run.state.progress.step}")
     return checkpoint
 

@@ -43,6 +43,7 @@ class JobSettings:
         keep_checkpoints: how many of the newest checkpoints are kept. 0: only the newest, and none is written when
             training ends.
         noise_every: steps between measurements of the gradient noise scale; None: not measured.
+        automatic_microbatches: whether a lack of memory may raise the number of microbatches: nobody has stated it.
     """
 
     seed: int
@@ -52,6 +53,7 @@ class JobSettings:
     checkpoint_every: int | None
     keep_checkpoints: int
     noise_every: int | None = None
+    automatic_microbatches: bool = False
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
