@@ -24,6 +24,7 @@ ENVIRONMENT_FILES: dict[str, str] = {
 """File -> why it touches the environment. Only environment.py reads variables that change what a run does."""
 
 PUBLIC_NAMES = [
+    "AveragedWeights",
     "CSVLogger",
     "Callback",
     "ClusterSpec",

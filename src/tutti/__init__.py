@@ -30,11 +30,13 @@ if TYPE_CHECKING:
     from tutti.nn.annotations import replicate, shard, split, stage, synchronized
     from tutti.optim.learning_rate import LRRule
     from tutti.parallel.losses import Weighted
+    from tutti.trainer.averaged_weights import AveragedWeights
     from tutti.trainer.callbacks import Callback, EarlyStopping
     from tutti.trainer.job import Job
     from tutti.trainer.loggers import CSVLogger, Logger, MLflowLogger, TensorBoardLogger, WandbLogger
 
 _HOMES = {
+    "AveragedWeights": "tutti.trainer.averaged_weights",
     "CSVLogger": "tutti.trainer.loggers",
     "Callback": "tutti.trainer.callbacks",
     "ClusterSpec": "tutti.config.cluster",
@@ -73,6 +75,7 @@ _HOMES = {
 
 __version__ = "0.1.0"
 __all__ = [
+    "AveragedWeights",
     "CSVLogger",
     "Callback",
     "ClusterSpec",

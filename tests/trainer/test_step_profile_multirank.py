@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from tutti.report.build_report import build_report
 
 import tutti
 from harness import run_ranks
 from trainer.training import Mlp, vectors
+from tutti.reporting.build_report import build_report
 from tutti.trainer.metrics import read_rows
 
 

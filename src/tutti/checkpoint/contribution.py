@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti.checkpoint.index import (
+    AVERAGE,
     MODEL,
     RANK_STATE,
     CheckpointIndex,
@@ -56,6 +57,8 @@ class WrittenPart:
         number, name, state = self.key
         if number == RANK_STATE:
             return f"rank/{name}/{state}"
+        if number == AVERAGE:
+            return f"average/{state}/{name}"
         return f"model/{name}" if number == MODEL else f"optimizer-{number}/{name}/{state}"
 
 
@@ -313,9 +316,10 @@ def merge_contributions(training: TrainingState, contributions: list[Contributio
     ]
     optimizers: list[dict[str, dict[str, StoredTensor]]] = [{} for _ in training.parallel.optimizers]
     rank_state: dict[str, dict[str, StoredTensor]] = {}
+    averages: dict[str, dict[str, StoredTensor]] = {}
     for (number, name, state), written in parts.items():
         if number != MODEL:
-            target = rank_state if number == RANK_STATE else optimizers[number]
+            target = {RANK_STATE: rank_state, AVERAGE: averages}[number] if number < 0 else optimizers[number]
             target.setdefault(name, {})[state] = _stored_tensor(written)
     index = CheckpointIndex(
         step=training.progress.step,
@@ -326,6 +330,7 @@ def merge_contributions(training: TrainingState, contributions: list[Contributio
         tied={name: first for contribution in contributions for name, first in contribution.tied.items()},
         optimizers=tuple(optimizers),
         rank_state=rank_state,
+        averages=averages,
     )
     return index_to_text(index), _to_bytes(_run_state(training, contributions))
 
@@ -367,6 +372,8 @@ def _run_state(training: TrainingState, contributions: list[Contribution]) -> di
         "generators": [contribution.generators for contribution in contributions],
         "residuals": [contribution.residuals for contribution in contributions],
         "mode": training.parallel.plan.sync.mode,
+        "raised_microbatches": training.raised_microbatches,
+        "averages": {name: average.updates for name, average in training.averages.items()},
         "replicas": [contribution.replica for contribution in contributions],
     }
 

@@ -25,7 +25,7 @@ RUN_STATE = "run.pt"
 
 Key = tuple[int, str, str]
 """Identifies a tensor of a checkpoint: (optimizer, parameter, name of the state), (MODEL, name, "") or
-(RANK_STATE, "rank/bucket", name).
+(RANK_STATE, "rank/bucket", name) or (AVERAGE, name, name of the average).
 """
 
 MODEL = -1
@@ -33,6 +33,9 @@ MODEL = -1
 
 RANK_STATE = -2
 """First entry of a Key for tensors of one rank: residuals of error feedback, or state of a diverged replica."""
+
+AVERAGE = -3
+"""First entry of a Key for averages of parameters and buffers."""
 
 Slices = tuple[slice, ...]
 """An index into a tensor, one slice per dim."""
@@ -81,6 +84,7 @@ class CheckpointIndex:
         tied: further names of tensors in `model` -> the name there.
         optimizers: for each optimizer, state tensors by parameter and name of the state.
         rank_state: tensors that belong to one rank, by "rank/bucket" and name.
+        averages: averages of parameters and buffers, by their name and that of the average.
     """
 
     step: int
@@ -91,6 +95,7 @@ class CheckpointIndex:
     tied: dict[str, str] = field(default_factory=dict)
     optimizers: tuple[dict[str, dict[str, StoredTensor]], ...] = ()
     rank_state: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
+    averages: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
 
 
 def rank_file(rank: int) -> str:
@@ -106,6 +111,7 @@ def index_to_text(index: CheckpointIndex) -> str:
         f'"model": {_format_tensors(index.model, 2)}',
         '"optimizers": [' + ", ".join(_format_states(states) for states in index.optimizers) + "]",
         f'"rank_state": {_format_states(index.rank_state)}',
+        f'"averages": {_format_states(index.averages)}',
     ]
     return "{\n" + ",\n".join("  " + line for line in lines) + "\n}\n"
 
@@ -151,6 +157,7 @@ def parse_index(text: str, path: Path) -> CheckpointIndex:
             model={name: _from_json(tensor) for name, tensor in data["model"].items()},
             optimizers=tuple(_parse_states(states) for states in data["optimizers"]),
             rank_state=_parse_states(data["rank_state"]),
+            averages=_parse_states(data.get("averages", {})),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0]

@@ -16,6 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from tutti.checkpoint.averages import collect_averages
 from tutti.checkpoint.contribution import (
     Collected,
     Contribution,
@@ -199,6 +200,7 @@ class CheckpointWriter:
         """Collect this rank's state, agree with the others, and start writing. Collective."""
         try:
             collected = collect(self._training)
+            collect_averages(self._training, collected)
             collect_residuals(self._training, collected)
             collect_replica_state(self._training, replica_state, collected)
         except Exception as error:  # the user's optimizer may raise, and the other ranks must not wait for this one

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.checkpoint.index import (
+    AVERAGE,
     INDEX,
     MODEL,
     RANK_STATE,
@@ -126,7 +127,11 @@ def open_checkpoint(path: Path) -> Source:
 
 def _by_key(index: CheckpointIndex) -> dict[Key, StoredTensor]:
     tensors: dict[Key, StoredTensor] = {(MODEL, name, ""): tensor for name, tensor in index.model.items()}
-    for number, states in [*enumerate(index.optimizers), (RANK_STATE, index.rank_state)]:
+    for number, states in [
+        *enumerate(index.optimizers),
+        (RANK_STATE, index.rank_state),
+        (AVERAGE, index.averages),
+    ]:
         for name, by_state in states.items():
             tensors.update({(number, name, state): tensor for state, tensor in by_state.items()})
     return tensors

@@ -1,6 +1,7 @@
 """The training state: everything that a checkpoint saves and a resumed run restores."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,21 @@ class Progress:
     total_epochs: int | None = None
 
 
+@dataclass(slots=True)
+class Average:
+    """An average of the weights over updates.
+
+    Attributes:
+        updates: the updates that are in it.
+        tensors: this rank's parts of the averaged parameters, by name.
+        buffers: the same of buffers, where they are not the model's.
+    """
+
+    updates: int = 0
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
     """Everything that training resumes from: the model with its optimizers, the loader's position, and the counters.
@@ -64,6 +80,9 @@ class TrainingState:
         scaler: loss scaling; disabled except for float16.
         noise: the meter of the gradient noise scale, with its averages.
         callbacks: the script's callbacks, whose state on rank 0 is saved.
+        averages: averages of the weights that the script keeps, by name.
+        raised_microbatches: the number of microbatches that a lack of memory has raised the plan's to; None: none.
+        resumed_from: the checkpoint that the run was resumed from; None: none.
     """
 
     parallel: ParallelModel
@@ -74,6 +93,9 @@ class TrainingState:
     noise: NoiseMeter
     progress: Progress = field(default_factory=Progress)
     callbacks: StatefulParts | None = None
+    averages: dict[str, Average] = field(default_factory=dict)
+    raised_microbatches: int | None = None
+    resumed_from: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.progress.clocks:

@@ -80,7 +80,7 @@ class LoadedBatch:
 
     def __init__(self, batch: ShareBatch) -> None:
         self.batch = batch
-        self._leaves = [] if batch.pieces is None else [(leaf, _version(leaf)) for leaf in leaves(batch.whole)]
+        self._leaves = [(leaf, _version(leaf)) for leaf in leaves(batch.whole)]
 
     def pieces(self, given: Any, sizes: Sequence[int]) -> list[Any]:
         """Return the microbatches of `sizes` samples of the batch that a step was given.
@@ -92,13 +92,13 @@ class LoadedBatch:
             if given is not self.batch.whole:
                 self._check_samples(given)
             return [given]
-        if self.batch.pieces is not None and self._unchanged(given):
+        if self.batch.pieces is not None and self.is_unchanged(given):
             return list(self.batch.pieces)
         if given is not self.batch.whole:
             self._check_samples(given)
         return split_batch(given, sizes)
 
-    def _unchanged(self, given: Any) -> bool:
+    def is_unchanged(self, given: Any) -> bool:
         """Return whether `given` is the batch or has the same contents in the same containers."""
         if given is not self.batch.whole and type(given) is not type(self.batch.whole):
             return False

@@ -1,7 +1,7 @@
 """The loader that `prepare` returns: this rank's share of one global batch after another."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -70,12 +70,17 @@ class ShareLoader:
         self._began, self._used = (self.epoch, self.position), False
         if self._order is not None and self.position == 0:
             self._cached = None  # the sampler is asked anew at the beginning of every epoch
-        shares = self._stream() if self.source.is_stream else self._indexed()
-        for self.share, self.indices, batch in shares:
-            self.position += 1
-            self._loaded = LoadedBatch(batch)
-            self._states = generator_states() if self.recorded else {}
-            yield batch.whole
+        plan = None
+        while plan is not self.plan:  # `divide_again` gives it another, from the next batch on
+            plan = self.plan
+            shares = self._stream() if self.source.is_stream else self._indexed()
+            for self.share, self.indices, batch in shares:
+                self.position += 1
+                self._loaded = LoadedBatch(batch)
+                self._states = generator_states() if self.recorded else {}
+                yield batch.whole
+                if plan is not self.plan:
+                    break
         self.next_epoch()
 
     def pieces(self, batch: Any) -> list[Any]:
@@ -99,6 +104,40 @@ class ShareLoader:
         """The generators that the script has drawn from since the last batch was yielded, where that is recorded."""
         now = generator_states() if self._states else {}
         return tuple(source for source, state in now.items() if state != self._states[source])
+
+    def can_divide_again(self, batch: Any) -> bool:
+        """Return whether `divide_again` gives what the script passes to a step: the batch as it was yielded."""
+        return self._loaded is not None and not self.source.is_stream and self._loaded.is_unchanged(batch)
+
+    def divide_again(self, plan: Plan) -> Any:
+        """Divide the batch that was yielded last, and all later ones, by another plan of the same global batches.
+
+        Returns:
+            This rank's share of that batch, as a run with that plan would have yielded it.
+        """
+        again = self.another(plan, self.rank)
+        again.source = replace(again.source, options={})
+        again.position = self.position - 1
+        batch = next(iter(again))
+        self.plan, self.share, self._loaded = plan, again.share, again._loaded
+        return batch
+
+    def another(self, plan: Plan, rank: int) -> "ShareLoader":
+        """Return a loader of the whole current epoch, for a pass beside training.
+
+        A sampler of the user is not asked again: the pass has the samples of the latest order.
+
+        Args:
+            plan: divides the batches; its global batches are this loader's.
+            rank: the rank whose shares are yielded.
+        """
+        source = self.source
+        if source.sampler is not None:
+            order = self._cached[1] if self._cached is not None else self.epoch_batches(self.epoch)[0]
+            source = replace(source, sampler=order.tolist())
+        loader = ShareLoader(source, plan, self.seed, rank)
+        loader.go_to(self.epoch, 0, self.before)
+        return loader
 
     def next_epoch(self) -> None:
         """Go to the beginning of the next epoch, even if this one has batches left."""

@@ -73,6 +73,34 @@ _COMPILED_AXES: tuple[AxisName, ...] = ("replicate", "shard")
 """Axes along which modules compute on plain tensors, which torch.compile can trace."""
 
 
+def compile_model(model: nn.Module, how: bool | str | Mapping[str, Any], device: torch.device) -> None:
+    """Compile the model in place: the first call of each module traces what the plan made of it.
+
+    Args:
+        model: the user's model.
+        how: False: not at all; True: as torch.compile does by default; or its mode, or its arguments.
+        device: where the model computes.
+
+    Raises:
+        ScriptError: torch.compile refuses the arguments, or there is no C++ compiler for its kernels.
+    """
+    if how is False:
+        return
+    options: dict[str, Any] = {} if how is True else {"mode": how} if isinstance(how, str) else dict(how)
+    try:
+        model.compile(**options)
+        if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
+            from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second to import
+
+            get_cpp_compiler()
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ScriptError(
+            f"Job(compile={how!r}): torch.compile cannot be used ({reason[0]}); give True, a mode or its arguments "
+            'as a dict; on CPUs, install a C++ compiler (g++) or give compile={"backend": "aot_eager"}'
+        ) from None
+
+
 def run_uncompiled(model: nn.Module, plan: Plan) -> str:
     """Switch torch.compile off if the plan divides what modules compute; values are the same without it.
 

@@ -100,7 +100,8 @@ class ModuleGuard:
         _refuse(f"{self.kind}.state_dict()", self.axes, _REMEDY)
 
     def on_copy(self, memo: dict[int, Any]) -> Any:
-        _refuse(f"copy.deepcopy of {self.kind}", self.axes, _REMEDY)
+        remedy = f"{_REMEDY}; for an average of the weights, use tutti.AveragedWeights(job)"
+        _refuse(f"copy.deepcopy of {self.kind}", self.axes, remedy)
         raise ScriptError(f"{self.kind} cannot be copied while it is divided among ranks; {_REMEDY}")
 
     def on_pickle(self, protocol: Any) -> Any:

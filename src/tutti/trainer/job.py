@@ -20,6 +20,7 @@ from tutti.optim.learning_rate import LRRule
 from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.loss_means import looked_up
 from tutti.parallel.losses import default_loss, default_unpack, loss_of
+from tutti.parallel.parallelize import compile_model
 from tutti.trainer import capture
 from tutti.trainer.callbacks import JobCallbacks
 from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
@@ -50,7 +51,8 @@ class Job(JobRanks):
         global_batch_size: samples or tokens per step, over all ranks and microbatches.
         unit: what `global_batch_size` counts.
         seed: seed of initial values, data order, augmentation and dropout.
-        num_microbatches: slices that a batch is cut into (gradient accumulation). None: 1, or what the plan says.
+        num_microbatches: slices that a batch is cut into (gradient accumulation). None: what the plan says, or 1, and
+            twice as many whenever a rank runs out of memory.
         last_batch: whether the short last batch of an epoch is kept or dropped.
         batch_ramp: (until, size) pairs. Batches numbered below `until`, counted from 0 over all epochs, have `size`
             instead; a learning-rate rule follows the batch of the step.
@@ -64,6 +66,8 @@ class Job(JobRanks):
             last epoch.
         noise_every: steps between measurements of the gradient noise scale, which says how large a batch pays.
             Measuring does not change the training.
+        compile: whether torch.compile compiles the model: True, its mode, or its arguments as a dict. Under plans that
+            divide what modules compute (`split`, `stage`, ...) the run says so and goes on uncompiled.
         name: name of the run. None: the script's.
         folder: the run folder, unless the launcher names one. None: runs/<script>-<time>.
         resume: a run folder or a checkpoint to resume from.
@@ -121,6 +125,7 @@ class Job(JobRanks):
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 2,
         noise_every: int | None = None,
+        compile: bool | str | Mapping[str, Any] = False,
         name: str | None = None,
         folder: str | Path | None = None,
         resume: str | Path | None = None,
@@ -131,6 +136,7 @@ class Job(JobRanks):
     ) -> None:
         launch_options = read_launch_options()
         self._callbacks = JobCallbacks.of(callbacks)
+        self._compile = compile
         self._context = open_job_context(
             JobSettings(
                 seed=seed,
@@ -140,6 +146,7 @@ class Job(JobRanks):
                 checkpoint_every=launch_options.checkpoint_every if checkpoint_every is None else checkpoint_every,
                 keep_checkpoints=keep_checkpoints,
                 noise_every=noise_every,
+                automatic_microbatches=num_microbatches is None and launch_options.plan is None,
             ),
             launch_options,
             BatchPlan(
@@ -158,11 +165,8 @@ class Job(JobRanks):
             hooks=JobHooks(callbacks=self._callbacks, loggers=check_loggers(loggers), progress=progress),
         )
         self._world = self._context.world
-        self._finalizer = (
-            None if capture.is_capturing() else RunFinalizer(self._context.world, supervised=launch_options.supervised)
-        )
-        # Python's and NumPy's draws may decide control flow, so they are the same on all ranks. torch's differ between
-        # members of an ensemble.
+        self._finalizer = None if capture.is_capturing() else RunFinalizer(self._world, launch_options.supervised)
+        # The same on all ranks, because draws may decide control flow; torch's differ between members of an ensemble.
         seed_everything(derive_seed(seed, "model"))
         torch.manual_seed(self._context.model_seed)
 
@@ -244,6 +248,7 @@ class Job(JobRanks):
             raise ScriptError(f"scheduler_clock = {scheduler_clock!r}; use 'step' or 'epoch'")
         source = read_source(dataset, shuffle=shuffle, tokens=tokens, arguments=loader_arguments)
         model = without_wrappers(model, compiled=not capture.is_capturing())
+        compile_model(model, False if capture.is_capturing() else self._compile, self.device)
         optimizers = build_optimizers(model, optimizer)
         prepare_arguments = PrepareArguments(
             model=model,
@@ -589,12 +594,17 @@ class Job(JobRanks):
         return self._prepared
 
 
+_TRAINING = frozenset({"job.step", "job.forward_backward", "job.update", "job.save"})
+
+
 @contextmanager
 def _together(job: Job, name: str) -> Iterator[Run]:
     """Yield the run, and note meanwhile what this rank does together with the others."""
     run = job._run()
     if job._whole:
         raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
+    if run.loop.average_applied and name in _TRAINING:
+        raise ScriptError(f"{name} was called inside `with average.applied():`; leave it first")
     if not run.loop.watch.inside and name != "job.update":
         run.check_changes()
     with run.parallel.script_reads.resting(), run.loop.watch.during(name):

@@ -70,11 +70,13 @@ from tutti.trainer.job_context import JobContext
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay
 from tutti.trainer.observer import Observer, load_observer
 from tutti.trainer.operation_watch import OperationWatch, note_calls_of_model
+from tutti.trainer.out_of_memory import resume_microbatches
 from tutti.trainer.program import OwnProgram
 from tutti.trainer.run_header import open_folder
 from tutti.trainer.run_start import start_hooks, write_header, write_start_row
 from tutti.trainer.run_state import Accumulation, Run, RunningStatistics, RunOutput, TrainingLoop
 from tutti.trainer.step_profile import StepProfile
+from tutti.trainer.update import refuse_own_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +139,14 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     loop = build_loop(context, arguments, divided, state)
     output = open_output(context, folder, state)
     run = Run(settings=context.settings, state=state, loop=loop, output=output)
-    resumed_from = _resume(run, context.resume or context.launch_options.resume, arguments.weights)
+    state.resumed_from = resumed_from = _resume(run, context.resume or context.launch_options.resume, arguments.weights)
     write_header(run, context, resumed_from)
     write_start_row(run, context)
     start_hooks(run, context, resumed_from)
     deprioritise_gloo_threads()  # after the last process group has been created
     loop.observer.prepared(state)
     loop.program = loop.observer.program(run) or OwnProgram(run)
+    refuse_own_steps(run)
     loop.watch.start()
     return run
 
@@ -493,6 +496,7 @@ def _resume(run: Run, path: Path | None, weights: Path | None) -> Path | None:
     checkpoint = latest_checkpoint(path) if run.parallel.world.is_main else None
     checkpoint = run.parallel.world.broadcast(checkpoint) or path
     load_checkpoint(run.state, checkpoint, run.output.screen.say)
+    resume_microbatches(run)
     run.output.screen.say(f"resumed from {checkpoint} at step {run.state.progress.step}")
     return checkpoint
 

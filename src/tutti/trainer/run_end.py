@@ -26,7 +26,7 @@ class RunFinalizer:
         before_end: called first, where the run has not failed.
     """
 
-    def __init__(self, world: World, *, supervised: bool) -> None:
+    def __init__(self, world: World, supervised: bool) -> None:
         self.world = world
         self.run: Run | None = None
         self.failed = False

@@ -1,7 +1,10 @@
 """A run: what is trained, the loop that trains it, and what it writes."""
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -11,13 +14,15 @@ from torch.optim import Optimizer
 
 from tutti.checkpoint import CheckpointWriter, TrainingState
 from tutti.comm.clock import PhaseClock
+from tutti.config.plan import Plan
 from tutti.config.run_folder import RunFolder
 from tutti.data.batches import Unpack
 from tutti.data.share_loader import ShareLoader
-from tutti.errors import PlanError
+from tutti.errors import PlanError, ScriptError
 from tutti.nn.mixture import Tally
 from tutti.optim.learning_rate import LRRule
 from tutti.parallel.data.batch_state import BatchState
+from tutti.parallel.data.batchnorm import GlobalForward
 from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
 from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.pipeline.pipeline_runner import Pipeline
@@ -39,6 +44,7 @@ class JobSettings:
         keep_checkpoints: how many of the newest checkpoints are kept. 0: only the newest, and none is written when
             training ends.
         noise_every: steps between measurements of the gradient noise scale; None: not measured.
+        automatic_microbatches: whether a lack of memory may raise the number of microbatches: nobody has stated it.
     """
 
     seed: int
@@ -48,6 +54,7 @@ class JobSettings:
     checkpoint_every: int | None
     keep_checkpoints: int
     noise_every: int | None = None
+    automatic_microbatches: bool = False
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -228,6 +235,7 @@ class TrainingLoop:
         program: what the methods of the Job do; set when the Run is complete.
         guard: what the guard's checks have seen.
         ending: how the loop over epochs ends.
+        average_applied: whether the model has averaged weights now, with which nothing trains and nothing is saved.
     """
 
     pipeline: Pipeline | None
@@ -245,6 +253,7 @@ class TrainingLoop:
     program: JobProgram = field(init=False)
     guard: GuardState = field(default_factory=GuardState)
     ending: LoopEnding = field(default_factory=LoopEnding)
+    average_applied: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -309,6 +318,8 @@ class Run:
 class JobLoader:
     """Yields this rank's share of each global batch of the current epoch.
 
+    torch's `update_bn` gets whole global batches for a copy of the model, which computes statistics on each rank alone.
+
     Args:
         shares: yields the shares.
         clock: measures the phases of the run.
@@ -329,6 +340,10 @@ class JobLoader:
         return self.shares.source.dataset
 
     def __iter__(self) -> Iterator[Any]:
+        averaged = _model_of_update_bn(sys._getframe(1))
+        if averaged is not None and isinstance(self.shares, ShareLoader):
+            yield from _batches_of_statistics(self.shares, averaged)
+            return
         batches = iter(self.shares)
         while True:
             self.between()
@@ -340,3 +355,29 @@ class JobLoader:
             finally:
                 self.clock.enter("other")
             yield batch
+
+
+def _model_of_update_bn(frame: FrameType | None) -> nn.Module | None:
+    """The model whose statistics torch's update_bn computes, if `frame` is its; else None."""
+    module = sys.modules.get("torch.optim.swa_utils")
+    if module is None or frame is None or frame.f_code is not inspect.unwrap(module.update_bn).__code__:
+        return None
+    model = frame.f_locals.get("model")
+    return model if isinstance(model, nn.Module) else None
+
+
+def _batches_of_statistics(shares: ShareLoader, model: nn.Module) -> Iterator[Any]:
+    """Yield an epoch beside training: this rank's shares if the model's statistics are over all ranks, else all of it.
+
+    Raises:
+        ScriptError: the data set reads parts of samples.
+    """
+    plan, rank = shares.plan, shares.rank
+    if not any(isinstance(vars(module).get("forward"), GlobalForward) for module in model.modules()):
+        if plan.degree("space") > 1 and hasattr(shares.source.dataset, "part_of_space"):
+            raise ScriptError(
+                "update_bn was given the Job's loader, which reads this rank's part of every sample under mesh.space; "
+                "call tutti.AveragedWeights.update_bn, or give it a DataLoader of whole samples"
+            )
+        plan, rank = Plan(batch=plan.batch), 0
+    yield from shares.another(replace(plan, batch=replace(plan.batch, num_microbatches=1)), rank)

@@ -6,10 +6,12 @@ multiplied once by samples / sum(count) after the reduction.
 """
 
 import math
+import random
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +34,14 @@ from tutti.parallel.pipeline.pipeline_runner import PipelineBatch
 from tutti.trainer.finite_gradients import gradients_finite, nonfinite_loss_message
 from tutti.trainer.guard import guard_loss, guard_step
 from tutti.trainer.metrics_rows import write_inputs_row
+from tutti.trainer.out_of_memory import (
+    StepExhaustedError,
+    StepProgress,
+    divide_again,
+    failure_of,
+    is_out_of_memory,
+    raise_if_exhausted,
+)
 from tutti.trainer.run_state import Run, StepResult
 from tutti.trainer.state_check import check_state, note_state
 
@@ -68,12 +78,31 @@ def forward_backward(
         if not accumulation.results:
             run.loop.bucket_tuner.begin()
             run.loop.statistics.save()
-        result = _forward_backward(run, loss_of_batch, share, batch, pieces, earlier)
+        result = _with_enough_memory(run, loss_of_batch, batch, pieces, earlier)
     except BaseException:
         accumulation.clear()  # the gradients are incomplete
         raise
     accumulation.results.append(result)
     return result
+
+
+def _with_enough_memory(
+    run: Run, loss_of_batch: LossFunction, batch: Any, pieces: list[Any], earlier: Gradients
+) -> StepResult:
+    """Compute the gradients of one global batch, in as many microbatches as memory asks for."""
+    loader, automatic = run.state.loader, run.settings.automatic_microbatches
+    drawn = (random.getstate(), np.random.get_state()) if automatic else None
+    while True:
+        assert loader.share is not None
+        try:
+            return _forward_backward(run, loss_of_batch, loader.share, batch, pieces, earlier)
+        except StepExhaustedError as error:
+            failure = error.failure
+        batch = divide_again(run, batch, failure)
+        pieces = loader.pieces(batch)
+        if drawn is not None:
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
 
 
 def _forward_backward(
@@ -92,11 +121,7 @@ def _forward_backward(
     size = 2 + run.parallel.world.world_size + TALLY_NUMEL * len(run.parallel.mixtures) + run.state.noise.width
     totals = torch.zeros(size, dtype=torch.float64, device=run.parallel.world.device)
     with run.parallel.gradient_hooks.set_aside():
-        if run.loop.pipeline is not None:
-            _pipeline_microbatches(run, loss_of_batch, share, pieces, totals)
-        else:
-            for index, piece in enumerate(pieces):
-                _microbatch(run, loss_of_batch, share, index, piece, totals, last=index == len(pieces) - 1)
+        _microbatches(run, loss_of_batch, share, pieces, totals)
     run.loop.clock.enter("other")
     check_state(run, noted, loss_of_batch, pieces, share)
     result = _step_result(run, share, totals.tolist())
@@ -194,6 +219,48 @@ def _check_additive(run: Run) -> None:
         )
 
 
+def _microbatches(
+    run: Run, loss_of_batch: LossFunction, share: BatchShare, pieces: list[Any], totals: torch.Tensor
+) -> None:
+    """Run all microbatches.
+
+    Raises:
+        StepExhaustedError: on all ranks, if one of them has run out of memory and the step can be computed again.
+        TrainingError: this rank has run out of memory, and it cannot.
+    """
+    progress, failure = StepProgress(), None
+    try:
+        if run.loop.pipeline is not None:
+            _pipeline_microbatches(run, loss_of_batch, share, pieces, totals)
+            return
+        for index, piece in enumerate(pieces):
+            _microbatch(run, loss_of_batch, share, index, piece, totals, progress, last=index == len(pieces) - 1)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = failure_of(run, error, share)
+    if failure is not None:  # what the error held is free now
+        _complete_without(run, share, totals, progress, several=len(pieces) > 1)
+    raise_if_exhausted(run, failure)
+
+
+def _complete_without(
+    run: Run, share: BatchShare, totals: torch.Tensor, progress: StepProgress, *, several: bool
+) -> None:
+    """Take part in the exchanges of a step that this rank cannot compute, in the order of the other ranks."""
+    replica = run.parallel.replica
+    if several and not progress.begun:
+        replica.begin(accumulate=True)
+    if not progress.loss_started:
+        totals[0] = math.nan
+        progress.loss_handle = _start_loss_all_reduce(run, share, totals)
+    if not several and not progress.begun:
+        replica.begin()
+    replica.abandon()
+    if progress.loss_handle is not None:
+        progress.loss_handle.wait()
+
+
 def _microbatch(
     run: Run,
     loss_of_batch: LossFunction,
@@ -201,6 +268,7 @@ def _microbatch(
     index: int,
     batch: Any,
     totals: torch.Tensor,
+    progress: StepProgress,
     *,
     last: bool,
 ) -> None:
@@ -220,9 +288,11 @@ def _microbatch(
                 value = loss_of_batch(run.parallel.model, local_batch)
             scaled_loss = _scaled_loss(run, share, index, value, totals)
         loss_handle = _start_loss_all_reduce(run, share, totals) if last else None
+        progress.loss_started, progress.loss_handle = last, loss_handle
         run.loop.clock.enter("backward")
         if index == 0:
             run.parallel.replica.begin(accumulate=not last)
+            progress.begun = True
         if last:
             if run.parallel.replica.changed:
                 _check_same_changes(run, loss_handle, totals)

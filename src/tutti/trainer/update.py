@@ -70,9 +70,26 @@ def make_update(run: Run, optimizers: tuple[Optimizer, ...]) -> None:
         run.output.checkpoints.save_when_due()
 
 
+def refuse_own_steps(run: Run) -> None:
+    """Let the optimizers refuse, on several ranks, a `step` that the script calls itself."""
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not run.loop.watch.inside:
+            kind = type(optimizer).__name__
+            raise ScriptError(
+                f"{kind}.step() was called by the script: gradients of its own "
+                "backward are of this rank's share of the batch only, and clipping, schedulers and checkpoints follow "
+                "job.update(); write job.forward_backward(function, batch) for backward, also several times to "
+                f"accumulate, and job.update() for {kind}.step()"
+            )
+
+    for optimizer in run.parallel.optimizers if run.parallel.world.world_size > 1 else ():
+        optimizer.register_step_pre_hook(check)
+
+
 def save_when_due(run: Run) -> None:
     """Begin a checkpoint that is due, unless gradients still wait for their update."""
-    if not run.loop.accumulation.waits:
+    if not run.loop.accumulation.waits and not run.loop.average_applied:
         run.output.checkpoints.save_when_due()
 
 

@@ -5,6 +5,7 @@ hang if one rank leaves a parameter unused. Here a flag is sent with each gradie
 samples before backward, so gradients are summed, not averaged.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -163,6 +164,24 @@ class Replica:
             bucket.wait()
         self.shards.finish()
 
+    def abandon(self) -> None:
+        """Complete the reductions without the rest of this rank's gradients, so that all ranks know of it.
+
+        The step's reductions must have begun. Buckets that are still to be reduced get flags that are not numbers.
+        """
+        self._summing = False
+        for bucket in self._buckets[self._next :]:
+            bucket.complete()
+            bucket.flags.fill_(math.nan)
+            bucket.launch()
+        for bucket in self._buckets:
+            bucket.wait()
+
+    def begin_again(self) -> None:
+        """All ranks compute an abandoned step again."""
+        if self.arrived is not None:
+            self.arrived = []
+
     def rebuild_buckets(
         self, order: list[nn.Parameter] | None, arrived: list[nn.Parameter] | None, cap_nbytes: int | None = None
     ) -> None:
@@ -266,6 +285,17 @@ class Replica:
         axes = tuple(axis for axis in mesh.degrees if axis != "stage")
         dist.broadcast(tensor, src=mesh.ranks(*axes)[0], group=mesh.group(*axes))
         self._build(self.parameters, [self.parameters[position] for position in tensor.tolist()])
+
+
+def is_abandoned(replica: Replica) -> bool:
+    """Return whether a rank has abandoned the reductions of this step."""
+    sums = [bucket.flags.double().sum() for bucket in replica._buckets]
+    return bool(sums) and bool(torch.stack(sums).isnan().any())
+
+
+def has_sparse(replica: Replica) -> bool:
+    """Return whether some gradients are sparse, which lie in no bucket."""
+    return bool(replica._sparse)
 
 
 def unchecked_gradients(replica: Replica) -> list[torch.Tensor]:
