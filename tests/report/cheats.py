@@ -10,7 +10,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import tutti
 
@@ -197,6 +197,7 @@ def run_all(root: Path) -> None:
 
     train(root / "part/five-steps", files, test, steps=5, epochs=1)
     train(root / "part/one-batch", files, test, steps=1, epochs=1, repeats=60)
+    train(root / "part/subset", Subset(files, range(300)), test)
     train(root / "part/nothing-learned", files, test, lr=1e-9)
     train(root / "part/each-epoch", files, test, epochs=6, steps=40)
 

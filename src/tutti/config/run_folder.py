@@ -36,6 +36,7 @@ class DataOrigin:
         native_shape: shape of an input before it was enlarged or padded; its own shape where it was not.
         state_reason, native_reason: how it was seen, as a clause.
         majority: share of the most frequent label; None if labels are not classes.
+        chosen_from: number of samples of the data set that a Subset was chosen from; None for others.
     """
 
     start_state: StartState | None = None
@@ -43,6 +44,7 @@ class DataOrigin:
     native_shape: tuple[int, ...] | None = None
     native_reason: str = ""
     majority: float | None = None
+    chosen_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -359,6 +359,7 @@ class DataReport:
         native_shape: shape of the data before it was enlarged: as stated by the user, else as found.
         found_shape: that shape as found by reading samples.
         shape_reason: how it was seen that the data was enlarged, as a clause; empty if it was not.
+        chosen_from: number of samples of the data set that the training data was chosen from, if that is known.
         majority: share of the most frequent label in the evaluated data; None if labels are not classes.
     """
 
@@ -379,6 +380,7 @@ class DataReport:
     native_shape: str | None = None
     found_shape: str | None = None
     shape_reason: str = ""
+    chosen_from: Quantity = Quantity(unit="samples")
     majority: Quantity = Quantity(unit="ratio")
 
 

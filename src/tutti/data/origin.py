@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
+from torch.utils.data import Subset
 
 from tutti.config.run_folder import DataOrigin
 from tutti.config.vocabulary import StartState
 from tutti.data.contents import contents
+from tutti.data.microbatches import leaves
 from tutti.data.samples import SeededSamples, draws_nothing, tensors_of
 from tutti.data.seeds import preserved_generators, seed_everything
 
@@ -31,6 +32,8 @@ less than 1 of 1,000 cases, also where mean and deviation are fitted (Lilliefors
 _FEWEST_BLOCKS = 4
 _GAP = 30.0
 """Ratio of consecutive eigenvalues that only interpolation leaves. Those of photographs fall smoothly."""
+_STEEP = 6.0
+"""How many times the ratios beside it that ratio is at least. Those of smooth fields are all large."""
 
 
 def look_at(dataset: Any, seed: int) -> "Look":
@@ -87,6 +90,7 @@ def origin_of(dataset: Any, look: Look) -> DataOrigin:
         native_shape=native,
         native_reason=how,
         majority=_majority(dataset, look),
+        chosen_from=len(dataset.dataset) if type(dataset) is Subset else None,  # type: ignore[arg-type]
     )
 
 
@@ -96,9 +100,9 @@ def _majority(dataset: Any, look: Look) -> float | None:
     if tensors is not None:
         values = tensors[-1].detach().cpu().numpy() if tensors[-1].ndim == 1 else np.empty(0)
     else:
-        labels = [np.asarray(leaves[-1]) for sample in look.samples if (leaves := pytree.tree_leaves(sample))]
-        whole = all(label.ndim == 0 and label.dtype.kind in "iub" for label in labels)
-        values = np.asarray([int(label) for label in labels]) if whole else np.empty(0)
+        labels = [_array_of(list(leaves(sample))[-1]) for sample in look.samples]
+        whole = all(label is not None and label.ndim == 0 and label.dtype.kind in "iub" for label in labels)
+        values = np.asarray([label for label in labels if label is not None]) if whole else np.empty(0)
     if values.size == 0 or values.dtype.kind not in "iub":
         return None
     _, counts = np.unique(values, return_counts=True)
@@ -106,15 +110,23 @@ def _majority(dataset: Any, look: Look) -> float | None:
 
 
 def input_of(sample: Any) -> np.ndarray[Any, Any] | None:
-    """Return the largest array of a sample, the first of equals; None if it holds none."""
-    arrays = []
-    for leaf in pytree.tree_leaves(sample):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_complex():
-            detached = leaf.detach().cpu()
-            arrays.append((detached.float() if detached.dtype is torch.bfloat16 else detached).numpy())
-        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-            arrays.append(leaf)
-    return max(arrays, key=lambda array: array.size) if arrays else None
+    """Return the largest array of a sample, of equals that with most values; None if it holds none."""
+    arrays = [array for leaf in leaves(sample) if (array := _array_of(leaf)) is not None]
+    largest = [array for array in arrays if array.ndim and array.size == max(other.size for other in arrays)]
+    return max(largest, key=lambda array: len(np.unique(array)) if len(largest) > 1 else 0) if largest else None
+
+
+def _array_of(leaf: Any) -> np.ndarray[Any, Any] | None:
+    """Return the values of a tensor, an array or a number; None for anything else."""
+    if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided or leaf.is_complex() or leaf.is_quantized:
+            return None
+        plain = leaf.detach().cpu()
+        return (plain.float() if plain.dtype.itemsize <= 2 and plain.is_floating_point() else plain).numpy()
+    if isinstance(leaf, np.ndarray | np.generic | bool | int | float):
+        array = np.asarray(leaf)
+        return array if array.dtype.kind in "biuf" else None
+    return None
 
 
 def _file_traffic() -> tuple[int, int]:
@@ -292,20 +304,22 @@ def native_shape(inputs: Sequence[np.ndarray[Any, Any]]) -> tuple[tuple[int, ...
     what every sample ends with, or a border that is equal in all samples.
 
     Returns:
-        (shape, reason): the inputs' own shape and an empty reason where nothing was enlarged; (None, "") if the inputs
-        have different shapes or are too few to tell.
+        (shape, reason): the first input's own shape and an empty reason where nothing was enlarged, as where shapes
+        differ; (None, "") if the inputs are too few to tell.
     """
     shapes = {array.shape for array in inputs}
-    if len(shapes) != 1 or len(inputs) < 8:
+    if len(inputs) < 8:
         return None, ""
+    if len(shapes) > 1:
+        return inputs[0].shape, ""
     shape = next(iter(shapes))
     stack = np.stack([np.asarray(array) for array in inputs])
     if stack.dtype.kind in "iub" and len(shape) == 1:
         return _without_padding(stack)
-    if len(shape) < 2 or min(shape[-2:]) < 8 or stack.dtype.kind == "b" or not np.all(np.isfinite(stack)):
+    if len(shape) < 2 or max(shape[-2:]) < 8 or stack.dtype.kind == "b" or not np.all(np.isfinite(stack)):
         return shape, ""
     native, reasons = list(shape), []
-    for axis in (-2, -1):
+    for axis in range(-2 if len(shape) < 4 else -3, 0):
         moved = np.moveaxis(stack, axis, -1).reshape(-1, shape[axis]).astype(np.float64)
         used = np.flatnonzero(moved.std(axis=0) > 0)
         if used.size == 0:
@@ -341,7 +355,9 @@ def _rank_before_gap(rows: np.ndarray[Any, Any]) -> int | None:
     if not allowed.any():
         return None
     place = int(candidates[allowed][np.argmax(ratios[allowed])])
-    return place if ratios[place - 1] >= _GAP else None
+    beside = [*ratios[max(1, place - 4) : place - 1], *ratios[place : place + 3]]
+    steep = all(ratios[place - 1] >= _STEEP * ratio for ratio in beside)
+    return place if ratios[place - 1] >= _GAP and steep else None
 
 
 def _without_padding(tokens: np.ndarray[Any, Any]) -> tuple[tuple[int, ...], str]:

@@ -199,7 +199,12 @@ def whole_training(report: RunReport) -> list[RuleFinding]:
 
 
 def _part_of_the_data(report: RunReport) -> list[RuleFinding]:
-    """Rule 5: epochs that end early train on a part of the data."""
+    """Rule 5: epochs that end early, and small subsets, train on a part of the data."""
+    whole, chosen = report.data.chosen_from.value, report.data.train_samples.value
+    claims: tuple[Claim, ...] = ("ranking", "end-to-end", "speedup", "efficiency")
+    if whole and chosen and 2 * chosen < whole:
+        sentence = f"Training used {significant(chosen)} of the {significant(whole)} samples of its data set."
+        return finding(5, "PART-OF-THE-DATA", "warn", sentence, "data.chosen_from", claims)
     planned, epochs = report.stop.planned_epochs.value, report.epochs.value
     if not report.stop.left_early or not planned or not epochs or report.stop.rule not in (None, "epochs"):
         return []
@@ -208,7 +213,7 @@ def _part_of_the_data(report: RunReport) -> list[RuleFinding]:
     sentence = (
         f"The script asked for {plural(planned, 'epoch')} and trained on as many samples as {significant(epochs)} have."
     )
-    return finding(5, "PART-OF-THE-DATA", "warn", sentence, "stop", ("ranking", "end-to-end", "speedup", "efficiency"))
+    return finding(5, "PART-OF-THE-DATA", "warn", sentence, "stop", claims)
 
 
 def better_than_chance(report: RunReport) -> list[RuleFinding]:

@@ -129,6 +129,8 @@ def _rate(report: RunReport) -> str:
 def _recoverable(report: RunReport) -> str:
     if report.git_commit is None:
         return "the code's commit: the script is in no git repository; run it from one"
+    if report.git_dirty:
+        return "the code's commit: there were changes that it does not have; commit them and run again"
     return "" if report.env_lock_sha256 and report.config_sha256 else "the installed packages were not recorded"
 
 

@@ -64,6 +64,7 @@ def data_report(records: Records, evaluation: str) -> DataReport:
         native_shape=extra.get("data.native_shape") or native,
         found_shape=native,
         shape_reason=origin.native_reason,
+        chosen_from=seen(origin.chosen_from, "samples"),
         majority=seen(majority if isinstance(majority, float) else None, "ratio", "share of the most frequent label"),
     )
 

@@ -104,7 +104,7 @@ def make_header(
         facts: what the user wants the report to say.
     """
     script = script_path()
-    commit, dirty = git_state(script.parent)
+    commit, dirty = git_state(script)
     return RunHeader(
         name=name or script.stem,
         script=str(script),
@@ -227,15 +227,20 @@ def _command(world: World, script: Path, mesh: dict[AxisName, int]) -> str:
     return shlex.join([*start, script.name, *sys.argv[1:]])
 
 
-def git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """Return (commit, has uncommitted changes) of the checkout that a folder lies in; (None, None) outside one."""
+def git_state(script: Path) -> tuple[str | None, bool | None]:
+    """Return (commit, has uncommitted changes) of the checkout that a script lies in; (None, None) outside one.
+
+    A script that git does not know is an uncommitted change.
+    """
+    folder = script.parent
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder or Path()), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+        unknown = script.is_file() and not git("ls-files", script.name)
+        return git("rev-parse", "HEAD"), unknown or bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):
         return None, None
 
