@@ -74,7 +74,7 @@ def test_the_page_stands_alone(runs: Path) -> None:
 def test_the_command_prints_writes_and_refuses(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shown = CliRunner().invoke(command, ["--history", "--output", "seen"])
-    assert "in the predicted interval" in " ".join(shown.stderr.split())
+    assert "in the predicted interval" in " ".join(shown.stdout.split())
     assert {path.name for path in Path("seen").iterdir()} == {"history.json", "history.html", "history.txt"}
     document = CliRunner().invoke(command, ["--history", "--json", str(runs)])
     assert serialization.from_data(PredictionHistory, json.loads(document.stdout)).trust[0].runs == 2
