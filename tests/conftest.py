@@ -1,10 +1,13 @@
 """The order of files: those that start ranks or commands come first, so that no long one is left to a single worker."""
 
+import os
 from collections.abc import Iterator
 from pathlib import PurePath
 
 import pytest
 import torch
+
+os.environ["COLUMNS"] = "160"  # the width of tables, which tests of other widths set themselves
 
 SLOW_FOLDERS = ("matrix", "examples", "launch", "lab", "consistency")
 

@@ -58,6 +58,10 @@ def test_the_last_rule_with_an_opinion_wins() -> None:
 
 REFUSED: dict[str, tuple[Any, tuple[LayoutRule, ...], int, str]] = {
     "heads": (Attention, (), 5, "module 'the model' has 12 attention heads.*5 does not divide.*12 % 5 = 2"),
+    "more ranks than units": (
+        lambda: plain(8, 12, 5), (), 64, "module '0' has 12 outputs, fewer than mesh.split = 64.*split=2, 3, 4, 6 or 12"
+    ),
+    "more ranks than heads": (Attention, (), 24, "has 12 attention heads.*use split=2, 3, 4, 6 or 12"),
     "torch heads": (lambda: nn.Sequential(nn.MultiheadAttention(24, 3)), (), 2, "module '0' has 3 attention heads"),
     "bert heads": (lambda: build("bert"), (), 5, "'bert.encoder.layer.0.attention.self' has 12.*modules='bert"),
     "row of whole": (

@@ -14,6 +14,7 @@ from rich.text import Text
 from tutti.config.cluster import ClusterSpec, CompressRate, DeviceSpec, GemmRate, LinkSpec, NodeSpec
 from tutti.cost_model.rank_placement import link_of, message, ring_all_reduce
 from tutti.errors import SpecError
+from tutti.reporting.fitted_table import FittedTable
 
 
 def cluster_tables(cluster: ClusterSpec) -> Iterator[RenderableType]:
@@ -184,7 +185,7 @@ def _nodes(nodes: tuple[NodeSpec, ...]) -> Table:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="", pad_edge=False)
+    table = FittedTable(title=title, title_justify="left", title_style="", pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
     return table

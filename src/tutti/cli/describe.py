@@ -1,6 +1,5 @@
 """`tutti describe`: the costs of a script's model, module by module, from shapes alone."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +52,7 @@ def command(
 
     from tutti.cost_model.loading_time import loading_words
 
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    out = Console(highlight=False)
     out.print(table(model, depth=depth, every=every))
     if model.loading is not None:
         out.print(f"data: {loading_words(model.loading)}", markup=False, soft_wrap=True)
@@ -143,11 +142,11 @@ def table(model: ModelSpec, *, depth: int | None = None, every: bool = False) ->
         depth: deepest level to show; None for all.
         every: a row for every module; else equal numbered siblings share a row.
     """
-    from rich.table import Table
+    from tutti.reporting.fitted_table import FittedTable
 
     tokens = f", {model.tokens_per_sample} tokens" if model.tokens_per_sample else ""
     inputs = ", ".join(f"{tensor.name} {list(tensor.shape)} {tensor.dtype}" for tensor in model.inputs)
-    result = Table(
+    result = FittedTable(
         title=f"{model.name}: costs of one sample ({inputs}{tokens})",
         caption=f"{model.evidence}: shapes traced, nothing run. {model.optimizer or 'no optimizer'}; {model.dtype}. "
         "Rows of modules with submodules are sums.",
@@ -156,7 +155,8 @@ def table(model: ModelSpec, *, depth: int | None = None, every: bool = False) ->
     )
     result.add_column("module", no_wrap=True)
     result.add_column("kind")
-    for heading in ("parameters", "forward", "backward", "activations", "gradients", "optimizer"):
+    result.below = ("kind",)
+    for heading in ("param-\neters", "forward", "backward", "activa-\ntions", "gradi-\nents", "opti-\nmizer"):
         result.add_column(heading, justify="right", no_wrap=True)
     for level, node, times in _rows(tree(model, every=every), 0, 1):
         if depth is None or level <= depth:

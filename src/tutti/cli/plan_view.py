@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.padding import Padding
 from rich.text import Text
 
 from tutti.cli.options import emit, run_command
@@ -78,10 +79,11 @@ def show_choice(planned: "Planned", options: "PlanOptions") -> None:
 
 def table(choice: Choice, top: int) -> "Table":
     """Return a table of the chosen plan and the nearest others. All numbers are predicted."""
-    from rich.table import Table
+    from tutti.reporting.fitted_table import FittedTable
 
     plan_rows = rows(choice)[: top + 1]
-    shown = Table(title=f"Plans by predicted {_measure(choice)}", title_justify="left")
+    shown = FittedTable(title=f"Plans by predicted {_measure(choice)}", title_justify="left")
+    shown.below = ("verdict",)
     shown.add_column("ranks", justify="right", no_wrap=True)
     shown.add_column("plan", overflow="fold")
     shown.add_column("micro-\nbatches", justify="right", no_wrap=True)
@@ -117,10 +119,11 @@ def document(planned: "Planned") -> "Choice | Scenarios | Planned":
 
 def _scenarios(planned: "Planned") -> "Table":
     """Return a table of the best plan now and in each changed cluster; the cost only if there are prices."""
-    from rich.table import Table
+    from tutti.reporting.fitted_table import FittedTable
 
     every_row = scenario_rows(planned)
-    shown = Table(title="What if", title_justify="left")
+    shown = FittedTable(title="What if", title_justify="left")
+    shown.below = ("compared with now",)
     columns = [
         at for at, name in enumerate(SCENARIO_COLUMNS) if name != "cost" or any(cells[at] for cells in every_row)
     ]
@@ -170,6 +173,9 @@ HOLDERS: dict[str, tuple[str, str]] = {
 }
 """The letter and style of everything that holds memory."""
 
+SHORTEST = 24
+"""Letters of a step's drawing at least; what is told of a track goes below where both do not fit in a line."""
+
 TOLD = 0.005
 """Activities below this fraction of a step are not listed beside a track."""
 
@@ -179,7 +185,8 @@ def show_timeline(out: "Console", found: Timeline) -> None:
     time = found.step_time_s
     label = max(len(_name(track, found)) for track in found.tracks)
     told = {id(track): _told(track, time.value) for track in found.tracks}
-    width = max(24, min(out.width, 160) - label - max(len(words) for words in told.values()) - 4)
+    beside = min(out.width, 160) - label - max(len(words) for words in told.values()) - 4
+    width = beside if beside >= SHORTEST else max(SHORTEST, min(out.width, 160) - label - 2)  # else told below
     left = "" if found.left_out is None else f"; // stands for {found.left_out.microbatches} microbatches left out"
     out.print(
         f"One step, predicted: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)}){left}",
@@ -190,23 +197,36 @@ def show_timeline(out: "Console", found: Timeline) -> None:
         line = Text(f"{_name(track, found):<{label}}  ")
         step = drawn(track, found.left_out, time.value, width)
         letters += step.plain
-        out.print(line.append_text(step).append(f"  {told[id(track)]}"), soft_wrap=True)
-    out.print(
-        _legend({ACTIVITY_LABELS[doing]: look for doing, look in LETTERS.items() if look[0] in letters}), soft_wrap=True
-    )
+        line.append_text(step)
+        if beside >= SHORTEST:
+            out.print(line.append(f"  {told[id(track)]}"), soft_wrap=True)
+        else:
+            out.print(line, soft_wrap=True)
+            out.print(Padding(told[id(track)], (0, 0, 0, label + 2)))
+    out.print(_legend({ACTIVITY_LABELS[doing]: look for doing, look in LETTERS.items() if look[0] in letters}))
     if found.tracks_left_out:
         out.print(f"{found.tracks_left_out} more rows are not shown", style="dim")
+    _show_memory(out, found, label)
+
+
+def _show_memory(out: "Console", found: Timeline, label: int) -> None:
+    """Print the predicted memory of a rank of each track against its limit; names take `label` columns."""
     out.print("Memory of a rank, predicted", style="bold")
+    words = {id(track): _used(track) for track in found.tracks}
+    width = max(8, min(out.width, 160) - label - max(map(len, words.values())) - 4)
     seen = ""
     for track in found.tracks:
         line = Text(f"{_name(track, found):<{label}}  ")
         line.append_text(held(track, width))
         seen += line.plain[label:]
         over = track.memory.total > track.memory_limit_nbytes
-        words = f"{nbytes(track.memory.total)} of {nbytes(track.memory_limit_nbytes)}" + (": too much" if over else "")
-        line.append(f"  {words}", style="red" if over else "")
-        out.print(line, soft_wrap=True)
-    out.print(_legend({name: look for name, look in HOLDERS.items() if look[0] in seen}), soft_wrap=True)
+        out.print(line.append(f"  {words[id(track)]}", style="red" if over else ""), soft_wrap=True)
+    out.print(_legend({name: look for name, look in HOLDERS.items() if look[0] in seen}))
+
+
+def _used(track: Track) -> str:
+    over = track.memory.total > track.memory_limit_nbytes
+    return f"{nbytes(track.memory.total)} of {nbytes(track.memory_limit_nbytes)}" + (": too much" if over else "")
 
 
 def drawn(track: Track, left: Omission | None, step_s: float, width: int) -> Text:

@@ -82,20 +82,19 @@ def write_plan_page(model: ModelSpec, cluster: ClusterSpec, plan: Plan, path: Pa
 
 def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
     """Print the prediction: two tables, and the rates."""
-    from rich.table import Table
-
     from tutti.cost_model.cost_notes import nbytes, seconds
+    from tutti.reporting.fitted_table import FittedTable
 
     time, memory = prediction.step_time_s, prediction.memory
     out.print(f"Predicted step: {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)})")
-    step = Table()
+    step = FittedTable()
     step.add_column("phase")
     step.add_column("predicted", justify="right")
     for phase, value in prediction.phases.items():
         words = phase.replace("_", " ")
         bubbles = phase == "exposed_communication" and plan.degree("stage") > 1
         step.add_row(f"{words} or bubble" if bubbles else words, seconds(value))
-    held = Table()
+    held = FittedTable()
     held.add_column("held by")
     held.add_column("predicted", justify="right")
     for part in fields(memory):

@@ -1,6 +1,5 @@
 """The output of `tutti plan` and `tutti predict` besides the table: timeline, scaling, trials and the HTML page."""
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,10 +97,11 @@ def trust_here(cluster: str, runs: Path = Path("runs")) -> str:
 
 def show_curve(out: "Console", curve: ScalingCurve) -> None:
     """Print speed against devices as a table with bars. All numbers are predicted."""
-    from rich.table import Table
+    from tutti.reporting.fitted_table import FittedTable
 
     most = max((point.throughput_per_s for point in curve.points), default=0.0)
-    shown = Table(title="Speed against devices, predicted", title_justify="left")
+    shown = FittedTable(title="Speed against devices, predicted", title_justify="left")
+    shown.below = ("", "best plan")
     for name in ("devices", "used", "step", f"{curve.unit}/s", "gain per\nextra device"):
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("best plan", overflow="fold")
@@ -121,9 +121,10 @@ def show_curve(out: "Console", curve: ScalingCurve) -> None:
 
 def show_trials(out: "Console", trials: Trials) -> None:
     """Print predicted beside measured times, the fastest plan first, and whether the choice stands."""
-    from rich.table import Table
+    from tutti.reporting.fitted_table import FittedTable
 
-    shown = Table(title="Tried on this machine, the fastest first", title_justify="left")
+    shown = FittedTable(title="Tried on this machine, the fastest first", title_justify="left")
+    shown.below = ("plan",)
     shown.add_column("plan", overflow="fold")
     for name in ("predicted", "measured", "steps", "error of the\nprediction"):
         shown.add_column(name, justify="right", no_wrap=True)
@@ -296,7 +297,7 @@ def write_page(page: "PlanPage", path: Path) -> None:
 
 
 def standard_output() -> "Console":
-    """Return the console for results that people read: as wide as the terminal, or 160 columns without one."""
+    """Return the console for results that people read: as wide as COLUMNS or the terminal, or 80 columns."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    return Console(highlight=False)

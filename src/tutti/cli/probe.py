@@ -96,12 +96,10 @@ def _measured(cluster: ClusterSpec) -> bool:
 
 
 def _print(renderables: Iterator[Any]) -> None:
-    """Print tables on standard output, 160 columns wide if it is not a terminal."""
+    """Print tables on standard output."""
     from rich.console import Console
 
     out = Console(highlight=False)
-    if not out.is_terminal:
-        out = Console(highlight=False, width=160)
     for renderable in renderables:
         out.print(renderable)
         out.print()

@@ -102,13 +102,12 @@ def _show_history(history: "PredictionHistory", output: Path | None, as_json: bo
     if as_json:
         emit(history)
     else:
-        _print(history_table(history), width=150)
+        _print(history_table(history))
     return output / "history.html" if output is not None else None
 
 
-def _print(table: "RenderableType", width: int = 110) -> None:
-    """Print on standard error, as wide as the terminal, or `width` columns without one."""
-    from rich.console import Console
+def _print(table: "RenderableType") -> None:
+    """Print a report on standard output, as wide as COLUMNS or the terminal, or 80 columns."""
+    from tutti.cli.prediction_view import standard_output
 
-    out = console if console.is_terminal else Console(stderr=True, highlight=False, width=width)
-    out.print(table)
+    standard_output().print(table)

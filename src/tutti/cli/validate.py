@@ -1,6 +1,5 @@
 """`tutti validate`: scores predictions against published measurements, family by family."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +59,7 @@ def _show_columns(example: "PublishedRow", *, as_json: bool) -> None:
 def _show(result: "Validation") -> None:
     from rich.console import Console
 
-    out = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
+    out = Console(highlight=False)
     out.print(_table(result))
     for family in result.families:
         for line in _lines(family):
@@ -68,9 +67,9 @@ def _show(result: "Validation") -> None:
 
 
 def _table(result: "Validation") -> "Table":
-    from rich.table import Table
+    from tutti.reporting.fitted_table import FittedTable
 
-    shown = Table(title="Errors of the predicted step time by family", title_justify="left")
+    shown = FittedTable(title="Errors of the predicted step time by family", title_justify="left")
     shown.add_column("family", no_wrap=True)
     shown.add_column("setting", no_wrap=True)
     shown.add_column("rows", no_wrap=True)

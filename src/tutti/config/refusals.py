@@ -338,6 +338,34 @@ def check_parts_not_empty(name: str, sizes: Sequence[int], shares: Sequence[floa
         )
 
 
+def check_units(name: str, size: int, degree: int, what: str) -> None:
+    """Check that equal parts leave no rank of the split axis without a part of a module.
+
+    Args:
+        name: name of the module; empty for the model itself.
+        size: number of `what` that the module has.
+        degree: ranks along the split axis.
+        what: what is divided, such as "outputs".
+
+    Raises:
+        PlanError: there are more ranks than units.
+    """
+    if size < degree:
+        raise PlanError(
+            f"module {name or 'the model'!r} has {size} {what}, fewer than mesh.split = {degree}, so "
+            f"{degree - size} of these ranks would hold none; use {format_degrees(size)}, or keep the module whole: "
+            f"LayoutRule(modules='{name}*', placement='replicate')"
+        )
+
+
+def format_degrees(size: int) -> str:
+    """Return the degrees that divide a number of units, as "split=2, 4 or 8"; the largest few if there are many."""
+    degrees = [degree for degree in range(2, size + 1) if size % degree == 0][-8:]
+    if not degrees:
+        return "no split axis"
+    return f"split={', '.join(map(str, degrees[:-1]))} or {degrees[-1]}" if len(degrees) > 1 else f"split={degrees[0]}"
+
+
 def check_width(name: str, width: int, *, columns: bool, degree: int) -> None:
     """Check that a linear layer is wide enough for the table axis to divide it.
 

@@ -14,7 +14,7 @@ import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.model import ModelSpec
 from tutti.config.partitioning import cut, cut_units
 from tutti.config.plan import LayoutRule, Plan, by_columns, find_chunks, find_placement, find_recompute
-from tutti.config.refusals import check_parts_not_empty, check_width
+from tutti.config.refusals import check_parts_not_empty, check_width, format_degrees
 from tutti.cost_model.compute_cost import OpTable, PassCost
 from tutti.cost_model.module_costs import Flags, ModelTable, model_table, remembered
 from tutti.cost_model.worker_speed import Array, Worker
@@ -240,7 +240,7 @@ def _check_heads(columns: ModelTable, divided: Flags, split: int, weights: Weigh
         if limit % split and columns.kinds[index] == "heads":
             raise PlanError(
                 f"module {columns.names[index]!r} has {limit} attention heads, which mesh.split = {split} does not "
-                f"divide ({limit} % {split} = {limit % split}); use a degree that divides {limit}"
+                f"divide ({limit} % {split} = {limit % split}); use {format_degrees(limit)}"
             )
         if limit < split:
             raise PlanError(

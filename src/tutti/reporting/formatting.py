@@ -1,6 +1,7 @@
 """Format numbers and lists for readers: SI prefixes, durations, percentages, and "not recorded" for missing values."""
 
 import math
+from collections.abc import Callable, Iterable
 
 from tutti.config.run_report import Quantity
 from tutti.config.vocabulary import Evidence, TrafficKind
@@ -104,6 +105,44 @@ def number(value: float, unit: str) -> str:
 def show(quantity: Quantity) -> str:
     """Format a quantity, or return "not recorded"."""
     return NOT_RECORDED if quantity.value is None else number(quantity.value, quantity.unit)
+
+
+_TIMES = ((3600.0, "h", 7200.0), (60.0, "min", 600.0), (1.0, "s", 1.0), (1e-3, "ms", 1e-3), (1e-6, "µs", 0.0))
+"""Units of time, each with its seconds and the least time, in seconds, that a column shows in it."""
+
+
+LEAST_SHOWN = 0.001
+"""The least value that a column shows, in its unit."""
+
+
+def alike(quantities: Iterable[Quantity]) -> Callable[[Quantity], str]:
+    """Return a function that formats quantities as `show` does, but all in the unit of the largest of `quantities`.
+
+    Examples:
+        >>> column = [Quantity(value=seconds, unit="s", evidence="measured") for seconds in (1.25, 0.004)]
+        >>> [alike(column)(quantity) for quantity in column]
+        ['1.25 s', '0.00400 s']
+    """
+    known = [q for q in quantities if q.value]
+    largest = max((abs(q.value or 0.0) for q in known), default=0.0)
+    unit = known[0].unit if known else ""
+    if not largest or any(q.unit != unit for q in known):
+        return show
+    if unit == "s":
+        factor, name, _ = next(entry for entry in _TIMES if largest >= entry[2])
+    elif unit in _SI_UNITS:
+        factor, prefix = next((entry for entry in _PREFIXES if largest >= entry[0]), _PREFIXES[-1])
+        name = f"{prefix}{unit}"
+    else:
+        return show
+
+    def format_value(quantity: Quantity) -> str:
+        if quantity.value is None or not quantity.value or quantity.unit != unit:
+            return show(quantity)
+        scaled = quantity.value / factor
+        return f"{significant(scaled)} {name}" if abs(scaled) >= LEAST_SHOWN else f"< {LEAST_SHOWN} {name}"
+
+    return format_value
 
 
 def split_unit(quantity: Quantity) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from tutti.reporting.formatting import (
     CARRIED,
     EVIDENCE,
     PHASE_NAMES,
+    alike,
     plural,
     prefixed,
     quality_text,
@@ -51,6 +52,7 @@ def environment() -> jinja2.Environment:
     )
     environment.globals.update(
         show=show,
+        alike=alike,
         split_unit=split_unit,
         interval=show_interval,
         percent=signed_percent,
@@ -87,6 +89,7 @@ def report_html(report: RunReport) -> str:
             exposed_phases=exposed_phases(report.communication),
             share=share,
             computing=_computing,
+            in_rank=alike([_computing(rank) for rank in report.ranks]),
             **_key_figures(report),
         )
     )
@@ -245,10 +248,10 @@ def _time_plots(report: RunReport) -> list[Plot]:
         stacked_plot(
             [("predicted", report.predicted_phases), ("measured", report.time.step_phases)],
             title="One step, predicted and measured",
-            note="hatched: predicted; solid: measured, median of the steady steps",
+            note="hatched: predicted; solid: measured; they add up to the step time",
             name="step",
             hatched=frozenset({0}),
-            unit="time of a step (s)",
+            unit="time of a step",
         )
         if report.predicted_phases
         else None,

@@ -4,7 +4,7 @@ All functions are pure.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import mean, median
 from typing import Any, cast, get_args
 
@@ -99,9 +99,6 @@ def time_report(records: Records) -> TimeReport:
     startup: Counter[str] = Counter()
     for row in records.spent("start"):
         startup.update(row.mapping("startup_s"))
-    typical_phases: dict[Phase, float] = {
-        phase: _typical_phase(steady, phase) for phase in PHASES if phase != "evaluation"
-    }
     return TimeReport(
         wall=seen(wall, "s", "downtime between generations is not counted" if generations > 1 else ""),
         breakdown=quantities(parts),
@@ -109,7 +106,7 @@ def time_report(records: Records) -> TimeReport:
             sum(parts.values()) / wall if wall else None, "ratio", "sum of the phases divided by the wall time"
         ),
         per_step=seen(typical(steady, "wall_s"), "s", steady_note(records)),
-        step_phases=quantities(typical_phases, "median of the steady steps") if steady else {},
+        step_phases=quantities(_step_phases(steady), STEP_PHASES_NOTE) if steady else {},
         load_wait=seen(parts["data"], "s", "waiting for the next batch, during the whole run"),
         startup={name: seen(seconds, "s", STARTUP_NOTE) for name, seconds in startup.items()},
         generations=seen(generations),
@@ -117,10 +114,15 @@ def time_report(records: Records) -> TimeReport:
     )
 
 
-def _typical_phase(rows: tuple[MetricsRow, ...], phase: Phase) -> float:
-    """Return the median seconds of a phase; rows without the phase count as zero."""
-    values = [row.mapping("phases").get(phase, 0.0) for row in rows]
-    return median(values) if values else 0.0
+STEP_PHASES_NOTE = "the step time, divided as the phases divide the time of all steady steps"
+
+
+def _step_phases(steady: Sequence[MetricsRow]) -> dict[Phase, float]:
+    """Return the seconds of a step by phase; they add up to the step time, which medians of phases would not."""
+    parts = {phase: seconds for phase, seconds in phases_of(steady).items() if phase != "evaluation"}
+    total = sum(parts.values())
+    step_s = typical(steady, "wall_s") or 0.0
+    return {phase: step_s * seconds / total if total else 0.0 for phase, seconds in parts.items()}
 
 
 def throughput(records: Records) -> Quantity:

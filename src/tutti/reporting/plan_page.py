@@ -35,6 +35,7 @@ from tutti.reporting.svg import (
     SERIES,
     Plot,
     inline,
+    legend_columns,
     new_figure,
     rows,
     segment,
@@ -289,7 +290,7 @@ def _draw(axes: Axes, row: int, bars: Sequence[Bar], activity: Activity, x_of: X
 
 def _legend_rows(handles: Sequence[Patch | Line2D]) -> int:
     """Return the number of rows that the legend needs."""
-    return -(-len(handles) // MAX_LEGEND_COLUMNS)
+    return -(-len(handles) // legend_columns(MAX_LEGEND_COLUMNS))
 
 
 def _legend(figure: Figure, handles: Sequence[Patch | Line2D]) -> None:

@@ -6,7 +6,6 @@ from statistics import median, quantiles
 
 from matplotlib.ticker import FixedLocator, NullLocator
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tutti.config import serialization
@@ -22,6 +21,7 @@ from tutti.config.run_report import (
 )
 from tutti.errors import ReportError, SpecError
 from tutti.reporting.build_report import build_report
+from tutti.reporting.fitted_table import FittedTable
 from tutti.reporting.formatting import duration, plural, show, signed_percent, significant
 from tutti.reporting.html_report import environment
 from tutti.reporting.measurements import seen
@@ -214,7 +214,7 @@ def history_html(history: PredictionHistory) -> str:
 
 def history_table(history: PredictionHistory) -> RenderableType:
     """Build the history as a table for a rich console, the newest run last."""
-    shown = Table(title="Predictions and measurements", title_justify="left")
+    shown = FittedTable(title="Predictions and measurements", title_justify="left")
     for name in ("run", "cluster", "plan"):
         shown.add_column(name, no_wrap=name != "plan")
     for name in ("predicted\nstep", "measured\nstep", "error", "memory\nerror"):

@@ -20,6 +20,8 @@ from tutti.reporting.svg import (
     SERIES,
     Plot,
     inline,
+    is_narrow,
+    legend_columns,
     new_figure,
     rows,
     segment,
@@ -30,18 +32,54 @@ SPLIT_COLOURS: dict[Split, int] = {"train": 0, "test": 1, "validation": 2, "othe
 MAX_BARS = 12
 
 
-def _label_seconds(axes: Axes, axis: str = "x") -> None:
-    """Label a time axis in hours, minutes or seconds, whichever suits its range."""
-    target = axes.xaxis if axis == "x" else axes.yaxis
-    low, high = target.get_view_interval()
-    if high - low > 7200:
-        target.set_major_formatter(lambda v, _: f"{v / 3600:g}")
-        axes.set(**{f"{axis}label": "wall time (h)"})
-    elif high - low > 240:
-        target.set_major_formatter(lambda v, _: f"{v / 60:g}")
-        axes.set(**{f"{axis}label": "wall time (min)"})
-    else:
-        axes.set(**{f"{axis}label": "wall time (s)"})
+TICK_STEPS_S = (
+    *(value * unit for unit in (1e-3, 1e-2, 0.1, 1.0) for value in (1, 2, 5)),
+    *(10, 15, 30),
+    *(60 * value for value in (1, 2, 5, 10, 15, 30)),
+    *(3600 * value for value in (1, 2, 3, 6, 12)),
+    *(86400 * value for value in (1, 2, 5, 10, 20, 50, 100)),
+)
+"""Distances of marks on a time axis, in seconds, as clocks and people divide time."""
+
+
+def time_ticks(longest_s: float, most: int = 8) -> list[float]:
+    """Return the marks of a time axis from 0 to `longest_s`, in seconds: at most `most` after the 0.
+
+    Examples:
+        >>> [tick_text(tick, 5400) for tick in time_ticks(5400)]
+        ['0', '15 min', '30 min', '45 min', '1 h', '1 h 15', '1 h 30']
+    """
+    step = next((step for step in TICK_STEPS_S if longest_s / step <= most), TICK_STEPS_S[-1])
+    return [step * index for index in range(int(longest_s / step + 1e-9) + 1)]
+
+
+def tick_text(seconds: float, longest_s: float) -> str:
+    """Format a mark of a time axis that ends at `longest_s`: "0", "200 ms", "30 s", "5 min", "1 h 15", "2 d"."""
+    if seconds == 0:
+        return "0"
+    if longest_s < 1:
+        return f"{seconds * 1e3:g} ms"
+    if longest_s < 120:
+        return f"{seconds:g} s"
+    if seconds < 3600:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min" if not rest else f"{minutes}:{rest:02} min" if minutes else f"{rest} s"
+    if longest_s >= 4 * 86400 and seconds % 86400 == 0:
+        return f"{seconds / 86400:g} d"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02}" if minutes else f"{hours} h"
+
+
+def _label_seconds(axes: Axes, factor: float = 1.0) -> None:
+    """Mark the x axis in milliseconds, seconds, minutes or hours, whichever people would say.
+
+    Args:
+        axes: the axes; their x axis is in seconds times `factor`.
+        factor: what seconds are multiplied by.
+    """
+    longest_s = float(axes.get_xlim()[1]) / factor
+    ticks = time_ticks(longest_s, most=4 if is_narrow() else 8)
+    axes.set_xticks([tick * factor for tick in ticks], [tick_text(tick, longest_s) for tick in ticks])
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
@@ -96,6 +134,7 @@ def curve_plot(
     axes.set_xlim(left=0)
     if over == "time":
         _label_seconds(axes)
+        axes.set_xlabel("wall time")
     else:
         axes.set_xlabel("samples trained on")
         axes.xaxis.set_major_formatter(lambda v, _: _thousands(v))
@@ -138,7 +177,7 @@ def stacked_plot(
     note: str,
     name: str,
     hatched: frozenset[int] = frozenset(),
-    unit: str = "wall time (s)",
+    unit: str = "wall time",
     wall: float | None = None,
 ) -> Plot | None:
     """Draw horizontal bars of seconds by phase, the first bar on top; return None if all are empty.
@@ -149,7 +188,7 @@ def stacked_plot(
         note: line below the title.
         name: prefix of the figure's ids, unique on the page.
         hatched: positions of the bars that are predicted.
-        unit: label of the x axis; it must contain "(s)", which becomes "(ms)" for short times.
+        unit: label of the x axis.
         wall: seconds that a single bar should add up to; the difference is drawn as an outline.
     """
     bars = [(label, parts) for label, parts in bars if sum(q.value or 0 for q in parts.values()) > 0]
@@ -158,7 +197,7 @@ def stacked_plot(
     totals = [float(sum(q.value or 0 for q in parts.values())) for _, parts in bars]
     gap = wall - totals[0] if wall is not None and wall - totals[0] > 0.005 * wall else 0.0
     longest = max(totals) + gap
-    factor, shown_unit = (1e3, unit.replace("(s)", "(ms)")) if longest < 1 else (1.0, unit)
+    factor = 1e3 if longest < 1 else 1.0
     figure, axes = new_figure(14.2, 1.3 + 0.52 * len(bars))
     shown_phases = [phase for phase in PHASES if any((parts.get(phase, _ZERO).value or 0) > 0 for _, parts in bars)]
     for row, (_, parts) in enumerate(bars):
@@ -166,7 +205,7 @@ def stacked_plot(
         for phase in shown_phases:
             seconds = float(parts.get(phase, _ZERO).value or 0)
             segment(axes, row, left * factor, seconds * factor, PHASE_COLOURS[phase], row in hatched)
-            if seconds > 0.055 * longest and row not in hatched:
+            if seconds > (0.18 if is_narrow() else 0.055) * longest and row not in hatched:
                 share = seconds / (totals[row] + gap)
                 axes.text((left + seconds / 2) * factor, row, f"{share:.0%}", ha="center", va="center", color=PAPER,
                           fontsize=12, fontweight="bold")  # fmt: skip
@@ -178,14 +217,19 @@ def stacked_plot(
             left += gap
         axes.text(left * factor + longest * factor * 0.008, row, duration(left), va="center", fontsize=12, color=INK)
     rows(axes, [label for label, _ in bars])
-    axes.set_xlim(0, longest * factor * 1.1)
-    axes.set_xlabel(shown_unit)
+    axes.set_xlim(0, longest * factor * (1.3 if is_narrow() else 1.1))
+    _label_seconds(axes, factor)
+    axes.set_xlabel(unit)
     for phase in shown_phases:
         axes.bar(0, 0, color=PHASE_COLOURS[phase], label=PHASE_NAMES[phase])
     if gap:
         axes.bar(0, 0, facecolor="none", edgecolor=MUTED, label="unaccounted")
     figure.legend(
-        loc="outside upper left", ncols=len(shown_phases) + 1, handlelength=0.9, handleheight=0.9, columnspacing=1.4
+        loc="outside upper left",
+        ncols=legend_columns(len(shown_phases) + 1),
+        handlelength=0.9,
+        handleheight=0.9,
+        columnspacing=1.4,
     )
     alt_text = f"{title}. " + " ".join(f"{label}: {_describe_phases(parts)}." for label, parts in bars)
     return Plot(title=title, note=note, svg=inline(figure, name, alt_text), alt_text=alt_text, wide=True)
@@ -270,7 +314,9 @@ def checks_plot(report: RunReport) -> Plot | None:
     if low < 25 or high > 250:  # large errors: on a log scale, ratios of 1/8 and 8 lie equally far from 1
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:.3g}")
-        axes.xaxis.set_major_locator(FixedLocator([100 * 2.0**power for power in range(-6, 7)]))
+        axes.xaxis.set_major_locator(
+            FixedLocator([100 * 2.0**power for power in range(-6, 7, 3 if is_narrow() else 1)])
+        )
         edge = 1.15 * max(high, 1e4 / max(smallest, 1.0))
         axes.set_xlim(1e4 / edge, edge)
     else:
@@ -314,7 +360,9 @@ def memory_plot(report: RunReport) -> Plot | None:
     for i, component in enumerate(predicted):
         axes.bar(0, 0, facecolor="none", edgecolor=SERIES[i % len(SERIES)], hatch="////", label=component)
     if predicted:
-        figure.legend(loc="outside upper left", ncols=4, handlelength=1.1, handleheight=0.9, columnspacing=1.2)
+        figure.legend(
+            loc="outside upper left", ncols=legend_columns(4), handlelength=1.1, handleheight=0.9, columnspacing=1.2
+        )
     parts = ", ".join(f"{component} {number(q.value or 0, 'B')}" for component, q in predicted.items())
     alt_text = "Peak memory. " + (f"Predicted: {parts}. " if predicted else "")
     alt_text += " ".join(f"Rank {r.rank}: {number(r.peak_memory.value or 0, 'B')}." for r in ranks)

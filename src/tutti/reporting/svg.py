@@ -5,10 +5,12 @@ Colours are CSS variables, text stays text, and nothing is loaded from elsewhere
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -67,6 +69,7 @@ class Plot:
         note: line below the title.
         alt_text: the figure's content as text, for readers who cannot see it.
         wide: whether it spans the full width of the page.
+        narrow: the figure for screens as narrow as a telephone's.
     """
 
     title: str
@@ -74,27 +77,59 @@ class Plot:
     svg: str
     alt_text: str
     wide: bool = False
+    narrow: str = ""
 
 
 P = ParamSpec("P")
-R = TypeVar("R")
 
 
-def styled(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function to draw in the page's style and then restore the caller's matplotlib settings."""
+NARROW = 4.6
+"""Width of figures for narrow screens, in units of 72 page pixels: a telephone's 390 less the margins."""
+
+NAME_LETTERS = 16
+"""Letters in a line of a row's name on narrow screens."""
+
+_narrow: ContextVar[bool] = ContextVar("narrow", default=False)
+
+
+def styled(function: Callable[P, Plot | None]) -> Callable[P, Plot | None]:
+    """Decorate a function to draw in the page's style, once for wide and once for narrow screens."""
 
     @wraps(function)
-    def draw(*args: P.args, **kwargs: P.kwargs) -> R:
+    def draw(*args: P.args, **kwargs: P.kwargs) -> Plot | None:
         with mpl.rc_context(_STYLE):
-            return function(*args, **kwargs)
+            plot = function(*args, **kwargs)
+            if plot is None:
+                return None
+            token = _narrow.set(True)
+            try:
+                small = function(*args, **kwargs)
+            finally:
+                _narrow.reset(token)
+            return replace(plot, narrow=small.svg if small is not None else "")
 
     return draw
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return an empty figure; sizes are in units of 72 page pixels, so that its text matches the page's."""
+    """Return an empty figure; sizes are in units of 72 page pixels, so that its text matches the page's.
+
+    On narrow screens it is as wide as the screen, and a wide figure gets a little higher for its legend.
+    """
+    if _narrow.get():
+        width, height = NARROW, height + (0.6 if width > 10 else 0.0)
     figure = Figure(figsize=(width, height), dpi=72, layout="constrained")
     return figure, figure.add_subplot()
+
+
+def legend_columns(count: int) -> int:
+    """Return the number of columns of a legend that has `count` on a wide screen."""
+    return min(count, 2) if _narrow.get() else count
+
+
+def is_narrow() -> bool:
+    """Return whether the figure is for a narrow screen."""
+    return _narrow.get()
 
 
 def inline(figure: Figure, name: str, alt_text: str) -> str:
@@ -105,6 +140,7 @@ def inline(figure: Figure, name: str, alt_text: str) -> str:
         name: prefix of the ids, unique on the page.
         alt_text: the figure's content as text, for readers who cannot see it.
     """
+    name = f"{name}-narrow" if _narrow.get() else name
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
@@ -125,7 +161,8 @@ def inline(figure: Figure, name: str, alt_text: str) -> str:
 
 def rows(axes: Axes, names: Sequence[str]) -> None:
     """Set up one row per name, the first at the top, with grid lines along x."""
-    axes.set_yticks(range(len(names)), list(names))
+    shown = [textwrap.fill(name, NAME_LETTERS) for name in names] if _narrow.get() else list(names)
+    axes.set_yticks(range(len(names)), shown)
     axes.tick_params(axis="y", labelcolor=INK)
     axes.set_ylim(len(names) - 0.45, -0.55)
     axes.grid(visible=True, axis="x", color=GRID)

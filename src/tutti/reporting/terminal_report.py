@@ -10,6 +10,7 @@ from rich.text import Text
 from tutti.config.prediction import Phase
 from tutti.config.run_report import Comparison, Quantity, RuleFinding, RuleOutcome, RunReport
 from tutti.reporting.comparison import labels
+from tutti.reporting.fitted_table import FittedTable
 from tutti.reporting.formatting import (
     CARRIED,
     PHASE_NAMES,
@@ -22,7 +23,8 @@ from tutti.reporting.formatting import (
 from tutti.reporting.honesty_rules import TITLES
 from tutti.reporting.rule_outcomes import checked
 
-BAR_WIDTH = 60
+BAR_WIDTH = 52
+UNBROKEN = "\N{NO-BREAK SPACE}"
 _COLOURS: dict[Phase, str] = {
     "data": "yellow",
     "forward": "blue",
@@ -119,7 +121,8 @@ def _time(report: RunReport) -> RenderableType:
     bar, legend = Text(), Text()
     for phase, share in shares.items():
         bar.append(_MARKS[phase] * round(share * BAR_WIDTH), style=f"{_COLOURS[phase]} reverse")
-        legend.append(f"{_MARKS[phase]} {PHASE_NAMES[phase]} {share:.0%}".replace("%", " %"), style=_COLOURS[phase])
+        words = f"{_MARKS[phase]} {PHASE_NAMES[phase]} {share:.0%}".replace("%", " %").replace(" ", UNBROKEN)
+        legend.append(words, style=_COLOURS[phase])
         legend.append("   ")
     total = Text(f"parts sum to {show(report.time.accounted)} of the wall time (measured)", style="dim")
     return Group(bar, legend, total)
@@ -128,7 +131,7 @@ def _time(report: RunReport) -> RenderableType:
 def _communication(report: RunReport) -> RenderableType:
     """Build the table of communication per step, by axes and content."""
     title = Text(f"communication per step (measured, {report.communication[0].sent.note})", style="dim")
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = FittedTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
     headings = ("axes", "content", "exchanges", "sent", "in progress", "exposed", "hidden")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in headings[:2] else "right")
@@ -139,7 +142,7 @@ def _communication(report: RunReport) -> RenderableType:
 
 
 def _experts(report: RunReport) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = FittedTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("mixture of experts", "tokens' choices", "dropped", "share dropped", "balance loss"):
         table.add_column(heading, justify="left" if heading == "mixture of experts" else "right")
     for mixture in report.experts:
@@ -155,7 +158,7 @@ def _number(quantity: Quantity) -> str:
 
 
 def _checks(report: RunReport) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = FittedTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("", "predicted", "interval", "measured", "error"):
         table.add_column(heading, justify="left" if heading in ("", "interval") else "right")
     for check in report.checks:
@@ -197,7 +200,7 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     """Build the comparison for a rich console."""
     to_target = all(run.quality.target.value is not None for run in comparison.runs)
     quality = comparison.runs[0].quality
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = FittedTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
     time_name = "time to target" if to_target else "wall time"
     headings = ("run", f"{quality.name} {quality.metric}".strip() or "quality", time_name, "throughput", "cost")
     for heading in (*headings, "speed-up", "efficiency"):
@@ -224,7 +227,7 @@ def comparison_table(comparison: Comparison) -> RenderableType:
 
 
 def _differences(comparison: Comparison) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = FittedTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("what differs")
     for name in labels(comparison.runs):
         table.add_column(name)

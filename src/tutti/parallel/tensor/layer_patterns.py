@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.utils import parametrize
 
+from tutti.config.refusals import format_degrees
 from tutti.errors import PlanError
 from tutti.parallel.tensor.partition_ranges import Among, RankRanges, shared_heads
 
@@ -133,7 +134,7 @@ def _heads_among(name: str, heads: int, among: Among) -> RankRanges:
     if heads % degree and not among.weights:
         raise PlanError(
             f"module {name or 'the model'!r} has {heads} attention heads, which mesh.split = {degree} does not divide "
-            f"({heads} % {degree} = {heads % degree}); use a degree that divides {heads}, use unequal split_shares, or "
+            f"({heads} % {degree} = {heads % degree}); use {format_degrees(heads)}, use unequal split_shares, or "
             f"keep the module whole: LayoutRule(modules='{name}*', placement='replicate')"
         )
     return among.units(name, heads, "attention heads")

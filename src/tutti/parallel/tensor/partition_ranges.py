@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tutti.config.partitioning import cut_units
-from tutti.config.refusals import check_parts_not_empty
+from tutti.config.refusals import check_parts_not_empty, check_units
 
 Range = tuple[int, int]
 
@@ -128,8 +128,10 @@ class Among:
             what: what the units are, in plural, for the error ("outputs", "attention heads").
 
         Raises:
-            PlanError: if the weights leave a rank without units.
+            PlanError: if a rank would be without units.
         """
+        if not self.weights:
+            check_units(name, size, self.degree, what)
         spread = self.parted(size)
         if self.weights:
             check_parts_not_empty(name, [spread.local(rank) for rank in range(self.degree)], self.weights, what)
