@@ -12,7 +12,6 @@ from torch import nn
 from tutti.config.plan import BatchPlan
 from tutti.config.vocabulary import LastBatch, Precision, Unit
 from tutti.data.samples import read_source
-from tutti.data.seeds import derive_seed, seed_everything
 from tutti.environment import read_launch_options
 from tutti.errors import ScriptError
 from tutti.optim.learning_rate import LRRule
@@ -160,10 +159,7 @@ class Job(JobRanks):
         self._finalizer = (
             None if capture.is_capturing() else RunFinalizer(self._context.world, supervised=launch_options.supervised)
         )
-        # Python's and NumPy's draws may decide control flow, so they are the same on all ranks. torch's differ between
-        # members of an ensemble.
-        seed_everything(derive_seed(seed, "model"))
-        torch.manual_seed(self._context.model_seed)
+        self._context.seed_generators()
 
     def build(self, function: Callable[[], nn.Module]) -> nn.Module:
         """Build a model; with several ranks it has no memory until `prepare` gives every rank its part.
