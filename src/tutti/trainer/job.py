@@ -13,7 +13,6 @@ from tutti.config.plan import BatchPlan
 from tutti.config.stated_facts import check_facts
 from tutti.config.vocabulary import LastBatch, Precision, Unit
 from tutti.data.samples import read_source
-from tutti.data.seeds import derive_seed, seed_everything
 from tutti.environment import read_launch_options
 from tutti.errors import ScriptError
 from tutti.optim.learning_rate import LRRule
@@ -166,9 +165,7 @@ class Job(JobRanks):
         )
         self._world = self._context.world
         self._finalizer = None if capture.is_capturing() else RunFinalizer(self._world, launch_options.supervised)
-        # The same on all ranks, because draws may decide control flow; torch's differ between members of an ensemble.
-        seed_everything(derive_seed(seed, "model"))
-        torch.manual_seed(self._context.model_seed)
+        self._context.seed_generators()
 
     def build(self, function: Callable[[], nn.Module]) -> nn.Module:
         """Build a model; with several ranks it has no memory until `prepare` gives every rank its part.

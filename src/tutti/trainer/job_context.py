@@ -16,7 +16,7 @@ from tutti.config.option_syntax import with_bucket_size
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.sync_notation import with_mode
 from tutti.config.vocabulary import Precision
-from tutti.data.seeds import derive_seed
+from tutti.data.seeds import derive_seed, seed_everything
 from tutti.environment import LaunchOptions, RankEnvironment
 from tutti.errors import PlanError
 from tutti.host_memory import map_large_blocks
@@ -71,6 +71,15 @@ class JobContext:
         """Seed of the initial parameters: the same on all ranks, except for members of an ensemble."""
         member = self.world.rank if self.plan.sync.mode == "ensemble" else 0
         return derive_seed(self.settings.seed, "model", *((member,) if member else ()))
+
+    def seed_generators(self) -> None:
+        """Seed all generators for building the model.
+
+        Python's and NumPy's draws may decide control flow, so they are the same on all ranks. torch's differ between
+        members of an ensemble.
+        """
+        seed_everything(derive_seed(self.settings.seed, "model"))
+        torch.manual_seed(self.model_seed)
 
 
 def open_job_context(
