@@ -144,6 +144,13 @@ def test_metrics_of_a_script_without_a_loss_function_are_compared(tmp_path: Path
 
 
 @pytest.mark.long
+def test_averages_of_a_compiled_model_are_compared() -> None:
+    verdict = verdict_on("averaged.py", epochs=2, resume_at=5)
+    assert verdict.passed, verdict.sentence
+    assert any("4 evaluations compared" in note for note in verdict.notes), verdict.notes
+
+
+@pytest.mark.long
 def test_what_a_checkpoint_leaves_out_is_found(tmp_path: Path) -> None:
     path = tmp_path / "forgets.py"
     forgets = """

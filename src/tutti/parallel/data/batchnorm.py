@@ -195,9 +195,11 @@ class GlobalForward:
         """Compute torch's own forward."""
         module, scope = cast(_BatchNorm, self.module), self.scope
         batch_statistics = module.training or (module.running_mean is None and module.running_var is None)
-        single = scope.own_samples and scope.counts and input.numel() == input.shape[1]
-        if not batch_statistics or (scope.degree == 1 and scope.counts and not scope.recomputing and not single):
+        if not batch_statistics:
             return _BatchNorm.forward(module, input)  # not SyncBatchNorm's, which would communicate by itself
+        single = self._is_single(input)
+        if scope.degree == 1 and scope.counts and not scope.recomputing and not single:
+            return _BatchNorm.forward(module, input)
         module._check_input_dim(input)  # type: ignore[no-untyped-call]
         tracked, momentum = module.training and module.track_running_stats, 0.0
         if tracked and scope.degree > 1 and not scope.recomputing:
@@ -207,6 +209,12 @@ class GlobalForward:
             momentum = cumulative if module.momentum is None else module.momentum
         running = (module.running_mean, module.running_var) if tracked or single else (None, None)
         return _batch_norm(scope, input, *running, module.weight, module.bias, momentum, module.eps)
+
+    def _is_single(self, input: torch.Tensor) -> bool:
+        """Whether this rank normalises one value a channel by itself, which torch refuses."""
+        if not (self.scope.own_samples and self.scope.counts):
+            return False
+        return input.numel() == input.shape[1]
 
     def _around(self, own: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward that is not torch's, with F.batch_norm over the scope."""
