@@ -1,0 +1,93 @@
+"""Pairs of programs: with tutti, the losses, the weights and the printed lines are those of the framework left.
+
+What the frameworks compute was recorded on two processes (coming_from_reference.py). The programs of tutti run on one
+rank and on two.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tutti
+from examples.coming_from_reference import REFERENCE, load_program, sums_of
+from examples.test_pairs import run_main
+from harness import preload, run_ranks
+
+preload("transformers")
+
+NAMES = ["ddp", "accelerate", "lightning", "hf_trainer", "deepspeed"]
+Result = tuple[list[float], list[str], dict[str, list[float]]]
+
+
+def run_tutti(name: str, scale: float = 1.0) -> Result:
+    """Run a program of tutti in float64; return its step losses, its lines, and sums over its weights."""
+    losses: list[float] = []
+    jobs: list[tutti.Job] = []
+
+    class Recorded(tutti.Job):
+        def prepare(self, model: Any, optimizer: Any, dataset: Any, loss_fn: Any = None, **options: Any) -> Any:
+            jobs.append(self)
+            if scale != 1:
+                loss_fn = scaled(scale)
+            return super().prepare(model, optimizer, dataset, loss_fn, **options)
+
+        def step(self, batch: Any) -> float:
+            losses.append(super().step(batch))
+            return losses[-1]
+
+    torch.set_default_dtype(torch.float64)
+    program = load_program(f"{name}_tutti")
+    program.tutti = SimpleNamespace(Job=Recorded, shard=tutti.shard)
+    lines = run_main(program, [])
+    return losses, lines, sums_of(jobs[0].state_dict())
+
+
+def scaled(scale: float) -> Callable[[Any, Any], Any]:
+    return lambda outputs, batch: scale * outputs.loss
+
+
+def run_all(names: Sequence[str]) -> dict[str, Result]:
+    return {name: run_tutti(name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    return json.loads(REFERENCE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
+def results(request: pytest.FixtureRequest) -> dict[str, Result]:
+    """What the programs of tutti compute, on one rank and on two."""
+    return run_ranks(run_all, request.param, NAMES, timeout_s=100)[0]
+
+
+def check(result: Result, expected: dict[str, Any]) -> None:
+    losses, lines, sums = result
+    assert len(losses) >= 30
+    precise = "deepspeed" not in expected["versions"]  # which computes norms in float32
+    assert losses == pytest.approx(expected["losses"], rel=1e-9 if precise else 1e-7)
+    assert losses[-1] < 0.9 * losses[0]
+    assert len(expected["weights"]) >= 6
+    for name, values in expected["weights"].items():
+        assert sums[name] == pytest.approx(values, rel=1e-8 if precise else 1e-5, abs=1e-8 if precise else 1e-5), name
+    assert lines == expected["lines"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_computes_what_it_did_under_its_framework(
+    name: str, results: dict[str, Result], reference: dict[str, Any]
+) -> None:
+    check(results[name], reference[name])
+
+
+@pytest.mark.long
+def test_the_trainer_multiplies_losses_by_ranks_and_steps_unless_told_otherwise(reference: dict[str, Any]) -> None:
+    """As the page says: for a classification model. Two processes with two accumulation steps make it four times."""
+    losses, _, sums = run_ranks(run_tutti, 1, "hf_trainer", 4.0)[0]
+    expected = reference["hf_trainer_default"]
+    assert losses == pytest.approx(expected["losses"], rel=1e-9)
+    assert all(sums[name] == pytest.approx(values, rel=1e-8, abs=1e-8) for name, values in expected["weights"].items())
