@@ -24,14 +24,21 @@ ENVIRONMENT_FILES: dict[str, str] = {
 """File -> why it touches the environment. Only environment.py reads variables that change what a run does."""
 
 PUBLIC_NAMES = [
+    "CSVLogger",
+    "Callback",
     "ClusterSpec",
+    "EarlyStopping",
     "Job",
     "LRRule",
+    "Logger",
+    "MLflowLogger",
     "ModelSpec",
     "Plan",
     "Prediction",
     "RunReport",
+    "TensorBoardLogger",
     "TuttiError",
+    "WandbLogger",
     "Weighted",
     "replicate",
     "shard",

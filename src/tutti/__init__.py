@@ -17,17 +17,26 @@ if TYPE_CHECKING:
     from tutti.nn.annotations import replicate, shard, split, stage, synchronized
     from tutti.optim.learning_rate import LRRule
     from tutti.parallel.losses import Weighted
+    from tutti.trainer.callbacks import Callback, EarlyStopping
     from tutti.trainer.job import Job
+    from tutti.trainer.loggers import CSVLogger, Logger, MLflowLogger, TensorBoardLogger, WandbLogger
 
 _HOMES = {
+    "CSVLogger": "tutti.trainer.loggers",
+    "Callback": "tutti.trainer.callbacks",
     "ClusterSpec": "tutti.config.cluster",
+    "EarlyStopping": "tutti.trainer.callbacks",
     "Job": "tutti.trainer.job",
     "LRRule": "tutti.optim.learning_rate",
+    "Logger": "tutti.trainer.loggers",
+    "MLflowLogger": "tutti.trainer.loggers",
     "ModelSpec": "tutti.config.model",
     "Plan": "tutti.config.plan",
     "Prediction": "tutti.config.prediction",
     "RunReport": "tutti.config.run_report",
+    "TensorBoardLogger": "tutti.trainer.loggers",
     "TuttiError": "tutti.errors",
+    "WandbLogger": "tutti.trainer.loggers",
     "Weighted": "tutti.parallel.losses",
     "replicate": "tutti.nn.annotations",
     "shard": "tutti.nn.annotations",
@@ -38,14 +47,21 @@ _HOMES = {
 
 __version__ = "0.1.0"
 __all__ = [
+    "CSVLogger",
+    "Callback",
     "ClusterSpec",
+    "EarlyStopping",
     "Job",
     "LRRule",
+    "Logger",
+    "MLflowLogger",
     "ModelSpec",
     "Plan",
     "Prediction",
     "RunReport",
+    "TensorBoardLogger",
     "TuttiError",
+    "WandbLogger",
     "Weighted",
     "replicate",
     "shard",

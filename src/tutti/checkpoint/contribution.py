@@ -360,6 +360,7 @@ def _run_state(training: TrainingState, contributions: list[Contribution]) -> di
         "schedules": training.schedules.state_dict(),
         "scaler": training.scaler.state_dict(),
         "noise": asdict(training.noise.averages),
+        "callbacks": {} if training.callbacks is None else training.callbacks.state_dict(),
         "extra_state": {
             name: state for one_rank in contributions[::-1] for name, state in one_rank.extra_state.items()
         },

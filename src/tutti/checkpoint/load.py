@@ -54,6 +54,8 @@ def load_checkpoint(training: TrainingState, path: Path, say: Callable[[str], No
             module.set_extra_state(state["extra_state"][name])
     training.schedules.load_state_dict(state["schedules"])
     training.noise.averages = NoiseAverages(**state["noise"])
+    if training.callbacks is not None:
+        training.callbacks.load_state_dict(state.get("callbacks", {}))
     training.loader.go_to(state["epoch"], state["position"], state["before"])
     for name in ("step", "samples_seen", "tokens_seen"):
         setattr(training.progress, name, state[name])

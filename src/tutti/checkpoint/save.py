@@ -81,6 +81,11 @@ class CheckpointWriter:
         self._due: int | None = None
         self._begun: int | None = None
 
+    @property
+    def begun_at(self) -> int | None:
+        """The step of the newest checkpoint that was begun; None if there is none."""
+        return self._begun
+
     def save(self) -> tuple[Path, int]:
         """Write a checkpoint of the current state. Collective.
 

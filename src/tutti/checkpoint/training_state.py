@@ -1,6 +1,7 @@
 """The training state: everything that a checkpoint saves and a resumed run restores."""
 
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -9,6 +10,14 @@ from tutti.local_sgd.consistency import Consistency
 from tutti.optim.schedules import Schedules
 from tutti.parallel.data.noise_meter import NoiseMeter
 from tutti.parallel.parallel_model import ParallelModel
+
+
+class StatefulParts(Protocol):
+    """Something with a state of plain values."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -54,6 +63,7 @@ class TrainingState:
         schedules: the user's learning-rate schedulers.
         scaler: loss scaling; disabled except for float16.
         noise: the meter of the gradient noise scale, with its averages.
+        callbacks: the script's callbacks, whose state on rank 0 is saved.
     """
 
     parallel: ParallelModel
@@ -63,6 +73,7 @@ class TrainingState:
     scaler: torch.amp.GradScaler
     noise: NoiseMeter
     progress: Progress = field(default_factory=Progress)
+    callbacks: StatefulParts | None = None
 
     def __post_init__(self) -> None:
         if not self.progress.clocks:

@@ -451,10 +451,15 @@ StopRule = Literal["target", "epochs", "steps", "time"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopReport:
-    """What ended the run: the rule, and its value (a number of epochs, for example)."""
+    """What ended the run: the rule, and its value (a number of epochs, for example).
+
+    Attributes:
+        early: why training ended before the epochs that the script asked for; empty if it did not.
+    """
 
     rule: StopRule | None = None
     value: Quantity = Quantity()
+    early: str = ""
 
 
 BaselineSource = Literal["measured-here", "published"]

@@ -157,6 +157,8 @@ def headline(report: RunReport) -> str:
     }
     ended = verb.get(report.status, "Trained")
     sentence = f"{ended} {what} for {_amount(report)} in {duration(report.time.wall.value or 0.0)}"
+    if report.stop.early:
+        sentence += f", stopped early: {report.stop.early}"
     if quality.test_value.value is None:
         return f"{sentence}; no quality was evaluated."
     split = "" if quality.split == quality.name else f" (on {quality.split} data)" if quality.split != "other" else ""
@@ -212,15 +214,17 @@ def _stop(records: Records) -> StopReport:
     """Return what ended the run: the rule that the user stated, else the number of epochs or steps it completed."""
     extra = records.header.extra
     rule = next((rule for rule in _STOP_RULES if rule == extra.get("stop.rule")), None)
-    if rule is not None:
-        return StopReport(rule=rule, value=stated(extra, "stop.value"))
     steps = records.kept("step")
+    last = steps[-1].step if steps else 0
+    early = next((str(row.data.get("reason", "")) for row in records.kept("stop") if row.step == last), "")
+    if rule is not None:
+        return StopReport(rule=rule, value=stated(extra, "stop.value"), early=early)
     if not _ended_well(records) or not steps:
-        return StopReport()
+        return StopReport(early=early)
     epochs = len({row.data.get("epoch") for row in records.kept("epoch")})
     if epochs:
-        return StopReport(rule="epochs", value=seen(epochs, "epochs"))
-    return StopReport(rule="steps", value=seen(steps[-1].step, "steps"))
+        return StopReport(rule="epochs", value=seen(epochs, "epochs"), early=early)
+    return StopReport(rule="steps", value=seen(last, "steps"), early=early)
 
 
 def _scaling(text: str | None) -> Scaling | None:

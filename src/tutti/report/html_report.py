@@ -386,6 +386,7 @@ def _provenance(report: RunReport) -> list[Entry]:
         ("configuration SHA-256", Digest(report.config_sha256)),
         ("packages SHA-256", Digest(report.env_lock_sha256)),
         ("stopped by", ended),
+        ("stopped early", stop.early or None),
         ("scope", report.scope),
         ("generations", report.time.generations),
         ("tuning trials", report.tuning.trials),

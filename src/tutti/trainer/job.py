@@ -1,37 +1,32 @@
 """The Job: three lines make a script train on any number of ranks, and a step computes the same on all of them."""
 
-import atexit
-import os
-import resource
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from tutti.comm.shared_segment import attached_resident_nbytes
-from tutti.comm.world import World, leave_world
 from tutti.config.plan import BatchPlan
 from tutti.config.vocabulary import LastBatch, Precision, Unit
 from tutti.data.samples import read_source
 from tutti.data.seeds import derive_seed, seed_everything
 from tutti.environment import read_launch_options
-from tutti.errors import ScriptError, TuttiError
+from tutti.errors import ScriptError
 from tutti.optim.learning_rate import LRRule
 from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.loss_means import looked_up
 from tutti.parallel.losses import default_loss, default_unpack, loss_of
 from tutti.trainer import capture
+from tutti.trainer.callbacks import JobCallbacks
 from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
+from tutti.trainer.epoch_loop import agree_to_stop, run_epochs
 from tutti.trainer.evaluate import Metric
-from tutti.trainer.guard import guard_end
-from tutti.trainer.job_context import open_job_context
+from tutti.trainer.job_context import JobHooks, open_job_context
+from tutti.trainer.job_ranks import JobRanks
+from tutti.trainer.loggers import Logger, check_loggers
 from tutti.trainer.metrics import redirect_other_ranks
 from tutti.trainer.metrics_rows import write_evaluation_row
 from tutti.trainer.prepare import (
@@ -41,12 +36,13 @@ from tutti.trainer.prepare import (
     prepare_run,
     without_wrappers,
 )
+from tutti.trainer.run_end import RunFinalizer
 from tutti.trainer.run_state import JobLoader, JobSettings, Run
 from tutti.trainer.update import optimizers_of, save_when_due
 from tutti.trainer.whole_weights import on_cpu, save_pretrained, whole_model, whole_state
 
 
-class Job:
+class Job(JobRanks):
     """One training run. The global batch defines what it computes, which does not depend on the number of ranks.
 
     Args:
@@ -71,6 +67,10 @@ class Job:
         folder: the run folder, unless the launcher names one. None: runs/<script>-<time>.
         resume: a run folder or a checkpoint to resume from.
         facts: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
+        loggers: where the run's numbers go besides its folder: CSVLogger, TensorBoardLogger, MLflowLogger, WandbLogger,
+            or any `Logger`.
+        callbacks: called around epochs, steps and evaluations, on every rank: `EarlyStopping`, or any `Callback`.
+        progress: whether a terminal shows a progress bar.
 
     Raises:
         PlanError: settings contradict each other, the plan or the number of ranks.
@@ -124,8 +124,12 @@ class Job:
         folder: str | Path | None = None,
         resume: str | Path | None = None,
         facts: Mapping[str, object] | None = None,
+        loggers: Sequence[Logger] = (),
+        callbacks: Sequence[Any] = (),
+        progress: bool = True,
     ) -> None:
         launch_options = read_launch_options()
+        self._callbacks = JobCallbacks.of(callbacks)
         self._context = open_job_context(
             JobSettings(
                 seed=seed,
@@ -150,7 +154,9 @@ class Job:
             folder=Path(folder) if folder else None,
             resume=Path(resume) if resume else None,
             facts={key: str(value) for key, value in (facts or {}).items()},
+            hooks=JobHooks(callbacks=self._callbacks, loggers=check_loggers(loggers), progress=progress),
         )
+        self._world = self._context.world
         self._finalizer = (
             None if capture.is_capturing() else RunFinalizer(self._context.world, supervised=launch_options.supervised)
         )
@@ -158,23 +164,6 @@ class Job:
         # members of an ensemble.
         seed_everything(derive_seed(seed, "model"))
         torch.manual_seed(self._context.model_seed)
-
-    @property
-    def rank(self) -> int:
-        return self._context.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._context.world.world_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._context.world.device
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes."""
-        return self._context.world.is_main
 
     def build(self, function: Callable[[], nn.Module]) -> nn.Module:
         """Build a model; with several ranks it has no memory until `prepare` gives every rank its part.
@@ -272,7 +261,7 @@ class Job:
             return model, returned, JobLoader(self._followed, self._context.clock, lambda: None)
         self._prepared = prepare_run(self._context, prepare_arguments)
         if self._finalizer is not None:
-            self._finalizer.run = self._prepared
+            self._finalizer.run, self._finalizer.before_end = self._prepared, partial(self._callbacks.end, self)
         if not self._context.launch_options.supervised:
             redirect_other_ranks(self._context.world, str(self._prepared.output.folder.rank(self.rank) / "stdout.log"))
         run = self._prepared
@@ -283,27 +272,37 @@ class Job:
         """Yield the numbers of the epochs still to run, of `count`; a resumed run continues at its checkpoint."""
         if self._followed is not None:
             yield from self._followed.epochs()
-        run = self._run()
-        run.state.progress.total_epochs = count
-        first = run.state.loader.epoch
-        if 0 < count <= first:
-            run.output.screen.say(
-                f"the run has already trained {first} epochs, and job.epochs({count}) asks for no more; ask for more"
-            )
-        while run.state.loader.epoch < count:
-            epoch = run.state.progress.epoch = run.state.loader.epoch
-            yield epoch
-            if run.state.loader.epoch == epoch:  # the script left the loader early
-                run.state.loader.next_epoch()
-            run.loop.program.epoch_ended(run.state.loader.epoch)
-            save_when_due(run)
-            run.output.log.row("epoch", run.loop.clock.elapsed_s(), epoch=epoch, step=run.state.progress.step)
-        if run.state.loader.epoch > first and run.settings.keep_checkpoints:
-            self.save()
-        run.state.consistency.finish(run.parallel)
-        if run.state.loader.epoch > first:
-            with run.loop.watch.during("job.epochs"):
-                guard_end(run)
+        yield from run_epochs(self, self._run(), self._callbacks, count)
+
+    def should_stop(self, condition: Any) -> bool:
+        """Return whether `condition` is true on any rank, the same on every rank. Collective.
+
+        Once it is, `job.epochs` yields no further epoch, writes its last checkpoint and ends, also if the script leaves
+        the loop: `if job.should_stop(loss < 0.1): break`.
+
+        Args:
+            condition: anything that can be true; ranks may differ.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from torch.utils.data import TensorDataset
+            >>> job = Job(global_batch_size=4, folder="runs/enough")
+            >>> model = nn.Linear(3, 1)
+            >>> data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+            >>> model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, nn.MSELoss())
+            >>> for epoch in job.epochs(100):
+            ...     for batch in loader:
+            ...         loss = job.step(batch)
+            ...     if job.should_stop(loss < 1e-6):
+            ...         break
+            >>> epoch < 99
+            True
+        """
+        if self._followed is not None:
+            return False
+        with _together(self, "job.should_stop") as run:
+            return agree_to_stop(run, condition)
 
     def step(self, batch: Any) -> float:
         """Make one optimizer update on a global batch.
@@ -322,6 +321,7 @@ class Job:
         with _together(self, "job.step") as run:
             loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
             self.update()
+        self._callbacks.updated(self, run.state.progress.step)
         return loss
 
     def forward_backward(
@@ -372,7 +372,9 @@ class Job:
             return self._followed.forward_backward(function, batch)
         with _together(self, "job.forward_backward") as run:
             zeroed = None if zero_grad is None else optimizers_of(run, zero_grad)
-            return run.loop.program.forward_backward(function, batch, zeroed)
+            loss = run.loop.program.forward_backward(function, batch, zeroed)
+        self._callbacks.computed(loss)
+        return loss
 
     def update(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Clip gradients, step the optimizer, advance its scheduler, write the step's row.
@@ -389,6 +391,8 @@ class Job:
             return
         with _together(self, "job.update") as run:
             run.loop.program.update(run.parallel.optimizers if optimizer is None else optimizers_of(run, optimizer))
+        if not run.loop.watch.inside:  # else in job.step
+            self._callbacks.updated(self, run.state.progress.step)
 
     def schedule(self, metric: float) -> None:
         """Give a metric to the schedulers that follow one (ReduceLROnPlateau). Call it once an epoch.
@@ -451,6 +455,8 @@ class Job:
             values, samples = run.loop.program.evaluate(source, metrics or {}, whole or {}, batch_size)
             write_evaluation_row(run, source, name, values, samples)
             run.loop.observer.evaluated(run.state.progress.step, name, values)
+        self._callbacks.logged(self, {f"{name}/{key}": value for key, value in values.items()})
+        self._callbacks.call("on_evaluate_end", self, values)
         return values
 
     def log(self, **values: float | int | str) -> None:
@@ -463,6 +469,7 @@ class Job:
             epoch=run.state.progress.epoch,
             values=values,
         )
+        self._callbacks.logged(self, values)
 
     def save(self) -> Path:
         """Write a checkpoint now and return its folder. Collective.
@@ -567,16 +574,15 @@ class Job:
             finally:
                 self._whole = False
 
-    def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0 only, with the arguments of the built-in `print`."""
-        if self.is_main:
-            print(*values, **options)
-
     def _run(self) -> Run:
         if self._followed is not None:
             self._followed.end()
         if self._prepared is None:
             raise ScriptError("the Job has no model yet; call job.prepare(model, optimizer, dataset, loss_fn) first")
+        ending = self._prepared.loop.ending
+        if ending.failure is not None:
+            failure, ending.failure = ending.failure, None
+            raise failure
         return self._prepared
 
 
@@ -590,88 +596,3 @@ def _together(job: Job, name: str) -> Iterator[Run]:
         run.check_changes()
     with run.parallel.script_reads.resting(), run.loop.watch.during(name):
         yield run
-
-
-class RunFinalizer:
-    """Writes a run's last rows when the process ends, however it ends.
-
-    Attributes:
-        run: the prepared run, once there is one.
-        failed: whether the run has failed on this rank.
-    """
-
-    def __init__(self, world: World, *, supervised: bool) -> None:
-        self.world = world
-        self.run: Run | None = None
-        self.failed = False
-        self._ended = False
-        if not supervised:
-            sys.excepthook = self._on_exception
-            threading.excepthook = self._on_exception_in_thread
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        """Write the memory and end rows and leave the world; further calls do nothing."""
-        if self._ended:
-            return
-        self._ended = True
-        if self.run is not None:
-            self.run.loop.watch.stop()
-            self._last_rows(self.run)
-        if not self.failed:
-            if self.run is not None:
-                self.run.state.consistency.on_exit(self.run.parallel)
-            leave_world()
-
-    def _last_rows(self, run: Run) -> None:
-        rank_folder = run.output.folder.rank(run.parallel.world.rank)
-        self.failed = self.failed or (rank_folder / "error.json").exists()
-        failure = run.output.checkpoints.finish_at_exit()
-        if failure is not None:
-            self.failed = True
-            print(f"tutti: {failure}", file=sys.stderr)
-        wall, phases = run.loop.clock.take_row()
-        now = run.loop.clock.elapsed_s()
-        memory = {
-            "step": run.state.progress.step,
-            "rank": run.parallel.world.rank,
-            "device": str(run.parallel.world.device),
-            "peak_nbytes": peak_memory_nbytes(run.parallel.world.device),
-        }
-        run.output.log.timing(kind="memory", **memory)
-        run.output.log.timing(kind="machine", step=run.state.progress.step, stolen=run.loop.clock.stolen.share())
-        run.output.log.row("memory", now, **memory)
-        status = "failed" if self.failed else "stopped" if (rank_folder / "stopped").exists() else "completed"
-        run.output.log.row("end", now, status=status, step=run.state.progress.step, wall_s=wall, phases=phases)
-        run.output.log.close()
-        run.output.screen.close()
-
-    def _on_exception_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
-        """End the process if the run's watch found it waiting for nothing: the main thread cannot."""
-        if not isinstance(arguments.exc_value, TuttiError):
-            threading.__excepthook__(arguments)
-            return
-        if self.world.is_main:
-            print(f"tutti: {arguments.exc_value}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(arguments.exc_value.exit_code)
-
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.failed = True
-        if not isinstance(error, TuttiError):
-            sys.__excepthook__(kind, error, trace)
-            return
-        if self.world.is_main or (self.run is not None and self.run.state.consistency.asynchronous):
-            print(f"tutti: {error}", file=sys.stderr)
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(error.exit_code)
-
-
-def peak_memory_nbytes(device: torch.device) -> int:
-    """Return this rank's peak memory: allocated on a GPU; resident on a CPU, without memory shared by other ranks."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - attached_resident_nbytes()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,20 @@ from tutti.data.seeds import derive_seed
 from tutti.environment import LaunchOptions, RankEnvironment
 from tutti.errors import PlanError
 from tutti.host_memory import map_large_blocks
+from tutti.trainer.callbacks import JobCallbacks
 from tutti.trainer.capture import is_capturing
+from tutti.trainer.loggers import Logger
 from tutti.trainer.metrics import ProgressDisplay
 from tutti.trainer.run_state import JobSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobHooks:
+    """What the script adds to the run: its callbacks and loggers, and whether it wants a progress bar."""
+
+    callbacks: JobCallbacks = field(default_factory=JobCallbacks)
+    loggers: tuple[Logger, ...] = ()
+    progress: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +47,7 @@ class JobContext:
         folder: run folder that the script asks for.
         resume: run folder or checkpoint that the script resumes from.
         facts: statements of the user about the run, for the report.
+        hooks: callbacks, loggers and display that the script asks for.
     """
 
     settings: JobSettings
@@ -49,6 +61,7 @@ class JobContext:
     folder: Path | None
     resume: Path | None
     facts: Mapping[str, str]
+    hooks: JobHooks
 
     @property
     def model_seed(self) -> int:
@@ -68,6 +81,7 @@ def open_job_context(
     folder: Path | None,
     resume: Path | None,
     facts: Mapping[str, str],
+    hooks: JobHooks,
 ) -> JobContext:
     """Join the other ranks (none while capturing) and determine the plan.
 
@@ -81,6 +95,7 @@ def open_job_context(
         folder: run folder.
         resume: run folder or checkpoint to resume from.
         facts: what the report should say about the run.
+        hooks: callbacks, loggers and display.
 
     Raises:
         PlanError: settings contradict each other, or the plan does not fit the script or the ranks.
@@ -104,11 +119,12 @@ def open_job_context(
         ),
         stated_mesh=launch_options.plan is not None or launch_options.mesh is not None,
         clock=PhaseClock(world.device),
-        screen=ProgressDisplay(world, supervised=launch_options.supervised),
+        screen=ProgressDisplay(world, supervised=launch_options.supervised, wanted=hooks.progress),
         name=name,
         folder=folder,
         resume=resume,
         facts=facts,
+        hooks=hooks,
     )
 
 

@@ -1,4 +1,4 @@
-"""Output of a run for people and tools: JSON lines, TensorBoard event files and a progress display."""
+"""Output of a run for people and tools: JSON lines, loggers and a progress display."""
 
 import json
 import math
@@ -10,11 +10,10 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
-from tensorboardX.proto.summary_pb2 import Summary
 
 from tutti.comm.world import World
 from tutti.config.run_folder import RunFolder
+from tutti.trainer.loggers import RunLoggers
 
 
 def _json_value(value: Any) -> Any:
@@ -28,15 +27,12 @@ def _json_value(value: Any) -> Any:
     return value
 
 
-_TENSORBOARD_FIELDS = ("loss", "learning_rate", "grad_norm", "wall_s", "tokens_dropped", "balance_loss", "noise_scale")
-"""Fields of a step's row that go to TensorBoard if they are numbers."""
-
-
 class MetricsLog:
     """Appends rows to the run folder. Rank 0 writes the run's metrics; every rank writes its own step timings.
 
     Attributes:
         offset_s: seconds that were on the run's clock when it was resumed; 0 on other ranks than 0.
+        loggers: also get the numbers of the run's metrics, once they are started.
     """
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
@@ -45,10 +41,9 @@ class MetricsLog:
         folder.rank(rank).mkdir(parents=True, exist_ok=True)
         self._mine = _open_for_append(folder.rank(rank) / "metrics.jsonl")
         self._run: TextIO | None = None
-        self._board: SummaryWriter | None = None
+        self.loggers: RunLoggers | None = None
         if rank == 0:
             self._run = _open_for_append(folder.metrics)
-            self._board = SummaryWriter(logdir=str(folder.tensorboard), flush_secs=10)
 
     def row(self, kind: str, time_s: float, **values: Any) -> None:
         """Write one row of the run's metrics. Ranks other than 0 ignore it.
@@ -61,39 +56,20 @@ class MetricsLog:
         if self._run is None:
             return
         _write_json_line(self._run, {"kind": kind, **values, "time_s": round(self.offset_s + time_s, 6)})
-        self._to_board(kind, values)
+        if self.loggers is not None:
+            self.loggers.row(kind, values)
 
     def timing(self, **values: Any) -> None:
         """Write one row of this rank's own file."""
         _write_json_line(self._mine, values)
 
-    def close(self) -> None:
-        """Flush and close the files."""
+    def close(self, *, failed: bool = False) -> None:
+        """Flush and close the files, and finish the loggers; they learn whether the run has `failed`."""
         self._mine.close()
         if self._run is not None:
             self._run.close()
-        if self._board is not None:
-            self._board.close()
-
-    def _to_board(self, kind: str, values: dict[str, Any]) -> None:
-        if self._board is None:
-            return
-        step = values.get("step", 0)
-        if kind == "step":
-            group, shown = (
-                "train",
-                {name: values.get(name) for name in _TENSORBOARD_FIELDS},
-            )
-        elif kind in ("evaluate", "log"):
-            group, shown = values.get("name", "log"), values["values"]
-        else:
-            return
-        scalars = [
-            Summary.Value(tag=f"{group}/{name}", simple_value=value)
-            for name, value in shown.items()
-            if isinstance(value, int | float)
-        ]
-        self._board.file_writer.add_summary(Summary(value=scalars), step)  # one event for all fields, which is cheap
+        if self.loggers is not None:
+            self.loggers.close(failed=failed)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -130,13 +106,18 @@ def _write_json_line(file: TextIO, row: dict[str, Any]) -> None:
 class ProgressDisplay:
     """Messages and a progress bar on standard error, on rank 0 only.
 
-    The bar is shown only on a terminal, and not under `tutti run`.
+    The bar is shown only on a terminal, and not under `tutti run`, which shows its own.
+
+    Args:
+        world: the ranks.
+        supervised: whether `tutti run` watches the ranks.
+        wanted: whether the script wants a bar.
     """
 
-    def __init__(self, world: World, *, supervised: bool) -> None:
-        self.speaks = world.is_main
+    def __init__(self, world: World, *, supervised: bool, wanted: bool = True) -> None:
+        self.speaks, self.wanted = world.is_main, wanted
         self._console = Console(stderr=True)
-        self._watched = self.speaks and not supervised and self._console.is_terminal
+        self._watched = self.speaks and wanted and not supervised and self._console.is_terminal
         self._bar: Progress | None = None
         self._said: set[str] = set()
 
@@ -160,7 +141,8 @@ class ProgressDisplay:
             return
         if self._bar is None:
             columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()]
-            self._bar = Progress(*columns, console=self._console, transient=True)
+            # Lines that the script prints appear above the bar. Redirected into a file, they go there unchanged.
+            self._bar = Progress(*columns, console=self._console, transient=True, redirect_stdout=sys.stdout.isatty())
             self._bar.add_task("", total=total)
             self._bar.start()
         text = f"loss {loss:.4f}  {throughput:,.0f} {unit}/s"

@@ -7,7 +7,7 @@ Read `prepare_run` first. It builds the model (`build_model`), the state that ch
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,15 +22,12 @@ from tutti.checkpoint import CheckpointWriter, TrainingState, latest_checkpoint,
 from tutti.comm.shared_memory import make_shared_memory_communicator
 from tutti.comm.traffic import CommChannel
 from tutti.comm.world import World, deprioritise_gloo_threads
-from tutti.config import serialization
-from tutti.config.compression import format_compression
 from tutti.config.mesh_axes import format_mesh
 from tutti.config.model_fingerprint import describe_module, differences
 from tutti.config.plan import Plan
 from tutti.config.refusals import check_plan
-from tutti.config.run_folder import Recipe, RunFolder
+from tutti.config.run_folder import RunFolder
 from tutti.data.batches import Unpack
-from tutti.data.fingerprint import describe_data
 from tutti.data.loading_cost import measure_loading
 from tutti.data.microbatches import to_device
 from tutti.data.samples import DataSource
@@ -74,7 +71,8 @@ from tutti.trainer.metrics import MetricsLog, ProgressDisplay
 from tutti.trainer.observer import Observer, load_observer
 from tutti.trainer.operation_watch import OperationWatch, note_calls_of_model
 from tutti.trainer.program import OwnProgram
-from tutti.trainer.run_header import make_header, open_folder, this_rank
+from tutti.trainer.run_header import open_folder
+from tutti.trainer.run_start import start_hooks, write_header, write_start_row
 from tutti.trainer.run_state import Accumulation, Run, RunningStatistics, RunOutput, TrainingLoop
 
 
@@ -139,8 +137,9 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     output = open_output(context, folder, state)
     run = Run(settings=context.settings, state=state, loop=loop, output=output)
     resumed_from = _resume(run, context.resume or context.launch_options.resume, arguments.weights)
-    _write_header(run, context, resumed_from)
-    _write_start_row(run, context)
+    write_header(run, context, resumed_from)
+    write_start_row(run, context)
+    start_hooks(run, context, resumed_from)
     deprioritise_gloo_threads()  # after the last process group has been created
     loop.observer.prepared(state)
     loop.program = loop.observer.program(run) or OwnProgram(run)
@@ -213,6 +212,7 @@ def build_state(context: JobContext, arguments: PrepareArguments, divided: Divid
         schedules=schedules,
         scaler=loss_scaler(plan.precision, context.world.device),
         noise=_noise_meter(context, plan),
+        callbacks=context.hooks.callbacks,
     )
 
 
@@ -492,62 +492,6 @@ def _resume(run: Run, path: Path | None, weights: Path | None) -> Path | None:
     load_checkpoint(run.state, checkpoint, run.output.screen.say)
     run.output.screen.say(f"resumed from {checkpoint} at step {run.state.progress.step}")
     return checkpoint
-
-
-def _write_header(run: Run, context: JobContext, resumed: Path | None) -> None:
-    ranks = run.parallel.world.gather(this_rank(run.parallel.world, run.parallel.replica.transports))
-    if not run.parallel.world.is_main:
-        return
-    data = describe_data(run.state.loader.source.dataset, run.settings.seed, "train")
-    header = make_header(
-        run.parallel.world,
-        ranks,
-        name=context.name,
-        model=run.parallel.model,
-        parameters=run.parallel.layout.parameters,
-        mesh=run.parallel.plan.mesh,
-        recipe=_recipe(run),
-        data=data,
-        resumed_from=resumed,
-        resumed_at_step=run.state.progress.step,
-        facts=context.facts,
-    )
-    serialization.save(run.parallel.plan, run.output.folder.plan)
-    serialization.save(header, run.output.folder.header)
-
-
-def _recipe(run: Run) -> Recipe:
-    rule, compressor, sync = run.settings.lr_rule, run.parallel.replica.compressor, run.parallel.plan.sync
-    compression = (
-        sync.compress if sync.mode != "synchronous" else None if compressor is None else compressor.compression
-    )
-    return Recipe(
-        optimizer=" + ".join(type(optimizer).__name__ for optimizer in run.parallel.optimizers),
-        learning_rate=run.loop.initial_rates[0],
-        global_batch_size=run.parallel.plan.batch.global_batch_size,
-        unit=run.parallel.plan.batch.unit,
-        num_microbatches=run.parallel.plan.batch.num_microbatches,
-        last_batch=run.parallel.plan.batch.last_batch,
-        precision=run.parallel.plan.precision,
-        seed=run.settings.seed,
-        clip_norm=run.settings.clip_norm,
-        learning_rate_rule=None if rule is None else asdict(rule),
-        scheduler=run.state.schedules.names,
-        batch_ramp=run.parallel.plan.batch.ramp,
-        compress=None if compression is None else format_compression(compression),
-    )
-
-
-def _write_start_row(run: Run, context: JobContext) -> None:
-    wall, phases = run.loop.clock.take_row()
-    run.output.log.row(
-        "start",
-        run.loop.clock.elapsed_s(),
-        resumed_at_step=run.state.progress.step,
-        startup_s={"rendezvous": run.parallel.world.rendezvous_s, "prepare": wall},
-        wall_s=wall,
-        phases=phases,
-    )
 
 
 def follow_script(context: JobContext, arguments: PrepareArguments) -> FollowedScript:

@@ -188,6 +188,25 @@ class GuardState:
     unequal_buffers: set[str] = field(default_factory=set)
 
 
+@dataclass(slots=True)
+class LoopEnding:
+    """How the loop over `job.epochs` ends.
+
+    Attributes:
+        reason: why it ends early, as all ranks have agreed; empty while it goes on.
+        in_epochs: whether the script is in the loop.
+        left_at: the step at which the script left the loop without an agreement; None if it did not.
+        failure: what failed while the loop was closed; the Job raises it at its next call.
+        closed: whether the process is ending.
+    """
+
+    reason: str = ""
+    in_epochs: bool = False
+    left_at: int | None = None
+    failure: Exception | None = None
+    closed: bool = False
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
     """The parts of a run that steps use, apart from the training state.
@@ -207,6 +226,7 @@ class TrainingLoop:
         steps_begun: steps since prepare.
         program: what the methods of the Job do; set when the Run is complete.
         guard: what the guard's checks have seen.
+        ending: how the loop over epochs ends.
     """
 
     pipeline: Pipeline | None
@@ -223,6 +243,7 @@ class TrainingLoop:
     steps_begun: int = 0
     program: JobProgram = field(init=False)
     guard: GuardState = field(default_factory=GuardState)
+    ending: LoopEnding = field(default_factory=LoopEnding)
 
 
 @dataclass(slots=True, kw_only=True)

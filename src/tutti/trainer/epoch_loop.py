@@ -1,0 +1,111 @@
+"""The loop over epochs: how it begins, how ranks agree to stop it, and how it ends."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.trainer.callbacks import JobCallbacks
+from tutti.trainer.guard import guard_end
+from tutti.trainer.run_state import Run
+from tutti.trainer.update import save_when_due
+
+
+def run_epochs(job: Any, run: Run, callbacks: JobCallbacks, count: int) -> Iterator[int]:
+    """Yield the epochs still to run, of `count`; then write the last checkpoint. Collective.
+
+    A loop that the script leaves after `job.should_stop` was true ends like one that has run all its epochs.
+    """
+    loader, progress, ending = run.state.loader, run.state.progress, run.loop.ending
+    progress.total_epochs = count
+    first = (loader.epoch, progress.step)
+    if 0 < count <= loader.epoch:
+        run.output.screen.say(
+            f"the run has already trained {loader.epoch} epochs, and job.epochs({count}) asks for no more; ask for more"
+        )
+    ending.reason = callbacks.stop_reason(run.parallel.world) if loader.epoch < count else ""
+    if ending.reason:
+        run.output.screen.say(f"the run had already stopped early: {ending.reason}; to train on, give it more patience")
+    elif loader.epoch < count:
+        callbacks.start(job)
+    ending.in_epochs = True
+    while loader.epoch < count and not ending.reason:
+        epoch = progress.epoch = loader.epoch
+        callbacks.call("on_epoch_start", job, epoch)
+        try:
+            yield epoch
+        except GeneratorExit:
+            _left(job, run, callbacks, epoch, first)
+            raise
+        _end_epoch(job, run, callbacks, epoch)
+    _finish(job, run, callbacks, first)
+
+
+def agree_to_stop(run: Run, condition: Any) -> bool:
+    """Return whether the condition is true on any rank. Collective.
+
+    Within `job.epochs` the answer ends the loop after this epoch, and stays true until then.
+    """
+    ending = run.loop.ending
+    if ending.reason:
+        return True
+    wanted = torch.tensor([float(bool(condition))], device=run.parallel.world.device)
+    nbytes = ring_all_reduce_nbytes(wanted, run.parallel.world.world_size)
+    with run.parallel.layout.channel("scalars").waiting(nbytes):
+        stop = bool(run.parallel.world.sum(wanted)[0] > 0)
+    if stop and ending.in_epochs:
+        progress = run.state.progress
+        ending.reason = f"job.should_stop was true in epoch {progress.epoch} at step {progress.step}"
+    return stop
+
+
+def _left(job: Any, run: Run, callbacks: JobCallbacks, epoch: int, first: tuple[int, int]) -> None:
+    """React to a loop that was left: end it where all ranks have agreed to stop.
+
+    An error cannot leave a generator that is being closed, so the Job raises it at its next call.
+    """
+    ending = run.loop.ending
+    if ending.closed:
+        return
+    if not ending.reason:
+        ending.in_epochs, ending.left_at = False, run.state.progress.step
+        return
+    try:
+        _end_epoch(job, run, callbacks, epoch)
+        _finish(job, run, callbacks, first)
+    except Exception as error:
+        ending.failure = error
+
+
+def _end_epoch(job: Any, run: Run, callbacks: JobCallbacks, epoch: int) -> None:
+    """Go to the next epoch, unless the ranks have agreed to stop within this one."""
+    ending = run.loop.ending
+    if run.state.loader.epoch == epoch:  # the script left the loader early
+        if ending.reason:
+            return
+        run.state.loader.next_epoch()
+    run.loop.program.epoch_ended(run.state.loader.epoch)
+    callbacks.call("on_epoch_end", job, epoch)
+    ending.reason = ending.reason or callbacks.stop_reason(run.parallel.world)
+    save_when_due(run)
+    run.output.log.row("epoch", run.loop.clock.elapsed_s(), epoch=epoch, step=run.state.progress.step)
+
+
+def _finish(job: Any, run: Run, callbacks: JobCallbacks, first: tuple[int, int]) -> None:
+    """End training: write the last checkpoint, and say why it ended early, if it did."""
+    ending, progress = run.loop.ending, run.state.progress
+    ending.in_epochs = False
+    reason, ending.reason = ending.reason, ""
+    trained = run.state.loader.epoch > first[0] or progress.step > first[1]
+    if trained and run.settings.keep_checkpoints:
+        job.save()
+    run.state.consistency.finish(run.parallel)
+    if trained:
+        with run.loop.watch.during("job.epochs"):
+            guard_end(run)
+    if reason:
+        now = run.loop.clock.elapsed_s()
+        run.output.log.row("stop", now, step=progress.step, epoch=progress.epoch, reason=reason)
+        run.output.screen.say(f"stopped early: {reason}" if trained else "")
+    callbacks.end(job)

@@ -1,0 +1,134 @@
+"""The end of a run: its last rows, however the process ends."""
+
+import atexit
+import os
+import resource
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from tutti.comm.shared_segment import attached_resident_nbytes
+from tutti.comm.world import World, leave_world
+from tutti.errors import TuttiError
+from tutti.trainer.run_state import Run
+
+
+class RunFinalizer:
+    """Writes a run's last rows when the process ends, however it ends.
+
+    Attributes:
+        run: the prepared run, once there is one.
+        failed: whether the run has failed on this rank.
+        before_end: called first, where the run has not failed.
+    """
+
+    def __init__(self, world: World, *, supervised: bool) -> None:
+        self.world = world
+        self.run: Run | None = None
+        self.failed = False
+        self.before_end: Callable[[], None] = lambda: None
+        self._ended = False
+        if not supervised:
+            sys.excepthook = self._on_exception
+            threading.excepthook = self._on_exception_in_thread
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Write the memory and end rows and leave the world; further calls do nothing."""
+        if self._ended:
+            return
+        self._ended = True
+        failure = self._end_loop(self.run) if self.run is not None else None
+        if self.run is not None:
+            self.run.loop.watch.stop()
+            self._last_rows(self.run)
+        if failure is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(failure.exit_code if isinstance(failure, TuttiError) else 1)
+        if not self.failed:
+            if self.run is not None:
+                self.run.state.consistency.on_exit(self.run.parallel)
+            leave_world()
+
+    def _end_loop(self, run: Run) -> Exception | None:
+        """End what the script has left open; return what failed, after saying so."""
+        ending, rank_folder = run.loop.ending, run.output.folder.rank(run.parallel.world.rank)
+        ending.closed = True
+        failure = ending.failure
+        ended_well = not self.failed and not any((rank_folder / name).exists() for name in ("error.json", "stopped"))
+        if failure is None and ended_well:
+            try:
+                self.before_end()
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            self.failed = True
+            print(f"tutti: {failure}", file=sys.stderr)
+        elif ended_well and ending.left_at == run.state.progress.step and _unsaved(run):
+            run.output.screen.say(
+                f"the loop over job.epochs was left at step {ending.left_at}, so no checkpoint of the end was written; "
+                "leave it with `if job.should_stop(condition): break`, or call job.save()"
+            )
+        return failure
+
+    def _last_rows(self, run: Run) -> None:
+        rank_folder = run.output.folder.rank(run.parallel.world.rank)
+        self.failed = self.failed or (rank_folder / "error.json").exists()
+        failure = run.output.checkpoints.finish_at_exit()
+        if failure is not None:
+            self.failed = True
+            print(f"tutti: {failure}", file=sys.stderr)
+        wall, phases = run.loop.clock.take_row()
+        now = run.loop.clock.elapsed_s()
+        memory = {
+            "step": run.state.progress.step,
+            "rank": run.parallel.world.rank,
+            "device": str(run.parallel.world.device),
+            "peak_nbytes": peak_memory_nbytes(run.parallel.world.device),
+        }
+        run.output.log.timing(kind="memory", **memory)
+        run.output.log.timing(kind="machine", step=run.state.progress.step, stolen=run.loop.clock.stolen.share())
+        run.output.log.row("memory", now, **memory)
+        status = "failed" if self.failed else "stopped" if (rank_folder / "stopped").exists() else "completed"
+        run.output.log.row("end", now, status=status, step=run.state.progress.step, wall_s=wall, phases=phases)
+        run.output.log.close(failed=self.failed)
+        run.output.screen.close()
+
+    def _on_exception_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
+        """End the process if the run's watch found it waiting for nothing: the main thread cannot."""
+        if not isinstance(arguments.exc_value, TuttiError):
+            threading.__excepthook__(arguments)
+            return
+        if self.world.is_main:
+            print(f"tutti: {arguments.exc_value}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(arguments.exc_value.exit_code)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.failed = True
+        if not isinstance(error, TuttiError):
+            sys.__excepthook__(kind, error, trace)
+            return
+        if self.world.is_main or (self.run is not None and self.run.state.consistency.asynchronous):
+            print(f"tutti: {error}", file=sys.stderr)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+
+
+def _unsaved(run: Run) -> bool:
+    """Whether the run keeps checkpoints, and has begun none at its last step."""
+    return run.settings.keep_checkpoints > 0 and run.output.checkpoints.begun_at != run.state.progress.step
+
+
+def peak_memory_nbytes(device: torch.device) -> int:
+    """Return this rank's peak memory: allocated on a GPU; resident on a CPU, without memory shared by other ranks."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - attached_resident_nbytes()

@@ -1,0 +1,249 @@
+"""Callbacks, early stopping and job.should_stop: agreed by all ranks, saved, and the same at any number of ranks."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tutti
+from harness import run_ranks
+from trainer.training import Mlp, vectors
+from tutti.checkpoint.index import read_run_state
+from tutti.trainer.callbacks import JobCallbacks
+from tutti.trainer.metrics import read_rows
+
+
+def start(folder: Path, **options: Any) -> Any:
+    """A Job with plain SGD in float64 on 50 samples in batches of 8: 7 steps an epoch."""
+    os.environ["TUTTI_RUN_FOLDER"] = str(folder)
+    torch.set_default_dtype(torch.float64)
+    job = tutti.Job(global_batch_size=8, **options)
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, _, loader = job.prepare(model, optimizer, vectors(), nn.functional.cross_entropy)
+    return job, model, loader
+
+
+def kinds(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == kind]
+
+
+class Recorder(tutti.Callback):
+    """Notes what was called, and the loss of the last step."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.losses: list[float] = []
+
+    def on_train_start(self, job: Any) -> None:
+        self.events.append("train")
+
+    def on_epoch_start(self, job: Any, epoch: int) -> None:
+        self.events.append(("epoch", epoch))
+
+    def on_step_end(self, job: Any, step: int, loss: float) -> None:
+        self.losses.append(loss)
+        self.events.append(step)
+
+    def on_evaluate_end(self, job: Any, values: dict[str, float]) -> None:
+        self.events.append(sorted(values))
+
+    def on_log(self, job: Any, values: dict[str, float]) -> None:
+        self.events.append(sorted(values))
+
+    def on_epoch_end(self, job: Any, epoch: int) -> None:
+        self.events.append(("end", epoch))
+
+    def on_train_end(self, job: Any) -> None:
+        self.events.append("trained")
+
+
+def events(root: Path) -> Any:
+    recorder = Recorder()
+    job, _, loader = start(root / "events", callbacks=[recorder])
+    losses = []
+    for _ in job.epochs(2):
+        for number, batch in enumerate(loader):
+            losses.append(job.step(batch))
+            if number == 1:
+                break
+        job.evaluate(vectors(), name="val")
+        job.log(seen=3, word="x")
+    logs: list[Any] = [["val/loss"]] if job.is_main else []
+    values: list[Any] = [["seen"]] if job.is_main else []
+    one = [*logs, ["loss"], *values]
+    assert recorder.losses == losses
+    assert recorder.events == [
+        "train", ("epoch", 0), 1, 2, *one, ("end", 0), ("epoch", 1), 3, 4, *one, ("end", 1), "trained"
+    ]  # fmt: skip
+
+
+def accumulated(root: Path) -> Any:
+    """Without job.epochs; two losses before an update add up, as in job.update's own row."""
+    recorder = Recorder()
+    job, _, loader = start(root / "accumulated", callbacks=[recorder])
+    for batch in loader:
+        first = job.forward_backward(lambda model, b: nn.functional.cross_entropy(model(b[0]), b[1]), batch)
+        second = job.forward_backward(lambda model, b: model(b[0]).square().mean(), batch)
+        job.update()
+        assert recorder.losses[-1] == pytest.approx(first + second, rel=1e-15)
+    assert recorder.events[:2] == ["train", 1]
+
+
+def stop_between_epochs(root: Path) -> Any:
+    """Any rank's wish stops all; the run is saved and finished although the script leaves the loop."""
+    folder = root / "between"
+    job, model, loader = start(folder)
+    answers = []
+    for epoch in job.epochs(9):
+        for batch in loader:
+            job.step(batch)
+        answers.append(job.should_stop(job.rank == job.world_size - 1 and epoch == 1))
+        if answers[-1]:
+            break
+    assert answers == [False, True]
+    assert (folder / "checkpoints" / "step-00000014" / "index.json").exists()
+    assert not job.should_stop(False)  # the loop is over
+    if job.is_main:
+        assert [row["epoch"] for row in kinds(folder, "epoch")] == [0, 1]
+        assert "job.should_stop was true in epoch 1 at step 14" in kinds(folder, "stop")[0]["reason"]
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def stop_within_an_epoch(
+    root: Path, resume: Path | None = None, stop_at: int = 10, name: str = "within"
+) -> list[float]:
+    """Leave the inner loop only: job.epochs ends by itself, and a resumed run takes the next batch."""
+    job, _, loader = start(root / name, resume=resume)
+    losses = []
+    for _ in job.epochs(3):
+        for batch in loader:
+            losses.append(job.step(batch))
+            if job.should_stop(job.rank == 0 and job._run().state.progress.step == stop_at):
+                assert job.should_stop(False)  # it stays true until the loop has ended
+                break
+    return losses
+
+
+def early(root: Path, values: list[float], resume: Path | None = None, name: str = "early", patience: int = 3) -> Any:
+    """Other ranks log values that would never stop."""
+    stopping = tutti.EarlyStopping("score", patience=patience, mode="max", min_delta=0.5)
+    job, _, loader = start(root / name, callbacks=[stopping], resume=resume)
+    ran = []
+    for epoch in job.epochs(len(values)):
+        ran.append(epoch)
+        for batch in loader:
+            job.step(batch)
+            break
+        job.log(score=values[epoch] if job.is_main else 100.0 * epoch)
+    return ran
+
+
+SCORES = [1.0, 2.0, 2.4, float("nan"), 3.0, 3.4, 3.2, 3.3, 9.0]
+"""With a least improvement of 0.5: better in epochs 0, 1 and 4, so that patience 3 ends after epoch 7."""
+
+
+def fails(root: Path) -> list[str]:
+    """Messages of what is refused."""
+
+    class Broken(tutti.Callback):
+        def on_step_end(self, job: Any, step: int, loss: float) -> None:
+            raise ValueError("no disk")
+
+    messages = []
+    job, _, loader = start(root / "broken", callbacks=[Broken()])
+    try:
+        for batch in loader:
+            job.step(batch)
+    except tutti.TuttiError as error:
+        messages.append(str(error))
+    rank = int(os.environ["RANK"])
+    try:
+        start(root / "unequal", callbacks=[Recorder()] if rank == 0 else [])
+    except tutti.TuttiError as error:
+        messages.append(str(error))
+    return messages
+
+
+def everything(root: Path, other: Path | None) -> Any:
+    events(root)
+    accumulated(root)
+    state = stop_between_epochs(root)
+    first = stop_within_an_epoch(root)
+    second = stop_within_an_epoch(root, resume=(other or root) / "within", stop_at=-1, name="within again")
+    ran = early(root, SCORES[:7])
+    again = early(root, SCORES, resume=(other or root) / "early", name="early again")
+    further = early(root, SCORES, resume=(other or root) / "early again", name="further", patience=4)
+    return state, (first, second), (ran, again, further), fails(root)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """Everything on three ranks, and then on one, which resumes what three ranks have saved."""
+    roots = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in (3, 1)}
+    done = {size: run_ranks(everything, size, roots[size], roots[3] if size == 1 else None) for size in roots}
+    return {**done, "roots": roots}  # type: ignore[dict-item]
+
+
+def test_any_rank_stops_all_and_the_model_is_that_of_one_device(runs: Any) -> None:
+    one = runs[1][0][0]
+    for rank in runs[3]:
+        for name, value in one.items():
+            torch.testing.assert_close(rank[0][name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_a_run_stopped_within_an_epoch_resumes_at_the_next_batch(runs: Any) -> None:
+    for size in (3, 1):
+        first, second = runs[size][0][1]
+        assert (len(first), len(second)) == (10, 11)
+        state = read_run_state(runs["roots"][size] / "within" / "checkpoints" / "step-00000010" / "run.pt")
+        assert (state["epoch"], state["position"]) == (1, 3)
+    torch.testing.assert_close(runs[1][0][1], runs[3][0][1], rtol=1e-12, atol=0)
+
+
+def test_early_stopping_follows_rank_0_and_survives_a_resume_on_other_ranks(runs: Any) -> None:
+    for size in (3, 1):
+        for ran, again, further in (rank[2] for rank in runs[size]):
+            assert ran == [0, 1, 2, 3, 4, 5, 6]  # all that were asked for
+            assert again == [7]  # the third without an improvement
+            assert further == [8]  # with more patience
+        rows = kinds(runs["roots"][size] / "early again", "stop")
+        assert [row["reason"] for row in rows] == ["score did not improve for 3 evaluations"]
+
+
+def test_a_callback_that_fails_is_named_and_ranks_must_have_the_same(runs: Any) -> None:
+    for failed, *_ in (rank[3] for rank in runs[3]):
+        assert "callback Broken failed in on_step_end (test_callbacks_multirank.py:" in failed
+        assert "ValueError: no disk" in failed
+    assert "rank 0 has Recorder, rank 1 has none" in runs[3][1][3][1]
+
+
+def test_what_is_no_callback_is_refused_by_name() -> None:
+    class Misspelt:
+        def on_epoch_ended(self, job: Any, epoch: int) -> None: ...
+
+    with pytest.raises(tutti.TuttiError, match=r"Misspelt has on_epoch_ended, .*did you mean on_epoch_end\?"):
+        JobCallbacks.of([Misspelt()])
+    for wrong, message in ((3, "int"), (Recorder, "Recorder")):
+        with pytest.raises(tutti.TuttiError, match=f"holds {message}, which is no callback"):
+            JobCallbacks.of([wrong])
+    for arguments in ({"mode": "up"}, {"patience": 0}, {"min_delta": -1.0}):
+        with pytest.raises(tutti.TuttiError, match=next(iter(arguments))):
+            tutti.EarlyStopping("loss", **arguments)  # type: ignore[arg-type]
+
+
+def test_a_bare_name_must_belong_to_one_evaluation() -> None:
+    stopping = tutti.EarlyStopping("loss", patience=1)
+    stopping.on_log(None, {"val/loss": 1.0})
+    assert stopping.best == 1.0
+    with pytest.raises(tutti.TuttiError, match=r"both val/loss and test/loss are; write 'test_loss' or 'val_loss'"):
+        stopping.on_log(None, {"test/loss": 1.0})
+    full = tutti.EarlyStopping("val_loss", patience=1)
+    full.on_log(None, {"val/loss": 1.0})
+    full.on_log(None, {"test/loss": 2.0})
+    assert full.stop_reason == ""
+    full.on_log(None, {"val/loss": 1.0})
+    assert full.stop_reason == "val_loss did not improve for 1 evaluation"
