@@ -1,4 +1,4 @@
-"""Train a small language model with tutti: tutti run --mesh shard=2 deepspeed_tutti.py"""
+"""Train a small language model with tutti: tutti run --nproc 2 deepspeed_tutti.py"""
 
 import argparse
 

@@ -1,6 +1,7 @@
 """Predict a signal's next values with tutti: tutti run --nproc 2 lightning_tutti.py"""
 
 import argparse
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +34,40 @@ def absolute_error(predicted: Tensor, following: Tensor) -> Tensor:
     return (predicted - following).abs().mean(dim=1)
 
 
+class SaveBest(tutti.Callback):
+    """Writes the weights of the evaluation with the lowest loss so far."""
+
+    best = float("inf")
+
+    def on_evaluate_end(self, job: tutti.Job, values: dict[str, float]) -> None:
+        if values["loss"] < self.best:
+            self.best = values["loss"]
+            state = job.state_dict(main_only=True)
+            if job.is_main:
+                torch.save(state, "best.pt")
+
+    def state_dict(self) -> dict[str, Any]:  # for resumed runs
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=128, help="of all ranks and accumulation steps together")
     args = parser.parse_args()
 
-    job = tutti.Job(global_batch_size=args.batch_size, num_microbatches=2, clip_norm=0.5, seed=0)
+    best = SaveBest()
+    job = tutti.Job(
+        global_batch_size=args.batch_size,
+        num_microbatches=2,
+        clip_norm=0.5,
+        seed=0,
+        callbacks=[best, tutti.EarlyStopping("val_loss", patience=2)],
+        loggers=[tutti.CSVLogger()],
+    )
     torch.manual_seed(0)
     train_set, val_set = make_signals(1024, seed=1), make_signals(256, seed=2)
 
@@ -51,23 +79,12 @@ def main() -> None:
         model, optimizer, train_set, nn.MSELoss(), scheduler=scheduler, shuffle=False
     )
 
-    best, without_gain = float("inf"), 0
     for _ in job.epochs(args.epochs):
         for batch in loader:
-            loss = job.step(batch)
-        job.log(train_loss=loss, lr=scheduler.get_last_lr()[0])
+            job.step(batch)
         values = job.evaluate(val_set, {"mae": absolute_error}, name="val")
-        if values["loss"] < best:
-            best, without_gain = values["loss"], 0
-            state = job.state_dict(main_only=True)
-            if job.is_main:
-                torch.save(state, "best.pt")
-        else:
-            without_gain += 1
-            if without_gain == 2:
-                break
     job.print(f"val loss {values['loss']:.4f}, mean absolute error {values['mae']:.4f}")
-    job.print(f"best val loss {best:.4f}")
+    job.print(f"best val loss {best.best:.4f}")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def run_tutti(name: str, scale: float = 1.0) -> Result:
 
     torch.set_default_dtype(torch.float64)
     program = load_program(f"{name}_tutti")
-    program.tutti = SimpleNamespace(Job=Recorded, shard=tutti.shard)
+    program.tutti = SimpleNamespace(**{**{key: getattr(tutti, key) for key in tutti.__all__}, "Job": Recorded})
     lines = run_main(program, [])
     return losses, lines, sums_of(jobs[0].state_dict())
 
