@@ -79,6 +79,7 @@ class LaunchOptions:
         supervised: whether `tutti run` watches the ranks: it keeps their output and reports their failures.
         timeout_s: longest wait for other ranks.
         frugal: give freed memory back to the system at once.
+        profile: number of steps that torch's profiler records.
     """
 
     run_folder: Path | None = None
@@ -95,6 +96,7 @@ class LaunchOptions:
     supervised: bool = False
     timeout_s: float = 600.0
     frugal: bool = False
+    profile: int | None = None
 
 
 def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOptions:
@@ -118,6 +120,7 @@ def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOption
         steps=_number(environ, "TUTTI_STEPS") if environ.get("TUTTI_STEPS") else None,
         supervised=environ.get("TUTTI_SUPERVISED") == "1",
         frugal=environ.get("TUTTI_FRUGAL") == "1",
+        profile=_number(environ, "TUTTI_PROFILE") if environ.get("TUTTI_PROFILE") else None,
         timeout_s=float(environ.get("TUTTI_TIMEOUT_S", "600")),
     )
 

@@ -84,3 +84,17 @@ def test_without_a_terminal_output_passes_unchanged(tmp_path: Path) -> None:
         assert stdout.getvalue() == "a\rb\n\x1b[1mbold"
         (tmp_path / "ranks/0/stderr.log").write_text("late")
     assert screen.getvalue() == "late"
+
+
+def test_a_bar_is_left_out_where_the_command_or_the_script_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen, launched = io.StringIO(), spec(tmp_path)
+    console = Console(file=screen, force_terminal=True, width=120, color_system=None)
+    assert isinstance(watcher_for(launched, stdout=io.StringIO(), console=console, progress=False), PlainWatcher)
+    with watcher_for(launched, stdout=io.StringIO(), console=console) as watcher:
+        rows = [{"kind": "start", "progress": False}, step(3, total_steps=10)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        watcher.update()
+    assert "3/10" not in screen.getvalue()

@@ -57,6 +57,9 @@ PREDICTION_WAIT_S = 20.0
 )
 @click.option("--predict/--no-predict", default=True, help="Predict step time and memory, for the report.")
 @click.option("--frugal", is_flag=True, help="Return freed memory to the system at once: uses less, somewhat slower.")
+@click.option("--profile", type=click.IntRange(1), metavar="STEPS",
+              help="Profile STEPS steps after a warm-up, into the run folder's profile/.")  # fmt: skip
+@click.option("--progress/--no-progress", default=True, help="Show a progress bar on a terminal.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as after `python -m`.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.option(
@@ -203,7 +206,8 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", consol
 
     console.print(_announcement(spec), style="dim", soft_wrap=True)
     before = header_time(spec)
-    watcher = watcher_for(spec, stdout=sys.stderr if options.as_json else sys.stdout, console=console)
+    watcher = watcher_for(spec, stdout=sys.stderr if options.as_json else sys.stdout, console=console,
+                          progress=options.progress)  # fmt: skip
     wanted = _wanted(options, spec.folder, spec.world_size) if _to_predict(options) else None
     with interrupts() as interrupted, beside(wanted) as worker:
         worker = _started(worker, console)

@@ -42,6 +42,8 @@ class RunOptions:
     checkpoint_every: int | None
     predict: bool
     frugal: bool
+    profile: int | None
+    progress: bool
     as_json: bool
     one_screen: bool
 
@@ -216,6 +218,8 @@ def environment(options: RunOptions, plan: Path | None) -> dict[str, str]:
         variables["TUTTI_RESUME"] = str(options.resume.resolve())
     if options.checkpoint_every is not None:
         variables["TUTTI_CHECKPOINT_EVERY"] = str(options.checkpoint_every)
+    if options.profile is not None:
+        variables["TUTTI_PROFILE"] = str(options.profile)
     if options.frugal:
         # torch reads the second one: it then allocates huge pages, which the system provides faster.
         variables |= {"TUTTI_FRUGAL": "1", "THP_MEM_ALLOC_ENABLE": "1"}

@@ -138,6 +138,10 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
     def report(self) -> Path:
         return self.path / "report"
 

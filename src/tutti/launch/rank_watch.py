@@ -40,15 +40,16 @@ class Silent:
         """Show nothing."""
 
 
-def watcher_for(spec: LaunchSpec, *, stdout: TextIO, console: Console) -> Watcher:
+def watcher_for(spec: LaunchSpec, *, stdout: TextIO, console: Console, progress: bool = True) -> Watcher:
     """Return a watcher that shows the output of this node's first rank, with a progress bar on a terminal.
 
     Args:
         spec: what is started on this node.
         stdout: takes the rank's standard output.
         console: takes its standard error, and the bar if it is a terminal.
+        progress: whether a bar is wanted.
     """
-    if console.is_terminal:
+    if console.is_terminal and progress:
         return LiveWatcher(spec, stdout=stdout, console=console)
     return PlainWatcher(spec, stdout=stdout, stderr=console.file)
 
@@ -178,6 +179,8 @@ class LiveWatcher:
         self._show(self._out.read(), self._err.read())
         for row in self._rows.read():
             self._meter.add(row)
+            if row.get("kind") == "start" and row.get("progress") is False:  # Job(progress=False)
+                self._progress.update(self._task, visible=False)
         at = self._meter.now()
         if at is not None:
             self._progress.update(

@@ -43,6 +43,7 @@ from tutti.report.measurements import (
     experts,
     mode_text,
     phases_of,
+    profiled_steps,
     quantities,
     replicas_report,
     seen,
@@ -82,9 +83,8 @@ def build_report(folder: Path, *, target: QualityTarget | None = None) -> RunRep
     report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
     report = replace(report, communication=communication(records), experts=experts(records))
     report = replace(report, noise=noise_report(records), replicas=replicas_report(records))
-    return replace(
-        report, findings=by_severity([*check_run(report), *_guard_warnings(records), *_reading_notes(records)])
-    )
+    notes = (*_guard_warnings(records), *_profile_note(records), *_reading_notes(records))
+    return replace(report, findings=by_severity([*check_run(report), *notes]))
 
 
 def _assemble(records: Records, target: QualityTarget | None) -> RunReport:
@@ -268,6 +268,18 @@ def _guard_warnings(records: Records) -> tuple[RuleFinding, ...]:
         for text in sentences
         if text
     )
+
+
+def _profile_note(records: Records) -> tuple[RuleFinding, ...]:
+    """Return a finding that says which times a profiler has slowed."""
+    steps = profiled_steps(records)
+    if not steps:
+        return ()
+    sentence = (
+        f"{plural(steps, 'step')} were profiled, which slows them: the step time and the throughput leave them out, "
+        "totals and peak memory include them."
+    )
+    return (RuleFinding(rule=0, code="PROFILED", severity="note", sentence=sentence, where="time"),)
 
 
 def _reading_notes(records: Records) -> tuple[RuleFinding, ...]:
@@ -507,7 +519,7 @@ def rank_reports(records: Records) -> tuple[RankReport, ...]:
             for row in records.spent("memory")
             if row.data.get("rank") == rank.rank and (p := row.number("peak_nbytes")) is not None
         ]
-        steps = [row for row in rows if row.kind == "step"]
+        steps = [row for row in rows if row.kind == "step" and not row.data.get("profiled")]
         reports.append(
             RankReport(
                 rank=rank.rank,

@@ -28,8 +28,8 @@ def seen(value: float | None, unit: str = "", note: str = "") -> Quantity:
 def steady_steps(records: Records) -> tuple[MetricsRow, ...]:
     """Return the steps that show the speed of the run.
 
-    These are steps with a full batch that were not skipped, without the first two of each generation. A run too short
-    to have such steps returns all its steps.
+    These are steps with a full batch that were not skipped or profiled, without the first two of each generation. A run
+    too short to have such steps returns all its steps.
     """
     steps = [row for row in records.spent("step") if row.number("wall_s") is not None]
     full = max((row.number("samples") or 0 for row in steps), default=0)
@@ -38,7 +38,8 @@ def steady_steps(records: Records) -> tuple[MetricsRow, ...]:
     for row in steps:
         position[row.generation] += 1
         warm = position[row.generation] > WARM_UP_STEPS
-        if warm and not row.data.get("skipped") and (row.number("samples") or 0) == full:
+        measured = not row.data.get("skipped") and not row.data.get("profiled")
+        if warm and measured and (row.number("samples") or 0) == full:
             steady.append(row)
     return tuple(steady or steps)
 
@@ -49,8 +50,16 @@ def steady_note(records: Records) -> str:
     if len(steady) == len(steps) and len(steps) <= WARM_UP_STEPS:
         return f"median of all {len(steps)} steps, which are too few to leave out the first ones"
     others = len(steps) - len(steady) - WARM_UP_STEPS * len({row.generation for row in steps})
-    rest = f", as are {others} with a short batch or skipped" if others > 0 else ""
+    profiled = profiled_steps(records)
+    kinds = [f"{others - profiled} with a short batch or skipped"] if others > profiled else []
+    kinds += [f"{profiled} profiled"] if profiled else []
+    rest = f", as are {' and '.join(kinds)}" if kinds else ""
     return f"median of {len(steady)} steady steps of {len(steps)}; the first {WARM_UP_STEPS} are left out{rest}"
+
+
+def profiled_steps(records: Records) -> int:
+    """Return how many steps a profiler has slowed."""
+    return sum(bool(row.data.get("profiled")) for row in records.spent("step"))
 
 
 def typical(rows: Iterable[MetricsRow], name: str) -> float | None:

@@ -23,10 +23,10 @@ from tutti.trainer import capture
 from tutti.trainer.callbacks import JobCallbacks
 from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
 from tutti.trainer.epoch_loop import agree_to_stop, run_epochs
-from tutti.trainer.evaluate import Metric
 from tutti.trainer.job_context import JobHooks, open_job_context
 from tutti.trainer.job_ranks import JobRanks
 from tutti.trainer.loggers import Logger, check_loggers
+from tutti.trainer.metric_objects import as_functions
 from tutti.trainer.metrics import redirect_other_ranks
 from tutti.trainer.metrics_rows import write_evaluation_row
 from tutti.trainer.prepare import (
@@ -425,9 +425,9 @@ class Job(JobRanks):
     def evaluate(
         self,
         dataset: Any,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         *,
-        whole: Mapping[str, Metric] | None = None,
+        whole: Mapping[str, Any] | None = None,
         name: str = "test",
         batch_size: int | None = None,
         **loader_arguments: Any,
@@ -436,8 +436,9 @@ class Job(JobRanks):
 
         Args:
             dataset: a map or iterable data set, or a DataLoader.
-            metrics: by name, fn(output, target) -> one value per sample, their mean, or a Weighted.
-            whole: by name, fn(all outputs, all targets), for metrics that are not means.
+            metrics: by name, fn(output, target) -> one value per sample, their mean, or a Weighted. An object with
+                reset, update(output, target) and compute, as of torchmetrics, is computed on the whole data set.
+            whole: by name, fn(all outputs, all targets), for metrics that are not means; every rank holds them all.
             name: name of the evaluation in metrics and reports.
             batch_size: samples that a rank computes at once. None: as many as in training, at most 256.
             **loader_arguments: arguments of DataLoader.
@@ -446,13 +447,14 @@ class Job(JobRanks):
             Results by name, the same on every rank. "loss" is one of them, unless the script has no loss function and
                 asks for other metrics.
         """
+        of_batches, of_all = as_functions(metrics or {}, whole or {})
         if self._followed is not None:
-            return dict.fromkeys(("loss", *(metrics or {}), *(whole or {})), 0.0)
+            return dict.fromkeys(("loss", *of_batches, *of_all), 0.0)
         with _together(self, "job.evaluate") as run:
             arguments = {"collate_fn": run.state.loader.source.collate, **loader_arguments}
             source = read_source(dataset, shuffle=False, tokens=None, arguments=arguments)
             run.loop.clock.enter("evaluation")
-            values, samples = run.loop.program.evaluate(source, metrics or {}, whole or {}, batch_size)
+            values, samples = run.loop.program.evaluate(source, of_batches, of_all, batch_size)
             write_evaluation_row(run, source, name, values, samples)
             run.loop.observer.evaluated(run.state.progress.step, name, values)
         self._callbacks.logged(self, {f"{name}/{key}": value for key, value in values.items()})

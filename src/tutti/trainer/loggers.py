@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -369,7 +370,7 @@ class WandbLogger:
 
         known = _remembered(run, "wandb")
         self._logged = run["logged"] if known is not None else {}
-        known = known or {"id": wandb.util.generate_id()}
+        known = known or {"id": secrets.token_hex(4)}
         _remember(run, "wandb", known)
         options = {"name": run["name"], "config": flat_settings(run), "dir": str(run["folder"]), **self.options}
         self._run = wandb.init(project=self.project, mode=self.mode, id=known["id"], resume="allow", **options)

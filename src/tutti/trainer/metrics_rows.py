@@ -35,12 +35,14 @@ def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) ->
         total = progress.total_epochs * run.steps_per_epoch
     phases_exact = run.loop.clock.phases_exact
     wall, phases = run.loop.clock.take_row()
+    timing: dict[str, Any] = {"step": progress.step, "wall_s": wall, "phases": phases}
+    timing |= {"profiled": True} if run.output.profile is not None and run.output.profile.active else {}
     carried = run.parallel.layout.traffic.take()
     sent, exchanged = sent_nbytes(carried), exchanged_nbytes(carried)
     run.output.log.row(
         "step",
         run.loop.clock.elapsed_s(),
-        step=progress.step,
+        **timing,
         epoch=run.state.progress.epoch,
         loss=result.loss,
         learning_rate=update_result.learning_rate,
@@ -63,10 +65,8 @@ def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) ->
         **run.state.consistency.row(),
         total_steps=total,
         timed=phases_exact,
-        wall_s=wall,
-        phases=phases,
     )
-    run.output.log.timing(kind="step", step=progress.step, wall_s=wall, phases=phases, sent_nbytes=sent + exchanged)
+    run.output.log.timing(kind="step", **timing, sent_nbytes=sent + exchanged)
     run.output.screen.step(
         progress.step, total, result.loss, run.output.throughput.update(tokens or result.samples), unit
     )
@@ -130,6 +130,18 @@ def _evaluation_data_fields(run: Run, source: DataSource, name: str) -> dict[str
         facts = {"data": data_fields(info), "overlap_with_training": overlap_facts}
         known = run.output.data_facts[name] = (source.dataset, facts)
     return known[1]
+
+
+def advance_profile(run: Run) -> None:
+    """After a step: let the profiler go on; the time that it takes between steps gets a row of its own."""
+    profile = run.output.profile
+    if profile is not None and profile.stepped(may_start=not run.loop.bucket_tuner.measuring):
+        if not run.state.consistency.asynchronous:
+            run.parallel.world.gather(None)  # else the next step would wait for ranks that still write
+        wall, phases = run.loop.clock.take_row()
+        step, now = run.state.progress.step, run.loop.clock.elapsed_s()
+        run.output.log.row("profile", now, step=step, outcome=profile.outcome, wall_s=wall, phases=phases)
+        run.output.log.timing(kind="profile", step=step, wall_s=wall, phases=phases)
 
 
 def write_bucket_size(run: Run, chosen: ChosenBucketSize) -> None:

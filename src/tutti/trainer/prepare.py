@@ -74,6 +74,7 @@ from tutti.trainer.program import OwnProgram
 from tutti.trainer.run_header import open_folder
 from tutti.trainer.run_start import start_hooks, write_header, write_start_row
 from tutti.trainer.run_state import Accumulation, Run, RunningStatistics, RunOutput, TrainingLoop
+from tutti.trainer.step_profile import StepProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +258,9 @@ def open_output(context: JobContext, folder: RunFolder, state: TrainingState) ->
     if recording is not None and recording.save_at is not None:
         every, keep = recording.save_at, recording.steps
     checkpoints = CheckpointWriter(state, folder, every=every, keep=keep, write_row=write_row)
-    return RunOutput(folder=folder, log=log, screen=context.screen, checkpoints=checkpoints)
+    steps, world = context.launch_options.profile, context.world
+    profile = None if steps is None else StepProfile(steps, folder.profile, world.rank, world.device)
+    return RunOutput(folder=folder, log=log, screen=context.screen, checkpoints=checkpoints, profile=profile)
 
 
 def _annotated_plan(context: JobContext, model: nn.Module) -> Plan:

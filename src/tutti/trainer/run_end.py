@@ -14,6 +14,7 @@ from tutti.comm.shared_segment import attached_resident_nbytes
 from tutti.comm.world import World, leave_world
 from tutti.errors import TuttiError
 from tutti.trainer.run_state import Run
+from tutti.trainer.step_profile import StepProfile
 
 
 class RunFinalizer:
@@ -82,6 +83,8 @@ class RunFinalizer:
         if failure is not None:
             self.failed = True
             print(f"tutti: {failure}", file=sys.stderr)
+        if run.output.profile is not None:
+            self._end_profile(run, run.output.profile)
         wall, phases = run.loop.clock.take_row()
         now = run.loop.clock.elapsed_s()
         memory = {
@@ -97,6 +100,13 @@ class RunFinalizer:
         run.output.log.row("end", now, status=status, step=run.state.progress.step, wall_s=wall, phases=phases)
         run.output.log.close(failed=self.failed)
         run.output.screen.close()
+
+    def _end_profile(self, run: Run, profile: StepProfile) -> None:
+        """Write a profile whose steps the run has not all made, and say what there is."""
+        profile.close()
+        files = ", ".join(sorted(file.name for file in profile.folder.glob(f"rank-{run.parallel.world.rank}.*")))
+        where = f" in {profile.folder} ({files}); open a trace in https://ui.perfetto.dev" if files else ""
+        run.output.screen.say(f"profile: {profile.outcome}{where}")
 
     def _on_exception_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
         """End the process if the run's watch found it waiting for nothing: the main thread cannot."""

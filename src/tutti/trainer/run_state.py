@@ -25,6 +25,7 @@ from tutti.trainer.capture import FollowedScript
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
 from tutti.trainer.observer import JobProgram, Observer
 from tutti.trainer.operation_watch import OperationWatch
+from tutti.trainer.step_profile import StepProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +258,7 @@ class RunOutput:
         checkpoints: saves the training state.
         throughput: samples or tokens per second, smoothed.
         data_facts: (data set, fields that describe it) of each evaluation, by name.
+        profile: records some steps, if the launcher asks for that.
     """
 
     folder: RunFolder
@@ -265,6 +267,7 @@ class RunOutput:
     checkpoints: CheckpointWriter
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+    profile: StepProfile | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from tutti.optim.learning_rate import learning_rate_factor, scaled_learning_rate
 from tutti.parallel.layout import to_local
 from tutti.trainer.finite_gradients import never_finite_message
 from tutti.trainer.guard import guard_update
-from tutti.trainer.metrics_rows import write_bucket_size, write_step_row
+from tutti.trainer.metrics_rows import advance_profile, write_bucket_size, write_step_row
 from tutti.trainer.run_state import Run, UpdateResult
 
 MIN_LOSS_SCALE = 2.0**-8
@@ -57,6 +57,7 @@ def make_update(run: Run, optimizers: tuple[Optimizer, ...]) -> None:
     if not again:
         run.state.schedules.trained(result.loss, result.samples)
     write_step_row(run, result, done)
+    advance_profile(run)
     run.loop.observer.updated(run.state.progress.step - 1, result.loss, done.learning_rate)
     overdue = run.output.checkpoints.updated(again=again)
     if not accumulation.several:

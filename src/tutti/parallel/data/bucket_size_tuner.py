@@ -54,6 +54,11 @@ class BucketSizeTuner:
         self._steps = 0
         self._began: float | None = None
 
+    @property
+    def measuring(self) -> bool:
+        """Whether sizes are still tried."""
+        return self._trying
+
     def begin(self) -> None:
         """Start the timer of a step."""
         self._began = _now(self._parallel.world.device) if self._trying else None
