@@ -165,6 +165,11 @@ class Job(JobRanks):
         seed_everything(derive_seed(seed, "model"))
         torch.manual_seed(self._context.model_seed)
 
+    @property
+    def global_step(self) -> int:
+        """Number of updates made so far; a resumed run goes on counting."""
+        return 0 if self._followed is not None else self._run().state.progress.step
+
     def build(self, function: Callable[[], nn.Module]) -> nn.Module:
         """Build a model; with several ranks it has no memory until `prepare` gives every rank its part.
 
