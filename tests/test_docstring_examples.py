@@ -38,7 +38,10 @@ WITH_EXAMPLES = sorted(
 )
 
 CALLED_BY_USERS = {
-    "tutti": {"Job", "LRRule", "Plan", "ClusterSpec", "Weighted", "replicate", "shard", "split", "stage"},
+    "tutti": {
+        "Job", "LRRule", "Plan", "ClusterSpec", "Weighted", "replicate", "shard", "split", "stage",
+        "Callback", "EarlyStopping", "Logger", "CSVLogger", "TensorBoardLogger",
+    },
     "tutti.nn": {
         "BlockPattern", "BlockSparseSelfAttention", "EmbeddingTables", "MixtureOfExperts", "auxiliary_loss",
         "block_sparse_attention",

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,19 @@ def test_the_hook_bounds_the_subject_of_a_commit(subject: str, accepted: bool, t
     done = subprocess.run([ROOT / ".ci" / "commit-subject", message], capture_output=True, text=True, check=False)
     assert (done.returncode == 0) is accepted
     assert accepted or "72" in done.stderr
+
+
+@pytest.mark.long
+def test_the_loop_of_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "loop.md").read_text(encoding="utf-8")
+    script = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    options = ["--nproc", "2", "--no-predict", "--profile", "2", "--folder", "run"]
+    command = [sys.executable, "-c", "from tutti.cli.main import main; main()", "run", *options, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "stopped early: job.should_stop was true in epoch" in done.stderr
+    table = (tmp_path / "run" / "metrics.csv").read_text(encoding="utf-8").splitlines()
+    assert {"train/loss", "val/loss", "gap"} <= set(table[0].split(","))
+    assert len(list((tmp_path / "run" / "profile").glob("rank-*.trace.json.gz"))) == 2
+    assert "stopped early: job.should_stop" in (tmp_path / "run" / "report" / "report.html").read_text(encoding="utf-8")
