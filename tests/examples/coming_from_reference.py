@@ -98,7 +98,9 @@ def main() -> None:
     folder = Path(tempfile.gettempdir()) / f"coming-from-{os.environ['TORCHELASTIC_RUN_ID']}-{os.getppid()}"
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
+    arguments = [*sys.argv]
     mine = run_theirs(name)
+    sys.argv = arguments
     partial = folder / f"{rank}.partial"
     partial.write_text(json.dumps(mine["losses"]))
     partial.rename(folder / f"{rank}.json")
@@ -118,8 +120,9 @@ def main() -> None:
         "lines": mine["lines"],
         "weights": sums_of(weights(name)),
     }
-    known = json.loads(REFERENCE.read_text()) if REFERENCE.exists() else {}
-    REFERENCE.write_text(json.dumps({**known, name: entry}, indent=1, sort_keys=True) + "\n")
+    file = Path(sys.argv[2]) if len(sys.argv) > 2 else REFERENCE
+    known = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**known, name: entry}, indent=1, sort_keys=True) + "\n")
     print(name, len(entry["losses"]), entry["losses"][:2], entry["losses"][-1], entry["lines"])
 
 

@@ -5,7 +5,10 @@ rank and on two.
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +18,10 @@ import torch
 import tutti
 from examples.coming_from_reference import REFERENCE, load_program, sums_of
 from examples.test_pairs import run_main
-from harness import preload, run_ranks
+from harness import run_ranks
 
-preload("transformers")
-
-NAMES = ["ddp", "accelerate", "lightning", "hf_trainer", "deepspeed"]
+QUICK = ["ddp", "accelerate", "lightning", "deepspeed"]
+NAMES = [*QUICK, "hf_trainer"]
 Result = tuple[list[float], list[str], dict[str, list[float]]]
 
 
@@ -59,29 +61,34 @@ def reference() -> dict[str, Any]:
     return json.loads(REFERENCE.read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
-def results(request: pytest.FixtureRequest) -> dict[str, Result]:
-    """What the programs of tutti compute, on one rank and on two."""
-    return run_ranks(run_all, request.param, NAMES, timeout_s=100)[0]
-
-
-def check(result: Result, expected: dict[str, Any]) -> None:
+def check(name: str, result: Result, expected: dict[str, Any]) -> None:
     losses, lines, sums = result
     assert len(losses) >= 30
     precise = "deepspeed" not in expected["versions"]  # which computes norms in float32
-    assert losses == pytest.approx(expected["losses"], rel=1e-9 if precise else 1e-7)
+    assert losses == pytest.approx(expected["losses"], rel=1e-9 if precise else 1e-7), name
     assert losses[-1] < 0.9 * losses[0]
     assert len(expected["weights"]) >= 6
-    for name, values in expected["weights"].items():
-        assert sums[name] == pytest.approx(values, rel=1e-8 if precise else 1e-5, abs=1e-8 if precise else 1e-5), name
+    for tensor, values in expected["weights"].items():
+        assert sums[tensor] == pytest.approx(values, rel=1e-8 if precise else 1e-5, abs=1e-8 if precise else 1e-5), (
+            name,
+            tensor,
+        )
     assert lines == expected["lines"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_program_computes_what_it_did_under_its_framework(
-    name: str, results: dict[str, Result], reference: dict[str, Any]
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, QUICK),
+        pytest.param(2, ["hf_trainer"], marks=pytest.mark.long),
+        pytest.param(1, NAMES, marks=pytest.mark.long),
+    ],
+)
+def test_programs_compute_what_they_did_under_their_frameworks(
+    ranks: int, names: list[str], reference: dict[str, Any]
 ) -> None:
-    check(results[name], reference[name])
+    for name, result in run_ranks(run_all, ranks, names, timeout_s=100)[0].items():
+        check(name, result, reference[name])
 
 
 @pytest.mark.long
@@ -91,3 +98,23 @@ def test_the_trainer_multiplies_losses_by_ranks_and_steps_unless_told_otherwise(
     expected = reference["hf_trainer_default"]
     assert losses == pytest.approx(expected["losses"], rel=1e-9)
     assert all(sums[name] == pytest.approx(values, rel=1e-8, abs=1e-8) for name, values in expected["weights"].items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "package"), [("ddp", "torch"), *((name, name) for name in NAMES[1:])])
+def test_a_framework_that_is_installed_still_computes_what_was_recorded(
+    name: str, package: str, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    for needed in ("accelerate", "transformers") if name == "hf_trainer" else (package,):
+        pytest.importorskip(needed)
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(reference[name]["processes"])]
+    script = [str(REFERENCE.with_suffix(".py")), name, str(tmp_path / "now.json")]
+    done = subprocess.run(
+        [sys.executable, "-m", *launch, *script], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    now = json.loads((tmp_path / "now.json").read_text(encoding="utf-8"))[name]
+    assert now["losses"] == pytest.approx(reference[name]["losses"], rel=1e-9)
+    assert now["weights"].keys() == reference[name]["weights"].keys()
+    for tensor, values in reference[name]["weights"].items():
+        assert now["weights"][tensor] == pytest.approx(values, rel=1e-8, abs=1e-8), tensor
