@@ -12,6 +12,7 @@ import tutti
 from harness import run_ranks
 from trainer.training import Mlp, vectors
 from tutti.checkpoint.index import read_run_state
+from tutti.errors import CheckpointError
 from tutti.trainer.callbacks import JobCallbacks
 from tutti.trainer.metrics import read_rows
 
@@ -146,6 +147,10 @@ SCORES = [1.0, 2.0, 2.4, float("nan"), 3.0, 3.4, 3.2, 3.3, 9.0]
 """With a least improvement of 0.5: better in epochs 0, 1 and 4, so that patience 3 ends after epoch 7."""
 
 
+def full_disk() -> Any:
+    raise CheckpointError("no space")
+
+
 def fails(root: Path) -> list[str]:
     """Messages of what is refused."""
 
@@ -160,6 +165,19 @@ def fails(root: Path) -> list[str]:
             job.step(batch)
     except tutti.TuttiError as error:
         messages.append(str(error))
+    job, _, loader = start(root / "unsaved")
+    job._run().output.checkpoints.save = full_disk
+    for _ in job.epochs(5):
+        for batch in loader:
+            job.step(batch)
+            break
+        if job.should_stop(True):
+            break
+    try:
+        job.evaluate(vectors())
+    except tutti.TuttiError as error:
+        messages.append(str(error))
+    job.evaluate(vectors())  # it is said once
     rank = int(os.environ["RANK"])
     try:
         start(root / "unequal", callbacks=[Recorder()] if rank == 0 else [])
@@ -215,10 +233,11 @@ def test_early_stopping_follows_rank_0_and_survives_a_resume_on_other_ranks(runs
 
 
 def test_a_callback_that_fails_is_named_and_ranks_must_have_the_same(runs: Any) -> None:
-    for failed, *_ in (rank[3] for rank in runs[3]):
+    for failed, unsaved, *_ in (rank[3] for rank in runs[3]):
+        assert unsaved == "no space"  # a checkpoint that fails while the loop is left is not lost
         assert "callback Broken failed in on_step_end (test_callbacks_multirank.py:" in failed
         assert "ValueError: no disk" in failed
-    assert "rank 0 has Recorder, rank 1 has none" in runs[3][1][3][1]
+    assert "rank 0 has Recorder, rank 1 has none" in runs[3][1][3][2]
 
 
 def test_what_is_no_callback_is_refused_by_name() -> None:
@@ -247,3 +266,24 @@ def test_a_bare_name_must_belong_to_one_evaluation() -> None:
     assert full.stop_reason == ""
     full.on_log(None, {"val/loss": 1.0})
     assert full.stop_reason == "val_loss did not improve for 1 evaluation"
+
+
+def leaves(root: Path) -> list[str]:
+    said = []
+    for saves in (False, True):
+        job, _, loader = start(root / str(saves))
+        for _ in job.epochs(5):
+            for batch in loader:
+                job.step(batch)
+            break
+        if saves:
+            job.save()
+        job._finalizer.close()
+        said.append(" ".join(job._context.screen._said))
+    return said
+
+
+def test_a_plain_break_says_that_the_end_was_not_saved(tmp_path: Path) -> None:
+    ((broken, saved),) = run_ranks(leaves, 1, tmp_path)
+    assert "the loop over job.epochs was left at step 7, so no checkpoint of the end was written" in broken
+    assert "was left" not in saved
