@@ -49,6 +49,25 @@ def test_a_run_resumes_exactly_in_mid_epoch_at_another_world_size(tmp_path: Path
     assert next(row["step"] for row in rows if row["kind"] == "step") == 5
 
 
+def count_updates() -> list[int]:
+    data, counts = TensorDataset(torch.randn(24, 6), torch.arange(24) % 3), []
+    job, _, loader = make(nn.Linear(6, 3), data)
+    for _ in job.epochs(1):
+        counts.append(job.global_step)
+        for batch in loader:
+            job.step(batch)
+    resumed, _, loader = make(nn.Linear(6, 3), data, resume=job.save())
+    for _ in resumed.epochs(2):
+        counts.append(resumed.global_step)
+        for batch in loader:
+            resumed.step(batch)
+    return [*counts, resumed.global_step]
+
+
+def test_a_resumed_run_goes_on_counting_updates() -> None:
+    assert run_ranks(count_updates, 2) == [[0, 3, 6]] * 2
+
+
 def grow_until_full(folder: str) -> str:
     os.environ["TUTTI_RUN_FOLDER"] = folder
     model = nn.Linear(6, 3)

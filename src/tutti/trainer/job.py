@@ -167,6 +167,11 @@ class Job(JobRanks):
         self._finalizer = None if capture.is_capturing() else RunFinalizer(self._world, launch_options.supervised)
         self._context.seed_generators()
 
+    @property
+    def global_step(self) -> int:
+        """Number of updates made so far; a resumed run goes on counting."""
+        return 0 if self._followed is not None else self._run().state.progress.step
+
     def build(self, function: Callable[[], nn.Module]) -> nn.Module:
         """Build a model; with several ranks it has no memory until `prepare` gives every rank its part.
 
