@@ -59,6 +59,8 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, Bottleneck):
+                nn.init.zeros_(module.norm3.weight)  # a block begins as its path around (Goyal et al. 2017)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.groups(self.stem(x)).mean((2, 3)))

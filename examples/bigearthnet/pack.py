@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -90,9 +90,7 @@ def _order(
     """Return the patches of each split, without the excluded ones, sorted by name."""
     excluded = {name for path in exclude for name in read_list(path)}
     if splits is None:
-        order: dict[str, list[str]] = {split: [] for split in SPLITS}
-        for name in folders:
-            order[_split_by_hash(name)].append(name)
+        order = _split_by_hash(folders)
     else:
         order = {split: list(unique(names)) for split, names in read_splits(splits).items()}
     chosen = {split: sorted(name for name in names if name not in excluded) for split, names in order.items()}
@@ -108,10 +106,11 @@ def _order(
     return chosen
 
 
-def _split_by_hash(name: str) -> str:
-    """60 of 100 patches for training, 20 for validation, 20 for the test; the same for any set of patches."""
-    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 100
-    return "train" if number < 60 else "val" if number < 80 else "test"
+def _split_by_hash(names: Iterable[str]) -> dict[str, list[str]]:
+    """60 of 100 patches for training, 20 for validation and 20 for the test, in the order of their names' hashes."""
+    mixed = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
+    fifth = max(1, len(mixed) // 5)
+    return {"train": mixed[2 * fifth :], "val": mixed[:fifth], "test": mixed[fifth : 2 * fifth]}
 
 
 def _read(folders: Sequence[Path], workers: int) -> Iterator[Patch]:

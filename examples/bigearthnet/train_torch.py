@@ -12,9 +12,11 @@ from network import F1
 from training import datasets, make_model, make_optimizer, parse_arguments, recipe_of, shown, validates_after
 
 
-def rate_factor(step: int, steps_per_epoch: int, batch_size: int, decay_epochs: tuple[int, ...], warm: float) -> float:
+def rate_factor(
+    step: int, steps_per_epoch: int, batch_size: int, decay_epochs: tuple[int, ...], warm: float, power: float = 1.0
+) -> float:
     """The rate of a step over the base rate: linear in the batch, after a warm-up that begins at the base rate."""
-    target = batch_size / 256
+    target = (batch_size / 256) ** power
     steps = round(warm * steps_per_epoch)
     start = min(1.0, target)
     factor = start + (target - start) * step / steps if step < steps else target
@@ -41,10 +43,9 @@ def main() -> None:
     loss_fn = nn.BCEWithLogitsLoss()
     loader = DataLoader(train, batch_size=args.batch_size, shuffle=True, num_workers=args.workers)
     recipe, half = recipe_of(args), args.precision == "bfloat16"
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: rate_factor(step, len(loader), args.batch_size, recipe.decay_epochs, recipe.warmup_epochs),
-    )
+    schedule = (len(loader), args.batch_size, recipe.decay_epochs, recipe.warmup_epochs)
+    power = 0.5 if args.optimizer == "lamb" else 1.0
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, *schedule, power))
 
     for epoch in range(args.epochs):
         model.train()
@@ -57,7 +58,8 @@ def main() -> None:
             scheduler.step()
         if validates_after(args, epoch):
             print(f"epoch {epoch}: validation {shown(evaluate(model, validation, loss_fn, args.batch_size))}")
-    print(f"test {shown(evaluate(model, test, loss_fn, args.batch_size))}")
+    if not args.tuning:
+        print(f"test {shown(evaluate(model, test, loss_fn, args.batch_size))}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,16 @@ from torch import nn
 
 import tutti
 from network import F1
-from training import datasets, make_model, make_optimizer, parse_arguments, recipe_of, shown, validates_after
+from training import (
+    datasets,
+    lr_rule_of,
+    make_model,
+    make_optimizer,
+    parse_arguments,
+    recipe_of,
+    shown,
+    validates_after,
+)
 
 
 def main() -> None:
@@ -24,7 +33,7 @@ def main() -> None:
         global_batch_size=args.batch_size,
         seed=args.seed,
         precision=args.precision,
-        lr_rule=recipe.lr_rule,
+        lr_rule=lr_rule_of(args),
         facts=facts,
     )
     model = make_model(args)
@@ -46,7 +55,8 @@ def main() -> None:
         if validates_after(args, epoch):
             values = job.evaluate(validation, whole=F1, name="validation")
             job.print(f"epoch {epoch}: validation {shown(values)}")
-    job.print(f"test {shown(job.evaluate(test, whole=F1, name='test'))}")
+    if not args.tuning:
+        job.print(f"test {shown(job.evaluate(test, whole=F1, name='test'))}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataset import Patches
 from labels import NOMENCLATURES
 from network import BLOCKS, ResNet
 from tutti.optim.large_batch import LAMB, parameter_groups
+from tutti.optim.learning_rate import LRRule
 from tutti.optim.recipes import LarsRecipe, recipe_named
 
 PUBLISHED = recipe_named("remote-sensing")
@@ -31,6 +32,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64, help="channels of the first group; 64 is ResNet-50")
     parser.add_argument("--precision", choices=("full", "bfloat16"), default="full")
     parser.add_argument("--validate-every", type=int, default=10, help="epochs between two validations; 0: none")
+    parser.add_argument("--tuning", action="store_true", help="leave the test split alone: this run chooses a rate")
     parser.add_argument("--workers", type=int, default=2, help="processes of each rank that load and augment")
     parser.add_argument("--no-augment", action="store_true", help="neither turn nor flip images")
     parser.add_argument("--seed", type=int, default=0)
@@ -58,6 +60,12 @@ def recipe_of(args: argparse.Namespace) -> LarsRecipe:
         warmup_epochs=PUBLISHED.warmup_epochs * factor,
         decay_epochs=tuple(max(1, round(epoch * factor)) for epoch in PUBLISHED.decay_epochs),
     )
+
+
+def lr_rule_of(args: argparse.Namespace) -> LRRule:
+    """Return the rule of the rate: linear in the batch, but its square root for LAMB (You et al. 2020)."""
+    rule = recipe_of(args).lr_rule
+    return replace(rule, scale="sqrt") if args.optimizer == "lamb" else rule
 
 
 def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:

@@ -21,15 +21,18 @@ def make_pack(folder: Path, patches: int, seed: int = 0) -> Path:
     return folder / "packed"
 
 
-def write_big_endian_tiff(path: Path, values: np.ndarray, rows_per_strip: int) -> None:
-    """Write an uncompressed TIFF 6.0 by hand: big-endian, several strips, without georeferencing."""
+def write_big_endian_tiff(
+    path: Path, values: np.ndarray, rows_per_strip: int, corner: tuple[float, float], width_m: float
+) -> None:
+    """Write an uncompressed TIFF 6.0 by hand: big-endian, several strips, with a GeoTIFF's scale and tie point."""
     rows, columns = values.shape
     strips = [values[row : row + rows_per_strip].astype(">u2").tobytes() for row in range(0, rows, rows_per_strip)]
     count = len(strips)
-    tags = 9
-    pixels_at = 8 + 2 + 12 * tags + 4 + 8 * count
-    offsets = [pixels_at + sum(map(len, strips[:index])) for index in range(count)]
+    tags = 11
     arrays_at = 8 + 2 + 12 * tags + 4
+    place_at = arrays_at + 8 * count
+    pixels_at = place_at + 8 * 9
+    offsets = [pixels_at + sum(map(len, strips[:index])) for index in range(count)]
 
     def entry(tag: int, kind: int, number: int, value: int) -> bytes:
         packed = struct.pack(">HH", value, 0) if kind == 3 and number == 1 else struct.pack(">I", value)
@@ -46,8 +49,11 @@ def write_big_endian_tiff(path: Path, values: np.ndarray, rows_per_strip: int) -
         entry(277, 3, 1, 1),
         entry(278, 4, 1, rows_per_strip),
         entry(279, 4, count, first_size),
+        entry(33550, 12, 3, place_at),
+        entry(33922, 12, 6, place_at + 24),
     ]
     sizes = [len(strip) for strip in strips]
     arrays = struct.pack(f">{2 * count}I", *offsets, *sizes)
+    arrays += struct.pack(">9d", width_m, width_m, 0, 0, 0, 0, *corner, 0)
     head = struct.pack(">2sHI", b"MM", 42, 8) + struct.pack(">H", tags) + b"".join(entries) + struct.pack(">I", 0)
     path.write_bytes(head + arrays + b"".join(strips))
