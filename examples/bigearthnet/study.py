@@ -11,6 +11,7 @@ split once. Every run has its report, and runs of one optimizer are compared by 
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -35,7 +36,8 @@ TRAINING_PATCHES = 269_695
 
 def tutti(*words: object) -> str:
     command = [sys.executable, "-m", "tutti.cli.main", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # one thread a rank, so that one and two ranks compare
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(command[2:])}\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -51,6 +53,13 @@ def train(folder: Path, data: Path, ranks: int, *options: object) -> dict[str, A
         print(f"{folder.name}: {time.perf_counter() - began:.0f} s", flush=True)
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
+
+
+def evaluated(folder: Path) -> dict[str, float]:
+    """Return what the run's last evaluation gave, by metric."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    values: dict[str, float] = [row for row in rows if row["kind"] == "evaluate"][-1]["values"]
+    return values
 
 
 def tuned(root: Path, data: Path, optimizer: str) -> tuple[float, list[str]]:
@@ -88,10 +97,7 @@ def study(root: Path) -> None:
             folder = root / f"{optimizer}-{batch}"
             options = ("--optimizer", optimizer, "--lr", rate, "--batch-size", batch, "--validate-every", 0)
             report = train(folder, data, 2, *options, *facts)
-            final = next(
-                curve for curve in report["curves"] if curve["metric"] == "macro_f1" and curve["name"] == "test"
-            )
-            rows.append((optimizer, rate, batch, report, final["values"][-1]))
+            rows.append((optimizer, rate, batch, report, evaluated(folder)["macro_f1"]))
             runs.append(folder)
         (root / f"compare-{optimizer}.txt").write_text(tutti("report", *runs))
     print("\n| optimizer | rate for 256 | batch | steps | test micro F1 | macro F1 | time | findings |")
@@ -108,21 +114,21 @@ def study(root: Path) -> None:
 
 
 def predict(root: Path) -> None:
-    """Print the predicted step and training times of the published batches on V100 beside the published times."""
-    print("| batch | V100 | predicted step | predicted 90 epochs | published time |\n|---|---|---|---|---|")
-    for batch, count, _, seconds in PUBLISHED:
+    """Print predicted step and training times on V100, without waiting for data, beside the published times."""
+    print("| batch | V100 | predicted step | predicted 90 epochs | published F1 | published time |")
+    print("|---|---|---|---|---|---|")
+    for batch, count, f1, seconds in PUBLISHED:
         plan = root / f"v100-{count}-{batch}.json"
         script = (TRAIN, root / "packed", "--batch-size", batch)
         cluster = f"{count // 4}x4:v100-sxm2-16gb,nvlink2,2*ib-edr"
-        tutti("plan", "--cluster", cluster, "--mesh", f"replicate={count}", "--output", plan, *script)
+        if not plan.exists():
+            tutti("plan", "--cluster", cluster, "--mesh", f"replicate={count}", "--output", plan, *script)
         found = json.loads(tutti("predict", "--json", "--cluster", cluster, plan, *script))
         step, steps = found["step_time_s"], 90 * -(-TRAINING_PATCHES // batch)
-        interval = f"{steps * step['low']:,.0f} to {steps * step['high']:,.0f} s"
-        print(
-            f"| {batch:,} | {count} | {1000 * step['value']:.0f} ms | {steps * step['value']:,.0f} s ({interval}) | "
-            f"{seconds:,} s |",
-            flush=True,
-        )
+        part = 1 - found["phases"]["data"] / step["value"]  # a step waits for data as long as this machine would need
+        value, low, high = (part * step[name] for name in ("value", "low", "high"))
+        training = f"{steps * value:,.0f} s ({steps * low:,.0f} to {steps * high:,.0f} s)"
+        print(f"| {batch:,} | {count} | {1000 * value:.0f} ms | {training} | {f1} | {seconds:,} s |", flush=True)
 
 
 def main() -> None:

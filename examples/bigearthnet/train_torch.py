@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import tutti.errors
 from network import F1
 from training import datasets, make_model, make_optimizer, parse_arguments, recipe_of, shown, validates_after
 
@@ -63,7 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except tutti.errors.TuttiError as error:
-        raise SystemExit(f"train_torch.py: {error}") from None
+    main()

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dataset import Patches
+from dataset import Patches, read_record
 from labels import NOMENCLATURES
 from network import BLOCKS, ResNet
+from tutti.errors import DataError
 from tutti.optim.large_batch import LAMB, parameter_groups
 from tutti.optim.learning_rate import LRRule
 from tutti.optim.recipes import LarsRecipe, recipe_named
@@ -37,7 +38,12 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--no-augment", action="store_true", help="neither turn nor flip images")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fact", action="append", default=[], metavar="NAME=VALUE", help="a statement for the report")
-    return parser.parse_args()
+    args = parser.parse_args()
+    try:
+        read_record(args.data)
+    except DataError as error:
+        parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
+    return args
 
 
 def datasets(args: argparse.Namespace) -> tuple[Patches, Patches, Patches]:

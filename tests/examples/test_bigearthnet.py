@@ -29,6 +29,7 @@ from network import F1, ResNet  # noqa: E402
 from pack import pack  # noqa: E402
 from patches import BANDS, OFFSETS, SIDES, VALUES, patch_folders, read_patch, to_image  # noqa: E402
 from train_torch import rate_factor  # noqa: E402
+from training import parse_arguments  # noqa: E402
 
 # label_indices.json of BigEarthNet-S2_19-classes_models: index among the 43 -> index among the 19.
 PUBLISHED = {
@@ -286,6 +287,16 @@ def test_folders_without_patches_and_packs_that_are_none_are_refused(made: Path,
         Patches(tmp_path / "packed", "train")
     with pytest.raises(DataError, match="exists; remove it"):
         generate(made, 20)
+
+
+def test_a_training_program_says_that_its_data_is_no_pack(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_tutti.py", str(made)])
+    with pytest.raises(SystemExit) as left:
+        parse_arguments("")
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith(f"train_tutti.py: {made} is no pack of patches")
 
 
 def test_a_broken_patch_leaves_no_pack_and_the_command_says_why(copied: Path, tmp_path: Path) -> None:
