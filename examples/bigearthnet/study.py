@@ -1,6 +1,6 @@
 """Repeats the published scaling experiment small: batch against F1 and time, with LARS, LAMB and SGD tuned alike.
 
-    python examples/bigearthnet/study.py runs/study            # trains; some 15 minutes on 2 cores
+    python examples/bigearthnet/study.py runs/study            # trains; some 15 minutes on 2 free cores
     python examples/bigearthnet/study.py runs/study --predict  # the published batches on 8 to 128 V100, predicted
 
 Each optimizer gets the same number of trials, on one rank with the smallest batch, judged on the validation split. Its
@@ -40,7 +40,7 @@ def tutti(*words: object) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(command[2:])}\n{done.stdout}{done.stderr}")
-    return done.stdout
+    return done.stdout or done.stderr  # a report for people goes to stderr where stdout is no terminal
 
 
 def train(folder: Path, data: Path, ranks: int, *options: object) -> dict[str, Any]:
