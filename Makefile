@@ -14,8 +14,9 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	&& { echo $$p; break; }; done)
 CHECKED := src tests examples benchmarks
 DEMO_RUN := runs/demo
+BIGEARTHNET := runs/bigearthnet
 
-.PHONY: help demo test long matrix check lint spelling types house hooks docs bench plan-bench pays-bench clean install
+.PHONY: help demo demo-bigearthnet test long matrix check lint spelling types house hooks docs bench plan-bench pays-bench clean install
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -44,6 +45,20 @@ demo: $(STAMP)  ## train a small GPT on 2 workers, verify it against one device,
 	@echo "== the report: tutti report $(DEMO_RUN)"
 	@$(BIN)/tutti report $(DEMO_RUN)
 	@echo "== open $(CURDIR)/$(DEMO_RUN)/report/report.html"
+
+demo-bigearthnet: $(STAMP)  ## the remote-sensing example: make patches, pack them, train on 2 workers, report (2 minutes)
+	@rm -rf $(BIGEARTHNET)
+	@echo "== patches in BigEarthNet's format: python examples/bigearthnet/generate.py $(BIGEARTHNET) --patches 400"
+	@$(BIN)/python examples/bigearthnet/generate.py $(BIGEARTHNET) --patches 400
+	@echo "== packed once: python examples/bigearthnet/pack.py $(BIGEARTHNET) $(BIGEARTHNET)/packed --splits ..."
+	@$(BIN)/python examples/bigearthnet/pack.py $(BIGEARTHNET) $(BIGEARTHNET)/packed --splits $(BIGEARTHNET)/splits \
+		--exclude $(BIGEARTHNET)/patches_with_seasonal_snow.csv
+	@echo "== a narrow ResNet-50 with the published recipe, on 2 workers: tutti run --nproc 2 examples/bigearthnet/train_tutti.py"
+	@$(BIN)/tutti run --nproc 2 --folder $(BIGEARTHNET)/run examples/bigearthnet/train_tutti.py $(BIGEARTHNET)/packed \
+		--labels 19 --epochs 6 --batch-size 32 --lr 30 --width 16 --workers 1 --validate-every 2
+	@echo "== the report: tutti report $(BIGEARTHNET)/run"
+	@$(BIN)/tutti report $(BIGEARTHNET)/run
+	@echo "== open $(CURDIR)/$(BIGEARTHNET)/run/report/report.html"
 
 test: check  ## lint, types and tests (7 to 15 minutes on 2 cores)
 	@echo "== tests"
