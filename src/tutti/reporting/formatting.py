@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from tutti.config.run_report import Quantity
 from tutti.config.vocabulary import Evidence, TrafficKind
@@ -155,11 +156,16 @@ def split_unit(quantity: Quantity) -> tuple[str, str]:
     return (head, unit) if separate else (show(quantity), "")
 
 
-def show_interval(quantity: Quantity) -> str:
-    """Format the interval of an estimate, such as "8.1 to 12.4 ms"; empty if it has none."""
+def show_interval(quantity: Quantity, form: Callable[[Quantity], str] = show) -> str:
+    """Format the interval of an estimate, such as "8.1 to 12.4 ms"; empty if it has none.
+
+    Args:
+        quantity: the estimate.
+        form: formats a value, such as `alike(...)`.
+    """
     if quantity.low is None or quantity.high is None:
         return ""
-    low, high = number(quantity.low, quantity.unit), number(quantity.high, quantity.unit)
+    low, high = (form(replace(quantity, value=end, low=None, high=None)) for end in (quantity.low, quantity.high))
     (start, _, unit), (_, _, same) = low.partition(" "), high.partition(" ")
     return f"{start if unit == same else low} to {high}"
 

@@ -313,7 +313,7 @@ def checks_plot(report: RunReport) -> Plot | None:
     )
     if low < 25 or high > 250:  # large errors: on a log scale, ratios of 1/8 and 8 lie equally far from 1
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda v, _: f"{v:.3g}")
+        axes.xaxis.set_major_formatter(lambda v, _: significant(v))
         axes.xaxis.set_major_locator(
             FixedLocator([100 * 2.0**power for power in range(-6, 7, 3 if is_narrow() else 1)])
         )
