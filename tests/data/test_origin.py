@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from tutti.config.run_folder import DataOrigin
+from tutti.data.fingerprint import overlap
 from tutti.data.origin import look_at, origin_of
 
 datasets = pytest.importorskip("sklearn.datasets", reason="the data are scikit-learn's")
@@ -160,3 +161,13 @@ def test_the_most_frequent_label_is_known() -> None:
     assert origin(TensorDataset(images, torch.rand(len(images)))).majority is None
     pairs = Indexed(lambda data, at: (data.images[at], int(at % 4 == 0)), images=images)
     assert origin(pairs).majority == pytest.approx(0.75, abs=0.06)
+
+
+def test_samples_in_both_are_unknown_where_they_are_augmented() -> None:
+    images, labels = digits()
+    plain = TensorDataset(images[:300], labels[:300])
+    both = TensorDataset(images[200:400], labels[200:400])
+    flipped = Indexed(lambda data, at: (data.images[at].flip(-1) if torch.rand(()) < 0.5 else data.images[at], 1), 300,
+                      images=images)  # fmt: skip
+    assert overlap(plain, both, 0) == 100
+    assert overlap(flipped, both, 0) is None

@@ -85,3 +85,40 @@ def test_a_batch_in_tokens_is_evaluated_in_its_samples(stated: int | None, most:
         assert max(seen[True]) == 4  # 96 tokens are 16 samples, in 2 slices on 2 ranks
         assert max(seen[False]) == most
         assert sum(seen[False]) == 32
+
+
+def token_metrics() -> dict[str, float]:
+    """Values of torch losses as metrics, whose means are over targets that are not ignored, or over class weights."""
+    os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / "run")
+    job = tutti.Job(global_batch_size=8)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    target = torch.randint(3, (22,))
+    target[:9] = -100  # the ranks' shares have different numbers of targets
+    data = TensorDataset(torch.randn(22, 4).double(), target)
+    weights = torch.tensor([1.0, 3.0, 0.5]).double()
+    model, _, _ = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, F.cross_entropy)
+    return job.evaluate(
+        data,
+        {
+            "function": F.cross_entropy,
+            "module": nn.CrossEntropyLoss(weight=weights),
+            "wrapped": lambda output, wanted: F.cross_entropy(output, wanted),
+            "sample": lambda output, wanted: (wanted >= 0).double(),
+        },
+    )
+
+
+def test_torch_losses_as_metrics_are_means_over_their_targets() -> None:
+    (alone,) = run_ranks(token_metrics, 1)
+    ranks = run_ranks(token_metrics, 3)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    target = torch.randint(3, (22,))
+    target[:9] = -100
+    output = model(torch.randn(22, 4).double()).detach()
+    whole = float(F.cross_entropy(output, target))
+    weighted = float(F.cross_entropy(output, target, weight=torch.tensor([1.0, 3.0, 0.5]).double()))
+    expected = {"loss": whole, "function": whole, "module": weighted, "wrapped": whole, "sample": 13 / 22}
+    for values in (alone, *ranks):
+        assert values == pytest.approx(expected, rel=1e-12)

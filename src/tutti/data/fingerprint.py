@@ -47,13 +47,23 @@ def describe_data(dataset: Any, seed: int, name: str) -> DatasetInfo:
 
 
 def overlap(train: Any, test: Any, seed: int) -> int | None:
-    """Count the test samples that also occur, byte for byte, among the training samples; None if unknown."""
+    """Count the test samples that also occur, byte for byte, among the training samples; None if unknown.
+
+    It is unknown for streams, large data and samples that are augmented at random.
+    """
     sets = [train, test]
-    if any(not hasattr(data, "__len__") or len(data) > _OVERLAP_LIMIT for data in sets):
+    if any(not hasattr(data, "__len__") or len(data) > _OVERLAP_LIMIT or _is_augmented(data) for data in sets):
         return None
     train_hashes, test_hashes = (_sample_hashes(data, seed) for data in sets)
     known = set(train_hashes)
     return sum(digest in known for digest in test_hashes)
+
+
+def _is_augmented(dataset: Any) -> bool:
+    """Return whether samples depend on the seed under which they are read."""
+    indices = range(0, len(dataset), max(1, len(dataset) // 4))
+    first, second = (SeededSamples(dataset, seed, "fingerprint", gather=False) for seed in (1, 2))
+    return any(_sample_bytes(first[(0, index)]) != _sample_bytes(second[(0, index)]) for index in indices)
 
 
 def _sample_hashes(dataset: Any, seed: int) -> list[bytes]:

@@ -162,9 +162,10 @@ def tuning_cost(report: RunReport) -> list[RuleFinding]:
         findings += finding(3, "TUNING-HIDDEN", "warn", sentence, "tuning.trials", ("ranking",))
     spent = tuning.device_seconds.value
     if spent and cost:
+        runs = plural(trials, "trial") if trials else "an unknown number of trials"
         sentence = (
-            f"The headline excludes tuning, which cost {number(spent, 'device s')} "
-            f"({trials or 'an unknown number of'} trials): {number(spent / cost, 'x')} the cost of the run itself."
+            f"The headline excludes tuning, which cost {number(spent, 'device s')} ({runs}): "
+            f"{number(spent / cost, 'x')} the cost of the run itself."
         )
         findings += finding(3, "TUNING-COST", "note", sentence, "tuning.device_seconds")
     return findings

@@ -81,9 +81,7 @@ def _held_out(report: RunReport) -> str:
     if quality.split == "other":
         return f"whether {quality.name or 'the evaluation'} uses held-out data; name it test or validation"
     if data.train_sha256 is None or data.test_sha256 is None or data.train_test_overlap.value is None:
-        return (
-            "whether samples are in both the training and the test data was not checked: one is a stream or too large"
-        )
+        return "whether samples are in both the training and the test data: one is a stream, large, or augmented"
     return ""
 
 

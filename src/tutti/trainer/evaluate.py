@@ -18,7 +18,7 @@ from tutti.config.partitioning import cut
 from tutti.data.microbatches import leaves, map_tensors, one_per_sample, to_device
 from tutti.data.samples import Collate, DataSource, SeededSamples
 from tutti.errors import PlanError, ScriptError
-from tutti.parallel.loss_means import LossMeans, noted_means
+from tutti.parallel.loss_means import LossMeans, looked_up, noted_means
 from tutti.parallel.losses import LossSum, Weighted, default_loss, loss_in
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.placeholders import is_unknown
@@ -76,8 +76,10 @@ def evaluate(
                             rows = [_loss_and_count(table["loss"], output, target, size, means, wanted=wanted)]
                 if metrics or whole:
                     output, target = run.parallel.sequences.join((output, target))
-                with run.parallel.reads.active():
-                    values_of_batch = {name: metric(output, target) for name, metric in metrics.items()}
+                with run.parallel.reads.active(), noted_means(run.parallel.model) as means:
+                    values_of_batch = {
+                        name: means.weighted(looked_up(metric)(output, target)) for name, metric in metrics.items()
+                    }
                 if not counts:
                     continue
                 rows += [_total_count(name, value, size) for name, value in values_of_batch.items()]

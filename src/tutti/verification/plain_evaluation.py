@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from tutti.data.microbatches import map_tensors, to_device
 from tutti.data.samples import Collate, DataSource, SeededSamples
-from tutti.parallel.loss_means import CountedLoss, CountedMean, noted_means
+from tutti.parallel.loss_means import CountedLoss, CountedMean, looked_up, noted_means
 from tutti.parallel.losses import default_loss, loss_in
 from tutti.trainer.evaluate import whole_set_metrics
 from tutti.trainer.run_state import Run
@@ -79,7 +79,7 @@ def plain_evaluation(
             for name, value in values.items():
                 total, count = _total_count(value, size)
                 sums[name] = [sums[name][0] + total, sums[name][1] + count]
-            used_counts |= isinstance(values.get("loss"), CountedMean)
+            used_counts |= any(isinstance(value, CountedMean) for value in values.values())
             samples += size
             if whole:
                 kept.append((size, map_tensors(torch.Tensor.cpu, (output, target))))
@@ -128,9 +128,9 @@ def _measured(
         output = model(*args, **kwargs)
         if optional and table.get("loss") is default_loss and loss_in(output) is None:
             table = {name: function for name, function in table.items() if name != "loss"}
-        values = {name: function(output, target) for name, function in table.items()}
-        if means is not None and "loss" in values:
-            values["loss"] = means.weighted(values["loss"])
+        values = {name: looked_up(function)(output, target) for name, function in table.items()}
+        if means is not None:
+            values = {name: means.weighted(value) for name, value in values.items()}
     return values, output, target
 
 
