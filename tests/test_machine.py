@@ -1,5 +1,9 @@
 """Time that a hypervisor gave to other machines, and energy, as the system counts them."""
 
+import os
+import subprocess
+import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -7,7 +11,7 @@ import psutil
 import pytest
 
 from tutti import machine
-from tutti.machine import EnergyMeter
+from tutti.machine import EnergyMeter, HostUse
 
 
 def test_the_share_of_all_cores_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +65,19 @@ def test_energy_that_cannot_be_measured_is_none(tmp_path: Path) -> None:
     assert EnergyMeter(host=True, folder=tmp_path).joules() is None
     assert EnergyMeter(host=False).joules() is None
     assert EnergyMeter(host=False, gpu="no-such-device").joules() is None
+
+
+def spin(seconds: float) -> None:
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+
+
+def test_the_use_of_a_host_counts_this_process_and_its_children() -> None:
+    use, began = HostUse(), time.perf_counter()
+    spin(0.2)
+    subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
+    cores_s = (time.perf_counter() - began) * (os.cpu_count() or 1)
+    busy, own = use.shares()
+    assert own * cores_s >= 0.2
+    assert own <= busy + 0.05 <= 1.05

@@ -1,5 +1,6 @@
 """What the machine itself does to a run: core time stolen by a hypervisor, and energy drawn."""
 
+import contextlib
 import importlib
 import os
 import time
@@ -27,6 +28,34 @@ class StolenTime:
         """Return the stolen share so far, from 0 to 1."""
         passed = (time.perf_counter() - self._began) * (os.cpu_count() or 1)
         return min(1.0, (stolen_s() - self._stolen_s) / max(passed, 1e-9))
+
+
+class HostUse:
+    """Measures how busy a host's cores are, and with what part of that this process and its children, from now on."""
+
+    def __init__(self) -> None:
+        self._began, self._busy, self._own = time.perf_counter(), _busy_s(), _own_s()
+
+    def shares(self) -> tuple[float, float]:
+        """Return (busy with anything, busy with this process and its children), each as a share of all cores' time."""
+        passed = max(1e-9, (time.perf_counter() - self._began) * (os.cpu_count() or 1))
+        return min(1.0, (_busy_s() - self._busy) / passed), min(1.0, (_own_s() - self._own) / passed)
+
+
+def _busy_s() -> float:
+    """Return the core time since boot in which this system's cores worked."""
+    times = psutil.cpu_times()
+    return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
+
+
+def _own_s() -> float:
+    """Return the core time of this process and of its children, also of those that have ended."""
+    process = psutil.Process()
+    total = sum(process.cpu_times()[:4])
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            total += sum(child.cpu_times()[:2])
+    return float(total)
 
 
 POWERCAP = Path("/sys/class/powercap")

@@ -25,8 +25,9 @@ from tutti.config.run_report import (
 )
 from tutti.reporting.build_report import build_report
 from tutti.reporting.comparison import compare, pooled_std, tolerance
-from tutti.reporting.honesty_rules import check_run
+from tutti.reporting.honesty_rules import check_run, prediction_error
 from tutti.reporting.html_report import report_html
+from tutti.reporting.measurements import seen
 from tutti.reporting.quality_metrics import parse_target
 
 
@@ -291,3 +292,16 @@ def test_repeats_widen_the_tolerance() -> None:
     assert single == pair == pytest.approx(0.005)
     assert repeated == pytest.approx(0.008)
     assert one_failed == pytest.approx(0.02)
+
+
+def test_a_missed_prediction_says_where_it_was_off_and_whether_it_knows_why(tmp_path: Path) -> None:
+    report = build_report(write_run(tmp_path / "run", Story(slower=3.0)))
+    (missed,) = [item.sentence for item in report.findings if item.code == "PREDICTION-MISSED"]
+    assert "Most of the difference is in" in missed
+    assert "What made it differ is not known." in missed
+    ranks = tuple(replace(rank, others=seen(0.4, "ratio")) for rank in report.ranks)
+    (busy,) = prediction_error(replace(report, ranks=ranks))
+    assert "other programs used 40 % of a host's cores" in busy.sentence
+    ranks = tuple(replace(rank, stolen=seen(0.3, "ratio")) for rank in report.ranks)
+    (stolen,) = prediction_error(replace(report, ranks=ranks))
+    assert "took 30 % of a host's core time" in stolen.sentence

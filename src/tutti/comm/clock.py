@@ -6,7 +6,7 @@ from typing import get_args
 import torch
 
 from tutti.config.prediction import Phase
-from tutti.machine import EnergyMeter, StolenTime
+from tutti.machine import EnergyMeter, HostUse, StolenTime
 
 STEP_PHASES: tuple[Phase, ...] = tuple(p for p in get_args(Phase) if p != "evaluation")
 
@@ -32,6 +32,7 @@ class PhaseClock:
         self.sample_every = sample_every
         self.started = time.perf_counter()
         self.stolen = StolenTime()
+        self.host_use = HostUse()
         self.energy = energy or EnergyMeter(host=False)
         self.steps = 0
         self._phase: Phase = "other"

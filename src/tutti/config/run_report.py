@@ -267,6 +267,7 @@ class RankReport:
         device: such as "cuda:0".
         threads: number of threads on which it computes.
         stolen: fraction of its host's core time that a hypervisor gave to other machines.
+        others: fraction of its host's core time that programs other than the run's ranks used.
     """
 
     rank: int
@@ -277,6 +278,7 @@ class RankReport:
     peak_memory: Quantity
     breakdown: dict[Phase, Quantity]
     stolen: Quantity = Quantity(unit="ratio")
+    others: Quantity = Quantity(unit="ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

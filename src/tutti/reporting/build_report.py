@@ -462,9 +462,23 @@ def rank_reports(records: Records) -> tuple[RankReport, ...]:
                 peak_memory=seen(max(peaks, default=None), "B"),
                 breakdown=quantities(phases_of(steps)) if steps else {},
                 stolen=seen(max(_stolen(records.rank_rows.get(rank.rank, ())), default=None), "ratio"),
+                others=seen(_others(records, rank.host), "ratio"),
             )
         )
     return tuple(reports)
+
+
+def _others(records: Records, host: str) -> float | None:
+    """Return the fraction of a host's core time that other programs than its ranks used, in the last generation."""
+    last = [
+        next((row for row in reversed(records.rank_rows.get(rank.rank, ())) if row.kind == "machine"), None)
+        for rank in records.header.ranks
+        if rank.host == host
+    ]
+    shares = [(row.number("busy"), row.number("own")) for row in last if row is not None]
+    if len(shares) < len(last) or any(busy is None or own is None for busy, own in shares):
+        return None
+    return max(0.0, max(busy or 0.0 for busy, _ in shares) - sum(own or 0.0 for _, own in shares))
 
 
 def _stolen(rows: Iterable[MetricsRow]) -> list[float]:

@@ -15,6 +15,9 @@ QUALITY_EPS = 0.005
 STOLEN = 0.05
 """Fraction of a host's core time taken by other virtual machines above which a run's times cannot be trusted."""
 
+BUSY = 0.1
+"""Fraction of a host's core time used by other programs above which they explain longer steps."""
+
 Rule = Callable[[RunReport], list[RuleFinding]]
 
 TITLES = {
@@ -488,6 +491,9 @@ def _why_slower(report: RunReport) -> str:
         return f"{where}; other virtual machines took {number(stolen, 'ratio')} of a host's core time."
     if gaps[phase] > 0 and cores is not None and ranks > cores and report.system.device_kind == "cpu":
         return f"{where}; {plural(ranks, 'rank')} shared {plural(cores, 'core')}."
+    others = max((rank.others.value or 0.0 for rank in report.ranks), default=0.0)
+    if gaps[phase] > 0 and others > BUSY:
+        return f"{where}; other programs used {number(others, 'ratio')} of a host's cores, tutti's prediction included."
     if phase == "data" and gaps[phase] > 0:
         return f"{where}: steps waited for the loader, whose work a prediction knows only if `tutti plan` ran it."
     assumed = {link.tier for link in report.system.links if link.bandwidth.evidence in ("published", "assumed")}

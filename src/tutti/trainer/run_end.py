@@ -95,7 +95,8 @@ class RunFinalizer:
         }
         run.output.log.timing(kind="memory", **memory)
         clock = run.loop.clock
-        machine = {"stolen": clock.stolen.share(), "energy_j": clock.energy.joules()}
+        busy, own = clock.host_use.shares()
+        machine = {"stolen": clock.stolen.share(), "energy_j": clock.energy.joules(), "busy": busy, "own": own}
         run.output.log.timing(kind="machine", step=run.state.progress.step, **machine)
         run.output.log.row("memory", now, **memory)
         status = "failed" if self.failed else "stopped" if (rank_folder / "stopped").exists() else "completed"
