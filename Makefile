@@ -15,8 +15,9 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 CHECKED := src tests examples benchmarks
 DEMO_RUN := runs/demo
 BIGEARTHNET := runs/bigearthnet
+COMPAT = build/compat/torch-$(VERSION)-$(notdir $(PYTHON))
 
-.PHONY: help demo demo-bigearthnet test long matrix check lint spelling types house hooks docs bench plan-bench pays-bench clean install
+.PHONY: help demo demo-bigearthnet test long compat matrix check lint spelling types house hooks docs bench plan-bench pays-bench clean install
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -68,6 +69,14 @@ long: $(STAMP)  ## the tests that `make test` leaves out, and those of GPU kerne
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m long
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[triton]'
 	@$(BIN)/python -m pytest -q -n 2 tests/compression/test_gpu_kernels.py tests/compression/test_gpu_compiled.py
+
+compat:  ## the tests in an environment of their own: make compat VERSION=2.11.0 (torch), PYTHON=python3.12, ONLY=tests/data
+	@[ -n "$(VERSION)" ] || { echo "which torch? make compat VERSION=2.11.0"; exit 2; }
+	@[ -x $(COMPAT)/bin/python ] || $(PYTHON) -m venv $(COMPAT)
+	@{ grep -v '^torch==' constraints.txt; echo 'torch==$(VERSION)'; } >$(COMPAT)/constraints.txt
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(COMPAT)/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt torch -e '.[dev]'
+	@$(COMPAT)/bin/python -c 'import platform, torch; print("== torch", torch.__version__, "on Python", platform.python_version())'
+	@$(COMPAT)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(ONLY)
 
 matrix: $(STAMP)  ## every kind of model by every plan against one device; writes docs/matrix.md (ONLY='Llama:split*': a part)
 	@$(BIN)/python -W ignore::UserWarning:multiprocessing.resource_tracker tests/matrix/run.py \

@@ -75,8 +75,8 @@ def torch() -> Finding:
     except metadata.PackageNotFoundError:
         return bad("torch", "not installed", "pip install torch")
     major, minor = (int(part) for part in version.split(".")[:2])
-    if (major, minor) < (2, 6):
-        return bad("torch", version, "pip install --upgrade 'torch>=2.6'")
+    if (major, minor) < (2, 13):
+        return bad("torch", version, "pip install --upgrade 'torch>=2.13'")
     return good("torch", version)
 
 
