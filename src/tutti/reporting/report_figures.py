@@ -137,7 +137,8 @@ def curve_plot(
         axes.set_xlabel("wall time")
     else:
         axes.set_xlabel("samples trained on")
-        axes.xaxis.set_major_formatter(lambda v, _: _thousands(v))
+        longest = max(curve.samples[-1] for curve, _ in curves)
+        axes.xaxis.set_major_formatter(lambda v, _: _thousands(v, longest))
     metrics = list(dict.fromkeys(curve.metric for curve, _ in curves))
     values = [value for curve, _ in curves for value in curve.values]
     if min(values) > 0 and max(values) > 30 * min(values):
@@ -159,11 +160,12 @@ def curve_plot(
     return Plot(title=title, note=note, svg=inline(figure, name, alt_text), alt_text=alt_text)
 
 
-def _thousands(value: float) -> str:
-    """Format a number of samples with k or M."""
-    if abs(value) >= 1e6:
-        return f"{value / 1e6:g} M"
-    return f"{value / 1e3:g} k" if abs(value) >= 1e4 else f"{value:g}"
+def _thousands(value: float, longest: float) -> str:
+    """Format a number of samples, in the unit that the longest of the axis has."""
+    unit = next(((size, letter) for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")) if longest >= size), None)
+    if unit is None or not value:
+        return f"{value:g}"
+    return f"{value / {'G': 1e9, 'M': 1e6, 'k': 1e3}[unit[1]]:g} {unit[1]}"
 
 
 Bars = Sequence[tuple[str, dict[Phase, Quantity]]]
