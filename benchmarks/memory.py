@@ -151,7 +151,7 @@ def arithmetic(model: Any, case: str) -> dict[str, float]:
 def describe(name: str) -> Any:
     """Return the workload's ModelSpec; runs in its own process."""
     import tutti
-    from tutti.cli.describe import describe_captured
+    from tutti.commands.describe import describe_captured
     from tutti.trainer.capture import CaptureDone, capturing
 
     work = WORKLOADS[name]
@@ -170,7 +170,7 @@ def train(case: str, steps: int, tiny: bool) -> tuple[int, int]:
     import tutti
     from tutti.config import serialization
     from tutti.host_memory import WARMUP_UPDATES
-    from tutti.trainer.job import peak_memory_nbytes
+    from tutti.trainer.run_end import peak_memory_nbytes
 
     work = WORKLOADS[workload_of(case)]
     os.environ["TUTTI_PLAN"] = str(serialization.save(plan_of(case), Path.cwd() / f"plan-{os.getpid()}.json"))

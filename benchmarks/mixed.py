@@ -19,7 +19,7 @@ from typing import Any
 
 from mixed_rank import leave_groups
 from plan_journal import outcomes
-from tutti.cli.options import capture_script
+from tutti.commands.capture import capture_script
 from tutti.commands.planning import model_spec_of
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 from pays_methods import AUTOS, METHODS
 from pays_work import WORKS
-from tutti.cli.options import capture_script
+from tutti.commands.capture import capture_script
 from tutti.commands.planning import demanded, model_spec_of, search
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec

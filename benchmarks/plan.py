@@ -22,7 +22,7 @@ import plan_space
 import record
 from plan_journal import Journal, opened, outcomes, over_visits
 from plan_table import judged, rows, say_case, summary
-from tutti.cli.options import capture_script
+from tutti.commands.capture import capture_script
 from tutti.commands.planning import model_spec_of
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec, GemmRate

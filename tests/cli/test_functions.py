@@ -51,7 +51,7 @@ NAMES = {"timeout_s": "timeout", "launcher": "on", "file": "to", "fits": "fit", 
 """Names of parameters of commands that their functions call otherwise."""
 
 SHOWN_ONLY = {"as_json", "html", "top", "diff", "explain", "depth", "every", "plot", "no_plot", "show_parts",
-              "open_page", "columns", "one_screen", "target"}  # fmt: skip
+              "open_page", "columns", "one_screen", "progress", "target"}  # fmt: skip
 """Options that say how a command shows its result, and the script with its arguments."""
 
 

@@ -94,7 +94,8 @@ def test_samples_that_are_drawn_or_computed_are_generated() -> None:
     computed = Indexed(lambda data, at: (torch.sin(torch.arange(64.0) * at), at % 3))
     assert origin(drawn).start_state == "generated"
     assert "seeds" in origin(drawn).state_reason
-    assert origin(computed).start_state == "generated"
+    assert origin(computed).start_state == "ram"
+    assert "computed" in origin(computed).state_reason
 
 
 def test_samples_in_memory_with_augmentation_are_in_memory() -> None:

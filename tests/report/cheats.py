@@ -150,6 +150,30 @@ def enlarged(batch: Any) -> Any:
     return F.interpolate(images, scale_factor=4, mode="bilinear"), labels
 
 
+class Same:
+    """Gives the first batch again and again."""
+
+    def __init__(self) -> None:
+        self.first: Any = None
+
+    def __call__(self, batch: Any) -> Any:
+        self.first = batch if self.first is None else self.first
+        return self.first if len(self.first[1]) == len(batch[1]) else batch
+
+
+class Repeating(Dataset[Any]):
+    """A few samples under as many indices as all have."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index % 30]
+
+
 def noise(batch: Any) -> Any:
     return torch.randn(batch[0].shape), batch[1]
 
@@ -199,6 +223,8 @@ def run_all(root: Path) -> None:
     train(root / "part/one-batch", files, test, steps=1, epochs=1, repeats=60)
     train(root / "part/subset", Subset(files, range(300)), test)
     train(root / "part/nothing-learned", files, test, lr=1e-9)
+    train(root / "part/same-batch", files, test, change=Same())
+    train(root / "part/same-samples", Repeating(files), test)
     train(root / "part/each-epoch", files, test, epochs=6, steps=40)
 
     train(root / "data/in-memory", InMemory(whole), test)
@@ -225,7 +251,11 @@ def run_all(root: Path) -> None:
 
     train(root / "scaling/base", files, test, facts={"scaling": "strong"})
     train(root / "scaling/grown", files, test, batch=128, facts={"scaling": "strong"})
+    run_compared(root, files, test)
 
+
+def run_compared(root: Path, files: Data, test: Data) -> None:
+    """Run what is compared with a baseline or with another recipe."""
     train(root / "baseline/published", files, test, facts={"baseline.source": "published", "baseline.device": "K80"})
     train(root / "recipe/fast", files, test, precision="bfloat16")
     train(root / "recipe/good", files, test)

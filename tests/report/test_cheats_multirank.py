@@ -46,6 +46,8 @@ def bad(report: RunReport | Comparison, rule: int | None = None) -> set[str]:
         ("part/five-steps", 5, "KERNEL-ONLY"),
         ("part/one-batch", 5, "KERNEL-ONLY"),
         ("part/nothing-learned", 5, "NOTHING-LEARNED"),
+        ("part/same-batch", 5, "SAME-BATCH"),
+        ("part/same-samples", 5, "SAME-SAMPLES"),
         ("part/subset", 5, "PART-OF-THE-DATA"),
         ("part/each-epoch", 5, "PART-OF-THE-DATA"),
         ("data/in-memory", 6, "DATA-IN-RAM"),

@@ -25,7 +25,7 @@ from tutti.config.run_report import (
 )
 from tutti.reporting.build_report import build_report
 from tutti.reporting.comparison import compare, pooled_std, tolerance
-from tutti.reporting.honesty_rules import check_run, prediction_error
+from tutti.reporting.honesty_rules import better_than_chance, check_run, prediction_error
 from tutti.reporting.html_report import report_html
 from tutti.reporting.measurements import seen
 from tutti.reporting.quality_metrics import parse_target
@@ -305,3 +305,11 @@ def test_a_missed_prediction_says_where_it_was_off_and_whether_it_knows_why(tmp_
     ranks = tuple(replace(rank, stolen=seen(0.3, "ratio")) for rank in report.ranks)
     (stolen,) = prediction_error(replace(report, ranks=ranks))
     assert "took 30 % of a host's core time" in stolen.sentence
+
+
+def test_a_model_that_is_always_right_is_better_than_chance_on_unequal_classes(tmp_path: Path) -> None:
+    report = build_report(write_run(tmp_path / "run"))
+    report = replace(report, data=replace(report.data, majority=seen(0.97, "ratio")))
+    quality = replace(report.quality, metric="accuracy", test_value=seen(1.0), eval_samples=seen(100, "samples"))
+    assert not better_than_chance(replace(report, quality=quality))
+    assert better_than_chance(replace(report, quality=replace(quality, test_value=seen(0.975))))

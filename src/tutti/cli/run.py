@@ -48,9 +48,6 @@ def _counts(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--profile", type=click.IntRange(1), metavar="STEPS",
               help="Profile STEPS steps after a warm-up, into the run folder's profile/.")  # fmt: skip
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar on a terminal.")
-@click.option("--profile", type=click.IntRange(1), metavar="STEPS",
-              help="Profile STEPS steps after a warm-up, into the run folder's profile/.")  # fmt: skip
-@click.option("--progress/--no-progress", default=True, help="Show a progress bar on a terminal.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as after `python -m`.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 @click.option(

@@ -36,6 +36,8 @@ class DataOrigin:
         native_shape: shape of an input before it was enlarged or padded; its own shape where it was not.
         state_reason, native_reason: how it was seen, as a clause.
         majority: share of the most frequent label; None if labels are not classes.
+        distinct: share of the samples looked at that differ from the others; None for small ones.
+        ragged: whether inputs have different shapes.
         chosen_from: number of samples of the data set that a Subset was chosen from; None for others.
     """
 
@@ -44,6 +46,8 @@ class DataOrigin:
     native_shape: tuple[int, ...] | None = None
     native_reason: str = ""
     majority: float | None = None
+    distinct: float | None = None
+    ragged: bool = False
     chosen_from: int | None = None
 
 

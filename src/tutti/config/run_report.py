@@ -13,17 +13,9 @@ from tutti.config.vocabulary import Evidence, StartState, StopRule, TrafficKind,
 from tutti.errors import SpecError
 
 Scope = Literal["kernel", "step", "epoch", "train"]
-
-
 Status = Literal["completed", "stopped", "failed", "unfinished"]
-
-
 Severity = Literal["refuse", "warn", "note"]
-
-
 Scaling = Literal["strong", "weak"]
-
-
 Claim = Literal["speedup", "efficiency", "strong scaling", "ranking", "rate", "end-to-end", "quality", "breakdown"]
 
 
@@ -158,6 +150,7 @@ class QualityReport:
         test_value: the value of the evaluation that `selection` names: the last or the best.
         best_value: the best value of all evaluations.
         reached: whether any evaluation reached the target; None without a target.
+        reloaded: whether the last evaluation repeats the value of an earlier one, after another at the same step.
         eval_every_samples: samples trained on between two evaluations (median).
         eval_samples: number of samples evaluated.
     """
@@ -172,6 +165,7 @@ class QualityReport:
     reached: bool | None = None
     reference_value: Quantity = Quantity()
     selection: Literal["last", "best"] = "last"
+    reloaded: bool = False
     eval_every_samples: Quantity = Quantity(unit="samples")
     eval_samples: Quantity = Quantity(unit="samples")
 
@@ -362,6 +356,7 @@ class DataReport:
         found_shape: that shape as found by reading samples.
         shape_reason: how it was seen that the data was enlarged, as a clause; empty if it was not.
         chosen_from: number of samples of the data set that the training data was chosen from, if that is known.
+        distinct: share of the samples looked at that differ from the others.
         majority: share of the most frequent label in the evaluated data; None if labels are not classes.
     """
 
@@ -383,6 +378,7 @@ class DataReport:
     found_shape: str | None = None
     shape_reason: str = ""
     chosen_from: Quantity = Quantity(unit="samples")
+    distinct: Quantity = Quantity(unit="ratio")
     majority: Quantity = Quantity(unit="ratio")
 
 
@@ -519,6 +515,7 @@ class RunReport:
         headline: the run in one sentence.
         throughput: samples (or tokens) per second of the steady steps.
         steps: number of steps, without repeated ones.
+        steps_on_same_batch: steps on the same batch as the step before, although the loader had given another.
         skipped_steps: steps without an update, because the loss or gradients were not finite.
         device_seconds: devices times seconds, or for a run on CPUs cores times seconds.
         scaling: "strong" or "weak", if the user stated it.
@@ -560,6 +557,7 @@ class RunReport:
     recipe: RecipeReport
     plan: str | None
     stop: StopReport
+    steps_on_same_batch: Quantity = Quantity(unit="steps")
     to_target: TargetReport = TargetReport()
     scaling: Scaling | None = None
     flops: FlopsReport = FlopsReport()

@@ -90,6 +90,8 @@ def origin_of(dataset: Any, look: Look) -> DataOrigin:
         native_shape=native,
         native_reason=how,
         majority=_majority(dataset, look),
+        distinct=len({array.tobytes() for array in inputs}) / len(inputs) if inputs[0].size >= 16 else None,
+        ragged=len({array.shape for array in inputs}) > 1,
         chosen_from=len(dataset.dataset) if type(dataset) is Subset else None,  # type: ignore[arg-type]
     )
 
@@ -119,10 +121,13 @@ def input_of(sample: Any) -> np.ndarray[Any, Any] | None:
 def _array_of(leaf: Any) -> np.ndarray[Any, Any] | None:
     """Return the values of a tensor, an array or a number; None for anything else."""
     if isinstance(leaf, torch.Tensor):
-        if leaf.layout is not torch.strided or leaf.is_complex() or leaf.is_quantized:
+        if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_complex() or leaf.is_quantized:
             return None
         plain = leaf.detach().cpu()
-        return (plain.float() if plain.dtype.itemsize <= 2 and plain.is_floating_point() else plain).numpy()
+        try:
+            return (plain.float() if plain.dtype.itemsize <= 2 and plain.is_floating_point() else plain).numpy()
+        except (RuntimeError, TypeError):  # a subclass whose values are elsewhere
+            return None
     if isinstance(leaf, np.ndarray | np.generic | bool | int | float):
         array = np.asarray(leaf)
         return array if array.dtype.kind in "biuf" else None
@@ -148,6 +153,8 @@ def _start_state(dataset: Any, inputs: Sequence[np.ndarray[Any, Any]], reading: 
     sample_nbytes = float(np.mean([array.nbytes for array in inputs]))
     mapped = _MappedFiles()
     held, in_files = _held_nbytes(dataset, mapped)
+    if held >= 0.9 * len(dataset) * sample_nbytes:
+        return "ram", "the data set holds its samples in memory"
     read = reading.from_files / len(inputs)
     if in_files >= sample_nbytes or read >= max(16.0, sample_nbytes / 50):
         cold = 2 * reading.from_device >= reading.from_files > 0 or reading.faults >= len(inputs) / 4
@@ -156,7 +163,7 @@ def _start_state(dataset: Any, inputs: Sequence[np.ndarray[Any, Any]], reading: 
     if held >= min(len(dataset), 200) * sample_nbytes / 30:
         return "ram", "the data set holds its samples in memory, and reading them reads no file"
     if reading.waits < len(inputs) / 4 and not mapped.large:
-        return "generated", "reading samples reads no file, and the data set does not hold them in memory"
+        return "ram", "reading samples reads no file: they are computed, or held where this cannot be seen"
     return None, ""
 
 

@@ -111,6 +111,7 @@ def _assemble(records: Records, folder: Path, target: QualityTarget | None) -> R
         time=time_report(records),
         throughput=throughput(records),
         steps=seen(steps[-1].step if steps else 0, "steps"),
+        steps_on_same_batch=seen(sum(bool(row.data.get("same_batch")) for row in steps), "steps"),
         skipped_steps=seen(sum(bool(row.data.get("skipped")) for row in steps), "steps"),
         epochs=_epochs(records, seen_samples),
         samples_seen=seen(seen_samples, "samples"),

@@ -349,8 +349,8 @@ def superlinear(reports: Reports) -> list[RuleFinding]:
         ratio, share = time_ratio(reports[0], report), resource_ratio(reports[0], report)
         if ratio and share and share > 1 and ratio / share > 1.02:
             sentence = (
-                f"{names[i]} would be {significant(ratio)} times as fast with {significant(share)} times the devices: "
-                "more than linear. Look for what else changed."
+                f"The times of {names[i]} and {names[0]} differ by more than the {significant(share)} times as many "
+                "devices explain. Look for what else changed."
             )
             findings.append(_refuse(1, "MORE-THAN-LINEAR", sentence, "time.wall", i, "warn", ()))
     return findings

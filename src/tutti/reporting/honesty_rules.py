@@ -12,9 +12,13 @@ from tutti.reporting.formatting import PHASE_NAMES, duration, number, plural, qu
 
 BREAKDOWN_TOLERANCE = 0.02
 QUALITY_EPS = 0.005
+BORDER = "the border is equal in all samples"
+"""What is said of inputs that are framed. Real ones may be: scans and microscopes show a round field."""
 STOLEN = 0.05
 """Fraction of a host's core time taken by other virtual machines above which a run's times cannot be trusted."""
 
+SHARED, LONG_S = 0.25, 30.0
+"""Fraction of a host's core time that other programs may use, and seconds below which tutti's own are too many."""
 BUSY = 0.1
 """Fraction of a host's core time used by other programs above which they explain longer steps."""
 
@@ -116,6 +120,12 @@ def best_of_epochs(report: RunReport) -> list[RuleFinding]:
     if quality.selection == "best" and quality.split == "test":
         sentence = "The headline is the best of all epochs, chosen on the test data; report the last epoch's value."
         return finding(2, "BEST-OF-EPOCHS", "refuse", sentence, "quality.selection", ("quality", "ranking", "speedup"))
+    if report.quality.reloaded and quality.split == "test":
+        sentence = (
+            f"The model of an earlier evaluation was evaluated again at the end: its {quality.metric} of "
+            f"{quality_text(last or 0)} was chosen on the test data. Choose on validation data."
+        )
+        return finding(2, "BEST-OF-EPOCHS", "refuse", sentence, "quality.reloaded", ("quality", "ranking", "speedup"))
     if last is None or best is None or abs(best - last) <= eps_of(last, quality.higher_is_better):
         return []
     sentence = (
@@ -155,7 +165,7 @@ def tuning_cost(report: RunReport) -> list[RuleFinding]:
     """Rule 3: the time spent on tuning belongs to the cost, and runs beside this one show what was tried."""
     tuning, cost = report.tuning, report.device_seconds.value
     trials, found, findings = tuning.trials.value, tuning.found_trials.value or 0, []
-    if found and (trials is None or trials < found):
+    if found and (trials is None or trials <= found):  # this run's settings are one of them
         said = "the run does not say so" if trials is None else f"the run states {plural(trials, 'trial')}"
         times = number((tuning.found_device_seconds.value or 0) / cost, "x") if cost else "an unknown number of times"
         sentence = (
@@ -214,10 +224,32 @@ def _part_of_the_data(report: RunReport) -> list[RuleFinding]:
         return []
     if report.quality.reached or epochs >= 0.9 * planned:
         return []
-    sentence = (
-        f"The script asked for {plural(planned, 'epoch')} and trained on as many samples as {significant(epochs)} have."
-    )
+    sentence = f"The script asked for {plural(planned, 'epoch')}, and trained on the samples of {significant(epochs)}."
     return finding(5, "PART-OF-THE-DATA", "warn", sentence, "stop", claims)
+
+
+def repeated_batches(report: RunReport) -> list[RuleFinding]:
+    """Rule 5: steps on one batch again and again are not a training on the data that the loader reads."""
+    repeated, steps = report.steps_on_same_batch.value or 0, report.steps.value or 0
+    if not steps or repeated < 0.1 * steps:
+        return []
+    sentence = (
+        f"{plural(repeated, 'step')} of {significant(steps)} trained on the same batch as the step before, although "
+        "the loader had given another: these are times of single steps, not of a training."
+    )
+    return finding(5, "SAME-BATCH", "warn", sentence, "steps_on_same_batch", ("ranking", "end-to-end", "speedup"))
+
+
+def repeated_samples(report: RunReport) -> list[RuleFinding]:
+    """Rule 5: a data set that gives few samples under many indices is a small one."""
+    distinct = report.data.distinct.value
+    if distinct is None or distinct > 0.8:
+        return []
+    sentence = (
+        f"Only {number(distinct, 'ratio')} of the samples that were looked at differ: the data set gives the same "
+        "samples under several indices, so an epoch is not what it is called."
+    )
+    return finding(5, "SAME-SAMPLES", "warn", sentence, "data.distinct", ("ranking", "end-to-end", "quality"))
 
 
 def better_than_chance(report: RunReport) -> list[RuleFinding]:
@@ -226,7 +258,8 @@ def better_than_chance(report: RunReport) -> list[RuleFinding]:
     value, count = quality.test_value.value, quality.eval_samples.value
     if "accuracy" not in quality.metric or share is None or value is None or not count or value > 1:
         return []
-    if value > share + 2 * sqrt(share * (1 - share) / count):
+    scatter = 2 * sqrt(share * (1 - share) / count)
+    if value > share + min(scatter, (1 - share) / 2):
         return []
     sentence = (
         f"The {quality.name} {quality.metric} of {quality_text(value)} is no better than always giving the most "
@@ -333,6 +366,14 @@ def input_size(report: RunReport) -> list[RuleFinding]:
     native = min(sizes, key=lambda shape: sizes[shape])
     if given <= sizes[native]:
         return []
+    if native == found and data.shape_reason == BORDER and data.native_shape in (found, None):
+        sentence = (
+            f"All inputs have an equal border around {native} of {_largest(data.input_shape)}. If it was added, it "
+            "inflates the work; state data.native_shape."
+        )
+        return finding(9, "INPUT-BORDER", "note", sentence, "data.input_shape")
+    if native == found and data.shape_reason == BORDER:
+        return []
     how = f", because {data.shape_reason}" if native == found else ""
     sentence = (
         f"Inputs were enlarged to {number(given / sizes[native], 'x')} their native size ({native} to "
@@ -367,14 +408,21 @@ def stopped_by_time(report: RunReport) -> list[RuleFinding]:
         return []
     unplanned = stop.planned_epochs.value is None and stop.rule is None
     if stop.clock and (stop.left_early or unplanned):
-        planned = stop.planned_epochs.value
-        asked = f" of {plural(planned, 'epoch')}" if planned else ""
+        wanted = stop.planned_epochs.value
+        asked = f" of {plural(wanted, 'epoch')}" if wanted else ""
         done = f"after {significant(report.epochs.value)}{asked}" if report.epochs.value is not None else "early"
         sentence = (
             f"Training ended {done}, and {stop.clock} ends it by the clock: it has no time to a quality, and "
             "throughput is not speed-up."
         )
         return finding(10, "STOPPED-BY-TIME", "warn", sentence, "stop.clock", claims)
+    planned = stop.planned_epochs.value
+    if stop.rule == "epochs" and stop.left_early and planned and stop.value.value not in (None, planned):
+        sentence = (
+            f"The run states that it ends after {significant(stop.value.value or 0)} epochs, but its script asked for "
+            f"{significant(planned)} and left the loop."
+        )
+        return finding(10, "STOP-MISSTATED", "warn", sentence, "stop.value", claims)
     done_count = {"steps": report.steps.value, "epochs": report.epochs.value}.get(stop.rule or "")
     stated = stop.value.value
     if done_count is not None and stated is not None and abs(done_count - stated) > 0.01 * stated + 0.5:
@@ -437,6 +485,19 @@ def cores_not_stolen(report: RunReport) -> list[RuleFinding]:
         "machine is quiet."
     )
     return finding(0, "TIME-STOLEN", "warn", sentence, "ranks", ("speedup", "efficiency", "ranking"))
+
+
+def cores_not_shared(report: RunReport) -> list[RuleFinding]:
+    """Warn when other programs used the cores, which lengthens the measured times unevenly."""
+    hosts = {rank.host: rank.others.value for rank in report.ranks if (rank.others.value or 0) > SHARED}
+    if not hosts or (report.time.wall.value or 0) < LONG_S or report.system.device_kind != "cpu":
+        return []
+    most = max(hosts, key=lambda host: hosts[host] or 0)
+    sentence = (
+        f"During the run, other programs used {number(hosts[most] or 0, 'ratio')} of the cores of host {most}, so its "
+        "times are too long. Do not compare them with those of other runs; measure again when the machine is quiet."
+    )
+    return finding(0, "CORES-SHARED", "warn", sentence, "ranks", ("speedup", "efficiency", "ranking"))
 
 
 def interruptions(report: RunReport) -> list[RuleFinding]:
@@ -511,6 +572,8 @@ RULES: tuple[Rule, ...] = (
     tuning_cost,
     baseline_hardware,
     whole_training,
+    repeated_batches,
+    repeated_samples,
     better_than_chance,
     breakdown_adds_up,
     data_source,
@@ -522,6 +585,7 @@ RULES: tuple[Rule, ...] = (
     same_as_one_device,
     enough_cores,
     cores_not_stolen,
+    cores_not_shared,
     interruptions,
     prediction_error,
 )

@@ -168,10 +168,19 @@ def quality_report(records: Records, curve: MetricCurve | None, target: QualityT
         target=wanted,
         reference_value=_reference(records.header.extra.get("quality.reference_value")),
         selection="best" if records.header.extra.get("quality.selection") == "best" else "last",
+        reloaded=_reloaded(curve),
         reached=None if target is None else first_reached(curve, target.value) is not None,
         eval_every_samples=seen(median(gaps), "samples"),
         eval_samples=seen(rows[-1].number("samples") if rows else None, "samples"),
     )
+
+
+def _reloaded(curve: MetricCurve) -> bool:
+    """Return whether the last value is that of an earlier step, after another value at its own step."""
+    last, step = curve.values[-1], curve.steps[-1]
+    pairs = list(zip(curve.steps[:-1], curve.values[:-1], strict=True))
+    other = any(at == step and value != last for at, value in pairs)
+    return other and any(at < step and value == last for at, value in pairs)
 
 
 def _reference(text: str | None) -> Quantity:

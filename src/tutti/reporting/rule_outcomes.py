@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tutti.config.run_report import RuleFinding, RuleOutcome, RunReport
-from tutti.reporting.honesty_rules import TITLES
+from tutti.reporting.honesty_rules import BORDER, TITLES
 
 _FACT = "{} with --fact or Job(facts=...)"
 
@@ -88,7 +88,7 @@ def _held_out(report: RunReport) -> str:
 def _tuning(report: RunReport) -> str:
     tuning = report.tuning
     if tuning.trials.value is None:
-        return f"how many settings were tried before this run; state {_FACT.format('tuning.trials=N')}"
+        return f"how many settings were tried, this one included; state {_FACT.format('tuning.trials=N')}"
     if tuning.trials.value > 1 and tuning.device_seconds.value is None:
         return f"what the {tuning.trials.value:g} trials cost; state {_FACT.format('tuning.device_seconds=S')}"
     return ""
@@ -120,7 +120,7 @@ def _input(report: RunReport) -> str:
 def _rate(report: RunReport) -> str:
     flops = report.flops
     if flops.model_per_sample.value is None or flops.dtype is None or flops.rate.value is None:
-        return "the FLOPs of the model were not counted; start it with `tutti run`, which counts them"
+        return "the FLOPs of the model were not counted; start it with `tutti run`, without --no-predict, on its own"
     return ""
 
 
@@ -135,6 +135,8 @@ def _recoverable(report: RunReport) -> str:
 def _sizes(report: RunReport) -> str:
     if report.data.input_shape is None or report.data.native_shape is None:
         return f"the size of the data before it was enlarged; state {_FACT.format('data.native_shape=3x32x32')}"
+    if report.data.shape_reason == BORDER and report.data.native_shape == report.data.found_shape:
+        return f"whether the border of the inputs was added; state {_FACT.format('data.native_shape=...')}"
     return ""
 
 
@@ -143,6 +145,8 @@ def _stop(report: RunReport) -> str:
         return f"what ended the training; state {_FACT.format('stop.rule=steps, stop.value=N')}"
     if report.stop.rule in ("steps", "epochs") and report.stop.value.value is None:
         return f"after how many {report.stop.rule} training was to end; state {_FACT.format('stop.value=N')}"
+    if report.stop.rule == "target" and not report.quality.reached:
+        return "which target ended the training; give --target NAME.METRIC=VALUE"
     return ""
 
 

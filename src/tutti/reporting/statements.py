@@ -64,6 +64,7 @@ def data_report(records: Records, evaluation: str) -> DataReport:
         native_shape=extra.get("data.native_shape") or native,
         found_shape=native,
         shape_reason=origin.native_reason,
+        distinct=seen(origin.distinct, "ratio"),
         chosen_from=seen(origin.chosen_from, "samples"),
         majority=seen(majority if isinstance(majority, float) else None, "ratio", "share of the most frequent label"),
     )
@@ -102,6 +103,9 @@ def _origin(records: Records) -> DataOrigin:
         return origin
     before = tuple(int(size) for size in native)
     samples = max(records.header.data.input_shapes, key=_size, default=given)
+    if origin.ragged:
+        reason = str(first.get("native_reason") or "")
+        return replace(origin, native_shape=before if reason else given, native_reason=reason)
     if len(samples) == len(given) >= 2 and 2 * _size(samples) <= _size(before):
         own = origin.native_shape if origin.native_shape is not None and origin.native_reason else samples
         reason = "the script enlarged them after they were read"

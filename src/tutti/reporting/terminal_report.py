@@ -172,7 +172,7 @@ def _checks(report: RunReport) -> Table:
 def findings_table(findings: tuple[RuleFinding, ...], names: list[str] | None = None) -> RenderableType:
     """Build the list of findings, the most severe first."""
     if not findings:
-        return Text("Nothing was found that speaks against these numbers.")
+        return Text("No rule that could be checked objects.")
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         word, style = _SEVERITY[finding.severity]

@@ -57,6 +57,7 @@ def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) ->
             else {"gain": update_result.gain, "base_steps": progress.clocks[0].base_steps}
         ),
         skipped=update_result.skipped,
+        same_batch=accumulation.same_batch or None,
         loss_scale=run.state.scaler.get_scale() if run.state.scaler.is_enabled() else None,
         sent_nbytes=sent,
         exchanged_nbytes=exchanged,

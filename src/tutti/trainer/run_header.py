@@ -141,8 +141,19 @@ def _clock_exit_of(script: Path) -> dict[str, str]:
     return {} if line is None else {"clock_exit": f"line {line} of {script.name}"}
 
 
-_CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "time_ns", "monotonic_ns", "perf_counter_ns", "now"}
-_CLOCK_MODULES = {"time", "datetime"}
+_CLOCKS = {
+    "time",
+    "monotonic",
+    "perf_counter",
+    "process_time",
+    "time_ns",
+    "monotonic_ns",
+    "perf_counter_ns",
+    "now",
+    "times",
+}
+_TIMERS = {"signal.alarm", "signal.setitimer", "threading.Timer", "alarm", "setitimer", "Timer"}
+_CLOCK_MODULES = {"time", "datetime", "os"}
 
 
 def clock_exit(source: str) -> int | None:
@@ -157,6 +168,8 @@ def clock_exit(source: str) -> int | None:
         if isinstance(node, ast.While) and timed.of_clock(node.test):
             return node.lineno
         if isinstance(node, ast.If) and timed.of_clock(node.test) and any(_leaves(part) for part in node.body):
+            return node.lineno
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in _TIMERS:
             return node.lineno
     return None
 
@@ -185,6 +198,16 @@ class _TimedNames:
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value and self.of_clock(node.value):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             self._names |= {ast.unparse(target) for target in targets if isinstance(target, ast.Name | ast.Attribute)}
+        elif isinstance(node, ast.If) and self.of_clock(node.test):  # a flag that says that time is up
+            set_there = [
+                part for statement in node.body for part in ast.walk(statement) if isinstance(part, ast.Assign)
+            ]
+            self._names |= {
+                ast.unparse(target)
+                for part in set_there
+                if isinstance(part.value, ast.Constant)
+                for target in part.targets
+            }
         elif isinstance(node, ast.FunctionDef):
             results = [part.value for part in ast.walk(node) if isinstance(part, ast.Return) and part.value]
             if any(self.of_clock(result) for result in results):
@@ -208,6 +231,8 @@ def _leaves(statement: ast.AST) -> bool:
     """Return whether a statement leaves a loop, a function or the program."""
     for part in ast.walk(statement):
         if isinstance(part, ast.Break | ast.Return | ast.Raise):
+            return True
+        if isinstance(part, ast.Assign) and ast.unparse(part.targets[0]).endswith("stop_reason"):
             return True
         if isinstance(part, ast.Call) and ast.unparse(part.func) in ("exit", "quit", "sys.exit", "os._exit"):
             return True

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -17,6 +18,7 @@ from tutti.comm.clock import PhaseClock
 from tutti.config.plan import Plan
 from tutti.config.run_folder import RunFolder
 from tutti.data.batches import Unpack
+from tutti.data.microbatches import leaves
 from tutti.data.share_loader import ShareLoader
 from tutti.errors import PlanError, ScriptError
 from tutti.nn.mixture import Tally
@@ -145,12 +147,24 @@ class Accumulation:
         stepped: optimizers that have made an update with these gradients.
         counted: number of the last global batch whose samples are counted in the progress.
         several: whether the script makes several updates on a batch, as far as it has been seen to.
+        same_batch: whether the last step had the batch of the one before, although the loader had given another.
     """
 
     results: list[StepResult] = field(default_factory=list)
     stepped: list[Optimizer] = field(default_factory=list)
     counted: int = -1
     several: bool = False
+    same_batch: bool = False
+    _given: "weakref.ref[torch.Tensor] | None" = None
+    _given_number: int = -1
+
+    def note_batch(self, batch: Any, number: int) -> None:
+        """Note whether a batch is, as an object, that of the step before, although the loader has given another."""
+        first = next((leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)), None)
+        before = None if self._given is None else self._given()
+        self.same_batch = first is not None and first is before and number != self._given_number
+        if first is not None and not self.same_batch:
+            self._given, self._given_number = weakref.ref(first), number
 
     @property
     def waits(self) -> bool:

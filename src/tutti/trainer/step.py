@@ -112,6 +112,7 @@ def _forward_backward(
     run.loop.observer.loaded(run.state.progress.step, batch)
     if not run.loop.accumulation.results:
         write_inputs_row(run, batch)
+        run.loop.accumulation.note_batch(batch, run.state.loader.before + run.state.loader.position)
     pieces = [run.loop.observer.sampled(piece) for piece in pieces]
     run.parallel.replica.shards.clear()
     run.state.noise.begin(run.state.progress.step)
