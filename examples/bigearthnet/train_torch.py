@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from network import F1
-from training import datasets, make_model, make_optimizer, parse_arguments, recipe_of, shown, validates_after
+from shared_training import datasets, make_model, make_optimizer, parse_arguments, recipe_of, shown, validates_after
 
 
 def rate_factor(

@@ -10,7 +10,7 @@ from torch import nn
 
 import tutti
 from network import F1
-from training import (
+from shared_training import (
     datasets,
     lr_rule_of,
     make_model,

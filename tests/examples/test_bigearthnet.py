@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bigearthnet_patches import FOLDER, make_pack, write_big_endian_tiff
 
-from examples.bigearthnet_patches import FOLDER, make_pack, write_big_endian_tiff
 from tutti.errors import DataError
 from tutti.optim.learning_rate import LRRule, learning_rate
 from worked.examples import EXAMPLES
@@ -28,8 +28,8 @@ from labels import GROUPS, LABELS_19, LABELS_43, in_nomenclature, multi_hot  # n
 from network import F1, ResNet  # noqa: E402
 from pack import pack  # noqa: E402
 from patches import BANDS, OFFSETS, SIDES, VALUES, patch_folders, read_patch, to_image  # noqa: E402
+from shared_training import parse_arguments  # noqa: E402
 from train_torch import rate_factor  # noqa: E402
-from training import parse_arguments  # noqa: E402
 
 # label_indices.json of BigEarthNet-S2_19-classes_models: index among the 43 -> index among the 19.
 PUBLISHED = {

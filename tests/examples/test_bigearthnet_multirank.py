@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from bigearthnet_patches import make_pack
 
 import tutti
-from examples.bigearthnet_patches import make_pack
 from harness import preload, run_ranks
 
 pytest.importorskip("rasterio")
-preload("examples.bigearthnet_patches")
+preload("bigearthnet_patches")
 
 SMALL = ["--epochs", "3", "--batch-size", "12", "--layers", "14", "--width", "2", "--lr", "60", "--workers", "0"]
 SMALL += ["--validate-every", "2"]

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from coming_from_reference import REFERENCE, load_program, sums_of
+from test_pairs import run_main
 
 import tutti
-from examples.coming_from_reference import REFERENCE, load_program, sums_of
-from examples.test_pairs import run_main
 from harness import run_ranks
 
 QUICK = ["ddp", "accelerate", "lightning", "deepspeed"]

@@ -1,6 +1,10 @@
 """Gradient accumulation as scripts write it: right through the Job's calls, refused where it bypasses them."""
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +93,39 @@ def test_accumulation_is_that_of_one_device_or_refused(ranks: int) -> None:
         for said in results[1:] if ranks > 1 else ():
             assert said.startswith("SGD.step() was called by the script")
             assert "job.update() for SGD.step()" in said
+
+
+def twice(job: Any, model: nn.Module, optimizer: Any, batch: Any, due: bool) -> None:
+    job.step(batch)
+    optimizer.step()
+
+
+def stepped_twice() -> str:
+    return str(trained(twice))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_is_left_from_the_old_loop_is_refused(ranks: int) -> None:
+    for said in run_ranks(stepped_twice, ranks):
+        assert said.startswith("SGD.step() was called")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"global_batch_size": 32.5}, "global_batch_size = 32.5 is not a whole number"),
+        ({"global_batch_size": "32"}, "global_batch_size = '32' is not a whole number"),
+        ({"lr_rule": 0.1}, "lr_rule = 0.1 is no rule"),
+        ({"facts": {"tuning.trial": 1}}, "did you mean 'tuning.trials'"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(tutti.TuttiError, match=re.escape(said)):
+        tutti.Job(**{"global_batch_size": 4, **changed})
+
+
+def test_an_error_in_the_constructor_is_one_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import tutti\ntutti.Job(global_batch_size=0)\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "tutti: global_batch_size = 0; give a number of 1 or more\n")

@@ -1,5 +1,6 @@
 """`tutti.run`: train according to a plan, on the ranks of this node. Other nodes run the same command."""
 
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -366,7 +367,11 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
     console.print(_announcement(spec), style="dim", soft_wrap=True)
     before = header_time(spec)
     watcher = screen(spec)
-    wanted = _wanted(options, spec.folder, spec.world_size) if _to_predict(options) else None
+    # What an earlier run left in the folder stays if this one is refused.
+    aside = spec.folder / ".prediction" if before is not None else spec.folder
+    wanted = _wanted(options, aside, spec.world_size) if _to_predict(options) else None
+    if wanted is not None:
+        aside.mkdir(exist_ok=True)
     with interrupts() as interrupted, beside(wanted) as worker:
         worker = _started(worker)
         outcome = supervise(
@@ -379,6 +384,10 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
         has_job = spec.node_rank > 0 or header_time(spec) != before
         if worker is not None and has_job and outcome.status == "completed":
             _await_prediction(worker)
+    if aside != spec.folder and aside.exists():
+        for file in aside.iterdir() if has_job else ():
+            file.replace(spec.folder / file.name)
+        shutil.rmtree(aside, ignore_errors=True)
     return conclude(spec, outcome, has_job=has_job)
 
 

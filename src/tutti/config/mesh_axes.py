@@ -67,7 +67,7 @@ def parse_mesh(text: str) -> dict[AxisName, int]:
         if axis in mesh:
             raise PlanError(f"mesh {text!r}: {_twice(axis, names[axis], name)}")
         if not degree.isdigit() or int(degree) < 1:
-            raise PlanError(f"mesh {text!r}: {part.strip()!r} has no degree; write {name}=2")
+            raise PlanError(f"mesh {text!r}: {part.strip()!r} has no degree of 1 or more; write {name}=2")
         mesh[axis], names[axis] = int(degree), name
     return mesh
 

@@ -1,6 +1,7 @@
 """The plan: how a job is spread over ranks, as readable JSON. Nothing in it is measured."""
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -30,6 +31,8 @@ from tutti.errors import PlanError
 
 
 def _positive(value: int, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise PlanError(f"{name} = {value!r} is not a whole number; give a number of 1 or more")
     if value < 1:
         raise PlanError(f"{name} = {value}; give a number of 1 or more")
 

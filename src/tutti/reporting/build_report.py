@@ -268,7 +268,7 @@ def _profile_note(records: Records) -> tuple[RuleFinding, ...]:
     if not steps:
         return ()
     sentence = (
-        f"{plural(steps, 'step')} were profiled, which slows them: the step time and the throughput leave them out, "
+        f"{plural(steps, 'step')} ran slower because of the profiler: the step time and the throughput leave them out, "
         "totals and peak memory include them."
     )
     return (RuleFinding(rule=0, code="PROFILED", severity="note", sentence=sentence, where="time"),)

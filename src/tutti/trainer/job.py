@@ -13,7 +13,6 @@ from tutti.config.plan import BatchPlan
 from tutti.config.stated_facts import check_facts
 from tutti.config.vocabulary import LastBatch, Precision, Unit
 from tutti.data.samples import read_source
-from tutti.environment import read_launch_options
 from tutti.errors import ScriptError
 from tutti.optim.learning_rate import LRRule
 from tutti.parallel.data.replicate import LossFunction
@@ -33,11 +32,12 @@ from tutti.trainer.metrics_rows import write_evaluation_row
 from tutti.trainer.prepare import (
     PrepareArguments,
     build_optimizers,
+    check_arguments,
     follow_script,
     prepare_run,
     without_wrappers,
 )
-from tutti.trainer.run_end import RunFinalizer
+from tutti.trainer.run_end import RunFinalizer, begin_launch
 from tutti.trainer.run_state import JobLoader, JobSettings, Run
 from tutti.trainer.update import optimizers_of, save_when_due
 from tutti.trainer.whole_weights import on_cpu, save_pretrained, whole_model, whole_state
@@ -133,7 +133,7 @@ class Job(JobRanks):
         callbacks: Sequence[Any] = (),
         progress: bool = True,
     ) -> None:
-        launch_options = read_launch_options()
+        launch_options = begin_launch()
         self._callbacks = JobCallbacks.of(callbacks)
         self._compile = compile
         self._context = open_job_context(
@@ -248,6 +248,7 @@ class Job(JobRanks):
             raise ScriptError("prepare was called twice, but a Job trains one model; compose several into one module")
         if scheduler_clock not in ("step", "epoch"):
             raise ScriptError(f"scheduler_clock = {scheduler_clock!r}; use 'step' or 'epoch'")
+        check_arguments(model, loss_fn)
         source = read_source(dataset, shuffle=shuffle, tokens=tokens, arguments=loader_arguments)
         model = without_wrappers(model, compiled=not capture.is_capturing())
         compile_model(model, False if capture.is_capturing() else self._compile, self.device)

@@ -329,6 +329,20 @@ def _sample_inputs(arguments: PrepareArguments, context: JobContext, plan: Plan,
     return arguments.unpack(observer.sampled(to_device(batch, context.world.device)))[:2]
 
 
+def check_arguments(model: object, loss_fn: object) -> None:
+    """Refuse arguments of prepare that are of another kind.
+
+    Raises:
+        ScriptError: naming the argument.
+    """
+    if not isinstance(model, nn.Module):
+        raise ScriptError(
+            f"prepare got a {type(model).__name__} as the model; write prepare(model, optimizer, dataset)"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ScriptError(f"loss_fn = {loss_fn!r} is no function; pass one such as torch.nn.functional.mse_loss")
+
+
 def without_wrappers(model: nn.Module, *, compiled: bool) -> nn.Module:
     """Return the module inside torch.compile's wrapper, with the wrappers of its submodules removed in place.
 

@@ -12,9 +12,28 @@ import torch
 
 from tutti.comm.shared_segment import attached_resident_nbytes
 from tutti.comm.world import World, leave_world
+from tutti.environment import LaunchOptions, read_launch_options
 from tutti.errors import TuttiError
 from tutti.trainer.run_state import Run
 from tutti.trainer.step_profile import StepProfile
+
+
+def begin_launch() -> LaunchOptions:
+    """Return the launcher's options, and let tutti's errors be one sentence from now on, without a traceback."""
+    options = read_launch_options()
+    if not options.supervised and sys.excepthook is sys.__excepthook__ and not hasattr(sys, "ps1"):
+        sys.excepthook = _say_shortly
+    return options
+
+
+def _say_shortly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, TuttiError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(f"tutti: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.exit_code)
 
 
 class RunFinalizer:

@@ -61,6 +61,8 @@ class JobSettings:
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise PlanError(f"clip_norm = {self.clip_norm}; give a number above 0, or None for no clipping")
+        if self.lr_rule is not None and not isinstance(self.lr_rule, LRRule):
+            raise PlanError(f"lr_rule = {self.lr_rule!r} is no rule; write tutti.LRRule(...), or None")
         if self.on_nonfinite not in ("stop", "skip"):
             raise PlanError(f"on_nonfinite = {self.on_nonfinite!r}; use 'stop' or 'skip'")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:

@@ -71,11 +71,21 @@ def make_update(run: Run, optimizers: tuple[Optimizer, ...]) -> None:
 
 
 def refuse_own_steps(run: Run) -> None:
-    """Let the optimizers refuse, on several ranks, a `step` that the script calls itself."""
+    """Let the optimizers refuse a `step` that the script calls itself.
+
+    On one rank the gradients of the script's own backward are those of the batch, so only a second step with gradients
+    that `job.step` has used is refused.
+    """
+    on_one_rank = run.parallel.world.world_size == 1
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not run.loop.watch.inside:
-            kind = type(optimizer).__name__
+        kind = type(optimizer).__name__
+        if not run.loop.watch.inside and on_one_rank and optimizer in run.loop.accumulation.stepped:
+            raise ScriptError(
+                f"{kind}.step() was called after job.step() or job.update(), which had made the update: the parameters "
+                f"would move twice; delete {kind}.step()"
+            )
+        if not run.loop.watch.inside and not on_one_rank:
             raise ScriptError(
                 f"{kind}.step() was called by the script: gradients of its own "
                 "backward are of this rank's share of the batch only, and clipping, schedulers and checkpoints follow "
@@ -83,7 +93,7 @@ def refuse_own_steps(run: Run) -> None:
                 f"accumulate, and job.update() for {kind}.step()"
             )
 
-    for optimizer in run.parallel.optimizers if run.parallel.world.world_size > 1 else ():
+    for optimizer in run.parallel.optimizers:
         optimizer.register_step_pre_hook(check)
 
 

@@ -71,7 +71,10 @@ def save_pretrained(run: Run, folder: Path, options: dict[str, Any]) -> None:
     world, failure = run.parallel.world, None
     if not callable(getattr(run.parallel.model, "save_pretrained", None)):
         kind = type(run.parallel.model).__name__
-        raise ScriptError(f"{kind} has no save_pretrained; write torch.save(job.state_dict(), file) on rank 0")
+        raise ScriptError(
+            f"{kind} has no save_pretrained; write `state = job.state_dict()` on every rank, and torch.save(state, "
+            "file) where job.is_main"
+        )
     with whole_model(run, torch.device("cpu"), keep=world.is_main) as model:
         try:
             if world.is_main:
