@@ -44,7 +44,7 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
         counts = [record["splits"][name] for name in SPLITS]
         start = sum(counts[: SPLITS.index(split)])
         rows = np.arange(start, start + record["splits"][split])
-        labels = in_nomenclature(np.load(self.folder / "labels.npy"), classes)[rows]
+        labels = in_nomenclature(_array(self.folder / "labels.npy"), classes)[rows]
         labelled = labels.any(axis=1)
         self.left_out = [record["names"][row] for row in rows[~labelled]]
         self.rows, self.labels = rows[labelled], labels[labelled]
@@ -71,11 +71,7 @@ class Patches(Dataset[tuple[Tensor, Tensor]]):
         """Return all pixels of a patch at the bands' own resolutions, uint16, (VALUES,)."""
         shard, row = divmod(int(self.rows[index]), self._per_shard)
         if shard not in self._shards:
-            path = self.folder / shard_name(shard)
-            try:
-                self._shards[shard] = np.load(path, mmap_mode="r")
-            except (OSError, ValueError) as error:
-                raise DataError(f"{path} cannot be read ({error}); pack the patches again") from None
+            self._shards[shard] = _array(self.folder / shard_name(shard))
         return self._shards[shard][row]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,9 +129,22 @@ def read_record(folder: Path) -> dict[str, Any]:
     if form != (FORM, list(BANDS), list(LABELS_43)):
         raise DataError(f"{path} was written by another version of pack.py; pack the patches again")
     first = Path(folder) / shard_name(0)
-    if not first.is_file() or np.load(first, mmap_mode="r").shape[1:] != (VALUES,):
-        raise DataError(f"{first} is missing or has another size; pack the patches again")
+    if _array(first).shape[1:] != (VALUES,):
+        raise DataError(f"{first} has patches of another size; pack the patches again")
     return record
+
+
+def _array(path: Path) -> np.ndarray:
+    """Map an array of a pack into memory.
+
+    Raises:
+        DataError: the file is missing or broken.
+    """
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); pack the patches again") from None
+    return array
 
 
 def normalise(image: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:

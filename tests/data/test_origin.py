@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from tutti.config.run_folder import DataOrigin
+from tutti.config.run_folder import FRAMED, DataOrigin
 from tutti.data.fingerprint import overlap
 from tutti.data.origin import look_at, origin_of
 
@@ -143,6 +143,9 @@ def test_borders_and_padding_are_seen() -> None:
     assert framed.native_shape is not None
     assert max(framed.native_shape) <= 8
     assert "border" in framed.native_reason
+    round_field = torch.zeros(300, 1, 64, 64)
+    round_field[:, :, 14:49, 15:50] = torch.rand(300, 1, 35, 35) ** 2
+    assert origin(labelled(round_field)).native_reason == FRAMED
     tokens = torch.zeros(300, 128, dtype=torch.int64)
     for row in range(300):
         tokens[row, : 20 + row % 20] = torch.arange(1, 21 + row % 20)

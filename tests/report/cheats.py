@@ -1,7 +1,8 @@
 """Trainings on the digits that flatter their result, and honest ones. Each is run; its run folder is reported on."""
 
+import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,8 @@ def train(
     facts: dict[str, object] | None = None,
     precision: Any = None,
     repeats: int = 1,
+    callbacks: Sequence[Any] = (),
+    reload: bool = False,
 ) -> None:
     """Train and evaluate, and write a run folder as a process that ends.
 
@@ -124,12 +127,13 @@ def train(
         steps: number of steps after which the loop is left.
         change: what the script does to a batch before its step.
         repeats: number of steps on each batch.
+        reload: whether the best epoch's weights are evaluated again at the end.
     """
     os.environ["TUTTI_RUN_FOLDER"] = str(folder)
-    job = tutti.Job(global_batch_size=batch, facts=facts, precision=precision, name=folder.name)
+    job = tutti.Job(global_batch_size=batch, facts=facts, precision=precision, name=folder.name, callbacks=callbacks)
     model = Net(inputs)
     model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=lr), data, F.cross_entropy)
-    done = 0
+    done, best = 0, (-1.0, model.state_dict())
     for _ in job.epochs(epochs):
         for given in loader:
             for _ in range(repeats):
@@ -138,9 +142,13 @@ def train(
             if done == steps:
                 break
         if test is not None:
-            job.evaluate(test, {"accuracy": correct}, name=name)
+            value = job.evaluate(test, {"accuracy": correct}, name=name)["accuracy"]
+            best = max(best, (value, copy.deepcopy(model.state_dict())), key=lambda pair: pair[0])
         if done == steps:
             break
+    if reload:
+        model.load_state_dict(best[1])
+        job.evaluate(test, {"accuracy": correct}, name=name)
     assert job._finalizer is not None
     job._finalizer.close()
 
@@ -196,7 +204,7 @@ def padded() -> TensorDataset:
 def run_all(root: Path) -> None:
     """Run every training below `root`, each into a folder named after it."""
     whole, held_out = slice(0, TRAIN), slice(TRAIN, None)
-    plain, test = tensors(whole), tensors(held_out)
+    test = tensors(held_out)
     files = Mapped(root / "digits.npy", whole)
 
     train(root / "honest/one", Files(root / "files", whole), test, epochs=1)
@@ -209,10 +217,7 @@ def run_all(root: Path) -> None:
     train(root / "quality/worse", files, test, facts={"quality.reference_value": 0.97})
     train(root / "quality/as-good", files, test, facts={"quality.reference_value": 0.5})
 
-    train(root / "held-out/training-data", plain, plain)
-    train(root / "held-out/mixed", TensorDataset(*digits(slice(0, 1600))), test)
-    train(root / "held-out/none", files, None)
-    train(root / "held-out/best", files, test, facts={"quality.selection": "best"})
+    run_evaluations(root, files, test)
 
     for rate in (0.01, 0.1, 0.3):
         train(root / f"tuned/{rate}", files, test, lr=rate)
@@ -252,6 +257,18 @@ def run_all(root: Path) -> None:
     train(root / "scaling/base", files, test, facts={"scaling": "strong"})
     train(root / "scaling/grown", files, test, batch=128, facts={"scaling": "strong"})
     run_compared(root, files, test)
+
+
+def run_evaluations(root: Path, files: Data, test: Data) -> None:
+    """Run what is evaluated on other data than held-out ones, or chosen by it."""
+    plain = tensors(slice(0, TRAIN))
+    train(root / "held-out/training-data", plain, plain)
+    train(root / "held-out/mixed", TensorDataset(*digits(slice(0, 1600))), test)
+    train(root / "held-out/none", files, None)
+    train(root / "held-out/reloaded", files, test, epochs=6, lr=3.0, reload=True)
+    stop = tutti.EarlyStopping("test_loss", patience=1, min_delta=1.0)
+    train(root / "held-out/stopped", files, test, epochs=9, callbacks=[stop])
+    train(root / "held-out/best", files, test, facts={"quality.selection": "best"})
 
 
 def run_compared(root: Path, files: Data, test: Data) -> None:

@@ -41,6 +41,8 @@ def bad(report: RunReport | Comparison, rule: int | None = None) -> set[str]:
         ("held-out/mixed", 2, "DATA-OVERLAP"),
         ("held-out/none", 2, "NO-TEST-QUALITY"),
         ("held-out/best", 2, "BEST-OF-EPOCHS"),
+        ("held-out/reloaded", 2, "BEST-OF-EPOCHS"),
+        ("held-out/stopped", 2, "STOPPED-ON-TEST"),
         ("tuned/0.3", 3, "TUNING-HIDDEN"),
         ("baseline/published", 4, "DIFFERENT-HARDWARE"),
         ("part/five-steps", 5, "KERNEL-ONLY"),

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import Story, vary, write_run
 
+from tutti.config.run_folder import FRAMED
 from tutti.config.run_report import (
     BaselineReport,
     BatchReport,
@@ -25,10 +26,19 @@ from tutti.config.run_report import (
 )
 from tutti.reporting.build_report import build_report
 from tutti.reporting.comparison import compare, pooled_std, tolerance
-from tutti.reporting.honesty_rules import better_than_chance, check_run, prediction_error
+from tutti.reporting.honesty_rules import (
+    better_than_chance,
+    check_run,
+    input_size,
+    prediction_error,
+    stopped_by_time,
+    tuning_cost,
+    undisturbed_cores,
+)
 from tutti.reporting.html_report import report_html
 from tutti.reporting.measurements import seen
 from tutti.reporting.quality_metrics import parse_target
+from tutti.reporting.rule_outcomes import outcomes_of
 
 
 def published(value: float | None, unit: str = "") -> Quantity:
@@ -313,3 +323,43 @@ def test_a_model_that_is_always_right_is_better_than_chance_on_unequal_classes(t
     quality = replace(report.quality, metric="accuracy", test_value=seen(1.0), eval_samples=seen(100, "samples"))
     assert not better_than_chance(replace(report, quality=quality))
     assert better_than_chance(replace(report, quality=replace(quality, test_value=seen(0.975))))
+
+
+def data_of(report: RunReport, **changes: Any) -> RunReport:
+    return replace(report, data=replace(report.data, **changes))
+
+
+def test_a_border_is_asked_about_and_not_called_enlarged(tmp_path: Path) -> None:
+    report = build_report(write_run(tmp_path / "run"))
+    framed = {"input_shape": "1×64×64", "found_shape": "1×35×35", "shape_reason": FRAMED}
+    (asked,) = input_size(data_of(report, native_shape="1×35×35", **framed))
+    assert (asked.code, asked.severity) == ("INPUT-BORDER", "note")
+    assert outcomes_of(data_of(report, native_shape="1×35×35", **framed), [asked])[8].outcome == "unstated"
+    stated = data_of(report, native_shape="1x64x64", **framed)
+    assert not input_size(stated)
+    assert outcomes_of(stated, [])[8].outcome == "kept"
+
+
+def test_cores_shared_with_other_programs_are_said_of_long_runs(tmp_path: Path) -> None:
+    report = build_report(write_run(tmp_path / "run", Story(slower=60.0)))
+    shared = replace(report, ranks=tuple(replace(rank, others=seen(0.4, "ratio")) for rank in report.ranks))
+    assert [item.code for item in undisturbed_cores(shared)] == ["CORES-SHARED"]
+    assert not undisturbed_cores(report)
+    assert not undisturbed_cores(replace(shared, time=replace(shared.time, wall=seen(5.0, "s"))))
+
+
+def test_a_number_of_epochs_that_the_script_did_not_ask_for_is_misstated(tmp_path: Path) -> None:
+    report = build_report(write_run(tmp_path / "run"))
+    stop = StopReport(rule="epochs", value=seen(5, "epochs"), planned_epochs=seen(1000, "epochs"), left_early=True)
+    (misstated,) = stopped_by_time(replace(report, stop=stop))
+    assert misstated.code == "STOP-MISSTATED"
+    assert not stopped_by_time(replace(report, stop=replace(stop, planned_epochs=seen(5, "epochs"), left_early=False)))
+
+
+def test_this_runs_settings_are_one_of_those_tried(tmp_path: Path) -> None:
+    report = build_report(write_run(tmp_path / "run"))
+    tuning = replace(report.tuning, trials=seen(1), found_trials=seen(1), device_seconds=seen(1.0, "device s"))
+    hidden = tuning_cost(replace(report, tuning=tuning))
+    assert {item.code for item in hidden} == {"TUNING-HIDDEN", "TUNING-COST"}
+    counted = tuning_cost(replace(report, tuning=replace(tuning, trials=seen(2))))
+    assert {item.code for item in counted} == {"TUNING-COST"}

@@ -27,6 +27,10 @@ class RankInfo:
     sums: str = ""
 
 
+FRAMED = "the border is equal in all samples"
+"""Reason for a smaller native shape that real data may also have: scans and microscopes show a round field."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOrigin:
     """Where samples come from and how large they really are, as found by looking at some; None where it is not known.

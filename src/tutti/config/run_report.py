@@ -481,7 +481,8 @@ class StopReport:
         planned_epochs: number of epochs that the script asked for.
         left_early: whether the script left its loop before that, or within an epoch.
         clock: where the script leaves a loop because of the time; None if nowhere.
-        early: why training ended before the epochs that the script asked for; empty if it did not.
+        early_reason: why training ended before the epochs that the script asked for; empty if it did not.
+        watched: name of the value by which it was stopped early, such as "val/loss".
     """
 
     rule: StopRule | None = None
@@ -489,7 +490,8 @@ class StopReport:
     planned_epochs: Quantity = Quantity(unit="epochs")
     left_early: bool = False
     clock: str | None = None
-    early: str = ""
+    early_reason: str = ""
+    watched: str | None = None
 
 
 BaselineSource = Literal["measured-here", "published"]

@@ -80,9 +80,9 @@ def check_facts(facts: Mapping[str, object], where: str) -> dict[str, str]:
             near = difflib.get_close_matches(name, STATED_FACTS, n=1, cutoff=0.8)
             if name.partition(".")[0] in _FAMILIES or near:
                 known = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(STATED_FACTS))}"
-                raise SpecError(f"{where} states {name!r}, which no rule of the report reads; {known}")
+                raise SpecError(f"{where} has {name!r}, which no rule of the report reads; {known}")
             continue
         form, fits = STATED_FACTS[name]
         if not fits(text):
-            raise SpecError(f"{where} states {name} = {text!r}; write {form}")
+            raise SpecError(f"{where} has {name} = {text!r}; write {form}")
     return texts

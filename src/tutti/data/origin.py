@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from tutti.config.run_folder import DataOrigin
+from tutti.config.run_folder import FRAMED, DataOrigin
 from tutti.config.vocabulary import StartState
 from tutti.data.contents import contents
 from tutti.data.microbatches import leaves
@@ -26,9 +26,10 @@ SAMPLES = 64
 """Number of samples, spread evenly over the data, that are looked at; four times as many of small ones."""
 _FEWEST_VALUES = 1000
 _MOST_VALUES = 200_000
-_EXACT = 1.25
-"""Bound of the Kolmogorov-Smirnov distance times the square root of the number of values. Random numbers exceed it in
-less than 1 of 1,000 cases, also where mean and deviation are fitted (Lilliefors 1967)."""
+_NORMAL, _UNIFORM = 1.25, 1.6
+"""Bounds of the Kolmogorov-Smirnov distance times the square root of the number of values, where mean and deviation, or
+the ends, are fitted. Of 14,000 simulated sets of 1,000 and 4,000 numbers, 0.09 % of the normal and 1.1 % of the uniform
+ones exceed them, and so pass for data."""
 _FEWEST_BLOCKS = 4
 _GAP = 30.0
 """Ratio of consecutive eigenvalues that only interpolation leaves. Those of photographs fall smoothly."""
@@ -279,11 +280,11 @@ def random_distribution(inputs: Sequence[np.ndarray[Any, Any]]) -> str:
     if pooled.dtype.kind in "iub":
         steps = high - low + 1
         even = (ordered - low + 0.5) / steps
-        return "uniform random integers" if steps >= 16 and _distance(even, 0.5 / steps) < 1.6 else ""
-    if _distance((ordered - low) / (high - low)) < 1.6:
+        return "uniform random integers" if steps >= 16 and _distance(even, 0.5 / steps) < _UNIFORM else ""
+    if _distance((ordered - low) / (high - low)) < _UNIFORM:
         return "uniform random numbers"
     normal = 0.5 * (1 + torch.erf(torch.from_numpy((ordered - values.mean()) / (spread * math.sqrt(2))))).numpy()
-    return "normal random numbers" if _distance(normal) < _EXACT else ""
+    return "normal random numbers" if _distance(normal) < _NORMAL else ""
 
 
 def _distance(distribution: np.ndarray[Any, Any], slack: float = 0.0) -> float:
@@ -334,8 +335,8 @@ def native_shape(inputs: Sequence[np.ndarray[Any, Any]]) -> tuple[tuple[int, ...
         span = int(used[-1] - used[0] + 1)
         rank = _rank_before_gap(moved[:, used]) if used.size == span else None
         native[axis] = span if rank is None else rank
-        if span <= shape[axis] // 2:
-            reasons.append("the border is equal in all samples")
+        if span < shape[axis]:
+            reasons.append(FRAMED)
         if rank is not None:
             reasons.append("they were interpolated from fewer pixels")
     if math.prod(native) * 2 > math.prod(shape):

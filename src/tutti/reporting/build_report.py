@@ -75,7 +75,7 @@ def build_report(
         SpecError: a fact is not known, or has another form.
     """
     records = read_records(folder)
-    extra = {**records.header.extra, **check_facts(facts or {}, "the report")}
+    extra = {**records.header.extra, **check_facts(facts or {}, "--fact")}
     records = replace(records, header=replace(records.header, extra=extra))
     if target is None and "quality.target" in extra:
         target = parse_target(extra["quality.target"])
@@ -161,8 +161,8 @@ def headline(report: RunReport) -> str:
     }
     ended = verb.get(report.status, "Trained")
     sentence = f"{ended} {what} for {_amount(report)} in {duration(report.time.wall.value or 0.0)}"
-    if report.stop.early:
-        sentence += f", stopped early: {report.stop.early}"
+    if report.stop.early_reason:
+        sentence += f", stopped early: {report.stop.early_reason}"
     if quality.test_value.value is None:
         return f"{sentence}; no quality was evaluated."
     split = "" if quality.split == quality.name else f" (on {quality.split} data)" if quality.split != "other" else ""

@@ -7,13 +7,12 @@ several runs are in `tutti.reporting.comparison`.
 from collections.abc import Callable
 from math import prod, sqrt
 
+from tutti.config.run_folder import FRAMED
 from tutti.config.run_report import Claim, RuleFinding, RunReport, Severity
 from tutti.reporting.formatting import PHASE_NAMES, duration, number, plural, quality_text, significant
 
 BREAKDOWN_TOLERANCE = 0.02
 QUALITY_EPS = 0.005
-BORDER = "the border is equal in all samples"
-"""What is said of inputs that are framed. Real ones may be: scans and microscopes show a round field."""
 STOLEN = 0.05
 """Fraction of a host's core time taken by other virtual machines above which a run's times cannot be trusted."""
 
@@ -30,7 +29,7 @@ TITLES = {
     3: "Tuning runs counted",
     4: "Comparison on the same hardware",
     5: "The complete training run, not a part of it",
-    6: "Input and output counted",
+    6: "Reading of the input counted",
     7: "Rates with dtype, against dense peaks",
     8: "Speed and quality of one configuration",
     9: "Inputs of their real size",
@@ -137,14 +136,14 @@ def best_of_epochs(report: RunReport) -> list[RuleFinding]:
 
 def stopped_on_test(report: RunReport) -> list[RuleFinding]:
     """Rule 2: a training that ends by its quality on test data has chosen its epoch on the test data."""
-    quality, early = report.quality, report.stop.early
-    if quality.split != "test" or report.stop.rule != "plateau" or not early.startswith(f"{quality.name}_"):
+    quality, stop = report.quality, report.stop
+    if quality.split != "test" or stop.watched is None or not stop.watched.startswith(f"{quality.name}/"):
         return []
     sentence = (
-        f"Training was stopped by its quality on test data ({early}), so that is no quality on held-out data. Stop by "
-        "the quality on validation data."
+        f"Training was stopped by its quality on test data ({stop.early_reason}), so that is no quality on held-out "
+        "data. Stop by the quality on validation data."
     )
-    return finding(2, "STOPPED-ON-TEST", "warn", sentence, "stop.early", ("quality", "ranking"))
+    return finding(2, "STOPPED-ON-TEST", "warn", sentence, "stop.watched", ("quality", "ranking"))
 
 
 def data_overlap(report: RunReport) -> list[RuleFinding]:
@@ -294,9 +293,7 @@ def data_source(report: RunReport) -> list[RuleFinding]:
     untrue: tuple[Claim, ...] = ("end-to-end", "speedup", "quality", "ranking")
     if state in ("disk-cold", "disk-warm") and found in ("ram", "generated"):
         sentence = f"The run states that its data came from disk, but {data.state_reason}."
-        return finding(
-            6, "DATA-MISSTATED", "refuse", sentence, "data.start_state", ("end-to-end", "speedup", "ranking")
-        )
+        return finding(6, "DATA-MISSTATED", "refuse", sentence, "data.start_state", untrue)
     how = f" ({data.state_reason})" if state == found and data.state_reason else ""
     if state == "ram":
         if found == "generated":
@@ -366,14 +363,14 @@ def input_size(report: RunReport) -> list[RuleFinding]:
     native = min(sizes, key=lambda shape: sizes[shape])
     if given <= sizes[native]:
         return []
-    if native == found and data.shape_reason == BORDER and data.native_shape in (found, None):
+    if native == found and data.shape_reason == FRAMED:
+        if data.native_shape != found:
+            return []  # the user states that the border is the data's own
         sentence = (
             f"All inputs have an equal border around {native} of {_largest(data.input_shape)}. If it was added, it "
             "inflates the work; state data.native_shape."
         )
         return finding(9, "INPUT-BORDER", "note", sentence, "data.input_shape")
-    if native == found and data.shape_reason == BORDER:
-        return []
     how = f", because {data.shape_reason}" if native == found else ""
     sentence = (
         f"Inputs were enlarged to {number(given / sizes[native], 'x')} their native size ({native} to "
@@ -412,8 +409,8 @@ def stopped_by_time(report: RunReport) -> list[RuleFinding]:
         asked = f" of {plural(wanted, 'epoch')}" if wanted else ""
         done = f"after {significant(report.epochs.value)}{asked}" if report.epochs.value is not None else "early"
         sentence = (
-            f"Training ended {done}, and {stop.clock} ends it by the clock: it has no time to a quality, and "
-            "throughput is not speed-up."
+            f"Training ended {done}, and its script can end it by the clock ({stop.clock}): it has no time to a "
+            "quality, and throughput is not speed-up."
         )
         return finding(10, "STOPPED-BY-TIME", "warn", sentence, "stop.clock", claims)
     planned = stop.planned_epochs.value
@@ -473,31 +470,26 @@ def enough_cores(report: RunReport) -> list[RuleFinding]:
     return finding(0, "FUNCTION-NOT-SPEED", "warn", sentence, "system.cores_granted", ("speedup", "efficiency"))
 
 
-def cores_not_stolen(report: RunReport) -> list[RuleFinding]:
-    """Warn when a hypervisor gave core time to other machines, which lengthens the measured times unevenly."""
-    hosts = {rank.host: rank.stolen.value for rank in report.ranks if (rank.stolen.value or 0) > STOLEN}
-    if not hosts:
-        return []
-    most = max(hosts, key=lambda host: hosts[host] or 0)
-    sentence = (
-        f"During the run, {number(hosts[most] or 0, 'ratio')} of the core time of host {most} went to other virtual "
-        "machines, so its times are too long. Do not compare them with those of other runs; measure again when the "
-        "machine is quiet."
-    )
-    return finding(0, "TIME-STOLEN", "warn", sentence, "ranks", ("speedup", "efficiency", "ranking"))
+def undisturbed_cores(report: RunReport) -> list[RuleFinding]:
+    """Warn when others had the cores for a part of the run, which lengthens the measured times unevenly."""
+    stolen = {rank.host: rank.stolen.value or 0.0 for rank in report.ranks if (rank.stolen.value or 0) > STOLEN}
+    findings = _disturbed("TIME-STOLEN", "went to other virtual machines", stolen)
+    if (report.time.wall.value or 0) >= LONG_S and report.system.device_kind == "cpu":
+        others = {rank.host: rank.others.value or 0.0 for rank in report.ranks if (rank.others.value or 0) > SHARED}
+        findings += _disturbed("CORES-SHARED", "went to other programs", others)
+    return findings
 
 
-def cores_not_shared(report: RunReport) -> list[RuleFinding]:
-    """Warn when other programs used the cores, which lengthens the measured times unevenly."""
-    hosts = {rank.host: rank.others.value for rank in report.ranks if (rank.others.value or 0) > SHARED}
-    if not hosts or (report.time.wall.value or 0) < LONG_S or report.system.device_kind != "cpu":
+def _disturbed(code: str, where: str, shares: dict[str, float]) -> list[RuleFinding]:
+    """Return a finding about the host that lost the largest share of its core time; none without a host."""
+    if not shares:
         return []
-    most = max(hosts, key=lambda host: hosts[host] or 0)
+    host = max(shares, key=lambda name: shares[name])
     sentence = (
-        f"During the run, other programs used {number(hosts[most] or 0, 'ratio')} of the cores of host {most}, so its "
-        "times are too long. Do not compare them with those of other runs; measure again when the machine is quiet."
+        f"During the run, {number(shares[host], 'ratio')} of the core time of host {host} {where}, so its times are "
+        "too long. Do not compare them with those of other runs; measure again when the machine is quiet."
     )
-    return finding(0, "CORES-SHARED", "warn", sentence, "ranks", ("speedup", "efficiency", "ranking"))
+    return finding(0, code, "warn", sentence, "ranks", ("speedup", "efficiency", "ranking"))
 
 
 def interruptions(report: RunReport) -> list[RuleFinding]:
@@ -584,8 +576,7 @@ RULES: tuple[Rule, ...] = (
     baseline_rerun,
     same_as_one_device,
     enough_cores,
-    cores_not_stolen,
-    cores_not_shared,
+    undisturbed_cores,
     interruptions,
     prediction_error,
 )

@@ -396,7 +396,7 @@ def _provenance(report: RunReport) -> list[Entry]:
         ("configuration SHA-256", Digest(report.config_sha256)),
         ("packages SHA-256", Digest(report.env_lock_sha256)),
         ("stopped by", ended),
-        ("stopped early", stop.early or None),
+        ("stopped early", stop.early_reason or None),
         ("scope", report.scope),
         ("energy", report.energy),
         ("price", report.price),

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from tutti.config.run_folder import FRAMED
 from tutti.config.run_report import RuleFinding, RuleOutcome, RunReport
-from tutti.reporting.honesty_rules import BORDER, TITLES
+from tutti.reporting.honesty_rules import TITLES
 
 _FACT = "{} with --fact or Job(facts=...)"
 
@@ -14,15 +15,7 @@ def outcomes_of(report: RunReport, findings: Sequence[RuleFinding]) -> tuple[Rul
 
     A rule without an objection is kept only if the run recorded, or the user stated, what it judges by.
     """
-    objections = {item.rule for item in findings if item.severity != "note"}
-    outcomes = []
-    for rule in TITLES:
-        missing = _MISSING[rule](report)
-        if rule in objections:
-            outcomes.append(RuleOutcome(rule=rule, outcome="objection"))
-        else:
-            outcomes.append(RuleOutcome(rule=rule, outcome="unstated" if missing else "kept", missing=missing))
-    return tuple(outcomes)
+    return _outcomes([report], findings)
 
 
 def outcomes_across(reports: Sequence[RunReport], findings: Sequence[RuleFinding]) -> tuple[RuleOutcome, ...]:
@@ -30,14 +23,18 @@ def outcomes_across(reports: Sequence[RunReport], findings: Sequence[RuleFinding
 
     The first run is the reference of the others, so that neither a reference nor a baseline need be stated.
     """
-    first = reports[0]
+    return _outcomes([_compared(report, reports[0]) for report in reports], findings)
+
+
+def _outcomes(reports: Sequence[RunReport], findings: Sequence[RuleFinding]) -> tuple[RuleOutcome, ...]:
+    objections = {item.rule for item in findings if item.severity != "note"}
     outcomes = []
     for rule in TITLES:
-        judged = [_compared(report, first) for report in reports]
-        missing = next((text for report in judged if (text := _MISSING[rule](report))), "")
-        objection = any(item.rule == rule and item.severity != "note" for item in findings)
-        kind = RuleOutcome(rule=rule, outcome="unstated" if missing else "kept", missing=missing)
-        outcomes.append(RuleOutcome(rule=rule, outcome="objection") if objection else kind)
+        missing = next((clause for report in reports if (clause := _MISSING[rule](report))), "")
+        if rule in objections:
+            outcomes.append(RuleOutcome(rule=rule, outcome="objection"))
+        else:
+            outcomes.append(RuleOutcome(rule=rule, outcome="unstated" if missing else "kept", missing=missing))
     return tuple(outcomes)
 
 
@@ -67,13 +64,11 @@ def checked(outcomes: Sequence[RuleOutcome]) -> int:
 
 def _quality_kept(report: RunReport) -> str:
     quality = report.quality
-    if (
-        quality.test_value.value is None
-        or quality.target.value is not None
-        or quality.reference_value.value is not None
-    ):
-        return "" if quality.test_value.value is not None else "no quality was evaluated"
-    return "neither a target quality nor that of a reference is stated; give --target NAME.METRIC=VALUE"
+    if quality.test_value.value is None:
+        return "no quality was evaluated"
+    if quality.target.value is None and quality.reference_value.value is None:
+        return "neither a target quality nor that of a reference is stated; give --target NAME.METRIC=VALUE"
+    return ""
 
 
 def _held_out(report: RunReport) -> str:
@@ -135,7 +130,7 @@ def _recoverable(report: RunReport) -> str:
 def _sizes(report: RunReport) -> str:
     if report.data.input_shape is None or report.data.native_shape is None:
         return f"the size of the data before it was enlarged; state {_FACT.format('data.native_shape=3x32x32')}"
-    if report.data.shape_reason == BORDER and report.data.native_shape == report.data.found_shape:
+    if report.data.shape_reason == FRAMED and report.data.native_shape == report.data.found_shape:
         return f"whether the border of the inputs was added; state {_FACT.format('data.native_shape=...')}"
     return ""
 

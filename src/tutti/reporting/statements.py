@@ -1,8 +1,8 @@
 """What the user stated about a run, beside what the run itself shows: data, tuning, end and baseline."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path, PurePath
 from typing import Any, get_args
 
@@ -12,8 +12,9 @@ from tutti.config.run_report import BaselineReport, DataReport, Quantity, Scalin
 from tutti.config.vocabulary import StartState, StopRule
 from tutti.errors import SpecError
 from tutti.reporting.measurements import seen
+from tutti.reporting.quality_metrics import cost
 from tutti.reporting.run_identity import tuned_sha256
-from tutti.reporting.run_records import MetricsRow, Records, read_lines
+from tutti.reporting.run_records import MetricsRow, Records, read_lines, stitch
 
 _MOST_NEIGHBOURS = 1000
 
@@ -75,7 +76,7 @@ def _input_shape(records: Records) -> str | None:
     shapes = [tuple(shape) for shape in records.header.data.input_shapes]
     given = _given_shape(records)
     if given is not None:
-        largest = max(range(len(shapes)), key=lambda at: _size(shapes[at]), default=None)
+        largest = max(range(len(shapes)), key=lambda at: prod(shapes[at]), default=None)
         shapes = [given] if largest is None else [given if at == largest else s for at, s in enumerate(shapes)]
     return " and ".join("×".join(map(str, shape)) or "scalar" for shape in shapes) or None
 
@@ -102,24 +103,17 @@ def _origin(records: Records) -> DataOrigin:
     if given is None or not isinstance(native, list):
         return origin
     before = tuple(int(size) for size in native)
-    samples = max(records.header.data.input_shapes, key=_size, default=given)
+    samples = max(records.header.data.input_shapes, key=prod, default=given)
     if origin.ragged:
         reason = str(first.get("native_reason") or "")
         return replace(origin, native_shape=before if reason else given, native_reason=reason)
-    if len(samples) == len(given) >= 2 and 2 * _size(samples) <= _size(before):
+    if len(samples) == len(given) >= 2 and 2 * prod(samples) <= prod(before):
         own = origin.native_shape if origin.native_shape is not None and origin.native_reason else samples
         reason = "the script enlarged them after they were read"
         return replace(origin, native_shape=tuple(own), native_reason=reason)
     if first.get("native_reason") and not origin.native_reason:
         return replace(origin, native_shape=before, native_reason=str(first["native_reason"]))
     return origin
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 # End
@@ -135,17 +129,18 @@ def stop_report(records: Records, *, ended_well: bool) -> StopReport:
     epochs = len({row.data.get("epoch") for row in ends})
     early = ended_well and (partial or (planned is not None and epochs < planned))
     last = steps[-1].step if steps else 0
-    reason = next((str(row.data.get("reason", "")) for row in records.kept("stop") if row.step == last), "")
+    stop = next((row.data for row in records.kept("stop") if row.step == last), {})
     report = StopReport(
         planned_epochs=seen(planned, "epochs", "asked for by the script"),
         left_early=early,
-        early=reason,
+        early_reason=str(stop.get("reason", "")),
+        watched=str(stop["watched"]) if stop.get("watched") else None,
         clock=extra.get("clock_exit"),
     )
     rule = next((rule for rule in get_args(StopRule) if rule == extra.get("stop.rule")), None)
     if rule is not None:
         return replace(report, rule=rule, value=stated(extra, "stop.value"))
-    if "did not improve" in reason:
+    if report.watched is not None:
         return replace(report, rule="plateau")
     if not ended_well or not steps or early:
         return report
@@ -201,38 +196,21 @@ def _other_settings(records: Records, folder: Path) -> dict[str, float]:
     """Return the device-seconds spent on each other setting by runs that lie beside this one, by digest."""
     header = records.header
     own = tuned_sha256(header)
-    script, costs = PurePath(header.script).name, dict[str, float]()
-    neighbours = sorted(folder.resolve().parent.glob("*/run.json"))[:_MOST_NEIGHBOURS]
-    for path in neighbours:
-        if path.parent == folder.resolve() or f'"{script}"' not in _script_name(path):
-            continue
+    costs: dict[str, float] = {}
+    for path in sorted(folder.resolve().parent.glob("*/run.json"))[:_MOST_NEIGHBOURS]:
         try:
             other = serialization.load(RunHeader, path)
         except SpecError:
             continue
-        if other.data.sha256 != header.data.sha256 or not header.data.sha256:
-            continue
+        same = PurePath(other.script).name == PurePath(header.script).name and other.data.sha256 == header.data.sha256
         digest = tuned_sha256(other)
-        rows = read_lines(RunFolder(path.parent).metrics, [])
-        if digest == own or not any(row.get("kind") == "step" for row in rows):
+        if not same or not header.data.sha256 or digest == own:
             continue
-        seconds = max((float(row["time_s"]) for row in rows if isinstance(row.get("time_s"), int | float)), default=0.0)
-        devices = sum(rank.threads for rank in other.ranks) if _on_cpus(other) else other.world_size
-        costs[digest] = costs.get(digest, 0.0) + seconds * devices
+        rows = stitch(read_lines(RunFolder(path.parent).metrics, []))
+        if any(row.kind == "step" for row in rows):
+            spent = cost(replace(records, header=other), rows[-1].time_s).value or 0.0
+            costs[digest] = costs.get(digest, 0.0) + spent
     return costs
-
-
-def _script_name(path: Path) -> str:
-    """Return the name of the script in a header, quoted as in JSON; empty if the file is not one."""
-    try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    return json.dumps(PurePath(str(header.get("script", ""))).name) if isinstance(header, dict) else ""
-
-
-def _on_cpus(header: RunHeader) -> bool:
-    return all(rank.device == "cpu" for rank in header.ranks)
 
 
 def baseline_report(extra: Mapping[str, str]) -> BaselineReport:

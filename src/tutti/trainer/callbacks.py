@@ -141,6 +141,11 @@ class EarlyStopping(Callback):
         times = "1 evaluation" if self.patience == 1 else f"{self.patience} evaluations"
         return f"{self.metric} did not improve for {times}"
 
+    @property
+    def watched(self) -> str | None:
+        """Name of the value that is watched, such as "val/loss"; None until it was given."""
+        return self._name
+
     def on_log(self, job: Any, values: dict[str, float]) -> None:
         """Compare the watched value with the best one."""
         name = self._watched(values)
@@ -293,6 +298,12 @@ class JobCallbacks:
             return ""
         reasons = (str(getattr(callback, "stop_reason", "") or "") for callback in self.callbacks)
         return world.broadcast(next(filter(None, reasons), ""))
+
+    @property
+    def watched(self) -> str | None:
+        """Name of the value by which an EarlyStopping of this rank has ended the training; None if none has."""
+        ended = (callback for callback in self.callbacks if getattr(callback, "stop_reason", ""))
+        return next((name for callback in ended if (name := getattr(callback, "watched", None))), None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every callback that has one, by a name that does not depend on the others."""

@@ -109,6 +109,7 @@ def _finish(job: Any, run: Run, callbacks: JobCallbacks, first: tuple[int, int])
             guard_end(run)
     if reason:
         now = run.loop.clock.elapsed_s()
-        run.output.log.row("stop", now, step=progress.step, epoch=progress.epoch, reason=reason)
+        stop = {"step": progress.step, "epoch": progress.epoch, "reason": reason, "watched": callbacks.watched}
+        run.output.log.row("stop", now, **stop)
         run.output.screen.say(f"stopped early: {reason}" if trained else "")
     callbacks.end(job)
