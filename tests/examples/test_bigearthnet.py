@@ -282,8 +282,18 @@ def test_folders_without_patches_and_packs_that_are_none_are_refused(made: Path,
     with pytest.raises(DataError, match="no split 'tests'; use one of train, val, test"):
         Patches(made / "packed", "tests")
     shutil.copytree(made / "packed", tmp_path / "packed")
-    (tmp_path / "packed" / "values-00000.npy").unlink()
-    with pytest.raises(DataError, match=r"values-00000\.npy is missing or has another size; pack the patches again"):
+    shard = tmp_path / "packed" / "values-00000.npy"
+    np.save(shard, np.zeros((2, 3), np.uint16))
+    with pytest.raises(DataError, match=r"values-00000\.npy has patches of another size; pack the patches again"):
+        Patches(tmp_path / "packed", "train")
+    shard.write_bytes(b"no array")
+    with pytest.raises(DataError, match=r"values-00000\.npy cannot be read .*; pack the patches again"):
+        Patches(tmp_path / "packed", "train")
+    shard.unlink()
+    with pytest.raises(DataError, match=r"values-00000\.npy cannot be read \(\[Errno 2\] .*; pack the patches"):
+        Patches(tmp_path / "packed", "train")
+    (tmp_path / "packed" / "pack.json").write_text("{")
+    with pytest.raises(DataError, match=r"pack\.json cannot be read as JSON"):
         Patches(tmp_path / "packed", "train")
     with pytest.raises(DataError, match="exists; remove it"):
         generate(made, 20)

@@ -50,7 +50,9 @@ class Mapped(Dataset[Any]):
     def __init__(self, path: Path, part: slice) -> None:
         images, self.labels = digits(part)
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(path, images.numpy())
+        own = path.with_name(f"{os.getpid()}-{path.name}")
+        np.save(own, images.numpy())
+        own.replace(path)  # whole at once: another rank may have mapped it
         self.images = np.load(path, mmap_mode="r")
 
     def __len__(self) -> int:

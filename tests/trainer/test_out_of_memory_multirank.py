@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -58,6 +59,18 @@ def noisy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return mse_loss(output, target) * (1 + random.random() / 10)  # a script's own draws are repeated, too
 
 
+class LateDraws:
+    """Draws only from the fourth step on, when draws are watched no longer."""
+
+    calls = 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 3:
+            np.random.random()
+        return mse_loss(output, target)
+
+
 def trained(
     limits: tuple[int, ...] = (99, 99),
     where: str = "forward",
@@ -68,6 +81,7 @@ def trained(
     norm: bool = False,
     level: int = 0,
     change: bool = False,
+    late: bool = False,
     resume: str | None = None,
     folder: str | None = None,
 ) -> dict[str, Any]:
@@ -83,7 +97,7 @@ def trained(
     model = Net(limits[rank], where, norm)
     model.since = since
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, _, loader = job.prepare(model, optimizer, data(), noisy, num_workers=workers)
+    model, _, loader = job.prepare(model, optimizer, data(), LateDraws() if late else noisy, num_workers=workers)
     result: dict[str, Any] = {"losses": [], "failed": ""}
     try:
         for batch in loader:
@@ -145,6 +159,22 @@ def test_a_resumed_run_begins_with_the_number(tmp_path: Path) -> None:
         assert len(results["first"]["losses"]) == len(results["resumed"]["losses"]) == 6
         said = "num_microbatches = 2: the run that is resumed ran out of memory with fewer"
         assert results["resumed"]["said"] == [said]
+
+
+def draws_of_later_steps() -> dict[str, Any]:
+    ways = {"forward": trained((99, 2), since=3), "backward": trained((99, 2), "backward", since=3)}
+    late = {where: trained((99, 2), where, since=4, late=True) for where in ("forward", "backward")}
+    return {"watched": ways, "late": late}
+
+
+def test_draws_are_repeated_or_refused_where_ranks_would_draw_differently() -> None:
+    """In "forward" the rank fails before its draw, in "backward" after it."""
+    for results in run_ranks(draws_of_later_steps, 2):
+        same(results["watched"]["backward"], results["watched"]["forward"])
+        refused, repeated = results["late"]["forward"]["failed"], results["late"]["backward"]["failed"]
+        assert "has drawn from `random` or NumPy" in refused
+        assert refused.endswith("start again with Job(num_microbatches=2)")
+        assert not repeated
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -186,7 +186,8 @@ def _failed(handle: Handle, spec: LaunchSpec, watcher: Watcher, exits: Mapping[i
 _SIGNAL_CAUSES = {
     signal.SIGKILL: "most likely the system ran out of memory; use a smaller batch, more microbatches or fewer ranks",
     signal.SIGSEGV: "a crash in native code; run the script with `python -X faulthandler` to see where",
-    signal.SIGBUS: "most likely /dev/shm is full; use fewer data loader workers, or enlarge it",
+    signal.SIGBUS: "most likely /dev/shm is full (use fewer data loader workers, or enlarge it), or a file was cut "
+    "short while it was mapped into memory",
     signal.SIGABRT: "native code aborted; its last message is in the rank's stderr.log",
     signal.SIGILL: "this processor lacks an instruction that a library was built for; install a build for it",
     signal.SIGTERM: "another program ended this process; see the system's or the scheduler's log",

@@ -13,6 +13,7 @@ import torch
 from tutti.comm.traffic import CommHandle
 from tutti.config import serialization
 from tutti.data.batches import BatchShare
+from tutti.data.seeds import HostState, host_digest, host_state, set_host_state
 from tutti.errors import TrainingError
 from tutti.parallel.data.batch_state import exchanges_state
 from tutti.parallel.data.replicate import has_sparse, is_abandoned
@@ -77,23 +78,31 @@ def raise_if_exhausted(run: Run, failure: str | None) -> None:
         raise StepExhaustedError(failure)
 
 
-def divide_again(run: Run, batch: Any, failure: str | None) -> Any:
+def divide_again(run: Run, batch: Any, failure: str | None, before: HostState | None) -> Any:
     """Compute this and later steps in twice as many microbatches; return this rank's share of the batch. Collective.
 
     Args:
         run: the run.
         batch: what the script has passed to the step.
         failure: what this rank's allocator said, if it has run out of memory.
+        before: states of the generators before the step, to begin with again; None: the loss seems to draw nothing.
 
     Raises:
-        TrainingError: on all ranks, if a microbatch is one sample a rank already, or the script has changed the batch.
+        TrainingError: on all ranks, if a microbatch is one sample a rank already, the script has changed the batch, or
+            random numbers cannot be drawn again.
     """
     parallel, loader = run.parallel, run.state.loader
     assert loader.share is not None
-    everyone = parallel.world.gather((failure, loader.can_divide_again(batch)))
-    rank, said = next((number, words) for number, (words, _) in enumerate(everyone) if words is not None)
+    draws = (run.loop.draws.digest, host_digest(host_state())) if before is None else (None, None)
+    everyone = parallel.world.gather((failure, loader.can_divide_again(batch), draws))
+    rank, said = next((number, words) for number, (words, _, _) in enumerate(everyone) if words is not None)
     share, plan = loader.share, parallel.plan
-    if not all(able for _, able in everyone):
+    if len({then for *_, (then, _) in everyone}) == 1 and len({now for *_, (_, now) in everyone}) > 1:
+        reason = "the loss function has drawn from `random` or NumPy, and ranks cannot draw the same numbers again"
+        raise TrainingError(_sentence(run, share, rank, said, reason))
+    if before is not None:
+        set_host_state(before)
+    if not all(able for _, able, _ in everyone):
         reason = "the script has changed the batch, or the data is a stream, so that it cannot be divided again"
         raise TrainingError(_sentence(run, share, rank, said, reason))
     now, most = plan.batch.num_microbatches, _most(run, share)

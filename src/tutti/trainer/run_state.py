@@ -19,6 +19,7 @@ from tutti.config.plan import Plan
 from tutti.config.run_folder import RunFolder
 from tutti.data.batches import Unpack
 from tutti.data.microbatches import leaves
+from tutti.data.seeds import HostState, host_digest, host_state
 from tutti.data.share_loader import ShareLoader
 from tutti.errors import PlanError, ScriptError
 from tutti.nn.mixture import Tally
@@ -33,6 +34,9 @@ from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
 from tutti.trainer.observer import JobProgram, Observer
 from tutti.trainer.operation_watch import OperationWatch
 from tutti.trainer.step_profile import StepProfile
+
+_WATCHED_STEPS = 2
+"""Steps after which a loss function that has drawn nothing is taken to draw nothing later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +217,36 @@ class GuardState:
 
 
 @dataclass(slots=True)
+class LossDraws:
+    """Whether the loss function draws from the global generators of Python and NumPy, as the first steps show.
+
+    A step that runs out of memory is computed again from the states before it. To take them costs 40 microseconds, so
+    steps do without where the first ones have drawn nothing.
+
+    Attributes:
+        seen: draws were seen.
+        watched: steps that were watched.
+        digest: of the states after the last of them.
+    """
+
+    seen: bool = False
+    watched: int = 0
+    digest: int | None = None
+
+    def before(self) -> HostState | None:
+        """Return the states to begin again with; None where nothing is drawn."""
+        return host_state() if self.seen or self.watched < _WATCHED_STEPS else None
+
+    def after(self, before: HostState | None) -> None:
+        """Note whether a step has drawn."""
+        if before is None or self.seen:
+            return
+        self.digest = host_digest(host_state())
+        self.watched += 1
+        self.seen = self.digest != host_digest(before)
+
+
+@dataclass(slots=True)
 class LoopEnding:
     """How the loop over `job.epochs` ends.
 
@@ -250,6 +284,7 @@ class TrainingLoop:
         steps_begun: steps since prepare.
         program: what the methods of the Job do; set when the Run is complete.
         guard: what the guard's checks have seen.
+        draws: whether the loss function draws from global generators.
         ending: how the loop over epochs ends.
         average_applied: whether the model has averaged weights now, with which nothing trains and nothing is saved.
     """
@@ -268,6 +303,7 @@ class TrainingLoop:
     steps_begun: int = 0
     program: JobProgram = field(init=False)
     guard: GuardState = field(default_factory=GuardState)
+    draws: LossDraws = field(default_factory=LossDraws)
     ending: LoopEnding = field(default_factory=LoopEnding)
     average_applied: bool = False
 

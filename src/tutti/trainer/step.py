@@ -6,12 +6,10 @@ multiplied once by samples / sum(count) after the reduction.
 """
 
 import math
-import random
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -90,19 +88,19 @@ def _with_enough_memory(
     run: Run, loss_of_batch: LossFunction, batch: Any, pieces: list[Any], earlier: Gradients
 ) -> StepResult:
     """Compute the gradients of one global batch, in as many microbatches as memory asks for."""
-    loader, automatic = run.state.loader, run.settings.automatic_microbatches
-    drawn = (random.getstate(), np.random.get_state()) if automatic else None
+    loader, draws = run.state.loader, run.loop.draws
+    before = draws.before() if run.settings.automatic_microbatches else None
     while True:
         assert loader.share is not None
         try:
-            return _forward_backward(run, loss_of_batch, loader.share, batch, pieces, earlier)
+            result = _forward_backward(run, loss_of_batch, loader.share, batch, pieces, earlier)
         except StepExhaustedError as error:
             failure = error.failure
-        batch = divide_again(run, batch, failure)
+        else:
+            draws.after(before)
+            return result
+        batch = divide_again(run, batch, failure, before)
         pieces = loader.pieces(batch)
-        if drawn is not None:
-            random.setstate(drawn[0])
-            np.random.set_state(drawn[1])
 
 
 def _forward_backward(

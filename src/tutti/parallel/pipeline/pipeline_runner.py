@@ -1,12 +1,10 @@
 """Runs a pipeline schedule: this rank's forward and backward actions, in order, with the messages between stages."""
 
 import itertools
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +16,7 @@ from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
 from tutti.data.batches import BatchShare
 from tutti.data.microbatches import to_device
-from tutti.data.seeds import derive_seed, seed_device
+from tutti.data.seeds import derive_seed, host_state, seed_device, set_host_state
 from tutti.errors import PlanError
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
@@ -302,16 +300,14 @@ class _Step:
         For example, the last stage computes the loss with the noise that the traced forward has added to its input.
         """
         seed_device(self._seed(microbatch), self.device)
-        now = random.getstate(), np.random.get_state()
+        now = host_state()
         first = self._draws.setdefault(microbatch, now)
         try:
-            random.setstate(first[0])
-            np.random.set_state(first[1])
+            set_host_state(first)
             return self._function(self._parallel.model, self._pieces[microbatch])
         finally:
             if first is not now:
-                random.setstate(now[0])
-                np.random.set_state(now[1])
+                set_host_state(now)
 
     def _enter(self, microbatch: int) -> None:
         """Tell batch statistics whether this microbatch has samples on this rank."""
