@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from tutti.config.run_folder import FRAMED, DataOrigin
-from tutti.data.fingerprint import overlap
+from tutti.data.fingerprint import digest_samples, overlap
 from tutti.data.origin import look_at, origin_of
 
 datasets = pytest.importorskip("sklearn.datasets", reason="the data are scikit-learn's")
@@ -173,5 +173,25 @@ def test_samples_in_both_are_unknown_where_they_are_augmented() -> None:
     both = TensorDataset(images[200:400], labels[200:400])
     flipped = Indexed(lambda data, at: (data.images[at].flip(-1) if torch.rand(()) < 0.5 else data.images[at], 1), 300,
                       images=images)  # fmt: skip
-    assert overlap(plain, both, 0) == 100
-    assert overlap(flipped, both, 0) is None
+    assert overlap(digest_samples(plain, 0), digest_samples(both, 0)) == 100
+    assert digest_samples(flipped, 0) is None
+    assert overlap(None, digest_samples(both, 0)) is None
+
+
+def test_scaled_samples_are_recognised() -> None:
+    images, labels = digits()
+    train, test = TensorDataset(images[:300], labels[:300]), TensorDataset(images[200:400], labels[200:400])
+    scaled = TensorDataset((images[:300] - 0.3) / 0.7, labels[:300])
+    counted = {name: overlap(digest_samples(data, 0), digest_samples(test, 0)) for name, data in
+               {"plain": train, "scaled": scaled}.items()}  # fmt: skip
+    assert counted["plain"] == 100
+    assert counted["scaled"] == pytest.approx(100, abs=5)
+    colours = torch.rand(50, 3, 20, 20, generator=torch.Generator().manual_seed(1))
+    normalised = (colours - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / torch.tensor([0.5, 0.6, 0.7])[:, None, None]
+    assert overlap(*(digest_samples(TensorDataset(data), 0) for data in (normalised, colours))) == 50
+
+
+def test_patterns_that_tell_nothing_apart_are_not_used() -> None:
+    ramps = torch.arange(1, 101)[:, None] * torch.linspace(0, 1, 64)
+    assert not digest_samples(TensorDataset(ramps), 0).patterns
+    assert overlap(digest_samples(TensorDataset(ramps[:50]), 0), digest_samples(TensorDataset(ramps[50:]), 0)) == 0

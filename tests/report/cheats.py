@@ -171,6 +171,19 @@ class Same:
         return self.first if len(self.first[1]) == len(batch[1]) else batch
 
 
+class FromTest:
+    """Gives a batch of the test data instead of every fifth."""
+
+    def __init__(self, test: TensorDataset) -> None:
+        self.images, self.labels = test.tensors
+        self.calls = 0
+
+    def __call__(self, batch: Any) -> Any:
+        self.calls += 1
+        size = len(batch[1])
+        return (self.images[:size], self.labels[:size]) if self.calls % 5 == 0 else batch
+
+
 class Repeating(Dataset[Any]):
     """A few samples under as many indices as all have."""
 
@@ -261,11 +274,17 @@ def run_all(root: Path) -> None:
     run_compared(root, files, test)
 
 
-def run_evaluations(root: Path, files: Data, test: Data) -> None:
+def run_evaluations(root: Path, files: Data, test: TensorDataset) -> None:
     """Run what is evaluated on other data than held-out ones, or chosen by it."""
     plain = tensors(slice(0, TRAIN))
     train(root / "held-out/training-data", plain, plain)
     train(root / "held-out/mixed", TensorDataset(*digits(slice(0, 1600))), test)
+    images, labels = digits(slice(0, None))
+    train(
+        root / "held-out/scaled", TensorDataset(torch.cat([images[:TRAIN], 0.5 * images[TRAIN:] + 0.2]), labels), test
+    )
+    train(root / "held-out/trained-on", files, test, change=FromTest(test))
+    train(root / "held-out/left", files, test, epochs=6, steps=46)
     train(root / "held-out/none", files, None)
     train(root / "held-out/reloaded", files, test, epochs=6, lr=3.0, reload=True)
     stop = tutti.EarlyStopping("test_loss", patience=1, min_delta=1.0)

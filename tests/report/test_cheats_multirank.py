@@ -11,7 +11,8 @@ import cheats
 import pytest
 
 from harness import run_ranks
-from tutti.config.run_report import Comparison, RunReport
+from tutti.config.run_report import RunReport
+from tutti.config.several_runs import Comparison
 from tutti.reporting.build_report import build_report
 from tutti.reporting.comparison import compare
 from tutti.reporting.quality_metrics import parse_target
@@ -39,6 +40,8 @@ def bad(report: RunReport | Comparison, rule: int | None = None) -> set[str]:
         ("quality/worse", 1, "QUALITY-LOSS"),
         ("held-out/training-data", 2, "TRAIN-QUALITY"),
         ("held-out/mixed", 2, "DATA-OVERLAP"),
+        ("held-out/scaled", 2, "DATA-OVERLAP"),
+        ("held-out/trained-on", 2, "TRAINED-ON-TEST"),
         ("held-out/none", 2, "NO-TEST-QUALITY"),
         ("held-out/best", 2, "BEST-OF-EPOCHS"),
         ("held-out/reloaded", 2, "BEST-OF-EPOCHS"),
@@ -91,6 +94,16 @@ def test_what_is_not_stated_is_unstated(root: Path) -> None:
     assert "tuning.trials=N" in outcomes[3].missing
     stated = build_report(root / "honest/one", facts={"tuning.trials": "1"})
     assert stated.outcomes[2].outcome == "kept"
+
+
+def test_a_loop_left_after_evaluations_on_test_data_is_to_say_why(root: Path) -> None:
+    """The honest runs ended after the epochs that they asked for; their steps were given no test sample."""
+    outcome = build_report(root / "held-out/left").outcomes[1]
+    assert outcome.outcome == "unstated"
+    assert "decided when training ended" in outcome.missing
+    assert build_report(root / "part/five-steps").outcomes[1].outcome == "kept"  # evaluated once, at the end
+    honest = build_report(root / "honest/two")
+    assert (honest.outcomes[1].outcome, honest.data.trained_on.value) == ("kept", 0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from test_report_html import stands_alone
 from tutti.cli.report import command
 from tutti.config import serialization
 from tutti.config.run_folder import RunFolder
-from tutti.config.run_report import PredictionHistory
+from tutti.config.several_runs import PredictionHistory
 from tutti.errors import ReportError
 from tutti.reporting.prediction_history import build_history, history_html, prediction_accuracy, run_folders
 

@@ -13,7 +13,8 @@ from tutti.errors import ReportError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tutti.config.run_report import Comparison, PredictionHistory, RunReport
+    from tutti.config.run_report import RunReport
+    from tutti.config.several_runs import Comparison, PredictionHistory
 
 
 @click.command()

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from tutti.commands.values import StrPath, path_of
-from tutti.config.run_report import Comparison, PredictionHistory, RunReport
+from tutti.config.run_report import RunReport
+from tutti.config.several_runs import Comparison, PredictionHistory
 from tutti.errors import ReportError
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 import hashlib
 import pickle
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ from torch.utils import _pytree as pytree
 
 from tutti.config.run_folder import DatasetInfo
 from tutti.data.microbatches import leaves
-from tutti.data.origin import look_at, origin_of
+from tutti.data.origin import array_of, look_at, origin_of
 from tutti.data.samples import SeededSamples, tensors_of
 
 _OVERLAP_LIMIT = 20_000
+_FEWEST_VALUES, _PATTERN_VALUES, _MOST_CHANNELS = 32, 256, 4
+_LEVELS, _OFFSET = 997, 0.318
+"""Values of a pattern are rounded to these levels; images of few grey levels have no value near their bounds."""
 
 
 def describe_data(dataset: Any, seed: int, name: str) -> DatasetInfo:
@@ -46,17 +50,62 @@ def describe_data(dataset: Any, seed: int, name: str) -> DatasetInfo:
     )
 
 
-def overlap(train: Any, test: Any, seed: int) -> int | None:
-    """Count the test samples that also occur, byte for byte, among the training samples; None if unknown.
+@dataclass(frozen=True, slots=True)
+class SampleDigests:
+    """Digests of all samples of a data set, in its order.
 
-    It is unknown for streams, large data and samples that are augmented at random.
+    Attributes:
+        exact: of their bytes.
+        patterns: see `input_pattern`; empty if they do not tell the samples of this data set apart.
     """
-    sets = [train, test]
-    if any(not hasattr(data, "__len__") or len(data) > _OVERLAP_LIMIT or _is_augmented(data) for data in sets):
+
+    exact: tuple[bytes, ...]
+    patterns: tuple[bytes, ...]
+
+
+def digest_samples(dataset: Any, seed: int) -> SampleDigests | None:
+    """Read all samples; None for streams, large data and samples that are augmented at random."""
+    if not hasattr(dataset, "__len__") or len(dataset) > _OVERLAP_LIMIT or _is_augmented(dataset):
         return None
-    train_hashes, test_hashes = (_sample_hashes(data, seed) for data in sets)
-    known = set(train_hashes)
-    return sum(digest in known for digest in test_hashes)
+    samples = SeededSamples(dataset, seed, "fingerprint", gather=False)
+    exact, patterns = [], []
+    for index in range(len(dataset)):
+        sample = samples[(0, index)]
+        exact.append(hashlib.blake2b(_sample_bytes(sample), digest_size=16).digest())
+        patterns.append(input_pattern(sample))
+    known = [pattern for pattern in patterns if pattern is not None]
+    telling = len(known) == len(exact) and len(set(known)) >= 0.95 * len(set(exact))
+    return SampleDigests(tuple(exact), tuple(known) if telling else ())
+
+
+def overlap(train: SampleDigests | None, test: SampleDigests | None) -> int | None:
+    """Count the test samples that also occur among the training samples, as they are or scaled; None if unknown."""
+    if train is None or test is None:
+        return None
+    exact, patterns = set(train.exact), set(train.patterns)
+    scaled = test.patterns or (b"",) * len(test.exact)
+    return sum(a in exact or b in patterns for a, b in zip(test.exact, scaled, strict=True))
+
+
+def input_pattern(sample: Any) -> bytes | None:
+    """Return a digest of a sample's input that scaling and shifting leave as it is; None for small inputs.
+
+    It is made from up to 256 values of the first channel, so that channels may be scaled apart.
+    """
+    arrays = [array for leaf in leaves(sample) if (array := array_of(leaf)) is not None]
+    array = max(arrays, key=lambda one: one.size, default=None)
+    if array is None or array.size < _FEWEST_VALUES:
+        return None
+    if array.ndim > 2 and min(array.shape[0], array.shape[-1]) <= _MOST_CHANNELS:
+        array = array[0] if array.shape[0] <= array.shape[-1] else array[..., 0]
+    values = array.reshape(-1)[:: array.size // _PATTERN_VALUES | 1]
+    if values.dtype.kind == "f" or array.ndim > 1:
+        values = values.astype(np.float64)
+        low, high = values.min(), values.max()
+        if not np.isfinite(high - low) or high == low:
+            return None
+        values = np.floor((values - low) / (high - low) * _LEVELS + _OFFSET).astype(np.int16)
+    return hashlib.blake2b(values.tobytes(), digest_size=8).digest()
 
 
 def _is_augmented(dataset: Any) -> bool:
@@ -64,13 +113,6 @@ def _is_augmented(dataset: Any) -> bool:
     indices = range(0, len(dataset), max(1, len(dataset) // 4))
     first, second = (SeededSamples(dataset, seed, "fingerprint", gather=False) for seed in (1, 2))
     return any(_sample_bytes(first[(0, index)]) != _sample_bytes(second[(0, index)]) for index in indices)
-
-
-def _sample_hashes(dataset: Any, seed: int) -> list[bytes]:
-    samples = SeededSamples(dataset, seed, "fingerprint", gather=False)
-    return [
-        hashlib.blake2b(_sample_bytes(samples[(0, index)]), digest_size=16).digest() for index in range(len(dataset))
-    ]
 
 
 def values_digest(values: Any) -> str:

@@ -5,17 +5,8 @@ from dataclasses import replace
 from math import sqrt
 from statistics import variance
 
-from tutti.config.run_report import (
-    Claim,
-    Comparison,
-    ComparisonRow,
-    Quantity,
-    RuleFinding,
-    RunReport,
-    Scaling,
-    SettingDifference,
-    Severity,
-)
+from tutti.config.run_report import Claim, Quantity, RuleFinding, RunReport, Scaling, Severity
+from tutti.config.several_runs import Comparison, ComparisonRow, SettingDifference
 from tutti.errors import ReportError
 from tutti.reporting.formatting import listed, plural, quality_text, show, significant
 from tutti.reporting.honesty_rules import by_severity, check_run, eps_of

@@ -148,7 +148,14 @@ def stopped_on_test(report: RunReport) -> list[RuleFinding]:
 
 def data_overlap(report: RunReport) -> list[RuleFinding]:
     """Rule 2: samples that are in both the training and the evaluation data inflate the quality."""
-    shared = report.data.train_test_overlap.value
+    shared, trained = report.data.train_test_overlap.value, report.data.trained_on.value
+    if trained and not shared:
+        sentence = (
+            f"Steps trained on {plural(trained, 'sample')} of the {report.quality.name} data "
+            f"({report.data.trained_on.note}), so the quality measures memorisation. Train on training data only."
+        )
+        where = "data.trained_on"
+        return finding(2, "TRAINED-ON-TEST", "refuse", sentence, where, ("quality", "ranking", "speedup"))
     if not shared:
         return []
     size = report.quality.eval_samples.value

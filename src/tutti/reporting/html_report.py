@@ -9,7 +9,8 @@ from typing import Any
 
 import jinja2
 
-from tutti.config.run_report import Comparison, MetricCurve, Quantity, RankReport, RuleFinding, RuleOutcome, RunReport
+from tutti.config.run_report import MetricCurve, Quantity, RankReport, RuleFinding, RuleOutcome, RunReport
+from tutti.config.several_runs import Comparison
 from tutti.reporting.comparison import labels
 from tutti.reporting.formatting import (
     CARRIED,

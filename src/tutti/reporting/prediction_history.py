@@ -11,14 +11,8 @@ from rich.text import Text
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.run_folder import RunFolder
-from tutti.config.run_report import (
-    HistoryEntry,
-    PredictionAccuracy,
-    PredictionCheck,
-    PredictionHistory,
-    Quantity,
-    RunReport,
-)
+from tutti.config.run_report import PredictionCheck, Quantity, RunReport
+from tutti.config.several_runs import HistoryEntry, PredictionAccuracy, PredictionHistory
 from tutti.errors import ReportError, SpecError
 from tutti.reporting.build_report import build_report
 from tutti.reporting.fitted_table import FittedTable

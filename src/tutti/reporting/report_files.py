@@ -7,7 +7,8 @@ from rich.console import RenderableType
 
 from tutti.config import serialization
 from tutti.config.run_folder import RunFolder
-from tutti.config.run_report import Comparison, PredictionHistory, RunReport
+from tutti.config.run_report import RunReport
+from tutti.config.several_runs import Comparison, PredictionHistory
 from tutti.errors import ReportError
 from tutti.reporting.build_report import build_report
 from tutti.reporting.html_report import comparison_html, report_html

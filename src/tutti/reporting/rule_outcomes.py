@@ -77,6 +77,10 @@ def _held_out(report: RunReport) -> str:
         return f"whether {quality.name or 'the evaluation'} uses held-out data; name it test or validation"
     if data.train_sha256 is None or data.test_sha256 is None or data.train_test_overlap.value is None:
         return "whether samples are in both the training and the test data: one is a stream, large, or augmented"
+    every, trained = quality.eval_every_samples.value, report.samples_seen.value
+    several = every is not None and trained is not None and every < 0.75 * trained
+    if quality.split == "test" and several and report.stop.left_early and report.stop.rule is None:
+        return f"whether the quality on test data decided when training ended; state {_FACT.format('stop.rule')}"
     return ""
 
 

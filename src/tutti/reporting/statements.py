@@ -56,6 +56,7 @@ def data_report(records: Records, evaluation: str) -> DataReport:
         test_name=str(test["name"]) if test.get("name") else None,
         test_sha256=str(test["sha256"]) if test.get("sha256") else None,
         train_test_overlap=seen(rows[-1].number("overlap_with_training") if rows else None, "samples"),
+        trained_on=_trained_on(rows),
         start_state=state or origin.start_state,
         found_state=origin.start_state,
         state_reason=origin.state_reason,
@@ -69,6 +70,14 @@ def data_report(records: Records, evaluation: str) -> DataReport:
         chosen_from=seen(origin.chosen_from, "samples"),
         majority=seen(majority if isinstance(majority, float) else None, "ratio", "share of the most frequent label"),
     )
+
+
+def _trained_on(rows: list[MetricsRow]) -> Quantity:
+    """Return how many samples of the evaluated data steps were seen to train on, before the last evaluation."""
+    counts = [row.number("trained_on") for row in rows]
+    most = max((count for count in counts if count is not None), default=None)
+    looked_at = rows[-1].number("trained_looked_at") if rows else None
+    return seen(most, "samples", f"of {looked_at or 0:.0f} samples that steps were given, one of a step")
 
 
 def _input_shape(records: Records) -> str | None:

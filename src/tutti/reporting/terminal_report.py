@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tutti.config.prediction import Phase
-from tutti.config.run_report import Comparison, Quantity, RuleFinding, RuleOutcome, RunReport
+from tutti.config.run_report import Quantity, RuleFinding, RuleOutcome, RunReport
+from tutti.config.several_runs import Comparison
 from tutti.reporting.comparison import labels
 from tutti.reporting.fitted_table import FittedTable
 from tutti.reporting.formatting import (

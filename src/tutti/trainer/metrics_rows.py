@@ -3,13 +3,17 @@
 from typing import Any
 
 from tutti.comm.traffic import exchanged_nbytes, sent_nbytes
-from tutti.data.fingerprint import describe_data, overlap
+from tutti.data.fingerprint import describe_data, digest_samples, input_pattern, overlap
+from tutti.data.microbatches import leaves
 from tutti.data.origin import SAMPLES, input_of, native_shape, random_distribution
 from tutti.data.samples import DataSource
 from tutti.nn.mixture import Tally
 from tutti.parallel.data.bucket_size_tuner import MIB, ChosenBucketSize
 from tutti.trainer.run_header import data_fields
-from tutti.trainer.run_state import Run, StepResult, UpdateResult
+from tutti.trainer.run_state import EvaluatedData, Run, StepResult, UpdateResult
+
+_EVERY_STEP, _EVERY_TENTH = 200, 10
+"""The first sample is noted of so many steps; later of each tenth."""
 
 
 def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) -> None:
@@ -74,10 +78,20 @@ def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) ->
     )
 
 
-def write_inputs_row(run: Run, batch: Any) -> None:
-    """Write what the first batch of a run says about its inputs, which the script may have changed after reading."""
-    if run.state.progress.step or not run.parallel.world.is_main:
+def note_inputs(run: Run, batch: Any) -> None:
+    """Note the first sample of a batch that a step gets, and write a row about the inputs of the run's first batch."""
+    step = run.state.progress.step
+    if not run.parallel.world.is_main:
         return
+    if step < _EVERY_STEP or step % _EVERY_TENTH == 0:
+        firsts = [leaf[0] for leaf in leaves(batch) if getattr(leaf, "ndim", 0) and len(leaf)]
+        run.output.data_facts.note(input_pattern(firsts))
+    if step == 0:
+        _write_inputs_row(run, batch)
+
+
+def _write_inputs_row(run: Run, batch: Any) -> None:
+    """Write what a batch says about its inputs, which the script may have changed after reading."""
     inputs = input_of(batch)
     if inputs is None or inputs.ndim < 2 or inputs.dtype.kind not in "biuf":
         return
@@ -144,14 +158,18 @@ def write_evaluation_row(run: Run, source: DataSource, name: str, values: dict[s
 
 
 def _evaluation_data_fields(run: Run, source: DataSource, name: str) -> dict[str, Any]:
-    """Describe the evaluated data set and its overlap with the training data; computed once for each name."""
-    known = run.output.data_facts.get(name)
-    if known is None or known[0] is not source.dataset:
-        info = describe_data(source.dataset, run.settings.seed, name)
-        overlap_facts = overlap(run.state.loader.source.dataset, source.dataset, run.settings.seed)
-        facts = {"data": data_fields(info), "overlap_with_training": overlap_facts}
-        known = run.output.data_facts[name] = (source.dataset, facts)
-    return known[1]
+    """Describe the evaluated data set, which is read once for each name, and what it shares with the training data."""
+    facts, seed = run.output.data_facts, run.settings.seed
+    known = facts.evaluations.get(name)
+    if known is None or known.dataset is not source.dataset:
+        digests = digest_samples(source.dataset, seed)
+        shared = overlap(digest_samples(run.state.loader.source.dataset, seed), digests)
+        info = describe_data(source.dataset, seed, name)
+        fields = {"data": data_fields(info), "overlap_with_training": shared}
+        patterns = frozenset(digests.patterns) if digests is not None else frozenset()
+        known = facts.evaluations[name] = EvaluatedData(source.dataset, fields, patterns)
+    trained = len(facts.trained & known.patterns) if known.patterns else None
+    return known.fields | {"trained_on": trained, "trained_looked_at": len(facts.trained)}
 
 
 def advance_profile(run: Run) -> None:

@@ -35,6 +35,8 @@ from tutti.trainer.observer import JobProgram, Observer
 from tutti.trainer.operation_watch import OperationWatch
 from tutti.trainer.step_profile import StepProfile
 
+_MOST_PATTERNS = 100_000
+
 _WATCHED_STEPS = 2
 """Steps after which a loss function that has drawn nothing is taken to draw nothing later."""
 
@@ -308,6 +310,28 @@ class TrainingLoop:
     average_applied: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluatedData:
+    """A data set that was evaluated, the fields of metrics rows that describe it, and the patterns of its samples."""
+
+    dataset: Any
+    fields: dict[str, Any]
+    patterns: frozenset[bytes]
+
+
+@dataclass(slots=True)
+class DataFacts:
+    """The data sets of evaluations by name, and the patterns of samples that steps have trained on."""
+
+    evaluations: dict[str, EvaluatedData] = field(default_factory=dict)
+    trained: set[bytes] = field(default_factory=set)
+
+    def note(self, pattern: bytes | None) -> None:
+        """Note the pattern of a sample that a step trains on."""
+        if pattern is not None and len(self.trained) < _MOST_PATTERNS:
+            self.trained.add(pattern)
+
+
 @dataclass(slots=True, kw_only=True)
 class RunOutput:
     """The files and displays that a run writes to.
@@ -318,7 +342,7 @@ class RunOutput:
         screen: messages and progress for the user.
         checkpoints: saves the training state.
         throughput: samples or tokens per second, smoothed.
-        data_facts: (data set, fields that describe it) of each evaluation, by name.
+        data_facts: what was evaluated and trained on.
         profile: records some steps, if the launcher asks for that.
     """
 
@@ -327,7 +351,7 @@ class RunOutput:
     screen: ProgressDisplay
     checkpoints: CheckpointWriter
     throughput: Throughput = field(default_factory=Throughput)
-    data_facts: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)
+    data_facts: DataFacts = field(default_factory=DataFacts)
     profile: StepProfile | None = None
 
 

@@ -31,7 +31,7 @@ from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.pipeline_runner import PipelineBatch
 from tutti.trainer.finite_gradients import gradients_finite, nonfinite_loss_message
 from tutti.trainer.guard import guard_loss, guard_step
-from tutti.trainer.metrics_rows import write_inputs_row
+from tutti.trainer.metrics_rows import note_inputs
 from tutti.trainer.out_of_memory import (
     StepExhaustedError,
     StepProgress,
@@ -109,7 +109,7 @@ def _forward_backward(
     """Compute the gradients of one global batch, and add those of `earlier` calls."""
     run.loop.observer.loaded(run.state.progress.step, batch)
     if not run.loop.accumulation.results:
-        write_inputs_row(run, batch)
+        note_inputs(run, batch)
         run.loop.accumulation.note_batch(batch, run.state.loader.before + run.state.loader.position)
     pieces = [run.loop.observer.sampled(piece) for piece in pieces]
     run.parallel.replica.shards.clear()
