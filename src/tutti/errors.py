@@ -67,6 +67,12 @@ class CheckpointError(TuttiError):
     exit_code = 1
 
 
+class NoCheckpointError(CheckpointError):
+    """What the user named holds no checkpoint."""
+
+    exit_code = 2
+
+
 class ReportError(TuttiError):
     """A run folder cannot be reported on, or a comparison is refused because it would mislead."""
 

@@ -42,7 +42,7 @@ def test_words_are_read_back_and_travel_in_plans(words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("two-bit", "method"),
+        ("two-bit", "compress 'two-bit': there is no such codec; choose from float64"),
         ("one-bit,density=0.1", "density is a setting of top-k, dgc"),
         ("top-k,density=2", "above 0 and at most 1"),
         ("qsgd,bits=3", "bits"),

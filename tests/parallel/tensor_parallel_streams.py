@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tutti.comm.world import join_world
 from tutti.config.plan import BatchPlan, LayoutRule, Plan
-from tutti.errors import ScriptError
+from tutti.errors import PlanError, ScriptError
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
 from tutti.parallel.tensor import split_model
@@ -94,10 +94,15 @@ def refusals() -> dict[str, str]:
         except ScriptError as error:
             said[how] = str(error)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 3))
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
     dense = [p.detach().clone() for p in model.parameters()]
     rules = tuple(LayoutRule(modules=name, placement="split") for name in "01")
     split_model(model, Plan(batch=plan.batch, mesh=plan.mesh, layout=rules), Layout.of(model, mesh))
+    narrow = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 3))
+    try:
+        split_model(narrow, Plan(batch=plan.batch, mesh=plan.mesh, layout=rules), Layout.of(narrow, mesh))
+    except PlanError as error:
+        said["narrow"] = str(error)
     hidden = F.linear(dense[0][torch.tensor([0, 2, 1])], dense[1], dense[2]).relu()
     output = whole(model(torch.tensor([0, 2, 1])))
     said["empty parts"] = str(float((output - F.linear(hidden, dense[3], dense[4])).abs().max()))

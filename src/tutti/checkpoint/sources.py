@@ -27,7 +27,7 @@ from tutti.checkpoint.index import (
 )
 from tutti.checkpoint.tensor_files import TensorFiles
 from tutti.comm.world import World
-from tutti.errors import CheckpointError
+from tutti.errors import CheckpointError, NoCheckpointError
 from tutti.parallel.layout import Cut, TensorShard
 from tutti.parallel.saved_values import parse_dtype
 
@@ -96,7 +96,7 @@ def find_checkpoint(path: Path) -> Path:
     """
     checkpoint = latest_checkpoint(path)
     if checkpoint is None:
-        raise CheckpointError(f"{path} holds no checkpoint; name a run folder, or a checkpoint in one")
+        raise NoCheckpointError(f"{path} holds no checkpoint; name a run folder, or a checkpoint in one")
     return checkpoint
 
 
@@ -107,7 +107,7 @@ def open_checkpoint(path: Path) -> Source:
         CheckpointError: the folder is no checkpoint, or cannot be read.
     """
     if not (path / INDEX).is_file():
-        raise CheckpointError(
+        raise NoCheckpointError(
             f"{path} holds no checkpoint (no {INDEX}); name a run folder or a checkpoint in it"
             + (f"; pass a file of weights alone as job.prepare(..., weights={path.name!r})" if path.is_file() else "")
         )

@@ -57,17 +57,18 @@ def capture_script(
 
     check_script(script)
     load_modules()
+    hidden = io.StringIO()
     with capturing(follow=_computes_losses(script)) as capture:
         try:
-            with _time_limit(script, timeout_s), _as_main(script, arguments), _output(), parameters_on_meta():
+            with _time_limit(script, timeout_s), _as_main(script, arguments), _output(hidden), parameters_on_meta():
                 runpy.run_path(str(script), run_name="__main__")
         except _OutOfTime as error:
             raise TrainingError(str(error)) from None
         except SystemExit as error:
             if error.code not in (0, None) and capture.captured is None:
-                raise ScriptError(
-                    f"{script} ended with exit code {error.code} before job.prepare; run it with python to see why"
-                ) from None
+                words = hidden.getvalue().strip().rpartition("\n")[2]
+                reason = f" ({words})" if words else "; run it with python to see why"
+                raise ScriptError(f"{script} ended with exit code {error.code} before job.prepare{reason}") from None
         except Exception as error:  # a followed script may fail where it needs values
             if capture.captured is None and isinstance(error, TuttiError):
                 raise
@@ -105,11 +106,11 @@ def _as_main(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
 
 
 @contextmanager
-def _output() -> Iterator[None]:
-    """Send what the script prints to standard error, or nowhere if messages are not shown."""
+def _output(hidden: io.StringIO) -> Iterator[None]:
+    """Send what the script prints to standard error; `hidden` receives it if messages are not shown."""
     with ExitStack() as stack:
         if console.quiet:
-            stack.enter_context(redirect_stderr(io.StringIO()))
+            stack.enter_context(redirect_stderr(hidden))
         stack.enter_context(redirect_stdout(sys.stderr))
         yield
 

@@ -134,8 +134,15 @@ def _as_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"target": (str(script), *words), "launcher": given.pop("on"), **given}
 
 
+def _nproc(value: "int | str | Sequence[int] | None") -> tuple[int, ...] | None:
+    try:
+        return rank_counts(value)
+    except LaunchError as error:
+        raise LaunchError(f"nproc={error}") from None
+
+
 READ: dict[str, Callable[[Any], Any]] = {
-    "nproc": rank_counts,
+    "nproc": _nproc,
     "nnodes": lambda value: whole("nnodes", value),
     "node_rank": lambda value: whole("node_rank", value, 0),
     "plan": lambda value: path_or(Plan, value),
@@ -364,7 +371,7 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
     from tutti.commands.run_prediction import beside
     from tutti.launch.supervisor import interrupts, supervise
 
-    console.print(_announcement(spec), style="dim", soft_wrap=True)
+    console.print(_announcement(spec, on_this_host=options.launcher == "local"), style="dim", soft_wrap=True)
     before = header_time(spec)
     watcher = screen(spec)
     # What an earlier run left in the folder stays if this one is refused.
@@ -423,8 +430,13 @@ def _await_prediction(worker: "Beside") -> None:
         warn(f"no prediction: {error}")
 
 
-def _announcement(spec: "LaunchSpec") -> str:
+def _announcement(spec: "LaunchSpec", *, on_this_host: bool) -> str:
+    from tutti.launch.launch_environment import granted_cores
+
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
     place = f" on {spec.nodes} nodes, this is node {spec.node_rank}" if spec.nodes > 1 else ""
     threads = f"{spec.threads} thread{'s' if spec.threads > 1 else ''} each"
+    cores = granted_cores()
+    if on_this_host and spec.ranks_per_node[spec.node_rank] > cores:
+        threads += f" (no sooner than with {cores}: this host has {cores} core{'s' if cores > 1 else ''})"
     return f"{Path(spec.target).name}: {ranks}{place}, {threads}; run folder {short(spec.folder)}"

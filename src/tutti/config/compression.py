@@ -167,9 +167,11 @@ def parse_compression(text: str) -> Compression:
         PlanError: names the part that is wrong.
     """
     method, *rest = (part.strip() for part in text.split(","))
+    if method not in CODECS:
+        raise PlanError(f"compress {text!r}: there is no such codec; choose from {', '.join(CODECS)}")
     data: dict[str, Any] = {"method": method}
     options: dict[str, object] = {}
-    option_names = set(CODECS[method].parameters).difference(_SETTINGS) if method in CODECS else set()
+    option_names = set(CODECS[method].parameters).difference(_SETTINGS)
     for part in rest:
         name, _, value = part.partition("=")
         if not value or name in data or name in options:

@@ -514,6 +514,7 @@ class RunReport:
     """Everything a run folder says about its run.
 
     Attributes:
+        folder: the run folder where the report was made.
         scope: largest unit of training that the run completed; "train" only when training ended by itself or reached
             the target.
         headline: the run in one sentence.
@@ -539,6 +540,7 @@ class RunReport:
     """
 
     name: str
+    folder: str = ""
     script: str
     command: str
     started_utc: str

@@ -97,6 +97,8 @@ def load(cls: type[T], path: Path) -> T:
     Raises:
         SpecError: the file cannot be read, is not JSON, or does not have the form of `cls`.
     """
+    if path.suffix == ".py":
+        raise SpecError(f"{path} is a Python script; name a {cls.__name__} file, which tutti writes as JSON")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -117,7 +117,10 @@ def _run(task: RankTask, folder: Path) -> int:
         if code == TERMINATED:
             (folder / "stopped").touch()
         else:
-            _write(folder, _described(task.rank, "run", code, f"the script exited with {_said(ended)}"))
+            _write(
+                folder,
+                _described(task.rank, "run", code, f"the script exited with {_said(ended)}{_last_words(folder)}"),
+            )
         _leave(code)
     except BaseException as error:
         failure = failure_of(task.rank, error)
@@ -156,6 +159,8 @@ _THREADS_TIMEOUT_S = 600.0
 """Seconds that the script's threads have to end after the script, where the launcher states no time-out."""
 
 _THREADS_NOTICE_S = 10.0
+
+_LAST_LINES = 5
 
 
 def _await_threads(timeout_s: float) -> None:
@@ -223,6 +228,16 @@ def _exit_code(ended: SystemExit) -> int:
 
 def _said(ended: SystemExit) -> str:
     return f"exit code {ended.code}" if isinstance(ended.code, int) else f"the message: {ended.code}"
+
+
+def _last_words(folder: Path) -> str:
+    """The last line on standard error, as argparse writes it before it ends a script."""
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        lines = (folder / "stderr.log").read_text(encoding="utf-8", errors="replace").split("\n")[-_LAST_LINES:]
+        words = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f" ({words})" if words else ""
+    return ""
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

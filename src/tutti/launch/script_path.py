@@ -12,6 +12,9 @@ from pathlib import Path
 from tutti.config.run_folder import RunFolder
 from tutti.errors import LaunchError, ScriptError
 
+_NO_SCRIPTS = (".csv", ".html", ".ipynb", ".json", ".log", ".md", ".rst", ".sh", ".toml", ".txt", ".yaml", ".yml")
+"""Suffixes of what is no script even where Python can read it."""
+
 
 def check_script(path: Path) -> None:
     """Check that Python can begin to run `path`; none of it is run.
@@ -29,6 +32,8 @@ def check_script(path: Path) -> None:
         )
     if not path.exists():
         raise ScriptError(f"{path} does not exist (looked in {Path.cwd()}); name an existing Python script")
+    if path.suffix in _NO_SCRIPTS:
+        raise ScriptError(f"{path} is no Python script; name one, such as train.py")
     try:
         with tokenize.open(path) as file:
             source = file.read()

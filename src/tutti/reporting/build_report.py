@@ -98,6 +98,7 @@ def _assemble(records: Records, folder: Path, target: QualityTarget | None) -> R
     seen_samples = steps[-1].number("samples_seen") if steps else None
     return RunReport(
         name=header.name,
+        folder=str(folder.resolve()),
         script=header.script,
         command=header.command,
         started_utc=header.started_utc,

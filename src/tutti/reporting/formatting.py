@@ -177,8 +177,8 @@ def signed_percent(ratio: float) -> str:
 
 
 def quality_text(value: float) -> str:
-    """Format a quality: four decimals below 1, four significant digits above."""
-    return f"{value:.4f}" if abs(value) < 1 else significant(value, 4)
+    """Format a quality: four decimals up to 1, four significant digits above."""
+    return f"{value:.4f}" if abs(value) <= 1 else significant(value, 4)
 
 
 def higher_is_better(metric: str) -> bool:
