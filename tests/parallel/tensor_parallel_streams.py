@@ -1,4 +1,4 @@
-"""Random draws on parts, refusals while a model runs, and models whose parts are empty on some rank."""
+"""Random draws on parts, refusals while a model runs, and models whose parts are unequal."""
 
 from typing import Any
 
@@ -94,21 +94,21 @@ def refusals() -> dict[str, str]:
         except ScriptError as error:
             said[how] = str(error)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
     dense = [p.detach().clone() for p in model.parameters()]
     rules = tuple(LayoutRule(modules=name, placement="split") for name in "01")
     split_model(model, Plan(batch=plan.batch, mesh=plan.mesh, layout=rules), Layout.of(model, mesh))
-    narrow = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 3))
+    narrow = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 3))
     try:
         split_model(narrow, Plan(batch=plan.batch, mesh=plan.mesh, layout=rules), Layout.of(narrow, mesh))
     except PlanError as error:
         said["narrow"] = str(error)
     hidden = F.linear(dense[0][torch.tensor([0, 2, 1])], dense[1], dense[2]).relu()
     output = whole(model(torch.tensor([0, 2, 1])))
-    said["empty parts"] = str(float((output - F.linear(hidden, dense[3], dense[4])).abs().max()))
+    said["unequal parts"] = str(float((output - F.linear(hidden, dense[3], dense[4])).abs().max()))
     said["shown"] = repr(model[1](torch.ones(1, 4)))
     try:
-        model(torch.tensor([3]))
+        model(torch.tensor([5]))
     except RuntimeError as error:
         said["index"] = str(error)
     return said

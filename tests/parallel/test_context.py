@@ -1,5 +1,8 @@
 """Sequences over ranks against one device: whole training runs, and what is refused."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,14 +13,14 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import tutti
-from against_one import Subject, assert_agree
+from against_one import Subject, Trained, assert_agree, train
 from harness import run_ranks
 from trainer.several import Case, on_ranks, once
 from tutti.comm.world import join_world
-from tutti.config.plan import BatchPlan, LayoutRule, Plan
+from tutti.config.plan import BatchPlan, LayoutRule, Plan, ShardingPlan
 from tutti.config.vocabulary import ContextKind
 from tutti.errors import TuttiError
-from tutti.parallel.context import sequences_of
+from tutti.parallel.context import context_parallel, sequences_of
 from tutti.parallel.losses import default_unpack
 from tutti.parallel.mesh import Mesh
 from tutti.trainer.evaluate import evaluate
@@ -248,6 +251,29 @@ def test_trained_on_parts_of_sequences_as_on_one_device(ranks: int) -> None:
     results = on_ranks(CASES[ranks], ranks)
     for name, (make, _) in CASES[ranks].items():
         assert_agree(once(make, 1), [result[name] for result in results])
+
+
+def late_after_the_check(late: int, level: int) -> Trained:
+    """A training in which one rank is late to take back what the check has changed on its parameters."""
+    undisturbed = context_parallel._undisturbed
+
+    @contextmanager
+    def slow(model: nn.Module) -> Iterator[None]:
+        with undisturbed(model):
+            try:
+                yield
+            finally:
+                time.sleep(float(join_world().rank == late))
+
+    context_parallel._undisturbed = slow
+    plan = {"mesh": {"context": 2, "shard": 2}, "sharding": ShardingPlan(level=level)}
+    return train(gpt, plan, 2, torch.float64)
+
+
+@pytest.mark.parametrize(("late", "level"), [(1, 2), pytest.param(3, 3, marks=pytest.mark.long)])
+def test_no_rank_computes_with_parameters_of_another_ranks_check(late: int, level: int) -> None:
+    one = run_ranks(train, 1, gpt, {}, 2, torch.float64)[0]
+    assert_agree(one, run_ranks(late_after_the_check, 4, late, level, timeout_s=60), 1e-11)
 
 
 def test_a_model_that_shifts_its_own_labels() -> None:

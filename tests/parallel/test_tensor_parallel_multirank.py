@@ -90,10 +90,10 @@ def test_what_cannot_be_followed_is_refused() -> None:
             assert name in said[how]
             assert "placement='replicate'" in said[how]
         assert "autograd function Twice" in said["function"]
-        assert float(said["empty parts"]) < 1e-6
-        assert said["shown"].startswith("SplitTensor(whole (1, 4), dim 1 at")
+        assert float(said["unequal parts"]) < 1e-6
+        assert said["shown"].startswith("SplitTensor(whole (1, 5), dim 1 at")
         assert "module '1' has 2 outputs, fewer than mesh.split = 4" in said["narrow"]
-        assert "outside the 3 rows" in said["index"]
+        assert "outside the 5 rows" in said["index"]
 
 
 def digits(count: int = 32) -> TensorDataset:

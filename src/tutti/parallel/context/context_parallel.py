@@ -66,11 +66,14 @@ class Sequences:
         prepare: from a batch, this rank's part of it and a function that opens the context in which the model, its loss
             and its backward run. The function takes `within=True` if it is opened inside the model's forward.
         join: whole sequences from the outputs and targets of all parts. Collective; call it in that context too.
+        check: runs the model on the first batch, whole and in parts, with other parameters for a moment; later calls do
+            nothing. Call it between steps: within one, ranks may read each other's parameters at any time.
     """
 
     loss_fn: Loss | None
     prepare: Callable[[Any], tuple[Any, OpenContext]] = _uncut
     join: Callable[[Any], Any] = _unchanged
+    check: Callable[[Any], object] = _unchanged
 
     @contextmanager
     def part(self, batch: Any) -> Iterator[Any]:
@@ -107,7 +110,7 @@ def sequences_of(
     parallel = ContextParallelModel(model, ring, unpack, loss_fn)
     if stages is not None:
         parallel.take_stages(stages, mesh.new_group("context", "stage"))
-    return Sequences(loss_fn=parallel.loss, prepare=parallel.prepare, join=parallel.join)
+    return Sequences(loss_fn=parallel.loss, prepare=parallel.prepare, join=parallel.join, check=parallel.check)
 
 
 class ContextParallelModel:
@@ -135,11 +138,17 @@ class ContextParallelModel:
     def prepare(self, batch: Any) -> tuple[Any, OpenContext]:
         """See `Sequences.prepare`. The first batch is also used for the check."""
         order = self.ring.order
+        sites = self.check(batch)
         length = sequence_length(batch, order)
         batch = shifted_labels(self.model, batch)
+        return cut_batch(batch, length, order), partial(self._running, self._state_of(batch, length, sites))
+
+    def check(self, batch: Any) -> frozenset[Site]:
+        """See `Sequences.check`. Returns where the model makes positions."""
         if self._sites is None:
-            self._sites = self._check(batch, length)
-        return cut_batch(batch, length, order), partial(self._running, self._state_of(batch, length, self._sites))
+            length = sequence_length(batch, self.ring.order)
+            self._sites = self._check(shifted_labels(self.model, batch), length)
+        return self._sites
 
     def join(self, value: Any) -> Any:
         """See `Sequences.join`."""
