@@ -198,6 +198,69 @@ def saved_after_two(name: str, folder: str) -> None:
     job.save()
 
 
+class Steps(tutti.Callback):
+    """Counts steps after each, and says so in checkpoints."""
+
+    count = 0
+
+    def on_step_end(self, job: Any, step: int, loss: float) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def saved_on_the_way(name: str, folder: str) -> dict[str, Any]:
+    """A run that saves after every second step, and two that go on: within an epoch and after its last step."""
+    os.environ["TUTTI_RUN_FOLDER"] = f"{folder}/on-the-way"
+    job, _, _, loader = job_of(name, folder, checkpoint_every=2, keep_checkpoints=9)
+    train(job, loader, averages_of(job), 3)
+    job.save()  # the last of those on the way is written, too
+    results = {}
+    for step in (4, 6):
+        (checkpoint,) = (Path(folder) / "on-the-way" / "checkpoints").glob(f"*{step}")
+        os.environ["TUTTI_RUN_FOLDER"] = f"{folder}/after-{step}"
+        steps = Steps()
+        job, _, _, loader = job_of(name, folder, resume=str(checkpoint), callbacks=[steps])
+        averages = averages_of(job)
+        assert [average.updates for average in averages] == [step, step, 1]
+        train(job, loader, averages, 3)
+        results[step] = results_of(job, averages)
+    return results
+
+
+@pytest.mark.parametrize("name", ["zero3", pytest.param("stage", marks=pytest.mark.long)])
+def test_a_checkpoint_on_the_way_has_the_averages_of_its_step(name: str, tmp_path: Path) -> None:
+    expected = plain()
+    for results in run_ranks(saved_on_the_way, world_size(name), name, str(tmp_path), timeout_s=120):
+        for result in results.values():
+            close(result, expected)
+
+
+def counted(folder: str) -> list[int]:
+    """Steps that a callback has counted, in a whole run and in one that is resumed on the way."""
+    counts = []
+    for name, resume in (("whole", None), ("rest", f"{folder}/whole/checkpoints")):
+        os.environ["TUTTI_RUN_FOLDER"] = f"{folder}/{name}"
+        checkpoint = None if resume is None else str(next(Path(resume).glob("*4")))
+        steps = Steps()
+        job, _, _, loader = job_of(
+            "replicas", folder, callbacks=[steps], checkpoint_every=2, keep_checkpoints=9, resume=checkpoint
+        )
+        for _ in job.epochs(3):
+            for batch in loader:
+                job.step(batch)
+        counts.append(steps.count)
+    return counts
+
+
+def test_a_checkpoint_on_the_way_has_what_callbacks_counted(tmp_path: Path) -> None:
+    assert run_ranks(counted, 2, str(tmp_path)) == [[9, 9]] * 2
+
+
 CHANGES = [("zero3", "stage"), pytest.param("split", "zero2", marks=pytest.mark.long)]
 
 

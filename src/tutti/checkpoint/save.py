@@ -101,6 +101,11 @@ class CheckpointWriter:
         self._pending = pending = self._begin(background=False)
         return pending.path, self.finish()
 
+    @property
+    def due(self) -> int | None:
+        """The step after which a checkpoint became due that has not begun; None if there is none."""
+        return self._due
+
     def updated(self, *, again: bool = False) -> bool:
         """After every update: note whether a checkpoint is due, and finish one that is written.
 

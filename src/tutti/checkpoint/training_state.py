@@ -14,7 +14,9 @@ from tutti.parallel.parallel_model import ParallelModel
 
 
 class StatefulParts(Protocol):
-    """Something with a state of plain values."""
+    """Parts with a state of plain values; false if there is none."""
+
+    def __bool__(self) -> bool: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 

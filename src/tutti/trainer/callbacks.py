@@ -239,6 +239,9 @@ class JobCallbacks:
                     f"{', '.join(names) or 'none'}; pass the same ones on every rank"
                 )
 
+    def __bool__(self) -> bool:
+        return bool(self.callbacks)
+
     @property
     def names(self) -> list[str]:
         return [type(callback).__name__ for callback in self.callbacks]

@@ -93,6 +93,11 @@ class RunFinalizer:
                 f"the loop over job.epochs was left at step {ending.left_at}, so no checkpoint of the end was written; "
                 "leave it with `if job.should_stop(condition): break`, or call job.save()"
             )
+        elif ended_well and run.output.checkpoints.due is not None:
+            run.output.screen.say(
+                f"the checkpoint that was due after step {run.output.checkpoints.due} was not written, as the loop "
+                "ended there; call job.save() at the end"
+            )
         return failure
 
     def _last_rows(self, run: Run) -> None:

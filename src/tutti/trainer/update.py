@@ -60,7 +60,8 @@ def make_update(run: Run, optimizers: tuple[Optimizer, ...]) -> None:
     advance_profile(run)
     run.loop.observer.updated(run.state.progress.step - 1, result.loss, done.learning_rate)
     overdue = run.output.checkpoints.updated(again=again)
-    if not accumulation.several:
+    # Callbacks and averages of the weights take the step into account after it; a checkpoint has that, too.
+    if not (accumulation.several or run.state.averages or run.state.callbacks):
         save_when_due(run)
     elif overdue:
         run.output.screen.say(
