@@ -1,5 +1,6 @@
 """The twelve rules: published tables that mislead are refused, honest runs are left alone."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import Story, vary, write_run
 
-from tutti.config.run_folder import FRAMED
+from tutti.config import serialization
+from tutti.config.run_folder import FRAMED, DataOrigin
 from tutti.config.run_report import (
     BaselineReport,
     BatchReport,
@@ -18,6 +20,7 @@ from tutti.config.run_report import (
     QualityReport,
     Quantity,
     RecipeReport,
+    RuleFinding,
     RunReport,
     StopReport,
     SystemReport,
@@ -29,11 +32,16 @@ from tutti.reporting.comparison import compare, pooled_std, tolerance
 from tutti.reporting.honesty_rules import (
     better_than_chance,
     check_run,
+    data_overlap,
+    data_source,
     input_size,
     prediction_error,
+    repeated_samples,
     stopped_by_time,
+    target_missed,
     tuning_cost,
     undisturbed_cores,
+    whole_training,
 )
 from tutti.reporting.html_report import report_html
 from tutti.reporting.measurements import seen
@@ -232,6 +240,7 @@ def test_what_sums_go_through_is_told(tmp_path: Path) -> None:
         ({"epochs": 4}, "DIFFERENT-WORK"),
         ({"extra": {"stop.rule": "time"}}, "STOPPED-BY-TIME"),
         ({"world_size": 4, "extra": {"cores": "2"}}, "FUNCTION-NOT-SPEED"),
+        ({"test_sha256": "e" * 64}, "DIFFERENT-TEST-DATA"),
     ],
 )
 def test_an_unfair_pair_has_none(tmp_path: Path, changes: dict[str, Any], code: str) -> None:
@@ -323,10 +332,107 @@ def test_a_model_that_is_always_right_is_better_than_chance_on_unequal_classes(t
     quality = replace(report.quality, metric="accuracy", test_value=seen(1.0), eval_samples=seen(100, "samples"))
     assert not better_than_chance(replace(report, quality=quality))
     assert better_than_chance(replace(report, quality=replace(quality, test_value=seen(0.975))))
+    balanced = replace(quality, metric="balanced_accuracy", test_value=seen(0.81))  # constant answers reach 0.5
+    assert not better_than_chance(replace(report, quality=balanced))
 
 
 def data_of(report: RunReport, **changes: Any) -> RunReport:
     return replace(report, data=replace(report.data, **changes))
+
+
+def codes_of(findings: list[RuleFinding]) -> list[tuple[str, str]]:
+    return [(item.code, item.severity) for item in findings]
+
+
+def test_numbers_of_a_table_may_be_transformed_to_look_random(tmp_path: Path) -> None:
+    report = build_report(write_run(tmp_path / "run"))
+    random = {
+        "start_state": "generated",
+        "found_state": "generated",
+        "state_reason": "inputs cannot be told from x",
+    }
+    (table,) = data_source(data_of(report, input_shape="30", **random))
+    assert "state data.start_state" in table.sentence
+    assert codes_of(data_source(data_of(report, input_shape="30", **random | {"start_state": "ram"}))) == [
+        ("DATA-IN-RAM", "warn")
+    ]
+    image = data_of(report, input_shape="3×32×32", **random | {"start_state": "ram"})
+    assert codes_of(data_source(image)) == [("DATA-MISSTATED", "refuse")]
+
+
+def test_a_chance_repeat_and_oversampling_refuse_nothing(tmp_path: Path) -> None:
+    report = build_report(write_run(tmp_path / "run"))
+    few, many = (data_of(report, train_test_overlap=seen(count, "samples")) for count in (1, 40))
+    assert codes_of(data_overlap(few)) == [("DATA-OVERLAP", "warn")]
+    assert codes_of(data_overlap(many)) == [("DATA-OVERLAP", "refuse")]
+    assert codes_of(repeated_samples(data_of(report, distinct=seen(0.6, "ratio")))) == [("SAME-SAMPLES", "note")]
+    assert codes_of(repeated_samples(data_of(report, distinct=seen(0.1, "ratio")))) == [("SAME-SAMPLES", "warn")]
+
+
+def test_a_target_that_was_lost_again_is_said(tmp_path: Path) -> None:
+    report = build_report(write_run(tmp_path / "run"), target=parse_target("test.accuracy=0.5"))
+    assert not target_missed(report)
+    lost = replace(report, quality=replace(report.quality, test_value=seen(0.1)))
+    assert codes_of(target_missed(lost)) == [("QUALITY-LOST", "warn")]
+
+
+def test_a_clock_ends_a_training_that_had_reached_a_low_target(tmp_path: Path) -> None:
+    report = build_report(write_run(tmp_path / "run"), target=parse_target("test.accuracy=0.1"))
+    stop = replace(report.stop, rule=None, clock="line 9", left_early=True, planned_epochs=seen(1000, "epochs"))
+    assert codes_of(stopped_by_time(replace(report, stop=stop))) == [("STOPPED-BY-TIME", "warn")]
+    at_once = replace(report.to_target, samples=report.samples_seen)
+    assert not stopped_by_time(replace(report, stop=stop, to_target=at_once))
+
+
+def test_steps_after_those_of_another_run_are_a_part_of_a_training(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert not whole_training(build_report(folder))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    start = next((line for line in lines if line["kind"] == "start"), None)
+    if start is None:
+        lines.insert(0, start := {"kind": "start", "time_s": 0.0})
+    start["resumed_at_step"] = 20
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = build_report(folder)
+    assert codes_of(whole_training(report)) == [("CONTINUED", "warn")]
+    assert "after the 20 of another run" in report.headline
+
+
+def test_test_data_that_was_validated_on_is_not_held_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first = next(number for number, line in enumerate(lines) if line["kind"] == "evaluate")
+    lines.insert(first, lines[first] | {"name": "validation"})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = build_report(folder)
+    assert ("TEST-USED-BEFORE", "warn") in codes_of(report.findings)
+    assert "also that of validation" in next(item.sentence for item in report.findings if item.rule == 2)
+
+
+def test_what_is_evaluated_of_a_data_set_is_not_left_out_of_training(tmp_path: Path) -> None:
+    """Of 1,000 samples 400 train and 250 test: more than half of what may train does."""
+    folder = write_run(tmp_path / "run")
+    header = json.loads((folder / "run.json").read_text())
+    origin = serialization.to_data(DataOrigin(chosen_from=1000))
+    header["data"] |= {"origin": origin, "samples": 400}
+    (folder / "run.json").write_text(json.dumps(header))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for part in ({}, {"origin": origin, "samples": 250}):
+        for line in lines:
+            if line["kind"] == "evaluate":
+                line["data"] |= part
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        report = build_report(folder)
+        assert report.data.chosen_from.value == (750 if part else 1000)
+        assert codes_of(whole_training(report)) == ([] if part else [("PART-OF-THE-DATA", "warn")])
+
+
+def test_a_loop_that_the_ranks_agreed_to_leave_says_why(tmp_path: Path) -> None:
+    report = build_report(write_run(tmp_path / "run"))
+    stop = replace(report.stop, left_early=True, planned_epochs=seen(50, "epochs"), rule=None)
+    assert codes_of(whole_training(replace(report, stop=stop))) == [("PART-OF-THE-DATA", "warn")]
+    said = replace(stop, early_reason="job.should_stop was true")
+    assert not whole_training(replace(report, stop=said))
 
 
 def test_a_border_is_asked_about_and_not_called_enlarged(tmp_path: Path) -> None:

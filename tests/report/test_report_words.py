@@ -52,6 +52,15 @@ def test_what_is_missing_is_said() -> None:
         ("val_loss", False),
         ("word-error", False),
         ("perplexity", False),
+        ("MAPE", False),
+        ("sMAPE", False),
+        ("top1_err", False),
+        ("brier", False),
+        ("edit_distance", False),
+        ("bits_per_char", False),
+        ("auc", True),
+        ("bleu", True),
+        ("cancer_recall", True),
     ],
 )
 def test_direction_of_a_metric(metric: str, up: bool) -> None:

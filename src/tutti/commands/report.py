@@ -1,6 +1,7 @@
 """`tutti.report`: the honest report of a run, or a comparison of several."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -66,7 +67,8 @@ def report(
         raise ReportError("no run was named; write `tutti report RUN`, or `tutti report --history` for all of runs/")
     wanted = target_of(target)
     if len(folders) == 1:
-        return one(folders[0], wanted, folder, facts)
+        made = one(folders[0], wanted, folder, facts)
+        return replace(made, folder=str(run_folder_of(folders[0]).resolve()))
     return several(folders, wanted, folder, facts)
 
 

@@ -216,8 +216,8 @@ def report_of(ended: Conclusion) -> RunReport | None:
     if ended.report is None and ended.spec.node_rank == 0:
         from tutti.reporting.build_report import build_report
 
-        return build_report(ended.spec.folder)  # raises what kept it from being written
-    return ended.report
+        build_report(ended.spec.folder)  # raises what kept it from being written
+    return ended.report and replace(ended.report, folder=str(ended.spec.folder))
 
 
 def trained(options: RunOptions, *, screen: "Screen", make_script: Callable[[Path], str] | None = None) -> Conclusion:

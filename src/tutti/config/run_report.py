@@ -182,6 +182,7 @@ class TimeReport:
         step_phases: the same by phase.
         load_wait: time that rank 0 waited for data, over the whole run.
         startup: time until the first step, by part.
+        earlier_steps: steps of the run in another folder that this one continues; their time is not counted.
         generations: how often the run was started; 1 if it was never resumed.
         repeated_steps: steps that were made again after a resume.
     """
@@ -193,6 +194,7 @@ class TimeReport:
     step_phases: dict[Phase, Quantity] = field(default_factory=dict)
     load_wait: Quantity = Quantity(unit="s")
     startup: dict[str, Quantity] = field(default_factory=dict)
+    earlier_steps: Quantity = Quantity(unit="steps")
     generations: Quantity = Quantity()
     repeated_steps: Quantity = Quantity()
 
@@ -356,7 +358,9 @@ class DataReport:
         native_shape: shape of the data before it was enlarged: as stated by the user, else as found.
         found_shape: that shape as found by reading samples.
         shape_reason: how it was seen that the data was enlarged, as a clause; empty if it was not.
-        chosen_from: number of samples of the data set that the training data was chosen from, if that is known.
+        chosen_from: number of samples of the data set that the training data was chosen from, if that is known, without
+            the evaluated ones.
+        same_as: names of all evaluations of the evaluated data.
         distinct: share of the samples looked at that differ from the others.
         majority: share of the most frequent label in the evaluated data; None if labels are not classes.
     """
@@ -380,6 +384,7 @@ class DataReport:
     found_shape: str | None = None
     shape_reason: str = ""
     chosen_from: Quantity = Quantity(unit="samples")
+    same_as: tuple[str, ...] = ()
     distinct: Quantity = Quantity(unit="ratio")
     majority: Quantity = Quantity(unit="ratio")
 
@@ -514,7 +519,7 @@ class RunReport:
     """Everything a run folder says about its run.
 
     Attributes:
-        folder: the run folder where the report was made.
+        folder: the run folder; empty in files, which may be copied with it.
         scope: largest unit of training that the run completed; "train" only when training ended by itself or reached
             the target.
         headline: the run in one sentence.

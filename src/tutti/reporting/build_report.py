@@ -25,7 +25,7 @@ from tutti.config.run_report import (
     VerificationSummary,
 )
 from tutti.config.stated_facts import check_facts
-from tutti.reporting.formatting import duration, listed, plural, quality_text, show
+from tutti.reporting.formatting import duration, listed, plural, quality_text, show, significant
 from tutti.reporting.honesty_rules import by_severity, check_run
 from tutti.reporting.measurements import (
     PHASES,
@@ -98,7 +98,6 @@ def _assemble(records: Records, folder: Path, target: QualityTarget | None) -> R
     seen_samples = steps[-1].number("samples_seen") if steps else None
     return RunReport(
         name=header.name,
-        folder=str(folder.resolve()),
         script=header.script,
         command=header.command,
         started_utc=header.started_utc,
@@ -145,6 +144,10 @@ def _assemble(records: Records, folder: Path, target: QualityTarget | None) -> R
     )
 
 
+_FEW_EVALUATED = 100
+"""Evaluated samples below which the headline says how many they are."""
+
+
 def headline(report: RunReport) -> str:
     """Summarise the run in one sentence: what was trained, on which machines, how long, and the final quality."""
     system, quality = report.system, report.quality
@@ -167,12 +170,19 @@ def headline(report: RunReport) -> str:
     if quality.test_value.value is None:
         return f"{sentence}; no quality was evaluated."
     split = "" if quality.split == quality.name else f" (on {quality.split} data)" if quality.split != "other" else ""
-    return f"{sentence}; {quality.name} {quality.metric} {quality_text(quality.test_value.value)} at the end{split}."
+    count = quality.eval_samples.value
+    few = f" of {plural(count, 'sample')}" if count is not None and count < _FEW_EVALUATED else ""
+    return (
+        f"{sentence}; {quality.name} {quality.metric} {quality_text(quality.test_value.value)}{few} at the end{split}."
+    )
 
 
 def _amount(report: RunReport) -> str:
     """Format the length of training: in epochs if they are whole, else in steps."""
-    epochs = report.epochs.value
+    epochs, earlier = report.epochs.value, report.time.earlier_steps.value
+    if earlier:
+        steps = plural((report.steps.value or 0) - earlier, "step")
+        return f"{steps} after the {significant(earlier)} of another run"
     whole = epochs is not None and epochs >= 1 and abs(epochs - round(epochs)) < 0.005
     return plural(round(epochs or 0), "epoch") if whole else show(report.steps)
 

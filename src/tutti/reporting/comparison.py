@@ -263,6 +263,21 @@ def same_inputs(reports: Reports) -> list[RuleFinding]:
     return findings
 
 
+def same_test_data(reports: Reports) -> list[RuleFinding]:
+    """Rule 2: qualities on different data are not comparable."""
+    names, base, findings = labels(reports), reports[0], []
+    for i, report in enumerate(reports[1:], start=1):
+        digests = (base.data.test_sha256, report.data.test_sha256)
+        if all(digests) and digests[0] != digests[1]:
+            a, b = base.quality.eval_samples.value, report.quality.eval_samples.value
+            sentence = (
+                f"{names[i]} was evaluated on other data ({_count(b)} samples) than {names[0]} ({_count(a)}): their "
+                "qualities cannot be compared."
+            )
+            findings.append(_refuse(2, "DIFFERENT-TEST-DATA", sentence, "data.test_sha256", i))
+    return findings
+
+
 def same_work(reports: Reports) -> list[RuleFinding]:
     """Rule 10: without a target, runs did the same work only if they trained on the same number of samples."""
     names, base, findings = labels(reports), reports[0], []
@@ -374,6 +389,7 @@ RULES: tuple[Rule, ...] = (
     same_hardware,
     same_configuration,
     same_inputs,
+    same_test_data,
     same_work,
     strong_or_weak,
     all_axes,

@@ -45,7 +45,39 @@ CARRIED: dict[TrafficKind, str] = {
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SI_UNITS = ("B", "B/s", "FLOP", "FLOP/s", "J")
 _COUNTED = ("ranks", "hosts", "cores", "samples", "tokens", "steps", "epochs", "devices")
-_LOWER_IS_BETTER = ("loss", "error", "perplexity", "ppl", "mse", "mae", "rmse", "nll", "bits", "wer", "cer", "fid")
+_LOWER_ENDINGS = ("loss", "error", "perplexity", "deviance", "distance", "regret", "mse", "mae", "mape", "nll")
+_LOWER_IS_BETTER = frozenset(
+    (
+        "ppl",
+        "rmse",
+        "nmse",
+        "rmsle",
+        "msle",
+        "medae",
+        "smape",
+        "mase",
+        "wape",
+        "bits",
+        "bpc",
+        "bpb",
+        "bpd",
+        "wer",
+        "cer",
+        "ter",
+        "eer",
+        "err",
+        "fid",
+        "kid",
+        "lpips",
+        "brier",
+        "hamming",
+        "crps",
+        "pinball",
+        "cost",
+        "kl",
+        "divergence",
+    )
+)
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -183,8 +215,8 @@ def quality_text(value: float) -> str:
 
 def higher_is_better(metric: str) -> bool:
     """Return whether a higher value of this metric is better, judged by its name (not for losses and errors)."""
-    words = metric.lower().replace("-", "_").split("_")
-    return not any(word in words or metric.lower().endswith(word) for word in _LOWER_IS_BETTER)
+    name = metric.lower().replace("-", "_")
+    return not (name.endswith(_LOWER_ENDINGS) or _LOWER_IS_BETTER & set(name.split("_")) or "distance" in name)
 
 
 def plural(count: int | float, word: str) -> str:

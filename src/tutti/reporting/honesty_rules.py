@@ -9,7 +9,7 @@ from math import prod, sqrt
 
 from tutti.config.run_folder import FRAMED
 from tutti.config.run_report import Claim, RuleFinding, RunReport, Severity
-from tutti.reporting.formatting import PHASE_NAMES, duration, number, plural, quality_text, significant
+from tutti.reporting.formatting import PHASE_NAMES, duration, listed, number, plural, quality_text, significant
 
 BREAKDOWN_TOLERANCE = 0.02
 QUALITY_EPS = 0.005
@@ -18,6 +18,9 @@ STOLEN = 0.05
 
 SHARED, LONG_S = 0.25, 30.0
 """Fraction of a host's core time that other programs may use, and seconds below which tutti's own are too many."""
+_FEW_SHARED = 0.01
+"""Share of the evaluated samples below which those that are also trained on may be chance repeats."""
+
 BUSY = 0.1
 """Fraction of a host's core time used by other programs above which they explain longer steps."""
 
@@ -83,6 +86,17 @@ def target_missed(report: RunReport) -> list[RuleFinding]:
             f"{quality_text(quality.target.value)}; no speed-up is computed from it."
         )
         return finding(1, "QUALITY-LOSS", "warn", sentence, "quality.test_value", ("speedup", "efficiency"))
+    target = quality.target.value
+    if quality.reached and target is not None:
+        lost = (target - value) * (1 if quality.higher_is_better else -1)
+        if lost > eps_of(target, quality.higher_is_better):
+            sentence = (
+                f"The run reached the target of {quality_text(target)} on the way, but its {quality.name} "
+                f"{quality.metric} at the end is {quality_text(value)}: the trained model does not have the quality."
+            )
+            return finding(
+                1, "QUALITY-LOST", "warn", sentence, "quality.test_value", ("speedup", "efficiency", "ranking")
+            )
     if reference is not None:
         loss = (reference - value) * (1 if quality.higher_is_better else -1)
         if loss > eps_of(reference, quality.higher_is_better):
@@ -146,6 +160,18 @@ def stopped_on_test(report: RunReport) -> list[RuleFinding]:
     return finding(2, "STOPPED-ON-TEST", "warn", sentence, "stop.watched", ("quality", "ranking"))
 
 
+def validation_is_test(report: RunReport) -> list[RuleFinding]:
+    """Rule 2: what is decided by validation on the test data is decided by the test."""
+    others = [name for name in report.data.same_as if name != report.quality.name]
+    if report.quality.split != "test" or not others:
+        return []
+    sentence = (
+        f"The data of {report.quality.name} is also that of {listed(others)}: what was decided by one was decided by "
+        "the other, so it is no held-out data. Keep test data apart."
+    )
+    return finding(2, "TEST-USED-BEFORE", "warn", sentence, "data.same_as", ("quality", "ranking"))
+
+
 def data_overlap(report: RunReport) -> list[RuleFinding]:
     """Rule 2: samples that are in both the training and the evaluation data inflate the quality."""
     shared, trained = report.data.train_test_overlap.value, report.data.trained_on.value
@@ -164,6 +190,8 @@ def data_overlap(report: RunReport) -> list[RuleFinding]:
         f"{plural(shared, 'sample')}{part} of the {report.quality.name} data {'is' if shared == 1 else 'are'} also in "
         "the training data, so the quality partly measures memorisation. Remove them and evaluate again."
     )
+    if size and shared < _FEW_SHARED * size:
+        return finding(2, "DATA-OVERLAP", "warn", sentence, "data.train_test_overlap", ("quality",))
     return finding(2, "DATA-OVERLAP", "refuse", sentence, "data.train_test_overlap", ("quality", "ranking", "speedup"))
 
 
@@ -204,6 +232,14 @@ def baseline_hardware(report: RunReport) -> list[RuleFinding]:
 
 def whole_training(report: RunReport) -> list[RuleFinding]:
     """Rule 5: only a complete training run has a time to train."""
+    earlier = report.time.earlier_steps.value
+    if report.scope == "train" and earlier:
+        sentence = (
+            f"The run continues another one from step {significant(earlier)}: its times and cost are those of the "
+            "steps after that, not of a complete training run. Resume in the run's own folder to count both."
+        )
+        where = "time.earlier_steps"
+        return finding(5, "CONTINUED", "warn", sentence, where, ("ranking", "end-to-end", "speedup", "efficiency"))
     if report.scope == "train":
         return _part_of_the_data(report)
     steps = plural(report.steps.value or 0, "step")
@@ -228,9 +264,10 @@ def _part_of_the_data(report: RunReport) -> list[RuleFinding]:
     planned, epochs = report.stop.planned_epochs.value, report.epochs.value
     if not report.stop.left_early or not planned or not epochs or report.stop.rule not in (None, "epochs"):
         return []
-    if report.quality.reached or epochs >= 0.9 * planned:
+    if report.quality.reached or report.stop.early_reason or epochs >= 0.9 * planned:
         return []
-    sentence = f"The script asked for {plural(planned, 'epoch')}, and trained on the samples of {significant(epochs)}."
+    asked = plural(planned, "epoch")
+    sentence = f"The script asked for {asked}, and trained on as many samples as {significant(epochs)} have."
     return finding(5, "PART-OF-THE-DATA", "warn", sentence, "stop", claims)
 
 
@@ -253,16 +290,31 @@ def repeated_samples(report: RunReport) -> list[RuleFinding]:
         return []
     sentence = (
         f"Only {number(distinct, 'ratio')} of the samples that were looked at differ: the data set gives the same "
-        "samples under several indices, so an epoch is not what it is called."
+        "samples under several indices (as oversampling does), so an epoch has fewer samples than it counts."
     )
-    return finding(5, "SAME-SAMPLES", "warn", sentence, "data.distinct", ("ranking", "end-to-end", "quality"))
+    return finding(
+        5,
+        "SAME-SAMPLES",
+        "warn" if distinct < 0.25 else "note",
+        sentence,
+        "data.distinct",
+        ("ranking", "end-to-end", "quality"),
+    )
 
 
 def better_than_chance(report: RunReport) -> list[RuleFinding]:
     """Rule 5: a model that is no better than always giving the most frequent answer was not trained."""
     quality, share = report.quality, report.data.majority.value
     value, count = quality.test_value.value, quality.eval_samples.value
-    if "accuracy" not in quality.metric or share is None or value is None or not count or value > 1:
+    words = set(quality.metric.lower().replace("-", "_").split("_"))
+    if (
+        not words & {"accuracy", "acc"}
+        or words & _OTHER_ACCURACIES
+        or share is None
+        or value is None
+        or not count
+        or value > 1
+    ):
         return []
     scatter = 2 * sqrt(share * (1 - share) / count)
     if value > share + min(scatter, (1 - share) / 2):
@@ -273,6 +325,12 @@ def better_than_chance(report: RunReport) -> list[RuleFinding]:
     )
     return finding(5, "NOTHING-LEARNED", "warn", sentence, "quality.test_value", ("ranking", "end-to-end", "speedup"))
 
+
+_OTHER_ACCURACIES = {"balanced", "mean", "macro", "class", "top", "top3", "top5", "top10", "topk", "per", "weighted"}
+"""Words of accuracies of which the most frequent answer has another than its share."""
+
+_FEW_NUMBERS = 200
+"""Numbers of a sample below which it may be a row of a table rather than an image or a signal."""
 
 _ENDED = {"failed": "failed", "stopped": "was stopped", "unfinished": "broke off without recording an end"}
 _SCOPES = {"kernel": "kernels", "step": "single steps", "epoch": "whole epochs"}
@@ -298,6 +356,8 @@ def data_source(report: RunReport) -> list[RuleFinding]:
     data = report.data
     state, found = data.start_state, data.found_state
     untrue: tuple[Claim, ...] = ("end-to-end", "speedup", "quality", "ranking")
+    if found == "generated" and _may_be_transformed(report):
+        found = state if state != "generated" else found
     if state in ("disk-cold", "disk-warm") and found in ("ram", "generated"):
         sentence = f"The run states that its data came from disk, but {data.state_reason}."
         return finding(6, "DATA-MISSTATED", "refuse", sentence, "data.start_state", untrue)
@@ -313,8 +373,19 @@ def data_source(report: RunReport) -> list[RuleFinding]:
             f"The data was generated, not read{how}: these times say nothing about reading input, and the quality says "
             "nothing about a real task."
         )
+        if _may_be_transformed(report):
+            sentence = (
+                f"The data seems to be generated: {data.state_reason}. If these are transformed measurements, "
+                "say where they were: state data.start_state with --fact or Job(facts=...)."
+            )
         return finding(6, "SYNTHETIC-DATA", "warn", sentence, "data.start_state", ("end-to-end", "quality"))
     return []
+
+
+def _may_be_transformed(report: RunReport) -> bool:
+    """Return whether a few numbers a sample look random: quantiles of measurements do, too."""
+    size = _elements(report.data.input_shape)
+    return "cannot be told from" in report.data.state_reason and size is not None and size < _FEW_NUMBERS
 
 
 def honest_peak(report: RunReport) -> list[RuleFinding]:
@@ -401,6 +472,13 @@ def _one_size(shape: str) -> int | None:
     return prod(int(part) for part in parts) if all(part.strip().isdigit() for part in parts) else None
 
 
+def _trained_on(report: RunReport) -> bool:
+    """Return whether training went on for several evaluations after its target was reached."""
+    reached, last = report.to_target.samples.value, report.samples_seen.value
+    every = report.quality.eval_every_samples.value
+    return bool(reached and last and every) and (last or 0) - (reached or 0) >= 2 * (every or 0)
+
+
 def stopped_by_time(report: RunReport) -> list[RuleFinding]:
     """Rule 10: a run that stops when its time is up has no time to a quality."""
     stop = report.stop
@@ -408,7 +486,7 @@ def stopped_by_time(report: RunReport) -> list[RuleFinding]:
     if stop.rule == "time":
         sentence = "Training was stopped by the clock, so it has no time to a quality; throughput is not speed-up."
         return finding(10, "STOPPED-BY-TIME", "warn", sentence, "stop.rule", claims)
-    if report.quality.reached:
+    if report.quality.reached and not _trained_on(report):
         return []
     unplanned = stop.planned_epochs.value is None and stop.rule is None
     if stop.clock and (stop.left_early or unplanned):
@@ -430,10 +508,8 @@ def stopped_by_time(report: RunReport) -> list[RuleFinding]:
     done_count = {"steps": report.steps.value, "epochs": report.epochs.value}.get(stop.rule or "")
     stated = stop.value.value
     if done_count is not None and stated is not None and abs(done_count - stated) > 0.01 * stated + 0.5:
-        sentence = (
-            f"The run states that it ends after {significant(stated)} {stop.rule}, and ended after "
-            f"{significant(done_count)}."
-        )
+        said = "The run states that it ends after" if stop.value.evidence == "assumed" else "The script asked for"
+        sentence = f"{said} {significant(stated)} {stop.rule}, and it trained for {significant(done_count)}."
         return finding(10, "STOP-MISSTATED", "warn", sentence, "stop.value", claims)
     return []
 
@@ -567,6 +643,7 @@ RULES: tuple[Rule, ...] = (
     quality_on_held_out_data,
     best_of_epochs,
     stopped_on_test,
+    validation_is_test,
     data_overlap,
     tuning_cost,
     baseline_hardware,

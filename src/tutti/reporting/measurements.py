@@ -89,6 +89,12 @@ def wall_s(records: Records) -> float:
     return records.rows[-1].time_s if records.rows else 0.0
 
 
+def _earlier_steps(records: Records) -> float | None:
+    """Return the step from which the first generation resumed a run of another folder; None if it did not."""
+    first = next((row for row in records.rows if row.kind == "start"), None)
+    return None if first is None else first.number("resumed_at_step") or None
+
+
 def time_report(records: Records) -> TimeReport:
     """Build the time section of the report."""
     wall = wall_s(records)
@@ -109,6 +115,7 @@ def time_report(records: Records) -> TimeReport:
         step_phases=quantities(_step_phases(steady), STEP_PHASES_NOTE) if steady else {},
         load_wait=seen(parts["data"], "s", "waiting for the next batch, during the whole run"),
         startup={name: seen(seconds, "s", STARTUP_NOTE) for name, seconds in startup.items()},
+        earlier_steps=seen(_earlier_steps(records), "steps"),
         generations=seen(generations),
         repeated_steps=seen(repeated, note="steps repeated after a resume" if repeated else ""),
     )

@@ -127,13 +127,13 @@ def _recoverable(report: RunReport) -> str:
     if report.git_commit is None:
         return "the code's commit: the script is in no git repository; run it from one"
     if report.git_dirty:
-        return "the code's commit: there were changes that it does not have; commit them and run again"
+        return "the code's commit: files were changed after the last one; commit them and run again"
     return "" if report.env_lock_sha256 and report.config_sha256 else "the installed packages were not recorded"
 
 
 def _sizes(report: RunReport) -> str:
     if report.data.input_shape is None or report.data.native_shape is None:
-        return f"the size of the data before it was enlarged; state {_FACT.format('data.native_shape=3x32x32')}"
+        return f"the data's own size, before enlarging or padding; state {_FACT.format('data.native_shape=3x32x32')}"
     if report.data.shape_reason == FRAMED and report.data.native_shape == report.data.found_shape:
         return f"whether the border of the inputs was added; state {_FACT.format('data.native_shape=...')}"
     return ""
@@ -141,7 +141,7 @@ def _sizes(report: RunReport) -> str:
 
 def _stop(report: RunReport) -> str:
     if report.stop.rule is None and not report.quality.reached:
-        return f"what ended the training; state {_FACT.format('stop.rule=steps, stop.value=N')}"
+        return f"what ended the training; state {_FACT.format('stop.rule=plateau, or steps with stop.value=N,')}"
     if report.stop.rule in ("steps", "epochs") and report.stop.value.value is None:
         return f"after how many {report.stop.rule} training was to end; state {_FACT.format('stop.value=N')}"
     if report.stop.rule == "target" and not report.quality.reached:
@@ -166,6 +166,8 @@ def _baseline(report: RunReport) -> str:
         return f"which baseline the run is compared with; state {_FACT.format('baseline.source=measured-here')}"
     if report.baseline.tuned_by is None:
         return f"who tuned the baseline; state {_FACT.format('baseline.tuned_by=NAME')}"
+    if report.to_target.time.value is None and report.quality.target.value is not None:
+        return "the time to the target quality, which was not reached"
     if report.to_target.time.value is None:
         return "the time to a target quality; give --target NAME.METRIC=VALUE"
     return ""

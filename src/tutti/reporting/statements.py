@@ -67,9 +67,28 @@ def data_report(records: Records, evaluation: str) -> DataReport:
         found_shape=native,
         shape_reason=origin.native_reason,
         distinct=seen(origin.distinct, "ratio"),
-        chosen_from=seen(origin.chosen_from, "samples"),
+        chosen_from=seen(_not_used(records, origin.chosen_from), "samples"),
+        same_as=_evaluations_of(records, test.get("sha256")) if evaluation else (),
         majority=seen(majority if isinstance(majority, float) else None, "ratio", "share of the most frequent label"),
     )
+
+
+def _not_used(records: Records, whole: int | None) -> int | None:
+    """Return the size of the data set that the training data was chosen from, without what is evaluated of it."""
+    if whole is None:
+        return None
+    parts = {str(row.data.get("name")): row.data["data"] for row in records.kept("evaluate") if "data" in row.data}
+    evaluated = [part for part in parts.values() if (part.get("origin") or {}).get("chosen_from") == whole]
+    return whole - sum({part.get("sha256"): int(part.get("samples") or 0) for part in evaluated}.values())
+
+
+def _evaluations_of(records: Records, digest: Any) -> tuple[str, ...]:
+    """Return the names of the evaluations of one data set."""
+    rows = records.kept("evaluate")
+    names = [
+        str(row.data.get("name")) for row in rows if digest and (row.data.get("data") or {}).get("sha256") == digest
+    ]
+    return tuple(dict.fromkeys(names))
 
 
 def _trained_on(rows: list[MetricsRow]) -> Quantity:
@@ -211,6 +230,8 @@ def _other_settings(records: Records, folder: Path) -> dict[str, float]:
             other = serialization.load(RunHeader, path)
         except SpecError:
             continue
+        if _continues(header.resumed_from, path.parent) or _continues(other.resumed_from, folder):
+            continue
         same = PurePath(other.script).name == PurePath(header.script).name and other.data.sha256 == header.data.sha256
         digest = tuned_sha256(other)
         if not same or not header.data.sha256 or digest == own:
@@ -220,6 +241,11 @@ def _other_settings(records: Records, folder: Path) -> dict[str, float]:
             spent = cost(replace(records, header=other), rows[-1].time_s).value or 0.0
             costs[digest] = costs.get(digest, 0.0) + spent
     return costs
+
+
+def _continues(resumed_from: str | None, folder: Path) -> bool:
+    """Return whether a run was resumed from a checkpoint in this folder: it is the same training."""
+    return resumed_from is not None and folder.resolve() in (Path(resumed_from), *Path(resumed_from).resolve().parents)
 
 
 def baseline_report(extra: Mapping[str, str]) -> BaselineReport:
