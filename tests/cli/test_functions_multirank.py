@@ -46,9 +46,28 @@ if __name__ == "__main__" and len(sys.argv) > 1:
     train(int(sys.argv[1]), *map(int, sys.argv[2:]))
 """
 
+BESIDE = """
+from pathlib import Path
+
+text = Path("beside.txt").read_text()
+
+
+class Text(str):
+    pass
+"""
+
 NOTEBOOK = (
     TRAIN
     + """
+import beside
+
+WORD = beside.Text("by value of a class of the module")
+
+
+def with_a_module(word):
+    train(1)
+    return [beside.text, word, WORD, type(word) is beside.Text]
+
 
 def wrong():
     values = {"loss": 1.0}
@@ -74,6 +93,8 @@ if __name__ == "__main__":
         torch.testing.assert_close(value, alone.value[name], rtol=1e-5, atol=1e-7)
     assert not torch.equal(run.value["weight"], make(4).weight)
     assert run.report.system.ranks.value == 2 and (run.folder / "ranks" / "1" / "stdout.log").is_file()
+    beside_it = tutti.notebook(with_a_module, WORD, nproc=1, verbose=False)
+    assert beside_it.value == ["in the notebook's folder", WORD, WORD, True]
     kept = Silent()
     for function, arguments in ((wrong, ()), (lambda: kept, ()), (train, (1, -8))):
         try:
@@ -112,6 +133,8 @@ def test_functions_run_verify_and_report(
 
 def test_a_function_of_main_trains_on_ranks(tmp_path: Path) -> None:
     (tmp_path / "cells.py").write_text(NOTEBOOK)
+    (tmp_path / "beside.py").write_text(BESIDE)
+    (tmp_path / "beside.txt").write_text("in the notebook's folder")
     done = subprocess.run(
         [sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
     )
