@@ -362,6 +362,15 @@ def test_what_another_frameworks_base_class_defines_is_not_the_users(
     class Saves(framework.Callback):  # type: ignore[misc, name-defined]
         def on_save(self, trainer: Any) -> None: ...
 
+    class Hides(framework.Callback, Recorder):  # type: ignore[misc, name-defined]
+        pass
+
+    class Shows(Recorder, framework.Callback):  # type: ignore[misc, name-defined]
+        pass
+
+    JobCallbacks.of(Shows())
+    with pytest.raises(ScriptError, match="Hides inherits on_train_start from Callback, which hides that of Recorder"):
+        JobCallbacks.of(Hides())
     for wrong, message in ((Saves(), "Saves has on_save,"), (framework.Best(), "Best has on_validation_end,")):
         with pytest.raises(ScriptError, match=message):
             JobCallbacks.of([wrong])

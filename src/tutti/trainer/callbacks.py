@@ -392,24 +392,42 @@ def _check_methods(callback: Any) -> None:
     methods = [method for method in dir(callback) if method.startswith("on_")]
     for method in sorted(methods, key=lambda method: bases.index(_definer(callback, method))):
         function = getattr(callback, method)
-        if not callable(function) or _is_of_a_framework(callback, method):
+        if not callable(function):
             continue
-        if method in EVENTS:
+        if _is_of_a_framework(callback, method):
+            _check_not_hidden(callback, method)
+        elif method in EVENTS:
             given = ("job", *_ARGUMENTS.get(method, ()))
             if not _takes(function, len(given)):
                 raise ScriptError(
                     f"callback {name} has {method}{inspect.signature(function)}, which is called as "
                     f"{method}({', '.join(given)}); let it take these arguments"
                 )
-            continue
-        near = get_close_matches(method, EVENTS, n=1)
-        known = _NAMES_ELSEWHERE.get(method) or next(iter(near), None)
-        if known is None and _definer(callback, method) is None:
-            continue  # a function that the object keeps, perhaps to call it itself
-        remedy = f"did you mean {known}?" if known else f"the methods are {', '.join(EVENTS)}"
+        else:
+            _refuse_unknown(callback, method)
+
+
+def _refuse_unknown(callback: Any, method: str) -> None:
+    """Refuse a method that is never called, and name the one that is meant."""
+    near = get_close_matches(method, EVENTS, n=1)
+    known = _NAMES_ELSEWHERE.get(method) or next(iter(near), None)
+    if known is None and _definer(callback, method) is None:
+        return  # a function that the object keeps, perhaps to call it itself
+    remedy = f"did you mean {known}?" if known else f"the methods are {', '.join(EVENTS)}"
+    raise ScriptError(
+        f"callback {type(callback).__name__} has {method}, which is never called; {remedy}"
+        + ("" if known else " (if your own code calls it, give it a name without on_)")
+    )
+
+
+def _check_not_hidden(callback: Any, method: str) -> None:
+    """Check that a method of another framework's base class hides none that a callback of ours needs."""
+    first, *others = (base for base in type(callback).__mro__ if method in vars(base))
+    ours = next((base for base in others if issubclass(base, Callback) and base is not Callback), None)
+    if ours is not None:
         raise ScriptError(
-            f"callback {name} has {method}, which is never called; {remedy}"
-            + ("" if known else " (if your own code calls it, give it a name without on_)")
+            f"callback {type(callback).__name__} inherits {method} from {first.__name__}, which hides that of "
+            f"{ours.__name__}; name {ours.__name__} first among its base classes"
         )
 
 
