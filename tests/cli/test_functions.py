@@ -146,12 +146,31 @@ def test_refusals_are_those_of_the_commands(tmp_path: Path) -> None:
         (lambda: tutti.run("train.py", arguments="--epochs 3"), "give a list, such as ['--epochs', '3']"),
         (lambda: tutti.run("train.py", nproc="two"), "'two' is not a number"),
         (lambda: tutti.verify("train.py", timeout=0), "timeout=0: give a number above 0"),
+        (lambda: tutti.plan("gpt2", mesh=["shard", 2]), "mesh=['shard', 2]: give a dict, such as {'shard': 2}"),
+        (lambda: tutti.plan("train.py", None), "arguments=None: give a list, such as ['--epochs', 3]"),
+        (lambda: tutti.plan("train.py", {"epochs": 3}), "arguments={'epochs': 3}: give a list"),
+        (lambda: tutti.describe("train.py", 3), "arguments=3: give a list"),
+        (lambda: tutti.plan("gpt2", memory=[1]), "memory=[1] is not understood"),
+        (lambda: tutti.plan("gpt2", cluster=3), "cluster=3: give a path or a ClusterSpec"),
+        (lambda: tutti.plan("gpt2", compress=3), "compress=3: give a text"),
+        (lambda: tutti.plan("gpt2", samples_from=[3]), "samples_from=3: give a path"),
+        (lambda: tutti.plan("gpt2", what_if="link=10gbit"), "what_if='link=10gbit' is one text; give a list"),
+        (lambda: tutti.verify("train.py", plan=3), "plan=3: give a path or a Plan"),
+        (lambda: tutti.verify(None), "script=None: give a path"),
+        (lambda: tutti.run("train.py", sync=3), "sync=3: give a text"),
+        (lambda: tutti.run("train.py", folder=3), "folder=3: give a path"),
+        (lambda: tutti.calibrate(["r2"]), "run=['r2']: give a path"),
+        (lambda: tutti.report(["r2"]), "run=['r2']: give a path"),
+        (lambda: tutti.report("r2", facts=["a"]), "report(facts=...) got ['a']; give a dict"),
+        (lambda: tutti.report("r2", facts={1: "a"}), "report(facts=...) has 1 as a name; names of facts are texts"),
+        (lambda: tutti.Job(global_batch_size=1, facts=["a"]), "Job(facts=...) got ['a']; give a dict"),
     ],
 )
 def test_arguments_are_checked(call: Any, words: str) -> None:
     with pytest.raises(tutti.TuttiError) as raised:
         call()
     assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_script_that_hangs_ends_with_one_sentence(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ def make(width):
     return nn.Linear(width, 2)
 
 
-def train(epochs, batch=8):
-    job = tutti.Job(global_batch_size=batch)
+def train(epochs, batch=8, callbacks=None):
+    job = tutti.Job(global_batch_size=batch, callbacks=callbacks)
     model = make(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.TensorDataset(torch.arange(128.0).reshape(32, 4) / 128 * SCALE, torch.arange(32) % 2)
@@ -46,13 +46,41 @@ if __name__ == "__main__" and len(sys.argv) > 1:
     train(int(sys.argv[1]), *map(int, sys.argv[2:]))
 """
 
+BESIDE = """
+from pathlib import Path
+
+text = Path("beside.txt").read_text()
+
+
+class Text(str):
+    pass
+"""
+
 NOTEBOOK = (
     TRAIN
     + """
+import beside
+
+WORD = beside.Text("by value of a class of the module")
+
+
+def with_a_module(word):
+    train(1)
+    return [beside.text, word, WORD, type(word) is beside.Text]
+
 
 def wrong():
     values = {"loss": 1.0}
     return values["missing"]
+
+
+class Interrupts:
+    def on_step_end(self, job, step, loss):
+        raise KeyboardInterrupt
+
+
+def interrupted(epochs):
+    train(epochs, callbacks=Interrupts())
 
 
 class Silent:
@@ -74,8 +102,10 @@ if __name__ == "__main__":
         torch.testing.assert_close(value, alone.value[name], rtol=1e-5, atol=1e-7)
     assert not torch.equal(run.value["weight"], make(4).weight)
     assert run.report.system.ranks.value == 2 and (run.folder / "ranks" / "1" / "stdout.log").is_file()
+    beside_it = tutti.notebook(with_a_module, WORD, nproc=1, verbose=False)
+    assert beside_it.value == ["in the notebook's folder", WORD, WORD, True]
     kept = Silent()
-    for function, arguments in ((wrong, ()), (lambda: kept, ()), (train, (1, -8))):
+    for function, arguments in ((wrong, ()), (lambda: kept, ()), (train, (1, -8)), (interrupted, (1,))):
         try:
             tutti.notebook(function, *arguments, nproc=1, verbose=False)
         except tutti.TuttiError as error:
@@ -112,18 +142,22 @@ def test_functions_run_verify_and_report(
 
 def test_a_function_of_main_trains_on_ranks(tmp_path: Path) -> None:
     (tmp_path / "cells.py").write_text(NOTEBOOK)
+    (tmp_path / "beside.py").write_text(BESIDE)
+    (tmp_path / "beside.txt").write_text("in the notebook's folder")
     done = subprocess.run(
         [sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("rank 0 is done\nREFUSED TrainingError rank 0 on host ")
-    first, second, third = done.stdout.split("REFUSED ")[1:]
+    first, second, third, fourth = done.stdout.split("REFUSED ")[1:]
     assert 'cells.py", line' in first
     assert "in wrong\n    return values" in first
     assert "KeyError: 'missing'" in first
     assert first.count('File "') == 1, "only the function's own frames"
     assert second.startswith("ScriptError lambda cannot be sent to the ranks (RuntimeError: it stays here)")
     assert third.startswith("PlanError")
+    assert fourth.count('File "') == 3, "interrupted, train and on_step_end, and no line of tutti's"
+    assert "in on_step_end\n    raise KeyboardInterrupt" in fourth
 
 
 CELLS = (

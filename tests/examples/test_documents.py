@@ -58,7 +58,7 @@ def test_the_loop_of_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from tutti.cli.main import main; main()", "run", *options, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "stopped early: job.should_stop was true in epoch" in done.stderr
+    assert "stopped early: job.should_stop was true at step" in done.stderr
     table = (tmp_path / "run" / "metrics.csv").read_text(encoding="utf-8").splitlines()
     assert {"train/loss", "val/loss", "gap"} <= set(table[0].split(","))
     assert len(list((tmp_path / "run" / "profile").glob("rank-*.trace.json.gz"))) == 2

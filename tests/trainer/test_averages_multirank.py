@@ -326,5 +326,6 @@ def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_decay_is_a_share() -> None:
-    with pytest.raises(tutti.TuttiError, match=r"decay=2.0.*from 0 to 1"):
-        tutti.AveragedWeights(None, decay=2.0)  # type: ignore[arg-type]
+    for decay in (2.0, "0.9", [0.9], True):
+        with pytest.raises(tutti.TuttiError, match=r"decay=.*from 0 to 1"):
+            tutti.AveragedWeights(None, decay=decay)  # type: ignore[arg-type]

@@ -1,9 +1,12 @@
 """Callbacks, early stopping and job.should_stop: agreed by all ranks, saved, and the same at any number of ranks."""
 
+import importlib
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +15,7 @@ import tutti
 from harness import run_ranks
 from trainer.training import Mlp, vectors
 from tutti.checkpoint.index import read_run_state
-from tutti.errors import CheckpointError
+from tutti.errors import CheckpointError, ScriptError
 from tutti.trainer.callbacks import JobCallbacks
 from tutti.trainer.metrics import read_rows
 
@@ -30,6 +33,21 @@ def start(folder: Path, **options: Any) -> Any:
 
 def kinds(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == kind]
+
+
+class Stateful(tutti.Callback):
+    """Its state fails when it is saved, cannot be written, or fails when it is restored."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fault == "save":
+            raise KeyError("count")
+        return {"x": full_disk if self.fault == "write" else 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.x = state["x"] + self.missing  # type: ignore[attr-defined]
 
 
 class Recorder(tutti.Callback):
@@ -110,7 +128,7 @@ def stop_between_epochs(root: Path) -> Any:
     assert not job.should_stop(False)  # the loop is over
     if job.is_main:
         assert [row["epoch"] for row in kinds(folder, "epoch")] == [0, 1]
-        assert "job.should_stop was true in epoch 1 at step 14" in kinds(folder, "stop")[0]["reason"]
+        assert "job.should_stop was true at step 14, in epoch 2 (counted from 1)" in kinds(folder, "stop")[0]["reason"]
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -178,6 +196,13 @@ def fails(root: Path) -> list[str]:
     except tutti.TuttiError as error:
         messages.append(str(error))
     job.evaluate(vectors())  # it is said once
+    for fault in ("save", "write", "good"):
+        job, _, _ = start(root / fault, callbacks=[Stateful(fault)])
+        try:
+            job.save()
+            start(root / "again", callbacks=[Stateful(fault)], resume=root / fault)
+        except tutti.TuttiError as error:
+            messages.append(str(error))
     rank = int(os.environ["RANK"])
     try:
         start(root / "unequal", callbacks=[Recorder()] if rank == 0 else [])
@@ -233,25 +258,167 @@ def test_early_stopping_follows_rank_0_and_survives_a_resume_on_other_ranks(runs
 
 
 def test_a_callback_that_fails_is_named_and_ranks_must_have_the_same(runs: Any) -> None:
-    for failed, unsaved, *_ in (rank[3] for rank in runs[3]):
+    for failed, unsaved, saving, writing, loading, *_ in (rank[3] for rank in runs[3]):
         assert unsaved == "no space"  # a checkpoint that fails while the loop is left is not lost
         assert "callback Broken failed in on_step_end (test_callbacks_multirank.py:" in failed
         assert "ValueError: no disk" in failed
-    assert "rank 0 has Recorder, rank 1 has none" in runs[3][1][3][2]
+        assert "callback Stateful failed in state_dict (test_callbacks_multirank.py:" in saving
+        assert "what state_dict of callback Stateful returns is not made of plain values" in writing
+        assert "callback Stateful failed in load_state_dict (test_callbacks_multirank.py:" in loading
+    assert "rank 0 has Recorder, rank 1 has none" in runs[3][1][3][-1]
 
 
 def test_what_is_no_callback_is_refused_by_name() -> None:
-    class Misspelt:
-        def on_epoch_ended(self, job: Any, epoch: int) -> None: ...
+    for wrong, message in ((3, "int"), (Recorder, "Recorder"), (print, "print"), ("loss", "str")):
+        for given in ([wrong], wrong):
+            with pytest.raises(tutti.TuttiError, match=f"holds {message}, which is no callback"):
+                JobCallbacks.of(given)
+    recorder = Recorder()
+    for accepted in (recorder, [recorder], (one for one in [recorder])):
+        assert JobCallbacks.of(accepted).callbacks == (recorder,)
+    assert JobCallbacks.of(None).callbacks == ()
+    wrong_arguments: tuple[dict[str, Any], ...] = (
+        {"mode": "up"}, {"patience": 0}, {"patience": "3"}, {"patience": 2.5}, {"patience": True}, {"min_delta": -1.0},
+        {"min_delta": "x"}, {"min_delta": float("nan")}, {"metric": 3},
+    )  # fmt: skip
+    for arguments in wrong_arguments:
+        with pytest.raises(ScriptError, match=rf"EarlyStopping\({next(iter(arguments))}="):
+            tutti.EarlyStopping(**{"metric": "loss", **arguments})
+    assert tutti.EarlyStopping("loss", np.int64(3), min_delta=np.float32(0.5)).patience == 3  # type: ignore[arg-type]
 
-    with pytest.raises(tutti.TuttiError, match=r"Misspelt has on_epoch_ended, .*did you mean on_epoch_end\?"):
-        JobCallbacks.of([Misspelt()])
-    for wrong, message in ((3, "int"), (Recorder, "Recorder")):
-        with pytest.raises(tutti.TuttiError, match=f"holds {message}, which is no callback"):
+
+def takes_anything(self: Any, *arguments: Any, **options: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("method", "remedy"),
+    [
+        ("on_epoch_ended", "did you mean on_epoch_end?"),
+        ("on_epoch_begin", "did you mean on_epoch_start?"),
+        ("on_train_begin", "did you mean on_train_start?"),
+        ("on_step_begin", "did you mean on_step_end?"),
+        ("on_train_batch_end", "did you mean on_step_end?"),
+        ("on_validation_epoch_end", "did you mean on_evaluate_end?"),
+        ("on_evaluate", "did you mean on_evaluate_end?"),
+        ("on_fit_end", "did you mean on_train_end?"),
+        ("on_train_epoch_start", "did you mean on_epoch_start?"),
+        ("on_train_epoch_end", "did you mean on_epoch_end?"),
+        ("on_save_checkpoint", "did you mean state_dict?"),
+        ("on_save", "the methods are on_train_start, on_epoch_start"),
+        ("on_exception", "the methods are on_train_start, on_epoch_start"),
+        ("on_before_optimizer_step", "the methods are on_train_start, on_epoch_start"),
+    ],
+)
+def test_a_method_that_is_never_called_is_refused_with_a_remedy(method: str, remedy: str) -> None:
+    with pytest.raises(ScriptError) as raised:
+        JobCallbacks.of([type("Other", (), {method: takes_anything})()])
+    assert f"callback Other has {method}, which is never called; {remedy}" in str(raised.value)
+    with pytest.raises(ScriptError, match=method):
+        JobCallbacks.of([type("Ours", (tutti.Callback,), {method: takes_anything})()])
+
+
+def test_a_method_must_take_what_it_is_called_with() -> None:
+    class Theirs:
+        def on_epoch_end(self, args: Any, state: Any, control: Any) -> None: ...
+
+    with pytest.raises(ScriptError, match=r"on_epoch_end\(args.*called as on_epoch_end\(job, epoch\)"):
+        JobCallbacks.of([Theirs()])
+
+
+FRAMEWORK = """
+class Callback:
+    def on_save(self, trainer): ...
+    def on_train_start(self, trainer, module): raise AssertionError("their arguments")
+    def on_epoch_start(self, job, epoch): self.begun = epoch
+    def state_dict(self): return {}
+
+class Best(Callback):
+    def on_validation_end(self, trainer, module): ...
+"""
+
+
+def test_what_another_frameworks_base_class_defines_is_not_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "framework_of_a_test.py").write_text(FRAMEWORK)
+    monkeypatch.syspath_prepend(str(folder))
+    framework = importlib.import_module("framework_of_a_test")
+
+    class Both(framework.Callback):  # type: ignore[misc, name-defined]
+        def on_epoch_end(self, job: Any, epoch: int) -> None:
+            self.epoch = epoch
+
+    callback = Both()
+    callbacks = JobCallbacks.of([callback])
+    callbacks.start(None)  # their method cannot take our arguments
+    callbacks.call("on_epoch_start", None, 3)  # this one can
+    callbacks.call("on_epoch_end", None, 3)
+    assert (callback.begun, callback.epoch) == (3, 3)
+    callback.on_improvement = print  # it may call what it keeps
+    JobCallbacks.of([callback])
+
+    class Saves(framework.Callback):  # type: ignore[misc, name-defined]
+        def on_save(self, trainer: Any) -> None: ...
+
+    class Hides(framework.Callback, Recorder):  # type: ignore[misc, name-defined]
+        pass
+
+    class Shows(Recorder, framework.Callback):  # type: ignore[misc, name-defined]
+        pass
+
+    JobCallbacks.of(Shows())
+    with pytest.raises(ScriptError, match="Hides inherits on_train_start from Callback, which hides that of Recorder"):
+        JobCallbacks.of(Hides())
+    for wrong, message in ((Saves(), "Saves has on_save,"), (framework.Best(), "Best has on_validation_end,")):
+        with pytest.raises(ScriptError, match=message):
             JobCallbacks.of([wrong])
-    for arguments in ({"mode": "up"}, {"patience": 0}, {"min_delta": -1.0}):
-        with pytest.raises(tutti.TuttiError, match=next(iter(arguments))):
-            tutti.EarlyStopping("loss", **arguments)  # type: ignore[arg-type]
+
+
+def test_a_callback_of_transformers_may_be_ours_too() -> None:
+    trainer_callback = pytest.importorskip("transformers.trainer_callback").TrainerCallback
+
+    class Both(trainer_callback):  # type: ignore[misc, valid-type]
+        def on_step_end(self, job: Any, step: int, loss: float) -> None:
+            self.step = step
+
+    callback = Both()
+    callbacks = JobCallbacks.of(callback)
+    for event, arguments in (("on_epoch_end", (1,)), ("on_train_end", ()), ("on_step_end", (7, 0.5))):
+        callbacks.call(event, None, *arguments)
+    assert callback.step == 7
+
+
+def resumes_at_the_end_of_an_epoch(root: Path) -> Any:
+    """A checkpoint of an epoch's last update is followed by the scheduler's step, before another update."""
+    torch.set_default_dtype(torch.float64)
+    rates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("first", "second"):
+            os.environ["TUTTI_RUN_FOLDER"] = str(root / name)
+            job = tutti.Job(global_batch_size=8, resume=None if name == "first" else root / "first")
+            model = Mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            model, _, loader = job.prepare(
+                model, optimizer, vectors(), nn.functional.cross_entropy, scheduler=scheduler, scheduler_clock="epoch"
+            )
+            for _ in job.epochs(2):
+                for batch in loader:
+                    job.step(batch)
+                    rates.append(optimizer.param_groups[0]["lr"])
+                    if name == "first" and job.global_step == 7:
+                        job.save()
+                if name == "first":
+                    break
+    return rates
+
+
+def test_a_resume_at_the_end_of_an_epoch_raises_no_warning_of_torch(tmp_path: Path) -> None:
+    ((*rates,),) = run_ranks(resumes_at_the_end_of_an_epoch, 1, tmp_path)
+    assert rates == [0.1] * 7 + [0.05] * 7
 
 
 def test_a_bare_name_must_belong_to_one_evaluation() -> None:

@@ -5,9 +5,11 @@ import importlib.util
 import os
 import struct
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -198,10 +200,90 @@ def test_wandb_has_one_run_with_every_step_once(runs: Any) -> None:
     assert written[0] / 12 == written[1] / 9  # steps 1 to 12, and 13 to 21
 
 
+class Numbers:
+    """A callback that keeps what job.log was given."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def on_log(self, job: Any, values: dict[str, float]) -> None:
+        self.values |= values
+
+
+VALUES: dict[str, Any] = {
+    "tensor": torch.tensor(2.5, requires_grad=True),
+    "vector": torch.tensor([3]),
+    "flag": torch.tensor(True),
+    "half": torch.tensor(0.5, dtype=torch.bfloat16),
+    "float32": np.float32(1.5),
+    "int64": np.int64(3),
+    "bool_": np.bool_(True),
+    "array": np.ones((1, 1)),
+    "fraction": Fraction(1, 4),
+    "nan": torch.tensor(float("nan")),
+    "big": 10**30,
+}
+TEXTS = {"word": "x", "none": None, "path": Path("a")}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "many": (torch.ones(2, 3), "Tensor of shape (2, 3); give one number, such as a mean"),
+    "array": (np.ones(4), "ndarray of shape (4,); give one number"),
+    "empty": (torch.ones(0), "Tensor of shape (0,); give one number"),
+    "meta": (torch.ones((), device="meta"), "Tensor; give one number"),
+    "complex": (torch.tensor(1j), "Tensor; give one number"),
+    "nested": ({"loss": torch.tensor(1.0)}, "dict; give its entries as keywords, such as job.log(**values)"),
+    "several": ([1.0, 2.0], "list; give one number"),
+    "some": ({1, 2}, "set; give one number"),
+    "huge": (10**400, "int; give one number"),
+    "kind": (Kept, "type; give one number"),
+}
+
+
+def logs(root: Path) -> Any:
+    kept, numbers = Kept(), Numbers()
+    os.environ["TUTTI_RUN_FOLDER"] = str(root)
+    torch.set_default_dtype(torch.float64)
+    job = tutti.Job(global_batch_size=8, loggers=kept, callbacks=numbers)
+    model = Mlp()
+    job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), vectors(), nn.functional.cross_entropy)
+    messages = {}
+    for name, (value, _) in REFUSED.items():
+        try:
+            job.log(good=1.0, **{name: value})
+        except ScriptError as error:
+            messages[name] = str(error)
+    job.log(self=1, **VALUES, **TEXTS)
+    return kept.rows, numbers.values, messages
+
+
+def test_numbers_of_torch_and_numpy_are_logged_and_other_values_are_refused_by_keyword(tmp_path: Path) -> None:
+    ((rows, numbers, messages),) = run_ranks(logs, 1, tmp_path)
+    expected = {name: value.item() if hasattr(value, "item") else float(value) for name, value in VALUES.items()}
+    expected |= {"self": 1.0}
+    ((_, logged),) = rows
+    for values in (logged, numbers):
+        assert values.keys() == expected.keys()
+        assert all(value == expected[name] for name, value in values.items() if name != "nan")
+        assert {type(value) for value in values.values()} == {float}
+    (row,) = (row for row in read_rows(tmp_path / "metrics.jsonl") if row["kind"] == "log")
+    written = row["values"]
+    assert (written["tensor"], written["int64"], written["bool_"], written["nan"]) == (2.5, 3, True, None)
+    assert {name: written[name] for name in TEXTS} == {"word": "x", "none": None, "path": "a"}
+    assert messages.keys() == REFUSED.keys()
+    for name, (_, words) in REFUSED.items():
+        assert messages[name].startswith(f"job.log({name}=...) got {words}")
+
+
 def test_what_is_no_logger_is_refused_and_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, name in ((3, "int"), (Kept, "Kept")):
-        with pytest.raises(ScriptError, match=f"loggers holds {name}, which is no logger"):
-            check_loggers([wrong])
+        for given in (wrong, [wrong]):
+            with pytest.raises(ScriptError, match=f"loggers holds {name}, which is no logger"):
+                check_loggers(given)
+    kept = Kept()
+    assert check_loggers(kept) == check_loggers([kept]) == (kept,)
+    assert check_loggers(None) == ()
+    for logger in (tutti.CSVLogger, tutti.TensorBoardLogger):
+        with pytest.raises(ScriptError, match=rf"{logger.__name__}\(3\): give a path"):
+            logger(3)  # type: ignore[arg-type]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ScriptError, match="MLflowLogger needs mlflow, which is not installed; run `pip install mlflow`"

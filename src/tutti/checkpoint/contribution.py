@@ -26,7 +26,7 @@ from tutti.checkpoint.index import (
 )
 from tutti.checkpoint.tensor_files import TensorToWrite, dtype_name, tensor_to_write
 from tutti.checkpoint.training_state import TrainingState
-from tutti.errors import CheckpointError
+from tutti.errors import CheckpointError, TuttiError
 from tutti.parallel.layout import Cut, Layout, TensorShard, to_local
 from tutti.parallel.part_guards import reading_parts
 from tutti.parallel.saved_values import pack_scalar
@@ -365,7 +365,7 @@ def _run_state(training: TrainingState, contributions: list[Contribution]) -> di
         "schedules": training.schedules.state_dict(),
         "scaler": training.scaler.state_dict(),
         "noise": asdict(training.noise.averages),
-        "callbacks": {} if training.callbacks is None else training.callbacks.state_dict(),
+        "callbacks": _callback_states(training),
         "extra_state": {
             name: state for one_rank in contributions[::-1] for name, state in one_rank.extra_state.items()
         },
@@ -376,6 +376,18 @@ def _run_state(training: TrainingState, contributions: list[Contribution]) -> di
         "averages": {name: average.updates for name, average in training.averages.items()},
         "replicas": [contribution.replica for contribution in contributions],
     }
+
+
+def _callback_states(training: TrainingState) -> dict[str, Any]:
+    """Return rank 0's states of the callbacks.
+
+    Raises:
+        CheckpointError: a callback failed, which all ranks must learn of.
+    """
+    try:
+        return {} if training.callbacks is None else training.callbacks.state_dict()
+    except TuttiError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _optimizer_state(training: TrainingState, number: int, contributions: list[Contribution]) -> dict[str, Any]:
@@ -401,15 +413,38 @@ def _optimizer_state(training: TrainingState, number: int, contributions: list[C
 
 def _to_bytes(run_state: dict[str, Any]) -> bytes:
     """Return the bytes that torch.save writes; refuse state that torch.load(weights_only=True) cannot read back."""
-    buffer = io.BytesIO()
     try:
-        torch.save(run_state, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
+        return _readable_bytes(run_state)
     except Exception as error:
-        reason = str(error).splitlines()[0]
+        plain = "keep only numbers, strings, lists, dicts and tensors in"
+        for callback, state in run_state["callbacks"].items():
+            if (reason := _unreadable(state)) is not None:
+                raise CheckpointError(
+                    f"what state_dict of callback {callback} returns is not made of plain values and could not be read "
+                    f"back ({reason}); {plain} it"
+                ) from None
         raise CheckpointError(
-            f"state apart from tensors is not made of plain values and could not be read back ({reason}); keep only "
-            "numbers, strings, lists, dicts and tensors in the state of optimizers, the scheduler and modules"
+            f"state apart from tensors is not made of plain values and could not be read back ({_first_line(error)}); "
+            f"{plain} the state of optimizers, the scheduler and modules"
         ) from None
+
+
+def _readable_bytes(state: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=True)
     return buffer.getvalue()
+
+
+def _unreadable(state: Any) -> str | None:
+    """Return why a state cannot be saved or read back; None if it can."""
+    try:
+        _readable_bytes(state)
+    except Exception as error:
+        return _first_line(error)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

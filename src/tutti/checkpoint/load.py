@@ -60,6 +60,8 @@ def load_checkpoint(training: TrainingState, path: Path, say: Callable[[str], No
     for name in ("step", "samples_seen", "tokens_seen"):
         setattr(training.progress, name, state[name])
     training.progress.clocks = [OptimizerClock(*counters) for counters in state["clocks"]]
+    clocks = zip(training.parallel.optimizers, training.progress.clocks, strict=False)
+    training.schedules.resumed([optimizer for optimizer, clock in clocks if clock.updates])
     training.raised_microbatches = state.get("raised_microbatches")
     load_replica_state(training, source, say)
     restore_generators(state["generators"][training.parallel.world.rank % len(state["generators"])])

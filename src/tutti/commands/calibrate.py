@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tutti.commands.inputs import cluster_for, write_spec
 from tutti.commands.messages import messages, warn
-from tutti.commands.values import StrPath, path_of, path_or
+from tutti.commands.values import StrPath, path_of, path_or, paths_of
 from tutti.config.cluster import ClusterSpec, Conditions, DeviceSpec
 from tutti.errors import ReportError
 
@@ -41,8 +41,8 @@ def calibrate(
         TuttiError: what `tutti calibrate` would refuse, with the same sentence.
     """
     with messages(shown=verbose):
-        fitted, _ = calibrated(tuple(map(Path, runs)), path_or(ClusterSpec, cluster))
-        if (path := path_of(output)) is not None:
+        fitted, _ = calibrated(paths_of("run", runs), path_or("cluster", ClusterSpec, cluster))
+        if (path := path_of("output", output)) is not None:
             write_spec(fitted, path)
         return fitted
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tutti.commands.capture import SCRIPT_TIMEOUT_S, capture_script, process_restored
 from tutti.commands.inputs import named_model, write_spec
 from tutti.commands.messages import messages, status
+from tutti.commands.values import needed_path, path_of, seconds_above_0, texts_of
 from tutti.config.model import ModelSpec
 from tutti.errors import DataError
 
@@ -42,8 +43,9 @@ def describe(
         >>> describe("llama3-8b").name
         'llama3-8b'
     """
-    with messages(shown=verbose), process_restored(Path(script)):
-        return describe_target((str(script), *arguments), Path(output) if output is not None else None, timeout)
+    target, limit_s = (str(script), *texts_of(arguments)), seconds_above_0("timeout", timeout)
+    with messages(shown=verbose), process_restored(needed_path("script", script)):
+        return describe_target(target, path_of("output", output), limit_s)
 
 
 def describe_target(target: tuple[str, ...], output: Path | None, timeout_s: float) -> ModelSpec:

@@ -27,7 +27,7 @@ def doctor(
         verbose: show on standard error that checks run.
     """
     with messages(shown=verbose):
-        return diagnosed(path_of(script), whole("nproc", nproc), rendezvous)
+        return diagnosed(path_of("script", script), whole("nproc", nproc), rendezvous)
 
 
 def diagnosed(

@@ -14,6 +14,7 @@ from tutti.commands.plan_options import PlanOptions, options_of
 from tutti.commands.planning import costed, plan_for, warn_if_changed
 from tutti.commands.values import (
     StrPath,
+    needed_path,
 )
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
@@ -66,7 +67,7 @@ def explain(
         TuttiError: what `tutti plan --explain` would refuse, with the same sentence.
     """
     options = replace(options_of(locals()), explain=True, as_json=True)  # a layout needs no costs
-    with messages(shown=verbose), process_restored(Path(script)):
+    with messages(shown=verbose), process_restored(needed_path("script", script)):
         return explained(options).explanation
 
 

@@ -8,6 +8,7 @@ refers to, and its cell's text, so that tracebacks show it.
 import io
 import linecache
 import os
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -146,8 +147,9 @@ def _packed(name: str, train: Callable[..., Any], arguments: tuple[Any, ...]) ->
 
     cells = {file: entry[2] for file, entry in linecache.cache.items() if len(entry) == 4 and not Path(file).exists()}
     buffer = io.BytesIO()
+    pickle.dump((sys.path[:], os.getcwd(), cells), buffer)  # read first: the function may use modules found by the path
     try:
-        Pickler(buffer).dump((train, arguments, sys.path[:], os.getcwd(), cells))
+        Pickler(buffer).dump((train, arguments))
     except ScriptError:
         raise
     except Exception as error:  # whatever the objects' own reductions raise
@@ -160,19 +162,18 @@ def _packed(name: str, train: Callable[..., Any], arguments: tuple[Any, ...]) ->
 
 def call_function(folder: Path) -> None:
     """Call the function of a run folder, as every rank does, and keep what it returns on rank 0."""
-    import pickle
-
     import cloudpickle
     import torch
 
     from tutti.environment import read_rank_environment
 
-    # The list comes first: unpickling a function may import modules from the notebook's own folders.
-    train, arguments, path, place, cells = pickle.loads((folder / FUNCTION).read_bytes())
-    sys.path[:] = list(dict.fromkeys([*path, *sys.path]))
-    os.chdir(place)
-    for file, lines in cells.items():
-        linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
+    with (folder / FUNCTION).open("rb") as file:
+        path, place, cells = pickle.load(file)
+        sys.path[:] = list(dict.fromkeys([*path, *sys.path]))
+        os.chdir(place)
+        for name, lines in cells.items():
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+        train, arguments = pickle.load(file)  # may import modules from the notebook's own folders
     value = train(*arguments)
     if read_rank_environment().rank:
         return

@@ -109,7 +109,7 @@ def plan(
         {'replicate': 8}
     """
     options = options_of(locals())
-    with messages(shown=verbose), process_restored(path_of(script)):
+    with messages(shown=verbose), process_restored(path_of("script", script)):
         return planned(options)
 
 

@@ -13,6 +13,7 @@ from tutti.commands.values import (
     one_of,
     path_of,
     path_or,
+    paths_of,
     positive,
     seconds_above_0,
     size_of,
@@ -79,9 +80,9 @@ def _choice(*allowed: Any) -> Callable[[str, Any], Any]:
 
 
 READ: dict[str, Callable[[str, Any], Any]] = {
-    "cluster": lambda name, value: path_or(ClusterSpec, value),
-    "model": lambda name, value: path_or(ModelSpec, value),
-    "plan": lambda name, value: path_or(Plan, value),
+    "cluster": lambda name, value: path_or(name, ClusterSpec, value),
+    "model": lambda name, value: path_or(name, ModelSpec, value),
+    "plan": lambda name, value: path_or(name, Plan, value),
     "mesh": lambda name, value: mesh_text(value),
     "compress": lambda name, value: compression_of(value),
     "unit": _choice(*get_args(Unit)),
@@ -90,11 +91,11 @@ READ: dict[str, Callable[[str, Any], Any]] = {
     "relax": _choice(*get_args(Relaxation)),
     "memory": size_of,
     "deadline": duration_of,
-    "samples_from": lambda name, value: tuple(map(Path, value)),
-    "what_if": lambda name, value: tuple(value),
+    "samples_from": lambda name, value: paths_of(name, value),
+    "what_if": lambda name, value: texts_of(value, name, "['link=10gbit']"),
     **dict.fromkeys(("nproc", "max_devices", "global_batch_size", "tries", "try_steps"), whole),
     **dict.fromkeys(("epochs", "samples", "budget", "critical_batch", "least_samples", "seconds"), positive),
-    **dict.fromkeys(("noise_from", "output"), lambda name, value: path_of(value)),
+    **dict.fromkeys(("noise_from", "output"), lambda name, value: path_of(name, value)),
 }
 """How the argument of a function is read for the option of that name; others are taken as they are."""
 

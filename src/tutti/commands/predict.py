@@ -46,13 +46,13 @@ def predict(
     """
     target = (str(script), *texts_of(arguments)) if script is not None else ()
     limit_s = seconds_above_0("timeout", timeout)
-    with messages(shown=verbose), process_restored(path_of(script)):
+    with messages(shown=verbose), process_restored(path_of("script", script)):
         made = predicted(
-            path_or(Plan, plan),
+            path_or("plan", Plan, plan),
             target,
-            path_or(ModelSpec, model),
-            path_or(ClusterSpec, cluster),
-            path_of(output),
+            path_or("model", ModelSpec, model),
+            path_or("cluster", ClusterSpec, cluster),
+            path_of("output", output),
             limit_s,
         )
         return made.prediction

@@ -71,7 +71,7 @@ def probe(
         result = measured(options) if device is None else described(options, device)
         if result is None:
             return None
-        path = path_of(output) or (result.file if device is None else None)
+        path = path_of("output", output) or (result.file if device is None else None)
         if path is not None:
             write_spec(result.cluster, path)
         return result.cluster

@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from tutti.commands.values import StrPath, path_of
+from tutti.commands.values import StrPath, needed_path, path_of
 from tutti.config.run_report import RunReport
 from tutti.config.several_runs import Comparison, PredictionHistory
+from tutti.config.stated_facts import check_names
 from tutti.errors import ReportError
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ def report(
     Raises:
         TuttiError: what `tutti report` would refuse, with the same sentence.
     """
-    folders, folder = tuple(map(Path, runs)), path_of(output)
+    if facts is not None:
+        check_names(facts, "report(facts=...)")
+    folders, folder = tuple(needed_path("run", run) for run in runs), path_of("output", output)
     if history:
         return history_of(folders or (Path("runs"),), folder)
     if not folders:

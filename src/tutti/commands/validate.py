@@ -31,7 +31,7 @@ def validate(
         TuttiError: what `tutti validate` would refuse, with the same sentence.
     """
     with messages(shown=verbose):
-        return validated(path_of(rows), tuple(fit), tuple(family))
+        return validated(path_of("rows", rows), tuple(fit), tuple(family))
 
 
 def validated(path: Path | None, fits: tuple[str, ...], families: tuple[str, ...]) -> "Validation":

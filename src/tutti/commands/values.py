@@ -1,8 +1,9 @@
 """Checks and conversions of the arguments of `tutti.plan`, `tutti.run` and the others, which take texts and values."""
 
-from collections.abc import Collection, Mapping
-from os import PathLike, fspath
+from collections.abc import Collection, Iterable, Mapping, Set
+from os import PathLike
 from pathlib import Path
+from reprlib import repr as short
 from typing import TypeVar
 
 from tutti.config.compression import Compression, parse_compression
@@ -16,25 +17,63 @@ StrPath = str | PathLike[str]
 Value = TypeVar("Value")
 
 
-def path_of(value: StrPath | None) -> Path | None:
-    """Return a path, or None for None."""
-    return None if value is None else Path(value)
-
-
-def path_or(kind: type[Value], value: "StrPath | Value | None") -> "Path | Value | None":
-    """Return a path for a text or path; a value of `kind`, and None, as they are."""
-    return value if value is None or isinstance(value, kind) else Path(fspath(value))  # type: ignore[arg-type]
-
-
-def texts_of(arguments: "tuple[object, ...] | list[object] | Collection[object]") -> tuple[str, ...]:
-    """Return a script's arguments as texts.
+def path_of(name: str, value: StrPath | None) -> Path | None:
+    """Return a path, or None for None.
 
     Raises:
-        SpecError: one text was given where a list is meant.
+        SpecError: it is no path.
     """
-    if isinstance(arguments, str):
-        raise SpecError(f"arguments={arguments!r} is one text; give a list, such as {arguments.split()!r}")
-    return tuple(map(str, arguments))
+    return None if value is None else needed_path(name, value)
+
+
+def needed_path(name: str, value: object, others: str = "") -> Path:
+    """Return a path.
+
+    Args:
+        name: name of the argument.
+        value: a text or a path.
+        others: what may be given instead, for the message.
+
+    Raises:
+        SpecError: it is no path.
+    """
+    if isinstance(value, str | PathLike):
+        return Path(value)
+    raise SpecError(f"{name}={short(value)}: give a path{others}")
+
+
+def paths_of(name: str, values: "StrPath | Iterable[StrPath]") -> tuple[Path, ...]:
+    """Return one or several paths.
+
+    Raises:
+        SpecError: one of them is no path.
+    """
+    several = [values] if isinstance(values, str | PathLike) or not isinstance(values, Iterable) else values
+    return tuple(needed_path(name, value) for value in several)
+
+
+def path_or(name: str, kind: type[Value], value: "StrPath | Value | None") -> "Path | Value | None":
+    """Return a path for a text or path; a value of `kind`, and None, as they are.
+
+    Raises:
+        SpecError: it is none of these.
+    """
+    if value is None or isinstance(value, kind):
+        return value
+    return needed_path(name, value, f" or a {kind.__name__}")
+
+
+def texts_of(values: object, name: str = "arguments", example: str = "['--epochs', 3]") -> tuple[str, ...]:
+    """Return a script's arguments, or another list, as texts.
+
+    Raises:
+        SpecError: it is no list.
+    """
+    if isinstance(values, str):
+        raise SpecError(f"{name}={values!r} is one text; give a list, such as {values.split()!r}")
+    if not isinstance(values, Iterable) or isinstance(values, bytes | Mapping | Set):
+        raise SpecError(f"{name}={short(values)}: give a list, such as {example}")
+    return tuple(map(str, values))
 
 
 def whole(name: str, value: int | None, least: int = 1) -> int | None:
@@ -93,21 +132,38 @@ def duration_of(name: str, value: "str | float | None") -> float | None:
 
 def _quantity(name: str, value: "str | float | None", units: dict[str, float], example: str) -> float | None:
     number = parse_quantity(value, units) if isinstance(value, str) else value
-    if value is not None and (number is None or number <= 0):
+    plain = isinstance(number, int | float) and not isinstance(number, bool)
+    if value is not None and not (plain and number > 0):  # type: ignore[operator]  # `plain` says so
         raise SpecError(f"{name}={value!r} is not understood; write it like {example!r}")
     return number
 
 
 def compression_of(value: "str | Compression | None") -> Compression | None:
-    """Return the codec of a text such as "top-k,density=0.01"."""
-    return parse_compression(value) if isinstance(value, str) else value
+    """Return the codec of a text such as "top-k,density=0.01". Raises SpecError for a value of another kind."""
+    if value is None or isinstance(value, Compression):
+        return value
+    if isinstance(value, str):
+        return parse_compression(value)
+    raise SpecError(f"compress={short(value)}: give a text, such as 'top-k,density=0.01', or a Compression")
 
 
 def sync_of(value: "str | SyncPlan | None") -> SyncPlan | None:
-    """Return the mode of a text such as "local:8"."""
-    return parse_sync(value) if isinstance(value, str) else value
+    """Return the mode of a text such as "local:8". Raises SpecError for a value of another kind."""
+    if value is None or isinstance(value, SyncPlan):
+        return value
+    if isinstance(value, str):
+        return parse_sync(value)
+    raise SpecError(f"sync={short(value)}: give a text, such as 'local:8', or a SyncPlan")
 
 
 def mesh_text(value: "str | Mapping[str, int] | None") -> str | None:
-    """Return a mesh as text, such as "replicate=2,split=2"."""
-    return ",".join(f"{axis}={degree}" for axis, degree in value.items()) if isinstance(value, Mapping) else value
+    """Return a mesh as text, such as "replicate=2,split=2".
+
+    Raises:
+        SpecError: it is neither a text nor a dict.
+    """
+    if isinstance(value, Mapping):
+        return ",".join(f"{axis}={degree}" for axis, degree in value.items())
+    if value is None or isinstance(value, str):
+        return value
+    raise SpecError(f"mesh={short(value)}: give a dict, such as {{'shard': 2}}, or a text, such as 'shard=2'")

@@ -12,6 +12,7 @@ from tutti.commands.values import (
     StrPath,
     compression_of,
     mesh_text,
+    needed_path,
     one_of,
     path_of,
     path_or,
@@ -75,19 +76,19 @@ def verify(
         KeyboardInterrupt: it was stopped.
     """
     options = VerifyOptions(
-        script=Path(script),
+        script=needed_path("script", script),
         arguments=texts_of(arguments),
         nproc=whole("nproc", nproc),
         steps=whole("steps", steps),
         epochs=whole("epochs", epochs),
         resume_at=whole("resume_at", resume_at),
-        plan=path_or(Plan, plan),
+        plan=path_or("plan", Plan, plan),
         mesh=mesh_text(mesh),
         compress=compression_of(compress),
         arithmetic=one_of("arithmetic", arithmetic, get_args(ArithmeticChoice)),
         tolerance=positive("tolerance", tolerance),
-        folder=path_of(folder),
-        output=path_of(output),
+        folder=path_of("folder", folder),
+        output=path_of("output", output),
         timeout_s=seconds_above_0("timeout", timeout),
     )
     with messages(shown=verbose):

@@ -7,6 +7,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
+from reprlib import repr as short
 from typing import get_args
 
 from tutti.config.vocabulary import StartState, StopRule
@@ -64,6 +65,23 @@ STATED_FACTS: dict[str, tuple[str, Callable[[str], bool]]] = {
 _FAMILIES = {name.partition(".")[0] for name in STATED_FACTS}
 
 
+def check_names(facts: object, where: str) -> None:
+    """Check that facts are a dict with texts as names.
+
+    Args:
+        facts: what the user gave.
+        where: what the user wrote them in, for the error message.
+
+    Raises:
+        SpecError: they are something else.
+    """
+    if not isinstance(facts, Mapping):
+        raise SpecError(f"{where} got {short(facts)}; give a dict, such as {{'tuning.trials': 12}}")
+    for name in facts:
+        if not isinstance(name, str):
+            raise SpecError(f"{where} has {short(name)} as a name; names of facts are texts, such as 'tuning.trials'")
+
+
 def check_facts(facts: Mapping[str, object], where: str) -> dict[str, str]:
     """Return facts as texts.
 
@@ -72,8 +90,9 @@ def check_facts(facts: Mapping[str, object], where: str) -> dict[str, str]:
         where: what the user wrote them in, for the error message.
 
     Raises:
-        SpecError: a fact that begins like a known one is not known, or a value has another form.
+        SpecError: the facts are no dict, a fact that begins like a known one is not known, or a value has another form.
     """
+    check_names(facts, where)
     texts = {name: str(value).strip() for name, value in facts.items()}
     for name, text in texts.items():
         if name not in STATED_FACTS:

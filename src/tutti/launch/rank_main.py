@@ -324,9 +324,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback without the frames of tutti and runpy that ran the script."""
+    """Return the traceback without the frames of tutti and runpy that ran the script, or call its code in between."""
     for link in _chain(error):
-        link.__traceback__ = _from_user_frame(link.__traceback__)
+        link.__traceback__ = _without_callers(_from_user_frame(link.__traceback__))
     return "".join(traceback.format_exception(error))
 
 
@@ -336,12 +336,32 @@ def _from_user_frame(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def _without_callers(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out frames of tutti that have called the script's code, such as a callback; what failed in tutti stays."""
+    links: list[TracebackType] = []
+    while trace is not None:
+        links.append(trace)
+        trace = trace.tb_next
+    scripts = (number for number, link in enumerate(links) if not _file(link).startswith((*_LIBRARIES, _OURS)))
+    last = max(scripts, default=-1)
+    shown = [link for number, link in enumerate(links) if number > last or not _file(link).startswith(_OURS)]
+    for link in reversed(shown):
+        trace = TracebackType(trace, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return trace
+
+
+def _file(link: TracebackType) -> str:
+    return link.tb_frame.f_code.co_filename
+
+
 def _is_own(frame: FrameType) -> bool:
     """Return whether a frame runs the user's code, and is none of it; a script of tutti's says so in a variable."""
     return frame.f_code.co_filename.startswith(_OWN_FRAMES) or "__tutti_calls__" in frame.f_globals
 
 
 _PACKAGE = Path(__file__).parent.parent
+_OURS = f"{_PACKAGE}{os.sep}"
+_LIBRARIES = (sys.prefix, sys.base_prefix, "<frozen ")
 _OWN_FRAMES = (
     *(f"{_PACKAGE / name}{os.sep}" for name in ("launch", "commands", "cli")),
     runpy.__file__,

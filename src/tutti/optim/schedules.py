@@ -74,6 +74,16 @@ class Schedules:
                 for _ in range(steps):
                     entry.scheduler.step()
 
+    def resumed(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let torch know that optimizers have made updates in the run that a checkpoint continues.
+
+        torch warns where a scheduler advances before its optimizer's first step, and sees only this process' steps:
+        an epoch whose last update the checkpoint has may end before the next one.
+        """
+        for entry in self.bound:
+            if any(entry.optimizer is optimizer for optimizer in optimizers):
+                entry.optimizer._opt_called = True  # type: ignore[attr-defined]
+
     def trained(self, loss: float, samples: int) -> None:
         """Add the loss of an update to the epoch's mean training loss."""
         if self.follows_metric and math.isfinite(loss):

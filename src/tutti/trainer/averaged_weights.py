@@ -16,6 +16,7 @@ from tutti.data.seeds import derive_seed, preserved_generators, seed_device, see
 from tutti.errors import PlanError, ScriptError
 from tutti.parallel.layout import to_local
 from tutti.parallel.mixed_precision import autocast
+from tutti.trainer.callbacks import is_number
 from tutti.trainer.job import Job, _together
 from tutti.trainer.run_state import Run
 
@@ -67,7 +68,9 @@ class AveragedWeights:
         use_buffers: bool = False,
         name: str = "average",
     ) -> None:
-        if not callable(decay) and decay is not None and not 0.0 <= decay <= 1.0:
+        if isinstance(decay, torch.Tensor) and decay.numel() == 1:
+            decay = float(decay)
+        if not callable(decay) and decay is not None and not (is_number(decay) and 0.0 <= decay <= 1.0):
             raise ScriptError(f"AveragedWeights(decay={decay!r}): give a number from 0 to 1, a function, or None")
         self._job, self._decay, self._use_buffers = job, decay, use_buffers
         self._average = Average()

@@ -3,12 +3,14 @@
 `JobCallbacks` calls them, on every rank. Their state is rank 0's and is saved in checkpoints.
 """
 
+import inspect
 import math
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,31 @@ EVENTS = (
     "on_train_end",
 )
 _PACKAGE = str(Path(__file__).parent.parent)
+
+_ARGUMENTS = {"on_epoch_start": ("epoch",), "on_epoch_end": ("epoch",), "on_step_end": ("step", "loss"),
+              "on_evaluate_end": ("values",), "on_log": ("values",)}  # fmt: skip
+"""What a method gets besides the Job."""
+
+_NAMES_ELSEWHERE = {
+    **dict.fromkeys(("on_train_begin", "on_fit_start", "on_init_end"), "on_train_start"),
+    **dict.fromkeys(("on_epoch_begin", "on_train_epoch_start"), "on_epoch_start"),
+    **dict.fromkeys(
+        ("on_step_begin", "on_step_start", "on_substep_end", "on_batch_end", "on_train_batch_end", "on_after_step"),
+        "on_step_end",
+    ),
+    **dict.fromkeys(
+        (
+            "on_evaluate", "on_eval_end", "on_predict", "on_predict_end", "on_prediction_step", "on_test_end",
+            "on_test_epoch_end", "on_validation_end", "on_validation_epoch_end",
+        ),
+        "on_evaluate_end",
+    ),
+    "on_fit_end": "on_train_end",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_save_checkpoint": "state_dict",
+    "on_load_checkpoint": "load_state_dict",
+}  # fmt: skip
+"""Methods of callbacks of Hugging Face, Lightning and Keras -> the method of ours that comes nearest."""
 
 
 class Callback:
@@ -122,12 +149,14 @@ class EarlyStopping(Callback):
     def __init__(
         self, metric: str, patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
     ) -> None:
+        if not isinstance(metric, str) or not metric:
+            raise ScriptError(f"EarlyStopping(metric={metric!r}); give the name of a value, such as 'val_loss'")
         if mode not in ("min", "max"):
             raise ScriptError(f"EarlyStopping(mode={mode!r}); use 'min' or 'max'")
-        if patience < 1:
-            raise ScriptError(f"EarlyStopping(patience={patience}); give a number of evaluations of 1 or more")
-        if not min_delta >= 0:
-            raise ScriptError(f"EarlyStopping(min_delta={min_delta}); give 0 or more")
+        if not is_number(patience, Integral) or patience < 1:
+            raise ScriptError(f"EarlyStopping(patience={patience!r}); give a whole number of evaluations of 1 or more")
+        if not is_number(min_delta) or not min_delta >= 0:
+            raise ScriptError(f"EarlyStopping(min_delta={min_delta!r}); give a number of 0 or more")
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
         self.best: float | None = None
         self.without_improvement = 0
@@ -208,23 +237,20 @@ class JobCallbacks:
     _used: bool = False
 
     @classmethod
-    def of(cls, callbacks: Sequence[Any]) -> "JobCallbacks":
-        """Check the callbacks that a script gives.
+    def of(cls, callbacks: Any) -> "JobCallbacks":
+        """Check the callbacks that a script gives: several, one, or None.
 
         Raises:
-            ScriptError: an object is no callback, or one of its methods is misspelt.
+            ScriptError: an object is no callback, or one of its methods is never called, or takes other arguments.
         """
-        for callback in callbacks:
-            name = type(callback).__name__
-            methods = [method for method in dir(callback) if method.startswith("on_")]
-            if isinstance(callback, type) or not methods:
-                what = callback.__name__ if isinstance(callback, type) else name
-                raise ScriptError(f"callbacks holds {what}, which is no callback; pass an object with on_... methods")
-            for method in methods:
-                near = get_close_matches(method, EVENTS, n=1)
-                if method not in EVENTS and near and callable(getattr(callback, method)):
-                    raise ScriptError(f"callback {name} has {method}, which is never called; did you mean {near[0]}?")
-        return cls(callbacks=tuple(callbacks))
+        given = objects_of(callbacks, _is_callback)
+        for callback in given:
+            if not _is_callback(callback):
+                raise ScriptError(
+                    f"callbacks holds {name_of(callback)}, which is no callback; pass an object with on_... methods"
+                )
+            _check_methods(callback)
+        return cls(callbacks=given)
 
     def check_same(self, everyone: Sequence[Sequence[str]]) -> None:
         """Check the names of all ranks' callbacks, which must be equal.
@@ -254,17 +280,8 @@ class JobCallbacks:
         """
         for callback in self.callbacks:
             method = getattr(callback, event, None)
-            if method is None:
-                continue
-            try:
-                method(job, *arguments)
-            except TuttiError:
-                raise
-            except Exception as error:
-                raise ScriptError(
-                    f"callback {type(callback).__name__} failed in {event}{_line_of(error)}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+            if method is not None and not _is_of_a_framework(callback, event):
+                _called(callback, event, method, job, *arguments)
 
     def start(self, job: Any) -> None:
         """Call `on_train_start` unless training has started."""
@@ -309,14 +326,24 @@ class JobCallbacks:
         return next((name for callback in ended if (name := getattr(callback, "watched", None))), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every callback that has one, by a name that does not depend on the others."""
-        return {name: callback.state_dict() for name, callback in self._stateful().items()}
+        """Return the state of every callback that has one, by a name that does not depend on the others.
+
+        Raises:
+            ScriptError: a callback failed; names it and the line.
+        """
+        return {
+            name: _called(callback, "state_dict", callback.state_dict) for name, callback in self._stateful().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the callbacks that the checkpoint knows; others begin anew."""
+        """Restore the state of the callbacks that the checkpoint knows; others begin anew.
+
+        Raises:
+            ScriptError: a callback failed; names it and the line.
+        """
         for name, callback in self._stateful().items():
             if name in state:
-                callback.load_state_dict(state[name])
+                _called(callback, "load_state_dict", callback.load_state_dict, state[name])
 
     def _stateful(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -328,15 +355,135 @@ class JobCallbacks:
         return found
 
 
+def objects_of(given: Any, is_one: Callable[[Any], bool]) -> tuple[Any, ...]:
+    """Return what a script gives where several objects of a kind are meant: a collection, one object, or None."""
+    if given is None:
+        return ()
+    single = isinstance(given, str | type) or is_one(given) or not isinstance(given, Iterable)
+    return (given,) if single else tuple(given)
+
+
+def name_of(given: Any) -> str:
+    """Return the name of a class or function, or that of an object's class."""
+    return str(getattr(given, "__name__", type(given).__name__))
+
+
+def is_number(value: Any, kind: type = Real) -> bool:
+    """Whether a value is a number of a kind; True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values that are numbers, as floats; a tensor of one element counts as one."""
-    found = {}
-    for name, value in values.items():
-        if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1:
-            value = value.item()
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = float(value)
-    return found
+    """Return the values that are numbers, as floats; True and False are 1 and 0."""
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _is_callback(given: Any) -> bool:
+    return not isinstance(given, type) and any(name.startswith("on_") for name in dir(given))
+
+
+def _check_methods(callback: Any) -> None:
+    """Check that methods named on_... are called, with the arguments that they take.
+
+    Methods that the callback inherits from another framework's base class, which defines all of that framework's
+    events, are not the user's: they are not judged, and those that cannot take our arguments are not called.
+
+    Raises:
+        ScriptError: a method is never called, or takes other arguments.
+    """
+    name, bases = type(callback).__name__, [None, *type(callback).__mro__]
+    methods = [method for method in dir(callback) if method.startswith("on_")]
+    for method in sorted(methods, key=lambda method: bases.index(_definer(callback, method))):
+        function = getattr(callback, method)
+        if not callable(function):
+            continue
+        if _is_of_a_framework(callback, method):
+            _check_not_hidden(callback, method)
+        elif method in EVENTS:
+            given = ("job", *_ARGUMENTS.get(method, ()))
+            if not _takes(function, len(given)):
+                raise ScriptError(
+                    f"callback {name} has {method}{inspect.signature(function)}, which is called as "
+                    f"{method}({', '.join(given)}); let it take these arguments"
+                )
+        else:
+            _refuse_unknown(callback, method)
+
+
+def _refuse_unknown(callback: Any, method: str) -> None:
+    """Refuse a method that is never called, and name the one that is meant."""
+    near = get_close_matches(method, EVENTS, n=1)
+    known = _NAMES_ELSEWHERE.get(method) or next(iter(near), None)
+    if known is None and _definer(callback, method) is None:
+        return  # a function that the object keeps, perhaps to call it itself
+    remedy = f"did you mean {known}?" if known else f"the methods are {', '.join(EVENTS)}"
+    raise ScriptError(
+        f"callback {type(callback).__name__} has {method}, which is never called; {remedy}"
+        + ("" if known else " (if your own code calls it, give it a name without on_)")
+    )
+
+
+def _check_not_hidden(callback: Any, method: str) -> None:
+    """Check that a method of another framework's base class hides none that a callback of ours needs."""
+    first, *others = (base for base in type(callback).__mro__ if method in vars(base))
+    ours = next((base for base in others if issubclass(base, Callback) and base is not Callback), None)
+    if ours is not None:
+        raise ScriptError(
+            f"callback {type(callback).__name__} inherits {method} from {first.__name__}, which hides that of "
+            f"{ours.__name__}; name {ours.__name__} first among its base classes"
+        )
+
+
+def _is_of_a_framework(callback: Any, method: str) -> bool:
+    """Whether a method comes from a base class of another installed package, and is no method of ours.
+
+    The packages' own objects are judged like the user's: their methods would not do what they are for.
+    """
+    definer = _definer(callback, method)
+    if definer is None or issubclass(definer, Callback):
+        return False
+    package = definer.__module__.partition(".")[0]
+    file = getattr(sys.modules.get(definer.__module__), "__file__", None) or ""
+    if package == type(callback).__module__.partition(".")[0] or not _INSTALLED.intersection(Path(file).parts):
+        return False
+    return method not in EVENTS or not _takes(getattr(callback, method), 1 + len(_ARGUMENTS.get(method, ())))
+
+
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+
+def _definer(callback: Any, method: str) -> type | None:
+    """Return the class that defines a method; None if the object itself keeps it."""
+    if method in getattr(callback, "__dict__", {}):
+        return None
+    return next((base for base in type(callback).__mro__ if method in vars(base)), None)
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many arguments; True where that is unknown."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:
+        pass
+    return True
+
+
+def _called(callback: Any, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a method of a callback returns.
+
+    Raises:
+        ScriptError: it failed; names the callback, the method and the line.
+    """
+    try:
+        return function(*arguments)
+    except TuttiError:
+        raise
+    except Exception as error:
+        raise ScriptError(
+            f"callback {type(callback).__name__} failed in {method}{_line_of(error)}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _line_of(error: BaseException) -> str:

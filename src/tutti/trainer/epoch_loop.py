@@ -57,7 +57,8 @@ def agree_to_stop(run: Run, condition: Any) -> bool:
         stop = bool(run.parallel.world.sum(wanted)[0] > 0)
     if stop and ending.in_epochs:
         progress = run.state.progress
-        ending.reason = f"job.should_stop was true in epoch {progress.epoch} at step {progress.step}"
+        place = f"at step {progress.step}, in epoch {progress.epoch + 1} (counted from 1)"
+        ending.reason = f"job.should_stop was true {place}"
     return stop
 
 

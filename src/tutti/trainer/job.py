@@ -25,7 +25,7 @@ from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
 from tutti.trainer.epoch_loop import agree_to_stop, run_epochs
 from tutti.trainer.job_context import JobHooks, open_job_context
 from tutti.trainer.job_ranks import JobRanks
-from tutti.trainer.loggers import Logger, check_loggers
+from tutti.trainer.loggers import Logger, check_loggers, plain_values
 from tutti.trainer.metric_objects import as_functions
 from tutti.trainer.metrics import redirect_other_ranks
 from tutti.trainer.metrics_rows import write_evaluation_row
@@ -72,8 +72,9 @@ class Job(JobRanks):
         resume: a run folder or a checkpoint to resume from.
         facts: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
         loggers: where the run's numbers go besides its folder: CSVLogger, TensorBoardLogger, MLflowLogger, WandbLogger,
-            or any `Logger`.
-        callbacks: called around epochs, steps and evaluations, on every rank: `EarlyStopping`, or any `Callback`.
+            or any `Logger`; one or several.
+        callbacks: called around epochs, steps and evaluations, on every rank: `EarlyStopping`, or any `Callback`; one
+            or several.
         progress: whether a terminal shows a progress bar.
 
     Raises:
@@ -129,8 +130,8 @@ class Job(JobRanks):
         folder: str | Path | None = None,
         resume: str | Path | None = None,
         facts: Mapping[str, object] | None = None,
-        loggers: Sequence[Logger] = (),
-        callbacks: Sequence[Any] = (),
+        loggers: Logger | Sequence[Logger] | None = (),
+        callbacks: Any = (),
         progress: bool = True,
     ) -> None:
         launch_options = begin_launch()
@@ -470,9 +471,18 @@ class Job(JobRanks):
         self._callbacks.call("on_evaluate_end", self, values)
         return values
 
-    def log(self, **values: float | int | str) -> None:
-        """Write your own values to the run's metrics and TensorBoard; those of ranks other than 0 are ignored."""
+    def log(self, /, **values: Any) -> None:
+        """Write your own values to the run's metrics, loggers and callbacks; those of ranks other than 0 are ignored.
+
+        Args:
+            **values: numbers, also as tensors and arrays of one element or NumPy scalars, or texts and None, which are
+                in the run's metrics only.
+
+        Raises:
+            ScriptError: a value is none of these; names its keyword.
+        """
         run = self._run()
+        values = plain_values(values)
         run.output.log.row(
             "log",
             run.loop.clock.elapsed_s(),

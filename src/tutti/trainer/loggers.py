@@ -10,8 +10,11 @@ import math
 import os
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +22,7 @@ from tensorboardX import SummaryWriter
 from tensorboardX.proto.summary_pb2 import Summary
 
 from tutti.errors import ScriptError
-from tutti.trainer.callbacks import numbers
+from tutti.trainer.callbacks import name_of, numbers, objects_of
 
 STEP_FIELDS = ("loss", "learning_rate", "grad_norm", "wall_s", "tokens_dropped", "balance_loss", "noise_scale")
 """Fields of a step's row that loggers get if they are numbers, as "train/loss" and so on."""
@@ -61,17 +64,56 @@ class Logger(Protocol):
         """
 
 
-def check_loggers(loggers: Sequence[Any]) -> tuple[Logger, ...]:
-    """Return the loggers that a script gives.
+def check_loggers(loggers: Any) -> tuple[Logger, ...]:
+    """Return the loggers that a script gives: several, one, or None.
 
     Raises:
         ScriptError: an object has no method `log`, or is a class.
     """
-    for logger in loggers:
-        if isinstance(logger, type) or not callable(getattr(logger, "log", None)):
-            name = logger.__name__ if isinstance(logger, type) else type(logger).__name__
-            raise ScriptError(f"loggers holds {name}, which is no logger; pass an object with log(values, step)")
-    return tuple(loggers)
+    given = objects_of(loggers, _is_logger)
+    for logger in given:
+        if not _is_logger(logger):
+            raise ScriptError(
+                f"loggers holds {name_of(logger)}, which is no logger; pass an object with log(values, step)"
+            )
+    return given
+
+
+def _is_logger(given: Any) -> bool:
+    return not isinstance(given, type) and callable(getattr(given, "log", None))
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `job.log` was given as plain numbers, texts and None.
+
+    Raises:
+        ScriptError: a value is none of these; names its keyword.
+    """
+    return {name: _plain_value(name, value) for name, value in values.items()}
+
+
+def _plain_value(name: str, value: Any) -> Any:
+    """Return one value: tensors, arrays and NumPy scalars of one element are numbers."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    kind, shape = type(value).__name__, getattr(value, "shape", ())
+    if isinstance(value, Mapping):
+        raise ScriptError(f"job.log({name}=...) got {kind}; give its entries as keywords, such as job.log(**values)")
+    if isinstance(shape, tuple) and math.prod(shape) == 1 and callable(getattr(value, "item", None)):
+        with suppress(Exception):  # a tensor without values, or an object of another library
+            value = value.item()
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral) and abs(int(value)) <= sys.float_info.max:
+        return int(value)
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        return float(value)
+    size = f" of shape {tuple(shape)}" if isinstance(shape, tuple) and shape else ""
+    raise ScriptError(
+        f"job.log({name}=...) got {kind}{size}; give one number, such as a mean, or a text for the run's metrics"
+    )
 
 
 class RunLoggers:
@@ -161,6 +203,17 @@ def _require(logger: str, module: str) -> None:
         raise ScriptError(f"{logger} needs {module}, which is not installed; run `pip install {module}`")
 
 
+def _path(logger: str, path: object) -> Path:
+    """Return where a logger writes.
+
+    Raises:
+        ScriptError: it is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ScriptError(f"{logger}({path!r}): give a path")
+    return Path(path)
+
+
 class TensorBoardLogger:
     """Writes event files for TensorBoard.
 
@@ -175,7 +228,7 @@ class TensorBoardLogger:
     """
 
     def __init__(self, folder: str | Path = "tensorboard") -> None:
-        self.folder = Path(folder)
+        self.folder = _path("TensorBoardLogger", folder)
         self._board: SummaryWriter | None = None
 
     def start(self, run: Mapping[str, Any]) -> None:
@@ -209,7 +262,7 @@ class CSVLogger:
     """
 
     def __init__(self, path: str | Path = "metrics.csv") -> None:
-        self.path = Path(path)
+        self.path = _path("CSVLogger", path)
         self._columns = ["step"]
         self._file: Any = None
 
