@@ -462,6 +462,14 @@ def test_a_number_of_epochs_that_the_script_did_not_ask_for_is_misstated(tmp_pat
     assert not stopped_by_time(replace(report, stop=replace(stop, planned_epochs=seen(5, "epochs"), left_early=False)))
 
 
+def test_other_seeds_beside_a_run_are_told(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        write_run(tmp_path / f"seed-{seed}", Story(seed=seed))
+    report = build_report(tmp_path / "seed-2")
+    assert report.tuning.found_seeds.value == 2
+    assert codes_of(tuning_cost(report)) == [("SEEDS", "note")]
+
+
 def test_this_runs_settings_are_one_of_those_tried(tmp_path: Path) -> None:
     report = build_report(write_run(tmp_path / "run"))
     tuning = replace(report.tuning, trials=seen(1), found_trials=seen(1), device_seconds=seen(1.0, "device s"))

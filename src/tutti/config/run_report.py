@@ -398,6 +398,7 @@ class TuningReport:
         space: the settings that were tried.
         found_trials: number of other settings with which runs beside this one trained the same script on the same data.
         found_device_seconds: their cost.
+        found_seeds: number of other seeds with which runs beside this one trained with the same settings.
     """
 
     trials: Quantity = Quantity()
@@ -405,6 +406,7 @@ class TuningReport:
     space: str | None = None
     search_log_sha256: str | None = None
     found_trials: Quantity = Quantity()
+    found_seeds: Quantity = Quantity()
     found_device_seconds: Quantity = Quantity(unit="device s")
 
 

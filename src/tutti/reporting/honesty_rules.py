@@ -207,6 +207,13 @@ def tuning_cost(report: RunReport) -> list[RuleFinding]:
             f"the cost of this run, and {said}. If they were tuning, state tuning.trials and tuning.device_seconds."
         )
         findings += finding(3, "TUNING-HIDDEN", "warn", sentence, "tuning.trials", ("ranking",))
+    seeds = tuning.found_seeds.value
+    if seeds:
+        sentence = (
+            f"Runs beside this one trained with the same settings and {plural(seeds, 'other seed')}: report the mean "
+            "and the scatter of all, not this run alone."
+        )
+        findings += finding(3, "SEEDS", "note", sentence, "tuning.found_seeds")
     spent = tuning.device_seconds.value
     if spent and cost:
         runs = plural(trials, "trial") if trials else "an unknown number of trials"

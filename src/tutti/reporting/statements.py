@@ -208,7 +208,7 @@ def scaling(text: str | None) -> Scaling | None:
 def tuning_report(records: Records, folder: Path) -> TuningReport:
     """Return what the user stated about tuning, and the other settings that runs beside this one tried."""
     extra = records.header.extra
-    costs = _other_settings(records, folder)
+    costs, seeds = _runs_beside(records, folder)
     note = "runs of this script on this data with other settings, in the folder of this run"
     return TuningReport(
         trials=stated(extra, "tuning.trials"),
@@ -216,15 +216,21 @@ def tuning_report(records: Records, folder: Path) -> TuningReport:
         space=extra.get("tuning.space"),
         search_log_sha256=extra.get("tuning.search_log_sha256"),
         found_trials=seen(len(costs), "", note),
+        found_seeds=seen(len(seeds), "", "runs with the settings of this one and other seeds, in its folder"),
         found_device_seconds=seen(sum(costs.values()), "device s", note),
     )
 
 
-def _other_settings(records: Records, folder: Path) -> dict[str, float]:
-    """Return the device-seconds spent on each other setting by runs that lie beside this one, by digest."""
+def _runs_beside(records: Records, folder: Path) -> tuple[dict[str, float], set[tuple[object, ...]]]:
+    """Return what runs that lie beside this one tried of its script on its data.
+
+    Returns:
+        (device-seconds spent on each other setting, by digest; other seeds with the same settings).
+    """
     header = records.header
     own = tuned_sha256(header)
     costs: dict[str, float] = {}
+    seeds: set[tuple[object, ...]] = set()
     for path in sorted(folder.resolve().parent.glob("*/run.json"))[:_MOST_NEIGHBOURS]:
         try:
             other = serialization.load(RunHeader, path)
@@ -234,13 +240,16 @@ def _other_settings(records: Records, folder: Path) -> dict[str, float]:
             continue
         same = PurePath(other.script).name == PurePath(header.script).name and other.data.sha256 == header.data.sha256
         digest = tuned_sha256(other)
-        if not same or not header.data.sha256 or digest == own:
+        if not same or not header.data.sha256:
+            continue
+        if digest == own:
+            seeds.add((other.recipe.seed, other.arguments))
             continue
         rows = stitch(read_lines(RunFolder(path.parent).metrics, []))
         if any(row.kind == "step" for row in rows):
             spent = cost(replace(records, header=other), rows[-1].time_s).value or 0.0
             costs[digest] = costs.get(digest, 0.0) + spent
-    return costs
+    return costs, seeds - {(header.recipe.seed, header.arguments)}
 
 
 def _continues(resumed_from: str | None, folder: Path) -> bool:
