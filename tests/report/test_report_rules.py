@@ -365,8 +365,8 @@ def test_a_chance_repeat_and_oversampling_refuse_nothing(tmp_path: Path) -> None
     few, many = (data_of(report, train_test_overlap=seen(count, "samples")) for count in (1, 40))
     assert codes_of(data_overlap(few)) == [("DATA-OVERLAP", "warn")]
     assert codes_of(data_overlap(many)) == [("DATA-OVERLAP", "refuse")]
-    assert codes_of(repeated_samples(data_of(report, distinct=seen(0.6, "ratio")))) == [("SAME-SAMPLES", "note")]
-    assert codes_of(repeated_samples(data_of(report, distinct=seen(0.1, "ratio")))) == [("SAME-SAMPLES", "warn")]
+    assert codes_of(repeated_samples(data_of(report, distinct=seen(0.7, "ratio")))) == [("SAME-SAMPLES", "note")]
+    assert codes_of(repeated_samples(data_of(report, distinct=seen(0.5, "ratio")))) == [("SAME-SAMPLES", "warn")]
 
 
 def test_a_target_that_was_lost_again_is_said(tmp_path: Path) -> None:

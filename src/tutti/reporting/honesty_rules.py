@@ -302,7 +302,7 @@ def repeated_samples(report: RunReport) -> list[RuleFinding]:
     return finding(
         5,
         "SAME-SAMPLES",
-        "warn" if distinct < 0.25 else "note",
+        "warn" if distinct < 0.6 else "note",
         sentence,
         "data.distinct",
         ("ranking", "end-to-end", "quality"),
