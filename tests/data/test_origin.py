@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from tutti.config.run_folder import FRAMED, DataOrigin
-from tutti.data.fingerprint import digest_samples, overlap
+from tutti.data.fingerprint import digest_samples, first_rows, input_pattern, overlap
 from tutti.data.origin import look_at, origin_of
 
 datasets = pytest.importorskip("sklearn.datasets", reason="the data are scikit-learn's")
@@ -189,6 +189,16 @@ def test_scaled_samples_are_recognised() -> None:
     colours = torch.rand(50, 3, 20, 20, generator=torch.Generator().manual_seed(1))
     normalised = (colours - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / torch.tensor([0.5, 0.6, 0.7])[:, None, None]
     assert overlap(*(digest_samples(TensorDataset(data), 0) for data in (normalised, colours))) == 50
+
+
+def test_the_first_rows_of_batches_of_every_kind() -> None:
+    sequences = [torch.ones(2, 40), torch.ones(3, 40)]
+    batch = {"x": torch.arange(80.0).view(2, 40), "y": torch.ones(2), "names": ["a", "b"], "scalar": torch.tensor(1.0)}
+    assert input_pattern(first_rows(batch)) == input_pattern([torch.arange(40.0)])
+    for layout in (torch.strided, torch.jagged):
+        assert first_rows([torch.nested.nested_tensor(sequences, layout=layout)]) == []
+    assert first_rows([torch.eye(3).to_sparse(), np.empty((0, 3)), torch.empty(0, 3)]) == []
+    assert input_pattern(first_rows(["text", None, 3])) is None
 
 
 def test_patterns_that_tell_nothing_apart_are_not_used() -> None:

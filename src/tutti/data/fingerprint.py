@@ -87,6 +87,17 @@ def overlap(train: SampleDigests | None, test: SampleDigests | None) -> int | No
     return sum(a in exact or b in patterns for a, b in zip(test.exact, scaled, strict=True))
 
 
+def first_rows(batch: Any) -> list[Any]:
+    """Return the first rows of a batch's tensors and arrays. Nested and sparse tensors are left out: they have none."""
+    return [leaf[0] for leaf in leaves(batch) if _has_rows(leaf)]
+
+
+def _has_rows(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.layout is torch.strided and not leaf.is_nested and leaf.ndim > 0 and leaf.shape[0] > 0
+    return isinstance(leaf, np.ndarray) and leaf.ndim > 0 and len(leaf) > 0
+
+
 def input_pattern(sample: Any) -> bytes | None:
     """Return a digest of a sample's input that scaling and shifting leave as it is; None for small inputs.
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 from tutti.comm.traffic import exchanged_nbytes, sent_nbytes
-from tutti.data.fingerprint import describe_data, digest_samples, input_pattern, overlap
-from tutti.data.microbatches import leaves
+from tutti.data.fingerprint import describe_data, digest_samples, first_rows, input_pattern, overlap
 from tutti.data.origin import SAMPLES, input_of, native_shape, random_distribution
 from tutti.data.samples import DataSource
 from tutti.nn.mixture import Tally
@@ -84,8 +83,7 @@ def note_inputs(run: Run, batch: Any) -> None:
     if not run.parallel.world.is_main:
         return
     if step < _EVERY_STEP or step % _EVERY_TENTH == 0:
-        firsts = [leaf[0] for leaf in leaves(batch) if getattr(leaf, "ndim", 0) and len(leaf)]
-        run.output.data_facts.note(input_pattern(firsts))
+        run.output.data_facts.note(input_pattern(first_rows(batch)))
     if step == 0:
         _write_inputs_row(run, batch)
 
