@@ -88,6 +88,7 @@ __all__ = [
     "DataError",
     "LabError",
     "LaunchError",
+    "NoCheckpointError",
     "PlanError",
     "RankMismatchError",
     "ReportError",
