@@ -1,5 +1,6 @@
 """Trainings on the digits that flatter their result, and honest ones. Each is run; its run folder is reported on."""
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable, Sequence
@@ -52,7 +53,9 @@ class Mapped(Dataset[Any]):
         path.parent.mkdir(parents=True, exist_ok=True)
         own = path.with_name(f"{os.getpid()}-{path.name}")
         np.save(own, images.numpy())
-        own.replace(path)  # whole at once: another rank may have mapped it
+        with contextlib.suppress(FileExistsError):  # another rank's is as good, and may be mapped already
+            path.hardlink_to(own)
+        own.unlink()
         self.images = np.load(path, mmap_mode="r")
 
     def __len__(self) -> int:
