@@ -125,6 +125,8 @@ def train(
     repeats: int = 1,
     callbacks: Sequence[Any] = (),
     reload: bool = False,
+    validated: bool = False,
+    resume: Path | None = None,
 ) -> None:
     """Train and evaluate, and write a run folder as a process that ends.
 
@@ -133,9 +135,12 @@ def train(
         change: what the script does to a batch before its step.
         repeats: number of steps on each batch.
         reload: whether the best epoch's weights are evaluated again at the end.
+        validated: whether the same data is also evaluated as "validation".
+        resume: a run of another folder that is continued.
     """
     os.environ["TUTTI_RUN_FOLDER"] = str(folder)
-    job = tutti.Job(global_batch_size=batch, facts=facts, precision=precision, name=folder.name, callbacks=callbacks)
+    job = tutti.Job(global_batch_size=batch, facts=facts, precision=precision, name=folder.name, callbacks=callbacks,
+                    resume=resume)  # fmt: skip
     model = Net(inputs)
     model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=lr), data, F.cross_entropy)
     done, best = 0, (-1.0, model.state_dict())
@@ -146,6 +151,8 @@ def train(
             done += 1
             if done == steps:
                 break
+        if validated and test is not None:
+            job.evaluate(test, {"accuracy": correct}, name="validation")
         if test is not None:
             value = job.evaluate(test, {"accuracy": correct}, name=name)["accuracy"]
             best = max(best, (value, copy.deepcopy(model.state_dict())), key=lambda pair: pair[0])
@@ -185,6 +192,16 @@ class FromTest:
         self.calls += 1
         size = len(batch[1])
         return (self.images[:size], self.labels[:size]) if self.calls % 5 == 0 else batch
+
+
+class Spoiled:
+    """Gives wrong labels from some call on."""
+
+    calls = 0
+
+    def __call__(self, batch: Any) -> Any:
+        self.calls += 1
+        return batch if self.calls < 70 else (batch[0], (batch[1] + 1) % 10)
 
 
 class Repeating(Dataset[Any]):
@@ -288,6 +305,11 @@ def run_evaluations(root: Path, files: Data, test: TensorDataset) -> None:
     )
     train(root / "held-out/trained-on", files, test, change=FromTest(test))
     train(root / "held-out/left", files, test, epochs=6, steps=46)
+    train(root / "held-out/validated", files, test, validated=True)
+    train(root / "held-out/fewer", files, tensors(slice(TRAIN, 1700)))
+    train(root / "part/continued", files, test, resume=root / "honest/two", epochs=5)
+    lost = {"quality.target": "test.accuracy=0.5"}
+    train(root / "quality/lost", files, test, epochs=6, change=Spoiled(), facts=lost)
     train(root / "held-out/none", files, None)
     train(root / "held-out/reloaded", files, test, epochs=6, lr=3.0, reload=True)
     stop = tutti.EarlyStopping("test_loss", patience=1, min_delta=1.0)

@@ -27,6 +27,9 @@ class RankInfo:
     sums: str = ""
 
 
+LIKE_RANDOM = "cannot be told from"
+"""Words of a reason for generated data, which transformed rows of a table may give, too."""
+
 FRAMED = "the border is equal in all samples"
 """Reason for a smaller native shape that real data may also have: scans and microscopes show a round field."""
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from tutti.config.run_folder import DatasetInfo
 from tutti.data.microbatches import leaves
-from tutti.data.origin import array_of, look_at, origin_of
+from tutti.data.origin import arrays_of, look_at, origin_of
 from tutti.data.samples import SeededSamples, tensors_of
 
 _OVERLAP_LIMIT = 20_000
@@ -103,8 +103,7 @@ def input_pattern(sample: Any) -> bytes | None:
 
     It is made from up to 256 values of the first channel, so that channels may be scaled apart.
     """
-    arrays = [array for leaf in leaves(sample) if (array := array_of(leaf)) is not None]
-    array = max(arrays, key=lambda one: one.size, default=None)
+    array = max(arrays_of(sample), key=np.size, default=None)
     if array is None or array.size < _FEWEST_VALUES:
         return None
     if array.ndim > 2 and min(array.shape[0], array.shape[-1]) <= _MOST_CHANNELS:

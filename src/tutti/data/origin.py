@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from tutti.config.run_folder import FRAMED, DataOrigin
+from tutti.config.run_folder import FRAMED, LIKE_RANDOM, DataOrigin
 from tutti.config.vocabulary import StartState
 from tutti.data.contents import contents
 from tutti.data.microbatches import leaves
@@ -103,7 +103,7 @@ def _majority(dataset: Any, look: Look) -> float | None:
     if tensors is not None:
         values = tensors[-1].detach().cpu().numpy() if tensors[-1].ndim == 1 else np.empty(0)
     else:
-        labels = [array_of(list(leaves(sample))[-1]) for sample in look.samples]
+        labels = [_array_of(list(leaves(sample))[-1]) for sample in look.samples]
         whole = all(label is not None and label.ndim == 0 and label.dtype.kind in "iub" for label in labels)
         values = np.asarray([label for label in labels if label is not None]) if whole else np.empty(0)
     if values.size == 0 or values.dtype.kind not in "iub":
@@ -114,12 +114,17 @@ def _majority(dataset: Any, look: Look) -> float | None:
 
 def input_of(sample: Any) -> np.ndarray[Any, Any] | None:
     """Return the largest array of a sample, of equals that with most values; None if it holds none."""
-    arrays = [array for leaf in leaves(sample) if (array := array_of(leaf)) is not None]
+    arrays = arrays_of(sample)
     largest = [array for array in arrays if array.ndim and array.size == max(other.size for other in arrays)]
     return max(largest, key=lambda array: len(np.unique(array)) if len(largest) > 1 else 0) if largest else None
 
 
-def array_of(leaf: Any) -> np.ndarray[Any, Any] | None:
+def arrays_of(sample: Any) -> list[np.ndarray[Any, Any]]:
+    """Return the values of all tensors, arrays and numbers of a sample."""
+    return [array for leaf in leaves(sample) if (array := _array_of(leaf)) is not None]
+
+
+def _array_of(leaf: Any) -> np.ndarray[Any, Any] | None:
     """Return the values of a tensor, an array or a number; None for anything else."""
     if isinstance(leaf, torch.Tensor):
         if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_complex() or leaf.is_quantized:
@@ -148,7 +153,7 @@ def _file_traffic() -> tuple[int, int]:
 def _start_state(dataset: Any, inputs: Sequence[np.ndarray[Any, Any]], reading: Look) -> tuple[StartState | None, str]:
     distribution = random_distribution(inputs)
     if distribution:
-        return "generated", f"{len(inputs)} inputs cannot be told from {distribution}"
+        return "generated", f"{len(inputs)} inputs {LIKE_RANDOM} {distribution}"
     if _same_for_every_index(dataset):
         return "generated", "with equal seeds, samples of different indices are equal: they are drawn, not read"
     sample_nbytes = float(np.mean([array.nbytes for array in inputs]))

@@ -7,7 +7,7 @@ several runs are in `tutti.reporting.comparison`.
 from collections.abc import Callable
 from math import prod, sqrt
 
-from tutti.config.run_folder import FRAMED
+from tutti.config.run_folder import FRAMED, LIKE_RANDOM
 from tutti.config.run_report import Claim, RuleFinding, RunReport, Severity
 from tutti.reporting.formatting import PHASE_NAMES, duration, listed, number, plural, quality_text, significant
 
@@ -392,7 +392,7 @@ def data_source(report: RunReport) -> list[RuleFinding]:
 def _may_be_transformed(report: RunReport) -> bool:
     """Return whether a few numbers a sample look random: quantiles of measurements do, too."""
     size = _elements(report.data.input_shape)
-    return "cannot be told from" in report.data.state_reason and size is not None and size < _FEW_NUMBERS
+    return LIKE_RANDOM in report.data.state_reason and size is not None and size < _FEW_NUMBERS
 
 
 def honest_peak(report: RunReport) -> list[RuleFinding]:
@@ -479,7 +479,7 @@ def _one_size(shape: str) -> int | None:
     return prod(int(part) for part in parts) if all(part.strip().isdigit() for part in parts) else None
 
 
-def _trained_on(report: RunReport) -> bool:
+def _went_on_after_target(report: RunReport) -> bool:
     """Return whether training went on for several evaluations after its target was reached."""
     reached, last = report.to_target.samples.value, report.samples_seen.value
     every = report.quality.eval_every_samples.value
@@ -493,7 +493,7 @@ def stopped_by_time(report: RunReport) -> list[RuleFinding]:
     if stop.rule == "time":
         sentence = "Training was stopped by the clock, so it has no time to a quality; throughput is not speed-up."
         return finding(10, "STOPPED-BY-TIME", "warn", sentence, "stop.rule", claims)
-    if report.quality.reached and not _trained_on(report):
+    if report.quality.reached and not _went_on_after_target(report):
         return []
     unplanned = stop.planned_epochs.value is None and stop.rule is None
     if stop.clock and (stop.left_early or unplanned):

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any, get_args
 
 from tutti.config import serialization
-from tutti.config.run_folder import DataOrigin, RunFolder, RunHeader
+from tutti.config.run_folder import LIKE_RANDOM, DataOrigin, RunFolder, RunHeader
 from tutti.config.run_report import BaselineReport, DataReport, Quantity, Scaling, StopReport, TuningReport
 from tutti.config.vocabulary import StartState, StopRule
 from tutti.errors import SpecError
@@ -67,13 +67,13 @@ def data_report(records: Records, evaluation: str) -> DataReport:
         found_shape=native,
         shape_reason=origin.native_reason,
         distinct=seen(origin.distinct, "ratio"),
-        chosen_from=seen(_not_used(records, origin.chosen_from), "samples"),
+        chosen_from=seen(_left_for_training(records, origin.chosen_from), "samples"),
         same_as=_evaluations_of(records, test.get("sha256")) if evaluation else (),
         majority=seen(majority if isinstance(majority, float) else None, "ratio", "share of the most frequent label"),
     )
 
 
-def _not_used(records: Records, whole: int | None) -> int | None:
+def _left_for_training(records: Records, whole: int | None) -> int | None:
     """Return the size of the data set that the training data was chosen from, without what is evaluated of it."""
     if whole is None:
         return None
@@ -125,7 +125,7 @@ def _origin(records: Records) -> DataOrigin:
         return origin
     first = rows[0].data
     if first.get("random") and origin.start_state != "generated":
-        reason = f"the inputs of the first batch cannot be told from {first['random']}"
+        reason = f"the inputs of the first batch {LIKE_RANDOM} {first['random']}"
         origin = replace(origin, start_state="generated", state_reason=reason)
     given, native = _given_shape(records), first.get("native_shape")
     if given is None or not isinstance(native, list):

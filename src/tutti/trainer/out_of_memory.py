@@ -97,7 +97,7 @@ def divide_again(run: Run, batch: Any, failure: str | None, before: HostState | 
     everyone = parallel.world.gather((failure, loader.can_divide_again(batch), draws))
     rank, said = next((number, words) for number, (words, _, _) in enumerate(everyone) if words is not None)
     share, plan = loader.share, parallel.plan
-    if len({then for *_, (then, _) in everyone}) == 1 and len({now for *_, (_, now) in everyone}) > 1:
+    if _drew_differently([draws for *_, draws in everyone]):
         reason = "the loss function has drawn from `random` or NumPy, and ranks cannot draw the same numbers again"
         raise TrainingError(_sentence(run, share, rank, said, reason))
     if before is not None:
@@ -120,6 +120,12 @@ def divide_again(run: Run, batch: Any, failure: str | None, before: HostState | 
     if parallel.world.is_main:
         serialization.save(parallel.plan, run.output.folder.plan)
     return loader.divide_again(parallel.plan)
+
+
+def _drew_differently(digests: list[tuple[int | None, int | None]]) -> bool:
+    """Return whether the states of the ranks' generators were equal and differ now; (then, now) of each rank."""
+    then, now = (set(states) for states in zip(*digests, strict=True))
+    return len(then) == 1 and len(now) > 1
 
 
 def use_microbatches(run: Run, number: int) -> None:

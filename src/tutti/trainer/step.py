@@ -112,7 +112,7 @@ def _forward_backward(
         note_inputs(run, batch)
         run.loop.accumulation.note_batch(batch, run.state.loader.before + run.state.loader.position)
     pieces = [run.loop.observer.sampled(piece) for piece in pieces]
-    run.parallel.sequences.check(to_device(pieces[0], run.parallel.world.device))
+    run.parallel.sequences.check(pieces[0], run.parallel.world.device)
     run.parallel.replica.shards.clear()
     run.state.noise.begin(run.state.progress.step)
     guard_step(run, loss_of_batch, pieces)

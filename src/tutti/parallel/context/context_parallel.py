@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from tutti.comm.traffic import CommChannel, untracked_channel
 from tutti.config.plan import Plan
 from tutti.data.batches import Unpack
+from tutti.data.microbatches import to_device
 from tutti.data.seeds import derive_seed, preserved_generators
 from tutti.errors import ScriptError, TuttiError
 from tutti.parallel.context.attention_calls import (
@@ -50,6 +51,10 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
+def _unchecked(batch: Any, device: torch.device) -> None:
+    """There is nothing to check."""
+
+
 def _uncut(batch: Any) -> tuple[Any, OpenContext]:
     def open_context(*, within: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
@@ -66,14 +71,15 @@ class Sequences:
         prepare: from a batch, this rank's part of it and a function that opens the context in which the model, its loss
             and its backward run. The function takes `within=True` if it is opened inside the model's forward.
         join: whole sequences from the outputs and targets of all parts. Collective; call it in that context too.
-        check: runs the model on the first batch, whole and in parts, with other parameters for a moment; later calls do
-            nothing. Call it between steps: within one, ranks may read each other's parameters at any time.
+        check: from a batch and the device, runs the model on the first batch, whole and in parts, with other parameters
+            for a moment; later calls do nothing. Call it between steps: within one, ranks may read each other's
+            parameters at any time.
     """
 
     loss_fn: Loss | None
     prepare: Callable[[Any], tuple[Any, OpenContext]] = _uncut
     join: Callable[[Any], Any] = _unchanged
-    check: Callable[[Any], object] = _unchanged
+    check: Callable[[Any, torch.device], None] = _unchecked
 
     @contextmanager
     def part(self, batch: Any) -> Iterator[Any]:
@@ -138,13 +144,18 @@ class ContextParallelModel:
     def prepare(self, batch: Any) -> tuple[Any, OpenContext]:
         """See `Sequences.prepare`. The first batch is also used for the check."""
         order = self.ring.order
-        sites = self.check(batch)
+        sites = self._sites_of(batch)
         length = sequence_length(batch, order)
         batch = shifted_labels(self.model, batch)
         return cut_batch(batch, length, order), partial(self._running, self._state_of(batch, length, sites))
 
-    def check(self, batch: Any) -> frozenset[Site]:
-        """See `Sequences.check`. Returns where the model makes positions."""
+    def check(self, batch: Any, device: torch.device) -> None:
+        """See `Sequences.check`."""
+        if self._sites is None:
+            self._sites_of(to_device(batch, device))
+
+    def _sites_of(self, batch: Any) -> frozenset[Site]:
+        """Where the model makes positions; found on the first batch."""
         if self._sites is None:
             length = sequence_length(batch, self.ring.order)
             self._sites = self._check(shifted_labels(self.model, batch), length)
