@@ -104,8 +104,11 @@ def fail_later(folder: Path) -> Any:
     job, _, loader = sharded_job(folder, checkpoint_every=2)
     write = save.write_tensors
 
+    after_its_step = threading.Event()
+
     def failing(path: Path, items: Any) -> int:
         if os.environ["RANK"] == "1" and "step-00000004" in str(path):
+            after_its_step.wait()
             raise OSError(28, "No space left on device")
         return write(path, items)
 
@@ -115,6 +118,8 @@ def fail_later(folder: Path) -> Any:
         for _ in job.epochs(4):
             for batch in loader:
                 job.step(batch)
+                if run.state.progress.step == 4:
+                    after_its_step.set()
                 if run.state.progress.step == 5:  # on a busy machine the thread would fail later
                     run.output.checkpoints._pending.thread.join()
     except CheckpointError as error:

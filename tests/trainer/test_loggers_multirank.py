@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import os
 import struct
+import time
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -158,6 +159,17 @@ def test_event_files_tell_tensorboard_which_steps_are_made_again(runs: Any) -> N
     assert [step for step, tag in tags if tag == "train/loss"] == [*range(1, 13), *range(11, 22)]
     assert (7, "val/loss") in tags
     assert (7, "mine") in tags
+
+
+def test_event_files_of_one_second_do_not_replace_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    for step in (0, 2):
+        logger = tutti.TensorBoardLogger()
+        logger.start({"folder": tmp_path, "step": step, "resumed": step > 0})
+        logger.log({"loss": 1.0}, step + 1)
+        logger.finish()
+    events = [event for file in (tmp_path / "tensorboard").iterdir() for event in events_of(file)]
+    assert sorted(event.step for event in events if event.summary.value) == [1, 3]
 
 
 def events_of(file: Path) -> Iterator[Event]:

@@ -234,7 +234,10 @@ class TensorBoardLogger:
     def start(self, run: Mapping[str, Any]) -> None:
         """Open a file of events. TensorBoard hides earlier files' steps that a resumed run makes again."""
         purge = run["step"] + 1 if run["resumed"] else None
-        self._board = SummaryWriter(logdir=str(run["folder"] / self.folder), flush_secs=10, purge_step=purge)
+        # Files are named by the second: one that an earlier run began within it would be overwritten.
+        suffix = f".{os.getpid()}.{run['step']}"
+        folder = str(run["folder"] / self.folder)
+        self._board = SummaryWriter(logdir=folder, flush_secs=10, purge_step=purge, filename_suffix=suffix)
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Write all values as one event, which is cheap."""
