@@ -20,7 +20,7 @@ from tutti.compression.reducer import CountedCollectives
 from tutti.local_sgd.replica_group import ReplicaGroup
 from tutti.parallel.context.ring_attention import Ring
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.pipeline.pipeline_runner import _groups
+from tutti.parallel.pipeline.stage_links import make_links
 from tutti.parallel.spatial import halo_exchange as space
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
@@ -183,7 +183,8 @@ def test_receives_are_begun_before_sends(name: str) -> None:
 
 def grouped() -> list[Any]:
     join_world()
-    groups = _groups(Mesh({"stage": 3}, dist.get_rank()))
+    mesh = Mesh({"stage": 3}, dist.get_rank())
+    groups = make_links(mesh, torch.device("cpu"), untracked_channel(), None)._groups
     return [
         groups(0, 1) is groups(1, 2) is groups(0, 2),
         groups(1, 0) is groups(2, 1),

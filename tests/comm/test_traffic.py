@@ -12,10 +12,10 @@ from tutti.comm.traffic import CommChannel, Traffic, exchanged_nbytes, sent_nbyt
 
 
 class HandClock(PhaseClock):
-    """Says the time that it was told."""
+    """Says the time that it was told: the clock asks `device_time` on a GPU, and the host's clock elsewhere."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__(torch.device("cuda"), sample_every=1)
         self.at = 0.0
         self._since = self._row_since = 0.0
 

@@ -28,7 +28,8 @@ class PhaseClock:
 
     def __init__(self, device: torch.device, sample_every: int = 20, energy: EnergyMeter | None = None) -> None:
         self.device = device
-        self._on_gpu = device.type == "cuda"  # reading a torch.device is slow compared with reading a clock
+        # reading a torch.device is slow compared with reading a clock
+        self._on_gpu = device.type not in ("cpu", "meta")
         self.sample_every = sample_every
         self.started = time.perf_counter()
         self.stolen = StolenTime()
@@ -42,20 +43,20 @@ class PhaseClock:
 
     def enter(self, phase: Phase) -> None:
         """End the current phase and begin `phase`."""
-        now = self.device_time()
+        now = self.device_time() if self._on_gpu else time.perf_counter()
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
 
     def device_time(self) -> float:
         """Return perf_counter seconds; if phases are exact, after all work on the device has finished."""
         if self._on_gpu and self.phases_exact:
-            torch.cuda.synchronize(self.device)
+            torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
     def stream_time(self) -> float:
         """Return perf_counter seconds; if phases are exact, after the work on this thread's stream has finished."""
         if self._on_gpu and self.phases_exact:
-            torch.cuda.current_stream(self.device).synchronize()
+            torch.accelerator.current_stream(self.device).synchronize()
         return time.perf_counter()
 
     def count_as_exposed(self, seconds: float) -> Phase:

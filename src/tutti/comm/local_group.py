@@ -24,6 +24,10 @@ SENT, READ = range(2)
 """Semaphores of a pair of sender and receiver: messages sent, messages read."""
 
 
+_NUMBERS: dict[str, int] = {}
+"""How many local groups this process has had, by their processes; ranks make their groups in one order."""
+
+
 class LocalGroup:
     """This rank's membership in a group of `size` ranks on one host.
 
@@ -38,11 +42,15 @@ class LocalGroup:
 
     Attributes:
         mailboxes: message records by source, target and message number modulo `SLOTS`.
+        name: the group's, the same on all its ranks: their processes, and which of the groups of these processes it is.
     """
 
     def __init__(self, control: Memory, processes: list[int], rank: int, timeout_s: float, *, create: bool) -> None:
         self.rank, self.size = rank, len(processes)
         self._processes = processes
+        members = ",".join(map(str, processes))
+        _NUMBERS[members] = _NUMBERS.get(members, 0) + 1
+        self.name = f"pid {members}#{_NUMBERS[members]}"
         count = num_semaphores(self.size)
         self.signals = Signals(control, count, processes, timeout_s, create=create)
         tables = torch.frombuffer(control, dtype=torch.int64, offset=count * SPACING)

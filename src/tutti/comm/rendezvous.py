@@ -14,7 +14,9 @@ from torch.distributed import distributed_c10d
 
 import tutti.environment as environment
 from tutti.comm import shared_segment
+from tutti.comm.group_proof import prove_members, resolved_group
 from tutti.comm.local_group import LocalGroup, control_nbytes
+from tutti.comm.object_collectives import gather_values
 from tutti.comm.shared_segment import SharedSegment, attach_segment
 from tutti.errors import LaunchError
 
@@ -102,8 +104,7 @@ def rendezvous_hosts(group: Any) -> tuple[list[list[int]], LocalGroup] | None:
     this_rank = _Participant(
         shared_segment.host_identity(), os.getpid(), control.file if control is not None else -1, setting
     )
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, this_rank, group=group)
+    everyone = gather_values(this_rank, group)
     _check_settings(everyone, group)
     if any(participant.said == environment.SHARED_MEMORY_OFF for participant in everyone):
         return None
@@ -115,8 +116,7 @@ def rendezvous_hosts(group: Any) -> tuple[list[list[int]], LocalGroup] | None:
         if control is None or "" in hosts
         else _join_local_group(everyone, hosts[this_rank.host], rank, control, group)
     )
-    ready: list[Any] = [None] * size
-    dist.all_gather_object(ready, local_group is not None, group=group)
+    ready = gather_values(local_group is not None, group)
     return (list(hosts.values()), local_group) if local_group is not None and all(ready) else None
 
 
@@ -126,7 +126,7 @@ def _check_settings(everyone: list[_Participant], group: Any) -> None:
         if participant.said not in (environment.SHARED_MEMORY_ON, environment.SHARED_MEMORY_OFF):
             raise LaunchError(
                 f"{environment.SHARED_MEMORY_VARIABLE} = {participant.said!r} on rank "
-                f"{dist.get_global_rank(_resolved_group(group), place)}; "
+                f"{dist.get_global_rank(resolved_group(group), place)}; "
                 f"set it to {environment.SHARED_MEMORY_ON} or {environment.SHARED_MEMORY_OFF}"
             )
 
@@ -155,7 +155,7 @@ def _join_local_group(
 
 def _inter_host_group(hosts: list[list[int]], part: int, group: Any) -> Any:
     """Open the process group of the ranks that exchange slice `part` between hosts; only these ranks call it."""
-    ranks = [dist.get_global_rank(_resolved_group(group), places[part]) for places in hosts]
+    ranks = [dist.get_global_rank(resolved_group(group), places[part]) for places in hosts]
     return open_group(ranks, timeout=_gloo_options(group)._timeout)
 
 
@@ -170,11 +170,7 @@ def launch_timeout() -> timedelta:
 
 
 def _gloo_options(group: Any) -> Any:
-    return _resolved_group(group)._get_backend(torch.device("cpu")).options
-
-
-def _resolved_group(group: Any) -> Any:
-    return dist.distributed_c10d._get_default_group() if group is None else group
+    return resolved_group(group)._get_backend(torch.device("cpu")).options
 
 
 @dataclass(slots=True)
@@ -188,7 +184,32 @@ class _Openings:
 _OPENINGS = _Openings()
 
 
-def open_group(ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
+_CONNECTED_AT_FIRST_USE = ("nccl", "xccl")
+"""Back ends that make a group's communicator at its first operation."""
+
+
+def connects_at_first_use(group: Any) -> bool:
+    """Whether the ranks of a group connect at its first operation, which blocks each until all have called it."""
+    return dist.get_backend(group) in _CONNECTED_AT_FIRST_USE
+
+
+def connect_group(group: Any) -> None:
+    """Connect the ranks of a group (None: all ranks) where they would connect at its first use. Collective.
+
+    A first use blocks the host until all members call (pytorch#136248). That may deadlock where some members do other
+    things first, for example where the first use is a message between two of them.
+
+    `init_process_group(device_id=...)` would connect groups too, but it makes each new group by splitting the group of
+    all ranks, and then all ranks must take part in opening every group.
+    """
+    if connects_at_first_use(group):
+        device = torch.accelerator.current_accelerator()
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def open_group(
+    ranks: Sequence[int], timeout: timedelta | None = None, *, connect: bool = True, backend: str | None = None
+) -> Any:
     """Open a process group; only its members call this, in the same order for their common groups.
 
     torch names such a group by its ranks and by the number of groups that the process has opened. That number differs
@@ -199,6 +220,8 @@ def open_group(ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
     Args:
         ranks: global ranks of the members.
         timeout: timeout of the group's collectives; None: `launch_timeout`.
+        connect: whether to connect the members now, for collectives and batches of messages; see `connect_group`.
+        backend: the group's backend; None: that of all ranks.
     """
     if _OPENINGS.world is not dist.group.WORLD:
         _OPENINGS.world, _OPENINGS.counts = dist.group.WORLD, Counter()
@@ -210,6 +233,10 @@ def open_group(ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
     named_by_torch = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda _: name  # type: ignore[assignment]
     try:
-        return dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+        group = dist.new_group(list(members), timeout=timeout, backend=backend, use_local_synchronization=True)
     finally:
         distributed_c10d._hash_ranks_to_str = named_by_torch
+    if connect:
+        connect_group(group)
+    prove_members(group)
+    return group

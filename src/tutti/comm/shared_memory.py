@@ -21,12 +21,28 @@ import torch.distributed as dist
 
 from tutti.comm.local_group import CLAIM, DONE, READ, READY, SENT, SLOTS, BufferPool, LocalGroup, PendingSignals
 from tutti.comm.rendezvous import make_local_group
+from tutti.event_record import ACTIVE
 
 ReadTensors = Callable[[list[torch.Tensor]], None]
 
 
 _FINAL_READ_TIMEOUT_S = 2.0
 """Longest wait when a communicator is released, in seconds, for ranks that have not yet read this rank's segments."""
+
+
+def _note(work: Any, name: str, local_group: LocalGroup, dtype: torch.dtype, numel: int) -> int:
+    """Note in the flight record that a collective begins; return its number, 0 where nothing is recorded."""
+    recorder = ACTIVE.recorder
+    if recorder is None:
+        return 0
+    number = recorder.begin_flat(name, local_group.name, dtype, numel)
+    recorder.know(number, work)
+    return number
+
+
+def _note_end(number: int) -> None:
+    if ACTIVE.recorder is not None and number:
+        ACTIVE.recorder.end(number)
 
 
 class SharedMemoryExchange:
@@ -55,6 +71,7 @@ class SharedMemoryExchange:
         self._room = staging.put(tensor.detach().reshape(-1))
         self._slot = local_group.start(self._room, tensor.numel(), self.synchronize)
         self._absent, self._reading = (PendingSignals(local_group, self._slot, kind) for kind in (READY, DONE))
+        self._noted = _note(self, "shared-memory exchange", local_group, tensor.dtype, tensor.numel())
 
     def present(self) -> bool:
         """Whether all ranks have started."""
@@ -73,6 +90,7 @@ class SharedMemoryExchange:
         """Signal that this rank has read what it needs."""
         self._local_group.signal(self._slot, DONE)
         self._in_progress.append(self)
+        _note_end(self._noted)
 
     def read_by_all(self) -> bool:
         """Whether all other ranks have left, so that the segment is free."""
@@ -259,6 +277,7 @@ class SharedMemoryAllReduce:
         self._slot = local_group.start(segment, numel, self.wait, claim=True)
         self._ready, self._done = (PendingSignals(local_group, self._slot, kind) for kind in (READY, DONE))
         self._done.missing += 1  # one signal per slice, this rank's own included
+        self._noted = _note(self, "shared-memory all-reduce", local_group, dtype, numel)
 
     def is_completed(self) -> bool:
         """Return whether the all-reduce has completed.
@@ -290,6 +309,7 @@ class SharedMemoryAllReduce:
             # Read before another collective uses the slot.
             self.finite = self._probed and self._local_group.all_finite(self._slot)
             self._local_group.forget(self._slot, self.wait)
+            _note_end(self._noted)
         return self._over
 
     def _take_part(self) -> None:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from tutti.surviving_rank import SURVIVING_RANK
+
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAME = "tutti-segment"
 
@@ -221,6 +223,7 @@ class Signals:
             return
         end = time.monotonic() + self._timeout_s
         while not self._semaphores.wait(index, _LIVENESS_INTERVAL_S):
+            SURVIVING_RANK.check()
             gone = self._gone(ranks)
             if gone and self.take(index):  # it posted just before it ended
                 return

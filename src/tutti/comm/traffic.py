@@ -13,6 +13,7 @@ import torch
 
 from tutti.comm.clock import PhaseClock
 from tutti.config.vocabulary import AxisName, TrafficKind
+from tutti.event_record import ACTIVE
 
 GRADIENT_TRAFFIC: tuple[TrafficKind, ...] = ("gradients", "parameters")
 """Kinds of data that `sent_nbytes` of a step's row counts."""
@@ -73,15 +74,19 @@ class CommChannel:
         traffic: the rank's traffic, which has the clock.
         axes: the axes of the mesh, joined by "+".
         carried: the kind of data.
+
+    Attributes:
+        about: which data it carries, in words for the flight record.
     """
 
-    __slots__ = ("_began", "_open", "_pending", "_since", "_total", "traffic")
+    __slots__ = ("_began", "_open", "_pending", "_since", "_total", "about", "traffic")
 
     def __init__(self, traffic: "Traffic", axes: str = "", carried: TrafficKind = "scalars") -> None:
         self.traffic = traffic
         self._total = ChannelTotals(axes=axes, carried=carried)
         self._open, self._since, self._began = 0, 0.0, 0.0
         self._pending: list[CommHandle] = []
+        self.about = f"{carried} over {axes}" if axes else carried
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CommChannel":
         return self
@@ -99,6 +104,9 @@ class CommChannel:
         self._pending = [handle for handle in self._pending if not handle.poll()]
         self._begin(nbytes)
         handle = CommHandle(self, list(works))
+        if ACTIVE.recorder is not None:
+            for work in handle._works:
+                ACTIVE.recorder.about(work, self.about)
         self._pending.append(handle)
         return handle
 
@@ -108,12 +116,16 @@ class CommChannel:
         The rank counts as waiting from the start of the block to its end.
         """
         self._began = self._begin(nbytes)
+        if ACTIVE.recorder is not None:
+            ACTIVE.recorder.wait_begins(self.about)
         return self
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *problem: object) -> None:
+        if ACTIVE.recorder is not None and problem[0] is None:  # after an error the wait stays in the record
+            ACTIVE.recorder.wait_ends()
         self.ended(self._began)
 
     def ended(self, waited_since: float | None) -> None:
@@ -152,6 +164,12 @@ class CommChannel:
             total.in_progress_s = None
         return total
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was recorded since the last `take`, and no operation is in progress."""
+        total = self._total
+        return not (self._open or total.count or total.nbytes or total.in_progress_s or total.exposed_s)
+
     def _begin(self, nbytes: int) -> float:
         now = self.traffic.clock.stream_time()
         if not self._open:
@@ -183,8 +201,13 @@ class CommHandle:
         """
         if self._works:
             since = self._channel.traffic.clock.stream_time()
+            recorder = ACTIVE.recorder
+            if recorder is not None:
+                recorder.wait_begins(self._channel.about)
             while self._works:
                 self._works.pop(0).wait()
+            if recorder is not None:
+                recorder.wait_ends()
             self._channel.ended(since)
 
     def poll(self) -> bool:
@@ -237,7 +260,7 @@ class Traffic:
 
     def take(self) -> list[ChannelTotals]:
         """Return the totals since the last call of each channel that was used."""
-        totals = [channel.take() for channel in self._channels.values()]
+        totals = [channel.take() for channel in self._channels.values() if not channel.idle]
         return [total for total in totals if total.count or total.exposed_s]
 
 

@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,8 +11,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tutti.comm.devices import backend_of, choose_device, count_devices
+from tutti.comm.group_proof import prove_members
+from tutti.comm.job_secret import set_session_key
+from tutti.comm.job_store import meet
+from tutti.comm.noted_collectives import note_collectives
+from tutti.comm.object_collectives import broadcast_value, gather_values
+from tutti.comm.rank_place import RankPlace, place_rank
+from tutti.comm.rendezvous import connect_group
+from tutti.comm.staged_gloo import STAGED, register_staged_backend
 from tutti.environment import RankEnvironment, read_launch_options, read_rank_environment
 from tutti.errors import LaunchError
+from tutti.event_record import recorded
 
 T = TypeVar("T")
 
@@ -28,9 +38,12 @@ class World:
         local_world_size: number of ranks on this host.
         host: name of this host.
         device: the device on which this rank computes.
-        backend: "nccl" or "gloo"; "none" with one rank.
+        backend: "gloo" on CPUs, "nccl" (or the device's own) on accelerators, "staged" if ranks share one; "none" with
+            one rank.
         launcher: what started the ranks.
         rendezvous_s: seconds that the rendezvous took.
+        devices: number of accelerators on which the ranks compute; 0 on CPUs.
+        place: where this rank is on its host.
     """
 
     rank: int
@@ -42,6 +55,13 @@ class World:
     backend: str
     launcher: str
     rendezvous_s: float
+    devices: int = 0
+    place: RankPlace = field(default_factory=RankPlace)
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether any two ranks compute on the same accelerator."""
+        return 0 < self.devices < self.world_size
 
     @property
     def is_main(self) -> bool:
@@ -55,20 +75,16 @@ class World:
         return tensor
 
     def gather(self, value: T) -> list[T]:
-        """Return the `value` of every rank, in rank order, on every rank. For small Python objects."""
+        """Return the `value` of every rank, in rank order, on every rank. For small values (`value_codec.encode`)."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        return gather_values(value)
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's `value` on every rank."""
         if self.world_size == 1:
             return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
+        return broadcast_value(value)
 
 
 def join_world(environment: RankEnvironment | None = None) -> World:
@@ -78,14 +94,17 @@ def join_world(environment: RankEnvironment | None = None) -> World:
         environment: the process's place among the ranks; None: read from the environment variables.
 
     Raises:
-        LaunchError: the ranks did not meet, or this host has fewer GPUs than ranks.
+        LaunchError: the ranks did not meet, or two of them share a device without --share-device.
     """
     environment = environment or read_rank_environment()
-    device = _device(environment)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    device = choose_device(environment.local_rank)
+    if _JOINED.place is None:
+        _JOINED.place = place_rank(environment, device, read_launch_options())
     started = time.perf_counter()
     if environment.world_size > 1 and not dist.is_initialized():
-        _initialise(environment, backend)
+        with recorded("operation", "the rendezvous"):
+            _JOINED.devices = _initialise(environment, device)
+    backend = dist.get_backend() if environment.world_size > 1 else "none"
     return World(
         rank=environment.rank,
         world_size=environment.world_size,
@@ -93,9 +112,11 @@ def join_world(environment: RankEnvironment | None = None) -> World:
         local_world_size=environment.local_world_size,
         host=socket.gethostname(),
         device=device,
-        backend=backend if environment.world_size > 1 else "none",
+        backend=backend,
         launcher=environment.launcher,
         rendezvous_s=time.perf_counter() - started,
+        devices=_JOINED.devices if environment.world_size > 1 else int(device.type != "cpu"),
+        place=_JOINED.place,
     )
 
 
@@ -103,46 +124,87 @@ def leave_world() -> None:
     """Destroy the process group; does nothing if there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    _JOINED.store = None
 
 
-def _device(environment: RankEnvironment) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if environment.local_rank >= torch.cuda.device_count():
-        raise LaunchError(
-            f"local rank {environment.local_rank} has no GPU, because this host has {torch.cuda.device_count()}; start "
-            "at most that many ranks here, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
-        )
-    device = torch.device("cuda", environment.local_rank)
-    torch.cuda.set_device(device)
-    return device
+def abandon_world() -> None:
+    """Leave the other ranks without a word to them: some are lost, and operations with them may be in flight.
+
+    Connections close once nothing refers to the groups any more; the others' waits for this rank then fail.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.distributed_c10d._abort_process_group()
+    _JOINED.store = None
+    set_session_key(b"")
 
 
-def _initialise(environment: RankEnvironment, backend: str) -> None:
+def thread_store() -> Any:
+    """Return a connection of this thread's own to the store of the rendezvous; keep it as long as it is used."""
+    if _JOINED.store is not None:
+        return _JOINED.store.clone()
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True)
+class _Joined:
+    """What was found when the process group was made.
+
+    Attributes:
+        devices: number of accelerators of the ranks; a later Job asks again for it.
+        place: where this rank is; a process is bound to cores once.
+        store: the groups' store, kept because torch keeps only the half of it that is not Python.
+    """
+
+    devices: int = 0
+    place: RankPlace | None = None
+    store: Any = None
+
+
+_JOINED = _Joined()
+
+
+def _initialise(environment: RankEnvironment, device: torch.device) -> int:
+    """Make the default process group; return the number of the ranks' accelerators, 0 on CPUs."""
+    timeout = timedelta(seconds=read_launch_options().timeout_s)
     try:
+        joined = meet(environment, timeout)
+        devices, shared = 0, ""
+        if device.type != "cpu":
+            devices, shared = _count_devices(joined.authenticated, environment, device)
+        backend = backend_of(device, shared=bool(shared))
+        if backend == STAGED:
+            register_staged_backend(device.type)
+        on_host = backend in ("gloo", STAGED)
+        store = _JOINED.store = joined.authenticated if on_host else joined.hidden
         dist.init_process_group(
-            backend,
-            init_method=environment.rendezvous,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=timedelta(seconds=read_launch_options().timeout_s),
+            backend, rank=environment.rank, world_size=environment.world_size, timeout=timeout, store=store
         )
-        if backend == "gloo":
+        note_collectives()
+        connect_group(None)
+        prove_members()
+        if on_host:
             dist.barrier()  # if a rank ended now because it refuses its plan, others would fail while connecting
             deprioritise_gloo_threads()
+        return devices
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         reason = str(error).splitlines()[0]
-        if "EADDRINUSE" in reason or "address already in use" in reason:
-            port = environment.rendezvous.rpartition(":")[2]
-            raise LaunchError(
-                f"port {port} on {socket.gethostname()} is in use, so rank 0 cannot wait for the others there; choose "
-                "another port (--rendezvous host:PORT, or MASTER_PORT)"
-            ) from None
         raise LaunchError(
             f"rank {environment.rank} of {environment.world_size} could not meet the others at "
             f"{environment.rendezvous}: {reason}; "
             "check that all ranks were started and that the address is reachable, or run `tutti doctor`"
         ) from None
+
+
+def _count_devices(store: Any, environment: RankEnvironment, device: torch.device) -> tuple[int, str]:
+    """Count the ranks' devices, as `count_devices` does, and check that ranks share them only if they may."""
+    devices, shared = count_devices(store, environment, device)
+    if shared and not read_launch_options().share_device:
+        raise LaunchError(
+            f"two ranks would compute on one device ({shared}); start fewer ranks there, give each a device of its own "
+            "(such as srun --gpus-per-task=1), hide the devices to train on the CPU (CUDA_VISIBLE_DEVICES=), or let "
+            "ranks share a device with --share-device, which is slower"
+        )
+    return devices, shared
 
 
 GLOO_THREAD_NAME = "gloo_tcp_loop"

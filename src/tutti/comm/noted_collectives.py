@@ -1,0 +1,132 @@
+"""Notes every collective of torch.distributed in the flight record, also those that the script calls itself.
+
+The functions of torch.distributed are replaced by ones that note the call and pass it on, because no hook of torch sees
+the collectives of Gloo. A call costs 2 to 3 microseconds more.
+"""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tutti.event_record import ACTIVE, EventRecorder
+
+_NAMES = (
+    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "reduce_scatter"),
+    *("reduce_scatter_single", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "send", "recv"),
+)
+"""Collectives, and messages that wait. isend and irecv stay as they are: torch compares them by identity."""
+
+_EARLIER = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+"""Earlier name of a function -> its name, which it calls where torch has it."""
+
+_SHAPED_BY_INPUT = frozenset({"all_gather", "all_to_all_single", *_EARLIER, *_EARLIER.values()})
+"""Functions whose second argument is this rank's tensor; it is the first of the others."""
+
+
+def note_collectives() -> None:
+    """Note the collectives of this process from now on. A second call does nothing."""
+    for name in (*_NAMES, *_EARLIER):
+        function = getattr(dist, name, None)
+        if (
+            function is not None
+            and not hasattr(function, "__tutti_notes__")
+            and not hasattr(dist, _EARLIER.get(name, ""))
+        ):
+            noted = _noted(function, name)
+            setattr(dist, name, noted)
+            setattr(distributed_c10d, name, noted)
+
+
+def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    parameters = list(inspect.signature(function).parameters)
+    group_at = parameters.index("group")
+    async_at = parameters.index("async_op") if "async_op" in parameters else None
+    tensor_at = None if name == "barrier" else int(name in _SHAPED_BY_INPUT)
+    tensor_name = "" if tensor_at is None else parameters[tensor_at]
+
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        recorder = ACTIVE.recorder
+        if recorder is None or torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        count = len(args)
+        group = args[group_at] if count > group_at else kwargs.get("group")
+        blocking = async_at is None or not (args[async_at] if count > async_at else kwargs.get("async_op"))
+        tensor: Any = None
+        if tensor_at is not None:
+            tensor = args[tensor_at] if count > tensor_at else kwargs.get(tensor_name)
+            if not isinstance(tensor, torch.Tensor):
+                tensor = None
+        if name in ("send", "recv"):
+            peer = args[1] if count > 1 else kwargs.get(parameters[1])
+            in_group = args[4] if count > 4 else kwargs.get(parameters[4])
+            number = _begin_message(recorder, name, tensor, _peer(peer, group, in_group))
+        else:
+            number = _begin(recorder, name, group, tensor, blocking=blocking)
+        if not number:
+            return function(*args, **kwargs)
+        try:
+            work = function(*args, **kwargs)
+        except BaseException:
+            recorder.end(number, failed=True)
+            raise
+        if blocking or work is None:
+            recorder.end(number)
+        else:
+            recorder.end_with(number, work)
+        return work
+
+    noted.__tutti_notes__ = True  # type: ignore[attr-defined]
+    return noted
+
+
+def _begin(recorder: EventRecorder, name: str, group: Any, tensor: Any, *, blocking: bool) -> int:
+    """Note a collective that begins; those of each group are counted. Return 0 for a group that this rank is not in."""
+    key, text = 0 if group is None else id(group), ""
+    if key not in recorder.groups:
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, dist.ProcessGroup):
+            return 0
+        text = _text(group)
+        weakref.finalize(group, recorder.groups.pop, key, None).atexit = False
+    return recorder.begin_collective(name, (key, text), tensor, blocking=blocking)
+
+
+def _peer(peer: Any, group: Any, in_group: Any) -> int:
+    """Return the rank that a message comes from or goes to; -1 if it may come from any.
+
+    Args:
+        peer: the rank, or None.
+        group: of the message; None for all ranks.
+        in_group: the rank's number in the group, where `peer` is None.
+    """
+    try:
+        if peer is None and in_group is not None:
+            members: Any = dist.group.WORLD if group is None else group
+            return dist.get_global_rank(members, in_group)
+        return -1 if peer is None else int(peer)
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError):  # torch refuses it
+        return -1
+
+
+def _begin_message(recorder: EventRecorder, name: str, tensor: Any, peer: int) -> int:
+    """Note a message; those from one rank to another are counted."""
+    source, target = (recorder.rank, peer) if name == "send" else (peer, recorder.rank)
+    return recorder.begin_collective(
+        name, (-4 - 2 * peer - (name == "send"), f"{source}>{target}#"), tensor, blocking=True
+    )
+
+
+def _text(group: Any) -> str:
+    """Return the ranks of a group and its name, which is the same on all of them."""
+    try:
+        ranks = dist.get_process_group_ranks(group)
+        return f"{','.join(map(str, ranks))}#{group.group_name}"
+    except (RuntimeError, ValueError, KeyError, AttributeError):  # this rank is none of the group's
+        return "#"
