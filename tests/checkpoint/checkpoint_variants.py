@@ -65,6 +65,8 @@ PLANS = (
     Way(family=GPT, mesh={"shard": 3}, fields=zero(2), words="ZeRO-2"),
     Way(family=GPT, mesh={"shard": 2}, fields=zero(3), words="ZeRO-3"),
     Way(family=GPT, mesh={"replicate": 2, "shard": 2}, fields=zero(3, offload="optimizer"), words="ZeRO-3, offload"),
+    Way(family=GPT, mesh={"shard": 3}, fields=zero(3, engine="fsdp2"), words="FSDP2 level 3"),
+    Way(family=GPT, mesh={"replicate": 2, "shard": 2}, fields=zero(2, engine="fsdp2"), words="FSDP2 level 2"),
     Way(family=GPT, mesh={"split": 2}),
     Way(family=GPT, mesh={"split": 2}, fields={"split_shares": (1.0, 3.0)}, words="unequal parts"),
     Way(family=GPT, mesh={"stage": 2}, fields={"pipeline": PipelinePlan(schedule="1f1b")}),
@@ -87,6 +89,7 @@ PLANS = (
     Way(family=CNN, mesh={"space": 2}),
     Way(family=CNN, mesh={"replicate": 2}),
     Way(family=CNN, mesh={"shard": 2}, fields=zero(3), words="ZeRO-3"),
+    Way(family=CNN, mesh={"shard": 2}, fields=zero(3, engine="fsdp2"), words="FSDP2 level 3"),
     Way(family=CNN, mesh={"table": 2}, fields=WIDE, words="classifier divided"),
     Way(family=CNN, mesh={"table": 3}, fields=WIDE, words="classifier divided"),
 )

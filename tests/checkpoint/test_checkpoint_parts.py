@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tutti.checkpoint.index import (
     MODEL,
     CheckpointIndex,
+    StoredFile,
     StoredPart,
     StoredTensor,
     index_to_text,
@@ -22,7 +23,7 @@ from tutti.checkpoint.index import (
 from tutti.checkpoint.sources import LoadTarget, Source, transfer
 from tutti.checkpoint.tensor_files import TensorFiles, tensor_to_write, write_tensors
 from tutti.comm.world import World
-from tutti.errors import CheckpointError
+from tutti.errors import CheckpointError, DamagedCheckpointError
 from tutti.parallel.layout import Cut, Range, TensorShard
 
 ALONE = World(
@@ -154,7 +155,8 @@ def test_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
         "unsigned": torch.tensor([1, 2], dtype=torch.uint16),
     }
     file = tmp_path / "all.safetensors"
-    nbytes = write_tensors(file, [tensor_to_write(name, tensor) for name, tensor in wanted.items()], {"format": "pt"})
+    tensors = [tensor_to_write(name, tensor) for name, tensor in wanted.items()]
+    nbytes = write_tensors(file, tensors, {"format": "pt"}).nbytes
     assert nbytes == file.stat().st_size
     got = safetensors.torch.load_file(file)
     assert got.keys() == wanted.keys()
@@ -166,22 +168,36 @@ def test_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
 
 
 def test_the_index_says_what_it_said() -> None:
-    part = StoredPart(file="rank-00001.safetensors", key="model/a", cuts=(Cut(dim=1, ranges=((0, 2), (5, 6))),))
-    entry = StoredTensor(shape=(2, 8), dtype="float32", parts=(part, StoredPart(file="b", key="c")), replicated=True)
+    file = "rank-00001.safetensors"
+
+    def parts_of(key: str) -> StoredTensor:
+        cut = StoredPart(file=file, key=key, cuts=(Cut(dim=1, ranges=((0, 2), (5, 6))),))
+        whole = StoredPart(file="rank-00000.safetensors", key=key)
+        return StoredTensor(shape=(2, 8), dtype="float32", parts=(cut, whole), replicated=True)
+
+    keys = dict.fromkeys(("model/a", "model/b.weight", "optimizer-0/a/exp_avg"), "c" * 32)
     index = CheckpointIndex(
         step=7,
         world_size=2,
         mesh={"split": 2},
-        id="x",
-        model={"a": entry, "b.weight": StoredTensor(shape=(), dtype="int64", parts=(part,))},
+        id="abc",
+        model={"a": parts_of("model/a"), "b.weight": parts_of("model/b.weight")},
         tied={"c": "a"},
-        optimizers=({"a": {"exp_avg": entry}}, {}),
+        optimizers=({"a": {"exp_avg": parts_of("optimizer-0/a/exp_avg")}}, {}),
+        files={
+            **{
+                name: StoredFile(nbytes=2000, checksum="a" * 32, tensors=keys)
+                for name in ("rank-00000.safetensors", file)
+            },
+            "run.pt": StoredFile(nbytes=7, checksum="b" * 32),
+        },
     )
     text = index_to_text(index)
-    assert parse_index(text, Path("index.json")) == index
-    assert json.loads(text)["format"] == 3
-    with pytest.raises(CheckpointError, match="has format 4, this version of tutti reads 3"):
-        parse_index(text.replace('"format": 3', '"format": 4'), Path("index.json"))
-    for damaged in (text[:100], "[]", text.replace('"cuts"', '"cats"')):
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            parse_index(damaged, Path("index.json"))
+    assert parse_index(text.encode(), Path("step")) == index
+    assert json.loads(text)["format"] == 4
+    older = text.replace('"format": 4', '"format": 3').partition(',\n  "checksum"')[0] + "\n}\n"
+    with pytest.raises(CheckpointError, match="has format 3, which has no checksums; this version of tutti reads 4"):
+        parse_index(older.encode(), Path("step"))
+    for damaged in (text[:100], "[]", text.replace('"cuts"', '"cats"'), text.replace('"format": 4', '"format": 3')):
+        with pytest.raises(DamagedCheckpointError, match="does not have the checksum"):
+            parse_index(damaged.encode(), Path("step"))

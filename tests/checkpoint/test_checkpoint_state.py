@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import tutti
 from tutti.checkpoint import latest_checkpoint, load_weights, to_safetensors, to_state_dict
-from tutti.checkpoint.contribution import Contribution, collect, find_conflict
+from tutti.checkpoint.contribution import Collected, Contribution, collect, find_conflict
 from tutti.checkpoint.load import load_checkpoint
 from tutti.errors import CheckpointError
 from tutti.parallel.saved_values import pack_scalar, unpack_scalar
@@ -136,7 +136,7 @@ def test_a_part_that_is_not_as_the_layout_says_is_not_written(tmp_path: Path) ->
     job, _, _, _ = job_in(tmp_path / "a", nn.Linear(3, 2), torch.optim.SGD)
     job._run().parallel.layout.cut("weight", 0, (0, 1))
     with pytest.raises(CheckpointError, match=r"weight has shape \(2, 3\) on this rank, its layout says \(1, 3\)"):
-        collect(job._run().state)
+        collect(job._run().state, Collected(Contribution()))
     with pytest.raises(CheckpointError, match=r"could not be written .* its layout says"):
         job.save()
     assert list((tmp_path / "a" / "checkpoints").iterdir()) == []

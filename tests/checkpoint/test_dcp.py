@@ -1,6 +1,8 @@
 """Torch's distributed checkpoint format: written from checkpoints, and taken as initial weights."""
 
 import json
+import os
+import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -174,3 +176,24 @@ def test_the_command_converts_there_and_back(trained: Any, tmp_path: Path) -> No
     again = CliRunner().invoke(cli, ["checkpoint", "import", folder, "--to", str(file)])
     assert again.exit_code == 2
     assert "exists; name another file" in again.output
+
+
+class _Bomb:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch exploded",)
+
+
+def test_metadata_that_runs_code_or_leads_outside_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch_dcp.save({"model": {"weight": torch.ones(2, 3)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    file = tmp_path / "dcp" / ".metadata"
+    whole = pickle.loads(file.read_bytes())
+    file.write_bytes(pickle.dumps(_Bomb()))
+    with pytest.raises(CheckpointError, match=r"holds the Python object (posix|nt)\.system"):
+        dcp.open_dcp(tmp_path / "dcp")
+    assert not (tmp_path / "exploded").exists()
+    for storage in whole.storage_data.values():
+        storage.relative_path = "../outside.distcp"
+    file.write_bytes(pickle.dumps(whole))
+    with pytest.raises(CheckpointError, match="which lies outside"):
+        dcp.open_dcp(tmp_path / "dcp")

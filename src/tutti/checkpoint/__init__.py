@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from tutti.checkpoint.index import latest_checkpoint
-from tutti.checkpoint.load import load_checkpoint, load_weights
+from tutti.checkpoint.load import load_checkpoint, load_newest, load_weights
 from tutti.checkpoint.plain_state import to_safetensors, to_state_dict
 from tutti.checkpoint.save import CheckpointWriter
 from tutti.checkpoint.training_state import Progress, TrainingState
@@ -19,6 +19,7 @@ __all__ = [
     "import_dcp",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_newest",
     "load_weights",
     "to_safetensors",
     "to_state_dict",

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -21,8 +20,8 @@ from tutti.checkpoint.index import (
     Key,
     StoredPart,
     StoredTensor,
-    index_to_text,
     rank_file,
+    stored_as,
 )
 from tutti.checkpoint.tensor_files import TensorToWrite, dtype_name, tensor_to_write
 from tutti.checkpoint.training_state import TrainingState
@@ -54,12 +53,7 @@ class WrittenPart:
     @property
     def stored_as(self) -> str:
         """The part's key in the rank's file."""
-        number, name, state = self.key
-        if number == RANK_STATE:
-            return f"rank/{name}/{state}"
-        if number == AVERAGE:
-            return f"average/{state}/{name}"
-        return f"model/{name}" if number == MODEL else f"optimizer-{number}/{name}/{state}"
+        return stored_as(self.key)
 
 
 @dataclass(slots=True)
@@ -128,21 +122,26 @@ class Collected:
         self.tensors.append(tensor_to_write(part.stored_as, tensor))
 
 
-def collect(training: TrainingState) -> Collected:
+def collect(training: TrainingState, collected: Collected, *, everything: bool = False) -> None:
     """Collect the model, optimizers and generators of this rank.
+
+    Args:
+        training: the state to save.
+        collected: what this rank writes; changed in place.
+        everything: also what another rank would write.
 
     Raises:
         CheckpointError: something cannot be written; the message names it.
     """
-    contribution = Contribution(generators=read_generators())
-    collected = Collected(contribution)
+    contribution = collected.contribution
+    contribution.generators = read_generators()
     for name, first, tensor in named_tensors(training.parallel.model, training.parallel.layout):
         if name != first:
             contribution.tied[name] = first
         if first in contribution.order:
             continue
         contribution.order[first] = None
-        if training.parallel.layout.counts(name):
+        if everything or training.parallel.layout.counts(name):
             part = to_local(tensor.detach())
             collected.add((MODEL, first, ""), shard_here(training.parallel.layout, name, part), part)
     contribution.extra_state = {
@@ -150,12 +149,16 @@ def collect(training: TrainingState) -> Collected:
     }
     names = training.parallel.layout.state_names(training.parallel.model, training.parallel.optimizers)
     for number, optimizer in enumerate(training.parallel.optimizers):
-        _collect_optimizer(training.parallel.layout, number, optimizer, names[number], collected)
-    return collected
+        _collect_optimizer(training.parallel.layout, number, optimizer, names[number], collected, everything)
 
 
 def _collect_optimizer(
-    layout: Layout, number: int, optimizer: Optimizer, names: dict[nn.Parameter, str], collected: Collected
+    layout: Layout,
+    number: int,
+    optimizer: Optimizer,
+    names: dict[nn.Parameter, str],
+    collected: Collected,
+    everything: bool,
 ) -> None:
     """Collect one optimizer's groups, the state of its parameters, and state that belongs to none of them."""
     with reading_parts():
@@ -170,7 +173,8 @@ def _collect_optimizer(
         contribution.groups[-1].append((settings, members))
     for parameter, place in numbers.items():
         if place in states:
-            _collect_state(layout, number, names[parameter], parameter, states[place], collected)
+            writes = everything or layout.counts_state(names[parameter])
+            _collect_state(layout, number, names[parameter], parameter, states[place], collected, writes)
     rest = {key: value for key, value in states.items() if key not in set(numbers.values())}
     others = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
     contribution.other_state.append({"state": rest, **others})
@@ -195,14 +199,20 @@ def _name(names: dict[nn.Parameter, str], parameter: nn.Parameter, optimizer: Op
 
 
 def _collect_state(
-    layout: Layout, number: int, name: str, parameter: nn.Parameter, state: dict[str, Any], collected: Collected
+    layout: Layout,
+    number: int,
+    name: str,
+    parameter: nn.Parameter,
+    state: dict[str, Any],
+    collected: Collected,
+    writes: bool,
 ) -> None:
     """Collect the state of one parameter.
 
     State of the parameter's shape is cut like it; scalars are written once; other tensors must be equal on all ranks.
     """
     shard = state_shard_here(layout, name, parameter)
-    writes, first = layout.counts_state(name), layout.first_name(name)
+    first = layout.first_name(name)
     for key, value in state.items():
         value = to_local(value) if isinstance(value, torch.Tensor) else value
         if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == shard.local_shape:
@@ -293,15 +303,18 @@ def find_conflict(contributions: list[Contribution]) -> str | None:
     return None
 
 
-def merge_contributions(training: TrainingState, contributions: list[Contribution]) -> tuple[str, bytes]:
+def merge_contributions(
+    training: TrainingState, contributions: list[Contribution], identifier: str
+) -> tuple[CheckpointIndex, bytes]:
     """Merge all ranks' contributions into one checkpoint's index and run state.
 
     Args:
         training: the state to save.
         contributions: every rank's, by rank.
+        identifier: tells this checkpoint apart from others.
 
     Returns:
-        The text of index.json and the bytes of run.pt.
+        The index, which lacks the files, and the bytes of run.pt.
 
     Raises:
         CheckpointError: some state is neither a plain value nor a tensor.
@@ -325,14 +338,14 @@ def merge_contributions(training: TrainingState, contributions: list[Contributio
         step=training.progress.step,
         world_size=training.parallel.world.world_size,
         mesh={str(axis): degree for axis, degree in training.parallel.mesh.degrees.items()},
-        id=uuid4().hex,
+        id=identifier,
         model={name: _stored_tensor(parts[(MODEL, name, "")]) for name in names},
         tied={name: first for contribution in contributions for name, first in contribution.tied.items()},
         optimizers=tuple(optimizers),
         rank_state=rank_state,
         averages=averages,
     )
-    return index_to_text(index), _to_bytes(_run_state(training, contributions))
+    return index, _to_bytes(run_state_of(training, contributions))
 
 
 def _stored_tensor(written: list[tuple[int, WrittenPart]]) -> StoredTensor:
@@ -344,8 +357,8 @@ def _stored_tensor(written: list[tuple[int, WrittenPart]]) -> StoredTensor:
     return StoredTensor(shape=first.shape, dtype=first.dtype, parts=tuple(parts.values()), replicated=first.replicated)
 
 
-def _run_state(training: TrainingState, contributions: list[Contribution]) -> dict[str, Any]:
-    """Return the contents of run.pt."""
+def run_state_of(training: TrainingState, contributions: list[Contribution]) -> dict[str, Any]:
+    """Return the contents of run.pt, merged from the contributions of some ranks, by rank."""
     progress, batch = training.progress, training.parallel.plan.batch
     return {
         "seed": training.parallel.seed,
@@ -355,6 +368,7 @@ def _run_state(training: TrainingState, contributions: list[Contribution]) -> di
         "samples_seen": progress.samples_seen,
         "tokens_seen": progress.tokens_seen,
         "clocks": [[clock.updates, clock.base_steps] for clock in progress.clocks],
+        "recent_losses": {name: list(losses) for name, losses in progress.recent_losses.items()},
         "epoch": training.loader.epoch,
         "position": training.loader.position,
         "before": training.loader.before,

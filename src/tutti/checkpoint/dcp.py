@@ -3,6 +3,8 @@
 One process converts; no ranks are needed, and one tensor is in memory at a time.
 """
 
+import importlib
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -15,13 +17,15 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from tutti.checkpoint.checksums import printable
 from tutti.checkpoint.index import MODEL, Key, Slices, StoredPart, StoredTensor
+from tutti.checkpoint.integrity import open_sound_checkpoint
 from tutti.checkpoint.plain_state import DCP_METADATA, write_model_file
-from tutti.checkpoint.sources import Source, find_checkpoint, open_checkpoint, read_whole
+from tutti.checkpoint.sources import Source, find_checkpoint, read_whole
 from tutti.checkpoint.tensor_files import dtype_name
 from tutti.errors import CheckpointError
 from tutti.parallel.saved_values import parse_dtype, unpack_scalar
@@ -56,7 +60,7 @@ def export_dcp(checkpoint: Path, folder: Path, *, optimizers: bool = True) -> in
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists; name another folder, or remove it")
-    source = open_checkpoint(find_checkpoint(checkpoint))
+    source = open_sound_checkpoint(find_checkpoint(checkpoint))
     keys: dict[int, Key] = {}
     state: dict[str, Any] = {"model": _model_state(source, keys)}
     if optimizers:
@@ -114,10 +118,13 @@ def open_dcp(folder: Path) -> Source:
         CheckpointError: the folder cannot be read, or holds no model.
     """
     try:
+        _refuse_code(folder / DCP_METADATA)
         reader = FileSystemReader(folder)
         metadata = reader.read_metadata()
     except Exception as error:  # the metadata is a pickle, perhaps of another torch, and may raise anything
-        raise CheckpointError(f"{folder / DCP_METADATA} cannot be read: {error}; name another checkpoint") from None
+        reason = printable(error) or type(error).__name__
+        raise CheckpointError(f"{folder / DCP_METADATA} cannot be read: {reason}; name another checkpoint") from None
+    _refuse_outside(folder, metadata)
     paths = metadata.planner_data or {}
     stored = {k: entry for k, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)}
     path_of = {key: tuple(paths.get(key, (key,))) for key in stored}
@@ -135,6 +142,55 @@ def open_dcp(folder: Path) -> Source:
             shape=tuple(entry.size), dtype=dtype_name(entry.properties.dtype), parts=(StoredPart(file="", key=key),)
         )
     return Source(path=folder, tensors=tensors, read=_Reader(folder, {t.parts[0].key: t for t in tensors.values()}))
+
+
+_METADATA_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch",
+    "torch.serialization",
+    "pathlib",
+    "collections",
+)
+
+_METADATA_NAMES = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("collections", "OrderedDict"),
+}
+"""What torch's metadata is made of besides the classes of its own module."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads torch's metadata of a DCP folder; any other class or function is refused, as it could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 calls it
+        found = getattr(importlib.import_module(module), name, None) if module in _METADATA_MODULES else None
+        defined = isinstance(found, type) and found.__module__ == module == _METADATA_MODULES[0]
+        if defined or isinstance(found, torch.dtype) or (module, name) in _METADATA_NAMES:
+            return found
+        raise CheckpointError(f"it holds the Python object {printable(f'{module}.{name}', 80)}, which could run code")
+
+
+def _refuse_code(file: Path) -> None:
+    """Read the metadata with its few classes only, before torch's reader does without a check."""
+    with file.open("rb") as opened:
+        _MetadataUnpickler(opened).load()
+
+
+def _refuse_outside(folder: Path, metadata: Metadata) -> None:
+    """Refuse metadata whose tensors lie in files outside the folder."""
+    root = folder.resolve()
+    for storage in (metadata.storage_data or {}).values():
+        path = str(getattr(storage, "relative_path", ""))
+        if not (folder / path).resolve().is_relative_to(root):
+            raise CheckpointError(
+                f"{folder / DCP_METADATA} names {printable(path)!r}, which lies outside it; name another checkpoint"
+            )
 
 
 class _Reader:

@@ -1,12 +1,15 @@
 """Loading: put a checkpoint's state into a prepared run, whatever plan either has. Each rank reads its shards."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from tutti.checkpoint.checksums import printable
 from tutti.checkpoint.contribution import (
     extra_states,
     named_tensors,
@@ -15,12 +18,15 @@ from tutti.checkpoint.contribution import (
     shard_here,
     state_shard_here,
 )
-from tutti.checkpoint.index import MODEL
+from tutti.checkpoint.index import MODEL, RUN_STATE, candidate_checkpoints, checkpoint_step
+from tutti.checkpoint.integrity import check_together
 from tutti.checkpoint.plain_state import is_dcp, open_weights, with_tied_names
 from tutti.checkpoint.rank_state import load_replica_state, load_residuals
 from tutti.checkpoint.sources import LoadTarget, Source, open_checkpoint, shared_source, transfer
+from tutti.checkpoint.store import CheckpointStore
 from tutti.checkpoint.training_state import OptimizerClock, TrainingState
-from tutti.errors import CheckpointError
+from tutti.comm.world import World
+from tutti.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, TuttiError
 from tutti.optim.gradient_noise_scale import NoiseAverages
 from tutti.parallel.layout import Layout, to_local
 from tutti.parallel.part_guards import reading_parts
@@ -36,35 +42,189 @@ def load_checkpoint(training: TrainingState, path: Path, say: Callable[[str], No
         say: called with a sentence about each part of the checkpoint that this run cannot use.
 
     Raises:
+        DamagedCheckpointError: on every rank, if the checkpoint is not what was saved; nothing has been loaded then.
         CheckpointError: on every rank, if the checkpoint does not fit; the message names what does not.
     """
     source = shared_source(training.parallel.world, path, open_checkpoint)
-    raise_together(
-        training,
-        _run_mismatch(training, source) or model_mismatch(training, source) or _optimizer_mismatch(training, source),
-    )
+    check_together(training.parallel.world, source)
+    load_source(training, source, say)
+
+
+def load_source(training: TrainingState, source: Source, say: Callable[[str], None]) -> None:
+    """Put the state of a source into a prepared run. Collective.
+
+    Args:
+        training: the prepared state, under any plan and number of ranks.
+        source: a whole training state.
+        say: called with a sentence about each part of the source that this run cannot use.
+
+    Raises:
+        CheckpointError: on every rank, if the source does not fit; the message names what does not.
+    """
+    with _restoring(source):
+        mismatch = _run_mismatch(training, source) or model_mismatch(training, source)
+        mismatch = mismatch or _optimizer_mismatch(training, source)
+    raise_together(training, mismatch)
     load_model(training, source)
-    _load_optimizers(training, source)
     state = source.run_state
-    if state["scaler"]:  # empty if the checkpoint's run had none; then this run starts with its initial scale
-        training.scaler.load_state_dict(state["scaler"])
-    load_residuals(training, source, say)
+    with _restoring(source):
+        _load_optimizers(training, source)
+        if state["scaler"]:  # empty if the checkpoint's run had none; then this run starts with its initial scale
+            training.scaler.load_state_dict(state["scaler"])
+        load_residuals(training, source, say)
     for name, module in extra_states(training.parallel.model):
         if name in state["extra_state"]:
             module.set_extra_state(state["extra_state"][name])
-    training.schedules.load_state_dict(state["schedules"])
-    training.noise.averages = NoiseAverages(**state["noise"])
+    with _restoring(source):
+        _load_progress(training, state)
     if training.callbacks is not None:
         training.callbacks.load_state_dict(state.get("callbacks", {}))
+    with _restoring(source):
+        load_replica_state(training, source, say)
+    with _restoring(source, RuntimeError):
+        restore_generators(state["generators"][training.parallel.world.rank % len(state["generators"])])
+
+
+@contextmanager
+def _restoring(source: Source, *also: type[Exception]) -> Iterator[None]:
+    """Refuse a part of the run state that does not have the form that its owner saved.
+
+    Args:
+        source: the checkpoint.
+        also: further errors by which the owner refuses. A RuntimeError of a collective passes through.
+
+    Raises:
+        CheckpointError: the part cannot be restored.
+    """
+    refusals: tuple[type[Exception], ...] = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, *also)
+    try:
+        yield
+    except TuttiError:
+        raise
+    except refusals as error:
+        raise CheckpointError(
+            f"{source.path} cannot be restored: {RUN_STATE} holds a state that its owner did not save "
+            f"({type(error).__name__}: {printable(error)}); resume from another checkpoint"
+        ) from error
+
+
+def _load_progress(training: TrainingState, state: dict[str, Any]) -> None:
+    """Continue at the step, the batch and the learning rate at which the checkpoint was saved."""
+    training.schedules.load_state_dict(state["schedules"])
+    training.noise.averages = NoiseAverages(**state["noise"])
     training.loader.go_to(state["epoch"], state["position"], state["before"])
     for name in ("step", "samples_seen", "tokens_seen"):
         setattr(training.progress, name, state[name])
+    training.progress.recent_losses = {name: list(each) for name, each in state.get("recent_losses", {}).items()}
     training.progress.clocks = [OptimizerClock(*counters) for counters in state["clocks"]]
     clocks = zip(training.parallel.optimizers, training.progress.clocks, strict=False)
     training.schedules.resumed([optimizer for optimizer, clock in clocks if clock.updates])
     training.raised_microbatches = state.get("raised_microbatches")
-    load_replica_state(training, source, say)
-    restore_generators(state["generators"][training.parallel.world.rank % len(state["generators"])])
+
+
+def load_newest(
+    training: TrainingState,
+    path: Path | None,
+    say: Callable[[str], None],
+    *,
+    store: CheckpointStore | None = None,
+    folder: Path | None = None,
+    patient: bool = False,
+) -> tuple[Path, dict[Path | str, str]]:
+    """Put the newest sound checkpoint into a prepared run. Collective.
+
+    Args:
+        training: the prepared state, under any plan and number of ranks.
+        path: a run folder, or a checkpoint, which then must be sound; None: only the store has checkpoints.
+        say: called with a sentence about each part of the checkpoint that this run cannot use.
+        store: an object store that has checkpoints, too, or has the only ones. Of two of one step, that of `path` is
+            taken.
+        folder: where a checkpoint of the store is brought to: the folder of this run's checkpoints.
+        patient: whether a store that cannot be read is left out, and only said, where `path` has checkpoints.
+
+    Returns:
+        The checkpoint, and what is wrong with newer ones that are damaged.
+
+    Raises:
+        DamagedCheckpointError: on every rank, if no checkpoint is sound.
+        CheckpointError: on every rank, if there is none, or it does not fit.
+    """
+    candidates, unread = _candidates(training.parallel.world, path, store, patient=patient)
+    if unread is not None:
+        say(f"{unread}; only the checkpoints of {path} count")
+    passed_over: dict[Path | str, str] = {}
+    for candidate in candidates:
+        try:
+            checkpoint = candidate
+            if not isinstance(checkpoint, Path):
+                assert store is not None
+                assert folder is not None
+                checkpoint = _downloaded(training.parallel.world, store, checkpoint, folder, say)
+            load_checkpoint(training, checkpoint, say)
+            return checkpoint, passed_over
+        except DamagedCheckpointError as error:
+            if len(candidates) == 1:
+                raise
+            passed_over[candidate] = error.finding
+    findings = "; ".join(f"{Path(candidate).name}: {finding}" for candidate, finding in passed_over.items())
+    place = path or (store.address if store is not None else "")
+    raise DamagedCheckpointError(f"no checkpoint of {place} is sound: {findings}; resume another run")
+
+
+def _candidates(
+    world: World, path: Path | None, store: CheckpointStore | None, *, patient: bool
+) -> tuple[list[Path | str], CheckpointError | None]:
+    """Return what may be resumed from, the newest first: paths, and names in the store. Collective.
+
+    Returns:
+        They, and why the store was left out, if it was.
+    """
+    found: tuple[list[Path | str], CheckpointError | None] = ([], None)
+    if world.is_main:
+        try:
+            found = (_candidates_here(path, store), None)
+        except CheckpointError as error:
+            local = [*candidate_checkpoints(path)] if path is not None and patient else []
+            found = ([*local], error)
+    candidates, failure = world.broadcast(found)
+    if failure is not None and not candidates:
+        raise failure
+    return list(candidates), failure
+
+
+def _candidates_here(path: Path | None, store: CheckpointStore | None) -> list[Path | str]:
+    local = [] if path is None else candidate_checkpoints(path)
+    if store is None or (path is not None and local == [path]):
+        return [*local] or [path or ""]
+    stored = store.complete()[::-1]
+    if not local and not stored:
+        place = " or ".join(str(each) for each in (path, store.address) if each)
+        raise NoCheckpointError(f"{place} holds no checkpoint; name a run folder, or a checkpoint in one")
+    both: list[tuple[int, int, Path | str]] = [(-checkpoint_step(each), 0, each) for each in local]
+    both += [(-each.step, 1, each.name) for each in stored]
+    return [candidate for _, _, candidate in sorted(both, key=lambda item: item[:2])]
+
+
+def _downloaded(world: World, store: CheckpointStore, name: str, folder: Path, say: Callable[[str], None]) -> Path:
+    """Bring a checkpoint of the store into a folder, on rank 0; return its path. Collective."""
+    brought: tuple[Path | None, CheckpointError | None] = (None, None)
+    if world.is_main:
+        try:
+            checkpoint = next((each for each in store.checkpoints() if each.name == name), None)
+            if checkpoint is None:
+                raise NoCheckpointError(f"{store.address}/{name} was removed meanwhile; resume again")
+            before = time.perf_counter()
+            path = store.download(checkpoint, folder)
+            seconds = time.perf_counter() - before
+            say(f"downloaded {store.address}/{name}: {checkpoint.nbytes / 1e6:,.1f} MB in {seconds:.1f} s")
+            brought = (path, None)
+        except CheckpointError as error:
+            brought = (None, error)
+    arrived, failure = world.broadcast(brought)
+    if failure is not None:
+        raise failure
+    assert arrived is not None
+    return arrived
 
 
 def load_weights(training: TrainingState, path: Path) -> None:
@@ -184,14 +344,32 @@ def _optimizer_mismatch(training: TrainingState, source: Source) -> str | None:
                 f"{source.path}: optimizer {number} ({kind}) was saved with {len(state['groups'])} parameter groups "
                 f"and has {len(groups)} now; make it with the same groups"
             )
-        for place, ((_, names), here) in enumerate(zip(state["groups"], groups, strict=True)):
+        for place, ((settings, names), here) in enumerate(zip(state["groups"], groups, strict=True)):
             different = sorted(set(names) ^ {training.parallel.layout.first_name(name) for name in here})
             if different:
                 return (
                     f"{source.path}: group {place} of optimizer {number} ({kind}) was saved "
                     f"{'with' if different[0] in names else 'without'} {different[0]!r}; make it with the same groups"
                 )
+            now = training.parallel.optimizers[number].param_groups[place]
+            changed = next((name for name in settings if name in now and not _alike(settings[name], now[name])), None)
+            if changed is not None:
+                return (
+                    f"{source.path}: setting {printable(changed, 40)!r} of optimizer {number} ({kind}) is "
+                    f"{printable(repr(settings[changed]), 40)}, where it now is {printable(repr(now[changed]), 40)}; "
+                    "make it with settings of the same kind"
+                )
     return _state_shape_mismatch(training, source)
+
+
+def _alike(saved: object, now: object) -> bool:
+    """Whether an optimizer that has one value of a setting can have the other: numbers for numbers, texts for texts."""
+    if saved is None or now is None:
+        return True
+    for kind in (bool, int | float | torch.Tensor, str, list | tuple, dict):
+        if isinstance(now, kind):
+            return isinstance(saved, kind) and (kind is bool or not isinstance(saved, bool))
+    return True
 
 
 def _state_shape_mismatch(training: TrainingState, source: Source) -> str | None:
@@ -246,6 +424,6 @@ def _parameter_state(
         stored = source.tensors[key]
         cuts = shard.cuts if stored.shape == shard.shape else ()
         shape = shard.local_shape if stored.shape == shard.shape else stored.shape
-        state[key[2]] = torch.empty(shape, dtype=parse_dtype(stored.dtype))
+        state[key[2]] = layout.states.allocate(shape, parse_dtype(stored.dtype))
         targets.append(LoadTarget(key=key, out=state[key[2]], cuts=cuts))
     return state

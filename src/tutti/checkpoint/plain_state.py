@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from tutti.checkpoint.index import MODEL, Key, StoredPart, StoredTensor, read_run_state
-from tutti.checkpoint.sources import Source, find_checkpoint, in_memory, open_checkpoint, read_whole, reader_of
+from tutti.checkpoint.index import MODEL, Key, StoredPart, StoredTensor, read_plain
+from tutti.checkpoint.integrity import open_sound_checkpoint
+from tutti.checkpoint.sources import Source, find_checkpoint, in_memory, read_whole, reader_of
 from tutti.checkpoint.tensor_files import TensorFiles, tensor_on_demand, write_tensors
 from tutti.errors import CheckpointError
 from tutti.parallel.saved_values import parse_dtype, unpack_scalar
@@ -42,7 +43,7 @@ def to_state_dict(folder: Path) -> dict[str, Any]:
         >>> plain.load_state_dict(to_state_dict(Path("runs/first"))["model"])
         <All keys matched successfully>
     """
-    source = open_checkpoint(find_checkpoint(folder))
+    source = open_sound_checkpoint(find_checkpoint(folder))
     count = len(source.run_state["optimizers"])
     return {"model": _model_state(source), "optimizers": [_optimizer_state(source, n) for n in range(count)]}
 
@@ -93,7 +94,7 @@ def to_safetensors(folder: Path, file: Path) -> int:
         >>> to_safetensors(Path("runs/first"), file) == file.stat().st_size
         True
     """
-    return _write_safetensors(open_checkpoint(find_checkpoint(folder)), file)
+    return _write_safetensors(open_sound_checkpoint(find_checkpoint(folder)), file)
 
 
 def to_file(folder: Path, file: Path, *, optimizers: bool = False) -> int:
@@ -112,7 +113,7 @@ def to_file(folder: Path, file: Path, *, optimizers: bool = False) -> int:
     """
     if optimizers and file.suffix != ".safetensors":
         return _save_whole(lambda: to_state_dict(folder), file)
-    return write_model_file(open_checkpoint(find_checkpoint(folder)), file)
+    return write_model_file(open_sound_checkpoint(find_checkpoint(folder)), file)
 
 
 def write_model_file(source: Source, file: Path) -> int:
@@ -148,7 +149,7 @@ def _write_safetensors(source: Source, file: Path) -> int:
         for name, stored in model.items()
     ]
     metadata = {**source.tied, "format": "pt"}
-    return _write_then_rename(file, lambda unfinished: write_tensors(unfinished, tensors, metadata))
+    return _write_then_rename(file, lambda unfinished: write_tensors(unfinished, tensors, metadata).nbytes)
 
 
 def _save_whole(make_state: Callable[[], dict[str, Any]], file: Path) -> int:
@@ -194,7 +195,7 @@ def open_weights(path: Path) -> Source:
         )
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
-    saved = read_run_state(path)
+    saved = read_plain(path, str(path))
     for name in ("model", "state_dict"):
         if isinstance(saved, Mapping) and isinstance(saved.get(name), Mapping):
             saved = saved[name]

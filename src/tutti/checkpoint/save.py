@@ -5,10 +5,10 @@ each writes its own file. When every file is on disk, rank 0 renames the folder.
 that leaves the earlier checkpoints as they are.
 """
 
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from tutti.background_thread import BackgroundThread
 from tutti.checkpoint.averages import collect_averages
 from tutti.checkpoint.contribution import (
     Collected,
@@ -25,8 +26,9 @@ from tutti.checkpoint.contribution import (
     find_conflict,
     merge_contributions,
 )
-from tutti.checkpoint.index import INDEX, RUN_STATE, latest_checkpoint, rank_file
+from tutti.checkpoint.index import RUN_STATE, latest_checkpoint, rank_file
 from tutti.checkpoint.rank_state import collect_replica_state, collect_residuals
+from tutti.checkpoint.retention import Retention, prune
 from tutti.checkpoint.tensor_files import (
     PendingCheckpoint,
     TensorToWrite,
@@ -36,10 +38,13 @@ from tutti.checkpoint.tensor_files import (
     remove_folder,
     tensor_on_demand,
     tensor_to_write,
+    write_checksums,
     write_file,
+    write_index,
     write_tensors,
 )
 from tutti.checkpoint.training_state import TrainingState
+from tutti.checkpoint.uploads import Uploads
 from tutti.comm.world import World
 from tutti.config.run_folder import RunFolder
 from tutti.errors import CheckpointError
@@ -57,6 +62,8 @@ PATIENT = 10
 _PATIENCE_S = 10.0
 """Seconds that rank 0, when its process ends, waits for other ranks' files that do not grow."""
 
+_THREAD = BackgroundThread("tutti-checkpoint")
+"""Writes the checkpoints of the process in the background."""
 
 RowWriter = Callable[[dict[str, Any]], None]
 """Is called with the fields of the row about a finished checkpoint, for rank 0's metrics."""
@@ -69,23 +76,49 @@ class CheckpointWriter:
         training: the state to save.
         folder: the run folder.
         every: steps between two checkpoints; None: only when `save` is called.
-        keep: how many of the newest checkpoints stay, at least 1.
-        write_row: called when a checkpoint is complete.
+        retention: which of the earlier checkpoints stay.
+        write_row: called when a checkpoint is complete, or could not be written.
+        say: called with a sentence when checkpoints begin to fail, and when they are written again.
+        uploads: sends complete checkpoints to an object store, where `retention` then applies; None: there is none.
     """
 
     def __init__(
-        self, training: TrainingState, folder: RunFolder, *, every: int | None, keep: int, write_row: RowWriter
+        self,
+        training: TrainingState,
+        folder: RunFolder,
+        *,
+        every: int | None,
+        retention: Retention,
+        write_row: RowWriter,
+        say: Callable[[str], None],
+        uploads: Uploads | None = None,
     ) -> None:
         self._training, self._world = training, training.parallel.world
-        self._folder, self._every, self._keep, self._write_row = folder, every, keep, write_row
+        self._folder, self._every, self._write_row, self._say = folder, every, write_row, say
+        self.retention, self.uploads = retention, uploads
+        self._missed: str | None = None
         self._pending: PendingCheckpoint | None = None
         self._due: int | None = None
         self._begun: int | None = None
+        if every is not None or retention.best is not None:
+            _THREAD.start()  # before loaders fork their workers
 
     @property
     def begun_at(self) -> int | None:
         """The step of the newest checkpoint that was begun; None if there is none."""
         return self._begun
+
+    def evaluated(self, values: Mapping[str, float]) -> None:
+        """After an evaluation: a checkpoint is due if the step is the best so far.
+
+        Args:
+            values: its results, by "name/metric".
+        """
+        step = self._training.progress.step
+        if self.uploads is not None:
+            self.uploads.evaluated(step, values)
+        if self.retention.improves(step, values) and self._begun != step and self._due is None:
+            self._due = step
 
     def save(self) -> tuple[Path, int]:
         """Write a checkpoint of the current state. Collective.
@@ -99,6 +132,8 @@ class CheckpointWriter:
         self.finish()
         self._due = None
         self._pending = pending = self._begin(background=False)
+        assert pending is not None  # a failure is raised
+        pending.asked = True
         return pending.path, self.finish()
 
     @property
@@ -117,13 +152,15 @@ class CheckpointWriter:
             Whether a checkpoint has been due for so long that the script seems to stay on its batch.
 
         Raises:
-            CheckpointError: on every rank in the same step, if any rank failed to write.
+            CheckpointError: on every rank in the same step, if the state cannot be saved.
         """
         step = self._training.progress.step
         if self._every and self._due is None and (step % self._every == 0 or (again and self._begun == step - 1)):
             self._due = step
         if self._pending is not None:
             self._finish_if_written(self._pending)
+        if self.uploads is not None:
+            self.uploads.report()
         return self._every is not None and self._due is not None and step - self._due >= max(self._every, PATIENT)
 
     def save_when_due(self) -> None:
@@ -133,7 +170,8 @@ class CheckpointWriter:
         are made.
 
         Raises:
-            CheckpointError: on every rank in the same step, if any rank failed to write.
+            CheckpointError: on every rank in the same step, if the state cannot be saved. A disk that fails is only
+                said: training goes on.
         """
         if self._due is not None:
             self.finish()
@@ -148,8 +186,8 @@ class CheckpointWriter:
         if pending is None:
             return 0
         before = time.perf_counter()
-        if pending.thread is not None:
-            pending.thread.join()
+        if pending.writing is not None:
+            pending.writing.join()
         pending.blocked_s += time.perf_counter() - before
         return self._finish_if_written(pending)
 
@@ -164,19 +202,45 @@ class CheckpointWriter:
         """
         pending, self._pending = self._pending, None
         if pending is None:
-            return None
-        if pending.thread is not None:
-            pending.thread.join()
+            return self._missed if self._world.is_main else None
+        if pending.writing is not None:
+            pending.writing.join()
         failure = pending.failure
         if self._world.is_main and failure is None:
             missing = _wait_for_files(pending)
-            failure = f"{missing} was not written" if missing else self._publish(pending)
+            failure = f"{missing} was not written" if missing else self._publish(pending)[0]
         if failure is None:
+            if self.uploads is not None:
+                self.uploads.begin(pending, self.retention, skip=False)
             return None
+        self._discard(pending)
         return f"the checkpoint of step {pending.step} was not finished: {failure}; earlier checkpoints are intact"
 
-    def _begin(self, *, background: bool) -> PendingCheckpoint:
-        """Agree on which rank writes what, and start writing the current state. Collective."""
+    def abandon(self) -> None:
+        """Leave the pending checkpoint and uploads unfinished, without waiting: another rank's part of them is lost."""
+        if self.uploads is not None:
+            self.uploads.abandon()
+            self.uploads = None
+        pending, self._pending, self._due = self._pending, None, None
+        if pending is not None and pending.writing is not None:
+            _THREAD.submit(partial(self._discard, pending))  # after this rank's own part
+        elif pending is not None:
+            self._discard(pending)
+
+    def finish_uploads(self) -> str | None:
+        """Wait for uploads when the process ends, without communication of the ranks.
+
+        Returns:
+            On rank 0, why the last checkpoint is not in the store, as a sentence; None if it is, or there is no store.
+        """
+        return None if self.uploads is None else self.uploads.finish(self.retention)
+
+    def _begin(self, *, background: bool) -> PendingCheckpoint | None:
+        """Agree on which rank writes what, and start writing the current state. Collective.
+
+        Returns:
+            The checkpoint that is being written; None if the disk failed and training goes on.
+        """
         started, self._begun = time.perf_counter(), self._training.progress.step
         self._training.noise.flush(self._world)
         path = self._folder.checkpoints / f"step-{self._training.progress.step:08d}"
@@ -188,7 +252,8 @@ class CheckpointWriter:
                 failure = _message(error)
         name, failure = self._world.broadcast((name, failure))
         if name is None:
-            raise self._failed(path, failure)
+            self._miss(path, failure, asked=not background)
+            return None
         pending = PendingCheckpoint(
             step=self._training.progress.step,
             path=path,
@@ -204,7 +269,8 @@ class CheckpointWriter:
     def _contribute(self, pending: PendingCheckpoint, replica_state: ReplicaState) -> None:
         """Collect this rank's state, agree with the others, and start writing. Collective."""
         try:
-            collected = collect(self._training)
+            collected = Collected(Contribution())
+            collect(self._training, collected)
             collect_averages(self._training, collected)
             collect_residuals(self._training, collected)
             collect_replica_state(self._training, replica_state, collected)
@@ -222,12 +288,12 @@ class CheckpointWriter:
         self, pending: PendingCheckpoint, contributions: list[Contribution], tensors: list[TensorToWrite]
     ) -> None:
         """Start writing this rank's files. A failure stays in `pending` until all ranks learn of it."""
-        rank, texts = self._world.rank, None
+        rank, state = self._world.rank, None
         if self._world.is_main:
             try:
-                texts = merge_contributions(self._training, contributions)
+                pending.index, state = merge_contributions(self._training, contributions, pending.id)
             except CheckpointError as error:
-                pending.failure = str(error)
+                pending.failure, pending.unsavable = str(error), True
             writers = [other for other, contribution in enumerate(contributions) if contribution.parts]
             pending.files = [rank_file(other) for other in writers]
         for other, contribution in enumerate(contributions):  # rank 0 writes the files of ranks that see another disk
@@ -244,40 +310,67 @@ class CheckpointWriter:
             except (RuntimeError, MemoryError) as error:
                 pending.failure = pending.failure or _message(error)
         if not pending.background:
-            _write_files(pending, rank, tensors, texts)
+            _write_files(pending, rank, tensors, state)
             return
-        arguments = (pending, rank, tensors, texts)
-        pending.thread = threading.Thread(target=_write_files, args=arguments, name="tutti-checkpoint", daemon=True)
-        pending.thread.start()
+        arguments = (pending, rank, tensors, state)
+        pending.writing = _THREAD.submit(partial(_write_files, *arguments))
 
     def _finish_if_written(self, pending: PendingCheckpoint) -> int:
         """Publish the checkpoint if every rank has written; return its size in bytes, else 0. Collective."""
-        flags = [float(not pending.written), float(pending.written and pending.failure is not None)]
-        counts = torch.tensor([*flags, pending.nbytes], dtype=torch.float64, device=self._world.device)
-        writing, failed, nbytes = self._world.sum(counts).tolist()
+        flags = [not pending.written, pending.written and pending.failure is not None]
+        flags.append(self.uploads is not None and self.uploads.busy)
+        counts = torch.tensor([*map(float, flags), pending.nbytes], dtype=torch.float64, device=self._world.device)
+        writing, failed, uploading, nbytes = self._world.sum(counts).tolist()
         if writing:
             return 0
         self._pending = None
-        failure = None
+        before, failure, unsavable = time.perf_counter(), None, False
         if failed:
-            failures = enumerate(self._world.gather(pending.failure))
-            failure = next(f"rank {rank}: {message}" for rank, message in failures if message is not None)
+            failures = enumerate(self._world.gather((pending.failure, pending.unsavable)))
+            failure, unsavable = next(
+                (f"rank {rank}: {message}", unsavable) for rank, (message, unsavable) in failures if message is not None
+            )
         elif self._world.is_main:
-            failure = self._publish(pending)
-        failure = self._world.broadcast(failure)
+            failure, index_nbytes = self._publish(pending)
+            nbytes += index_nbytes
+        failure, nbytes = self._world.broadcast((failure, nbytes))
         if failure is not None:
             self._discard(pending)
-            raise self._failed(pending.path, failure)
+            self._miss(pending.path, failure, asked=pending.asked or unsavable)
+            return 0
+        pending.blocked_s += time.perf_counter() - before
+        if self._missed is not None:
+            self._say(f"checkpoints are written again, that of step {pending.step} is complete")
+        self._missed = None
+        if self.uploads is not None:
+            step = self.retention.best_step()
+            self.uploads.begin(
+                pending, self.retention, skip=bool(uploading) and not pending.asked and step != pending.step
+            )
         self._log_row(pending, int(nbytes))
         return int(nbytes)
 
-    def _publish(self, pending: PendingCheckpoint) -> str | None:
-        """On rank 0: give the complete checkpoint its name. Return what went wrong, if anything."""
+    def _publish(self, pending: PendingCheckpoint) -> tuple[str | None, int]:
+        """On rank 0: name the complete checkpoint; return what went wrong, if anything, and the index's size."""
         try:
-            publish_folder(pending.temporary, pending.path, self._keep)
+            nbytes = write_index(pending)
+            publish_folder(pending.temporary, pending.path)
         except OSError as error:
-            return _message(error)
-        return None
+            return _message(error), 0
+        with suppress(OSError):  # the new checkpoint is valid even if old ones cannot be listed
+            here = self.retention if self.uploads is None else self.uploads.local_retention(self.retention)
+            prune(here, self._folder.path, pending.path)
+        return None, nbytes
+
+    def _miss(self, path: Path, reason: str | None, *, asked: bool) -> None:
+        """A checkpoint could not be written: raise that if it was `asked` for; else say it once, and go on training."""
+        error = self._failed(path, reason)
+        if asked:
+            raise error
+        if self._missed is None:
+            self._say(f"{error}; training goes on, and the next checkpoint is tried when it is due")
+        self._missed = str(error)
+        self._write_row({"step": int(path.name.removeprefix("step-")), "failure": str(reason)})
 
     def _log_row(self, pending: PendingCheckpoint, nbytes: int) -> None:
         """Write the row about a finished checkpoint.
@@ -296,8 +389,9 @@ class CheckpointWriter:
         self._write_row(fields)
 
     def _discard(self, pending: PendingCheckpoint) -> None:
-        if self._world.is_main and pending.temporary.exists():
-            remove_folder(pending.temporary)
+        with suppress(OSError):  # a disk that failed may fail again; the next checkpoint removes it, too
+            if self._world.is_main and pending.temporary.exists():
+                remove_folder(pending.temporary)
 
     def _failed(self, path: Path, reason: str | None) -> CheckpointError:
         last = latest_checkpoint(self._folder.path)
@@ -317,7 +411,10 @@ def _wait_for_files(pending: PendingCheckpoint) -> str | None:
             return None
         if any((pending.temporary / (name + FAILED)).exists() for name in missing):
             return missing[0]
-        size = sum(path.stat().st_size for path in pending.temporary.glob("rank-*"))
+        size = 0
+        for path in pending.temporary.glob("rank-*"):
+            with suppress(FileNotFoundError):  # another rank gave it its name meanwhile
+                size += path.stat().st_size
         if size != seen:
             seen, since = size, time.monotonic()
         if time.monotonic() - since > _PATIENCE_S:
@@ -325,27 +422,30 @@ def _wait_for_files(pending: PendingCheckpoint) -> str | None:
         time.sleep(0.02)
 
 
-def _write_files(
-    pending: PendingCheckpoint, rank: int, tensors: list[TensorToWrite], texts: tuple[str, bytes] | None
-) -> None:
-    """Write this rank's tensor file, and on rank 0 the run state and the index."""
+def _write_files(pending: PendingCheckpoint, rank: int, tensors: list[TensorToWrite], state: bytes | None) -> None:
+    """Write this rank's tensor file, and on rank 0 the run state."""
     try:
         if pending.failure is None and tensors:
-            pending.nbytes += _write_tensor_file(pending.temporary, rank, tensors)
-        if pending.failure is None and texts is not None:
-            pending.nbytes += write_file(pending.temporary / RUN_STATE, texts[1])
-            pending.nbytes += write_file(pending.temporary / INDEX, texts[0].encode())
+            pending.nbytes += _write_tensor_file(pending, rank, tensors)
+        if pending.failure is None and state is not None:
+            written = pending.written_files[RUN_STATE] = write_file(pending.temporary / RUN_STATE, state)
+            pending.nbytes += written.nbytes
+            pending.uploads.append(RUN_STATE)
     except Exception as error:  # whatever it is, all ranks must learn of it
         pending.failure = _message(error)
         with suppress(OSError):
             (pending.temporary / (rank_file(rank) + FAILED)).touch()
 
 
-def _write_tensor_file(folder: Path, rank: int, tensors: list[TensorToWrite]) -> int:
-    unfinished = folder / (rank_file(rank) + UNFINISHED)
-    nbytes = write_tensors(unfinished, tensors)
-    unfinished.rename(folder / rank_file(rank))
-    return nbytes
+def _write_tensor_file(pending: PendingCheckpoint, rank: int, tensors: list[TensorToWrite]) -> int:
+    """Write the file of a rank and its checksums; return its size in bytes."""
+    file = pending.temporary / rank_file(rank)
+    unfinished = file.with_name(file.name + UNFINISHED)
+    written = write_tensors(unfinished, tensors, {"checkpoint": pending.id, "step": str(pending.step)})
+    write_checksums(file, written)
+    unfinished.rename(file)
+    pending.uploads.append(file.name)
+    return written.nbytes
 
 
 def _copy_to_host(tensors: list[TensorToWrite], world: World) -> tuple[list[TensorToWrite], bool]:
@@ -357,14 +457,14 @@ def _copy_to_host(tensors: list[TensorToWrite], world: World) -> tuple[list[Tens
     nbytes = sum(tensor.nbytes for tensor in tensors)
     if nbytes * world.local_world_size > psutil.virtual_memory().available // 2:
         return tensors, False
-    pinned = world.device.type == "cuda"
+    pinned = world.device.type != "cpu"
     copies = []
     with long_lived_blocks():
         for tensor in tensors:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             copies.append(tensor_to_write(tensor.key, copy.copy_(tensor.make().detach(), non_blocking=True)))
     if pinned:
-        torch.cuda.synchronize(world.device)
+        torch.accelerator.synchronize(world.device)
     return copies, True
 
 
@@ -378,7 +478,6 @@ def _send_tensors(world: World, tensors: list[TensorToWrite]) -> None:
 
 def _write_received(world: World, pending: PendingCheckpoint, sender: int, contribution: Contribution) -> int:
     """On rank 0: write the file of a rank that sends its tensors; return its size in bytes."""
-    unfinished = pending.temporary / (rank_file(sender) + UNFINISHED)
     expected = [_expected(part) for part in contribution.parts]
     incoming = _receive(world, sender, expected)
     fed = [
@@ -386,9 +485,7 @@ def _write_received(world: World, pending: PendingCheckpoint, sender: int, contr
         for tensor in expected
     ]
     try:
-        nbytes = write_tensors(unfinished, fed)
-        unfinished.rename(pending.temporary / rank_file(sender))
-        return nbytes
+        return _write_tensor_file(pending, sender, fed)
     except OSError as error:
         pending.failure = pending.failure or _message(error)
         return 0

@@ -9,21 +9,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tutti.checkpoint.checksums import UNREADABLE, check_inside, damaged
 from tutti.checkpoint.index import (
-    AVERAGE,
     INDEX,
     MODEL,
-    RANK_STATE,
     RUN_STATE,
     CheckpointIndex,
     Key,
     Slices,
+    StoredFile,
     StoredPart,
     StoredTensor,
+    checkpoint_step,
     latest_checkpoint,
     overlaps,
     parse_index,
     read_run_state,
+    stored_tensors,
 )
 from tutti.checkpoint.tensor_files import TensorFiles
 from tutti.comm.world import World
@@ -41,15 +43,19 @@ class Source:
 
     Attributes:
         path: the file or folder, for messages.
+        id: the checkpoint's; empty if it is none.
         tensors: global tensors and where their parts are stored.
         tied: further names of the model's tensors -> the name in `tensors`.
+        files: the checkpoint's files with their checksums, by name.
         run_state: contents of run.pt; empty if only a model is stored.
         read: reads values; None on a rank that cannot see the files.
     """
 
     path: Path
+    id: str = ""
     tensors: dict[Key, StoredTensor]
     tied: dict[str, str] = field(default_factory=dict)
+    files: dict[str, StoredFile] = field(default_factory=dict)
     run_state: dict[str, Any] = field(default_factory=dict)
     read: ReadPart | None = None
     _by_owner: dict[tuple[int, str], list[Key]] = field(init=False, default_factory=dict)
@@ -106,35 +112,41 @@ def open_checkpoint(path: Path) -> Source:
     Raises:
         CheckpointError: the folder is no checkpoint, or cannot be read.
     """
+    if checkpoint_step(path) >= 0 and path.is_dir():
+        check_inside(path, INDEX)
     if not (path / INDEX).is_file():
         raise NoCheckpointError(
             f"{path} holds no checkpoint (no {INDEX}); name a run folder or a checkpoint in it"
             + (f"; pass a file of weights alone as job.prepare(..., weights={path.name!r})" if path.is_file() else "")
         )
+    index = read_index(path)
     try:
-        text = (path / INDEX).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path / INDEX} cannot be read: {error}; name an earlier checkpoint") from None
-    index = parse_index(text, path / INDEX)
+        run_state = read_run_state(path, index)
+    except OSError as error:
+        raise damaged(path, f"{RUN_STATE} {UNREADABLE} ({error.strerror})") from None
     return Source(
         path=path,
-        tensors=_by_key(index),
+        id=index.id,
+        tensors=stored_tensors(index),
         tied=index.tied,
-        run_state=read_run_state(path / RUN_STATE),
+        files=index.files,
+        run_state=run_state,
         read=reader_of(path),
     )
 
 
-def _by_key(index: CheckpointIndex) -> dict[Key, StoredTensor]:
-    tensors: dict[Key, StoredTensor] = {(MODEL, name, ""): tensor for name, tensor in index.model.items()}
-    for number, states in [
-        *enumerate(index.optimizers),
-        (RANK_STATE, index.rank_state),
-        (AVERAGE, index.averages),
-    ]:
-        for name, by_state in states.items():
-            tensors.update({(number, name, state): tensor for state, tensor in by_state.items()})
-    return tensors
+def read_index(path: Path) -> CheckpointIndex:
+    """Read the index of a checkpoint's folder.
+
+    Raises:
+        DamagedCheckpointError: it is missing, or not the one that was saved.
+    """
+    check_inside(path, INDEX)
+    try:
+        data = (path / INDEX).read_bytes()
+    except OSError as error:
+        raise damaged(path, f"{INDEX} {UNREADABLE} ({error.strerror})") from None
+    return parse_index(data, path)
 
 
 def reader_of(folder: Path) -> ReadPart:
@@ -180,15 +192,15 @@ def shared_source(world: World, path: Path, open_source: Callable[[Path], Source
         CheckpointError: on all ranks, if rank 0 cannot open the source.
     """
     source: Source | None = None
-    failure: str | None = None
+    failure: CheckpointError | None = None
     try:
         source = open_source(path)
     except CheckpointError as error:
-        failure = str(error)
+        failure = error
     fingerprints = world.gather(None if source is None else fingerprint(path))
     failure = world.broadcast(failure)
     if failure is not None:
-        raise CheckpointError(failure)
+        raise failure
     if all(other == fingerprints[0] for other in fingerprints):
         assert source is not None
         return source

@@ -7,18 +7,21 @@ one tensor at a time, because a model may be larger than the free memory.
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from uuid import uuid4
 
 import torch
+import xxhash
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from tutti.checkpoint.index import Slices
+from tutti.background_thread import BackgroundTask
+from tutti.checkpoint.checksums import checksum
+from tutti.checkpoint.index import INDEX, CheckpointIndex, Slices, StoredFile, index_to_text
 from tutti.errors import CheckpointError
 
 _DTYPE_NAMES = {
@@ -38,7 +41,14 @@ _DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_CHUNK_NBYTES = 64 * 2**20
+_SUMS = ".sums"
+"""Suffix of the file with the checksums of a rank's file."""
+
+_HEADER_NBYTES = 100 * 10**6
+"""No header is longer, as in the safetensors package."""
+
+_CHUNK_NBYTES = 4 * 2**20
+"""Bytes that are read or written at once: so few that their checksum finds them in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +95,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[str, str] | None = None) -> int:
+def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[str, str] | None = None) -> StoredFile:
     """Write a safetensors file and wait until it is on disk.
 
     Args:
@@ -94,7 +104,7 @@ def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[s
         metadata: text entries of the file's header.
 
     Returns:
-        The file's size in bytes.
+        The file's size, and the checksums of its header and of every tensor.
 
     Raises:
         OSError: the file cannot be written.
@@ -113,11 +123,10 @@ def write_tensors(path: Path, tensors: Sequence[TensorToWrite], metadata: dict[s
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb", buffering=0) as file:
-        _write(file, memoryview(len(text).to_bytes(8, "little") + text))
-        for tensor in ordered:
-            _write(file, _bytes_of(tensor.make()))
+        head = _write(file, memoryview(len(text).to_bytes(8, "little") + text))
+        checksums = {tensor.key: _write(file, _bytes_of(tensor.make())) for tensor in ordered}
         os.fsync(file.fileno())
-        return file.tell()
+        return StoredFile(nbytes=file.tell(), checksum=head, tensors=checksums)
 
 
 def in_file_order(tensors: Sequence[TensorToWrite]) -> list[TensorToWrite]:
@@ -130,9 +139,81 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
-def _write(file: Any, data: memoryview) -> None:
+def _write(file: Any, data: memoryview) -> str:
+    """Write all of `data` and return its checksum."""
+    state = xxhash.xxh3_128()
     while data:
-        data = data[file.write(data[:_CHUNK_NBYTES]) :]
+        chunk = data[:_CHUNK_NBYTES]
+        chunk = chunk[: file.write(chunk)]
+        state.update(chunk)
+        data = data[len(chunk) :]
+    return state.hexdigest()
+
+
+def read_checksum(file: Any, nbytes: int) -> str:
+    """Return the checksum of the next `nbytes` bytes of a file, or of fewer where it ends before."""
+    state, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(nbytes, _CHUNK_NBYTES)))
+    while nbytes and (count := file.readinto(buffer[:nbytes])):
+        state.update(buffer[:count])
+        nbytes -= count
+    return state.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValues:
+    """The values of one tensor in a file: dtype, shape, and where they begin and end after the header."""
+
+    dtype: str
+    shape: tuple[Annotated[int, Field(ge=0, le=2**53)], ...]
+    data_offsets: tuple[Annotated[int, Field(ge=0, le=2**53)], Annotated[int, Field(ge=0, le=2**53)]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data_offsets[1] - self.data_offsets[0]
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """The header of a tensor file: its bytes with their length, and what they say."""
+
+    data: bytes
+    metadata: dict[str, str]
+    tensors: dict[str, StoredValues]
+
+    @property
+    def checksum(self) -> str:
+        return checksum(self.data)
+
+
+_HEADER = TypeAdapter(dict[str, dict[str, str] | StoredValues])
+
+
+def read_header(file: Any, nbytes: int) -> FileHeader:
+    """Read the header of a tensor file that has `nbytes` bytes.
+
+    Raises:
+        ValueError: it is no header, or says what does not fit the file.
+    """
+    length = file.read(8)
+    size = int.from_bytes(length, "little")
+    if len(length) < 8 or not 2 <= size <= min(nbytes - 8, _HEADER_NBYTES):
+        raise ValueError("it does not begin with the length of a header")
+    text = file.read(size)
+    try:
+        entries = _HEADER.validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"its header is damaged: {error.errors(include_url=False)[0]['msg']}") from None
+    metadata = entries.pop("__metadata__", {})
+    tensors = {key: value for key, value in entries.items() if isinstance(value, StoredValues)}
+    if not isinstance(metadata, dict) or len(tensors) < len(entries):
+        raise ValueError("its header is damaged")
+    return FileHeader(length + text, metadata, tensors)
+
+
+def header_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return the name of a dtype, "" if files have none, and a tensor's shape in a file; complex numbers are pairs."""
+    real, stored = (dtype.to_real(), (*shape, 2)) if dtype.is_complex else (dtype, shape)
+    return _DTYPE_NAMES.get(real, ""), stored
 
 
 @dataclass(slots=True)
@@ -198,10 +279,15 @@ class PendingCheckpoint:
         started_s: time.perf_counter() at its beginning.
         background: whether a thread writes while training continues.
         files: on rank 0, the files of all ranks.
+        index: on rank 0, the index, which lacks the files.
+        asked: whether the script asked for it, so that it learns of a failure as an error.
+        unsavable: whether `failure` is of the state, so that no later checkpoint could be written either.
+        written_files: what this rank has written, with its checksums.
         nbytes: bytes written by this rank so far.
         blocked_s: how long training has waited for it.
         failure: what went wrong on this rank.
-        thread: the thread that writes.
+        writing: the task of the thread that writes.
+        uploads: names of the files that this rank has written, which it uploads where there is a store.
     """
 
     step: int
@@ -210,15 +296,25 @@ class PendingCheckpoint:
     started_s: float
     background: bool
     files: list[str] = field(default_factory=list)
+    index: CheckpointIndex | None = None
+    asked: bool = False
+    unsavable: bool = False
+    written_files: dict[str, StoredFile] = field(default_factory=dict)
     nbytes: int = 0
     blocked_s: float = 0.0
     failure: str | None = None
-    thread: threading.Thread | None = None
+    writing: BackgroundTask | None = None
+    uploads: list[str] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """Tells checkpoints of the same step apart."""
+        return self.temporary.name.rpartition(".")[2]
 
     @property
     def written(self) -> bool:
         """Whether this rank has written its files, or failed to."""
-        return self.thread is None or not self.thread.is_alive()
+        return self.writing is None or self.writing.done
 
 
 def make_temporary_folder(path: Path) -> str:
@@ -241,22 +337,44 @@ def make_temporary_folder(path: Path) -> str:
     return temporary.name
 
 
-def write_file(path: Path, data: bytes) -> int:
-    """Write a small file and wait until it is on disk; return its size in bytes."""
+def write_file(path: Path, data: bytes) -> StoredFile:
+    """Write a small file and wait until it is on disk; return its size and checksum."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return len(data)
+    return StoredFile(nbytes=len(data), checksum=checksum(data))
 
 
-def publish_folder(temporary: Path, path: Path, keep: int) -> None:
-    """Give a complete checkpoint its name, and remove old ones.
+def write_checksums(file: Path, written: StoredFile) -> None:
+    """Leave the checksums of a rank's file beside it, until rank 0 writes them into the index."""
+    (file.with_name(file.name + _SUMS)).write_text(json.dumps(asdict(written)), encoding="utf-8")
+
+
+def write_index(pending: PendingCheckpoint) -> int:
+    """On rank 0, when all files are there: write the index with their checksums; return its size in bytes.
+
+    Raises:
+        OSError: a file is not there, or the index cannot be written.
+    """
+    assert pending.index is not None
+    files = dict(pending.written_files)
+    for name in pending.files:
+        sums = pending.temporary / (name + _SUMS)
+        files[name] = StoredFile(**json.loads(sums.read_text(encoding="utf-8")))
+    text = index_to_text(replace(pending.index, files=files))
+    written = write_file(pending.temporary / INDEX, text.encode())
+    for name in pending.files:
+        (pending.temporary / (name + _SUMS)).unlink()
+    return written.nbytes
+
+
+def publish_folder(temporary: Path, path: Path) -> None:
+    """Give a complete checkpoint its name.
 
     Args:
         temporary: the complete folder.
         path: its new name; a checkpoint of the same step is replaced.
-        keep: how many of the newest checkpoints stay, at least 1.
 
     Raises:
         OSError: the folder cannot be renamed.
@@ -277,9 +395,6 @@ def publish_folder(temporary: Path, path: Path, keep: int) -> None:
     with suppress(OSError):  # the new checkpoint is valid even if an old one cannot be removed
         if replaced.exists():
             remove_folder(replaced)
-        others = sorted(folder for folder in path.parent.glob("step-*") if folder != path)
-        for old in others[: len(others) - max(keep, 1) + 1]:
-            remove_folder(old)
 
 
 def remove_folder(folder: Path) -> None:

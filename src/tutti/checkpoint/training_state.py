@@ -47,6 +47,7 @@ class Progress:
         tokens_seen: tokens of all ranks, if the data says how many a sample has.
         clocks: the updates of each optimizer.
         total_epochs: epochs that the script asked for; None if it did not say.
+        recent_losses: the last losses of each loss function, if the Job has a limit for them.
     """
 
     step: int = 0
@@ -55,6 +56,7 @@ class Progress:
     tokens_seen: int = 0
     clocks: list[OptimizerClock] = field(default_factory=list)
     total_epochs: int | None = None
+    recent_losses: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
