@@ -5,9 +5,9 @@ import io
 
 from rich.console import Console
 
-from cost_model.examples import cluster
+from cost_model.examples import cluster, gpu
 from tutti.cli.cluster_view import cluster_tables
-from tutti.config.cluster import ClusterSpec, LinkSpec
+from tutti.config.cluster import ClusterSpec, CopyRate, LinkSpec
 
 
 def printed(machines: ClusterSpec) -> str:
@@ -28,3 +28,17 @@ def test_links_of_hosts_and_hosts_that_share_a_core_are_shown() -> None:
     assert "links of slow and 1 more, slower and 1 more, in place of the cluster's" in text
     assert "11 MB/s" in text
     assert "hosts per core" in text
+
+
+def test_copies_and_launches_are_shown_where_they_were_measured() -> None:
+    rates = tuple(
+        CopyRate(direction=way, pinned=pinned, bytes_per_s=rate)
+        for way, pinned, rate in (("to_device", False, 6e9), ("to_device", True, 26e9), ("to_host", True, 24e9))
+    )
+    text = printed(cluster(gpu(launch_s=5e-6), copy_rates=rates))
+    assert "to and from a device" in text
+    assert "26 GB/s, 24 GB/s" in text
+    assert "launch of a kernel: 5 us of the host" in text
+    plain = printed(cluster(gpu()))
+    assert "to and from a device" not in plain
+    assert "launch of a kernel" not in plain

@@ -45,13 +45,14 @@ model, optimizer, loader = job.prepare(model, optimizer, data, nn.functional.cro
 CARDS = cluster(gpu(), (link("node", 1e-5, 1e11),), devices_per_node=4)
 
 COMMANDS = ("plan", "run", "verify", "report", "describe", "predict", "probe", "calibrate", "doctor", "export",
-            "validate")  # fmt: skip
+            "validate", "why")  # fmt: skip
 
 NAMES = {"timeout_s": "timeout", "launcher": "on", "file": "to", "fits": "fit", "families": "family"}
+NAMES |= {"grace_s": "grace", "time_limit_s": "time_limit"}
 """Names of parameters of commands that their functions call otherwise."""
 
 SHOWN_ONLY = {"as_json", "html", "top", "diff", "explain", "depth", "every", "plot", "no_plot", "show_parts",
-              "open_page", "columns", "one_screen", "progress", "target"}  # fmt: skip
+              "open_page", "columns", "one_screen", "progress", "stacks", "target"}  # fmt: skip
 """Options that say how a command shows its result, and the script with its arguments."""
 
 

@@ -30,6 +30,7 @@ from tutti.cost_model.rank_tracks import timeline
 from tutti.errors import LaunchError, PlanError, ScriptError
 from tutti.planner import Choice
 from tutti.reporting.prediction_history import build_history, run_folders
+from tutti.trainer.metrics import read_rows
 
 GPIPE = meshed(64, 4, {"stage": 4}, pipeline=PipelinePlan(schedule="gpipe"))
 
@@ -202,7 +203,7 @@ def test_plans_that_cannot_run_here_are_refused(files: dict[str, str], tmp_path:
 
     with pytest.raises(PlanError, match="has 4 hosts; leave --cluster out"):
         check_here(machines(4, 1), Asked())  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"CUDA devices, but here has \d+"):
+    with pytest.raises(PlanError, match=r"accelerators, but here has \d+"):
         check_here(machines(1, 1000), Asked())  # type: ignore[arg-type]
 
 
@@ -269,7 +270,7 @@ def test_a_brief_run_ends_after_its_steps(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script))
     assert ended.value.code == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert sum(row["kind"] == "step" for row in rows) == 4
 
 

@@ -46,7 +46,7 @@ class Running:
             start_new_session=True,
         )
 
-    def finish(self, timeout_s: float = 60) -> tuple[int, str, str]:
+    def finish(self, timeout_s: float = 180) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
 
@@ -80,11 +80,11 @@ def running(*command: str, cwd: Path, environment: dict[str, str] | None = None)
                 stream.close()
 
 
-def tutti_run(cwd: Path, *arguments: str, environment: dict[str, str] | None = None) -> Finished:
+def tutti_run(cwd: Path, *arguments: str, environment: dict[str, str] | None = None, timeout_s: float = 60) -> Finished:
     """`tutti run` to its end in `cwd`, with its folder at cwd/run; nothing may be left behind."""
     command = (*TUTTI, "run", "--no-predict", "--folder", "run", *arguments)
     with running(*command, cwd=cwd, environment=environment) as run:
-        code, out, err = run.finish()
+        code, out, err = run.finish(timeout_s)
         run.assert_nothing_left()
     return Finished(code=code, out=out, err=err, folder=cwd / "run")
 

@@ -19,7 +19,7 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={base}/munge.socket
+AuthInfo=socket={base}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={base}/state
 SlurmdSpoolDir={base}/spool-%n
@@ -36,6 +36,7 @@ MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
 SchedulerType=sched/builtin
+SchedulerParameters=requeue_delay=0,batch_sched_delay=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides

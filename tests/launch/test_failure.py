@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tutti.errors import CheckpointError, DataError
+from tutti.launch.failure import killed, primary, sentence
 from tutti.launch.launcher import ErrorKind, LaunchSpec, RankError
 from tutti.launch.rank_main import failure_of, is_peer_error
-from tutti.launch.supervisor import killed, primary, sentence
 
 
 def spec(*ranks_per_node: int) -> LaunchSpec:
@@ -64,9 +64,9 @@ def test_the_traceback_is_shown_for_exceptions_only() -> None:
     assert sentence(spec(2), meant) == "rank 0 on host a failed: say which"
 
 
-@pytest.mark.parametrize("code", [-int(signal.SIGTERM), 128 + signal.SIGTERM])
-def test_a_termination_from_outside_is_named(code: int) -> None:
-    assert "signal 15 (SIGTERM)" in killed(1, code).message
+def test_a_termination_from_outside_is_named() -> None:
+    assert "signal 15 (SIGTERM)" in killed(1, -int(signal.SIGTERM)).message
+    assert "exit code 143" in killed(1, 128 + signal.SIGTERM).message
 
 
 def test_a_silent_exit_keeps_its_code() -> None:
@@ -102,3 +102,17 @@ def test_an_error_that_follows_a_lost_peer_is_no_cause() -> None:
 def test_kind_and_exit_code_follow_the_error(raised: Exception, kind: str, code: int) -> None:
     failure = failure_of(3, raised)
     assert (failure.rank, failure.kind, failure.exit_code) == (3, kind, code)
+
+
+def test_a_script_may_lose_a_connection_of_its_own() -> None:
+    def raised(file: str) -> BaseException:
+        try:
+            exec(compile("raise ConnectionResetError(104, 'Connection reset by peer')", file, "exec"))
+        except OSError as error:
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            return error
+        raise AssertionError
+
+    assert not is_peer_error(raised("train.py"))
+    assert not is_peer_error(raised("/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py"))
+    assert is_peer_error(raised("/venv/lib/python3.11/site-packages/torch/distributed/rendezvous.py"))

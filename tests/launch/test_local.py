@@ -1,5 +1,11 @@
 """The launcher's own promises: the spec is checked, ranks that do not listen are ended, the environment is right."""
 
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,15 +13,23 @@ from pathlib import Path
 import pytest
 
 from tutti.errors import LaunchError
-from tutti.launch import launch_environment
+from tutti.launch import launch_environment, process_tree
 from tutti.launch.launcher import LaunchSpec
 from tutti.launch.local_launcher import LocalLauncher
-from tutti.launch.script_path import run_folder
+from tutti.launch.script_path import begins_again, run_folder
 
 DEAF = """
 import pathlib, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path("here").touch()
+time.sleep(600)
+"""
+
+
+DAEMON = """
+import pathlib, subprocess, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+pathlib.Path("pid").write_text(str(child.pid))
 time.sleep(600)
 """
 
@@ -30,6 +44,40 @@ def test_a_rank_that_does_not_listen_is_ended_by_force(tmp_path: Path) -> None:
     handle.stop(0.3)
     assert handle.wait(5) == {0: -9}
     handle.stop(0.3)
+
+
+REFUSED = """
+import psutil
+from tutti.launch.local_launcher import warming
+try:
+    with warming():
+        print(len(psutil.Process().children()) > 0)
+        raise ValueError
+except ValueError:
+    commands = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+    print([command for command in commands if "forkserver import main" in command])
+"""
+
+
+def test_what_is_refused_leaves_no_server_that_goes_on_importing() -> None:
+    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True\n[]\n"
+
+
+def test_a_child_in_a_session_of_its_own_ends_with_a_rank_that_was_killed(tmp_path: Path) -> None:
+    script, file = tmp_path / "daemon.py", tmp_path / "pid"
+    script.write_text(DAEMON.replace('"pid"', repr(str(file))))
+    handle = LocalLauncher().start(LaunchSpec(target=str(script), folder=tmp_path / "run"))
+    deadline = time.monotonic() + 30
+    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(handle.pids()[0], signal.SIGKILL)
+    assert handle.wait(5) == {0: -9}
+    handle.stop(0)
+    deadline = time.monotonic() + 5
+    while process_tree.is_alive(int(file.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not process_tree.is_alive(int(file.read_text()))
 
 
 def test_ranks_of_a_node_follow_those_of_the_nodes_before_it() -> None:
@@ -89,6 +137,7 @@ def test_a_resumed_run_goes_on_in_its_own_folder(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     old = tmp_path / "old"
     (old / "checkpoints/step-00000004").mkdir(parents=True)
+    (old / "checkpoints/step-00000004/index.json").touch()
     (old / "run.json").touch()
     assert run_folder(None, Path("old"), "t") == old
     assert run_folder(old, old / "checkpoints/step-00000004", "t") == old
@@ -100,6 +149,38 @@ def test_a_resumed_run_goes_on_in_its_own_folder(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match="--folder"):
         run_folder(tmp_path / "file/inside", None, "t")
+
+
+@pytest.mark.parametrize(
+    ("rows", "again"),
+    [
+        ([], True),
+        ([{"kind": "start"}, {"kind": "step", "step": 3}], True),
+        ([{"kind": "start"}, {"kind": "end", "status": "stopped"}], True),
+        ([{"kind": "start"}, {"kind": "end", "status": "failed"}, {"kind": "start"}], True),
+        ([{"kind": "start"}, {"kind": "end", "status": "completed"}], False),
+    ],
+)
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
+    tmp_path: Path, rows: list[dict[str, object]], again: bool
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert begins_again(tmp_path) is again
+    if again:
+        assert run_folder(tmp_path, None, "t") == tmp_path
+    (tmp_path / "checkpoints/step-00000004").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000004/index.json").touch()
+    assert not begins_again(tmp_path)
+
+
+def test_a_run_that_still_runs_is_not_begun_again(tmp_path: Path) -> None:
+    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    (tmp_path / "run.json").write_text(json.dumps({"ranks": [here]}))
+    with pytest.raises(LaunchError, match=f"still runs on this host .process {os.getpid()}"):
+        begins_again(tmp_path)
+    os.utime(tmp_path / "run.json", (1, 1))  # this process is younger, so it only has the number of an old one
+    assert begins_again(tmp_path)
 
 
 def test_several_nodes_may_try_one_folder_at_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from tutti import network_interfaces
 from tutti.errors import LaunchError
 from tutti.launch import network
 
@@ -24,14 +25,15 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 def test_an_unknown_host_is_refused_by_name() -> None:
     with pytest.raises(LaunchError, match=r"no-such-host\.invalid is not known"):
-        network.resolve("no-such-host.invalid")
+        network_interfaces.resolve("no-such-host.invalid")
 
 
-def test_a_free_port_passes_and_a_used_one_is_refused_on_any_address() -> None:
+def test_a_free_port_passes_and_a_used_one_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(LaunchError, match=f"port {port} .*this very process"):
             network.check_port_free(port)
+        network.check_port_free(port, "127.0.0.2")  # rank 0 would listen on another interface
     network.check_port_free(port)
 
 
@@ -53,10 +55,10 @@ def test_this_host_is_here_and_another_is_not() -> None:
 
 
 def test_the_interface_of_loopback_is_loopback() -> None:
-    assert network.interface_towards("127.0.0.1:29500") == network.loopback()
-    outside = [ip for ip in network.local_addresses() if ":" not in ip and not ip.startswith("127.")]
+    assert network.interface_towards("127.0.0.1:29500") == network_interfaces.loopback()
+    outside = [ip for ip in network_interfaces.local_addresses() if ":" not in ip and not ip.startswith("127.")]
     for ip in outside:
-        assert network.interface_towards(f"{ip}:29500") == network.local_addresses()[ip]
+        assert network.interface_towards(f"{ip}:29500") == network_interfaces.local_addresses()[ip]
 
 
 def test_waiting_ends_when_the_port_opens_and_in_time_when_it_does_not() -> None:

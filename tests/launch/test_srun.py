@@ -34,3 +34,15 @@ def test_srun_on_two_nodes(cluster: dict[str, str], tmp_path: Path) -> None:
     assert_all_met(facts, ranks=3, launcher="srun", local=[2, 2, 1])
     assert [one["local_rank"] for one in facts] == [0, 1, 0]
     assert_trained(out, tmp_path, ranks=3)
+
+
+def test_the_doctor_checks_the_nodes_of_a_step_together(cluster: dict[str, str], tmp_path: Path) -> None:
+    command = ("srun", "--nodes=2", "--ntasks=3", "--distribution=block", sys.executable, "-m", "tutti", "doctor")
+    with running(*command, cwd=tmp_path, environment=cluster) as run:
+        code, out, err = run.finish()
+    assert code == 0, out + err
+    assert out.count("links: ") == 2  # one task of each node
+    assert "the first task of this node checks it" in out
+    assert "(node 1)" in out  # both are on this host
+    assert "is the same folder on all hosts" in out
+    assert "4 started, met and all-reduced a number" in out

@@ -133,6 +133,8 @@ def _device(device: DeviceSpec) -> Text:
         )
     if device.kernel_overhead_s:
         lines.append(f"  one call of a tiny operator: {time_text(device.kernel_overhead_s)}")
+    if device.launch_s:
+        lines.append(f"  launch of a kernel: {time_text(device.launch_s)} of the host")
     lines.append(f"  {device.source}")
     return Text("\n".join(lines))
 
@@ -169,8 +171,15 @@ def _bandwidth_text(link: LinkSpec) -> str:
 
 def _nodes(nodes: tuple[NodeSpec, ...]) -> Table:
     turns = any(node.turns > 1 for node in nodes)
-    heads = ("first host", "count", "devices of each", "memory", "disk read", *(("hosts per core",) if turns else ()))
-    table = _table("nodes", *heads)
+    copied = any(node.copy_rates for node in nodes)
+    heads = ("first host", "count", "devices of each", "memory", "disk read")
+    disks = any(node.nvme for node in nodes)
+    more = (
+        *(("disk for state",) if disks else ()),
+        *(("to and from a device",) if copied else ()),
+        *(("hosts per core",) if turns else ()),
+    )
+    table = _table("nodes", *heads, *more)
     for node in nodes:
         read = node.disk_read_bytes_per_s
         table.add_row(
@@ -179,9 +188,30 @@ def _nodes(nodes: tuple[NodeSpec, ...]) -> Table:
             f"{node.devices_per_node} x {node.device}",
             f"{node.memory_nbytes / 1e9:.3g} GB",
             rate_text(read) if read else "not measured",
+            *((_state_disk(node),) if disks else ()),
+            *((_copies(node),) if copied else ()),
             *((f"{node.turns:.3g}",) if turns else ()),
         )
     return table
+
+
+def _state_disk(node: NodeSpec) -> str:
+    """Return the folder for optimizer state, its free bytes, and its rates of reading and writing."""
+    disk = node.nvme
+    if disk is None:
+        return "none"
+    rates = f"{rate_text(disk.read_bytes_per_s)} read, {rate_text(disk.write_bytes_per_s)} written"
+    return f"{disk.path}: {disk.nbytes / 1e9:.3g} GB, {rates}"
+
+
+def _copies(node: NodeSpec) -> str:
+    """Return the rates of copies to the device and back, from and to pinned memory, or else pageable memory."""
+    pinned = any(rate.pinned for rate in node.copy_rates)
+    rates = {rate.direction: rate.bytes_per_s for rate in node.copy_rates if rate.pinned == pinned}
+    return (
+        ", ".join(rate_text(rates[direction]) for direction in ("to_device", "to_host") if direction in rates)
+        or "not measured"
+    )
 
 
 def _table(title: str, *columns: str) -> Table:

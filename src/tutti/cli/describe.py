@@ -48,11 +48,10 @@ def command(
     if as_json:
         emit(model)
         return
-    from rich.console import Console
-
     from tutti.cost_model.loading_time import loading_words
+    from tutti.terminal import results_console
 
-    out = Console(highlight=False)
+    out = results_console()
     out.print(table(model, depth=depth, every=every))
     if model.loading is not None:
         out.print(f"data: {loading_words(model.loading)}", markup=False, soft_wrap=True)

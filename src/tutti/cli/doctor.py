@@ -9,22 +9,33 @@ import click
 from tutti.cli.options import emit, json_option
 
 if TYPE_CHECKING:
-    from tutti.launch.doctor_checks import Finding
+    from tutti.launch.doctor_finding import Finding
 
 
 @click.command()
 @click.option("--nproc", type=click.IntRange(1), help="Ranks to run here; one per core if not given, at least 2.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where several nodes are to meet.")
+@click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes that run this command together.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, help="The number of this node, from 0.")
 @json_option
 @click.argument("script", required=False, type=click.Path(path_type=Path))
-def command(script: Path | None, nproc: int | None, rendezvous: str | None, as_json: bool) -> None:
-    """Find what would stop a launch (of SCRIPT) on this host. Exits with 1 if anything would."""
+def command(
+    script: Path | None, nproc: int | None, rendezvous: str | None, nnodes: int, node_rank: int, as_json: bool
+) -> None:
+    """Find what would stop a launch (of SCRIPT) on this host. Exits with 1 if anything would.
+
+    With --nnodes, or as `srun --ntasks-per-node=1 tutti doctor`, hosts are checked together, and the links between them
+    are measured.
+    """
     from tutti.commands.doctor import diagnosed
 
-    diagnosis = diagnosed(script, nproc, rendezvous, show=(lambda finding: None) if as_json else _show)
+    show = (lambda finding: None) if as_json else _show
+    diagnosis = diagnosed(script, nproc, rendezvous, nnodes, node_rank, show=show)
     problems = sum(not finding.ok for finding in diagnosis.findings)
     if as_json:
         emit(diagnosis)
+    elif not diagnosis.findings:
+        print("the first task of this node checks it")
     elif problems:
         print(f"problems to fix: {problems}; start with the first")
     else:
@@ -33,6 +44,9 @@ def command(script: Path | None, nproc: int | None, rendezvous: str | None, as_j
 
 
 def _show(finding: "Finding") -> None:
-    print(f"{'ok     ' if finding.ok else 'PROBLEM'}  {finding.name}: {finding.found}", flush=True)
+    mark = "PROBLEM" if not finding.ok else "warning" if finding.fix else "ok     "
+    print(f"{mark}  {finding.name}: {finding.found}", flush=True)
+    for line in finding.table:
+        print(f"         {line}", flush=True)
     if finding.fix:
         print(f"         fix: {finding.fix}", flush=True)

@@ -1,12 +1,16 @@
 """The command `tutti`: a group that imports each command only when it is used."""
 
+import errno
 import importlib
+import io
 import json
 import sys
 from difflib import get_close_matches
 
 import click
 
+from tutti.config.safe_text import plain_text, shorten
+from tutti.config.version import VERSION
 from tutti.errors import PlanError, TuttiError
 
 _COMMANDS = {
@@ -19,11 +23,20 @@ _COMMANDS = {
     "run": "train a script according to a plan",
     "verify": "compare N ranks with one device and name the first difference",
     "export": "write a checkpoint as a plain file that one device reads",
-    "checkpoint": "convert checkpoints to and from torch's distributed checkpoint format",
+    "checkpoint": "list, verify and prune checkpoints, and convert them to and from torch's format",
     "report": "report on a run, or compare several",
     "lab": "simulate hosts on this machine, joined by links of limited rate",
     "doctor": "find what would stop a launch, and how to fix it",
+    "why": "say why a run hangs, or what its ranks did last",
+    "submit": "submit a run to a cluster's scheduler",
+    "attach": "show a submitted run until it has ended",
+    "status": "list submitted runs: state, nodes, step and loss",
+    "logs": "print what a submitted run prints",
+    "cancel": "end a submitted run, with a checkpoint if asked",
 }
+
+_SUBMITTED = ("submit", "attach", "status", "logs", "cancel")
+"""Commands of `tutti.cli.submit`; each other one has a module of its own."""
 
 
 class _Commands(click.Group):
@@ -33,7 +46,10 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command = importlib.import_module(f"tutti.cli.{cmd_name}").command
+        if cmd_name in _SUBMITTED:
+            command = getattr(importlib.import_module("tutti.cli.submit"), f"{cmd_name}_command")
+        else:
+            command = importlib.import_module(f"tutti.cli.{cmd_name}").command
         return command if isinstance(command, click.Command) else None
 
     def resolve_command(
@@ -58,7 +74,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="tutti")
+@click.version_option(VERSION)
 def cli() -> None:
     """Train a PyTorch model on the machines you have: planned, verified against one device, reported honestly."""
 
@@ -83,12 +99,21 @@ def main() -> None:
     try:
         code = cli.main(standalone_mode=False)
     except TuttiError as error:
-        print(f"tutti: {error}{_refusal_code(error)}", file=sys.stderr)
+        print(plain_text(f"tutti: {error}{_refusal_code(error)}"), file=sys.stderr)
         _show_as_json(type(error).__name__, str(error), error.exit_code)
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        error.show()
+        usage = io.StringIO()
+        error.show(usage)
+        print(plain_text(usage.getvalue()), end="", file=sys.stderr)
         _show_as_json("UsageError", error.format_message(), 2)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        message = f"no file can have the name {shorten(repr(error.filename), 80)}: it is too long; name another file"
+        print(plain_text(f"tutti: {message}"), file=sys.stderr)
+        _show_as_json("UsageError", message, 2)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         print("tutti: interrupted", file=sys.stderr)

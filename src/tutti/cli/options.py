@@ -11,6 +11,7 @@ import click
 
 from tutti.commands.capture import SCRIPT_TIMEOUT_S
 from tutti.config import serialization
+from tutti.config.run_folder import checkpoint_place
 from tutti.config.vocabulary import Relaxation
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -19,6 +20,10 @@ SCRIPT_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": Tru
 """Context settings of commands that take a script. tutti's options may come before or after the script. Options that
 tutti does not know, and everything after `--`, are the script's.
 """
+
+
+GIVEN = "tutti.given"
+"""Where the context keeps the arguments of a ScriptCommand as they were given."""
 
 
 class ScriptCommand(click.Command):
@@ -31,6 +36,7 @@ class ScriptCommand(click.Command):
             click.UsageError: an option before `--` resembles one of tutti's, and the script does not mention it.
         """
         own = args[: args.index("--")] if "--" in args else list(args)
+        ctx.meta[GIVEN] = list(args)
         rest = super().parse_args(ctx, args)
         if ctx.params.get("module"):  # its text is not read
             return rest
@@ -45,6 +51,10 @@ class ScriptCommand(click.Command):
                     ctx,
                 )
         return rest
+
+
+PLACE = checkpoint_place
+"""Type of an argument that names a run folder, a checkpoint, or a store of checkpoints."""
 
 
 def _text_of(params: Mapping[str, Any]) -> str:
@@ -84,6 +94,11 @@ compress_option = _worded(
 )
 """--compress: the codec of gradient reductions."""
 
+share_option = click.option(
+    "--share-device", is_flag=True, help="Let ranks compute on the same GPU: to prove a plan, not for speed."
+)
+"""--share-device: several ranks on one accelerator."""
+
 
 def _buckets(text: str) -> str | None:
     from tutti.commands.run import buckets_of
@@ -98,6 +113,22 @@ bucket_option = _worded(
     "Reduce gradients in buckets of this size; auto: the fastest of a few sizes, tried in the first steps.",
 )
 """--bucket-mb: the size of the buckets in which gradients are reduced."""
+
+
+def _sharding(text: str) -> str | None:
+    from tutti.commands.values import sharding_of
+
+    return sharding_of(text)
+
+
+shard_option = _worded(
+    "--shard",
+    "NAME=VALUE,...",
+    _sharding,
+    "What the shard axis divides and what runs it: level=2, offload=parameters (or optimizer; nvme for its "
+    "state in files of nvme_path=FOLDER), engine=fsdp2 (or tutti, auto).",
+)
+"""--shard: settings of the shard axis."""
 
 
 def _sync(text: str) -> Any:

@@ -15,6 +15,7 @@ from tutti.cli.options import (
     json_option,
     relax_option,
     run_command,
+    share_option,
     timeout_option,
 )
 from tutti.cli.plan_options import searching, showing
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     "rank and its collectives.",
 )
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan to this file.")
+@share_option
 @timeout_option
 @json_option
 @click.argument(
@@ -141,11 +143,10 @@ def _show_explained(options: PlanOptions) -> None:
 
 
 def _show(explanation: "Explanation") -> None:
-    from rich.console import Console
-
     from tutti.cli.describe import scaled
+    from tutti.terminal import results_console
 
-    out = Console(highlight=False)
+    out = results_console()
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in explanation.mesh.items())
     shown = len(explanation.ranks)
     world = 1
@@ -153,6 +154,8 @@ def _show(explanation: "Explanation") -> None:
         world *= degree
     ranks = f"all {world}" if shown == world else f"{shown} of {world}, evenly spread"
     out.print(f"[bold]Layout[/] over {mesh}; ranks shown: {ranks}", soft_wrap=True)
+    if explanation.engine:
+        out.print(f"sharding engine: {explanation.engine}", markup=False, soft_wrap=True)
     out.print(tree(explanation))
     for words, values in (
         ("parameters", explanation.parameter_nbytes_per_rank),

@@ -1,6 +1,6 @@
 """The output of `tutti plan`: the choice, a table of plans, changed clusters, and the difference of two plans."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from tutti.commands.messages import console
 from tutti.commands.planned import Scenario
 from tutti.config import serialization
 from tutti.config.plan import Plan
-from tutti.config.prediction import ACTIVITY_LABELS, Activity, Omission, RankMemory, Timeline, Track
+from tutti.config.prediction import ACTIVITY_LABELS, DEVICE_PARTS, Activity, Omission, Timeline, Track
 from tutti.cost_model.cost_notes import nbytes, seconds
 from tutti.planner import Choice, difference, explain, rows
 
@@ -283,9 +283,9 @@ def held(track: Track, width: int) -> Text:
     whole = max(track.memory_limit_nbytes, track.memory.total)
     limit = round(width * track.memory_limit_nbytes / whole)
     total, end = 0.0, 0
-    for part in fields(RankMemory):
-        total += getattr(track.memory, part.name)
-        letter, style = HOLDERS[part.name]
+    for name in DEVICE_PARTS:
+        total += getattr(track.memory, name)
+        letter, style = HOLDERS[name]
         for cell in range(end, round(width * total / whole)):
             line.append("|" if cell == limit else letter, style="bold red" if cell == limit else style)
         end = round(width * total / whole)

@@ -1,6 +1,5 @@
 """`tutti predict`: the cost of one plan, for a described model or a script, on a cluster."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,7 +81,8 @@ def write_plan_page(model: ModelSpec, cluster: ClusterSpec, plan: Plan, path: Pa
 
 def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
     """Print the prediction: two tables, and the rates."""
-    from tutti.cost_model.cost_notes import nbytes, seconds
+    from tutti.config.prediction import DEVICE_PARTS
+    from tutti.cost_model.cost_notes import nbytes, seconds, torch_memory
     from tutti.reporting.fitted_table import FittedTable
 
     time, memory = prediction.step_time_s, prediction.memory
@@ -97,10 +97,14 @@ def show(plan: Plan, prediction: "Prediction", out: "Console") -> None:
     held = FittedTable()
     held.add_column("held by")
     held.add_column("predicted", justify="right")
-    for part in fields(memory):
-        held.add_row(part.name, nbytes(getattr(memory, part.name)))
+    for name in DEVICE_PARTS:
+        held.add_row(name, nbytes(getattr(memory, name)))
+    if memory.host:
+        held.add_row("on the host", nbytes(memory.host))
     out.print(step)
     out.print(f"Predicted memory of a rank: {nbytes(memory.total)}")
+    if prediction.allocator is not None:
+        out.print(f"  {torch_memory(prediction.allocator)}")
     out.print(held)
     out.print(
         f"{prediction.throughput_per_s:,.0f} {plan.batch.unit}/s on {prediction.devices} ranks, "

@@ -218,10 +218,22 @@ def _keys(plan: Plan, prediction: Prediction, found: Timeline) -> "tuple[KeyFigu
         KeyFigure(name="Step time", value=seconds(time.value), also=f"{seconds(time.low)} to {seconds(time.high)}"),
         KeyFigure(name="Throughput", value=f"{prediction.throughput_per_s:,.0f}", also=f"{plan.batch.unit}/s"),
         KeyFigure(name="Memory of a rank", value=nbytes(memory.value), also="of the fullest rank, at its peak"),
+        *_torch_keys(prediction),
         KeyFigure(name="Exposed comm.", value=idle("communication"), also=f"of the step, mean of the {who}"),
         KeyFigure(name="Bubbles", value=idle("bubble"), also=f"of the step, mean of the {who}"),
         KeyFigure(name="Sent by a rank", value=nbytes(prediction.sent_nbytes_per_rank), also="per step, at most"),
     )
+
+
+def _torch_keys(prediction: Prediction) -> "tuple[KeyFigure, ...]":
+    """Return the memory that torch will report on a GPU; nothing for a CPU."""
+    from tutti.reporting.plan_page import KeyFigure
+
+    if prediction.allocator is None:
+        return ()
+    allocated, reserved = prediction.allocator.allocated, prediction.allocator.reserved
+    also = f"of it reserved by torch; {nbytes(allocated.value)} allocated"
+    return (KeyFigure(name="Reserved", value=nbytes(reserved.value), also=also),)
 
 
 def exposed_words(plans: Iterable[Plan]) -> str:
@@ -298,6 +310,6 @@ def write_page(page: "PlanPage", path: Path) -> None:
 
 def standard_output() -> "Console":
     """Return the console for results that people read: as wide as COLUMNS or the terminal, or 80 columns."""
-    from rich.console import Console
+    from tutti.terminal import results_console
 
-    return Console(highlight=False)
+    return results_console()

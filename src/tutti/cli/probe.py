@@ -43,6 +43,12 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--network", help="What joins the nodes, such as InfiniBand-HDR-200.")
 @click.option("--network-ports", type=click.IntRange(1), default=1, show_default=True, help="Ports of each node.")
 @click.option("--node-memory", callback=_nbytes, metavar="SIZE", help="Memory of each host; its devices' if not given.")
+@click.option("--host-link", help="What joins each device and its host, such as PCIe3-x16, for plans that offload.")
+@click.option(
+    "--nvme-path",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="An existing folder whose disk is measured, for plans that keep optimizer state there.",
+)
 @json_option
 def command(**given: Any) -> None:
     """Measure this machine: matrix products, memory, links between ranks, disk.
@@ -97,9 +103,9 @@ def _measured(cluster: ClusterSpec) -> bool:
 
 def _print(renderables: Iterator[Any]) -> None:
     """Print tables on standard output."""
-    from rich.console import Console
+    from tutti.terminal import results_console
 
-    out = Console(highlight=False)
+    out = results_console()
     for renderable in renderables:
         out.print(renderable)
         out.print()

@@ -7,9 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import SCRIPT_CONTEXT, ScriptCommand, bucket_option, compress_option, relax_option, sync_option
-from tutti.commands.messages import console
-from tutti.commands.run_options import RunOptions, rank_counts
+from tutti.cli.options import (
+    GIVEN,
+    PLACE,
+    SCRIPT_CONTEXT,
+    ScriptCommand,
+    bucket_option,
+    compress_option,
+    relax_option,
+    shard_option,
+    share_option,
+    sync_option,
+)
+from tutti.cli.submit import default_launcher, request_option, submitted_and_followed
+from tutti.clusters.schedulers import SCHEDULERS
+from tutti.commands.messages import console, guarded_streams
+from tutti.commands.run_options import TIMEOUT_S, RunOptions, duration_s, rank_counts
 from tutti.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -23,23 +36,34 @@ def _counts(context: click.Context, parameter: click.Parameter, text: str | None
         raise click.BadParameter(str(error)) from None
 
 
+def _duration(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    try:
+        return duration_s(text) if text is not None else None
+    except LaunchError as error:
+        raise click.BadParameter(str(error)) from None
+
+
 @click.command(cls=ScriptCommand, context_settings=SCRIPT_CONTEXT)
 @click.option("--nproc", metavar="N[,N...]", callback=_counts, help="Ranks per node; a list for unequal nodes.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes that run this command together.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, help="The number of this node, from 0.")
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where nodes meet: node 0's host and a free port there.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=600.0, show_default=True,
-              metavar="SECONDS", help="How long ranks wait for each other.")  # fmt: skip
-@click.option("--on", "launcher", metavar="NAME", default="local", show_default=True, help="What starts the ranks.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0.1), metavar="SECONDS",
+              help="How long ranks wait for each other; if not given 600, less if none does anything.")  # fmt: skip
+@click.option("--on", "launcher", metavar="NAME", help="What starts the ranks: local, or slurm (see `tutti submit`).")
+@request_option
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly this plan.")
 @click.option("--mesh", metavar="AXIS=N,...", help="The ranks as a grid, such as replicate=2,split=2 (or dp=2,tp=2).")
 @compress_option
 @sync_option
 @bucket_option
+@shard_option
 @relax_option
 @click.option("--cluster", type=click.Path(path_type=Path), help="The cluster, for planning and predicting.")
 @click.option("--folder", type=click.Path(path_type=Path), help="The run folder; runs/NAME-TIME if not given.")
-@click.option("--resume", type=click.Path(path_type=Path), help="Continue from a run folder or a checkpoint.")
+@click.option("--resume", type=PLACE, metavar="RUN|URL", help="Continue from a run folder, a checkpoint, or a store.")
+@click.option("--checkpoint-store", metavar="URL",
+              help="Upload checkpoints to an object store, such as s3://bucket/prefix.")  # fmt: skip
 @click.option(
     "--checkpoint-every", type=click.IntRange(1), metavar="STEPS", help="Save a checkpoint every STEPS steps."
 )
@@ -47,6 +71,21 @@ def _counts(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--frugal", is_flag=True, help="Return freed memory to the system at once: uses less, somewhat slower.")
 @click.option("--profile", type=click.IntRange(1), metavar="STEPS",
               help="Profile STEPS steps after a warm-up, into the run folder's profile/.")  # fmt: skip
+@share_option
+@click.option("--bind-cores", type=click.Choice(["auto", "none"]), default="auto", show_default=True,
+              help="Bind each rank to the cores near its GPU, or spread ranks over NUMA nodes.")  # fmt: skip
+@click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+              help="Start the ranks again up to N times after a failure, from the newest checkpoint.")  # fmt: skip
+@click.option("--on-failure", type=click.Choice(["replace", "shrink"]), default="replace", show_default=True,
+              help="Replace a rank that failed, or go on without it.")  # fmt: skip
+@click.option("--recover", type=click.Choice(["memory", "checkpoint"]), default="memory", show_default=True,
+              help="After a failure, go on from what other ranks have in memory, or from a checkpoint.")  # fmt: skip
+@click.option("--min-ranks", type=click.IntRange(1), metavar="M",
+              help="Go on with fewer ranks, down to M, where one cannot be started again.")  # fmt: skip
+@click.option("--grace", "grace_s", type=click.FloatRange(min=0.1), default=30.0, show_default=True, metavar="SECONDS",
+              help="How long ranks have to save a checkpoint when the run is stopped.")  # fmt: skip
+@click.option("--time-limit", "time_limit_s", metavar="DURATION", callback=_duration,
+              help="Save a checkpoint and stop after this time, such as 90s or 2h30m.")  # fmt: skip
 @click.option("--progress/--no-progress", default=True, help="Show a progress bar on a terminal.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as after `python -m`.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
@@ -58,17 +97,25 @@ def command(**given: Any) -> None:
     """Train SCRIPT on several ranks, according to a plan: given with --plan, implied by --nproc, or made now."""
     from tutti.commands.run import screen, trained
 
-    options = RunOptions(**given)
-    try:
-        ended = trained(options, screen=screen(shown=True, as_json=options.as_json, progress=options.progress))
-    except KeyboardInterrupt:  # before the ranks were started; from then on the supervisor handles it
-        console.print("stopped")
-        sys.exit(130)
-    failure = ended.outcome.failure
-    if not options.one_screen or failure is None or failure.first in ended.spec.ranks:
-        _show(ended)
-    if options.as_json:
-        print(json.dumps(_document(ended), indent=2))
+    on = given.pop("launcher") or default_launcher()
+    if on in SCHEDULERS:
+        sys.exit(submitted_and_followed(click.get_current_context().meta[GIVEN]))
+    if given.pop("requests"):
+        raise LaunchError(f"--request is for a cluster's scheduler, and --on is {on}; leave it out, or add --on slurm")
+    stated = given.pop("timeout_s")
+    timeout_s = TIMEOUT_S if stated is None else stated
+    options = RunOptions(timeout_s=timeout_s, adaptive_timeout=stated is None, launcher=on, **given)
+    with guarded_streams():
+        try:
+            ended = trained(options, screen=screen(shown=True, as_json=options.as_json, progress=options.progress))
+        except KeyboardInterrupt:  # before the ranks were started; from then on the supervisor handles it
+            console.print("stopped")
+            sys.exit(130)
+        failure = ended.outcome.failure
+        if not options.one_screen or failure is None or failure.first in ended.spec.ranks:
+            _show(ended)
+        if options.as_json:
+            print(json.dumps(_document(ended), indent=2))
     sys.exit(ended.exit_code)
 
 
@@ -90,6 +137,8 @@ def _document(ended: "Conclusion") -> dict[str, Any]:
         "exit_code": ended.exit_code,
         "folder": str(ended.spec.folder),
         "world_size": ended.spec.world_size,
+        "restarts": outcome.restarts,
+        "resumable": outcome.resumable,
         "message": ended.message,
         "failed_ranks": list(failure.ranks) if failure else [],
         "report": str(ended.page) if ended.page else None,

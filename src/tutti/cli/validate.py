@@ -57,9 +57,9 @@ def _show_columns(example: "PublishedRow", *, as_json: bool) -> None:
 
 
 def _show(result: "Validation") -> None:
-    from rich.console import Console
+    from tutti.terminal import results_console
 
-    out = Console(highlight=False)
+    out = results_console()
     out.print(_table(result))
     for family in result.families:
         for line in _lines(family):

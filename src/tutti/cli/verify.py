@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import SCRIPT_CONTEXT, ScriptCommand, compress_option, emit, json_option, script_arguments
+from tutti.cli.options import (
+    SCRIPT_CONTEXT,
+    ScriptCommand,
+    compress_option,
+    emit,
+    json_option,
+    script_arguments,
+    shard_option,
+    share_option,
+)
 from tutti.commands.verify import VerifyOptions, verdict_of
 
 if TYPE_CHECKING:
@@ -32,6 +41,7 @@ NOT_COMPARABLE = 3
 @click.option("--plan", type=click.Path(path_type=Path), help="Verify this plan: its ranks, microbatches and shares.")
 @click.option("--mesh", metavar="AXIS=N,...", help="Verify ranks in this grid, such as dp=2,tp=2.")
 @compress_option
+@shard_option
 @click.option(
     "--arithmetic",
     type=click.Choice(["auto", "double", "script"]),
@@ -48,6 +58,7 @@ NOT_COMPARABLE = 3
     "--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=300.0, show_default=True, metavar="SECONDS",
     help="How long ranks wait for each other, and how long the script may show no progress.",
 )  # fmt: skip
+@share_option
 @json_option
 @script_arguments
 def command(**given: Any) -> None:
@@ -68,9 +79,9 @@ def command(**given: Any) -> None:
 
 def _show(verdict: "Verdict") -> None:
     """Print the verdict on standard output."""
-    from rich.console import Console
+    from tutti.terminal import results_console
 
-    out = Console(highlight=False)
+    out = results_console()
     word, _, rest = verdict.sentence.partition(":")
     colour = "green" if verdict.passed else "red" if verdict.comparable else "yellow"
     out.print(f"[bold {colour}]{word}[/]:", end="")

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from tutti.commands.inputs import cluster_for, write_spec
 from tutti.commands.messages import messages, warn
 from tutti.commands.values import StrPath, path_of, path_or, paths_of
 from tutti.config.cluster import ClusterSpec, Conditions, DeviceSpec
+from tutti.config.version import VERSION
 from tutti.errors import ReportError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def calibrated(paths: tuple[Path, ...], cluster: Path | ClusterSpec | None) -> t
             "separately, or name one cluster with --cluster"
         )
     fit = fit_constants(samples, few=FEW_RUNS)
-    versions = {"tutti": version("tutti"), **{name: text for _, known in measured for name, text in known.items()}}
+    versions = {"tutti": VERSION, **{name: text for _, known in measured for name, text in known.items()}}
     stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     what = ", ".join(f"{name} {text}" for name, text in sorted(versions.items()))
     fitted = apply_fit(fit, base, f"fitted to {len(samples)} runs at {stamp} ({what})")

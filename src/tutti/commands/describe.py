@@ -106,10 +106,19 @@ def describe_captured(captured: "CapturedScript", *, name: str) -> ModelSpec:
         tokens_per_sample=captured.tokens_per_sample,
         dataset_samples=captured.dataset_samples,
         losses=losses,
+        autocast=_autocast_dtype(captured),
     )
     capable = with_capabilities(described, captured.model, () if kwargs or losses else args, captured.plan.layout)
     model = replace(capable, loading=captured.loading(), script_nbytes=captured.script_nbytes, own_losses=len(losses))
     return _with_failure(model, captured.failed)
+
+
+def _autocast_dtype(captured: "CapturedScript") -> Any:
+    """Return the 16-bit precision of the script's job, in which its memory is traced too."""
+    import torch
+
+    low = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    return low.get(captured.plan.precision)
 
 
 def samples_of(captured: "CapturedScript", count: int, name: str) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

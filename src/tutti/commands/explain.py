@@ -108,6 +108,7 @@ def explained(options: PlanOptions) -> Explained:
     explanation = _explain(captured, plan, _tensors(model))
     if options.html is not None or (options.cluster is not None and not options.as_json):
         costed(model)  # a layout needs no costs, but the timeline of a step does
+    plan = replace(plan, share_device=plan.share_device or options.share_device)
     if options.output is not None:
         write_spec(plan, options.output)
     return Explained(plan=plan, model=model, explanation=explanation)

@@ -64,7 +64,8 @@ def notebook(
     folder: StrPath | None = None,
     resume: StrPath | None = None,
     checkpoint_every: int | None = None,
-    timeout: float = 600.0,
+    timeout: float | None = None,
+    share_device: bool = False,
     verbose: bool = True,
 ) -> NotebookRun[T]:
     """Call a function that trains with a `tutti.Job` on several ranks of this machine, and return what it returns.
@@ -82,7 +83,8 @@ def notebook(
         folder: the run folder; runs/NAME-TIME if None.
         resume: continue from a run folder or a checkpoint.
         checkpoint_every: save a checkpoint every so many steps.
-        timeout: seconds that ranks wait for each other.
+        timeout: seconds that ranks wait for each other; None: as in `tutti.run`.
+        share_device: ranks may compute on the same GPU; their times then say little.
         verbose: show the output of rank 0 as it comes.
 
     Raises:
@@ -103,6 +105,7 @@ def notebook(
         resume=resume,
         checkpoint_every=checkpoint_every,
         timeout=timeout,
+        share_device=share_device,
         predict=False,
     )
     packed = _packed(name, train, arguments)

@@ -24,6 +24,7 @@ from tutti.config.plan import BatchPlan, Plan
 from tutti.config.vocabulary import Relaxation, Unit
 from tutti.errors import PlanError, ScriptError
 from tutti.planner import NoiseScale, Objective, PlanRequest, PrecisionPolicy, stamp, what_if
+from tutti.planner.shared_devices import as_shared, with_shared_devices
 
 
 def plan(
@@ -58,6 +59,7 @@ def plan(
     tries: int | None = None,
     try_steps: int = 8,
     seconds: float | None = None,
+    share_device: bool = False,
     output: StrPath | None = None,
     timeout: float = SCRIPT_TIMEOUT_S,
     verbose: bool = False,
@@ -96,6 +98,7 @@ def plan(
         tries: run this many of the best plans for a few steps, and choose by the measurements.
         try_steps: steps of each plan that is tried.
         seconds: time limit of the search.
+        share_device: ranks may share GPUs: `nproc` or `mesh` may have more ranks than the cluster has devices.
         output: also write the plan to this file.
         timeout: seconds that the script may take to get as far as `job.prepare`.
         verbose: show on standard error what is being done, and what the script prints.
@@ -117,10 +120,14 @@ def planned(options: PlanOptions) -> Planned:
     """Search for the best plan, and for everything else that is asked for; write the plan if a file is named."""
     options = with_file(options)
     model, request = asked(options)
-    cluster = cluster_for(options.cluster)
+    cluster = machines = cluster_for(options.cluster)
+    if options.share_device:
+        cluster = with_shared_devices(machines, request)
     changed = [what_if(cluster, text) for text in options.what_if]  # before the search, so that errors come at once
     with status("searching plans"):
         choice = search(model, cluster, request, options.seconds)
+    if cluster is not machines:
+        choice = as_shared(choice, machines)
     trials = curve = None
     if options.tries is not None:
         from tutti.commands.plan_trials import try_plans

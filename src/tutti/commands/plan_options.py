@@ -73,6 +73,7 @@ class PlanOptions:
     explain: bool = False
     as_json: bool = False
     timeout_s: float = SCRIPT_TIMEOUT_S
+    share_device: bool = False
 
 
 def _choice(*allowed: Any) -> Callable[[str, Any], Any]:

@@ -77,7 +77,7 @@ def check_here(cluster: ClusterSpec, options: "PlanOptions") -> None:
 
     Raises:
         ScriptError: there is no script to run.
-        PlanError: the cluster has several hosts, or more CUDA devices than this machine.
+        PlanError: the cluster has several hosts, or more accelerators than this machine.
     """
     from tutti.commands.inputs import named_model
 
@@ -89,9 +89,9 @@ def check_here(cluster: ClusterSpec, options: "PlanOptions") -> None:
     if any(cluster.devices[node.device].kind == "cuda" for node in cluster.nodes):
         import torch
 
-        if torch.cuda.device_count() < cluster.device_count:
+        if torch.accelerator.device_count() < cluster.device_count:
             raise PlanError(
-                f"--try runs plans on this machine, which has {torch.cuda.device_count()} CUDA devices, but "
+                f"--try runs plans on this machine, which has {torch.accelerator.device_count()} accelerators, but "
                 f"{cluster.name} has {cluster.device_count}; leave --cluster out"
             )
 
@@ -110,7 +110,7 @@ def _write(folder: Path, model: ModelSpec, cluster: ClusterSpec, one: Alternativ
 
 
 def _tried(one: Alternative, folder: Path, options: "PlanOptions", words: str) -> Trial:
-    from tutti.launch import supervisor as failures
+    from tutti.launch import failure as failures
     from tutti.launch.launch_environment import threads_per_rank
     from tutti.launch.launcher import LaunchSpec
     from tutti.launch.local_launcher import LocalLauncher
@@ -131,7 +131,7 @@ def _tried(one: Alternative, folder: Path, options: "PlanOptions", words: str) -
         },
     )
     with interrupts() as interrupted:
-        outcome = supervise(lambda: LocalLauncher().start(spec), spec, Silent(), interrupted)
+        outcome = supervise(LocalLauncher().start, spec, Silent(), interrupted)
     if outcome.status == "stopped":
         raise KeyboardInterrupt
     assert one.prediction is not None

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from tutti.commands.inputs import write_spec
 from tutti.commands.messages import console, messages
 from tutti.commands.values import StrPath, path_of, size_of, whole
-from tutti.config.cluster import ClusterSpec
+from tutti.config.cluster import ClusterSpec, DiskSpec
 from tutti.errors import SpecError
 
 
@@ -24,6 +24,8 @@ def probe(
     network: str | None = None,
     network_ports: int = 1,
     node_memory: str | float | None = None,
+    host_link: str | None = None,
+    nvme_path: StrPath | None = None,
     output: StrPath | None = None,
     verbose: bool = False,
 ) -> ClusterSpec | None:
@@ -42,6 +44,8 @@ def probe(
         network: what joins the nodes, such as "InfiniBand-HDR-200".
         network_ports: ports of each node.
         node_memory: memory of each host, in bytes or such as "512GiB"; its devices' if None.
+        host_link: what joins each device and its host, such as "PCIe3-x16", for plans that offload.
+        nvme_path: an existing folder whose disk is measured, for plans that keep optimizer state there.
         output: write the ClusterSpec to this file.
         verbose: show on standard error what is measured.
 
@@ -66,6 +70,8 @@ def probe(
         network=network,
         network_ports=whole("network_ports", network_ports) or 1,
         node_memory=None if memory is None else int(memory),
+        host_link=host_link,
+        nvme_path=path_of("nvme_path", nvme_path),
     )
     with messages(shown=verbose):
         result = measured(options) if device is None else described(options, device)
@@ -94,6 +100,8 @@ class ProbeOptions:
     network: str | None = None
     network_ports: int = 1
     node_memory: int | None = None
+    host_link: str | None = None
+    nvme_path: Path | None = None
     as_json: bool = False
 
 
@@ -111,6 +119,8 @@ def described(options: ProbeOptions, device: str) -> Probed:
 
     if is_cluster_text(device):
         return Probed(cluster_from_text(device), Path("cluster.json"))
+    if options.nvme_path is not None:
+        raise SpecError("nvme_path with device: nothing is measured; write nvme of the node into the cluster file")
     name = f"{options.nodes} x {options.devices_per_node} x {device}"
     cluster = cluster_from_parts(
         name,
@@ -121,6 +131,7 @@ def described(options: ProbeOptions, device: str) -> Probed:
         network=options.network,
         network_ports=options.network_ports,
         node_memory_nbytes=options.node_memory,
+        host_link=options.host_link,
     )
     return Probed(cluster, Path(f"cluster-{options.nodes}x{options.devices_per_node}-{device}.json"))
 
@@ -135,9 +146,33 @@ def measured(options: ProbeOptions) -> Probed | None:
     place = read_rank_environment()
     if place.world_size > 1:
         return _measure_with_all_ranks(options)
+    disk = _disk(options)
     with _progress() as say:
         cluster = measure(quick=options.quick, ranks=options.nproc, progress=say)
-    return Probed(cluster, cached_cluster_path())
+    return Probed(_with_disk(cluster, [disk]), cached_cluster_path())
+
+
+def _disk(options: ProbeOptions) -> DiskSpec | None:
+    """Measure the disk of this host that plans may keep optimizer state on, if one is named."""
+    from tutti.profile.probe import FULL, QUICK
+    from tutti.profile.probe.memory_rates import measure_disk
+
+    effort = QUICK if options.quick else FULL
+    return None if options.nvme_path is None else measure_disk(options.nvme_path, 4 * effort.disk_nbytes)
+
+
+def _with_disk(cluster: ClusterSpec, disks: list[DiskSpec | None]) -> ClusterSpec:
+    """Return the cluster with the slowest and fullest of its hosts' disks on every node."""
+    known = [disk for disk in disks if disk is not None]
+    if not known:
+        return cluster
+    disk = replace(
+        known[0],
+        nbytes=min(one.nbytes for one in known),
+        read_bytes_per_s=min(one.read_bytes_per_s for one in known),
+        write_bytes_per_s=min(one.write_bytes_per_s for one in known),
+    )
+    return replace(cluster, nodes=tuple(replace(node, nvme=disk) for node in cluster.nodes))
 
 
 def _measure_with_all_ranks(options: ProbeOptions) -> Probed | None:
@@ -151,6 +186,7 @@ def _measure_with_all_ranks(options: ProbeOptions) -> Probed | None:
         with _progress(world.is_main) as say:
             effort = QUICK if options.quick else FULL
             cluster = measure_ranks(world.device, effort, folder=Path.cwd(), say=say)
+            cluster = _with_disk(cluster, world.gather(_disk(options) if world.local_rank == 0 else None))
     finally:
         leave_world()
     if not world.is_main:

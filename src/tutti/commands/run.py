@@ -2,17 +2,21 @@
 
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from tutti.commands.messages import console, messages, status, warn
+from tutti.commands.messages import console, guarded_streams, messages, status, warn
 from tutti.commands.run_conclusion import Conclusion, conclude, header_time, short
 from tutti.commands.run_options import (
+    TIMEOUT_S,
     RunOptions,
     check_nodes,
     check_relax,
+    check_restarts,
+    duration_s,
     environment,
     given_mesh,
     given_plan,
@@ -28,6 +32,7 @@ from tutti.commands.values import (
     path_of,
     path_or,
     seconds_above_0,
+    sharding_of,
     sync_of,
     texts_of,
     whole,
@@ -36,7 +41,7 @@ from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.compression import Compression
 from tutti.config.plan import Plan, SyncPlan
-from tutti.config.run_folder import RunFolder
+from tutti.config.run_folder import RunFolder, RunHeader, is_store_address
 from tutti.config.run_report import RunReport
 from tutti.config.vocabulary import Relaxation
 from tutti.errors import LaunchError, ScriptError, TrainingError, TuttiError
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
     from tutti.commands.run_prediction import Beside, PredictionRequest
     from tutti.launch.launcher import Launcher, LaunchSpec
     from tutti.launch.rank_watch import Watcher
+    from tutti.launch.restarts import OnFailure, Recover
 
     Screen = Callable[[LaunchSpec], Watcher]
 
@@ -67,21 +73,31 @@ def run(
     nnodes: int = 1,
     node_rank: int = 0,
     rendezvous: str | None = None,
-    timeout: float = 600.0,
+    timeout: float | None = None,
     on: str = "local",
     plan: StrPath | Plan | None = None,
     mesh: str | Mapping[str, int] | None = None,
     compress: str | Compression | None = None,
     sync: str | SyncPlan | None = None,
     bucket_mb: float | str | None = None,
+    shard: str | None = None,
     relax: Relaxation = "exact",
     cluster: StrPath | ClusterSpec | None = None,
     folder: StrPath | None = None,
     resume: StrPath | None = None,
+    checkpoint_store: str | None = None,
     checkpoint_every: int | None = None,
     predict: bool = True,
     frugal: bool = False,
     profile: int | None = None,
+    share_device: bool = False,
+    bind_cores: str = "auto",
+    max_restarts: int = 0,
+    on_failure: "OnFailure" = "replace",
+    recover: "Recover" = "memory",
+    min_ranks: int | None = None,
+    grace: float = 30.0,
+    time_limit: float | str | None = None,
     verbose: bool = False,
 ) -> RunReport | None:
     """Train a script on several ranks and return the report of the run.
@@ -96,33 +112,46 @@ def run(
         nnodes: nodes that make this call together.
         node_rank: the number of this node, from 0.
         rendezvous: where nodes meet, as "HOST:PORT": node 0's host and a free port there.
-        timeout: seconds that ranks wait for each other.
+        timeout: seconds that ranks wait for each other. None: 600, but ranks that do nothing within a step end after
+            ten times the slowest step, at least 30 s.
         on: what starts the ranks.
         plan: a Plan to follow, such as `tutti.plan(...).plan`, or a file of one.
         mesh: the ranks as a grid, such as {"replicate": 2, "split": 2} or "dp=2,tp=2".
         compress: codec of gradient reductions, such as "top-k,density=0.01".
         sync: how far replicas may differ, such as "local:8".
         bucket_mb: reduce gradients in buckets of this many MiB, or "auto".
+        shard: settings of the shard axis, such as "level=2,engine=fsdp2".
         relax: how far training may deviate in order to send less, where the planner chooses.
         cluster: a ClusterSpec, or a file of one, for planning and predicting.
         folder: the run folder; runs/NAME-TIME if None.
-        resume: continue from a run folder or a checkpoint.
+        resume: continue from a run folder, a checkpoint, or the address of a store ("s3://bucket/prefix").
+        checkpoint_store: upload checkpoints to this address; "none": nowhere, also if the run did before.
         checkpoint_every: save a checkpoint every so many steps.
         predict: predict step time and memory, for the report.
         frugal: return freed memory to the system at once.
         profile: profile this many steps after a warm-up, into the run folder's profile/.
+        share_device: ranks may compute on the same GPU; their times then say little.
+        bind_cores: "auto" binds each rank to the cores near its GPU, and spreads ranks on CPUs over NUMA nodes;
+            "none" leaves that to the system.
+        max_restarts: start the ranks again up to so often after a failure, from the newest checkpoint.
+        on_failure: "replace" a rank that failed, or "shrink": go on without it.
+        recover: "memory" lets the other ranks live and go on from their state in memory, where they have all of it;
+            "checkpoint" starts all ranks again.
+        min_ranks: go on with fewer ranks, down to so many, where one cannot be started again.
+        grace: seconds that ranks have to save a checkpoint when the run is stopped.
+        time_limit: save a checkpoint and stop after this time: seconds, or a text such as "2h30m".
         verbose: show what `tutti run` shows.
 
     Returns:
         The report; None on nodes other than 0.
 
     Raises:
-        TrainingError: a rank failed.
+        TrainingError: a rank failed, or the run was stopped by its time limit.
         TuttiError: what `tutti run` would refuse, with the same sentence.
         KeyboardInterrupt: the run was stopped.
     """
     options = options_of_run(**_as_options(locals()))
-    with messages(shown=verbose):
+    with guarded_streams(), messages(shown=verbose):
         return report_of(trained(options, screen=screen(shown=verbose)))
 
 
@@ -150,28 +179,44 @@ READ: dict[str, Callable[[Any], Any]] = {
     "compress": compression_of,
     "sync": sync_of,
     "bucket_mb": lambda value: buckets_of(value),
+    "shard": sharding_of,
     "relax": lambda value: one_of("relax", value, get_args(Relaxation)),
     "cluster": lambda value: path_or("cluster", ClusterSpec, value),
     "folder": lambda value: path_of("folder", value),
-    "resume": lambda value: path_of("resume", value),
+    "resume": lambda value: value if is_store_address(value) else path_of("resume", value),
     "checkpoint_every": lambda value: whole("checkpoint_every", value),
     "profile": lambda value: whole("profile", value),
+    "bind_cores": lambda value: one_of("bind_cores", value, ("auto", "none")),
+    "max_restarts": lambda value: whole("max_restarts", value, 0),
+    "min_ranks": lambda value: whole("min_ranks", value),
+    "on_failure": lambda value: one_of("on_failure", value, ("replace", "shrink")),
+    "recover": lambda value: one_of("recover", value, ("memory", "checkpoint")),
 }
 """How an argument of a function is read for the option of that name; others are taken as they are."""
 
 
-def options_of_run(*, timeout: float, **given: Any) -> RunOptions:
+def options_of_run(
+    *, timeout: float | None, grace: float = 30.0, time_limit: float | str | None = None, **given: Any
+) -> RunOptions:
     """Return the options of a run for the arguments of a function.
 
     Args:
-        timeout: seconds that ranks wait for each other.
+        timeout: seconds that ranks wait for each other; None if nobody has stated a time.
+        grace: seconds that ranks have to save a checkpoint when the run is stopped.
+        time_limit: seconds, or a text, after which the run is stopped.
         given: the other options, by name.
 
     Raises:
         TuttiError: an argument has no value that the option may have.
     """
     read = {name: READ[name](value) if name in READ else value for name, value in given.items()}
-    return RunOptions(timeout_s=seconds_above_0("timeout", timeout), **read)
+    return RunOptions(
+        timeout_s=TIMEOUT_S if timeout is None else seconds_above_0("timeout", timeout),
+        adaptive_timeout=timeout is None,
+        grace_s=seconds_above_0("grace", grace),
+        time_limit_s=None if time_limit is None else duration_s(time_limit),
+        **read,
+    )
 
 
 def buckets_of(value: float | str | None) -> str | None:
@@ -209,6 +254,8 @@ def report_of(ended: Conclusion) -> RunReport | None:
         KeyboardInterrupt: it was stopped.
     """
     if ended.outcome.status == "stopped":
+        if ended.outcome.signal is None:
+            raise TrainingError(ended.message or "stopped")
         raise KeyboardInterrupt
     if ended.message is not None:
         failure = ended.outcome.failure
@@ -243,23 +290,49 @@ def trained(options: RunOptions, *, screen: "Screen", make_script: Callable[[Pat
         check_script(Path(options.script))
     check_relax(options)
     check_nodes(options)
+    check_restarts(options)
+    options = _beginning_again(options)
     from tutti.launch.launcher_registry import launcher_for
-    from tutti.launch.local_launcher import warm
+    from tutti.launch.local_launcher import warming
 
     launcher = launcher_for(options.launcher)
-
-    warm(
-        threads_per_rank(own_count(options)),
-        preload=("tutti.commands.run_prediction", *_PLANNING)
-        if options.predict
-        else ("tutti.commands.run_prediction",),
-    )
-    nproc = ranks_per_node(options, given_plan(options), given_mesh(options))
-    _meet(options)
-    spec = _launch_spec(options, nproc)
+    preload = _PLANNING if options.predict else ()
+    with warming(threads_per_rank(own_count(options)), preload=("tutti.commands.run_prediction", *preload)):
+        nproc = ranks_per_node(options, given_plan(options), given_mesh(options))
+        _meet(options)
+        spec = _launch_spec(options, nproc)
     if make_script is not None:
         spec = replace(spec, target=make_script(spec.folder))
     return _train(options, spec, launcher, screen)
+
+
+def _beginning_again(options: RunOptions) -> RunOptions:
+    """Return the options without --resume where the run that it names has no checkpoint yet."""
+    from tutti.launch.script_path import begins_again
+
+    run = options.resume or options.folder
+    if isinstance(run, str) or _has_stored(run):
+        return options
+    other_node = options.resume is None and options.node_rank > 0  # node 0 may have begun in the folder just now
+    if run is None or other_node or not begins_again(run):
+        return options
+    console.print(f"{run} has no checkpoint yet: the run begins again", markup=False, soft_wrap=True)
+    return replace(options, resume=None, folder=options.folder or run)
+
+
+def _has_stored(run: Path | None) -> bool:
+    """Whether a run that has no checkpoint in its folder has one in its store."""
+    if run is None or RunFolder(run).checkpoint_times():
+        return False
+    try:
+        address = serialization.load(RunHeader, RunFolder(run).header).checkpoint_store
+    except (TuttiError, OSError):
+        return False
+    if address is None:
+        return False
+    from tutti.checkpoint.store import CheckpointStore  # loads torch
+
+    return bool(CheckpointStore(address).complete())
 
 
 def _meet(options: RunOptions) -> None:
@@ -271,7 +344,7 @@ def _meet(options: RunOptions) -> None:
     host, port = network.split_address(options.rendezvous)
     if options.node_rank == 0:
         network.check_host_is_here(host)
-        network.check_port_free(port)
+        network.check_port_free(port, host)
     else:
         console.print(f"waiting for node 0 at {options.rendezvous}", style="dim")
         network.wait_for_port(host, port, options.timeout_s)
@@ -283,7 +356,8 @@ def _launch_spec(options: RunOptions, nproc: tuple[int, ...] | None) -> "LaunchS
     from tutti.launch.launcher import LaunchSpec
     from tutti.launch.script_path import run_folder
 
-    folder = run_folder(options.folder, options.resume, options.name, options.node_rank)
+    resume = options.resume if isinstance(options.resume, Path) else None
+    folder = run_folder(options.folder, resume, options.name, options.node_rank)
     plan = plan_file(options, folder)
     if nproc is None or options.relax != "exact":
         nproc = (_planned(options, folder).world_size,)
@@ -297,6 +371,7 @@ def _launch_spec(options: RunOptions, nproc: tuple[int, ...] | None) -> "LaunchS
         node_rank=options.node_rank,
         rendezvous=options.rendezvous if options.nnodes > 1 else None,
         timeout_s=options.timeout_s,
+        adaptive_timeout=options.adaptive_timeout,
         threads=threads_per_rank(nproc[options.node_rank]),
         environment=environment(options, plan),
     )
@@ -369,6 +444,7 @@ def _wait_ready(worker: "Beside") -> None:
 
 def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen: "Screen") -> Conclusion:
     from tutti.commands.run_prediction import beside
+    from tutti.launch.restarts import RestartPolicy, Restarts
     from tutti.launch.supervisor import interrupts, supervise
 
     console.print(_announcement(spec, on_this_host=options.launcher == "local"), style="dim", soft_wrap=True)
@@ -381,12 +457,21 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
         aside.mkdir(exist_ok=True)
     with interrupts() as interrupted, beside(wanted) as worker:
         worker = _started(worker)
+        stop_at_s = None if options.time_limit_s is None else time.time() + options.time_limit_s
+        if stop_at_s is not None:
+            spec = replace(spec, environment=spec.environment | {"TUTTI_STOP_AT_S": repr(stop_at_s)})
+        policy = RestartPolicy(
+            max_restarts=options.max_restarts, min_ranks=options.min_ranks, on_failure=options.on_failure
+        )
         outcome = supervise(
-            lambda: launcher.start(spec),
+            launcher.start,
             spec,
             watcher,
             interrupted,
-            say=lambda words: console.print(words, style="dim"),
+            grace_s=options.grace_s,
+            stop_at_s=stop_at_s,
+            say=lambda words: console.print(words, style="dim", markup=False, soft_wrap=True),
+            recovery=Restarts(policy, spec) if policy.max_restarts else None,
         )
         has_job = spec.node_rank > 0 or header_time(spec) != before
         if worker is not None and has_job and outcome.status == "completed":
@@ -395,18 +480,19 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
         for file in aside.iterdir() if has_job else ():
             file.replace(spec.folder / file.name)
         shutil.rmtree(aside, ignore_errors=True)
-    return conclude(spec, outcome, has_job=has_job)
+    return conclude(outcome.spec or spec, outcome, has_job=has_job)
 
 
 def _to_predict(options: RunOptions) -> bool:
     """Return whether to predict beside the run.
 
-    A run that was planned just now has a prediction already; machines without a description cannot be predicted.
+    A run that was planned just now has a prediction already; machines without a description cannot be predicted, and
+    ranks that share a device are not.
     """
     described = options.cluster is not None or options.nnodes == 1
     stated = options.nproc is not None or options.plan is not None or options.mesh is not None
     stated = stated and options.relax == "exact"
-    wanted = options.predict and not options.module
+    wanted = options.predict and not options.module and not options.share_device
     return wanted and options.node_rank == 0 and stated and described
 
 
@@ -434,6 +520,7 @@ def _announcement(spec: "LaunchSpec", *, on_this_host: bool) -> str:
     from tutti.launch.launch_environment import granted_cores
 
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
+    ranks += " that may share devices" if "TUTTI_SHARE_DEVICE" in spec.environment else ""
     place = f" on {spec.nodes} nodes, this is node {spec.node_rank}" if spec.nodes > 1 else ""
     threads = f"{spec.threads} thread{'s' if spec.threads > 1 else ''} each"
     cores = granted_cores()

@@ -9,8 +9,9 @@ from tutti.commands.messages import warn
 from tutti.config.run_folder import RunFolder
 from tutti.config.run_report import RunReport
 from tutti.errors import ScriptError
+from tutti.launch.failure import sentence
 from tutti.launch.launcher import LaunchSpec
-from tutti.launch.supervisor import Outcome, sentence
+from tutti.launch.supervisor import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +62,15 @@ def conclude(spec: LaunchSpec, outcome: Outcome, *, has_job: bool) -> Conclusion
     code = outcome.exit_code
     if outcome.failure is not None:
         words = sentence(spec, outcome.failure)
+        if outcome.given_up:
+            words += f"\n{outcome.given_up}"
         if outcome.failure.traceback:
             words += f"\nthe output of every rank: {short(spec.folder)}/ranks/"
+    elif outcome.resumable and not RunFolder(spec.folder).checkpoint_times():
+        words = f"the ranks ended with exit code {outcome.exit_code}, but wrote no checkpoint into {short(spec.folder)}"
+    elif outcome.resumable:
+        again = shlex.join(["tutti", "run", "--resume", short(spec.folder)])
+        words = f"stopped with a checkpoint (exit code {outcome.exit_code}); go on with `{again}` and the script"
     elif outcome.status == "stopped":
         words = "stopped"
     elif not has_job:
@@ -71,7 +79,7 @@ def conclude(spec: LaunchSpec, outcome: Outcome, *, has_job: bool) -> Conclusion
             "one and call job.prepare(...) (the README shows the three lines)"
         )
         code = ScriptError.exit_code
-    if words is not None and has_job and any(RunFolder(spec.folder).checkpoints.glob("step-*")):
+    if words is not None and has_job and not outcome.resumable and RunFolder(spec.folder).checkpoint_times():
         words += f"\ncontinue from its last checkpoint with --resume {shlex.quote(short(spec.folder))}"
     report = _report(spec) if has_job and spec.node_rank == 0 and outcome.status == "completed" else None
     page = RunFolder(spec.folder).report / "report.html" if report is not None else None

@@ -4,6 +4,7 @@ Nothing here needs a network or imports anything heavy, because ranks are not st
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from tutti.config.compression import Compression
     from tutti.config.plan import Plan, SyncPlan
     from tutti.config.vocabulary import Relaxation
+    from tutti.launch.restarts import OnFailure, Recover
+
+
+TIMEOUT_S = 600.0
+"""Seconds that ranks wait for each other, unless the user states another time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +34,32 @@ class RunOptions:
     nnodes: int = 1
     node_rank: int = 0
     rendezvous: str | None = None
-    timeout_s: float = 600.0
+    timeout_s: float = TIMEOUT_S
+    adaptive_timeout: bool = False
     launcher: str = "local"
     plan: "Path | Plan | None" = None
     mesh: str | None = None
     compress: "Compression | None" = None
     bucket_mb: str | None = None
+    shard: str | None = None
     relax: "Relaxation" = "exact"
     sync: "SyncPlan | None" = None
     cluster: "Path | ClusterSpec | None" = None
     folder: Path | None = None
-    resume: Path | None = None
+    resume: Path | str | None = None
+    checkpoint_store: str | None = None
     checkpoint_every: int | None = None
     predict: bool = True
     frugal: bool = False
     profile: int | None = None
+    share_device: bool = False
+    bind_cores: str = "auto"
+    max_restarts: int = 0
+    min_ranks: int | None = None
+    on_failure: "OnFailure" = "replace"
+    recover: "Recover" = "memory"
+    grace_s: float = 30.0
+    time_limit_s: float | None = None
     progress: bool = True
     as_json: bool = False
     one_screen: bool = False
@@ -122,6 +139,47 @@ def check_relax(options: RunOptions) -> None:
         )
 
 
+def check_restarts(options: RunOptions) -> None:
+    """Check that the options about restarts agree.
+
+    Raises:
+        LaunchError: they contradict each other, or ask for restarts on several nodes.
+    """
+    if options.max_restarts == 0 and (options.min_ranks is not None or options.on_failure != "replace"):
+        name = "--min-ranks" if options.min_ranks is not None else "--on-failure"
+        raise LaunchError(f"{name} says how a run goes on after a failure; allow it to with --max-restarts N")
+    if options.max_restarts and options.nnodes > 1:
+        raise LaunchError(
+            f"--max-restarts starts the ranks of one node again, but --nnodes is {options.nnodes}; leave it out, and "
+            "repeat the command with --resume on all nodes after a failure"
+        )
+
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def duration_s(value: "str | float") -> float:
+    """Return the seconds of 90, "90", "90s", "45m", "2h30m" or "1d".
+
+    Raises:
+        LaunchError: it is something else, or not above 0.
+
+    Examples:
+        >>> duration_s("2h30m")
+        9000.0
+    """
+    text = str(value).strip().lower().replace(" ", "")
+    match = re.fullmatch(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", text)
+    seconds = (
+        sum(float(part or 0) * _UNITS_S[unit] for part, unit in zip(match.groups(), "dhms", strict=True))
+        if match
+        else 0
+    )
+    if not 0 < seconds < math.inf:
+        raise LaunchError(f"{str(value)!r} is no duration above 0; write seconds, or such as 90s, 45m or 2h30m")
+    return seconds
+
+
 def own_count(options: RunOptions) -> int:
     """Return the number of ranks on this node if the command line has one, else 1."""
     if not options.nproc:
@@ -140,10 +198,11 @@ def given_plan(options: RunOptions) -> "Plan | None":
     from tutti.config import serialization
     from tutti.config.plan import Plan
     from tutti.config.refusals import check_plan
+    from tutti.config.shard_engine import with_sharding
     from tutti.config.sync_notation import with_mode
 
     given = options.plan if isinstance(options.plan, Plan) else serialization.load(Plan, options.plan)
-    plan = with_mode(given.compressed(options.compress), options.sync)
+    plan = with_sharding(with_mode(given.compressed(options.compress), options.sync), options.shard)
     check_plan(plan)
     return plan
 
@@ -225,14 +284,28 @@ def environment(options: RunOptions, plan: Path | None) -> dict[str, str]:
         variables["TUTTI_SYNC"] = format_sync(options.sync)
     if options.bucket_mb is not None:
         variables["TUTTI_BUCKET_MB"] = options.bucket_mb
+    if options.shard is not None:
+        variables["TUTTI_SHARD"] = options.shard
     if options.resume is not None:
-        variables["TUTTI_RESUME"] = str(options.resume.resolve())
+        place = options.resume
+        variables["TUTTI_RESUME"] = str(place.resolve()) if isinstance(place, Path) else place
+    if options.checkpoint_store is not None:
+        variables["TUTTI_CHECKPOINT_STORE"] = options.checkpoint_store
     if options.checkpoint_every is not None:
         variables["TUTTI_CHECKPOINT_EVERY"] = str(options.checkpoint_every)
     if options.profile is not None:
         variables["TUTTI_PROFILE"] = str(options.profile)
-    if options.profile is not None:
-        variables["TUTTI_PROFILE"] = str(options.profile)
+    if options.max_restarts and options.recover == "memory" and options.launcher == "local":
+        variables["TUTTI_RECOVER"] = "memory"
+    given = given_plan(options)
+    if options.share_device or (given is not None and given.share_device):
+        variables["TUTTI_SHARE_DEVICE"] = "1"
+    if options.bind_cores == "auto":
+        from tutti.launch.launch_environment import stated_threads
+
+        variables["TUTTI_BIND_CORES"] = "auto"
+        if stated_threads() is not None:
+            variables["TUTTI_THREADS_STATED"] = "1"
     if options.frugal:
         # torch reads the second one: it then allocates huge pages, which the system provides faster.
         variables |= {"TUTTI_FRUGAL": "1", "THP_MEM_ALLOC_ENABLE": "1"}

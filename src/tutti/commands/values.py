@@ -156,6 +156,17 @@ def sync_of(value: "str | SyncPlan | None") -> SyncPlan | None:
     raise SpecError(f"sync={short(value)}: give a text, such as 'local:8', or a SyncPlan")
 
 
+def sharding_of(value: str | None) -> str | None:
+    """Return the settings of the shard axis as text, after a check.
+
+    Raises:
+        TuttiError: a setting or its value is unknown.
+    """
+    from tutti.config.shard_engine import check_sharding
+
+    return None if value is None else check_sharding(value)
+
+
 def mesh_text(value: "str | Mapping[str, int] | None") -> str | None:
     """Return a mesh as text, such as "replicate=2,split=2".
 

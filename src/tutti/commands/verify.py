@@ -18,12 +18,13 @@ from tutti.commands.values import (
     path_or,
     positive,
     seconds_above_0,
+    sharding_of,
     texts_of,
     whole,
 )
 from tutti.config.compression import Compression
 from tutti.config.plan import Plan
-from tutti.errors import DataError, PlanError, ScriptError, SpecError
+from tutti.errors import DataError, LaunchError, PlanError, ScriptError, SpecError
 
 if TYPE_CHECKING:
     from tutti.config.verdict import Verdict
@@ -43,11 +44,13 @@ def verify(
     plan: StrPath | Plan | None = None,
     mesh: str | Mapping[str, int] | None = None,
     compress: str | Compression | None = None,
+    shard: str | None = None,
     arithmetic: ArithmeticChoice = "auto",
     tolerance: float | None = None,
     folder: StrPath | None = None,
     output: StrPath | None = None,
     timeout: float = 300.0,
+    share_device: bool = False,
     verbose: bool = False,
 ) -> "Verdict":
     """Check that a script computes the same on N ranks as on one device.
@@ -64,11 +67,13 @@ def verify(
         plan: verify this Plan, or the one of a file: its ranks, microbatches and shares.
         mesh: verify ranks in this grid, such as {"replicate": 2, "split": 2} or "dp=2,tp=2".
         compress: codec of gradient reductions.
+        shard: settings of the shard axis, such as "level=2,engine=fsdp2".
         arithmetic: "double": float64 throughout; "script": its own dtypes; "auto": float64 if the script can.
         tolerance: relative tolerance; by default that of the dtype.
         folder: write verify.json into this run folder.
         output: write the verdict to this file.
         timeout: seconds that ranks wait for each other, and that a script may take without any sign of progress.
+        share_device: ranks may compute on the same GPU.
         verbose: show on standard error what is being run.
 
     Raises:
@@ -85,11 +90,13 @@ def verify(
         plan=path_or("plan", Plan, plan),
         mesh=mesh_text(mesh),
         compress=compression_of(compress),
+        shard=sharding_of(shard),
         arithmetic=one_of("arithmetic", arithmetic, get_args(ArithmeticChoice)),
         tolerance=positive("tolerance", tolerance),
         folder=path_of("folder", folder),
         output=path_of("output", output),
         timeout_s=seconds_above_0("timeout", timeout),
+        share_device=share_device,
     )
     with messages(shown=verbose):
         return verdict_of(options)
@@ -108,11 +115,13 @@ class VerifyOptions:
     plan: "Path | Plan | None" = None
     mesh: str | None = None
     compress: "Compression | None" = None
+    shard: str | None = None
     arithmetic: str = "auto"
     tolerance: float | None = None
     folder: Path | None = None
     output: Path | None = None
     timeout_s: float = 300.0
+    share_device: bool = False
     as_json: bool = False
 
 
@@ -212,7 +221,7 @@ def _plan(options: VerifyOptions) -> "Plan | None":
 def _runner(options: VerifyOptions, question: "VerificationRequest", plan: "Plan | None", folder: Path) -> "Runner":
     """Return the function that runs the script once, on ranks of this machine, without showing their output."""
     from tutti.config import serialization
-    from tutti.launch import supervisor as failures
+    from tutti.launch import failure as failures
     from tutti.launch.launch_environment import threads_per_rank
     from tutti.launch.launcher import LaunchSpec
     from tutti.launch.local_launcher import LocalLauncher
@@ -228,6 +237,10 @@ def _runner(options: VerifyOptions, question: "VerificationRequest", plan: "Plan
             environment["TUTTI_PLAN"] = str(path)
         elif options.mesh is not None and trial.world_size > 1:
             environment["TUTTI_MESH"] = options.mesh
+        if options.shard is not None and trial.world_size > 1:
+            environment["TUTTI_SHARD"] = options.shard
+        if options.share_device or (plan is not None and plan.share_device):
+            environment["TUTTI_SHARE_DEVICE"] = "1"
         spec = LaunchSpec(
             target=str(options.script),
             arguments=options.arguments,
@@ -239,9 +252,7 @@ def _runner(options: VerifyOptions, question: "VerificationRequest", plan: "Plan
         )
         spec.folder.mkdir(parents=True)
         with status(_doing(trial)), interrupts() as interrupted:
-            outcome = supervise(
-                lambda: LocalLauncher().start(spec), spec, Stalls(spec, question.script, trial.folder), interrupted
-            )
+            outcome = supervise(LocalLauncher().start, spec, Stalls(spec, question.script, trial.folder), interrupted)
         if outcome.status == "stopped":
             raise KeyboardInterrupt
         failure = outcome.failure
@@ -255,7 +266,7 @@ def _runner(options: VerifyOptions, question: "VerificationRequest", plan: "Plan
     return run
 
 
-REFUSALS = frozenset(error.__name__ for error in (PlanError, SpecError, ScriptError, DataError))
+REFUSALS = frozenset(error.__name__ for error in (PlanError, SpecError, ScriptError, DataError, LaunchError))
 """Errors that say what tutti does not do. Ranks that fail in another way are a verdict."""
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tutti.launch.launcher import LaunchSpec
-from tutti.launch.network import interface_towards, loopback
+from tutti.launch.network import interface_towards, interfaces_beside
+from tutti.network_interfaces import loopback
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -61,8 +62,12 @@ def of_node(spec: LaunchSpec, rendezvous_folder: Path) -> dict[str, str]:
         "TUTTI_SUPERVISED": "1",
         "OMP_NUM_THREADS": str(spec.threads),
     }
+    if spec.nodes == 1:  # several are started one by one, and find the user's secret (tutti.comm.job_secret)
+        environment["TUTTI_SECRET"] = spec.secret
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
         environment["GLOO_SOCKET_IFNAME"] = interface
+        if len(beside := interfaces_beside(interface)) > 1:  # each rank takes the one near its device
+            environment["TUTTI_INTERFACES"] = ",".join(beside)
     return environment | spec.environment
 
 
@@ -71,13 +76,31 @@ def of_rank(rank: int, local_rank: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
 
 
+_OF_ONE_RUN = (
+    *("TUTTI_PLAN", "TUTTI_RESUME", "TUTTI_RESTARTED", "TUTTI_STOP_AT_S"),
+    *("TUTTI_RECOVER", "TUTTI_RECOVER_FROM", "TUTTI_GENERATORS", "TUTTI_LOST_GENERATORS"),
+)
+
+
 def become(environment: dict[str, str]) -> None:
     """Add variables to this process' own environment: a forked rank does so before anything else reads it.
 
     A plan or a checkpoint that was meant for another run, in which this one was started, is not inherited.
     """
-    for name in ("TUTTI_PLAN", "TUTTI_RESUME"):
+    for name in _OF_ONE_RUN:
         os.environ.pop(name, None)
+    os.environ.update(environment)
+
+
+def variables() -> dict[str, str]:
+    """Return all variables of this process."""
+    return dict(os.environ)
+
+
+def replace_variables(environment: dict[str, str]) -> None:
+    """Let this process have these variables, and no others."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
     os.environ.update(environment)
 
 
@@ -91,10 +114,23 @@ def started_rank() -> tuple[int, Path, int, dict[str, str]]:
     return int(read["RANK"]), Path(read["TUTTI_RUN_FOLDER"]), int(read["OMP_NUM_THREADS"]), dict(read)
 
 
-def place_and_rendezvous() -> tuple[int, int, str, float]:
-    """Return what `of_node` and `of_rank` wrote for this rank: rank, world size, rendezvous, and seconds to wait."""
-    read = os.environ
-    return int(read["RANK"]), int(read["WORLD_SIZE"]), read["TUTTI_RENDEZVOUS"], float(read["TUTTI_TIMEOUT_S"])
+def library_path() -> str:
+    """Return the folders in which the system looks for libraries first."""
+    return os.environ.get("LD_LIBRARY_PATH", "")
+
+
+def device_variables() -> dict[str, str]:
+    """Return the variables that are set and choose which accelerators a process sees."""
+    names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    return {name: os.environ[name] for name in (*names, "ZE_AFFINITY_MASK") if name in os.environ}
+
+
+def communication_variables() -> dict[str, str]:
+    """Return the variables that are set and steer communication, threads and devices; they hold no secrets."""
+    prefixes = ("NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_", "TORCH_NCCL_", "OMP_", "MKL_", "KMP_")
+    names = {"TUTTI_SHARED_MEMORY", "TUTTI_SHARE_DEVICE", "TUTTI_TIMEOUT_S", "CUBLAS_WORKSPACE_CONFIG"}
+    set_here = {name: value for name, value in os.environ.items() if name.startswith(prefixes) or name in names}
+    return set_here | device_variables()
 
 
 def granted_cores() -> int:

@@ -1,9 +1,10 @@
 """The interface of all launchers: `Launcher.start` takes a LaunchSpec and returns a Handle on the started ranks."""
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from tutti.errors import LaunchError
 
@@ -46,8 +47,10 @@ class LaunchSpec:
         ranks_per_node: number of ranks of each node; the sum is the world size.
         rendezvous: "host:port" on node 0, needed with more than one node.
         timeout_s: seconds that ranks wait for each other.
+        adaptive_timeout: whether ranks that do nothing end earlier, as the user stated no time-out.
         threads: threads per rank.
         environment: variables added to those of every rank.
+        secret: proves that a process is a rank of this job; only where all nodes are started from here. Not shown.
 
     Raises:
         LaunchError: the numbers of nodes and ranks contradict each other, or several nodes have no rendezvous.
@@ -61,8 +64,10 @@ class LaunchSpec:
     node_rank: int = 0
     rendezvous: str | None = None
     timeout_s: float = 600.0
+    adaptive_timeout: bool = False
     threads: int = 1
     environment: dict[str, str] = field(default_factory=dict)
+    secret: str = field(default_factory=lambda: secrets.token_bytes(32).hex(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.ranks_per_node or min(self.ranks_per_node) < 1:
@@ -118,6 +123,15 @@ class Handle(Protocol):
         ...
 
 
+@runtime_checkable
+class Explaining(Protocol):
+    """A handle that may know why a rank ended without a record."""
+
+    def explain(self, rank: int) -> str | None:
+        """Return the cause of this rank's end in words, or None if the launcher knows none."""
+        ...
+
+
 class Launcher(Protocol):
     """Starts the ranks that one `tutti run` is responsible for; with `--nnodes`, those of the node it runs on.
 
@@ -132,6 +146,7 @@ class Launcher(Protocol):
     - `of_node` lets the ranks of a single node meet in a file and over loopback. Ranks that share no host need
       TUTTI_RENDEZVOUS = tcp://HOST:PORT, with the host of rank 0, and their own LOCAL_RANK, LOCAL_WORLD_SIZE and
       NODE_RANK; leave GLOO_SOCKET_IFNAME out.
+    - TUTTI_SECRET, which `of_node` sets, reaches the ranks where others cannot read it: not on a command line.
     - The handle tells the exit codes of ranks, and `stop` ends ranks with everything that they started.
     """
 

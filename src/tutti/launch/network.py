@@ -1,6 +1,7 @@
 """Addresses, ports and interfaces of the rendezvous, checked before any rank starts."""
 
 import errno
+import ipaddress
 import os
 import socket
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import psutil
 
 from tutti.errors import LaunchError
+from tutti.network_interfaces import local_addresses, loopback, outside_addresses, resolve
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -23,38 +25,6 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def resolve(host: str) -> tuple[str, ...]:
-    """Return the IP addresses of a host name.
-
-    Raises:
-        LaunchError: the name has no address.
-    """
-    try:
-        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise LaunchError(
-            f"host {host} is not known on {socket.gethostname()} ({error.strerror or error}); "
-            "correct the name in --rendezvous, add it to /etc/hosts, or use its IP address"
-        ) from None
-    return tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
-
-
-def local_addresses() -> dict[str, str]:
-    """Return the interface of each IP address of this machine."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    return {
-        entry.address.partition("%")[0]: name
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family in families
-    }
-
-
-def loopback() -> str | None:
-    """Return the interface that has 127.0.0.1 ("lo" on Linux), or None if there is none."""
-    return local_addresses().get("127.0.0.1")
-
-
 def interface_towards(address: str) -> str | None:
     """Return the interface over which this machine reaches "host:port", or None if the system does not tell.
 
@@ -67,11 +37,25 @@ def interface_towards(address: str) -> str | None:
     if source is None:
         return None
     if source.startswith("127.") and host != "localhost" and not host.startswith("127."):
-        outside = [name for ip, name in interfaces.items() if ":" not in ip and not ip.startswith("127.")]
-        return outside[0] if outside else loopback()
+        outside = outside_addresses()
+        return interfaces[outside[0]] if outside else loopback()
     if source.startswith("127."):
         return loopback()
     return interfaces.get(source)
+
+
+def interfaces_beside(interface: str) -> tuple[str, ...]:
+    """Return the interfaces that are up and in the same network as `interface` by IPv4, itself first."""
+    networks: dict[str, set[ipaddress.IPv4Network]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family == socket.AF_INET and entry.netmask:
+                network = ipaddress.IPv4Network((entry.address, entry.netmask), strict=False)
+                networks.setdefault(name, set()).add(network)
+    stats = psutil.net_if_stats()
+    own = networks.get(interface, set())
+    others = [name for name in networks if name != interface and name in stats and stats[name].isup]
+    return (interface, *(name for name in sorted(others) if networks[name] & own))
 
 
 def _source_address(ip: str, port: int) -> str | None:
@@ -96,29 +80,24 @@ def check_host_is_here(host: str) -> None:
     if not any(ip in interfaces or ip.startswith("127.") or ip == "::1" for ip in addresses):
         raise LaunchError(
             f"--rendezvous names {host} ({addresses[0]}), which is not an address of {socket.gethostname()}, "
-            f"where node rank 0 was started; name this machine ({_own_address(interfaces)}), or run node rank 0 on "
-            f"{host}"
+            f"where node rank 0 was started; name this machine ({next(iter(outside_addresses()), '127.0.0.1')}), or "
+            f"run node rank 0 on {host}"
         )
 
 
-def _own_address(mine: dict[str, str]) -> str:
-    return next((ip for ip in mine if ":" not in ip and not ip.startswith("127.")), "127.0.0.1")
-
-
-def check_port_free(port: int) -> None:
-    """Check that a process can listen on this machine's `port`.
+def check_port_free(port: int, host: str = "localhost") -> None:
+    """Check that a process can listen on `port` of this machine's addresses of a host name.
 
     Raises:
         LaunchError: it cannot; the message names the process that holds the port, if it is known.
     """
-    for family, everywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+    for address in resolve(host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             with socket.socket(family, socket.SOCK_STREAM) as listener:
-                # The store sets this option too: lingering connections of a past run do not block the port.
+                # Rank 0 sets this option too: lingering connections of a past run do not block the port.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listener.bind((everywhere, port))
+                listener.bind((address, port))
                 listener.listen()
         except OSError as error:
             if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):

@@ -9,8 +9,12 @@ import contextlib
 import gc
 import importlib
 import os
+import signal
 import sys
+import warnings
 from multiprocessing import forkserver
+
+from tutti.launch import process_tree
 
 MODULES = (
     "torch",
@@ -18,6 +22,7 @@ MODULES = (
     "torch.nn.parallel",
     "torch._dynamo",  # otherwise the first optimizer step would load it, in every rank
     "numpy",
+    "numpy.ma",  # numpy.unique loads it, and looking at the data calls that
     "tutti.trainer.job",
     "tutti.launch.rank_main",
 )
@@ -28,6 +33,17 @@ def load_modules() -> None:
     for name in MODULES:
         with contextlib.suppress(ImportError):  # a script that needs it will raise the error itself
             importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        _prepare_specifications()
+
+
+def _prepare_specifications() -> None:
+    """Build the validators of what every rank reads or writes: once here instead of in each rank."""
+    from tutti.config import serialization
+    from tutti.config.plan import Plan
+    from tutti.config.run_folder import Recipe, RunHeader
+
+    serialization.build_validators(Plan, RunHeader, Recipe)
 
 
 def _load() -> None:
@@ -42,11 +58,34 @@ def _load() -> None:
 
 
 def _leave_at_once(server: int) -> None:
-    """End the server without unloading torch: it has nothing to save, and someone may wait for it to end."""
+    """End the server with everything below it, without unloading torch: someone may wait for it to end.
+
+    It ends once nobody can start ranks any more, also because the launcher was killed. Ranks then cannot end themselves
+    if they are stopped.
+    """
     if os.getpid() == server:  # ranks inherit this function
+        process_tree.kill_all(process_tree.descendants([server]))
         os._exit(0)
 
 
+def _outlive_signals(server: int) -> None:
+    """Leave SIGTERM and SIGHUP to the launcher: a closed terminal or a scheduler sends them to all processes at once.
+
+    The server would end, and all ranks with it, before they have saved a checkpoint. Ranks handle both as before.
+    """
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    def restore() -> None:
+        if os.getppid() == server:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    os.register_at_fork(after_in_child=restore)
+
+
 if getattr(sys.modules["__main__"], "main", None) is forkserver.main:
+    _outlive_signals(os.getpid())
+    process_tree.adopt_orphans()
+    warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")  # those adopted
     _load()
     atexit.register(_leave_at_once, os.getpid())

@@ -21,17 +21,26 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
 from tutti.config import serialization
 from tutti.config.run_folder import RunFolder
-from tutti.errors import ScriptError, TuttiError
+from tutti.config.safe_text import hide_secrets
+from tutti.errors import RESUMABLE, ScriptError, TuttiError
+from tutti.event_record import open_record
+from tutti.launch import process_tree
 from tutti.launch.launch_environment import become, started_rank
 from tutti.launch.launcher import ErrorKind, LaunchSpec, RankError
+from tutti.launch.survival import Survivor, start_watch
+from tutti.stack_watch import watch_stacks
 
 TERMINATED = 128 + signal.SIGTERM
+
+_terminated = threading.Event()
+"""Set once SIGTERM has come: a script may exit with the same code of its own."""
 
 # Messages of Gloo, NCCL and the store when another rank is gone or does not answer.
 _PEER = re.compile(
@@ -44,7 +53,11 @@ _PEER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """Everything that one rank needs to know; sent to its process with pickle."""
+    """Everything that one rank needs to know; sent to its process with pickle.
+
+    Attributes:
+        connection: to the launcher, where this rank may outlive the loss of others.
+    """
 
     rank: int
     target: str
@@ -53,6 +66,7 @@ class RankTask:
     folder: Path
     threads: int
     environment: dict[str, str]
+    connection: Connection | None = None
 
 
 def rank_command(spec: LaunchSpec) -> list[str]:
@@ -91,20 +105,40 @@ def _task_of_environment(arguments: list[str]) -> RankTask:
 
 def main(task: RankTask) -> None:
     """Run a rank from start to end. Ends the process with SystemExit and raises nothing else."""
-    leave_with_supervisor()
+    supervisor = _end_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
-    folder = RunFolder(task.folder).rank(task.rank)
-    folder.mkdir(parents=True, exist_ok=True)
-    _redirect(folder)
-    become(task.environment)
     multiprocessing.set_start_method(None, force=True)  # the script chooses, as in a fresh interpreter
     _limit_threads(task.threads)
-    threading.excepthook = functools.partial(_on_thread_error, task.rank, folder)
-    sys.exit(_run(task, folder))
+    survivor = Survivor(task.connection, supervisor)
+    if supervisor is not None:
+        start_watch(survivor.watch)
+    following: RankTask | None = task
+    while following is not None:
+        task = following
+        folder = RunFolder(task.folder).rank(task.rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        _redirect(folder)
+        become(task.environment)
+        _record_events(task, folder)
+        threading.excepthook = functools.partial(_on_thread_error, task.rank, folder)
+        following = _run(task, folder, survivor)
+    sys.exit(_finish(0))
 
 
-def _run(task: RankTask, folder: Path) -> int:
-    """Run the script and return the exit code; a failure is written to error.json before anything else happens."""
+def _record_events(task: RankTask, folder: Path) -> None:
+    """Record what this rank does, and let a thread tell where it waits."""
+    refused = open_record(folder, task.rank, int(task.environment.get("WORLD_SIZE", 1)))
+    if refused:
+        sys.stderr.write(f"tutti: {refused}\n")
+    watch_stacks(folder)
+
+
+def _run(task: RankTask, folder: Path, survivor: Survivor) -> RankTask | None:
+    """Run the script; a failure is written to error.json before anything else happens.
+
+    Returns:
+        The task of this rank in the next generation, if it has lost another rank and goes on; None at the end.
+    """
     try:
         try:
             _run_target(task)
@@ -114,7 +148,7 @@ def _run(task: RankTask, folder: Path) -> int:
         _await_threads(float(task.environment.get("TUTTI_TIMEOUT_S", _THREADS_TIMEOUT_S)))
     except SystemExit as ended:
         code = _exit_code(ended)
-        if code == TERMINATED:
+        if code == RESUMABLE or (code == TERMINATED and _terminated.is_set()):
             (folder / "stopped").touch()
         else:
             _write(
@@ -123,10 +157,22 @@ def _run(task: RankTask, folder: Path) -> int:
             )
         _leave(code)
     except BaseException as error:
+        # torch raises the death of a loader's worker from this signal, also while another error is handled.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         failure = failure_of(task.rank, error)
-        _write(folder, failure)
-        _leave(failure.exit_code)
-    return _finish(0)
+        following: RankTask | None = None
+        if failure.kind == "peer":
+            try:
+                following = survivor.next_task(error, failure)
+            except SystemExit:
+                pass  # the launcher ends this rank while it waits
+            except Exception:  # of the script, whose state cannot be kept: a new process takes the place of this one
+                traceback.print_exc()
+        if following is None:
+            _write(folder, failure)
+            _leave(failure.exit_code)
+        return following
+    return None
 
 
 def _run_target(task: RankTask) -> None:
@@ -212,7 +258,8 @@ def _leave(code: int) -> NoReturn:
 
 def _finish(code: int) -> int:
     """Run exit functions and flush the output: an interpreter does so at its end, a forked process does not."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A launcher may pass on a SIGTERM that a scheduler sent to this process too: it has stopped already.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if code == RESUMABLE else signal.SIG_DFL)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -236,29 +283,34 @@ def _last_words(folder: Path) -> str:
     with contextlib.suppress(OSError):
         lines = (folder / "stderr.log").read_text(encoding="utf-8", errors="replace").split("\n")[-_LAST_LINES:]
         words = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f" ({words})" if words else ""
+        return f" ({hide_secrets(words)})" if words else ""
     return ""
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
     """Handle the supervisor's request to end: leave through the script's `finally` blocks."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _terminated.set()
     raise SystemExit(TERMINATED)
 
 
 def leave_with_supervisor() -> None:
     """Make this process the leader of a group that ends as a whole as soon as the process that started it is gone."""
+    supervisor = _end_with_parent()
+    if supervisor is not None:
+        start_watch(Survivor(None, supervisor).watch)
+
+
+def _end_with_parent() -> int | None:
+    """Let the kernel end this process, the leader of a group, with its parent; return what tells that it is gone."""
     with contextlib.suppress(PermissionError):  # the leader of a session, as in a container, leads its group already
         os.setpgid(0, 0)  # so that whatever the script starts can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
-    threading.Thread(target=_end_with_supervisor, name="tutti-supervisor-watch", daemon=True).start()
-
-
-def _end_with_supervisor() -> None:
     supervisor = multiprocessing.parent_process()
-    if supervisor is not None:
-        supervisor.join()
-        os.killpg(0, signal.SIGKILL)
+    if supervisor is not None:  # the thread below cannot end a rank that is stopped, or computes with the GIL held
+        process_tree.end_with_pipe(supervisor.sentinel)
+        process_tree.end_with_parent()
+    return None if supervisor is None else supervisor.sentinel
 
 
 def _redirect(folder: Path) -> None:
@@ -293,8 +345,30 @@ def failure_of(rank: int, error: BaseException) -> RankError:
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Return whether `error`, or one of its causes, is a collective that failed because another rank was gone."""
-    return any(isinstance(link, RuntimeError | OSError) and _PEER.search(str(link)) for link in _chain(error))
+    """Return whether `error`, or one of its causes, is a collective that failed because another rank was gone.
+
+    The script may use connections of its own, so a system error counts only where tutti or torch.distributed raised it.
+    """
+    return any(
+        isinstance(link, RuntimeError | OSError)
+        and _PEER.search(str(link)) is not None
+        and not (isinstance(link, OSError) and _is_outside_collectives(link))
+        for link in _chain(error)
+    )
+
+
+def _is_outside_collectives(error: BaseException) -> bool:
+    """Return whether the innermost frame, without those of Python's library, is none that talks to other ranks."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    innermost = next((file for file in reversed(files) if not _is_of_python(file)), None)
+    return innermost is not None and not innermost.startswith(_OURS) and _TORCH_DISTRIBUTED not in innermost
+
+
+def _is_of_python(file: str) -> bool:
+    return file.startswith(("<frozen ", f"{Path(os.__file__).parent}{os.sep}")) and "site-packages" not in file
+
+
+_TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from tutti.config.run_folder import RunFolder
+from tutti.config.step_rows import StepRowFiller
 from tutti.errors import TrainingError
 from tutti.launch.launcher import LaunchSpec
 
@@ -292,14 +293,15 @@ class RowTail:
 
     def __init__(self, path: Path, *, from_end: bool = True) -> None:
         self._lines = LineTail(path, from_end=from_end)
+        self._filler = StepRowFiller()
 
     def read(self) -> list[dict[str, Any]]:
         rows = []
         for line in self._lines.read():
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
-                rows.append(row)
+                rows.append(self._filler.fill(row))
         return rows

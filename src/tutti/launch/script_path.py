@@ -1,6 +1,8 @@
 """Checks of the user's script and of the run folder, before anything is started."""
 
+import json
 import shlex
+import socket
 import sys
 import tempfile
 import tokenize
@@ -9,8 +11,9 @@ from datetime import UTC, datetime
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from tutti.config.run_folder import RunFolder
+from tutti.config.run_folder import RunFolder, refuse_used_folder
 from tutti.errors import LaunchError, ScriptError
+from tutti.launch import process_tree
 
 _NO_SCRIPTS = (".csv", ".html", ".ipynb", ".json", ".log", ".md", ".rst", ".sh", ".toml", ".txt", ".yaml", ".yml")
 """Suffixes of what is no script even where Python can read it."""
@@ -75,23 +78,25 @@ def run_folder(asked: Path | None, resume: Path | None, name: str, node_rank: in
         node_rank: added to the name of a new folder on nodes other than 0.
 
     Raises:
-        LaunchError: the folder holds another run, or cannot be created or written.
+        LaunchError: the folder holds another run, is in use, or cannot be created or written.
     """
     if resume is not None and not resume.exists():
         raise LaunchError(f"--resume {resume} does not exist; name a run folder, or a checkpoint in one")
     if asked is not None:
         folder = asked
         resumes_here = resume is not None and folder.resolve() in (resume.resolve(), *resume.resolve().parents)
-        if RunFolder(folder).header.exists() and not resumes_here:
+        if RunFolder(folder).header.exists() and not resumes_here and not begins_again(folder):
             raise LaunchError(
                 f"{folder} already holds a run; give another --folder, or --resume {shlex.quote(str(folder))}"
             )
-    elif resume is not None and RunFolder(resume).header.exists():
+    elif resume is not None and (RunFolder(resume).header.exists() or begins_again(resume)):
         folder = resume
     else:
         folder = _new_folder(name, node_rank)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not node_rank:  # the first node may have begun already, in the same folder
+            refuse_used_folder(RunFolder(folder))
         with tempfile.TemporaryFile(dir=folder):  # a unique file: other nodes may test the same folder now
             pass
     except OSError as error:
@@ -99,6 +104,61 @@ def run_folder(asked: Path | None, resume: Path | None, name: str, node_rank: in
             f"run folder {folder} cannot be written ({error.strerror or error}); name another with --folder"
         ) from None
     return folder.resolve()
+
+
+def begins_again(folder: Path) -> bool:
+    """Return whether a folder holds a run that ended before its first checkpoint, so that it has to begin again.
+
+    A run that was completed does not, nor does one whose ranks still run on this host.
+
+    Raises:
+        LaunchError: it still runs.
+    """
+    files = RunFolder(folder)
+    if not (files.header.exists() or (folder / "ranks").is_dir()) or files.checkpoint_times():
+        return False
+    if _end_status(files.metrics) == "completed":
+        return False
+    _check_has_ended(folder)
+    return True
+
+
+def _end_status(metrics: Path) -> str | None:
+    """Return how a run ended last, by its metrics; None if it was killed, or still runs."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - _LAST_ROWS_NBYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and row.get("kind") in ("start", "end"):
+            return str(row["status"]) if row.get("kind") == "end" and "status" in row else None
+    return None
+
+
+_LAST_ROWS_NBYTES = 1 << 16
+
+
+def _check_has_ended(folder: Path) -> None:
+    header = RunFolder(folder).header
+    try:
+        ranks = json.loads(header.read_text(encoding="utf-8"))["ranks"]
+        own = [int(rank["pid"]) for rank in ranks if rank["host"] == socket.gethostname()]
+        written = header.stat().st_mtime
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    for pid in own:
+        since = process_tree.started_at(pid)
+        if since is not None and since <= written:
+            raise LaunchError(
+                f"{folder} holds a run that still runs on this host (process {pid}); wait for its end, or name another "
+                "--folder"
+            )
 
 
 def _new_folder(name: str, node_rank: int) -> Path:

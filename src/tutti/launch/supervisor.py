@@ -1,22 +1,35 @@
-"""Supervises started ranks until all have ended: the one loop of `tutti run`, for every launcher."""
+"""Supervises started ranks until all have ended: the one loop of `tutti run`, for every launcher.
 
-import contextlib
+A generation is one start of all ranks. Where restarts are allowed, a rank that dies ends its generation, and the next
+one continues from the newest checkpoint of the run.
+"""
+
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
-from tutti.config import serialization
-from tutti.config.run_folder import RunFolder
-from tutti.errors import SpecError
+from tutti.errors import RESUMABLE
+from tutti.launch.failure import (
+    Failure,
+    append_tracebacks,
+    clear_errors,
+    exit_error,
+    explain_timeout,
+    hang,
+    primary,
+    read_errors,
+    with_mismatch,
+)
+from tutti.launch.hang_watch import HangWatch
 from tutti.launch.launcher import Handle, LaunchSpec, RankError
 from tutti.launch.rank_watch import Watcher
+from tutti.launch.survival import MEMORY, RECOVER, Surviving, Survivors, Waiting
 
 Status = Literal["completed", "failed", "stopped"]
 
@@ -31,28 +44,26 @@ SETTLE_PEERS_S = 3.0
 """The same, in seconds, while only losses of peers are known and the cause is still to come."""
 
 
+RESTART_SETTLE_S = 0.2
+"""Seconds that they have once a cause is known, if the ranks are to be started again."""
+
+
+RESTART_GRACE_S = 0.5
+"""Seconds that ranks of a generation that is over have to write their last rows."""
+
+
+SURVIVORS_S = 5.0
+"""Seconds that ranks which outlive the failure of another one have to leave their step, once the first has."""
+
+
+FIRST_SURVIVOR_S = 20.0
+"""The same for the first of them, in seconds: it may have a long step to compute before it notices the failure."""
+
+
 GRACE_S = 5.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """The primary cause of a failed run: the same error on one or more ranks.
-
-    Attributes:
-        ranks: the ranks that failed with it.
-        first: the rank that failed first.
-        hosts: their hosts.
-        traceback: empty unless user code raised.
-        error: name of the exception's class; empty if there was none.
-    """
-
-    ranks: tuple[int, ...]
-    first: int
-    hosts: tuple[str, ...]
-    message: str
-    traceback: str
-    exit_code: int
-    error: str = ""
+TIME_LIMIT_CODE = 124
+"""The exit code where a time limit ended ranks that wrote no checkpoint, as that of timeout(1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +73,64 @@ class Outcome:
     Attributes:
         failure: set if a rank failed.
         signal: set if the run was stopped from outside.
+        resumable: whether the ranks wrote a checkpoint when they were stopped, and ended with exit code 75.
+        spec: what was started last; None for what was asked for.
+        restarts: how often the ranks were started again.
+        waiting: ranks that outlive the failure, and wait for their task in the next generation.
+        given_up: why they were not started again, as a sentence; empty if nobody asked for restarts.
     """
 
     status: Status
     exit_code: int
     failure: Failure | None = None
     signal: int | None = None
+    resumable: bool = False
+    spec: LaunchSpec | None = None
+    restarts: int = 0
+    given_up: str = ""
+    waiting: Mapping[int, Waiting] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """The next generation.
+
+    Attributes:
+        spec: what to start.
+        delay_s: seconds to wait before.
+        message: what happened and what comes next, in words.
+        survivors: the ranks of it that go on from memory; None if all of them are started anew.
+    """
+
+    spec: LaunchSpec
+    delay_s: float
+    message: str
+    survivors: Survivors | None = None
+
+
+class Recovery(Protocol):
+    """Decides what follows the failure of a generation."""
+
+    def may_restart(self, error: RankError) -> bool:
+        """Return whether a restart may follow this failure of a rank, so that there is no need to hear all others."""
+        ...
+
+    def after(
+        self,
+        spec: LaunchSpec,
+        failure: Failure,
+        waiting: Mapping[int, Waiting],
+        written_step: Callable[[int], int | None],
+    ) -> Restart | str:
+        """Return the next generation, or the sentence that says why there is none; "" if none was asked for.
+
+        Args:
+            spec: what has failed.
+            failure: how.
+            waiting: the ranks that outlive it.
+            written_step: the step of the states of random generators that a rank has left behind.
+        """
+        ...
 
 
 class Interrupts:
@@ -75,7 +138,7 @@ class Interrupts:
 
     Attributes:
         number: the first signal received, or None.
-        count: how many were received.
+        count: how many were received; of repeated ones only Ctrl-C counts.
     """
 
     def __init__(self) -> None:
@@ -84,20 +147,25 @@ class Interrupts:
 
     def take(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
+        if self.number is None or number == signal.SIGINT:  # a terminal that closes sends SIGHUP twice
+            self.count += 1
         self.number = self.number or number
-        self.count += 1
 
 
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Collect Ctrl-C, SIGTERM and SIGHUP while the context lasts, instead of ending the process."""
+    """Collect Ctrl-C, SIGTERM and SIGHUP while the context lasts, instead of ending the process.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
     received = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before: dict[signal.Signals, Any] = {
-        number: signal.signal(number, received.take) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before: dict[signal.Signals, Any] = {number: signal.signal(number, received.take) for number in numbers}
     try:
         yield received
     finally:
@@ -105,14 +173,21 @@ def interrupts() -> Iterator[Interrupts]:
             signal.signal(number, handler)
 
 
+def _only_waited(errors: Iterable[RankError]) -> bool:
+    """Return whether no rank has failed by itself: others only waited for it."""
+    return all(error.kind in ("peer", "user", "killed") for error in errors)
+
+
 def supervise(
-    start: Callable[[], Handle],
+    start: Callable[[LaunchSpec], Handle],
     spec: LaunchSpec,
     watcher: Watcher,
     interrupted: Interrupts,
     *,
     grace_s: float = GRACE_S,
+    stop_at_s: float | None = None,
     say: Callable[[str], None] = lambda words: None,
+    recovery: Recovery | None = None,
 ) -> Outcome:
     """Start the ranks and watch them until all have ended; leave none behind, whatever happens.
 
@@ -122,210 +197,193 @@ def supervise(
         watcher: shows their output.
         interrupted: the signals received so far.
         grace_s: seconds that ranks have to end by themselves when they are stopped.
+        stop_at_s: Unix time at which ranks stop by themselves; those that have not `grace_s` seconds later are ended.
         say: takes messages for the user while ranks still run.
+        recovery: decides whether the ranks are started again after a failure; None never does.
     """
-    clear_errors(spec)
+    restarts, begin = 0, start
+    generation: _Generation | None = None
     with watcher:
-        handle = start()
         try:
-            outcome = _watch(handle, spec, watcher, interrupted, grace_s, say)
+            while True:
+                clear_errors(spec)
+                generation = _Generation(spec, watcher, interrupted, grace_s, stop_at_s, say, recovery)
+                outcome = replace(generation.run(begin), spec=spec, restarts=restarts)
+                if outcome.failure is None:
+                    return outcome
+                following = generation.following(outcome)
+                if isinstance(following, str):
+                    outcome = replace(outcome, given_up=following)
+                    break
+                if stop_at_s is not None and time.time() + following.delay_s >= stop_at_s:
+                    outcome = replace(outcome, given_up="the time limit is over, so the ranks were not started again")
+                    break
+                begin = generation.succeeded_by(following, start)
+                causes = {rank: error for rank, error in read_errors(spec).items() if error.kind != "peer"}
+                append_tracebacks(spec, causes)
+                say(following.message)
+                _pause(following.delay_s, interrupted)
+                if interrupted.number is not None:
+                    return _stopped_between(interrupted.number, outcome)
+                clear_errors(spec)  # a smaller generation would leave those of its missing ranks
+                spec, restarts = following.spec, restarts + 1
         finally:
-            handle.stop(0)
-    if outcome.status == "failed":  # only now, because the watcher would have shown these lines too
-        append_tracebacks(spec, read_errors(spec))
+            if generation is not None:
+                generation.end()
+    append_tracebacks(spec, read_errors(spec))  # only now, because the watcher would have shown these lines too
     return outcome
 
 
-def _watch(
-    handle: Handle,
-    spec: LaunchSpec,
-    watcher: Watcher,
-    interrupted: Interrupts,
-    grace_s: float,
-    say: Callable[[str], None],
-) -> Outcome:
-    while True:
-        exits = handle.wait(POLL_S)
-        watcher.update()
-        if interrupted.number is not None:
-            say(f"stopping all ranks; they have {grace_s:g} s to end; press Ctrl-C again to kill them now")
-            handle.stop(grace_s, hurry=lambda: interrupted.count > 1)
-            return Outcome(status="stopped", exit_code=128 + interrupted.number, signal=interrupted.number)
-        if any(exits.values()):
-            return _failed(handle, spec, watcher, exits, grace_s)
-        if len(exits) == spec.local_world_size:
-            return Outcome(status="completed", exit_code=0)
+def _pause(seconds: float, interrupted: Interrupts) -> None:
+    deadline = time.monotonic() + seconds
+    while interrupted.number is None and (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(left, POLL_S))
 
 
-def _failed(handle: Handle, spec: LaunchSpec, watcher: Watcher, exits: Mapping[int, int], grace_s: float) -> Outcome:
-    """Collect the other ranks' errors, end the ranks and name the cause."""
-    errors: dict[int, RankError] = {}
-    waited_s = 0.0
-    while True:
-        for rank, code in exits.items():
-            if code and rank not in errors:
-                errors[rank] = read_errors(spec).get(rank) or killed(rank, code)
-        errors |= read_errors(spec)
-        known = any(error.kind != "peer" for error in errors.values())
-        # With a shared folder, the errors of other nodes' ranks count too, so that all nodes name the same cause.
-        heard = len(exits) == spec.local_world_size and (spec.nodes == 1 or len(errors) == spec.world_size)
-        if heard or waited_s >= (SETTLE_S if known else SETTLE_PEERS_S):
-            break
-        if len(exits) == spec.local_world_size:
-            time.sleep(POLL_S)
-        else:
+def _stopped_between(number: int, outcome: Outcome) -> Outcome:
+    return Outcome(
+        status="stopped", exit_code=128 + number, signal=number, spec=outcome.spec, restarts=outcome.restarts
+    )
+
+
+class _Generation:
+    """One start of all ranks, from `run` to its outcome; see `supervise` for the arguments."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        watcher: Watcher,
+        interrupted: Interrupts,
+        grace_s: float,
+        stop_at_s: float | None,
+        say: Callable[[str], None],
+        recovery: Recovery | None,
+    ) -> None:
+        self._spec, self._watcher, self._interrupted = spec, watcher, interrupted
+        self._grace_s, self._stop_at_s, self._say, self._recovery = grace_s, stop_at_s, say, recovery
+        self._handle: Handle | None = None
+        self._surviving: Surviving | None = None
+
+    def run(self, start: Callable[[LaunchSpec], Handle]) -> Outcome:
+        """Start the ranks, and return how they ended."""
+        self._handle, self._hangs = start(self._spec), HangWatch(self._spec)
+        surviving = self._recovery is not None and self._spec.environment.get(RECOVER) == MEMORY
+        self._surviving = cast(Surviving, self._handle) if surviving else None
+        return self._watch()
+
+    def end(self) -> None:
+        """End the ranks."""
+        if self._handle is not None:
+            self._handle.stop(0)
+
+    def following(self, outcome: Outcome) -> Restart | str:
+        """Return what follows a failure; see `Recovery.after`."""
+        assert outcome.failure is not None
+        if self._recovery is None:
+            return ""
+        written_step = self._surviving.written_step if self._surviving is not None else lambda rank: None
+        return self._recovery.after(self._spec, outcome.failure, outcome.waiting, written_step)
+
+    def succeeded_by(self, following: Restart, start: Callable[[LaunchSpec], Handle]) -> Callable[[LaunchSpec], Handle]:
+        """Return what starts the next generation; ranks that have no part in it are ended."""
+        if following.survivors is None or self._surviving is None:
+            self.end()
+            return start
+        return partial(self._surviving.regroup, survivors=following.survivors)
+
+    def _waiting(self) -> dict[int, Waiting]:
+        return self._surviving.waiting() if self._surviving is not None else {}
+
+    def _watch(self) -> Outcome:
+        assert self._handle is not None
+        handle, stopping_since = self._handle, 0.0
+        while True:
             exits = handle.wait(POLL_S)
-        waited_s += POLL_S
-        watcher.update()
-    handle.stop(grace_s)
-    watcher.update()
-    cause = primary(spec, errors, exits)
-    return Outcome(status="failed", exit_code=cause.exit_code or 1, failure=cause)
+            self._watcher.update()
+            if self._interrupted.number is not None:
+                return self._stop(self._interrupted.number)
+            if not exits and (verdict := self._hangs.look()) is not None:
+                handle.stop(RESTART_GRACE_S)
+                self._watcher.update()
+                return Outcome(status="failed", exit_code=1, failure=hang(verdict))
+            if self._stop_at_s is not None and time.time() > self._stop_at_s + self._grace_s:
+                return self._stop(None)
+            if any(code not in (0, RESUMABLE) for code in exits.values()) or self._waiting():
+                return self._failed(exits)
+            if len(exits) == self._spec.local_world_size:
+                return self._ended(exits)
+            if RESUMABLE in exits.values():  # the checkpoint is whole, so the others have no more to do
+                stopping_since = stopping_since or time.monotonic()
+                if time.monotonic() - stopping_since > self._grace_s:
+                    handle.stop(0)
+                    return Outcome(status="stopped", exit_code=RESUMABLE, resumable=True)
 
+    def _ended(self, exits: Mapping[int, int]) -> Outcome:
+        if RESUMABLE in exits.values():
+            return Outcome(status="stopped", exit_code=RESUMABLE, resumable=True)
+        return Outcome(status="completed", exit_code=0)
 
-_SIGNAL_CAUSES = {
-    signal.SIGKILL: "most likely the system ran out of memory; use a smaller batch, more microbatches or fewer ranks",
-    signal.SIGSEGV: "a crash in native code; run the script with `python -X faulthandler` to see where",
-    signal.SIGBUS: "most likely /dev/shm is full (use fewer data loader workers, or enlarge it), or a file was cut "
-    "short while it was mapped into memory",
-    signal.SIGABRT: "native code aborted; its last message is in the rank's stderr.log",
-    signal.SIGILL: "this processor lacks an instruction that a library was built for; install a build for it",
-    signal.SIGTERM: "another program ended this process; see the system's or the scheduler's log",
-    signal.SIGXCPU: "it reached its limit of processor time; raise it with `ulimit -t`",
-}
+    def _stop(self, number: int | None) -> Outcome:
+        """Let the ranks end, because of a signal, or of the time limit if there was none."""
+        reason = "stopping all ranks" if number is not None else "the time limit is over: stopping all ranks"
+        self._say(f"{reason}; they have {self._grace_s:g} s to end; press Ctrl-C again to kill them now")
 
+        def hurry() -> bool:
+            self._watcher.update()
+            return self._interrupted.count > (number is not None)
 
-def clear_errors(spec: LaunchSpec) -> None:
-    """Remove what this node's ranks recorded in an earlier run in the same folder."""
-    for rank in spec.ranks:
-        _error_file(spec.folder, rank).unlink(missing_ok=True)
-        (RunFolder(spec.folder).rank(rank) / "stopped").unlink(missing_ok=True)
+        assert self._handle is not None
+        self._handle.stop(self._grace_s, hurry=hurry)
+        self._watcher.update()
+        codes = set(self._handle.wait(0).values())
+        if RESUMABLE in codes and codes <= {0, RESUMABLE}:
+            return Outcome(status="stopped", exit_code=RESUMABLE, signal=number, resumable=True)
+        code = TIME_LIMIT_CODE if number is None else 128 + number
+        return Outcome(status="stopped", exit_code=code, signal=number)
 
-
-def read_errors(spec: LaunchSpec) -> dict[int, RankError]:
-    """Return the errors that ranks have written so far, by rank; those of other nodes too if the folder is shared."""
-    errors = {}
-    for rank in range(spec.world_size):
-        with contextlib.suppress(SpecError):
-            errors[rank] = serialization.load(RankError, _error_file(spec.folder, rank))
-    return errors
-
-
-def _error_file(folder: Path, rank: int) -> Path:
-    return RunFolder(folder).rank(rank) / "error.json"
-
-
-def killed(rank: int, code: int) -> RankError:
-    """Return the error of a rank that left no record: ended by a signal (`code` < 0 or 143), or by os._exit.
-
-    Args:
-        rank: the rank.
-        code: its exit code; -N for signal N.
-    """
-    if (
-        code < 0 or code == 128 + signal.SIGTERM
-    ):  # on SIGTERM a rank leaves through its `finally` blocks, with this code
-        number = signal.Signals(-code if code < 0 else code - 128)
-        cause = _SIGNAL_CAUSES.get(number, "see its stderr.log")
-        message = f"it was killed by signal {int(number)} ({number.name}): {cause}"
-    else:
-        message = f"it ended with exit code {code} and recorded no error; see its stderr.log"
-    return RankError(
-        rank=rank,
-        host=socket.gethostname(),
-        time_s=time.time(),
-        kind="killed",
-        exit_code=1 if code < 0 else code,
-        message=message,
-    )
-
-
-def primary(spec: LaunchSpec, errors: Mapping[int, RankError], exits: Mapping[int, int]) -> Failure:
-    """Return the cause among `errors`: the earliest that is not the loss of a peer, with all ranks that share it.
-
-    If every rank only lost another one, the cause is the rank that ended early or never answered.
-
-    Args:
-        spec: what was started on this node.
-        errors: errors by rank.
-        exits: exit codes of this node's ranks that ended on their own.
-    """
-    causes = [error for error in errors.values() if error.kind != "peer"]
-    if not causes:
-        return _peers_only(spec, errors, exits)
-    first = min(causes, key=lambda error: error.time_s)
-    return _failure(error for error in causes if (error.kind, error.message) == (first.kind, first.message))
-
-
-def _failure(errors: Iterable[RankError], message: str | None = None) -> Failure:
-    same = sorted(errors, key=lambda error: error.rank)
-    shown = min(same, key=lambda error: error.time_s)
-    raised = shown.kind in ("exception", "peer")
-    return Failure(
-        ranks=tuple(error.rank for error in same),
-        first=shown.rank,
-        hosts=tuple(dict.fromkeys(error.host for error in same)),
-        message=message or shown.message,
-        traceback=shown.traceback if raised else "",
-        exit_code=shown.exit_code,
-        error=shown.error,
-    )
-
-
-def _peers_only(spec: LaunchSpec, errors: Mapping[int, RankError], exits: Mapping[int, int]) -> Failure:
-    here = socket.gethostname()
-    early = tuple(rank for rank in spec.ranks if exits.get(rank) == 0)
-    silent = tuple(rank for rank in spec.ranks if rank not in exits and rank not in errors)
-    if early:
-        message = (
-            "the script ended there while other ranks still waited for it in a collective; every rank must take "
-            "the same number of steps"
-        )
-        return Failure(ranks=early, first=early[0], hosts=(here,), message=message, traceback="", exit_code=1)
-    if silent:
-        message = (
-            "it did not answer the other ranks in time, but has not failed; it hangs, or is far slower than they are: "
-            "see its stdout.log and stderr.log"
-        )
-        return Failure(ranks=silent, first=silent[0], hosts=(here,), message=message, traceback="", exit_code=1)
-    if spec.nodes > 1:
-        first = min(errors.values(), key=lambda error: error.time_s)
-        lost = f"{first.message}; a rank of another node failed or was cut off: see that node's output"
-        return _failure([first], lost)
-    return _failure([min(errors.values(), key=lambda error: error.time_s)])
-
-
-def sentence(spec: LaunchSpec, failure: Failure) -> str:
-    """Return the message for the user: which ranks, where and why, with the traceback if user code raised.
-
-    Args:
-        spec: what was started on this node.
-        failure: the cause.
-    """
-    if not failure.traceback:
-        return f"{_who(spec, failure)} failed: {failure.message}"
-    if failure.message in failure.traceback:
-        return f"{_who(spec, failure)} failed:\n{failure.traceback.rstrip()}"
-    return f"{_who(spec, failure)} failed: {failure.message}\n{failure.traceback.rstrip()}"
-
-
-def _who(spec: LaunchSpec, failure: Failure) -> str:
-    where = f"host{'s' if len(failure.hosts) > 1 else ''} {', '.join(failure.hosts)}"
-    if len(failure.ranks) == spec.world_size > 1:
-        return f"all {spec.world_size} ranks on {where}"
-    if len(failure.ranks) == 1:
-        return f"rank {failure.ranks[0]} on {where}"
-    *head, last = map(str, failure.ranks)
-    return f"ranks {', '.join(head)} and {last} on {where}"
-
-
-def append_tracebacks(spec: LaunchSpec, errors: Mapping[int, RankError]) -> None:
-    """Append the tracebacks to this node's stderr.log files. Ranks write them only to error files, to show them once.
-
-    Args:
-        spec: what was started on this node.
-        errors: errors by rank.
-    """
-    for rank in set(spec.ranks) & set(errors):
-        with contextlib.suppress(OSError), (RunFolder(spec.folder).rank(rank) / "stderr.log").open("a") as log:
-            log.write(errors[rank].traceback or errors[rank].message + "\n")
+    def _failed(self, exits: Mapping[int, int]) -> Outcome:
+        """Collect the other ranks' errors, end the ranks and name the cause."""
+        assert self._handle is not None
+        spec, handle = self._spec, self._handle
+        errors: dict[int, RankError] = {}
+        waiting = self._waiting()
+        told = read_errors(spec) | {rank: said.error for rank, said in waiting.items()}
+        verdict = explain_timeout(spec, told)  # as long as the ranks live
+        causes: list[RankError] = []
+        restarts = False
+        began, first_s = time.monotonic(), 0.0
+        if self._surviving is not None:
+            self._surviving.tell_lost()
+        while self._interrupted.number is None:
+            for rank, code in exits.items():
+                if code not in (0, RESUMABLE) and rank not in errors:
+                    errors[rank] = read_errors(spec).get(rank) or exit_error(spec, rank, code, handle)
+            waiting = self._waiting()
+            errors |= read_errors(spec) | {rank: said.error for rank, said in waiting.items()}
+            causes = [error for error in errors.values() if error.kind != "peer"]
+            restarts = bool(causes) and self._recovery is not None and all(map(self._recovery.may_restart, causes))
+            # With a shared folder, errors of other nodes' ranks count too, so that all nodes name the same cause.
+            ended = len(exits) + len(waiting) == spec.local_world_size
+            heard = ended and (spec.nodes == 1 or len(errors) == spec.world_size)
+            waited_s = time.monotonic() - began
+            first_s = first_s or (waited_s if waiting else 0.0)
+            settle_s = RESTART_SETTLE_S if restarts else SETTLE_S if causes else SETTLE_PEERS_S
+            if self._surviving is not None and (restarts or not causes):
+                settle_s = first_s + SURVIVORS_S if waiting else FIRST_SURVIVOR_S
+            if heard or waited_s >= settle_s:
+                break
+            if ended:
+                time.sleep(POLL_S)
+            else:
+                exits = handle.wait(POLL_S)
+            self._watcher.update()
+        if not waiting or (causes and not restarts):
+            waiting = {}
+            handle.stop(min(self._grace_s, RESTART_GRACE_S if restarts else GRACE_S))
+        self._watcher.update()
+        if RESUMABLE in exits.values() and all(error.kind == "peer" for error in errors.values()):
+            return Outcome(status="stopped", exit_code=RESUMABLE, resumable=True)  # the others only lost a rank
+        cause = with_mismatch(spec, primary(spec, errors, exits))
+        if verdict is not None and _only_waited(errors.values()):
+            cause = replace(cause, verdict=verdict.message) if cause.kind == "user" else hang(verdict)
+        return Outcome(status="failed", exit_code=cause.exit_code or 1, failure=cause, waiting=waiting)

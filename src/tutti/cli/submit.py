@@ -1,0 +1,195 @@
+"""Runs that a cluster's scheduler starts: `tutti submit`, `attach`, `status`, `logs` and `cancel`."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tutti.cli.options import PLACE, SCRIPT_CONTEXT, emit, json_option
+from tutti.commands.messages import console, guarded_streams
+from tutti.commands.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from tutti.commands.submit import Answer
+
+_RUN = click.Path(path_type=Path)
+
+
+def request_option(function: Any) -> Any:
+    """Add --request: settings of the job."""
+    says = "Settings of the cluster's job, such as partition=gpu,time=2h; tutti.toml has those of the project."
+    return click.option("--request", "requests", multiple=True, metavar="NAME=VALUE,...", help=says)(function)
+
+
+@click.command("submit", context_settings=SCRIPT_CONTEXT)
+@click.option("--on", metavar="NAME", help="The scheduler: slurm; that of tutti.toml if not given.")
+@click.option("--nnodes", type=click.IntRange(1), help="Number of nodes.")
+@request_option
+@click.option("--folder", type=_RUN, help="The run folder, which all nodes see; runs/NAME-TIME if not given.")
+@click.option("--resume", type=PLACE, metavar="RUN|URL", help="Continue from a run folder, a checkpoint, or a store.")
+@click.option("--dry-run", is_flag=True, help="Show what would be submitted.")
+@click.option("--follow", is_flag=True, help="Show the run until it has ended, as `tutti attach` does.")
+@json_option
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF tutti run] SCRIPT [ARGUMENTS]...")
+def submit_command(words: tuple[str, ...], follow: bool, as_json: bool, **given: Any) -> None:
+    """Submit a run to a cluster's scheduler and return; all options of `tutti run` hold.
+
+    The job stops with a checkpoint before its time limit and when it is preempted, and goes on by itself.
+    """
+    context = click.get_current_context()
+    commands = context.find_root().command
+    run = commands.get_command(context, "run") if isinstance(commands, click.Group) else None
+    assert run is not None
+    folder = submitted(run, words, as_json=as_json, **given)
+    if follow and folder is not None:
+        sys.exit(_followed(folder))
+
+
+def submitted(
+    run: click.Command,
+    words: Sequence[str],
+    *,
+    on: str | None,
+    nnodes: int | None,
+    requests: Sequence[str],
+    folder: Path | None,
+    resume: Path | str | None,
+    dry_run: bool = False,
+    as_json: bool = False,
+) -> Path | None:
+    """Submit a run, and say so; return its folder, or None if nothing was submitted.
+
+    Args:
+        run: the command `tutti run`, which reads its arguments.
+        words: the other arguments of `tutti run`.
+        on, nnodes: None for what tutti.toml says.
+        requests, folder, resume, dry_run, as_json: see the options.
+    """
+    from tutti.clusters.profile_file import read_profile
+    from tutti.commands.submit import submit
+
+    defaults = read_profile(Path.cwd()).run
+    read = run.make_context("tutti submit", list(words)).params
+    options = RunOptions(
+        **{name: value for name, value in read.items() if name not in ("requests", "launcher", "timeout_s")}
+    )
+    options = replace(options, nnodes=nnodes or defaults.nnodes or 1, folder=folder, resume=resume)
+    done = submit(options, words, on=on or defaults.on or "slurm", requests=requests, dry_run=dry_run)
+    if as_json:
+        emit(done)
+    elif dry_run:
+        click.echo(done.preview, nl=False)
+    else:
+        console.print(
+            f"{done.scheduler} job {done.job}: {done.folder}\n"
+            f"`tutti attach`, `tutti logs -f` and `tutti cancel` take this folder; `tutti status` lists all runs",
+            markup=False,
+            soft_wrap=True,
+        )
+    return done.folder if done.job else None
+
+
+def default_launcher() -> str:
+    """Return what starts ranks where the command line does not say it: that of tutti.toml, or this machine."""
+    here = Path.cwd()
+    if not any((directory / "tutti.toml").is_file() for directory in (here, *here.parents)):
+        return "local"
+    from tutti.clusters.profile_file import read_profile
+
+    return read_profile(here).run.on or "local"
+
+
+def submitted_and_followed(words: Sequence[str]) -> int:
+    """Submit a run that `tutti run` was asked for, follow it, and return its exit code.
+
+    Args:
+        words: the arguments of `tutti run`.
+    """
+    mine = ("on", "nnodes", "requests", "folder", "resume", "words")
+    own = [parameter for parameter in submit_command.params if parameter.name in mine]
+    command = click.Command("tutti run", params=own, context_settings=SCRIPT_CONTEXT)
+    folder = submitted(click.get_current_context().command, **command.make_context("tutti run", list(words)).params)
+    assert folder is not None
+    return _followed(folder)
+
+
+@click.command("attach")
+@click.argument("run", type=_RUN)
+def attach_command(run: Path) -> None:
+    """Show a submitted run until it has ended: what its first rank prints, and its progress."""
+    sys.exit(_followed(run))
+
+
+@click.command("status")
+@click.argument("runs", type=_RUN, nargs=-1)
+@json_option
+def status_command(runs: tuple[Path, ...], as_json: bool) -> None:
+    """List submitted runs, or those named: state, nodes, step and loss."""
+    from tutti.commands.submit import states
+
+    found = states(runs)
+    if as_json:
+        emit(found)
+        return
+    for state in found.runs:
+        total = f" of {state.total_steps}" if state.total_steps else ""
+        step = f"step {state.step}{total}" if state.step is not None else ""
+        loss = f"loss {state.loss:.4g}" if state.loss is not None else ""
+        where = state.nodes and f"on {state.nodes}"
+        about = ", ".join(filter(None, (f"{state.scheduler} job {state.job}", state.reason, where, step, loss)))
+        console.print(f"{state.folder}: {state.state} ({about})", markup=False, soft_wrap=True)
+    if not found.runs:
+        console.print("no run was submitted from here; `tutti submit` does it")
+
+
+@click.command("logs")
+@click.argument("run", type=_RUN)
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option("--rank", type=click.IntRange(0), help="What this rank prints, instead of what the nodes print.")
+def logs_command(run: Path, follow: bool, rank: int | None) -> None:
+    """Print what a submitted run prints."""
+    from tutti.commands.submit import output, show
+
+    with guarded_streams():
+        try:
+            for text in output(run, rank, follow=follow):
+                show(text)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+
+@click.command("cancel")
+@click.argument("run", type=_RUN)
+@click.option("--checkpoint", is_flag=True, help="Let the ranks write a checkpoint first.")
+def cancel_command(run: Path, checkpoint: bool) -> None:
+    """End a submitted run."""
+    from tutti.commands.submit import end_run
+
+    record = end_run(run, checkpoint=checkpoint)
+    how = "is told to write a checkpoint and to stop" if checkpoint else "is cancelled"
+    console.print(f"{record.scheduler} job {record.job} {how}", soft_wrap=True)
+
+
+def _followed(folder: Path) -> int:
+    from tutti.commands.run import screen
+    from tutti.commands.submit import follow
+
+    with guarded_streams():
+        return follow(folder, screen(shown=True), _asked)
+
+
+def _asked() -> "Answer":
+    """Ask what Ctrl-C means; leave the run alone where nobody can be asked."""
+    if not sys.stdin.isatty():
+        return "leave"
+    choice = click.Choice(["leave", "stop", "cancel"])
+    try:
+        answer = click.prompt(
+            "\nleave the run alone, stop it with a checkpoint, or cancel it", type=choice, default="leave", err=True
+        )
+    except click.Abort:
+        return "leave"
+    return "stop" if answer == "stop" else "cancel" if answer == "cancel" else "leave"

@@ -1,0 +1,43 @@
+"""`tutti why`: why a run hangs, or what each of its ranks did last."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from tutti.cli.options import emit, json_option
+from tutti.commands.why import explained, write_trace
+from tutti.config.safe_text import plain_text
+
+_MOST_FRAMES = 12
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@click.option("--stacks", is_flag=True, help="Show the Python stack of every living rank, too.")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write the last events of all ranks as a trace for Perfetto or chrome://tracing.")  # fmt: skip
+@json_option
+def command(run: Path, stacks: bool, trace: Path | None, as_json: bool) -> None:
+    """Say why RUN (a run folder) hangs: which ranks wait where, and what the missing rank does. Exits with 1 then.
+
+    A run that has ended is explained by what its ranks recorded last.
+    """
+    if trace is not None:
+        write_trace(run, trace)
+    explanation = explained(run)
+    if as_json:
+        emit(explanation)
+    else:
+        _print(explanation.message)
+        for rank, words in explanation.ranks.items():
+            _print(f"rank {rank} {words}")
+            for line in explanation.stacks.get(rank, ())[:_MOST_FRAMES] if stacks else ():
+                _print(f"    {line}")
+        for rank, words in explanation.damaged.items():
+            _print(f"rank {rank}: {words}")
+    sys.exit(explanation.status == "hangs")
+
+
+def _print(line: str) -> None:
+    click.echo(plain_text(line))

@@ -1,0 +1,362 @@
+"""Runs that a cluster's scheduler starts: submit, follow, list, show and end them."""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from tutti.clusters.cluster_job import (
+    RECORD,
+    STAY_STOPPED,
+    JobRecord,
+    JobRequest,
+    JobStatus,
+    Scheduler,
+    read_record,
+    write_record,
+)
+from tutti.clusters.profile_file import read_profile, with_requests
+from tutti.clusters.schedulers import scheduler_for
+from tutti.commands.messages import console, warn
+from tutti.commands.run_conclusion import short
+from tutti.commands.run_options import (
+    RunOptions,
+    check_nodes,
+    check_relax,
+    check_restarts,
+    given_mesh,
+    given_plan,
+    ranks_per_node,
+)
+from tutti.config.run_folder import RunFolder
+from tutti.environment import state_folder
+from tutti.errors import RESUMABLE, LaunchError, ScriptError, TuttiError
+
+POLL_S = 1.0
+"""Seconds between two questions to the scheduler."""
+
+_TAIL_NBYTES = 1 << 16
+
+Answer = Literal["leave", "stop", "cancel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedRun:
+    """A run that was submitted, or with `--dry-run` what would be.
+
+    Attributes:
+        job: its number; empty if nothing was submitted.
+        preview: what was submitted, as text.
+    """
+
+    folder: Path
+    scheduler: str
+    job: str
+    preview: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """A submitted run, as `tutti status` shows it.
+
+    Attributes:
+        step, total_steps, loss: of the last completed step; None before the first.
+    """
+
+    folder: str
+    scheduler: str
+    job: str
+    name: str
+    state: str
+    reason: str
+    nodes: str
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedRuns:
+    """What `tutti status` shows, the newest run last."""
+
+    runs: tuple[RunState, ...]
+
+
+def submit(
+    options: RunOptions, words: Sequence[str], *, on: str, requests: Sequence[str] = (), dry_run: bool = False
+) -> SubmittedRun:
+    """Submit a run to a cluster.
+
+    Args:
+        options: of `tutti run`; its folder, number of nodes and checkpoint to resume from are the job's.
+        words: the other arguments of `tutti run`, as they were given.
+        on: the scheduler's name.
+        requests: settings of the job, such as "partition=gpu,time=2h".
+        dry_run: submit nothing.
+
+    Raises:
+        TuttiError: what `tutti run` would refuse, or the scheduler refuses.
+    """
+    from tutti.launch.script_path import run_folder
+
+    scheduler, profile = scheduler_for(on), read_profile(Path.cwd())
+    nproc = _checked(options)
+    asked = options.folder
+    if dry_run:
+        folder = (asked or Path("runs") / f"{options.name}-TIME").resolve()
+    else:
+        resume = options.resume if isinstance(options.resume, Path) else None
+        folder = run_folder(asked, resume, options.name)
+    request = JobRequest(
+        name=options.name,
+        folder=folder,
+        directory=Path.cwd(),
+        words=tuple(words),
+        resume=options.resume.resolve() if isinstance(options.resume, Path) else options.resume,
+        nodes=options.nnodes,
+        nproc=nproc,
+        grace_s=options.grace_s,
+        settings=with_requests(getattr(profile, on, {}), requests),
+    )
+    preview = scheduler.preview(request)
+    if dry_run:
+        return SubmittedRun(folder=folder, scheduler=on, job="", preview=preview)
+    with contextlib.suppress(FileNotFoundError):
+        (folder / STAY_STOPPED).unlink()
+    job = scheduler.submit(request)
+    record = JobRecord(
+        scheduler=on,
+        job=job,
+        name=options.name,
+        nodes=options.nnodes,
+        nproc=nproc,
+        submitted_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        log=scheduler.log(request, job),
+    )
+    write_record(folder, record)
+    _remember(folder)
+    return SubmittedRun(folder=folder, scheduler=on, job=job, preview=preview)
+
+
+def _checked(options: RunOptions) -> tuple[int, ...] | None:
+    """Check what can be checked before a job starts, and return the ranks of each node."""
+    from tutti.launch.script_path import check_module, check_script
+
+    if not options.target:
+        raise ScriptError("no script was named; write `tutti submit train.py`")
+    if options.rendezvous is not None or options.node_rank:
+        raise LaunchError(
+            "the cluster numbers its nodes and says where they meet; leave --rendezvous and --node-rank out"
+        )
+    if options.module:
+        check_module(options.script)
+    else:
+        check_script(Path(options.script))
+    check_relax(options)
+    check_nodes(replace(options, rendezvous="node0:1" if options.nnodes > 1 else None))
+    check_restarts(options)
+    return ranks_per_node(options, given_plan(options), given_mesh(options))
+
+
+def follow(folder: Path, screen: Any, ask: Callable[[], Answer]) -> int:
+    """Show a submitted run until it has ended, and return its exit code.
+
+    Args:
+        folder: the run folder.
+        screen: makes the watcher that shows what the first rank prints.
+        ask: called on Ctrl-C: whether to leave the run alone, to stop it with a checkpoint, or to cancel it.
+
+    Raises:
+        LaunchError: the folder is of no submitted run, or the scheduler does not answer.
+    """
+    from tutti.launch.launcher import LaunchSpec
+
+    record = read_record(folder)
+    scheduler = scheduler_for(record.scheduler)
+    spec = LaunchSpec(target=record.name, folder=folder.resolve())
+    status = JobStatus(state="unknown")
+    with screen(spec) as watcher:
+        while True:
+            try:
+                watcher.update()
+                now = scheduler.status(record.job)
+                if (now.state, now.reason) != (status.state, status.reason):
+                    console.print(_says(record, now), style="dim", markup=False, soft_wrap=True)
+                status = now
+                if status.ended or status.state == "unknown":
+                    break
+                time.sleep(POLL_S)
+            except KeyboardInterrupt:
+                answer = ask()
+                if answer == "leave":
+                    console.print(f"the job goes on; `tutti attach {short(folder)}` shows it again", markup=False)
+                    return 0
+                end_run(folder, checkpoint=answer == "stop")
+    return _concluded(folder, record, status)
+
+
+def _says(record: JobRecord, status: JobStatus) -> str:
+    about = f" ({status.reason})" if status.reason else f" on {status.nodes}" if status.nodes else ""
+    return f"{record.scheduler} job {record.job}: {status.state}{about}"
+
+
+def _concluded(folder: Path, record: JobRecord, status: JobStatus) -> int:
+    """Say how a run ended, and return its exit code."""
+    code = status.exit_code if status.exit_code is not None else 1
+    page = RunFolder(folder).report / "report.html"
+    if status.state == "completed" and not code:
+        if page.exists():
+            console.print(f"report: {short(page)}", soft_wrap=True, markup=False)
+        return 0
+    if code == RESUMABLE:
+        console.print(f"stopped with a checkpoint; go on with `tutti submit --resume {short(folder)}` and the script")
+        return code
+    tail = _tail(Path(record.log)).splitlines()[-20:]
+    if tail:
+        console.print("\n".join(tail), markup=False, soft_wrap=True, style="red")
+    warn(f"{_says(record, status)}; the whole output is in {record.log}")
+    return code or 1
+
+
+def end_run(folder: Path, *, checkpoint: bool) -> JobRecord:
+    """End a submitted run.
+
+    Args:
+        folder: the run folder.
+        checkpoint: let the ranks write a checkpoint first.
+
+    Raises:
+        LaunchError: the folder is of no submitted run, the job has ended, or the scheduler does not answer.
+    """
+    record = read_record(folder)
+    scheduler = scheduler_for(record.scheduler)
+    status = scheduler.status(record.job)
+    if status.ended or status.state == "unknown":
+        raise LaunchError(f"{record.scheduler} job {record.job} of {short(folder)} has ended already ({status.state})")
+    (folder / STAY_STOPPED).touch()
+    if checkpoint and status.state == "running":
+        scheduler.stop(record.job)
+    else:
+        scheduler.cancel(record.job)
+    return record
+
+
+def states(folders: Sequence[Path] = ()) -> SubmittedRuns:
+    """Return the state of submitted runs.
+
+    Args:
+        folders: run folders; all that are known if there are none.
+    """
+    known = [Path(folder).resolve() for folder in folders] or _known()
+    found = []
+    for folder in known:
+        record = read_record(folder)
+        try:
+            status = scheduler_for(record.scheduler).status(record.job)
+        except TuttiError as error:
+            status = JobStatus(state="unknown", reason=str(error))
+        row = _last_step(folder)
+        found.append(
+            RunState(
+                folder=short(folder),
+                scheduler=record.scheduler,
+                job=record.job,
+                name=record.name,
+                state=status.state,
+                reason=status.reason,
+                nodes=status.nodes,
+                step=row.get("step"),
+                total_steps=row.get("total_steps"),
+                loss=row.get("loss"),
+            )
+        )
+    return SubmittedRuns(runs=tuple(found))
+
+
+def output(folder: Path, rank: int | None, *, follow: bool) -> Iterator[str]:
+    """Yield what a submitted run prints.
+
+    Args:
+        folder: the run folder.
+        rank: only what this rank prints.
+        follow: go on until the job has ended.
+
+    Raises:
+        LaunchError: the folder is of no submitted run, or the rank has printed nothing.
+    """
+    from tutti.launch.rank_watch import Tail
+
+    record = read_record(folder)
+    own = RunFolder(folder).rank(rank or 0)
+    files = [Path(record.log)] if rank is None else [own / "stdout.log", own / "stderr.log"]
+    if rank is not None and not follow and not own.is_dir():
+        raise LaunchError(f"{short(folder)} has no rank {rank} yet, or never had one; `tutti status` shows its state")
+    scheduler = scheduler_for(record.scheduler)
+    tails = [Tail(file, from_end=False) for file in files]
+    while True:
+        going_on = follow and not _is_over(scheduler, record)
+        yield from filter(None, (tail.read() for tail in tails))
+        if not going_on:
+            return
+        time.sleep(POLL_S)
+
+
+def _is_over(scheduler: Scheduler, record: JobRecord) -> bool:
+    status = scheduler.status(record.job)
+    return status.ended or status.state == "unknown"
+
+
+def _last_step(folder: Path) -> dict[str, Any]:
+    """Return the last row of a step in a run's metrics; empty before the first."""
+    for line in reversed(_tail(RunFolder(folder).metrics).splitlines()):
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and row.get("kind") == "step":
+                return row
+    return {}
+
+
+def _tail(file: Path) -> str:
+    try:
+        with file.open("rb") as data:
+            data.seek(max(0, file.stat().st_size - _TAIL_NBYTES))
+            return data.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _register() -> Path:
+    """Return the file that lists the folders of all submitted runs of this user."""
+    return state_folder() / "submitted.txt"
+
+
+def _remember(folder: Path) -> None:
+    register = _register()
+    try:
+        register.parent.mkdir(parents=True, exist_ok=True)
+        with register.open("a", encoding="utf-8") as lines:
+            lines.write(f"{json.dumps(str(folder))}\n")
+    except OSError as error:
+        warn(f"{register} cannot be written ({error.strerror}), so `tutti status` shows this run only in its directory")
+
+
+def _known() -> list[Path]:
+    """Return the folders of the submitted runs that still exist, in the order of their submission."""
+    folders: dict[Path, None] = {}
+    with contextlib.suppress(OSError):
+        for line in _register().read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                folders[Path(str(json.loads(line)))] = None
+    folders |= dict.fromkeys(file.parent.resolve() for file in sorted(Path("runs").glob(f"*/{RECORD}")))
+    return [folder for folder in folders if (folder / RECORD).is_file()]
+
+
+def show(text: str) -> None:
+    """Print output of a run on standard output."""
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,37 @@
+"""Durations, and options about restarts that contradict each other."""
+
+import pytest
+
+from tutti.commands.run_options import RunOptions, check_restarts, duration_s
+from tutti.errors import LaunchError
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("90s", 90), ("90", 90), (1.5, 1.5), ("45m", 2700), ("2h30m", 9000), ("1d", 86400), ("1h 5s", 3605)],
+)
+def test_durations(given: str | float, seconds: float) -> None:
+    assert duration_s(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "0", "-3", "2x", "1m2h", "h", "nan", "inf", "0s"])
+def test_what_is_no_duration_is_refused(given: str) -> None:
+    with pytest.raises(LaunchError, match="is no duration above 0"):
+        duration_s(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"min_ranks": 2}, "--min-ranks says how a run goes on"),
+        ({"on_failure": "shrink"}, "--on-failure says how a run goes on"),
+        ({"max_restarts": 1, "nnodes": 2}, "starts the ranks of one node again"),
+    ],
+)
+def test_options_about_restarts_must_agree(given: dict[str, object], words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        check_restarts(RunOptions(target=("t.py",), **given))  # type: ignore[arg-type]
+
+
+def test_options_about_restarts() -> None:
+    check_restarts(RunOptions(target=("t.py",), max_restarts=2, min_ranks=1, on_failure="shrink"))

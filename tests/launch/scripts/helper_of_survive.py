@@ -1,0 +1,3 @@
+"""A module of survive.py's own, which keeps something between imports."""
+
+RUNS: list[int] = []

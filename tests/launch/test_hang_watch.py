@@ -1,0 +1,129 @@
+"""Which ranks hang before their time-out, and what a verdict says of records that no live run leaves."""
+
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tutti.commands.why import explained, write_trace
+from tutti.config.run_folder import RunFolder
+from tutti.errors import ReportError
+from tutti.event_record import FILE_NAME, EventRecorder, RecordState, read_state
+from tutti.launch.failure import hang, sentence
+from tutti.launch.hang_verdict import judge
+from tutti.launch.hang_watch import LEAST_S, STEPS, HangWatch, is_idle, limit
+from tutti.launch.launcher import LaunchSpec
+from tutti.launch.rank_views import ObservedRank, ProcessState, view_ranks
+
+
+@pytest.fixture
+def recorders(tmp_path: Path) -> list[EventRecorder]:
+    """Those of three ranks, all of this process."""
+    made = []
+    for rank in range(3):
+        RunFolder(tmp_path).rank(rank).mkdir(parents=True)
+        made.append(EventRecorder(RunFolder(tmp_path).rank(rank) / FILE_NAME, rank, 3))
+    return made
+
+
+def looked_at(folder: Path) -> list[ObservedRank]:
+    return view_ranks(RunFolder(folder), range(3), ask=False)
+
+
+def state(folder: Path, rank: int) -> RecordState:
+    return read_state(RunFolder(folder).rank(rank) / FILE_NAME)
+
+
+def test_the_limit_is_ten_of_the_slowest_step(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    for recorder in recorders[:2]:
+        for seconds in (100.0, 0.5, 7.0, 1.0):  # the first is not counted
+            recorder.step_ended("job.step", seconds)
+    states = [state(tmp_path, rank) for rank in range(3)]
+    assert limit(states, 600.0) == 600.0, "one rank has made no step yet"
+    assert limit(states[:2], 600.0) == STEPS * 7.0
+    assert limit(states[:2], 50.0) == 50.0
+    assert limit([replace(each, slowest_s=0.1) for each in states[:2]], 600.0) == LEAST_S
+    assert limit([], 600.0) == 600.0
+
+
+def test_a_rank_that_works_is_not_idle() -> None:
+    before = ProcessState(pid=1, letter="S", cpu_s=10.0, switches=100, nbytes=5000)
+    assert is_idle(before, before, 30.0, waits=False)
+    assert is_idle(before, replace(before, cpu_s=10.5, nbytes=50_000, switches=150), 30.0, waits=False)
+    assert not is_idle(before, replace(before, cpu_s=12.0), 30.0, waits=False)
+    assert not is_idle(before, replace(before, nbytes=1_000_000), 30.0, waits=False)
+    assert not is_idle(before, replace(before, switches=400), 30.0, waits=False)
+    assert is_idle(before, replace(before, switches=400), 30.0, waits=True), "shared memory is waited for in turns"
+
+
+def test_nothing_is_said_of_ranks_that_do_not_wait(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    watch = HangWatch(LaunchSpec(target="train.py", folder=tmp_path, ranks_per_node=(3,), timeout_s=0.01))
+    for recorder in recorders:
+        recorder.begin("operation", "job.step", (0, 1))
+    assert judge(looked_at(tmp_path), time.time()).kind == "none"
+    for _ in range(3):
+        assert watch.look() is None
+
+
+def test_all_in_one_collective_are_cut_off(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    for recorder in recorders:
+        recorder.begin_collective("barrier", (0, "0,1,2#0"), None, blocking=True)
+    verdict = judge(looked_at(tmp_path), time.time() + 60)
+    assert (verdict.kind, verdict.waiting, verdict.missing) == ("stuck", (0, 1, 2), ())
+    assert verdict.message.startswith(
+        "ranks 0, 1 and 2 wait for 60 s in barrier 1 of ranks 0, 1, 2, to which all have "
+    )
+    spec = LaunchSpec(target="train.py", folder=tmp_path, ranks_per_node=(3,))
+    assert sentence(spec, hang(verdict)) == f"all 3 ranks on host {socket.gethostname()} hang: {verdict.message}"
+
+
+def test_who_waits_for_whom_over_groups(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    recorders[0].begin_collective("broadcast", (1, "0,1#1"), None, blocking=True)
+    recorders[1].begin_collective("broadcast", (2, "1,2#2"), None, blocking=True)
+    verdict = judge(looked_at(tmp_path), time.time())
+    assert (verdict.kind, verdict.missing, verdict.waiting) == ("missing", (2,), (0, 1))
+    assert "rank 2 has not come" in verdict.message
+
+
+def test_processes_of_shared_memory_are_named_as_ranks(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    import torch
+
+    recorders[0].begin_flat("shared-memory exchange", f"pid {os.getpid()}#1", torch.float32, 8)
+    recorders[0].wait_begins("statistics over replicate")
+    verdict = judge(looked_at(tmp_path)[:1], time.time())
+    assert "shared-memory exchange 1 of float32 [8], statistics over replicate" in verdict.message
+
+
+def test_a_wait_whose_error_was_caught_is_over(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    recorders[0].wait_begins("gradients")
+    assert judge(looked_at(tmp_path), time.time()).kind == "missing"
+    time.sleep(0.01)
+    recorders[0].begin("loader", "next batch")
+    assert judge(looked_at(tmp_path), time.time()).kind == "none"
+
+
+def test_ranks_that_an_earlier_run_left_behind_are_missed_by_nobody(tmp_path: Path) -> None:
+    for rank, world_size in ((2, 3), (0, 2), (1, 2)):
+        RunFolder(tmp_path).rank(rank).mkdir(parents=True)
+        EventRecorder(RunFolder(tmp_path).rank(rank) / FILE_NAME, rank, world_size).begin("operation", "job.step")
+    assert list(explained(tmp_path).ranks) == [0, 1]
+
+
+def test_a_trace_has_the_events_of_all_ranks(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    assert len(json.loads(write_trace(tmp_path, tmp_path / "empty.json").read_text())["traceEvents"]) == 3
+    recorders[1].end(recorders[1].begin("operation", "job.step", (0, 2)))
+    recorders[2].begin_collective("barrier", (0, "0,1,2#0"), None, blocking=True)
+    entries = json.loads(write_trace(tmp_path, tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [entry["args"]["name"] for entry in entries if entry["ph"] == "M"] == ["rank 0", "rank 1", "rank 2"]
+    step, barrier = [entry for entry in entries if entry["ph"] == "X"]
+    assert (step["name"], step["pid"], step["tid"], step["cat"]) == ("job.step", 1, 0, "operation")
+    assert abs(step["ts"] / 1e6 - time.time()) < 60
+    assert (barrier["pid"], barrier["tid"], barrier["args"]["pending"]) == (2, 1, True)
+    with pytest.raises(ReportError, match="cannot be written"):
+        write_trace(tmp_path, tmp_path / "missing" / "trace.json")
+    with pytest.raises(ReportError, match="no rank of"):
+        write_trace(tmp_path / "missing", tmp_path / "trace.json")
