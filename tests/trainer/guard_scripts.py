@@ -1,6 +1,5 @@
 """Scripts that the guard watches, mistakes and their correct twins; each is trained by `said`."""
 
-import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 import tutti
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan
+from tutti.trainer.metrics import read_rows
 
 Loss = Callable[[Any, Any], Any]
 
@@ -518,7 +518,7 @@ MISTAKES: dict[str, tuple[Script, str]] = {
     ),
     "rate at the end": (
         Script(change=late_rate_of_rank, epoch=True),
-        "RankMismatchError: the end of training: 'lr' of group 0 of AdamW is 0.1 on rank 0 and 0.2 on rank 1",
+        r"RankMismatchError: after step \d+: 'lr' of group 0 of AdamW is 0.1 on rank 0 and 0.2 on rank 1",
     ),
 }
 
@@ -604,6 +604,6 @@ def said(name: str, script: Script, ranks: int, lines: set[str] | None = None) -
     if isinstance(one := script.loss, CountingLoss):
         counted.append((one.calls, len(one.seen), float(one.count), _calls, one.inner(), one.drawn))
     metrics = folder / "metrics.jsonl"
-    rows = map(json.loads, metrics.read_text().splitlines()) if rank == 0 and metrics.exists() else ()
+    rows = read_rows(metrics) if rank == 0 else ()
     found += [f"warning: {row['sentence']}" for row in rows if row["kind"] == "guard"]
     return found, counted

@@ -1,6 +1,5 @@
 """AdaScale: rates and the schedule follow the measured gain, and a resumed run goes on as if nothing had happened."""
 
-import json
 import math
 import os
 from pathlib import Path
@@ -16,6 +15,7 @@ from trainer.training import Mlp, vectors
 from tutti.errors import PlanError
 from tutti.optim.gradient_noise_scale import NoiseAverages, adascale_gain
 from tutti.optim.gradient_noise_scale import NoiseEstimate as One
+from tutti.trainer.metrics import read_rows
 
 
 def train(folder: str, epochs: int, resume: str | None = None) -> dict[str, Any]:
@@ -34,8 +34,7 @@ def train(folder: str, epochs: int, resume: str | None = None) -> dict[str, Any]
             job.step(batch)
     rows = []
     if job.is_main:
-        text = (Path.cwd() / folder / "metrics.jsonl").read_text()
-        rows = [row for row in map(json.loads, text.splitlines()) if row["kind"] == "step"]
+        rows = [row for row in read_rows(Path.cwd() / folder / "metrics.jsonl") if row["kind"] == "step"]
     state = {name: value.clone() for name, value in model.state_dict().items()}
     return {"rows": rows, "state": state, "lr": optimizer.param_groups[0]["lr"]}
 

@@ -14,7 +14,7 @@ from torch import nn
 import tutti
 from harness import run_ranks
 from trainer.training import Mlp, vectors
-from tutti.checkpoint.index import read_run_state
+from tutti.checkpoint.sources import open_checkpoint
 from tutti.errors import CheckpointError, ScriptError
 from tutti.trainer.callbacks import JobCallbacks
 from tutti.trainer.metrics import read_rows
@@ -242,7 +242,7 @@ def test_a_run_stopped_within_an_epoch_resumes_at_the_next_batch(runs: Any) -> N
     for size in (3, 1):
         first, second = runs[size][0][1]
         assert (len(first), len(second)) == (10, 11)
-        state = read_run_state(runs["roots"][size] / "within" / "checkpoints" / "step-00000010" / "run.pt")
+        state = open_checkpoint(runs["roots"][size] / "within" / "checkpoints" / "step-00000010").run_state
         assert (state["epoch"], state["position"]) == (1, 3)
     torch.testing.assert_close(runs[1][0][1], runs[3][0][1], rtol=1e-12, atol=0)
 

@@ -1,9 +1,11 @@
 """The environments of launchers: tutti, torchrun, srun, mpirun, and none."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tutti.environment import RENDEZVOUS_PORTS, RankEnvironment, read_rank_environment
-from tutti.errors import LaunchError
+from tutti.environment import RENDEZVOUS_PORTS, RankEnvironment, read_launch_options, read_rank_environment
+from tutti.errors import LaunchError, TuttiError
 
 
 def test_nothing_is_one_device() -> None:
@@ -101,3 +103,64 @@ def test_mpirun_on_one_host() -> None:
 def test_contradictions_are_refused_with_the_remedy(environ: dict[str, str], sentence: str) -> None:
     with pytest.raises(LaunchError, match=sentence):
         read_rank_environment(environ)
+
+
+TWO = {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"TUTTI_RENDEZVOUS": "host:1"}, "cannot meet at 'host:1': give file:///PATH or tcp://HOST:PORT"),
+        ({"TUTTI_RENDEZVOUS": "tcp://host"}, "cannot meet at"),
+        ({"TUTTI_RENDEZVOUS": "tcp://:29500"}, "cannot meet at"),
+        ({"MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "a port of 1 to 65535"),
+        ({"MASTER_ADDR": "h", "MASTER_PORT": "0"}, "a port of 1 to 65535"),
+        ({"MASTER_ADDR": "h", "MASTER_PORT": "9" * 5000}, r"not a whole number|a port of 1 to 65535"),
+        ({"LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "2"}, "local rank 7 does not fit the 2 ranks of this host"),
+        ({"LOCAL_RANK": "-1"}, "local rank -1 does not fit"),
+    ],
+)
+def test_what_cannot_be_an_environment_is_refused_in_one_sentence(environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence) as refused:
+        read_rank_environment({**TWO, "MASTER_ADDR": "h", **environ})
+    assert len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "0", "\u00e9", "", "9" * 5000])
+def test_a_time_out_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="is not a number of seconds above 0") as refused:
+        read_launch_options({"TUTTI_TIMEOUT_S": text})
+    assert len(str(refused.value)) < 300
+
+
+names = st.sampled_from(
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "TUTTI_RENDEZVOUS",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TUTTI_TIMEOUT_S",
+        "TUTTI_MESH",
+        "TUTTI_SYNC",
+        "TUTTI_COMPRESS",
+        "TUTTI_STEPS",
+        "TUTTI_CHECKPOINT_EVERY",
+    ]
+)
+texts = st.text(max_size=12) | st.integers(-3, 9).map(str) | st.sampled_from(("nan", "1e999", "9" * 5000, "a" * 5000))
+
+
+@given(st.dictionaries(names, texts, max_size=8))
+@settings(deadline=None, max_examples=200)
+def test_any_environment_is_read_or_refused_in_a_sentence(environ: dict[str, str]) -> None:
+    for read in (read_rank_environment, read_launch_options):
+        refused: TuttiError | None = None
+        try:
+            read(environ)  # type: ignore[operator]
+        except TuttiError as error:
+            refused = error
+        assert refused is None or (refused.exit_code == 2 and len(str(refused)) < 1500)

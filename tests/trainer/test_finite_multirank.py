@@ -46,6 +46,7 @@ CASES = {
     "ZeRO-1": Case(plan={"mesh": {"shard": 2}, "sharding": ShardingPlan(level=1)}),
     "ZeRO-2": Case(plan={"mesh": {"shard": 2}, "sharding": ShardingPlan(level=2)}),
     "ZeRO-3": Case(plan={"mesh": {"shard": 2}, "sharding": ShardingPlan(level=3)}),
+    "FSDP2": Case(plan={"mesh": {"shard": 2}, "sharding": ShardingPlan(level=3, engine="fsdp2")}),
     "ZeRO-2 in code": Case(
         factor=1e8, compress="float16", plan={"mesh": {"shard": 2}, "sharding": ShardingPlan(level=2)}
     ),

@@ -32,6 +32,19 @@ def _order(tensor: torch.Tensor) -> torch.memory_format:
     return torch.contiguous_format if tensor.is_contiguous() else LAST
 
 
+def test_strides_along_dims_of_size_one_do_not_matter() -> None:
+    """A state that was loaded has other ones than the part of a parameter that it belongs to."""
+    whole = nn.Parameter(torch.ones(1, 6, dtype=torch.float64))
+    part = nn.Parameter(whole.detach()[:, :3])
+    optimizer = AdamW([part], lr=0.1)
+    part.grad = torch.ones_like(part)
+    optimizer.step()
+    optimizer.state[part]["exp_avg"] = torch.zeros(1, 3, dtype=torch.float64)
+    assert part.stride() != optimizer.state[part]["exp_avg"].stride()
+    optimizer.state[part]["step"] = torch.tensor(1.0)
+    assert can_fuse(optimizer)
+
+
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-14), (torch.float32, 2e-6)])
 @pytest.mark.parametrize(
     ("kind", "settings"),

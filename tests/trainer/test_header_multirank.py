@@ -1,6 +1,7 @@
 """What a run's header says of a model that is divided among ranks."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import tutti
 from harness import run_ranks
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan
-from tutti.config.run_folder import RunFolder, RunHeader
+from tutti.config.run_folder import RankInfo, RunFolder, RunHeader
+from tutti.trainer import run_start
 
 
 def said(mesh: dict[str, int], level: int) -> tuple[int, int]:
@@ -33,3 +35,21 @@ def said(mesh: dict[str, int], level: int) -> tuple[int, int]:
 def test_the_whole_models_parameters_are_counted(mesh: dict[str, int], level: int) -> None:
     (found, whole), _ = run_ranks(said, 2, mesh, level)
     assert found == whole == 6 * 9 + 9 + 9 * 8 + 8 + 16 + 8 * 3 + 3
+
+
+def on_unequal_hosts() -> str:
+    """Train with ranks that take themselves for two hosts with other versions; return what the header says of it."""
+    rank, this_rank = os.environ["RANK"], run_start.this_rank
+
+    def on_a_host_of_its_own(*given: object) -> RankInfo:
+        return replace(this_rank(*given), host=f"node{rank}")  # type: ignore[arg-type]
+
+    run_start.this_rank = on_a_host_of_its_own  # type: ignore[assignment]
+    run_start.host_versions = lambda device: {"torch": f"2.{rank}", "NCCL": "2.28"}  # type: ignore[assignment]
+    said({"replicate": 2}, 1)
+    header = serialization.load(RunHeader, RunFolder(Path(os.environ["TUTTI_RUN_FOLDER"])).header)
+    return header.extra["hosts_differ"] if rank == "0" else ""
+
+
+def test_the_header_says_what_differs_between_hosts() -> None:
+    assert run_ranks(on_unequal_hosts, 2)[0] == "torch"

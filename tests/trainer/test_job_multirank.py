@@ -338,7 +338,7 @@ def poisoned(on_nonfinite: str) -> Any:
 
 def test_a_nan_loss_stops_all_ranks_with_step_and_rank_named() -> None:
     for message, code in run_ranks(poisoned, 2, "stop"):
-        assert "the loss is NaN at step 2 on rank 1" in message
+        assert "the loss is NaN at step 2 on rank 1; the model's input has such values already; samples: 13;" in message
         assert "parameters are as they were after step 1" in message
         assert code == 1
 

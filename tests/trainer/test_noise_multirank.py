@@ -1,6 +1,5 @@
 """The gradient noise scale on 1 to 4 ranks: that of single samples' gradients, and without a trace."""
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.data.batches import share_of
 from tutti.optim.gradient_noise_scale import estimate_noise
+from tutti.trainer.metrics import read_rows
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def train(cases: list[Case], world_size: int) -> list[dict[str, Any]]:
                 losses.append(job.step(one))
         rows = []
         if job.is_main:
-            text = (Path.cwd() / f"run-{number}" / "metrics.jsonl").read_text()
-            rows = [row for row in map(json.loads, text.splitlines()) if row["kind"] == "step"]
+            written = read_rows(Path.cwd() / f"run-{number}" / "metrics.jsonl")
+            rows = [row for row in written if row["kind"] == "step"]
         state = {name: value.clone() for name, value in model.state_dict().items()}
         results.append({"batches": batches, "losses": losses, "rows": rows, "state": state, "plan": plan})
     return results
@@ -182,7 +182,7 @@ def in_precisions() -> list[list[dict[str, float]]]:
         for _ in job.epochs(2):
             for batch in loader:
                 job.step(batch)
-        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        rows = read_rows(folder / "metrics.jsonl")
         found.append([row["noise"] for row in rows if "noise" in row])
     return found
 

@@ -1,6 +1,5 @@
 """A global batch that grows at stated steps: one order of samples, the same values on any number of ranks, resumed."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from harness import run_ranks
 from trainer.training import Mlp, vectors
 from tutti.data.batches import epoch_order
 from tutti.errors import CheckpointError, PlanError
+from tutti.trainer.metrics import read_rows
 
 RAMP = ((4, 3), (11, 8))
 SIZES = [3] * 4 + [8] * 4 + [6] + [8, 8] + [12, 12, 10] + [12, 12, 12, 12, 2]
@@ -45,8 +45,8 @@ def train(epochs: int, resume: str | None, ramp: tuple[tuple[int, int], ...], st
     state = {name: value.clone() for name, value in model.state_dict().items()}
     rates = []
     if job.is_main:
-        text = (Path(os.environ["TUTTI_RUN_FOLDER"]) / "metrics.jsonl").read_text()
-        rates = [row["learning_rate"] for row in map(json.loads, text.splitlines()) if row["kind"] == "step"]
+        rows = read_rows(Path(os.environ["TUTTI_RUN_FOLDER"]) / "metrics.jsonl")
+        rates = [row["learning_rate"] for row in rows if row["kind"] == "step"]
     return {"batches": batches, "losses": losses, "state": state, "rates": rates}
 
 

@@ -175,6 +175,7 @@ def said_on_ranks(name: str, plan: dict[str, Any]) -> str:
 SHARD_1 = {"mesh": {"shard": 2}, "sharding": {"level": 1}}
 SHARD_2 = {"mesh": {"shard": 2}, "sharding": {"level": 2}}
 SHARD_3 = {"mesh": {"shard": 2}, "sharding": {"level": 3}}
+FSDP2 = {"mesh": {"shard": 2}, "sharding": {"level": 3, "engine": "fsdp2"}}
 WHOLE = (SHARD_1, {"mesh": {"replicate": 2}})
 SPLIT = {"mesh": {"split": 2}}
 STAGE = {"mesh": {"stage": 2}}
@@ -196,6 +197,10 @@ STAGE = {"mesh": {"stage": 2}}
                 ("clip_norm", SHARD_2),
                 ("clip_norm", {"mesh": {"replicate": 2, "shard": 2}, "sharding": {"level": 3}}),
                 ("clip_value", SHARD_3),
+                ("clip_norm", FSDP2),
+                ("clip_value", FSDP2),
+                ("follow", FSDP2),
+                ("other_memory", FSDP2),
                 ("clip_value", SPLIT),
                 ("follow", SHARD_3),
                 ("follow", SPLIT),

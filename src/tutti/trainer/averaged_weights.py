@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tutti.checkpoint.averages import load_average
 from tutti.checkpoint.contribution import named_tensors
 from tutti.checkpoint.training_state import Average
-from tutti.data.microbatches import to_device
+from tutti.data.device_copies import to_device
 from tutti.data.seeds import derive_seed, preserved_generators, seed_device, seed_everything
 from tutti.errors import PlanError, ScriptError
 from tutti.parallel.layout import to_local

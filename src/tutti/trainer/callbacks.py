@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from tutti.comm.world import World
 from tutti.errors import RankMismatchError, ScriptError, TuttiError
+from tutti.trainer.deferred_results import sum_of
 
 EVENTS = (
     "on_train_start",
@@ -305,7 +306,7 @@ class JobCallbacks:
         self._used = True
         if self.callbacks:
             self.start(job)
-            self.call("on_step_end", job, step, sum(self._losses))
+            self.call("on_step_end", job, step, sum_of(self._losses))
 
     def logged(self, job: Any, values: Mapping[str, Any]) -> None:
         """Call `on_log` with those of the values that are numbers, on rank 0."""

@@ -99,6 +99,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         operations: what was recorded, in order.
         sizes: bytes of each storage, by its number.
+        values: storages that had memory before, by their number; see `set_values_aside`.
         generator: state of torch's CPU generator when the tape was made.
     """
 
@@ -106,6 +107,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.sizes: list[int] = []
+        self.values: dict[int, torch.UntypedStorage] = {}
         self.generator = torch.get_rng_state()
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []
@@ -126,6 +128,19 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known or any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
             self._record(func, tuple(args), kwargs, leaves, known, random)
         return result
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without memory in place of one with memory, whose values the tape knows."""
+        storage = tensor.untyped_storage()
+        known = next((n for n, value in self.values.items() if value._cdata == storage._cdata), None)
+        if known is None:
+            alive = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+        else:
+            alive = self._alive[known]
+        empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+        twin = empty.set_(alive, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self.values[self._number(twin)] = storage
+        return twin
 
     def record_whole(self, function: Any, tensor: torch.Tensor, rest: tuple[Any, ...]) -> None:
         """Record `function(tensor, *rest)`, which fills the tensor with random numbers, as one operation."""
@@ -305,7 +320,7 @@ class _Replay:
         for index in self.needed:
             for storage in _storages(tape.operations[index]):
                 self.uses[storage] = self.uses.get(storage, 0) + 1
-        self.memory: dict[int, torch.UntypedStorage] = {}
+        self.memory: dict[int, torch.UntypedStorage] = dict(tape.values)
         self.written = {
             ref.storage for operation in tape.operations for ref in (*operation.writes, *operation.outputs) if ref
         }
@@ -487,14 +502,43 @@ def build_on_meta(function: Callable[[], nn.Module]) -> tuple[nn.Module, Tape]:
     return model, tape
 
 
-def materialize(model: nn.Module, tape: Tape, device: torch.device, shards: Shards) -> None:
+Originals = dict[int, torch.Tensor]
+"""id of a tensor without memory -> the tensor of the script that it stands for."""
+
+
+def set_values_aside(model: nn.Module) -> tuple[Tape, Originals]:
+    """Replace the parameters and buffers of a model by tensors without memory, so that dividing it moves no values.
+
+    `materialize` then gives a device this rank's part only, never the whole model.
+
+    Returns:
+        A tape that knows the values, and the tensors that were replaced, which `materialize` needs.
+    """
+    tape = Tape()
+    twins: dict[int, torch.Tensor] = {}
+    originals: Originals = {}
+    for (module, kind, key), tensor in _module_tensors(model).items():
+        if kind == "__dict__":
+            continue
+        twin = twins.get(id(tensor))
+        if twin is None:
+            twin = twins[id(tensor)] = _like(tensor, tape.twin(tensor.detach()))
+            originals[id(twin)] = tensor
+        _assign_tensor(module, kind, key, twin)
+    return tape, originals
+
+
+def materialize(
+    model: nn.Module, tape: Tape, device: torch.device, shards: Shards, originals: Originals | None = None
+) -> None:
     """Give this rank's part of the model memory on `device`, with the values that one device would have computed.
 
     Args:
-        model: a model from `build_on_meta`, divided among ranks.
-        tape: the tape of its constructor.
+        model: a model from `build_on_meta` or after `set_values_aside`, divided among ranks.
+        tape: the tape of its constructor, or the one that knows its values.
         device: the rank's device.
         shards: the parameters that are sharded over ranks.
+        originals: from `set_values_aside`. Parameters that are whole here are the script's own again.
     """
     wanted = [tensor for tensor in _module_tensors(model).values() if tensor.is_meta]
     storages = replay(tape, [*wanted, *shards.memory()])
@@ -506,10 +550,17 @@ def materialize(model: nn.Module, tape: Tape, device: torch.device, shards: Shar
     shards.materialise(real, device)
     made: dict[int, torch.Tensor] = {}
     for (module, kind, key), tensor in _module_tensors(model).items():
+        if originals is not None and not tensor.is_meta:
+            continue
         new = made.get(id(tensor))
         if new is None:
-            new = tensor if not tensor.is_meta else real(tensor)
-            new = made[id(tensor)] = _like(tensor, new.to(device))
+            new = (real(tensor) if tensor.is_meta else tensor).to(device)
+            original = None if originals is None else originals.get(id(tensor))
+            if isinstance(original, nn.Parameter):
+                original.data, new = new, original
+            else:
+                new = _like(tensor, new)
+            made[id(tensor)] = new
         _assign_tensor(module, kind, key, new)
 
 

@@ -1,15 +1,17 @@
 """The loop over epochs: how it begins, how ranks agree to stop it, and how it ends."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.trainer.callbacks import JobCallbacks
-from tutti.trainer.guard import guard_end
+from tutti.trainer.guard import compare_before_checkpoint, guard_end
+from tutti.trainer.run_header import resuming_command
 from tutti.trainer.run_state import Run
-from tutti.trainer.update import save_when_due
+from tutti.trainer.update import save_when_due, settle_updates
 
 
 def run_epochs(job: Any, run: Run, callbacks: JobCallbacks, count: int) -> Iterator[int]:
@@ -31,16 +33,51 @@ def run_epochs(job: Any, run: Run, callbacks: JobCallbacks, count: int) -> Itera
     elif loader.epoch < count:
         callbacks.start(job)
     ending.in_epochs = True
-    while loader.epoch < count and not ending.reason:
-        epoch = progress.epoch = loader.epoch
-        callbacks.call("on_epoch_start", job, epoch)
-        try:
-            yield epoch
-        except GeneratorExit:
-            _left(job, run, callbacks, epoch, first)
-            raise
-        _end_epoch(job, run, callbacks, epoch)
-    _finish(job, run, callbacks, first)
+    with run.loop.stopping.listening():
+        while loader.epoch < count and not ending.reason:
+            epoch = progress.epoch = loader.epoch
+            callbacks.call("on_epoch_start", job, epoch)
+            try:
+                yield epoch
+            except GeneratorExit:
+                _left(job, run, callbacks, epoch, first)
+                raise
+            _end_epoch(job, run, callbacks, epoch)
+        _finish(job, run, callbacks, first)
+
+
+def between_batches(run: Run) -> None:
+    """Where a batch is done: begin a checkpoint that is due, or save and leave if the ranks have agreed to stop.
+
+    Raises:
+        SystemExit: with code 75, on every rank.
+    """
+    stopping, loop = run.loop.stopping, run.loop
+    if loop.marks is not None and not (loop.accumulation.waits or loop.average_applied):
+        loop.marks.mark()
+    save_when_due(run)
+    if not stopping.reason or loop.accumulation.waits or loop.average_applied or loop.ending.closed:
+        return
+    with loop.watch.during("stopping"):
+        folder = save_now(run)
+        others = [other.save() for other in stopping.others() if other.save is not None]
+    progress = run.state.progress
+    run.output.log.row(
+        "preempted", loop.clock.elapsed_s(), step=progress.step, epoch=progress.epoch, reason=stopping.reason
+    )
+    command = resuming_command(run.parallel.world, run.parallel.plan.mesh, run.output.folder.path)
+    run.output.screen.say(
+        f"stopped after step {progress.step}: {stopping.reason}; the checkpoint is "
+        f"{' and '.join(str(path) for path in (folder, *others))}; go on with: {command}"
+    )
+    stopping.leave()
+
+
+def save_now(run: Run) -> Path:
+    """Write a checkpoint of what all updates so far have made; return its folder. Collective."""
+    settle_updates(run)
+    compare_before_checkpoint(run)
+    return run.output.checkpoints.save()[0]
 
 
 def agree_to_stop(run: Run, condition: Any) -> bool:
@@ -82,6 +119,7 @@ def _left(job: Any, run: Run, callbacks: JobCallbacks, epoch: int, first: tuple[
 
 def _end_epoch(job: Any, run: Run, callbacks: JobCallbacks, epoch: int) -> None:
     """Go to the next epoch, unless the ranks have agreed to stop within this one."""
+    settle_updates(run)
     ending = run.loop.ending
     partial = run.state.loader.epoch == epoch  # the script left the loader early
     if partial:

@@ -15,8 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tutti.config.partitioning import cut
-from tutti.data.microbatches import leaves, map_tensors, one_per_sample, to_device
+from tutti.data.device_copies import to_device
+from tutti.data.microbatches import leaves, map_tensors, one_per_sample
 from tutti.data.samples import Collate, DataSource, SeededSamples
+from tutti.data.share_loader import worker_batches
 from tutti.errors import PlanError, ScriptError
 from tutti.parallel.loss_means import LossMeans, looked_up, noted_means
 from tutti.parallel.losses import LossSum, Weighted, default_loss, loss_in
@@ -167,7 +169,8 @@ def _evaluation_batches(run: Run, source: DataSource, batch_size: int) -> Iterat
     samples = SeededSamples(source.dataset, run.settings.seed, "evaluate", gather=gather)
     options = {k: v for k, v in source.options.items() if k != "persistent_workers"}
     loader = DataLoader(samples, batch_sampler=keys, collate_fn=Collate(source.collate), **options)
-    for number, (batch, part) in enumerate(zip(loader, keys, strict=True)):
+    batches = worker_batches(loader, run.state.loader.timeout_s)
+    for number, (batch, part) in enumerate(zip(batches, keys, strict=True)):
         yield batch, len(part), number < counted
 
 

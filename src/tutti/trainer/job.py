@@ -9,20 +9,22 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tutti.checkpoint.retention import parse_best
 from tutti.config.plan import BatchPlan
+from tutti.config.run_folder import checkpoint_place
 from tutti.config.stated_facts import check_facts
 from tutti.config.vocabulary import LastBatch, Precision, Unit
 from tutti.data.samples import read_source
 from tutti.errors import ScriptError
+from tutti.event_record import recorded
 from tutti.optim.learning_rate import LRRule
 from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.loss_means import looked_up
 from tutti.parallel.losses import default_loss, default_unpack, loss_of
-from tutti.parallel.parallelize import compile_model
 from tutti.trainer import capture
 from tutti.trainer.callbacks import JobCallbacks
 from tutti.trainer.deferred_init import Tape, build_on_meta, build_with_memory
-from tutti.trainer.epoch_loop import agree_to_stop, run_epochs
+from tutti.trainer.epoch_loop import agree_to_stop, between_batches, run_epochs, save_now
 from tutti.trainer.job_context import JobHooks, open_job_context
 from tutti.trainer.job_ranks import JobRanks
 from tutti.trainer.loggers import Logger, check_loggers, plain_values
@@ -39,7 +41,7 @@ from tutti.trainer.prepare import (
 )
 from tutti.trainer.run_end import RunFinalizer, begin_launch
 from tutti.trainer.run_state import JobLoader, JobSettings, Run
-from tutti.trainer.update import optimizers_of, save_when_due
+from tutti.trainer.update import optimizers_of, settle_updates
 from tutti.trainer.whole_weights import on_cpu, save_pretrained, whole_model, whole_state
 
 
@@ -60,22 +62,31 @@ class Job(JobRanks):
         lr_rule: how the learning rate follows the global batch and the warm-up.
         on_nonfinite: what happens at a loss or gradient that is NaN or infinite. "stop" raises TrainingError; "skip"
             skips the update on all ranks, and leaves parameters, optimizers and running statistics as before the step.
+        loss_limit: a loss above so many times the median of the last 50 is treated as one that is not finite, once 10
+            are known. None: no limit.
         checkpoint_every: steps between two checkpoints. None: the launcher's choice.
         keep_checkpoints: how many of the newest checkpoints stay. 0: only the newest, and none is written after the
             last epoch.
+        keep_best: a value of `job.evaluate` and which is better, such as "val/loss:min": the checkpoint of the best
+            evaluation stays, too, and is written when the evaluation is made.
+        checkpoint_store: address of an object store ("s3://bucket/prefix", any of fsspec) that checkpoints are uploaded
+            to. What stays there is as for a run folder, which then keeps the newest `keep_local`. None: the launcher's.
         noise_every: steps between measurements of the gradient noise scale, which says how large a batch pays.
             Measuring does not change the training.
         compile: whether torch.compile compiles the model: True, its mode, or its arguments as a dict. Under plans that
-            divide what modules compute (`split`, `stage`, ...) the run says so and goes on uncompiled.
+            divide some modules (`stage`, `expert`, `table`) it compiles the blocks that they leave whole; under those
+            that divide what all modules compute (`split`, `context`, `space`) the run says so and goes on uncompiled.
         name: name of the run. None: the script's.
         folder: the run folder, unless the launcher names one. None: runs/<script>-<time>.
-        resume: a run folder or a checkpoint to resume from.
+        resume: a run folder, a checkpoint, or the address of a store to resume from.
         facts: what only you know and the report should say: {"tuning.trials": 12, "data.start_state": "disk-cold"}.
         loggers: where the run's numbers go besides its folder: CSVLogger, TensorBoardLogger, MLflowLogger, WandbLogger,
             or any `Logger`; one or several.
         callbacks: called around epochs, steps and evaluations, on every rank: `EarlyStopping`, or any `Callback`; one
             or several.
         progress: whether a terminal shows a progress bar.
+        time_limit: seconds, from here, after which all ranks save a checkpoint and leave with exit code 75, to be
+            resumed. SIGTERM, SIGUSR1 and a file named `stop` in the run folder do the same.
 
     Raises:
         PlanError: settings contradict each other, the plan or the number of ranks.
@@ -122,8 +133,12 @@ class Job(JobRanks):
         clip_norm: float | None = None,
         lr_rule: LRRule | None = None,
         on_nonfinite: Literal["stop", "skip"] = "stop",
+        loss_limit: float | None = None,
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 2,
+        keep_best: str | None = None,
+        checkpoint_store: str | None = None,
+        keep_local: int = 1,
         noise_every: int | None = None,
         compile: bool | str | Mapping[str, Any] = False,
         name: str | None = None,
@@ -133,40 +148,36 @@ class Job(JobRanks):
         loggers: Logger | Sequence[Logger] | None = (),
         callbacks: Any = (),
         progress: bool = True,
+        time_limit: float | None = None,
     ) -> None:
-        launch_options = begin_launch()
-        self._callbacks = JobCallbacks.of(callbacks)
-        self._compile = compile
+        options, self._callbacks, self._compile = begin_launch(), JobCallbacks.of(callbacks), compile
         self._context = open_job_context(
             JobSettings(
                 seed=seed,
                 clip_norm=clip_norm,
                 lr_rule=lr_rule,
                 on_nonfinite=on_nonfinite,
-                checkpoint_every=launch_options.checkpoint_every if checkpoint_every is None else checkpoint_every,
+                checkpoint_every=options.checkpoint_every if checkpoint_every is None else checkpoint_every,
                 keep_checkpoints=keep_checkpoints,
+                keep_best=None if keep_best is None else parse_best(keep_best, "keep_best"),
                 noise_every=noise_every,
-                automatic_microbatches=num_microbatches is None and launch_options.plan is None,
+                automatic_microbatches=num_microbatches is None and options.plan is None,
+                time_limit=time_limit,
+                loss_limit=loss_limit,
+                checkpoint_store=checkpoint_store or options.checkpoint_store,
+                keep_local=keep_local,
             ),
-            launch_options,
-            BatchPlan(
-                global_batch_size=global_batch_size,
-                unit=unit,
-                num_microbatches=1 if num_microbatches is None else num_microbatches,
-                last_batch=last_batch,
-                ramp=tuple((until, size) for until, size in batch_ramp),
-            ),
+            options,
+            _batch_plan(global_batch_size, unit, num_microbatches, last_batch, batch_ramp),
             microbatches_stated=num_microbatches is not None,
             precision=precision,
             name=name,
             folder=Path(folder) if folder else None,
-            resume=Path(resume) if resume else None,
+            resume=checkpoint_place(resume) if resume else None,
             facts=check_facts(facts or {}, "Job(facts=...)"),
             hooks=JobHooks(callbacks=self._callbacks, loggers=check_loggers(loggers), progress=progress),
         )
-        self._world = self._context.world
-        self._finalizer = None if capture.is_capturing() else RunFinalizer(self._world, launch_options.supervised)
-        self._context.seed_generators()
+        self._finalizer = None if capture.is_capturing() else RunFinalizer(self._context.world, options.supervised)
 
     @property
     def global_step(self) -> int:
@@ -252,7 +263,6 @@ class Job(JobRanks):
         check_arguments(model, loss_fn)
         source = read_source(dataset, shuffle=shuffle, tokens=tokens, arguments=loader_arguments)
         model = without_wrappers(model, compiled=not capture.is_capturing())
-        compile_model(model, False if capture.is_capturing() else self._compile, self.device)
         optimizers = build_optimizers(model, optimizer)
         prepare_arguments = PrepareArguments(
             model=model,
@@ -264,19 +274,28 @@ class Job(JobRanks):
             scheduler_clock=scheduler_clock,
             weights=Path(weights) if weights is not None else None,
             tape=self._tape,
+            compile=self._compile,
         )
         returned = list(optimizers) if isinstance(optimizer, list | tuple) else optimizers[0]
         if capture.is_capturing():
             self._followed = follow_script(self._context, prepare_arguments)
             return model, returned, JobLoader(self._followed, self._context.clock, lambda: None)
-        self._prepared = prepare_run(self._context, prepare_arguments)
+        with recorded("operation", "job.prepare"):
+            self._prepared = prepare_run(self._context, prepare_arguments)
         if self._finalizer is not None:
             self._finalizer.run, self._finalizer.before_end = self._prepared, partial(self._callbacks.end, self)
         if not self._context.launch_options.supervised:
             redirect_other_ranks(self._context.world, str(self._prepared.output.folder.rank(self.rank) / "stdout.log"))
         run = self._prepared
         run.parallel.script_reads.watch()
-        return model, returned, JobLoader(run.state.loader, run.loop.clock, partial(save_when_due, run))
+        stopping = run.loop.stopping
+        if not run.state.consistency.asynchronous:  # a checkpoint is of a step that all ranks have taken
+            stopping.save = partial(save_now, run)
+        return (
+            model,
+            returned,
+            JobLoader(run.state.loader, run.loop.clock, partial(between_batches, run), stopping.listening),
+        )
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs still to run, of `count`; a resumed run continues at its checkpoint."""
@@ -317,20 +336,25 @@ class Job(JobRanks):
     def step(self, batch: Any) -> float:
         """Make one optimizer update on a global batch.
 
-        Calls `forward_backward` with the loss function given to `prepare`, then `update`.
+        Does what `forward_backward` with the loss function given to `prepare` and `update` do.
 
         Args:
             batch: this rank's share of the global batch, as the loader yielded it.
 
         Returns:
             The global mean loss, the same on every rank. If the plan says that ranks do not wait for each other, the
-            loss of this rank's share.
+            loss of this rank's share. On an accelerator it is a number that is read when somebody looks at it.
+
+        Raises:
+            TrainingError: the loss or a gradient is not finite; on an accelerator a step later.
         """
         if self._followed is not None:
             return self._followed.step(batch)
         with _together(self, "job.step") as run:
-            loss = self.forward_backward(loss_of(run.loop.unpack, run.loop.loss_fn or default_loss), batch)
-            self.update()
+            function = loss_of(run.loop.unpack, run.loop.loss_fn or default_loss)
+            loss = run.loop.program.forward_backward(function, batch, None)
+            self._callbacks.computed(loss)
+            run.loop.program.update(run.parallel.optimizers)
         self._callbacks.updated(self, run.state.progress.step)
         return loss
 
@@ -353,11 +377,11 @@ class Job(JobRanks):
                 was called before this backward. An empty list: no optimizer's.
 
         Returns:
-            The global mean loss.
+            The global mean loss; on an accelerator a number that is read when somebody looks at it.
 
         Raises:
             ScriptError: the batch is not the loader's, or it is not clear whose gradients start from zero.
-            TrainingError: the loss or a gradient is not finite.
+            TrainingError: the loss or a gradient is not finite; on an accelerator `update` finds it, a step later.
 
         Examples:
             A penalty beside the loss of `prepare`:
@@ -467,6 +491,7 @@ class Job(JobRanks):
             values, samples = run.loop.program.evaluate(source, of_batches, of_all, batch_size)
             write_evaluation_row(run, source, name, values, samples)
             run.loop.observer.evaluated(run.state.progress.step, name, values)
+            run.output.checkpoints.evaluated({f"{name}/{key}": value for key, value in values.items()})
         self._callbacks.logged(self, {f"{name}/{key}": value for key, value in values.items()})
         self._callbacks.call("on_evaluate_end", self, values)
         return values
@@ -503,7 +528,7 @@ class Job(JobRanks):
                     f"the checkpoint of step {run.state.progress.step} leaves out the gradients that forward_backward "
                     "has computed since the last update"
                 )
-            return run.output.checkpoints.save()[0]
+            return save_now(run)
 
     def state_dict(self, *, main_only: bool = False) -> dict[str, Any]:
         """Return the whole model's state_dict, on the CPU, whatever the plan divides. Collective.
@@ -607,18 +632,54 @@ class Job(JobRanks):
         return self._prepared
 
 
+_STEPPING = frozenset({"job.step", "job.forward_backward", "job.update", "job.should_stop"})
+"""Methods that need not know what an accelerator has decided on the last update."""
+
 _TRAINING = frozenset({"job.step", "job.forward_backward", "job.update", "job.save"})
 
 
-@contextmanager
-def _together(job: Job, name: str) -> Iterator[Run]:
-    """Yield the run, and note meanwhile what this rank does together with the others."""
-    run = job._run()
-    if job._whole:
-        raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
-    if run.loop.average_applied and name in _TRAINING:
-        raise ScriptError(f"{name} was called inside `with average.applied():`; leave it first")
-    if not run.loop.watch.inside and name != "job.update":
-        run.check_changes()
-    with run.parallel.script_reads.resting(), run.loop.watch.during(name):
-        yield run
+class _together:
+    """Give the run, and note meanwhile what this rank does together with the others."""
+
+    __slots__ = ("_job", "_name", "_run", "_watching")
+
+    def __init__(self, job: Job, name: str) -> None:
+        self._job, self._name = job, name
+
+    def __enter__(self) -> Run:
+        job, name = self._job, self._name
+        run = self._run = job._run()
+        if job._whole:
+            raise ScriptError(f"{name} was called inside `with job.whole_model():`; leave it first")
+        if run.loop.average_applied and name in _TRAINING:
+            raise ScriptError(f"{name} was called inside `with average.applied():`; leave it first")
+        if not run.loop.watch.inside and name != "job.update":
+            run.check_changes()
+        self._watching = run.parallel.script_reads.rest()
+        run.loop.watch.enter(name)
+        if name not in _STEPPING:
+            try:
+                settle_updates(run)
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
+        return run
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._run.loop.watch.leave(error)
+        finally:
+            if self._watching:
+                self._run.parallel.script_reads.watch()
+
+
+def _batch_plan(
+    size: int, unit: Unit, num_microbatches: int | None, last_batch: LastBatch, ramp: Sequence[tuple[int, int]]
+) -> BatchPlan:
+    return BatchPlan(
+        global_batch_size=size,
+        unit=unit,
+        num_microbatches=1 if num_microbatches is None else num_microbatches,
+        last_batch=last_batch,
+        ramp=tuple((until, size) for until, size in ramp),
+    )

@@ -1,8 +1,9 @@
 """The context of a Job, which exists before the Job has a model: ranks, plan, settings and launch options."""
 
 import math
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tutti.config import serialization
 from tutti.config.mesh_axes import format_mesh
 from tutti.config.option_syntax import with_bucket_size
 from tutti.config.plan import BatchPlan, Plan
+from tutti.config.shard_engine import with_sharding
 from tutti.config.sync_notation import with_mode
 from tutti.config.vocabulary import Precision
 from tutti.data.seeds import derive_seed, seed_everything
@@ -26,6 +28,7 @@ from tutti.trainer.capture import is_capturing
 from tutti.trainer.loggers import Logger
 from tutti.trainer.metrics import ProgressDisplay
 from tutti.trainer.run_state import JobSettings
+from tutti.trainer.stopping import Stopping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +65,18 @@ class JobContext:
     screen: ProgressDisplay
     name: str | None
     folder: Path | None
-    resume: Path | None
+    resume: Path | str | None
     facts: Mapping[str, str]
     hooks: JobHooks
+
+    @property
+    def resumed(self) -> Path | str | None:
+        """Run folder, checkpoint or store to resume from.
+
+        The script's own word counts unless the ranks were started again.
+        """
+        stated = self.launch_options.resume
+        return stated if self.launch_options.restarted else self.resume or stated
 
     @property
     def model_seed(self) -> int:
@@ -91,11 +103,11 @@ def open_job_context(
     precision: Precision | None,
     name: str | None,
     folder: Path | None,
-    resume: Path | None,
+    resume: Path | str | None,
     facts: Mapping[str, str],
     hooks: JobHooks,
 ) -> JobContext:
-    """Join the other ranks (none while capturing) and determine the plan.
+    """Join the other ranks (none while capturing), determine the plan, and seed generators for building the model.
 
     Args:
         settings: the Job's settings.
@@ -121,13 +133,18 @@ def open_job_context(
     world = join_world(RankEnvironment() if is_capturing() else None)
     if not is_capturing():
         map_large_blocks()
-    return JobContext(
+    context = JobContext(
         settings=settings,
         launch_options=launch_options,
         world=world,
-        plan=_with_launch_options(
-            resolve_plan(world, launch_options, batch, microbatches_stated=microbatches_stated, precision=precision),
-            launch_options,
+        plan=replace(
+            _with_launch_options(
+                resolve_plan(
+                    world, launch_options, batch, microbatches_stated=microbatches_stated, precision=precision
+                ),
+                launch_options,
+            ),
+            share_device=world.shares_device,
         ),
         stated_mesh=launch_options.plan is not None or launch_options.mesh is not None,
         clock=PhaseClock(world.device, energy=EnergyMeter(host=world.local_rank == 0, gpu=_gpu_uuid(world.device))),
@@ -138,17 +155,40 @@ def open_job_context(
         facts=facts,
         hooks=hooks,
     )
+    context.seed_generators()
+    return context
+
+
+def stopping_of(context: JobContext, folder: Path, *, agrees: bool) -> Stopping:
+    """Return what stops the run: the launcher's and the Job's limits of time, and signals unless the launcher observes.
+
+    Args:
+        context: the Job's context.
+        folder: the run folder.
+        agrees: whether ranks take steps together, in which they agree to stop; signals are left alone otherwise.
+    """
+    options, limit = context.launch_options, context.settings.time_limit
+    if limit is not None and not agrees:
+        raise PlanError(
+            f"time_limit = {limit:g} with replicas that step asynchronously, which have no step to agree in; leave it "
+            "out, or give tutti run --time-limit, which ends them without a checkpoint"
+        )
+    limits = [options.stop_at_s] if options.stop_at_s is not None else []
+    limits += [time.time() - context.clock.elapsed_s() + limit] if limit is not None else []
+    signals = agrees and options.stop_signals and options.observer is None and options.recording is None
+    return Stopping(folder, stop_at_s=min(limits, default=None), signals=signals, supervised=options.supervised)
 
 
 def _gpu_uuid(device: torch.device) -> str | None:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    # NVML measures the energy of NVIDIA's GPUs alone; torch calls AMD's "cuda", too.
+    of_nvidia = device.type == "cuda" and torch.version.hip is None
+    return str(torch.cuda.get_device_properties(device).uuid) if of_nvidia else None
 
 
 def _with_launch_options(plan: Plan, launch_options: LaunchOptions) -> Plan:
-    """Return the plan with the launcher's compression, consistency mode and bucket size."""
-    return with_bucket_size(
-        with_mode(plan.compressed(launch_options.compress), launch_options.sync), launch_options.bucket_mb
-    )
+    """Return the plan with the launcher's compression, consistency mode, bucket size and sharding."""
+    plan = with_mode(plan.compressed(launch_options.compress), launch_options.sync)
+    return with_sharding(with_bucket_size(plan, launch_options.bucket_mb), launch_options.shard)
 
 
 def resolve_plan(

@@ -18,11 +18,13 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Protocol
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
 from tutti.errors import ScriptError
 from tutti.trainer.callbacks import name_of, numbers, objects_of
+from tutti.trainer.late_writer import LateWriter
 
 STEP_FIELDS = ("loss", "learning_rate", "grad_norm", "wall_s", "tokens_dropped", "balance_loss", "noise_scale")
 """Fields of a step's row that loggers get if they are numbers, as "train/loss" and so on."""
@@ -227,28 +229,58 @@ class TensorBoardLogger:
         >>> job = Job(global_batch_size=4, loggers=[TensorBoardLogger("events")])
     """
 
+    FLUSH_S = 10.0
+    ENCODE_S = 1.0
+
     def __init__(self, folder: str | Path = "tensorboard") -> None:
         self.folder = _path("TensorBoardLogger", folder)
-        self._board: SummaryWriter | None = None
+        self._file: EventsWriter | None = None
+        self._events: LateWriter[tuple[float, int, dict[str, float]]] | None = None
+        self._failure: Exception | None = None
+        self._flushed_s = 0.0
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Open a file of events. TensorBoard hides earlier files' steps that a resumed run makes again."""
-        purge = run["step"] + 1 if run["resumed"] else None
+        folder = run["folder"] / self.folder
+        folder.mkdir(parents=True, exist_ok=True)
         # Files are named by the second: one that an earlier run began within it would be overwritten.
-        suffix = f".{os.getpid()}.{run['step']}"
-        folder = str(run["folder"] / self.folder)
-        self._board = SummaryWriter(logdir=folder, flush_secs=10, purge_step=purge, filename_suffix=suffix)
+        self._file = EventsWriter(str(folder / "events"), f".{os.getpid()}.{run['step']}")
+        if run["resumed"]:
+            now, purge = time.time(), run["step"] + 1
+            self._file.write_event(Event(wall_time=now, step=purge, file_version="brain.Event:2"))
+            begins = SessionLog(status=SessionLog.SessionStatus.START)
+            self._file.write_event(Event(wall_time=now, step=purge, session_log=begins))
+        self._events = LateWriter(self._write, self.ENCODE_S)
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Write all values as one event, which is cheap."""
-        if self._board is not None:
-            scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-            self._board.file_writer.add_summary(Summary(value=scalars), step)
+        """Write all values as one event, which a thread encodes."""
+        if self._failure is not None:
+            raise self._failure
+        if self._events is not None:
+            self._events.add((time.time(), step, values))
 
     def finish(self) -> None:
         """Flush and close the file."""
-        if self._board is not None:
-            self._board.close()
+        if self._file is not None and self._events is not None:
+            self._events.close()
+            self._file.close()
+            self._file = self._events = None
+        if self._failure is not None:
+            raise self._failure
+
+    def _write(self, events: list[tuple[float, int, dict[str, float]]]) -> None:
+        """Encode and write; what fails in the thread is raised by the next call."""
+        try:
+            assert self._file is not None
+            for wall_s, step, values in events:
+                scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+                self._file.write_event(Event(wall_time=wall_s, step=step, summary=Summary(value=scalars)))
+            now = time.monotonic()
+            if now - self._flushed_s >= self.FLUSH_S:
+                self._file.flush()
+                self._flushed_s = now
+        except Exception as error:
+            self._failure = error
 
 
 class CSVLogger:

@@ -1,11 +1,13 @@
 """The rows of the metrics file for the first inputs, a step, an evaluation and the choice of a bucket size."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tutti.comm.traffic import exchanged_nbytes, sent_nbytes
 from tutti.data.fingerprint import describe_data, digest_samples, first_rows, input_pattern, overlap
 from tutti.data.origin import SAMPLES, input_of, native_shape, random_distribution
 from tutti.data.samples import DataSource
+from tutti.event_record import ACTIVE
 from tutti.nn.mixture import Tally
 from tutti.parallel.data.bucket_size_tuner import MIB, ChosenBucketSize
 from tutti.trainer.run_header import data_fields
@@ -16,19 +18,33 @@ _NOTED_STEPS, _NOTED_EVERY = 200, 10
 30 microseconds on one core (images of 8 x 8 and 224 x 224, 1,024 tokens)."""
 
 
+def _write_attention_row(run: Run) -> None:
+    """Note which kernels compute attention over the context axis, when that is known or has changed."""
+    if engines := run.parallel.sequences.take_engines():
+        words = " and ".join(engines)
+        run.output.screen.say(f"attention over mesh.context is computed by {words}")
+        run.output.log.row("attention", run.loop.clock.elapsed_s(), step=run.state.progress.step, engines=words)
+
+
 def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) -> None:
     """Count the step, write its row and show the progress."""
+    row_of = count_step(run, result, update_result.gain)
+    run.output.log.row(**row_of(result, update_result))
+
+
+RowOf = Callable[[StepResult, UpdateResult], dict[str, Any]]
+"""Returns the arguments of a step's row, once the step's results are known."""
+
+
+def count_step(run: Run, result: StepResult, gain: float | None) -> RowOf:
+    """Count the step and show the progress; return what gives its row, which the device may decide on later."""
     progress, unit = run.state.progress, run.parallel.plan.batch.unit
+    _write_attention_row(run)
     if progress.step == 0:
-        unused = run.parallel.replica.unused(run.parallel.model)
-        trained = sum(parameter.requires_grad for parameter in run.parallel.model.parameters())
-        if unused and len(unused) < trained:  # else the guard says that nothing is trained
-            listed = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-            run.output.screen.say(
-                "parameters without a gradient in the first step, because the loss does not use them or they are "
-                f"detached: {listed}"
-            )
+        _say_unused(run)
     progress.step += 1
+    if ACTIVE.recorder is not None:
+        ACTIVE.recorder.updated(progress.step)
     tokens = result.tokens
     accumulation = run.loop.accumulation
     if result.batch != accumulation.counted:  # a second update on a batch sees no further samples
@@ -40,42 +56,59 @@ def write_step_row(run: Run, result: StepResult, update_result: UpdateResult) ->
         total = progress.total_epochs * run.steps_per_epoch
     phases_exact = run.loop.clock.phases_exact
     wall, phases = run.loop.clock.take_row()
+    run.loop.own_times.note(phases, exact=phases_exact)
     timing: dict[str, Any] = {"step": progress.step, "wall_s": wall, "phases": phases}
     timing |= {"profiled": True} if run.output.profile is not None and run.output.profile.active else {}
     carried = run.parallel.layout.traffic.take()
     sent, exchanged = sent_nbytes(carried), exchanged_nbytes(carried)
-    run.output.log.row(
-        "step",
-        run.loop.clock.elapsed_s(),
-        **timing,
-        epoch=run.state.progress.epoch,
-        loss=result.loss,
-        learning_rate=update_result.learning_rate,
-        samples=result.samples,
-        tokens=tokens,
-        samples_seen=progress.samples_seen,
-        grad_norm=update_result.grad_norm,
-        **(
-            {}
-            if update_result.gain is None
-            else {"gain": update_result.gain, "base_steps": progress.clocks[0].base_steps}
-        ),
-        skipped=update_result.skipped,
-        same_batch=accumulation.same_batch or None,
-        loss_scale=run.state.scaler.get_scale() if run.state.scaler.is_enabled() else None,
-        sent_nbytes=sent,
-        exchanged_nbytes=exchanged,
-        communication=[total.row() for total in carried],
-        **_expert_fields(result.experts),
-        **run.state.noise.take_row(),
-        **run.state.consistency.row(),
-        total_steps=total,
-        timed=phases_exact,
-    )
+    counts: dict[str, Any] = {
+        "samples_seen": progress.samples_seen,
+        "epoch": progress.epoch,
+        "same_batch": accumulation.same_batch or None,
+        "total_steps": total,
+    }
+    steps = {} if gain is None else {"gain": gain, "base_steps": progress.clocks[0].base_steps}
+    others = {**run.state.noise.take_row(), **run.state.consistency.row(), "timed": phases_exact}
+    elapsed_s = run.loop.clock.elapsed_s()
     run.output.log.timing(kind="step", **timing, sent_nbytes=sent + exchanged)
     run.output.screen.step(
         progress.step, total, result.loss, run.output.throughput.update(tokens or result.samples), unit
     )
+
+    def row(known: StepResult, update_result: UpdateResult) -> dict[str, Any]:
+        return {
+            "kind": "step",
+            "time_s": elapsed_s,
+            **timing,
+            **counts,
+            "loss": float(known.loss),
+            "learning_rate": update_result.learning_rate,
+            "samples": known.samples,
+            "tokens": tokens,
+            "grad_norm": update_result.grad_norm,
+            **steps,
+            "skipped": update_result.skipped,
+            "loss_scale": update_result.loss_scale,
+            "sent_nbytes": sent,
+            "exchanged_nbytes": exchanged,
+            "communication": [channel.row() for channel in carried],
+            **_expert_fields(known.experts),
+            **others,
+        }
+
+    return row
+
+
+def _say_unused(run: Run) -> None:
+    """After the first step: name the parameters that got no gradient."""
+    unused = run.parallel.replica.unused(run.parallel.model)
+    trained = sum(parameter.requires_grad for parameter in run.parallel.model.parameters())
+    if unused and len(unused) < trained:  # else the guard says that nothing is trained
+        listed = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        run.output.screen.say(
+            "parameters without a gradient in the first step, because the loss does not use them or they are "
+            f"detached: {listed}"
+        )
 
 
 def note_inputs(run: Run, batch: Any) -> None:
@@ -107,7 +140,7 @@ def _write_inputs_row(run: Run, batch: Any) -> None:
     )
 
 
-def _expert_fields(tallies: dict[str, Tally]) -> dict[str, Any]:
+def _expert_fields(tallies: Mapping[str, Tally]) -> dict[str, Any]:
     """Return the fields about mixtures of experts: tokens assigned and dropped by all ranks, and balance losses.
 
     Each is a total over layers (the balance loss as `auxiliary_loss` gives it); "experts" has those of each layer.
@@ -161,8 +194,8 @@ def _evaluation_data_fields(run: Run, source: DataSource, name: str) -> dict[str
     facts, seed = run.output.data_facts, run.settings.seed
     known = facts.evaluations.get(name)
     if known is None or known.dataset is not source.dataset:
-        digests = digest_samples(source.dataset, seed)
-        shared = overlap(digest_samples(run.state.loader.source.dataset, seed), digests)
+        digests, trained_on = digest_samples(source.dataset, seed), run.state.loader.source.dataset
+        shared = overlap(digests if trained_on is source.dataset else digest_samples(trained_on, seed), digests)
         info = describe_data(source.dataset, seed, name)
         fields = {"data": data_fields(info), "overlap_with_training": shared}
         patterns = frozenset(digests.patterns) if digests is not None else frozenset()

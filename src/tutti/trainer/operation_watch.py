@@ -6,19 +6,22 @@ for some seconds, so steps pay nothing.
 
 import itertools
 import json
+import os
+import select
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
-from tutti.comm.world import World
+from tutti.comm.world import World, thread_store
 from tutti.errors import RankMismatchError
+from tutti.event_record import ACTIVE
 
 T = TypeVar("T")
 
@@ -32,7 +35,7 @@ NOTES = 32
 """Number of latest operations that a rank can tell."""
 
 ANSWER_S = 3.0
-"""Seconds that a rank whose exchange has failed waits for the others' notes."""
+"""Seconds that a rank whose exchange has failed waits for the others' notes; none if one of its host has ended."""
 
 _numbers = itertools.count()
 """Every Job of a process compares its own notes only; ranks make their Jobs in the same order."""
@@ -50,11 +53,12 @@ class OperationWatch:
     def __init__(self, world: World, place: Callable[[], tuple[int, int]], *, waits: bool = True) -> None:
         self._world, self._place = world, place
         self._notes: deque[tuple[int, str, int, int]] = deque(maxlen=NOTES)
-        self._count = self._depth = 0
+        self._count = self._depth = self._recorded = 0
         self._since = time.monotonic()
         self._ended = threading.Event()
         self._compares = waits and world.world_size > 1
         self._answered = b""
+        self._thread: threading.Thread | None = None
         self._asked = 0
         self._key = f"tutti/watch/{next(_numbers)}"
 
@@ -64,13 +68,17 @@ class OperationWatch:
         return self._depth > 0
 
     def start(self) -> None:
-        """Start the thread that compares notes."""
+        """Start the thread that compares notes, and tell the other ranks which process this rank is."""
         if self._compares:
-            threading.Thread(target=self._look, name="tutti-operation-watch", daemon=True).start()
+            thread_store().set(f"{self._key}/process/{self._world.rank}", json.dumps([_process_space(), os.getpid()]))
+            self._thread = threading.Thread(target=self._look, name="tutti-operation-watch", daemon=True)
+            self._thread.start()
 
-    def stop(self) -> None:
-        """Compare nothing any more."""
+    def stop(self, *, wait_s: float = 0.0) -> None:
+        """Compare nothing any more, and wait so long for the thread to end."""
         self._ended.set()
+        if self._thread is not None and wait_s:
+            self._thread.join(wait_s)
 
     def enter(self, name: str) -> None:
         """Note that this rank enters an operation; one within another is not noted."""
@@ -78,11 +86,28 @@ class OperationWatch:
         if self._depth == 1:
             self._count += 1
             self._since = time.monotonic()
-            self._notes.append((self._count, name, *self._place()))
+            place = self._place()
+            self._notes.append((self._count, name, *place))
+            if ACTIVE.recorder is not None:
+                self._recorded = ACTIVE.recorder.begin("operation", name, place)
 
-    def leave(self) -> None:
-        """Note that this rank has left the operation that it entered last."""
-        self._depth -= 1
+    def leave(self, error: BaseException | None = None) -> None:
+        """Note that this rank has left the operation that it entered last, if so because of an error.
+
+        Raises:
+            RankMismatchError: an exchange failed, because another rank is in another operation or in none.
+        """
+        try:
+            reason = self.explain(error) if isinstance(error, RuntimeError) else None
+            if reason is not None:
+                raise RankMismatchError(reason) from None
+        finally:
+            self._depth -= 1
+            if not self._depth and ACTIVE.recorder is not None and self._recorded:
+                name = self._notes[-1][1]
+                ACTIVE.recorder.end(self._recorded, failed=error is not None)
+                if error is None:
+                    ACTIVE.recorder.step_ended(name, time.monotonic() - self._since)
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -94,13 +119,10 @@ class OperationWatch:
         self.enter(name)
         try:
             yield
-        except RuntimeError as error:
-            reason = self.explain(error)
-            if reason is None:
-                raise
-            raise RankMismatchError(reason) from None
-        finally:
-            self.leave()
+        except BaseException as error:
+            self.leave(error)
+            raise
+        self.leave()
 
     def gather(self, purpose: str, value: T) -> list[T]:
         """Return the `value` of every rank, in rank order, as `World.gather` does. Collective.
@@ -119,20 +141,24 @@ class OperationWatch:
             return None
         timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         with suppress(RuntimeError):  # the store may be gone
-            store, until = _store(), time.monotonic() + ANSWER_S
+            store, until = thread_store(), time.monotonic() + ANSWER_S
             while time.monotonic() < until:
+                ended = self._has_ended(store)  # such a rank has told what it did before, or never will
                 self._ask(store)
-                time.sleep(PERIOD_S / 4)
+                if not ended:
+                    time.sleep(PERIOD_S / 4)
                 reason = self._mismatch(store)
                 if reason is not None:
                     return reason
+                if ended:
+                    break
             if timed_out:
                 return self._absent(store)
         return None
 
     def _look(self) -> None:
         """Answer other ranks, and compare notes with them while this rank waits. Runs in the thread."""
-        store = _store()
+        store = thread_store()
         while not self._ended.wait(PERIOD_S):
             reason = None
             try:
@@ -163,6 +189,17 @@ class OperationWatch:
         idle_s = 0.0 if self.inside else time.monotonic() - self._since
         note = {"inside": self.inside, "idle_s": idle_s, "notes": list(self._notes)}
         store.set(f"{self._key}/{self._world.rank}", json.dumps(note))
+
+    def _has_ended(self, store: Any) -> bool:
+        """Whether the process of another rank of this host has ended."""
+        first = self._world.rank - self._world.local_rank
+        for rank in range(first, first + self._world.local_world_size):
+            key = f"{self._key}/process/{rank}"
+            if rank != self._world.rank and store.check([key]):
+                space, process = json.loads(store.get(key))
+                if space == _process_space() and _ended(process):
+                    return True
+        return False
 
     def _others(self, store: Any) -> Iterator[tuple[int, dict[str, Any]]]:
         """The notes that were published by rank 0, or to rank 0 by all others."""
@@ -197,14 +234,37 @@ class OperationWatch:
         return None
 
 
+def count_anew() -> None:
+    """Number the next Job's notes as those of a fresh process' first Job."""
+    global _numbers
+    _numbers = itertools.count()
+
+
 def _words(note: tuple[Any, ...]) -> str:
     name, epoch, batch = note
     return f"{name} (epoch {epoch}, batch {batch})"
 
 
-def _store() -> Any:
-    """This thread's connection to the store of the rendezvous."""
-    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+def _process_space() -> list[str]:
+    """What tells where a process number is valid: the host's boot and the namespace."""
+    try:
+        return [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/pid")]
+    except OSError:  # not Linux
+        return [f"unknown {os.getpid()}"]
+
+
+def _ended(process: int) -> bool:
+    """Whether a process has ended, also while its parent has not taken notice of it."""
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    except OSError:  # not permitted
+        return False
+    try:
+        return bool(select.select([descriptor], [], [], 0)[0])
+    finally:
+        os.close(descriptor)
 
 
 def note_calls_of_model(model: nn.Module, watch: OperationWatch) -> None:

@@ -6,10 +6,13 @@ not a number, so the other ranks learn of it from the sums that they wait for an
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from tutti.comm.rendezvous import open_group
 from tutti.comm.traffic import CommHandle
 from tutti.config import serialization
 from tutti.data.batches import BatchShare
@@ -67,15 +70,38 @@ def failure_of(run: Run, error: BaseException, share: BatchShare) -> str:
     reason = _obstacle(run)
     if reason is not None:
         raise TrainingError(_sentence(run, share, run.parallel.world.rank, said, reason))
-    if run.parallel.world.device.type == "cuda":
-        torch.cuda.empty_cache()
+    if run.parallel.world.device.type != "cpu":
+        torch.accelerator.empty_cache()
     return said
 
 
 def raise_if_exhausted(run: Run, failure: str | None) -> None:
-    """Raise StepExhaustedError on all ranks, if one of them has run out of memory in this step."""
-    if failure is not None or (run.settings.automatic_microbatches and is_abandoned(run.parallel.replica)):
+    """Raise StepExhaustedError on all ranks, if one of them has run out of memory in this step. Collective."""
+    if run.parallel.world.device.type == "cpu":
+        exhausted = run.settings.automatic_microbatches and is_abandoned(run.parallel.replica)
+    else:
+        exhausted = _any_host_failed(run, failed=failure is not None)
+    if failure is not None or exhausted:
         raise StepExhaustedError(failure)
+
+
+def _any_host_failed(run: Run, *, failed: bool) -> bool:
+    """Return whether a rank has run out of memory, as the hosts tell each other while their accelerators compute.
+
+    An allocator fails when the host asks for memory, so no host need wait for what its device has reduced.
+    """
+    if run.parallel.world.world_size == 1 or _obstacle(run) is not None:
+        return failed
+    flag = torch.tensor([failed], dtype=torch.uint8)
+    with run.parallel.layout.channel("scalars").waiting(flag.numel()):
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=_host_group(dist.group.WORLD))
+    return bool(flag)
+
+
+@lru_cache(maxsize=1)
+def _host_group(world: Any) -> Any:
+    """A group of all ranks for the hosts' own messages. Collective when first called in a world."""
+    return open_group(range(dist.get_world_size()), connect=False, backend="gloo")
 
 
 def divide_again(run: Run, batch: Any, failure: str | None, before: HostState | None) -> Any:
@@ -159,7 +185,7 @@ def _obstacle(run: Run) -> str | None:
     divided = [axis for axis, n in parallel.mesh.degrees.items() if n > 1 and axis not in ("replicate", "shard")]
     if divided:
         return f"ranks wait for each other inside forward under mesh.{divided[0]}"
-    if replica.shards.packs():
+    if replica.shards.gathers_in_forward:
         return f"ranks wait for each other inside forward at sharding level {parallel.plan.sharding.level}"
     module = next((name for name, m in parallel.model.named_modules() if exchanges_state(m)), None)
     if module is not None:

@@ -4,21 +4,23 @@ Read `prepare_run` first. It builds the model (`build_model`), the state that ch
 (`build_loop`) and the output (`open_output`).
 """
 
-import hashlib
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from tutti.checkpoint import CheckpointWriter, TrainingState, latest_checkpoint, load_checkpoint, load_weights
+from tutti.checkpoint import CheckpointWriter, TrainingState, load_newest, load_weights
+from tutti.checkpoint.retention import retention_of
+from tutti.checkpoint.uploads import open_uploads, store_of
 from tutti.comm.shared_memory import make_shared_memory_communicator
 from tutti.comm.traffic import CommChannel
 from tutti.comm.world import World, deprioritise_gloo_threads
@@ -27,17 +29,20 @@ from tutti.config.model_fingerprint import describe_module, differences
 from tutti.config.plan import Plan
 from tutti.config.refusals import check_plan
 from tutti.config.run_folder import RunFolder
+from tutti.config.vocabulary import AxisName
 from tutti.data.batches import Unpack
+from tutti.data.device_copies import DeviceCopies, may_copy_ahead, to_device
 from tutti.data.loading_cost import measure_loading
-from tutti.data.microbatches import to_device
 from tutti.data.samples import DataSource
 from tutti.data.share_loader import ShareLoader, first_samples
-from tutti.errors import PlanError, RankMismatchError, ScriptError
+from tutti.errors import PlanError, ScriptError
+from tutti.event_record import ACTIVE, open_record
 from tutti.local_sgd.modes import make_consistency
 from tutti.optim.learning_rate import initial_learning_rate
 from tutti.optim.optimizer_traits import check_needs_no_closure
 from tutti.optim.schedules import make_schedules
 from tutti.parallel.annotated_plan import with_annotations
+from tutti.parallel.compilation import Compilation, Compile
 from tutti.parallel.compressed.compressor import make_compressor
 from tutti.parallel.compressed.factor_buckets import make_factored
 from tutti.parallel.context import Sequences, sequences_of
@@ -51,29 +56,35 @@ from tutti.parallel.expert.expert_parallel import mixtures_of
 from tutti.parallel.layout import GRADIENT_AXES, Layout
 from tutti.parallel.losses import default_loss, loss_of
 from tutti.parallel.mesh import Mesh
-from tutti.parallel.mixed_precision import loss_scaler, set_matmul_precision
+from tutti.parallel.mixed_precision import loss_scaler, set_float32_precision
 from tutti.parallel.model_changes import NotedModel, check_unwrapped, forward_entries
+from tutti.parallel.offload.pinned_memory import move_buffers
+from tutti.parallel.offload.state_on_disk import keep_state_on_disk
 from tutti.parallel.parallel_model import ParallelModel
-from tutti.parallel.parallelize import check_optimizers, parallelize, rebind, run_uncompiled
+from tutti.parallel.parallelize import check_optimizers, move_state, parallelize, rebind
 from tutti.parallel.part_guards import guard_model, guard_optimizers
 from tutti.parallel.part_reads import PartReads
 from tutti.parallel.pipeline.pipeline_runner import Pipeline, make_pipeline
 from tutti.parallel.pipeline.stage_building import StagePartition, cut_stages
 from tutti.parallel.script_reads import ScriptReads
 from tutti.parallel.sharded_norms import bind_norms
+from tutti.parallel.sharding.engine_choice import with_engine
 from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.parallel.spatial.apply_spatial_parallel import feed_parts
 from tutti.parallel.whole_model import ModuleChanges, WholeModel
+from tutti.stack_watch import watch_stacks
 from tutti.trainer.capture import CapturedScript, FollowedScript, end_prepare, script_growth_nbytes
-from tutti.trainer.deferred_init import Tape, materialize
-from tutti.trainer.job_context import JobContext
+from tutti.trainer.deferred_init import Tape, materialize, set_values_aside
+from tutti.trainer.guard.replicas import broadcast_from_rank_0, check_same_model, differing_values
+from tutti.trainer.job_context import JobContext, stopping_of
+from tutti.trainer.memory_recovery import begin_marks, recover_from_memory
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay
 from tutti.trainer.observer import Observer, load_observer
 from tutti.trainer.operation_watch import OperationWatch, note_calls_of_model
 from tutti.trainer.out_of_memory import resume_microbatches
 from tutti.trainer.program import OwnProgram
 from tutti.trainer.run_header import open_folder
-from tutti.trainer.run_start import start_hooks, write_header, write_start_row
+from tutti.trainer.run_start import note_batches, start_hooks, write_header, write_start_row
 from tutti.trainer.run_state import Accumulation, Run, RunningStatistics, RunOutput, TrainingLoop
 from tutti.trainer.step_profile import StepProfile
 from tutti.trainer.update import refuse_own_steps
@@ -89,6 +100,7 @@ class PrepareArguments:
         scheduler: a learning-rate scheduler, a list of them, or None.
         weights: file with the initial values of the model, unless the run is resumed.
         tape: recording of the model's constructor if job.build made the model without memory, else None.
+        compile: what torch.compile does with the model.
     """
 
     model: nn.Module
@@ -100,6 +112,7 @@ class PrepareArguments:
     scheduler_clock: Literal["step", "epoch"]
     weights: Path | None = None
     tape: Tape | None = None
+    compile: Compile = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,20 +148,42 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     """
     divided = build_model(context, arguments)
     folder = open_folder(context.launch_options, context.world, context.folder)
+    _record_events(context, folder, divided.parallel.model)
+    keep_state_on_disk(divided.parallel, folder.path, context.screen.say)
     state = build_state(context, arguments, divided)
     loop = build_loop(context, arguments, divided, state)
+    loop.stopping = stopping_of(context, folder.path, agrees=not state.consistency.asynchronous)
     output = open_output(context, folder, state)
+    state.loader.timeout_s = context.launch_options.timeout_s
     run = Run(settings=context.settings, state=state, loop=loop, output=output)
-    state.resumed_from = resumed_from = _resume(run, context.resume or context.launch_options.resume, arguments.weights)
+    recovered = context.launch_options.recover_from is not None
+    if recovered:
+        recover_from_memory(run, context.launch_options)
+    state.resumed_from = resumed_from = None if recovered else _resume(run, context, arguments.weights)
     write_header(run, context, resumed_from)
     write_start_row(run, context)
-    start_hooks(run, context, resumed_from)
+    start_hooks(run, context, resumed=recovered or resumed_from is not None)
+    note_batches(run)
     deprioritise_gloo_threads()  # after the last process group has been created
     loop.observer.prepared(state)
     loop.program = loop.observer.program(run) or OwnProgram(run)
     refuse_own_steps(run)
     loop.watch.start()
+    if context.launch_options.recover:
+        begin_marks(run, context.launch_options)
     return run
+
+
+def _record_events(context: JobContext, folder: RunFolder, model: nn.Module) -> None:
+    """Record this rank's flight where its launcher has not begun to, and know the names of modules."""
+    if not context.launch_options.supervised:
+        own = folder.rank(context.world.rank)
+        with contextlib.suppress(OSError):
+            own.mkdir(parents=True, exist_ok=True)
+        context.screen.say(open_record(own, context.world.rank, context.world.world_size))
+        watch_stacks(own)
+    named = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
+    ACTIVE.module_name = lambda module: named.get(module, "")
 
 
 def build_model(context: JobContext, arguments: PrepareArguments) -> DividedModel:
@@ -156,21 +191,33 @@ def build_model(context: JobContext, arguments: PrepareArguments) -> DividedMode
     world, model = context.world, arguments.model
     _check_shapes_known(model)
     plan = _annotated_plan(context, model)
+    compilation = Compilation(model, plan, arguments.compile, world.device)
+    context.screen.say(compilation.before_division())
     _check_optimizers_fit(arguments.optimizers, plan)
-    set_matmul_precision(plan.precision, world.device)
+    context.screen.say(set_float32_precision(plan.precision, world.device))
     observer = load_observer(context.launch_options.observer)
-    _synchronize_model(arguments, world, context.screen, observer, independent=plan.sync.mode == "ensemble")
+    _synchronize_model(
+        arguments,
+        world,
+        context.screen,
+        observer,
+        independent=plan.sync.mode == "ensemble",
+        parameters_on_host=plan.sharding.offload != "none" and plan.world_size == 1,
+        all_on_host=stays_on_host(model, plan, world.device),
+    )
     layout = Layout.of(model, Mesh(plan.mesh, world.rank), arguments.optimizers)
     layout.traffic.clock = context.clock
     scope = _batch_scope(model, layout)
     originals, mixtures = dict(model.named_parameters(remove_duplicate=False)), mixtures_of(model)
     own_forwards = forward_entries(model)
-    stages = cut_stages(model, plan, layout, partial(_sample_inputs, arguments, context, plan, observer))
+    sample = partial(_sample_inputs, arguments, context, plan, observer)
+    stages = cut_stages(model, plan, layout, sample, world.device)
     division = ModuleChanges(model)
     shards = _divide_model(arguments, plan, layout, scope, stages, world.device)
     _rebind_optimizers(arguments, originals, layout, shards, world)
     source, unpack = feed_parts(model, arguments.source, arguments.unpack)
     pipeline = make_pipeline(model, stages, plan, layout, world.device)
+    context.screen.say(compilation.after_division(stages))
     sequences = _sequences(arguments, plan, layout, pipeline)
     replica = _replica(context, arguments, plan, layout, shards, stages)
     guard_model(model, layout, division)
@@ -212,12 +259,21 @@ def build_state(context: JobContext, arguments: PrepareArguments, divided: Divid
     return TrainingState(
         parallel=parallel,
         consistency=consistency,
-        loader=ShareLoader(divided.source, plan, seed, parallel.mesh.data_index),
+        loader=_share_loader(divided.source, plan, seed, parallel.mesh.data_index, context.world.device),
         schedules=schedules,
         scaler=loss_scaler(plan.precision, context.world.device),
         noise=_noise_meter(context, plan),
         callbacks=context.hooks.callbacks,
     )
+
+
+def _share_loader(source: DataSource, plan: Plan, seed: int, rank: int, device: torch.device) -> ShareLoader:
+    """Return the loader; for an accelerator one that pins batches and copies them there ahead."""
+    if not may_copy_ahead(device):
+        return ShareLoader(source, plan, seed, rank)
+    loader = ShareLoader(replace(source, options={"pin_memory": True, **source.options}), plan, seed, rank)
+    loader.copies = DeviceCopies(device)
+    return loader
 
 
 def build_loop(
@@ -232,7 +288,7 @@ def build_loop(
         note_calls_of_model(parallel.model, watch)
     parallel.whole.division.done()
     parallel.script_reads.together = watch.during
-    sharded = {parameter.name for pack in parallel.replica.shards.packs() for parameter in pack.parameters}
+    sharded = parallel.replica.shards.parts().keys()
     return TrainingLoop(
         pipeline=divided.pipeline,
         loss_fn=parallel.sequences.loss_fn,
@@ -247,21 +303,37 @@ def build_loop(
         batch_state=BatchState(
             parallel.model, parallel.scope, lambda name: parallel.layout.first_name(name) in sharded
         ),
+        device_decides=context.world.device.type != "cpu",
     )
 
 
 def open_output(context: JobContext, folder: RunFolder, state: TrainingState) -> RunOutput:
-    """Open the metrics files in the run folder, and set up checkpoints."""
+    """Open the metrics files in the run folder, and set up checkpoints and their store."""
     log, settings = MetricsLog(folder, context.world.rank), context.settings
 
-    def write_row(fields: dict[str, Any]) -> None:
-        log.row("checkpoint", context.clock.elapsed_s(), **fields)
+    def write_row(fields: dict[str, Any], kind: str = "checkpoint") -> None:
+        log.row(kind, context.clock.elapsed_s(), **fields)
 
     every, keep, recording = settings.checkpoint_every, settings.keep_checkpoints, context.launch_options.recording
     if recording is not None and recording.save_at is not None:
         every, keep = recording.save_at, recording.steps
-    checkpoints = CheckpointWriter(state, folder, every=every, keep=keep, write_row=write_row)
-    steps, world = context.launch_options.profile, context.world
+    steps, world, say, uploads = context.launch_options.profile, context.world, context.screen.say, None
+    if recording is None:  # a comparison stores nothing
+        uploads = open_uploads(
+            world,
+            folder,
+            settings.checkpoint_store,
+            context.resumed,
+            patient=context.launch_options.restarted,
+            keep_local=settings.keep_local,
+            write_row=partial(write_row, kind="upload"),
+            say=say,
+        )
+    stored = None if uploads is None else uploads.evaluations
+    retention = retention_of(world, folder.path, keep=keep, best=settings.keep_best, stored=stored)
+    checkpoints = CheckpointWriter(
+        state, folder, every=every, retention=retention, write_row=write_row, say=say, uploads=uploads
+    )
     profile = None if steps is None else StepProfile(steps, folder.profile, world.rank, world.device)
     return RunOutput(folder=folder, log=log, screen=context.screen, checkpoints=checkpoints, profile=profile)
 
@@ -270,7 +342,7 @@ def _annotated_plan(context: JobContext, model: nn.Module) -> Plan:
     """Add the script's annotations to the plan. Refuse a plan that cannot run; warn if it is another model's."""
     plan = with_annotations(context.plan, model, stated_mesh=context.stated_mesh)
     check_plan(plan)
-    context.screen.say(run_uncompiled(model, plan))
+    plan = with_engine(plan, model, context.world)
     context.screen.say(model_mismatch_warning(plan, model))
     return plan
 
@@ -302,12 +374,29 @@ def _divide_model(
     stages: StagePartition | None,
     device: torch.device,
 ) -> Shards:
-    """Divide the model by the plan. A model without memory then gets the memory and values of this rank's part."""
-    with arguments.tape or nullcontext():
-        shards = parallelize(arguments.model, plan, layout, scope, stages)
-    if arguments.tape is not None:
-        materialize(arguments.model, arguments.tape, device, shards)
+    """Divide the model by the plan. A model without memory on the device then gets this rank's part of it there."""
+    tape, replaced = arguments.tape, None
+    if tape is None and stays_on_host(arguments.model, plan, device):
+        tape, replaced = set_values_aside(arguments.model)
+    with tape or nullcontext():
+        shards = parallelize(arguments.model, plan, layout, scope, stages, device)
+    if tape is not None:
+        materialize(arguments.model, tape, device, shards, replaced)
     return shards
+
+
+_PART_AXES: tuple[AxisName, ...] = ("shard", "split", "stage", "expert", "table")
+"""Axes along which a rank holds a part of the model."""
+
+
+def stays_on_host(model: nn.Module, plan: Plan, device: torch.device) -> bool:
+    """Whether a model waits in host memory until it is divided, because the device may not have room for all of it."""
+    axes = [axis for axis in _PART_AXES if plan.degree(axis) > 1 and (axis != "shard" or plan.sharding.level > 1)]
+    if device.type == "cpu" or not axes:
+        return False
+    tensors = [*model.parameters(), *model.buffers()]
+    plain = all(type(tensor) in (nn.Parameter, torch.Tensor) and not tensor.is_sparse for tensor in tensors)
+    return plain and all(tensor.device.type == "cpu" and tensor.grad is None for tensor in tensors)
 
 
 def _rebind_optimizers(
@@ -439,19 +528,33 @@ def build_optimizers(model: nn.Module, optimizer: Any) -> tuple[Optimizer, ...]:
 
 
 def _synchronize_model(
-    arguments: PrepareArguments, world: World, screen: ProgressDisplay, observer: Observer, *, independent: bool
+    arguments: PrepareArguments,
+    world: World,
+    screen: ProgressDisplay,
+    observer: Observer,
+    *,
+    independent: bool,
+    parameters_on_host: bool,
+    all_on_host: bool,
 ) -> None:
     """Put the model on its device, with rank 0's values on every rank. Collective.
 
     A model without memory stays without; here it is only checked that its initial values will be equal. With
-    `independent`, each rank keeps its own initial values.
+    `independent`, each rank keeps its own initial values. With `parameters_on_host`, those stay in host memory; with
+    `all_on_host`, so does the whole model, until it is divided.
     """
     model = arguments.model
     if arguments.tape is not None:
         check_same_model(model, world)
         arguments.tape.check_same(world.gather(arguments.tape.digest))
         return
-    model.to(world.device)
+    if parameters_on_host:
+        move_buffers(model, world.device)
+    elif not all_on_host:
+        model.to(world.device)
+    move_state(arguments.optimizers)
+    if isinstance(arguments.loss_fn, nn.Module):  # it may hold weights of classes
+        arguments.loss_fn.to(world.device)
     observer.built(model, world)
     check_same_model(model, world)
     different = None if independent else differing_values(model, world)
@@ -500,18 +603,26 @@ def _attention_channel(plan: Plan, layout: Layout) -> CommChannel:
     return layout.channel("keys" if plan.context == "ring" else "heads", "context")
 
 
-def _resume(run: Run, path: Path | None, weights: Path | None) -> Path | None:
+def _resume(run: Run, context: JobContext, weights: Path | None) -> Path | None:
     """Load a checkpoint and return its path; without one, load `weights`, if given."""
-    if path is None:
+    place, writer, say = context.resumed, run.output.checkpoints, run.output.screen.say
+    if place is None:
         if weights is not None:
             load_weights(run.state, weights)
         run.state.consistency.begin(run.parallel, run.state.progress.step)
         return None
-    checkpoint = latest_checkpoint(path) if run.parallel.world.is_main else None
-    checkpoint = run.parallel.world.broadcast(checkpoint) or path
-    load_checkpoint(run.state, checkpoint, run.output.screen.say)
+    path, folder = place if isinstance(place, Path) else None, run.output.folder.checkpoints
+    store = None
+    if context.settings.checkpoint_store != "none" or path is None:
+        store = store_of(run.parallel.world, place)
+    patient = context.launch_options.restarted
+    checkpoint, passed_over = load_newest(run.state, path, say, store=store, folder=folder, patient=patient)
+    writer.retention.passed_over = {old for old in passed_over if isinstance(old, Path)}
+    if writer.uploads is not None:
+        writer.uploads.passed_over = {old for old in passed_over if isinstance(old, str)}
     resume_microbatches(run)
-    run.output.screen.say(f"resumed from {checkpoint} at step {run.state.progress.step}")
+    why = "".join(f"; passed over {Path(old).name}, which is damaged: {found}" for old, found in passed_over.items())
+    say(f"resumed from {checkpoint} at step {run.state.progress.step}{why}")
     return checkpoint
 
 
@@ -544,68 +655,6 @@ def follow_script(context: JobContext, arguments: PrepareArguments) -> FollowedS
         plan=with_annotations(context.plan, arguments.model, stated_mesh=context.stated_mesh),
     )
     return end_prepare(captured, source, seed, loss_of(arguments.unpack, loss))
-
-
-TensorEntry = tuple[str, tuple[int, ...], str, bool]
-
-
-def check_same_model(model: nn.Module, world: World) -> None:
-    """Compare the names, shapes and dtypes of parameters and buffers between ranks. Collective.
-
-    Raises:
-        RankMismatchError: on every rank, naming the first parameter or buffer that differs.
-    """
-    entries: list[TensorEntry] = [
-        (n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()
-    ]
-    entries += [(n, tuple(b.shape), str(b.dtype), False) for n, b in model.named_buffers()]
-    everyone = world.gather(entries)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise RankMismatchError(_describe_difference(everyone[0], theirs, rank))
-
-
-def _describe_difference(first: Sequence[TensorEntry], other: Sequence[TensorEntry], rank: int) -> str:
-    remedy = "build the same model on every rank, independent of the rank's number"
-    for expected, actual in zip(first, other, strict=False):
-        if expected != actual:
-            entry_0, entry = _describe_entry(expected), _describe_entry(actual)
-            return f"models differ between ranks: rank 0 has {entry_0}, rank {rank} has {entry} in its place; {remedy}"
-    longer, extra = (0, first[len(other)]) if len(first) > len(other) else (rank, other[len(first)])
-    return f"models differ between ranks: only rank {longer} has {_describe_entry(extra)}; {remedy}"
-
-
-def _describe_entry(entry: TensorEntry) -> str:
-    name, shape, dtype, trainable = entry
-    return f"{name!r} of shape {shape}, {dtype.removeprefix('torch.')}{'' if trainable else ', without gradient'}"
-
-
-def differing_values(model: nn.Module, world: World) -> tuple[int, str] | None:
-    """Return the first (rank, tensor name) whose values differ from rank 0's; None if there is none. Collective."""
-    digests = [(name, tensor_digest(tensor)) for name, tensor in _parameters_and_buffers(model)]
-    everyone = world.gather(digests)
-    for rank, theirs in enumerate(everyone):
-        for (name, expected), (_, actual) in zip(everyone[0], theirs, strict=True):
-            if expected != actual:
-                return rank, name
-    return None
-
-
-def broadcast_from_rank_0(model: nn.Module, world: World) -> None:
-    """Overwrite every rank's parameters and buffers with rank 0's. Collective."""
-    if world.world_size > 1:
-        for _, tensor in _parameters_and_buffers(model):
-            dist.broadcast(tensor.detach(), src=0)
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor's bytes."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy().data if data.numel() else b"").hexdigest()
-
-
-def _parameters_and_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def model_mismatch_warning(plan: Plan, model: nn.Module) -> str:

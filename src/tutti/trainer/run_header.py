@@ -17,11 +17,20 @@ from pathlib import Path
 
 import torch
 
+from tutti.comm.devices import device_name
 from tutti.comm.world import World
 from tutti.config.mesh_axes import format_mesh
-from tutti.config.run_folder import DatasetInfo, RankInfo, Recipe, RunFolder, RunHeader
+from tutti.config.run_folder import DatasetInfo, RankInfo, Recipe, RunFolder, RunHeader, lock_folder
+from tutti.config.safe_text import hide_arguments
+from tutti.config.version import VERSION
 from tutti.config.vocabulary import AxisName
-from tutti.environment import SHARED_MEMORY_OFF, SHARED_MEMORY_VARIABLE, LaunchOptions, shared_memory_setting
+from tutti.environment import (
+    SHARED_MEMORY_OFF,
+    SHARED_MEMORY_VARIABLE,
+    LaunchOptions,
+    options_given,
+    shared_memory_setting,
+)
 from tutti.errors import LaunchError
 
 
@@ -32,24 +41,32 @@ def script_path() -> Path:
 
 
 def open_folder(launch_options: LaunchOptions, world: World, stated: Path | None) -> RunFolder:
-    """Create the run folder if it is missing, and return it. Collective, unless the launcher named the folder.
+    """Create the run folder if it is missing, and return it, locked by rank 0. Collective.
 
     The launcher's folder, which may be each node's own; else the same folder on every rank: `stated`, or
     runs/<script>-<time>.
 
     Raises:
-        LaunchError: the folder cannot be created.
+        LaunchError: the folder cannot be created, or another process writes into it.
     """
     path = launch_options.run_folder
     if path is None:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         path = stated or Path("runs") / f"{script_path().stem}-{stamp}"
         path = Path(world.broadcast(str(path.absolute())))
+    folder, refused = RunFolder(path), None
     try:
         path.mkdir(parents=True, exist_ok=True)
+        if world.is_main and (warning := lock_folder(folder)):
+            print(f"tutti: {warning}", file=sys.stderr)
     except OSError as error:
-        raise LaunchError(f"the run folder {path} cannot be created ({error.strerror}); name another folder") from None
-    return RunFolder(path)
+        refused = f"the run folder {path} cannot be created ({error.strerror}); name another folder"
+    except LaunchError as error:
+        refused = str(error)
+    refused = next(filter(None, world.gather(refused)), None)
+    if refused:
+        raise LaunchError(refused)
+    return folder
 
 
 def this_rank(world: World, strategies: Sequence[str] = ()) -> RankInfo:
@@ -65,12 +82,16 @@ def this_rank(world: World, strategies: Sequence[str] = ()) -> RankInfo:
         local_rank=world.local_rank,
         host=world.host,
         device=str(device),
-        device_model=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model(),
+        device_model=_cpu_model() if device.type == "cpu" else device_name(device),
         pid=os.getpid(),
         threads=torch.get_num_threads(),
         sums=f"{sums or 'nothing'} ({SHARED_MEMORY_VARIABLE}=off)"
         if shared_memory_setting() == SHARED_MEMORY_OFF
         else sums,
+        place=world.place.device,
+        cores=world.place.cores,
+        binding=world.place.binding,
+        network=world.place.network,
     )
 
 
@@ -86,6 +107,7 @@ def make_header(
     data: DatasetInfo,
     resumed_from: Path | None,
     resumed_at_step: int,
+    checkpoint_store: str | None,
     facts: Mapping[str, str],
 ) -> RunHeader:
     """Collect everything about the run that is known before its first step. Called on rank 0.
@@ -101,6 +123,7 @@ def make_header(
         data: the training data.
         resumed_from: checkpoint that was loaded.
         resumed_at_step: its step; 0 for a new run.
+        checkpoint_store: where checkpoints are uploaded to.
         facts: what the user wants the report to say.
     """
     script = script_path()
@@ -108,7 +131,7 @@ def make_header(
     return RunHeader(
         name=name or script.stem,
         script=str(script),
-        arguments=tuple(sys.argv[1:]),
+        arguments=hide_arguments(sys.argv[1:]),
         command=_command(world, script, mesh),
         started_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         world_size=world.world_size,
@@ -117,7 +140,7 @@ def make_header(
         versions={
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "tutti": importlib.metadata.version("tutti"),
+            "tutti": VERSION,
         },
         platform=platform.platform(),
         git_commit=commit,
@@ -129,7 +152,13 @@ def make_header(
         data=data,
         resumed_from=str(resumed_from) if resumed_from else None,
         resumed_at_step=resumed_at_step,
-        extra={"cores": str(len(os.sched_getaffinity(0))), **_clock_exit_of(script), **facts},
+        checkpoint_store=checkpoint_store,
+        extra={
+            "cores": str(world.place.granted),
+            **({"shared_devices": str(world.devices)} if world.shares_device else {}),
+            **_clock_exit_of(script),
+            **facts,
+        },
     )
 
 
@@ -239,17 +268,33 @@ def _leaves(statement: ast.AST) -> bool:
     return False
 
 
-def _command(world: World, script: Path, mesh: dict[AxisName, int]) -> str:
+def resuming_command(world: World, mesh: dict[AxisName, int], folder: Path) -> str:
+    """Return the command that goes on with a run, as far as a rank can tell.
+
+    Args:
+        world: the ranks.
+        mesh: degrees by axis.
+        folder: the run folder.
+    """
+    if world.launcher == "tutti":
+        return _command(world, script_path(), mesh, "--resume", str(folder))
+    return f"TUTTI_RESUME={shlex.quote(str(folder))} {_command(world, script_path(), mesh)}"
+
+
+def _command(world: World, script: Path, mesh: dict[AxisName, int], *options: str) -> str:
     """Reconstruct the command that started the run, as far as a rank can tell."""
     plain = set(mesh) <= {"replicate"}
     start = {
         "tutti": ["tutti", "run", "--nproc", str(world.local_world_size)]
-        + ([] if plain else ["--mesh", format_mesh(mesh)]),
+        + (["--share-device"] if world.shares_device else [])
+        + ([] if plain else ["--mesh", format_mesh(mesh)])
+        + list(hide_arguments(options_given()))
+        + list(options),
         "torchrun": ["torchrun", "--nproc-per-node", str(world.local_world_size)],
         "srun": ["srun", "-n", str(world.world_size), "python"],
         "mpirun": ["mpirun", "-n", str(world.world_size), "python"],
     }.get(world.launcher, ["python"])
-    return shlex.join([*start, script.name, *sys.argv[1:]])
+    return shlex.join([*start, script.name, *hide_arguments(sys.argv[1:])])
 
 
 def git_state(script: Path) -> tuple[str | None, bool | None]:

@@ -3,9 +3,14 @@
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
+from tutti.comm.host_versions import differences, host_versions
 from tutti.config import serialization
 from tutti.config.compression import format_compression
+from tutti.config.last_batch import MOST_SAMPLES, LastBatchFile
 from tutti.config.run_folder import Recipe
+from tutti.data.batches import BatchShare, Indices
 from tutti.data.fingerprint import describe_data
 from tutti.errors import ScriptError
 from tutti.trainer.job_context import JobContext
@@ -23,12 +28,19 @@ def write_header(run: Run, context: JobContext, resumed: Path | None) -> None:
         context: what the script asked for.
         resumed: the checkpoint that was loaded.
     """
-    ranks = run.parallel.world.gather(this_rank(run.parallel.world, run.parallel.replica.transports))
-    if not run.parallel.world.is_main:
+    replica = run.parallel.replica
+    transports = (*replica.transports, *replica.shards.transports)
+    world = run.parallel.world
+    gathered = world.gather((this_rank(world, transports), host_versions(world.device)))
+    if not world.is_main:
         return
+    ranks = [info for info, _ in gathered]
+    differing = differences([(info.host, versions) for info, versions in gathered])
+    for sentence in differing.values():
+        run.output.screen.say(sentence)
     data = describe_data(run.state.loader.source.dataset, run.settings.seed, "train")
     header = make_header(
-        run.parallel.world,
+        world,
         ranks,
         name=context.name,
         model=run.parallel.model,
@@ -38,7 +50,10 @@ def write_header(run: Run, context: JobContext, resumed: Path | None) -> None:
         data=data,
         resumed_from=resumed,
         resumed_at_step=run.state.progress.step,
-        facts=context.facts,
+        checkpoint_store=None
+        if run.output.checkpoints.uploads is None
+        else run.output.checkpoints.uploads.store.address,
+        facts={**({"hosts_differ": "; ".join(differing)} if differing else {}), **context.facts},
     )
     serialization.save(run.parallel.plan, run.output.folder.plan)
     serialization.save(header, run.output.folder.header)
@@ -80,7 +95,7 @@ def write_start_row(run: Run, context: JobContext) -> None:
     )
 
 
-def start_hooks(run: Run, context: JobContext, resumed_from: Path | None) -> None:
+def start_hooks(run: Run, context: JobContext, *, resumed: bool) -> None:
     """Start the loggers on rank 0, and compare the ranks' callbacks. Collective.
 
     A run that is only observed passes nothing to the script's loggers.
@@ -93,7 +108,7 @@ def start_hooks(run: Run, context: JobContext, resumed_from: Path | None) -> Non
     if run.parallel.world.is_main:
         observed = context.launch_options.observer is not None
         loggers = RunLoggers(() if observed else context.hooks.loggers, output.screen.say)
-        rows = read_rows(output.folder.metrics) if resumed_from is not None else []
+        rows = read_rows(output.folder.metrics) if resumed else []
         failure = loggers.start(
             {
                 "name": context.name or script_path().stem,
@@ -111,3 +126,28 @@ def start_hooks(run: Run, context: JobContext, resumed_from: Path | None) -> Non
     if everyone[0][1] is not None:
         raise ScriptError(everyone[0][1])
     context.hooks.callbacks.check_same([names for names, _ in everyone])
+
+
+def note_batches(run: Run) -> None:
+    """Let each batch be noted in the rank's folder before it is loaded, so that one that makes the rank fail is known.
+
+    A stream's samples have no numbers; a disk that is full or read-only keeps nothing.
+    """
+    loader = run.state.loader
+    if loader.source.is_stream:
+        return
+    try:
+        file = LastBatchFile(run.output.folder.rank(run.parallel.world.rank))
+    except OSError:
+        return
+    latest: BatchShare | None = None
+    positions, total = np.empty(0, dtype=np.int64), 0
+
+    def announce(share: BatchShare, indices: Indices) -> None:
+        nonlocal latest, positions, total
+        if share is not latest:
+            whole = share.positions
+            latest, positions, total = share, np.asarray(whole[:MOST_SAMPLES], dtype=np.int64), len(whole)
+        file.note(loader.epoch + 1, loader.position + 1, indices[positions].tolist(), total)
+
+    loader.announce = announce

@@ -3,10 +3,11 @@
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from tutti.checkpoint import CheckpointWriter, TrainingState
+from tutti.checkpoint.retention import BestMetric
 from tutti.comm.clock import PhaseClock
 from tutti.config.plan import Plan
 from tutti.config.run_folder import RunFolder
@@ -22,6 +24,7 @@ from tutti.data.microbatches import leaves
 from tutti.data.seeds import HostState, host_digest, host_state
 from tutti.data.share_loader import ShareLoader
 from tutti.errors import PlanError, ScriptError
+from tutti.event_record import recorded
 from tutti.nn.mixture import Tally
 from tutti.optim.learning_rate import LRRule
 from tutti.parallel.data.batch_state import BatchState
@@ -29,13 +32,22 @@ from tutti.parallel.data.batchnorm import GlobalForward
 from tutti.parallel.data.bucket_size_tuner import BucketSizeTuner
 from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.pipeline.pipeline_runner import Pipeline
+from tutti.surviving_rank import KeptState
 from tutti.trainer.capture import FollowedScript
+from tutti.trainer.deferred_results import DeviceOutcome, HostCopy, PendingUpdate, sum_of
+from tutti.trainer.hash_schedule import HashSchedule
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
 from tutti.trainer.observer import JobProgram, Observer
 from tutti.trainer.operation_watch import OperationWatch
+from tutti.trainer.own_times import OwnTimes
+from tutti.trainer.step_message import StepMessage
 from tutti.trainer.step_profile import StepProfile
+from tutti.trainer.stopping import Stopping
 
 _MOST_PATTERNS = 100_000
+
+_MOST_LOCATED = 3
+"""Skipped batches that are computed again to find the module."""
 
 _WATCHED_STEPS = 2
 """Steps after which a loss function that has drawn nothing is taken to draw nothing later."""
@@ -48,11 +60,17 @@ class JobSettings:
     Attributes:
         clip_norm: bound of the gradients' global norm; None: no clipping.
         on_nonfinite: whether a NaN or infinite loss or gradient ends the run or only skips the update.
+        loss_limit: a loss above so many times the median of those before it is as one that is not finite; None: no
+            limit.
         checkpoint_every: steps between two checkpoints; None: none during training.
         keep_checkpoints: how many of the newest checkpoints are kept. 0: only the newest, and none is written when
             training ends.
+        keep_best: the value whose best checkpoint is kept, too; None: only the newest.
         noise_every: steps between measurements of the gradient noise scale; None: not measured.
         automatic_microbatches: whether a lack of memory may raise the number of microbatches: nobody has stated it.
+        time_limit: seconds after which the run stops with a checkpoint, from the making of the Job; None: no limit.
+        checkpoint_store: address of an object store that checkpoints are uploaded to; None: none.
+        keep_local: how many of the newest checkpoints stay in the run folder where there is a store.
     """
 
     seed: int
@@ -61,8 +79,13 @@ class JobSettings:
     on_nonfinite: Literal["stop", "skip"]
     checkpoint_every: int | None
     keep_checkpoints: int
+    keep_best: BestMetric | None = None
     noise_every: int | None = None
     automatic_microbatches: bool = False
+    time_limit: float | None = None
+    loss_limit: float | None = None
+    checkpoint_store: str | None = None
+    keep_local: int = 1
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -71,10 +94,16 @@ class JobSettings:
             raise PlanError(f"lr_rule = {self.lr_rule!r} is no rule; write tutti.LRRule(...), or None")
         if self.on_nonfinite not in ("stop", "skip"):
             raise PlanError(f"on_nonfinite = {self.on_nonfinite!r}; use 'stop' or 'skip'")
+        if self.loss_limit is not None and not self.loss_limit > 1:
+            raise PlanError(f"loss_limit = {self.loss_limit}; give a factor above 1, such as 10, or None for no limit")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
             raise PlanError(f"checkpoint_every = {self.checkpoint_every}; give a number of steps of 1 or more, or None")
         if self.noise_every is not None and self.noise_every < 1:
             raise PlanError(f"noise_every = {self.noise_every}; give a number of steps of 1 or more, or None")
+        if self.time_limit is not None and not self.time_limit > 0:
+            raise PlanError(f"time_limit = {self.time_limit}; give seconds above 0, or None for no limit")
+        if self.keep_local < 1:
+            raise PlanError(f"keep_local = {self.keep_local}; give 1 or more")
         if self.keep_checkpoints < 0:
             raise PlanError(f"keep_checkpoints = {self.keep_checkpoints}; give 0 or more")
 
@@ -86,15 +115,23 @@ class RunningStatistics:
         self._norms = [module for module in model.modules() if isinstance(module, _NormBase)]
         self._buffers: list[torch.Tensor] = []
         self._saved: list[torch.Tensor] = []
+        self._earlier: list[torch.Tensor] = []
 
-    def save(self) -> None:
-        """Save the statistics at the start of a step."""
+    def save(self, *, keep: bool = False) -> None:
+        """Save the statistics at the start of a step.
+
+        Args:
+            keep: whether the copies of the step before stay as they are, for `restorer`.
+        """
         buffers = [
             buffer for norm in self._norms if norm.training for buffer in norm._buffers.values() if buffer is not None
         ]
         buffers = [buffer for buffer in buffers if not buffer.is_meta]  # a meta buffer is on another stage's ranks
         if [*map(id, buffers)] != [*map(id, self._buffers)]:
-            self._buffers, self._saved = buffers, [torch.empty_like(buffer) for buffer in buffers]
+            self._buffers, self._saved, self._earlier = buffers, [torch.empty_like(buffer) for buffer in buffers], []
+        elif keep:
+            self._earlier = self._earlier or [torch.empty_like(buffer) for buffer in buffers]
+            self._saved, self._earlier = self._earlier, self._saved
         if buffers:
             torch._foreach_copy_(self._saved, buffers)
 
@@ -103,6 +140,23 @@ class RunningStatistics:
         """Restore the statistics that `save` copied."""
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._saved)
+
+    @torch.no_grad()
+    def restore_where(self, skip: torch.Tensor) -> None:
+        """Restore them where `skip`, 0-d on the device, is 1."""
+        for buffer, saved in zip(self._buffers, self._saved, strict=True):
+            buffer.copy_(torch.where(skip > 0, saved, buffer))
+
+    def restorer(self) -> Callable[[], None]:
+        """Return what restores the copies of this step, also after `save(keep=True)` of the next one."""
+        buffers, saved = self._buffers, self._saved
+
+        @torch.no_grad()
+        def restore() -> None:
+            if buffers:
+                torch._foreach_copy_(buffers, saved)
+
+        return restore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +171,8 @@ class StepResult:
         batch: number of the global batch, over all epochs.
         tokens: tokens of the global batch; None where the batch counts samples.
         experts: the counts of each mixture of experts, by module name, over all ranks.
+        outcomes: what decides on the device whether the update is made, where `finite` is taken to be true and numbers
+            are read when somebody looks at them; empty where the host knows.
     """
 
     loss: float
@@ -125,7 +181,8 @@ class StepResult:
     finite: bool
     batch: int
     tokens: int | None = None
-    experts: dict[str, Tally] = field(default_factory=dict)
+    experts: Mapping[str, Tally] = field(default_factory=dict)
+    outcomes: tuple[DeviceOutcome, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +195,17 @@ class UpdateResult:
         grad_norm: global norm before clipping; None without clipping.
         skipped: whether the update was skipped, because float16 gradients overflowed or a loss or gradient was not
             finite.
+        loss_scale: the loss scale after it; None without loss scaling.
+        pending: of an update on which the device decides, the gradients' norm and the loss scale, where there are any;
+            `skipped` is then not known yet.
     """
 
     learning_rate: float
     gain: float | None
     grad_norm: float | None
     skipped: bool
+    loss_scale: float | None = None
+    pending: HostCopy | None = None
 
 
 @dataclass(slots=True)
@@ -156,6 +218,7 @@ class Accumulation:
         counted: number of the last global batch whose samples are counted in the progress.
         several: whether the script makes several updates on a batch, as far as it has been seen to.
         same_batch: whether the last step had the batch of the one before, although the loader had given another.
+        pending: updates on which the device decides, as long as the host has not read what it decided; oldest first.
     """
 
     results: list[StepResult] = field(default_factory=list)
@@ -163,6 +226,7 @@ class Accumulation:
     counted: int = -1
     several: bool = False
     same_batch: bool = False
+    pending: list[PendingUpdate] = field(default_factory=list)
     _given: "weakref.ref[torch.Tensor] | None" = None
     _given_number: int = -1
 
@@ -189,13 +253,14 @@ class Accumulation:
             return self.results[0]
         last, batches = self.results[-1], {result.batch: result for result in self.results}.values()
         return StepResult(
-            loss=sum(result.loss for result in self.results),
+            loss=sum_of([result.loss for result in self.results]),
             samples=sum(result.samples for result in batches),
-            count=sum(result.count for result in self.results),
+            count=sum_of([result.count for result in self.results]),
             finite=all(result.finite for result in self.results),
             batch=last.batch,
             tokens=None if last.tokens is None else sum(result.tokens or 0 for result in batches),
             experts=last.experts,
+            outcomes=tuple(outcome for result in self.results for outcome in result.outcomes),
         )
 
 
@@ -209,6 +274,10 @@ class GuardState:
         evaluations: how many evaluations have begun.
         said: warnings so far.
         unequal_buffers: buffers that differed between ranks when the last step that was checked began.
+        located: failed batches that were computed again to find the module.
+        skipped: steps that were skipped because the loss or a gradient was not finite or too large.
+        above_limit: losses in a row that were above the Job's limit.
+        hashes: when replicas are compared bit for bit.
     """
 
     losses: dict[int, Any] = field(default_factory=dict)
@@ -216,6 +285,15 @@ class GuardState:
     evaluations: int = 0
     said: set[str] = field(default_factory=set)
     unequal_buffers: set[str] = field(default_factory=set)
+    located: int = 0
+    skipped: int = 0
+    above_limit: int = 0
+    hashes: HashSchedule = field(default_factory=HashSchedule)
+
+    def may_locate(self) -> bool:
+        """Whether a further skipped batch may be computed again, which takes as long as a step; count it if so."""
+        self.located += 1
+        return self.located <= _MOST_LOCATED
 
 
 @dataclass(slots=True)
@@ -267,6 +345,25 @@ class LoopEnding:
     closed: bool = False
 
 
+class StateMarks(Protocol):
+    """Marks in a run, to which the state in this rank's memory can go back when another rank is lost."""
+
+    def mark(self) -> None:
+        """A batch is done."""
+
+    def computing(self) -> None:
+        """A step begins to compute."""
+
+    def updating(self) -> None:
+        """An update begins."""
+
+    def updated(self, *, done: bool) -> None:
+        """An update is made; `done` says whether nothing follows it that belongs to its batch."""
+
+    def keep(self) -> KeptState:
+        """Return the state at the newest mark."""
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingLoop:
     """The parts of a run that steps use, apart from the training state.
@@ -282,6 +379,7 @@ class TrainingLoop:
         bucket_tuner: finds the bucket size by measurement, if the plan asks for that.
         statistics: running statistics of norm layers, for steps that are skipped.
         watch: notes what this rank does together with the others.
+        stopping: whether the run is to stop, as all ranks agree.
         batch_state: combines what forward writes, over ranks.
         steps_begun: steps since prepare.
         program: what the methods of the Job do; set when the Run is complete.
@@ -289,6 +387,10 @@ class TrainingLoop:
         draws: whether the loss function draws from global generators.
         ending: how the loop over epochs ends.
         average_applied: whether the model has averaged weights now, with which nothing trains and nothing is saved.
+        device_decides: whether the device decides on updates and the host reads results a step later, where it can be.
+        message: what this rank says of itself with the losses of the step that is computed.
+        marks: where the run can go on from memory; None where nobody asks for that.
+        own_times: the ranks' own times in steps.
     """
 
     pipeline: Pipeline | None
@@ -304,10 +406,15 @@ class TrainingLoop:
     batch_state: BatchState
     steps_begun: int = 0
     program: JobProgram = field(init=False)
+    stopping: Stopping = field(init=False)
     guard: GuardState = field(default_factory=GuardState)
     draws: LossDraws = field(default_factory=LossDraws)
     ending: LoopEnding = field(default_factory=LoopEnding)
     average_applied: bool = False
+    device_decides: bool = False
+    message: StepMessage | None = None
+    marks: StateMarks | None = None
+    own_times: OwnTimes = field(default_factory=OwnTimes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,10 +470,10 @@ class Run:
     state: TrainingState
     loop: TrainingLoop
     output: RunOutput
+    parallel: ParallelModel = field(init=False)
 
-    @property
-    def parallel(self) -> ParallelModel:
-        return self.state.parallel
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parallel", self.state.parallel)
 
     def check_changes(self) -> None:
         """Follow what the script has changed on the model since prepare, or refuse it by name."""
@@ -400,12 +507,20 @@ class JobLoader:
         shares: yields the shares.
         clock: measures the phases of the run.
         between: called whenever the script asks for the next batch.
+        listening: a context for the time in which the script trains.
     """
 
-    def __init__(self, shares: ShareLoader | FollowedScript, clock: PhaseClock, between: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        shares: ShareLoader | FollowedScript,
+        clock: PhaseClock,
+        between: Callable[[], None],
+        listening: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.shares = shares
         self.clock = clock
         self.between = between
+        self.listening = listening
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch."""
@@ -421,16 +536,18 @@ class JobLoader:
             yield from _batches_of_statistics(self.shares, averaged)
             return
         batches = iter(self.shares)
-        while True:
-            self.between()
-            self.clock.enter("data")
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                self.clock.enter("other")
-            yield batch
+        with self.listening():
+            while True:
+                self.between()
+                self.clock.enter("data")
+                try:
+                    with recorded("loader", "next batch"):
+                        batch = next(batches)
+                except StopIteration:
+                    return
+                finally:
+                    self.clock.enter("other")
+                yield batch
 
 
 def _model_of_update_bn(frame: FrameType | None) -> nn.Module | None:

@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from tutti.data.batches import BatchShare, MicrobatchShare
-from tutti.data.microbatches import to_device
+from tutti.data.device_copies import to_device
 from tutti.data.seeds import preserved_generators, seed_device, seed_everything
 from tutti.errors import ScriptError
 from tutti.nn.mixture import take_tallies
 from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.losses import as_weighted
 from tutti.parallel.mixed_precision import autocast
-from tutti.parallel.sharding.parameter_sharding import Parameters
 from tutti.trainer.observer import NullObserver
 from tutti.trainer.run_state import Run
 from tutti.trainer.traceless import own_generators_kept, untouched
@@ -84,7 +83,7 @@ def note_state(run: Run) -> NotedState | None:
     return NotedState(
         buffers={name: tensor.clone() for name, tensor in tensors.items() if tensor is not None},
         norms=_norms(run.parallel.model),
-        versions=_whole_versions(run),
+        versions=run.parallel.replica.shards.whole_versions(),
     )
 
 
@@ -113,7 +112,11 @@ def check_state(
     if noted is None:
         return
     world, model = run.parallel.world, run.parallel.model
-    lost = [unit for unit, version in _whole_versions(run).items() if noted.versions.get(unit, 0) != version]
+    lost = [
+        unit
+        for unit, version in run.parallel.replica.shards.whole_versions().items()
+        if noted.versions.get(unit, 0) != version
+    ]
     everyone: list[tuple[list[str], list[str]]] = run.loop.watch.gather("state", (lost, _written(model, noted)))
     lost = [unit for theirs, _ in everyone for unit in theirs]
     if lost:
@@ -271,13 +274,6 @@ def _norms(model: nn.Module) -> list[float]:
     numbers = [tensor.abs() if tensor.is_complex() else tensor for tensor in held if tensor.numel()]
     numbers = [tensor if tensor.is_floating_point() else tensor.double() for tensor in numbers]
     return torch.stack([norm.double().cpu() for norm in torch._foreach_norm(numbers)]).tolist() if numbers else []
-
-
-def _whole_versions(run: Run) -> dict[str, int]:
-    """How often the whole parameters of each sharded unit were written in place."""
-    shards = run.parallel.replica.shards
-    units = shards.units if isinstance(shards, Parameters) else []
-    return {unit.name: max((p.whole._version for p in unit.parameters), default=0) for unit in units}
 
 
 def _same(tensor: torch.Tensor | None, before: torch.Tensor) -> bool:

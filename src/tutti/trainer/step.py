@@ -8,7 +8,7 @@ multiplied once by samples / sum(count) after the reduction.
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,25 @@ from tutti.comm.traffic import CommHandle
 from tutti.config.compression import format_compression
 from tutti.config.vocabulary import DATA_AXES
 from tutti.data.batches import BatchShare, MicrobatchShare
-from tutti.data.microbatches import to_device
+from tutti.data.device_copies import to_device
 from tutti.data.seeds import derive_seed, seed_device
 from tutti.errors import RankMismatchError, ScriptError, TrainingError
 from tutti.parallel.data.replicate import LossFunction
-from tutti.parallel.expert.expert_parallel import TALLY_NUMEL, read_tallies, write_tallies
+from tutti.parallel.expert.expert_parallel import TALLY_NUMEL, DeferredTallies, read_tallies, write_tallies
 from tutti.parallel.loss_means import CountedLoss
 from tutti.parallel.losses import LossSum, Weighted, as_weighted
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.pipeline.pipeline_runner import PipelineBatch
-from tutti.trainer.finite_gradients import gradients_finite, nonfinite_loss_message
+from tutti.trainer.deferred_results import DeferredNumber, DeviceOutcome, HostCopy
+from tutti.trainer.finite_gradients import (
+    find_nonfinite_on_device,
+    gradients_finite,
+    nonfinite_gradient_message,
+)
 from tutti.trainer.guard import guard_loss, guard_step
+from tutti.trainer.loss_checks import check_loss_total
 from tutti.trainer.metrics_rows import note_inputs
+from tutti.trainer.observer import NullObserver
 from tutti.trainer.out_of_memory import (
     StepExhaustedError,
     StepProgress,
@@ -41,7 +48,9 @@ from tutti.trainer.out_of_memory import (
     raise_if_exhausted,
 )
 from tutti.trainer.run_state import Run, StepResult
+from tutti.trainer.slow_ranks import note_own_times
 from tutti.trainer.state_check import check_state, note_state
+from tutti.trainer.step_message import ComputedBatch, StepMessage, describe_places, place_in
 
 Gradients = dict[nn.Parameter, torch.Tensor]
 
@@ -74,8 +83,10 @@ def forward_backward(
     try:
         earlier = start_gradients(run, zeroed)
         if not accumulation.results:
+            if run.loop.marks is not None:
+                run.loop.marks.computing()
             run.loop.bucket_tuner.begin()
-            run.loop.statistics.save()
+            run.loop.statistics.save(keep=bool(accumulation.pending))
         result = _with_enough_memory(run, loss_of_batch, batch, pieces, earlier)
     except BaseException:
         accumulation.clear()  # the gradients are incomplete
@@ -117,38 +128,176 @@ def _forward_backward(
     run.state.noise.begin(run.state.progress.step)
     guard_step(run, loss_of_batch, pieces)
     noted = note_state(run)
-    # All-reduced together: loss, count, a non-finite flag per rank, a tally per mixture, the noise meter's sums.
-    size = 2 + run.parallel.world.world_size + TALLY_NUMEL * len(run.parallel.mixtures) + run.state.noise.width
+    # All-reduced together: the step's message, a tally per mixture, the noise meter's sums.
+    message = run.loop.message = _message(run, ComputedBatch(loss=loss_of_batch, pieces=pieces, share=share))
+    size = message.width + TALLY_NUMEL * len(run.parallel.mixtures) + run.state.noise.width
     totals = torch.zeros(size, dtype=torch.float64, device=run.parallel.world.device)
     with run.parallel.gradient_hooks.set_aside():
         _microbatches(run, loss_of_batch, share, pieces, totals)
     run.loop.clock.enter("other")
     check_state(run, noted, loss_of_batch, pieces, share)
-    result = _step_result(run, share, totals.tolist())
-    finite = result.finite and gradients_finite(run)
+    if device_decides(run):
+        result = _deferred_result(run, share, message, totals, earlier)
+    else:
+        result = _finished_result(run, share, message, totals.tolist(), earlier)
+    run.loop.message = None
+    guard_loss(run, loss_of_batch, pieces, share)
+    run.loop.observer.gradients(run.state.progress.step, result.loss)
+    return result
+
+
+def _message(run: Run, computed: ComputedBatch) -> StepMessage:
+    """Where this rank is now and what it computes, for the message of the losses."""
+    loader, world = run.state.loader, run.parallel.world
+    place = place_in(loader, run.state.progress.step, len(run.loop.accumulation.results))
+    message = StepMessage(world_size=world.world_size, rank=world.rank, place=place, computed=computed)
+    return message if loader.source.is_stream else replace(message, indices=loader.indices, plan=run.parallel.plan)
+
+
+def _check_in_step(run: Run, message: StepMessage, totals: list[float]) -> None:
+    """Check that all ranks compute the loss of the same global batch for the same update, and learn whether to stop.
+
+    Collective if the ranks are out of step.
+
+    Raises:
+        RankMismatchError: on every rank.
+    """
+    if run.state.consistency.asynchronous:  # these ranks exchange no losses
+        return
+    if message.in_step(totals):
+        run.loop.stopping.note(message.words(totals))
+        if message.world_size > 1 and not message.place.call:
+            note_own_times(run, message.own_times(totals), message.place.step - 1)
+        return
+    places = run.parallel.world.gather(message.place)
+    raise RankMismatchError(f"step {message.place.step}: {describe_places(places)}")
+
+
+def _finished_result(
+    run: Run, share: BatchShare, message: StepMessage, totals: list[float], earlier: Gradients
+) -> StepResult:
+    """Check the loss and the gradients, and finish the gradients unless they are not finite."""
+    _check_in_step(run, message, totals)
+    result = _step_result(run, share, message, totals)
+    finite = result.finite and gradients_finite(run, message)
     run.parallel.replica.finish_step(finite)
-    if not run.state.scaler.is_enabled():  # an enabled scaler skips the update itself
+    if result.finite != finite and not run.state.scaler.is_enabled():  # an enabled scaler skips the update itself
         result = replace(result, finite=finite)
     if not result.finite:
         run.loop.statistics.restore()
         for parameter in run.parallel.model.parameters():
             parameter.grad = earlier.get(parameter)
-    else:
-        scale = run.state.scaler.get_scale() if run.state.noise.measuring and run.state.scaler.is_enabled() else 1.0
-        _finish_gradients(run, share.batch_size / result.count)
-        run.parallel.gradient_hooks.call()
-        run.state.noise.finish(
-            run.parallel.replica.parameters,
-            run.state.progress.step,
-            factor=share.batch_size / scale,
-            counted=result.count,
-            units=run.state.loader.tokens or share.batch_size,
-        )
-        for parameter, gradient in earlier.items():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    guard_loss(run, loss_of_batch, pieces, share)
-    run.loop.observer.gradients(run.state.progress.step, result.loss)
+        return result
+    scale = run.state.scaler.get_scale() if run.state.noise.measuring and run.state.scaler.is_enabled() else 1.0
+    _finish_gradients(run, share.batch_size / result.count)
+    run.parallel.gradient_hooks.call()
+    run.state.noise.finish(
+        run.parallel.replica.parameters,
+        run.state.progress.step,
+        factor=share.batch_size / scale,
+        counted=result.count,
+        units=run.state.loader.tokens or share.batch_size,
+    )
+    for parameter, gradient in earlier.items():
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     return result
+
+
+def device_decides(run: Run) -> bool:
+    """Whether the device decides on this step's update, so that the host need not wait for it.
+
+    Not where the host needs the result at once: state that it updates itself; a limit of the loss; compressed
+    gradients, whose residuals follow it; replicas that differ; steps whose gradient noise is measured and those after
+    them; and observers, which compare numbers.
+    """
+    parallel, noise = run.parallel, run.state.noise
+    return (
+        run.loop.device_decides
+        and run.settings.loss_limit is None
+        and parallel.plan.sync.mode == "synchronous"
+        and parallel.plan.sharding.offload == "none"
+        and parallel.replica.compressor is None
+        and not (noise.measuring or noise.pending)
+        and isinstance(run.loop.observer, NullObserver)
+    )
+
+
+def _deferred_result(
+    run: Run, share: BatchShare, message: StepMessage, totals: torch.Tensor, earlier: Gradients
+) -> StepResult:
+    """Start what `_finished_result` does, with numbers that are read a step later."""
+    count, flags = totals[1], totals[2 : 2 + message.world_size]
+    lost = ((flags.remainder(2) > 0).any() | ~(count > 0)).float()
+    found, place, names = find_nonfinite_on_device(run)
+    skip = torch.maximum(lost, found)
+    if run.settings.on_nonfinite == "skip":
+        run.loop.statistics.restore_where(skip)
+    _finish_gradients(run, share.batch_size / count)
+    run.parallel.gradient_hooks.call()
+    for parameter, gradient in earlier.items():
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient.is_sparse or parameter.grad.is_sparse:
+            parameter.grad.add_(gradient)
+        else:
+            parameter.grad = torch.where(skip > 0, gradient, parameter.grad + gradient)
+    numbers = HostCopy(torch.cat([totals, torch.stack([lost, skip]), place]))
+    loader = run.state.loader
+    outcome = DeviceOutcome(
+        lost=lost,
+        skip=skip,
+        totals=numbers,
+        names=names,
+        message=message,
+        settled=frozenset(earlier),
+    )
+    return StepResult(
+        loss=cast(float, DeferredNumber(lambda: _mean(*numbers.read()[:2]))),
+        samples=share.batch_size,
+        count=cast(float, DeferredNumber(lambda: numbers.read()[1])),
+        finite=True,
+        batch=loader.before + loader.position,
+        tokens=loader.tokens,
+        experts=DeferredTallies(run.parallel.mixtures, lambda: numbers.read()[message.width :]),
+        outcomes=(outcome,),
+    )
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count > 0 else math.nan
+
+
+def await_result(run: Run, result: StepResult) -> StepResult:
+    """Wait for a result that the device decides on, for an update that cannot be skipped there.
+
+    Raises:
+        TrainingError: as `forward_backward` does.
+    """
+    finite = True
+    for outcome in result.outcomes:
+        skipped = is_skipped(run, outcome)
+        finite = finite and not skipped
+    if not finite:
+        for parameter in run.parallel.model.parameters():
+            parameter.grad = None
+    return replace(result, loss=float(result.loss), count=float(result.count), finite=finite, outcomes=())
+
+
+def is_skipped(run: Run, outcome: DeviceOutcome) -> bool:
+    """Return whether the device has found that an update must be skipped; waits for that. Collective.
+
+    Raises:
+        TrainingError: as `forward_backward` does.
+        RankMismatchError: the ranks were out of step.
+    """
+    numbers = outcome.totals.read()
+    _check_in_step(run, outcome.message, numbers)
+    lost, skip = numbers[-5:-3]
+    if lost:
+        check_loss_total(run, outcome.message, numbers)
+    elif skip and run.settings.on_nonfinite == "stop":
+        raise TrainingError(nonfinite_gradient_message(run, outcome))
+    return bool(skip)
 
 
 def start_gradients(run: Run, zeroed: Iterable[Optimizer] | None) -> Gradients:
@@ -162,7 +311,7 @@ def start_gradients(run: Run, zeroed: Iterable[Optimizer] | None) -> Gradients:
         ScriptError: an optimizer has got a parameter that is not in the model, or it is not clear whose gradients
             start from zero.
     """
-    accumulation, model = run.loop.accumulation, run.parallel.model
+    accumulation, parameters = run.loop.accumulation, run.parallel.replica.model_parameters()
     run.parallel.check_groups()
     used = bool(accumulation.stepped)
     if zeroed is None:
@@ -172,7 +321,7 @@ def start_gradients(run: Run, zeroed: Iterable[Optimizer] | None) -> Gradients:
         dropped = [parameter for _, parameter in run.parallel.trained_by(zeroed)]
         if used:
             owned = {parameter for _, parameter in run.parallel.trained_by(run.parallel.optimizers)}
-            dropped += [parameter for parameter in model.parameters() if parameter not in owned]
+            dropped += [parameter for parameter in parameters if parameter not in owned]
     if used or not accumulation.results:
         accumulation.clear()
         if run.state.scaler.is_enabled():
@@ -180,12 +329,22 @@ def start_gradients(run: Run, zeroed: Iterable[Optimizer] | None) -> Gradients:
     earlier: Gradients = {}
     if dropped is not None:
         without = set(dropped)
-        earlier = {p: p.grad.clone() for p in model.parameters() if p.grad is not None and p not in without}
+        kept = [p for p in parameters if p.grad is not None and p not in without]
+        earlier = {p: _earlier_gradient(run, p) for p in kept}
     if earlier:
         _check_additive(run)
-    for parameter in model.parameters():
+    for parameter in parameters:
         parameter.grad = None
     return earlier
+
+
+def _earlier_gradient(run: Run, parameter: nn.Parameter) -> torch.Tensor:
+    """A copy of a gradient of earlier calls; zeros where the device has found that call's not to be finite."""
+    gradient, results = parameter.grad, run.loop.accumulation.results
+    assert gradient is not None
+    if not results or not results[-1].outcomes or parameter in results[-1].outcomes[-1].settled or gradient.is_sparse:
+        return gradient.clone()
+    return torch.where(results[-1].outcomes[-1].skip > 0, torch.zeros_like(gradient), gradient)
 
 
 def _check_clear(run: Run) -> None:
@@ -280,7 +439,7 @@ def _microbatch(
     run.parallel.scope.counts = part.count > 0
     run.loop.batch_state.begin()
     with (
-        run.parallel.sequences.part(to_device(batch, device)) as local_batch,
+        run.parallel.sequences.part(to_device(batch, device, run.state.loader.copies)) as local_batch,
         run.loop.observer.microbatch(step, index, share),
     ):
         with autocast(run.parallel.plan.precision, device):
@@ -301,9 +460,10 @@ def _microbatch(
             run.parallel.replica.shards.begin()
         with run.state.noise.part(run.parallel.replica.parameters), run.parallel.replica.factored.backward():
             scaled_loss.backward()  # type: ignore[no-untyped-call]
-    if loss_handle is not None:
-        run.loop.clock.enter("exposed_communication")
+    if last:
+        run.loop.clock.enter("exposed_communication" if loss_handle is not None else "other")
         run.parallel.replica.finish()
+    if loss_handle is not None:
         loss_handle.wait()
     run.loop.batch_state.combine(part.count)
 
@@ -344,6 +504,7 @@ def _pipeline_microbatches(
         step=run.state.progress.step,
         call=_call(run),
         clock=run.loop.clock,
+        copies=run.state.loader.copies,
     )
     run.loop.pipeline.forward_backward(batch, scaled_loss_of, start_loss_all_reduce)
     run.parallel.replica.finish()
@@ -355,12 +516,18 @@ def _pipeline_microbatches(
 
 def _start_loss_all_reduce(run: Run, share: BatchShare, totals: torch.Tensor) -> CommHandle | None:
     """Complete `totals` (loss and count are in it already), and start their all-reduce."""
-    totals[2 + run.parallel.world.rank] = ~torch.isfinite(totals[0])
+    message = run.loop.message
+    assert message is not None
+    if not totals.is_cpu:
+        totals[message.flag] = ~torch.isfinite(totals[0])
+    elif not math.isfinite(totals.numpy()[0]):
+        totals[message.flag] = 1.0
     if run.parallel.replica.changed:
-        totals[2 + run.parallel.world.rank] += 2 * run.parallel.replica.digest()
+        totals[message.flag] += 2 * run.parallel.replica.digest()
+    message.put(totals, run.loop.stopping.word, run.loop.own_times.column)
     if run.parallel.mixtures:
         copies = run.parallel.world.world_size // run.parallel.mesh.degree("stage")
-        write_tallies(run.parallel.model, run.parallel.mixtures, totals[2 + run.parallel.world.world_size :], copies)
+        write_tallies(run.parallel.model, run.parallel.mixtures, totals[message.width :], copies)
     run.state.noise.write(totals)
     return run.state.consistency.start_losses(run.parallel, totals, share)
 
@@ -410,47 +577,46 @@ def _weighted_part(loss: Any, part: MicrobatchShare, sequence_parts: int) -> Wei
 
 def _accumulate_loss(totals: torch.Tensor, loss: Weighted, part: MicrobatchShare, run: Run) -> None:
     """Add one part's loss and count to `totals`."""
-    if part.count:
-        count = loss.count.detach() if isinstance(loss.count, torch.Tensor) else loss.count
-        totals[0].add_(loss.total.detach(), alpha=1 / run.parallel.loss_copies)
-        count = torch.as_tensor(count, dtype=torch.float64)  # an integer divided by copies would be a float32
-        totals[1] += count.to(totals.device) / run.parallel.loss_copies
+    if not part.count:
+        return
+    copies = run.parallel.loss_copies
+    if totals.is_cpu:
+        numbers = totals.numpy()  # the same memory, in fewer operations
+        numbers[0] += float(loss.total.detach()) / copies
+        numbers[1] += float(loss.count) / copies
+        return
+    totals[0].add_(loss.total.detach(), alpha=1 / copies)
+    if isinstance(loss.count, torch.Tensor):
+        count = loss.count.detach().to(torch.float64)  # an integer divided by copies would be a float32
+        totals[1] += count.to(totals.device) / copies
+    else:
+        totals[1].add_(float(loss.count) / copies)
 
 
-def _step_result(run: Run, share: BatchShare, totals: list[float]) -> StepResult:
+def _step_result(run: Run, share: BatchShare, message: StepMessage, totals: list[float]) -> StepResult:
     """Read the result from the all-reduced totals. Raises TrainingError as `forward_backward` does."""
-    total, count, flags = totals[0], totals[1], totals[2 : 2 + run.parallel.world.world_size]
-    experts = read_tallies(run.parallel.mixtures, totals[2 + run.parallel.world.world_size :])
+    total, count = totals[:2]
+    experts = read_tallies(run.parallel.mixtures, totals[message.width :])
     run.state.noise.read(totals)
-    step = run.state.progress.step + 1
-    bad = [rank for rank, flag in enumerate(flags) if flag % 2]
-    if not bad and count <= 0:
-        raise TrainingError(
-            f"step {step}: the loss of the global batch has nothing to average over (its count is {count}); leave out "
-            "samples in which no token counts"
-        )
-    loss = total / count if count > 0 else math.nan
-    if bad and run.settings.on_nonfinite == "stop":
-        run.loop.statistics.restore()
-        raise TrainingError(nonfinite_loss_message(loss, bad, step))
+    finite = check_loss_total(run, message, totals)
     loader = run.state.loader
     return StepResult(
-        loss=loss,
+        loss=_mean(total, count),
         samples=share.batch_size,
         count=count,
-        finite=not bad,
+        finite=finite,
         batch=loader.before + loader.position,
         tokens=loader.tokens,
         experts=experts,
     )
 
 
-def _finish_gradients(run: Run, factor: float) -> None:
+def _finish_gradients(run: Run, factor: float | torch.Tensor) -> None:
     """Undo loss scaling, and rescale gradients from a mean over samples to the loss's own mean (tokens).
 
     Args:
         run: the run.
-        factor: samples of the global batch, divided by the loss's count.
+        factor: samples of the global batch, divided by the loss's count; a float64 of the device if only that knows it.
     """
     if run.state.scaler.is_enabled():
         for optimizer in run.parallel.optimizers:
@@ -459,13 +625,30 @@ def _finish_gradients(run: Run, factor: float) -> None:
             owned = {name for name, _ in run.parallel.trained_by(run.parallel.optimizers)}
             others = [p.grad for name, p in run.parallel.model.named_parameters() if name not in owned]
             if any(gradient is not None for gradient in others):
-                scale = run.state.scaler.get_scale()
-                torch._foreach_div_([gradient for gradient in others if gradient is not None], scale)
-    if factor != 1.0:
+                dense = [gradient for gradient in others if gradient is not None]
+                if isinstance(factor, torch.Tensor) and run.state.scaler._scale is not None:
+                    torch._foreach_div_(dense, run.state.scaler._scale)
+                else:
+                    torch._foreach_div_(dense, run.state.scaler.get_scale())
+    if isinstance(factor, torch.Tensor) or factor != 1.0:
         # The parameters that optimizers step on; with sharding, `replica.parameters` may be those of forward.
         gradients = [p.grad for p in run.parallel.model.parameters() if p.grad is not None]
         if gradients:  # a stage may have nothing to train
-            torch._foreach_mul_(gradients, factor)
+            multiply(gradients, factor)
+
+
+def multiply(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply tensors in place by a number, or by a 0-d float64 of their device, as by that number."""
+    if not isinstance(factor, torch.Tensor):
+        torch._foreach_mul_(tensors, factor)
+        return
+    for dtype in {tensor.dtype for tensor in tensors}:
+        same = [tensor for tensor in tensors if tensor.dtype is dtype]
+        if dtype.itemsize < 4:  # these types would round the factor, too
+            for tensor in same:
+                tensor.copy_(tensor.float() * factor.float())
+        else:
+            torch._foreach_mul_(same, factor.to(dtype))
 
 
 def _unscale(run: Run, optimizer: Optimizer) -> None:
@@ -478,8 +661,9 @@ def _unscale(run: Run, optimizer: Optimizer) -> None:
     if not overflows:  # this optimizer has no gradient on this rank
         overflows[str(run.parallel.world.device)] = torch.zeros((), device=run.parallel.world.device)
     # Ranks that hold different gradients must skip the update together if one of them overflows.
-    if run.parallel.layout.shards or run.state.consistency.diverged:
-        for value in overflows.values():
+    if run.parallel.world.world_size > 1 and (run.parallel.layout.shards or run.state.consistency.diverged):
+        for device, value in overflows.items():  # of offloaded gradients it lies on the host
+            value = overflows[device] = value.to(run.parallel.world.device)
             with run.parallel.layout.channel("scalars").waiting(
                 ring_all_reduce_nbytes(value, run.parallel.world.world_size)
             ):

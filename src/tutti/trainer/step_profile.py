@@ -74,8 +74,10 @@ class StepProfile:
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        of_device = getattr(ProfilerActivity, self._device.type.upper(), None)
+        if of_device is not None and self._device.type != "cpu":
+            activities.append(of_device)
+        if self._device.type == "cuda":  # torch records the history of CUDA's and ROCm's allocator alone
             torch.cuda.memory._record_memory_history(max_entries=100_000)
         self._profiler = profile(
             activities=activities,
@@ -101,12 +103,12 @@ class StepProfile:
         self._profiler = None
 
     def _write(self, stem: Path) -> None:
-        on_gpu = self._device.type == "cuda"
-        device = "cuda" if on_gpu else "cpu"
+        on_device = self._device.type != "cpu" and hasattr(ProfilerActivity, self._device.type.upper())
+        device = "device" if on_device else "cpu"  # torch's name for the columns of any accelerator
         self._profiler.export_chrome_trace(f"{stem}.trace.json.gz")
         operators = self._profiler.key_averages()
         for name, order in (("time", f"self_{device}_time_total"), ("memory", f"self_{device}_memory_usage")):
             Path(f"{stem}.{name}.txt").write_text(operators.table(sort_by=order, row_limit=ROWS), encoding="utf-8")
-        if on_gpu:
+        if self._device.type == "cuda":
             torch.cuda.memory._dump_snapshot(f"{stem}.memory.pickle")  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)

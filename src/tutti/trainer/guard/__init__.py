@@ -2,6 +2,7 @@
 
 - `findings`: which models a rank can check by itself, and how a warning reaches the terminal and the report.
 - `agreement`: hyperparameters, modules, modes and the order of samples are equal on all ranks.
+- `corruption`: bits of replicas' weights and optimizer state are equal, every few steps.
 - `replicas`: weights, gradients and the optimizers' state are equal on replicas.
 - `sample_values`: a few samples, and a batch of them, have the same values on all ranks.
 - `same_loss`: all ranks compute the same loss of rank 0's samples.
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from tutti.data.batches import BatchShare
 from tutti.errors import RankMismatchError
 from tutti.trainer.guard.agreement import check_agreement, check_modes, check_replicas
+from tutti.trainer.guard.corruption import compare_before_checkpoint, compare_replicas
 from tutti.trainer.guard.coupled_loss import check_loss
 from tutti.trainer.guard.evaluation_watch import EvaluationWatch
 from tutti.trainer.guard.findings import code_of, computing_separately, hooked_modules, kept_by, warn
@@ -36,7 +38,15 @@ from tutti.trainer.traceless import own_generators_kept
 FIRST_STEPS = 10
 """Loss functions that come after so many steps are not checked."""
 
-__all__ = ["EvaluationWatch", "guard_end", "guard_evaluation", "guard_loss", "guard_step", "guard_update"]
+__all__ = [
+    "EvaluationWatch",
+    "compare_before_checkpoint",
+    "guard_end",
+    "guard_evaluation",
+    "guard_loss",
+    "guard_step",
+    "guard_update",
+]
 
 
 def guard_step(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any]) -> None:
@@ -44,6 +54,7 @@ def guard_step(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
 
     Raises:
         RankMismatchError: on every rank, if they do not.
+        TrainingError: on every rank, if a replica's values were damaged.
     """
     step = run.loop.steps_begun
     if _is_recorded(run):
@@ -54,6 +65,8 @@ def guard_step(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any
             check_samples(run)
             say_few_trained(run)
             say_owners(run)
+    if run.parallel.world.world_size > 1 and run.loop.guard.hashes.begin(step):
+        compare_replicas(run)
 
 
 def guard_loss(run: Run, loss: Callable[[nn.Module, Any], Any], pieces: list[Any], share: BatchShare) -> None:

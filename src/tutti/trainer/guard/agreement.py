@@ -24,6 +24,7 @@ from tutti.trainer.guard.replicas import (
     weights_of,
 )
 from tutti.trainer.run_state import Run
+from tutti.trainer.step_message import StepPlace, describe_places, place_in
 
 _UNCOMPARED = frozenset({"params", "param_names", "fused", "foreach"})
 
@@ -37,7 +38,8 @@ class RankView:
         modules: type and settings of each module.
         modes: whether each module trains.
         loss: name and code of the loss function.
-        order: digests of the global batch's and the epoch's samples.
+        place: where the rank is in the data.
+        order: digest of the epoch's samples; empty for a stream.
         stream: digest of the values of a stream's first global batch; None for other data.
         tensors: checksums of the weights and of the optimizers' state.
         buffers: checksums of the buffers.
@@ -49,6 +51,7 @@ class RankView:
     modules: dict[str, str]
     modes: dict[str, bool]
     loss: dict[str, str]
+    place: StepPlace
     order: dict[str, str]
     stream: str | None
     tensors: Checksums = field(repr=False)
@@ -119,10 +122,8 @@ def _view(run: Run, loss: Callable[..., Any], pieces: list[Any], held: Held) -> 
         modules={name: _settings(module) for name, module in modules.items()},
         modes=_modes(run),
         loss={} if not hasattr(code, "co_code") else {"the loss function": f"{code.co_name} {_digest(code.co_code)}"},
-        order={
-            name: _digest(np.ascontiguousarray(indices).tobytes())
-            for name, indices in {"the global batch": loader.indices, **epoch}.items()
-        },
+        place=place_in(loader, run.state.progress.step, len(run.loop.accumulation.results)),
+        order={name: _digest(np.ascontiguousarray(indices).tobytes()) for name, indices in epoch.items()},
         stream=loader.stream_digest,
         tensors=checksums(held),
         buffers=buffer_checksums(parallel.model) if whole else {},
@@ -205,6 +206,8 @@ def _differences(views: list[RankView]) -> Iterator[str]:
                 f"the order of samples in {name} differs between rank 0 and rank {rank}, so samples are seen twice or "
                 "never; seed the sampler the same on every rank"
             )
+        if view.place.digest != views[0].place.digest:
+            yield describe_places([each.place for each in views])
         if view.stream != views[0].stream:
             yield (
                 f"the stream gives other samples on rank {rank} than on rank 0, so samples are seen twice or never; "

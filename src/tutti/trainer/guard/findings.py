@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tutti.config.vocabulary import AxisName
-from tutti.data.microbatches import to_device
+from tutti.data.device_copies import to_device
 from tutti.data.seeds import seed_device, seed_everything
 from tutti.parallel.losses import as_weighted
 from tutti.parallel.script_hooks import has_script_hooks, origin_of

@@ -1,14 +1,18 @@
-"""Finds weights, gradients and optimizer state that differ between replicas by more than rounding."""
+"""Compares models before training, and weights, gradients and optimizer state while training, between ranks."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.comm.world import World
 from tutti.config.vocabulary import AxisName
 from tutti.errors import RankMismatchError
+from tutti.parallel.layout import to_local
 from tutti.trainer.guard.findings import has_whole_modules, warn
 from tutti.trainer.run_state import Run
 from tutti.trainer.state_check import Summary, summary_of
@@ -45,14 +49,15 @@ def weights_of(run: Run) -> Held:
 
 
 def states_of(run: Run) -> Held:
-    """The tensors of the optimizers' state on this rank."""
+    """The tensors of the optimizers' state on this rank; only numbers of state in files, which would all be read."""
     place = run.parallel.mesh.ranks("replicate")[0]
     held: Held = {"the state": (place, None)}
+    on_disk = run.parallel.plan.sharding.on_disk
     names = run.parallel.layout.state_names(run.parallel.model, run.parallel.optimizers)
     for number, (kind, optimizer) in enumerate(named_optimizers(run.parallel.optimizers).items()):
         for parameter, name in names[number].items():
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and not (on_disk and value.dim()):
                     held[f"the state {key!r} of {name!r} in {kind}"] = place, value
     return held
 
@@ -113,6 +118,12 @@ def _sum_of_bits(value: torch.Tensor) -> torch.Tensor:
     return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
 
 
+def checksum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a dense tensor's bits as 0-d int64, on its device."""
+    value = to_local(tensor).detach()
+    return _sum_of_bits(torch.view_as_real(value) if value.is_complex() else value)
+
+
 def unequal(everyone: Sequence[Checksums]) -> list[tuple[str, int, int]]:
     """What differs between ranks of one place, or one of them does not have: (name, rank, other rank)."""
     first: dict[tuple[str, int], tuple[int, Any]] = {}
@@ -163,3 +174,67 @@ def _agree(one: Summary | None, other: Summary | None) -> bool:
 def buffer_checksums(model: nn.Module) -> Checksums:
     """The checksum of each buffer that this rank holds."""
     return checksums({name: (0, buffer) for name, buffer in model.named_buffers()})
+
+
+TensorEntry = tuple[str, tuple[int, ...], str, bool]
+
+
+def check_same_model(model: nn.Module, world: World) -> None:
+    """Compare the names, shapes and dtypes of parameters and buffers between ranks. Collective.
+
+    Raises:
+        RankMismatchError: on every rank, naming the first parameter or buffer that differs.
+    """
+    entries: list[TensorEntry] = [
+        (n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()
+    ]
+    entries += [(n, tuple(b.shape), str(b.dtype), False) for n, b in model.named_buffers()]
+    everyone = world.gather(entries)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise RankMismatchError(_describe_difference(everyone[0], theirs, rank))
+
+
+def _describe_difference(first: Sequence[TensorEntry], other: Sequence[TensorEntry], rank: int) -> str:
+    remedy = "build the same model on every rank, independent of the rank's number"
+    for expected, actual in zip(first, other, strict=False):
+        if expected != actual:
+            entry_0, entry = _describe_entry(expected), _describe_entry(actual)
+            return f"models differ between ranks: rank 0 has {entry_0}, rank {rank} has {entry} in its place; {remedy}"
+    longer, extra = (0, first[len(other)]) if len(first) > len(other) else (rank, other[len(first)])
+    return f"models differ between ranks: only rank {longer} has {_describe_entry(extra)}; {remedy}"
+
+
+def _describe_entry(entry: TensorEntry) -> str:
+    name, shape, dtype, trainable = entry
+    return f"{name!r} of shape {shape}, {dtype.removeprefix('torch.')}{'' if trainable else ', without gradient'}"
+
+
+def differing_values(model: nn.Module, world: World) -> tuple[int, str] | None:
+    """Return the first (rank, tensor name) whose values differ from rank 0's; None if there is none. Collective."""
+    digests = [(name, tensor_digest(tensor)) for name, tensor in _parameters_and_buffers(model)]
+    everyone = world.gather(digests)
+    for rank, theirs in enumerate(everyone):
+        for (name, expected), (_, actual) in zip(everyone[0], theirs, strict=True):
+            if expected != actual:
+                return rank, name
+    return None
+
+
+def broadcast_from_rank_0(model: nn.Module, world: World) -> None:
+    """Overwrite every rank's parameters and buffers with rank 0's. Collective."""
+    if world.world_size > 1:
+        for _, tensor in _parameters_and_buffers(model):
+            sent = tensor.detach().to(world.device)
+            dist.broadcast(sent, src=0)
+            tensor.detach().copy_(sent)
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().data if data.numel() else b"").hexdigest()
+
+
+def _parameters_and_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]

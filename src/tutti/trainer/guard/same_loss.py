@@ -5,7 +5,6 @@ differ, they are computed again: what each module returns then shows the first o
 """
 
 import math
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
+from tutti.comm.devices import device_name
+from tutti.comm.value_codec import decode, encode
 from tutti.data.batches import BatchShare
 from tutti.data.microbatches import split_batch
+from tutti.errors import SpecError
 from tutti.nn.mixture import take_tallies
 from tutti.parallel.data.batch_state import exchanges_state
 from tutti.trainer.guard.findings import LossFunction, loss_again
@@ -82,15 +84,15 @@ def _samples_sent(run: Run, piece: Any, count: int) -> tuple[Any, int] | None:
         samples = min(count, SHARED_SAMPLES)
         try:
             few = piece if count == samples else split_batch(piece, [samples, count - samples])[0]
-            sent = pickle.dumps((pytree.tree_map_only(torch.Tensor, torch.clone, few), samples))  # not all of the batch
+            sent = encode((few, samples))
         except Exception:  # batches of the script's own classes
             sent = None
         if sent is not None and len(sent) > SHARED_NBYTES:
             sent = None
     sent = run.parallel.world.broadcast(sent)
     try:
-        read: tuple[Any, int] | None = None if sent is None else pickle.loads(sent)
-    except Exception:
+        read: tuple[Any, int] | None = None if sent is None else decode(sent)
+    except SpecError:
         read = None
     return read if all(run.loop.watch.gather("samples read", read is not None)) else None
 
@@ -118,14 +120,14 @@ def _norms(module: nn.Module) -> bool:
 
 def _processor(run: Run) -> str:
     device = run.parallel.world.device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return device.type if device.type == "cpu" else device_name(device)
 
 
 def _tolerance(model: nn.Module, processors: set[str]) -> float:
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     # On GPUs, each rank may choose other algorithms, and convolutions and products may be in tf32.
     fine = kinds <= {torch.float32, torch.float64} and len(processors) == 1
-    return _FINE if fine and not torch.cuda.is_available() else _COARSE
+    return _FINE if fine and processors == {"cpu"} else _COARSE
 
 
 def _agree(one: float, other: float, tolerance: float) -> bool:

@@ -1,0 +1,140 @@
+"""The ranks' own times in steps, before they meet: which rank is slower than the others.
+
+Each rank's own time of the step before rides in the losses' message as one number: its wait for data, and the rest
+without waits for other ranks. All ranks add up the same numbers, so all of them find the same slow rank.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tutti.config.prediction import Phase
+from tutti.machine import ProcessLoad
+
+WINDOW_STEPS, WINDOW_S = 32, 2.0
+"""A window has a multiple of so many steps, and its slowest rank at least so many seconds of its own."""
+
+FACTOR, LEAST_EXCESS_S = 1.5, 0.3
+"""A rank is slow if its own time in a window is this factor of the others' median, and so much longer."""
+
+_FIRST_STEPS = 5
+"""These warm up, and are left out."""
+
+_UNIT_S, _HALF = 1e-5, 1 << 26
+"""Times ride in units of 10 microseconds; two of 26 bits fit into a float64, also their sums over a window."""
+
+_MOST = _HALF // (2 * WINDOW_STEPS)
+"""Of one step: 10 s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnTimesWindow:
+    """The own times of all ranks in some steps.
+
+    Attributes:
+        first, last: the steps, from 1.
+        steps: how many.
+        data_s, own_s: each rank's wait for data, and the rest of its own time.
+        longest_s: this rank's own time in its longest step.
+        load: what the system has counted of this rank's process.
+    """
+
+    first: int
+    last: int
+    steps: int
+    data_s: Sequence[float]
+    own_s: Sequence[float]
+    longest_s: float
+    load: Mapping[str, float]
+
+    def excess_s(self, rank: int, peers: Sequence[int]) -> float:
+        """Return by how much a rank's own time exceeds the median of the others', 0 if it is not slow.
+
+        Args:
+            rank: the rank.
+            peers: the ranks that compute the same on other samples, with it.
+
+        Examples:
+            >>> window = OwnTimesWindow(
+            ...     first=6, last=37, steps=32, data_s=(0, 3, 0), own_s=(1, 1, 2), longest_s=0.1, load={}
+            ... )
+            >>> [window.excess_s(rank, [0, 1, 2]) for rank in range(3)]
+            [0.0, 2.5, 0.0]
+        """
+        totals = [data + own for data, own in zip(self.data_s, self.own_s, strict=True)]
+        others = [totals[other] for other in peers if other != rank]
+        if not others:
+            return 0.0
+        usual = statistics.median(others)
+        excess = totals[rank] - usual
+        return excess if totals[rank] > FACTOR * usual and excess >= LEAST_EXCESS_S else 0.0
+
+
+@dataclass(slots=True)
+class OwnTimes:
+    """Adds up the own times of ranks, window by window.
+
+    Attributes:
+        column: this rank's number of its last step, for the message.
+        slow: the slow ranks of the last window, with the kind of cause.
+    """
+
+    column: float = 0.0
+    slow: dict[int, str] = field(default_factory=dict)
+    _seen: int = 0
+    _steps: int = 0
+    _longest_s: float = 0.0
+    _sums: np.ndarray[tuple[int, ...], np.dtype[np.float64]] | None = None
+    _load: ProcessLoad | None = None
+
+    def note(self, phases: Mapping[Phase, float], *, exact: bool) -> None:
+        """Note this rank's own times of a step.
+
+        Args:
+            phases: seconds by phase.
+            exact: whether they are those of the device; else only the wait for data is known.
+        """
+        data_s, own_s = phases["data"], 0.0
+        if exact:
+            own_s = phases["forward"] + phases["backward"] + phases["optimizer"] + phases["other"]
+        if data_s + own_s > self._longest_s:
+            self._longest_s = data_s + own_s
+        self.column = float(min(int(data_s / _UNIT_S), _MOST) * _HALF + min(int(own_s / _UNIT_S), _MOST))
+
+    def add(self, columns: Sequence[float], step: int) -> OwnTimesWindow | None:
+        """Add the numbers of all ranks in a step; return the window if it is complete.
+
+        Args:
+            columns: the number of each rank.
+            step: number of the step that the numbers are of, from 1.
+        """
+        self._seen += 1
+        if self._seen <= _FIRST_STEPS or self._sums is None:
+            self._begin(len(columns))
+            return None
+        self._sums += columns
+        self._steps += 1
+        if self._steps % WINDOW_STEPS:
+            return None
+        data, own = np.divmod(self._sums, _HALF)
+        if float((data + own).max()) * _UNIT_S < WINDOW_S:
+            return None
+        assert self._load is not None
+        window = OwnTimesWindow(
+            first=step - self._steps + 1,
+            last=step,
+            steps=self._steps,
+            data_s=(data * _UNIT_S).tolist(),
+            own_s=(own * _UNIT_S).tolist(),
+            longest_s=self._longest_s,
+            load=self._load.passed(),
+        )
+        self._begin(len(columns))
+        return window
+
+    def _begin(self, ranks: int) -> None:
+        self._sums, self._steps, self._longest_s = np.zeros(ranks), 0, 0.0
+        if self._seen >= _FIRST_STEPS:
+            self._load = ProcessLoad()
