@@ -13,7 +13,7 @@ from harness import run_ranks
 from tutti.comm.world import World, join_world
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.errors import ScriptError
-from tutti.parallel.data.buckets import Bucket, ReductionGroup, make_buckets
+from tutti.parallel.data.buckets import AllReduceBuckets, Bucket, ReductionGroup, make_buckets
 from tutti.parallel.data.replicate import Replica
 from tutti.parallel.layout import Layout
 from tutti.parallel.mesh import Mesh
@@ -68,9 +68,17 @@ def expected(world: World, model: Net, step: int, microbatches: int) -> dict[str
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def sums_on_rank(bucket_nbytes: int) -> list[str]:
+def sums_on_rank(bucket_nbytes: int, together: bool) -> list[str]:
     """Compare five steps with the sum of all ranks' backward passes on one; returns what differs."""
     world = join_world()
+    if together:
+        make = Bucket.__init__
+
+        def as_on_devices(bucket: Bucket, *args: Any) -> None:
+            make(bucket, *args)
+            bucket.copies_together = True
+
+        Bucket.__init__ = as_on_devices  # type: ignore[method-assign]
     torch.manual_seed(0)
     model = Net()
     layout = Layout.of(model, Mesh({"replicate": world.world_size}, world.rank))
@@ -95,10 +103,34 @@ def sums_on_rank(bucket_nbytes: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("world_size", "bucket_nbytes"), [(2, 25 * 2**20), (3, 64)])
-def test_gradients_are_the_sum_over_ranks(world_size: int, bucket_nbytes: int) -> None:
-    for wrong in run_ranks(sums_on_rank, world_size, bucket_nbytes):
+@pytest.mark.parametrize(
+    ("world_size", "bucket_nbytes", "together"), [(2, 25 * 2**20, False), (3, 64, False), (2, 25 * 2**20, True)]
+)
+def test_gradients_are_the_sum_over_ranks(world_size: int, bucket_nbytes: int, together: bool) -> None:
+    for wrong in run_ranks(sums_on_rank, world_size, bucket_nbytes, together):
         assert wrong == []
+
+
+def test_gradients_that_are_copied_together_are_the_bucket_s_before_its_reduction() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(1))]
+    bucket = Bucket(parameters, ReductionGroup(None, 1, bucket_reducer=Started()))
+    bucket.copies_together = True
+    bucket.open()
+    for index in (2, 0):
+        parameters[index].grad = torch.full_like(parameters[index], index + 1.0)
+        bucket.fill(index)
+        assert parameters[index].grad is not bucket.views[index]
+    parameters[0].grad = parameters[0].grad + 1  # type: ignore[operator]  # a hook of the script, or a second use
+    bucket.complete()
+    bucket.launch()
+    assert bucket.flat.tolist() == [2, 2, 0, 0, 0, 3, 1, 0, 1]
+    assert parameters[0].grad is bucket.views[0]
+    assert parameters[1].grad is None
+
+
+class Started(AllReduceBuckets):
+    def start(self, bucket: Bucket) -> Any:
+        return None
 
 
 def order_on_rank() -> list[list[int]]:

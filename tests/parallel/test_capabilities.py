@@ -1,6 +1,5 @@
 """What a ModelSpec says of how a model's modules may be divided, and whether real runs send what follows from it."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tutti.cost_model import predict
 from tutti.nn import MixtureOfExperts
 from tutti.parallel.capabilities import with_capabilities
 from tutti.profile import describe_model
+from tutti.trainer.metrics import read_rows
 
 WIDTH, HEADS, TOKENS = 32, 4, 16
 
@@ -157,8 +157,8 @@ def sent(plan: Plan, folder: Path) -> tuple[float, float]:
     run_ranks(train, 2, str(serialization.save(plan, folder / "plan.json")), str(folder / "run"))
     rows = []
     for rank in range(2):
-        lines = (folder / "run" / "ranks" / str(rank) / "metrics.jsonl").read_text().splitlines()
-        rows += [row["sent_nbytes"] for row in map(json.loads, lines) if row["kind"] == "step"][-1:]
+        lines = read_rows(folder / "run" / "ranks" / str(rank) / "metrics.jsonl")
+        rows += [row["sent_nbytes"] for row in lines if row["kind"] == "step"][-1:]
     return predicted.sent_nbytes_per_rank, max(rows)
 
 

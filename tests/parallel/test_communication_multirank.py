@@ -127,7 +127,7 @@ def test_every_mechanism_says_what_it_exchanged(name: str) -> None:
 def test_phases_add_up_and_waiting_is_exposed_communication(name: str) -> None:
     """Exchanges are waited for at most as long as they are under way, and no phase loses more than it had."""
     for row in steps(name):
-        assert sum(row["phases"].values()) == pytest.approx(row["wall_s"], rel=1e-6)
+        assert sum(row["phases"].values()) == pytest.approx(row["wall_s"], rel=1e-3)
         assert all(seconds >= -1e-9 for seconds in row["phases"].values())
         waited = {"forward", "backward", "optimizer", "exposed_communication"}
         exposed = [
@@ -141,7 +141,7 @@ def test_phases_add_up_and_waiting_is_exposed_communication(name: str) -> None:
             if entry["in_progress_s"] is None:
                 assert entry["carried"] in ("messages", "scalars")
             else:
-                assert 0 < sum(entry["exposed_s"].values()) <= entry["in_progress_s"] + 1e-6
+                assert 0 < sum(entry["exposed_s"].values()) <= 1.001 * entry["in_progress_s"] + 1e-6  # four digits
                 assert entry["in_progress_s"] <= row["wall_s"] + 1e-6
 
 

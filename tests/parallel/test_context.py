@@ -20,6 +20,7 @@ from tutti.comm.world import join_world
 from tutti.config.plan import BatchPlan, LayoutRule, Plan, ShardingPlan
 from tutti.config.vocabulary import ContextKind
 from tutti.errors import TuttiError
+from tutti.nn.sparse_attention import BlockSparseSelfAttention, sliding_window
 from tutti.parallel.context import context_parallel, sequences_of
 from tutti.parallel.losses import default_unpack
 from tutti.parallel.mesh import Mesh
@@ -57,6 +58,31 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True, enable_gqa=True)
         x = x + self.merge(y.transpose(1, 2).reshape(batch, seq, width))
         return x + self.mlp(self.norm2(x))
+
+
+class PackedBlock(Block):
+    """A sliding window over the documents of packed sequences, then blocks of a pattern."""
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        q = self.q(x).view(batch, seq, 4, -1).transpose(1, 2)
+        k, v = self.kv(x).view(batch, seq, 2, 2, -1).permute(2, 0, 3, 1, 4)
+        y = tutti.nn.attention(q, k, v, causal=True, window=9, documents=documents)
+        return x + self.merge(y.transpose(1, 2).reshape(batch, seq, width))
+
+
+class Packed(nn.Module):
+    """Attention of tutti.nn: packed documents with a window, and a pattern for sequences of any length."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.tokens, self.block = nn.Embedding(VOCABULARY, width), PackedBlock(width)
+        self.sparse = BlockSparseSelfAttention(width, 4, partial(sliding_window, block_size=2), causal=True)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        y = self.block(self.tokens(x), documents)
+        return self.head(y + self.sparse(y))
 
 
 class GPT(nn.Module):
@@ -118,6 +144,15 @@ def last_ignored() -> Subject:
     target = target.clone()
     target[:, -1] = -100
     return Subject(model=GPT, data=TensorDataset(inputs, target), loss_fn=mean_loss, batch=8)
+
+
+def packed() -> Subject:
+    inputs, target = tokens().tensors
+    documents = (torch.arange(LENGTH) * (1 + torch.arange(20)[:, None] % 3)) // 11
+    documents[:, -1] = -1
+    return Subject(
+        model=Packed, data=TensorDataset(inputs, documents, target), loss_fn=mean_loss, optimizer=torch.optim.SGD
+    )
 
 
 def padded() -> Subject:
@@ -218,14 +253,33 @@ def of_library(model: Any) -> Subject:
     return Subject(model=model, data=padded_labels().data, batch=20, optimizer=torch.optim.SGD)
 
 
+def uncached(make: Any) -> nn.Module:
+    model = make()
+    model.config.use_cache = False
+    return model
+
+
+def packed_labels(make: Any) -> Subject:
+    """Sequences of several documents, which the library tells by their positions unless it fills a cache."""
+    text = tokens().tensors[0]
+    cut = (torch.arange(20)[:, None] * 5) % 11 + 3
+    where = torch.arange(LENGTH) - torch.where(torch.arange(LENGTH) >= cut, cut, 0)
+    whole = torch.stack([text, where], 1)
+    data = [{"input_ids": row[0], "position_ids": row[1], "labels": row[0]} for row in whole]
+    return Subject(model=make, data=data, batch=20, optimizer=torch.optim.SGD)
+
+
 LIBRARY = {make.__name__: partial(of_library, make) for make in (gpt2, mistral, gemma2, gpt_oss, qwen3_moe)}
+LIBRARY |= {"packed llama": partial(packed_labels, llama)}  # cached in evaluation: there one document
+LIBRARY |= {"packed mistral": partial(packed_labels, partial(uncached, mistral))}
 
 
 def metrics(run: Any) -> dict[str, Any]:
     """Of whole sequences, not means over tokens."""
     of_sample = {"largest": lambda output, target: output.amax((1, 2))}
     of_all = {"in order": lambda output, target: (output.sum(-1) * torch.arange(output.shape[1])).sum()}
-    return evaluate(run, run.state.loader.source, of_sample, of_all, 3)[0]
+    said = [line for line in run.output.screen._said if "attention" in line]
+    return {**evaluate(run, run.state.loader.source, of_sample, of_all, 3)[0], "said": said}
 
 
 RECOMPUTE = (LayoutRule(modules="blocks.*", recompute=True),)
@@ -235,11 +289,14 @@ CASES: dict[int, dict[str, tuple[Any, dict[str, Any]]]] = {
         "recomputed": (gpt, {"mesh": {"context": 2}, "context": "all-to-all", "layout": RECOMPUTE}),
         "ignored": (last_ignored, {"mesh": {"context": 2}}),
         "padded": (padded, {"mesh": {"context": 2}}),
+        "packed": (packed, {"mesh": {"context": 2}}),
+        "packed, split": (packed, {"mesh": {"split": 2}, "layout": (LayoutRule(modules="block", placement="split"),)}),
     },
     3: {"tokens": (gpt_by_tokens, {"mesh": {"context": 3}})},
     4: {
         "replicas": (gpt, {"mesh": {"replicate": 2, "context": 2}, "layout": RECOMPUTE}),
         "four": (gpt, {"mesh": {"context": 4}}),
+        "packed": (packed, {"mesh": {"context": 2, "replicate": 2}, "context": "all-to-all"}),
         "tokens": (gpt_by_tokens, {"mesh": {"context": 2, "replicate": 2}, "context": "all-to-all"}),
         "padded": (padded, {"mesh": {"context": 2, "replicate": 2}, "context": "all-to-all"}),
     },
@@ -297,6 +354,9 @@ def test_models_of_transformers_on_parts_of_sequences() -> None:
 def test_metrics_see_whole_sequences_in_order() -> None:
     many = on_ranks({"": (gpt, {"mesh": {"replicate": 2, "context": 2}})}, 4, steps=1, look=metrics)
     one = on_ranks({"": (gpt, {"mesh": {"replicate": 1}})}, 1, steps=1, look=metrics)[0][""].facts
+    said = [result[""].facts.pop("said") for result in many]
+    assert said == [["attention over mesh.context is computed by cpu flash"], [], [], []]
+    assert not one.pop("said")
     for result in many:
         assert result[""].facts == pytest.approx(one, rel=1e-12)
 

@@ -1,6 +1,7 @@
 """Attention over parts of sequences against dense attention over the whole, on values and gradients."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,9 +10,13 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from harness import run_ranks
+from nn.flex_on_cpu import differentiable_flex
+from tutti import nn
 from tutti.comm.world import join_world
 from tutti.errors import ScriptError
-from tutti.parallel.context import ring_attention
+from tutti.nn import attention_blocks
+from tutti.nn.sparse_attention import big_bird
+from tutti.nn.visibility import SequenceParts, over_parts
 from tutti.parallel.context.context_attention import Attention
 from tutti.parallel.context.ring_attention import Ring
 from tutti.parallel.context.sequence_order import SequenceOrder
@@ -59,6 +64,52 @@ def cases(length: int, kind: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def masks(length: int) -> dict[str, dict[str, Any]]:
+    """Name -> arguments of tutti.nn.attention for whole sequences."""
+    documents = torch.stack([torch.arange(length) // 7, torch.arange(length) * 5 % 3])
+    documents[0, -3:] = -1
+    pattern = big_bird(length, 4, chosen=1)
+    return {
+        "plain": {},
+        "causal": {"causal": True},
+        "window": {"window": 4},
+        "causal window": {"causal": True, "window": 4, "scale": 0.7},
+        "documents": {"documents": documents},
+        "causal documents": {"causal": True, "documents": documents},
+        "pattern": {"pattern": pattern},
+        "causal pattern, window and documents": {
+            "pattern": pattern,
+            "causal": True,
+            "window": 11,
+            "documents": documents,
+        },
+    }
+
+
+def compare_masked(attention: Attention, *, flex: bool = False) -> dict[str, float]:
+    """Largest difference of output and gradients of each mask from those of whole sequences, on this rank."""
+    order, gaps = attention.order, {}
+    parts = SequenceParts(attend=attention.masked, part=attention.part, length=attention.length)
+    for name, case in masks(attention.length).items():
+        if flex and name not in ("causal window", "causal pattern, window and documents"):
+            continue
+        torch.manual_seed(7)
+        sizes = [(12, WIDTH), (3, WIDTH), (3, 5)]
+        whole = [torch.randn(BATCH, heads, attention.length, width, requires_grad=True) for heads, width in sizes]
+        out = nn.attention(*whole, **case)
+        direction = torch.randn_like(out)
+        expected = [out, *torch.autograd.grad(out, whole, direction)]
+        mine = [order.take(x.detach(), 2).requires_grad_() for x in whole]
+        if "documents" in case:
+            case = {**case, "documents": order.take(case["documents"], 1)}
+        with over_parts(parts), differentiable_flex(4) if flex else nullcontext():
+            got = nn.attention(*mine, **case)
+            grads = torch.autograd.grad(got, mine, order.take(direction, 2))
+        pairs = zip((got, *grads), expected, strict=True)
+        gaps[f"tutti, {name}"] = max(float((a.detach() - order.take(b.detach(), 2)).abs().max()) for a, b in pairs)
+    return gaps
+
+
 def attention_of(kind: str, length: int) -> Attention:
     world = join_world()
     order = SequenceOrder(kind=kind, degree=world.world_size, index=world.rank)  # type: ignore[arg-type]
@@ -69,7 +120,7 @@ def compare(kind: str, length: int, tile: tuple[int, int] | None) -> dict[str, f
     """Largest difference of each case's output and gradients from the dense reference, on this rank."""
     torch.set_default_dtype(torch.float64)
     if tile:
-        ring_attention.TILE_COLUMNS, ring_attention.TILE_ELEMENTS = tile
+        attention_blocks.TILE_COLUMNS, attention_blocks.TILE_ELEMENTS = tile
     attention = attention_of(kind, length)
     order, gaps = attention.order, {}
     for name, case in cases(length, kind).items():
@@ -90,6 +141,7 @@ def compare(kind: str, length: int, tile: tuple[int, int] | None) -> dict[str, f
         grads = torch.autograd.grad(got, mine, order.take(direction, 2))
         pairs = zip((got, *grads), expected, strict=True)
         gaps[name] = max(float((one - order.take(other, 2)).abs().max()) for one, other in pairs)
+    gaps |= compare_masked(attention)
     return gaps
 
 
@@ -97,7 +149,21 @@ def compare(kind: str, length: int, tile: tuple[int, int] | None) -> dict[str, f
 @pytest.mark.parametrize("kind", ["ring", "all-to-all"])
 def test_attention_over_parts_is_the_wholes(kind: str, ranks: int) -> None:
     for gaps in run_ranks(compare, ranks, kind, 24, (3, 64) if ranks != 3 else None):
-        assert len(gaps) == 14
+        assert len(gaps) == 22
+        assert max(gaps.values()) < 1e-12, gaps
+
+
+def compare_flex() -> tuple[dict[str, float], set[str]]:
+    torch.set_default_dtype(torch.float64)
+    attention = attention_of("ring", 24)
+    return compare_masked(attention, flex=True), attention.ring.engines
+
+
+@pytest.mark.long
+def test_flex_attention_on_the_ring_is_the_wholes() -> None:
+    for gaps, engines in run_ranks(compare_flex, 2):
+        assert engines == {"flex"}
+        assert len(gaps) == 2
         assert max(gaps.values()) < 1e-12, gaps
 
 

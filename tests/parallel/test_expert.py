@@ -1,7 +1,6 @@
 """Experts divided over ranks, and mixtures whose slice several ranks share, against one device."""
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from harness import run_ranks
 from trainer.several import Case, on_ranks, once, refusals
 from tutti.config.plan import LayoutRule
 from tutti.nn.mixture import MixtureOfExperts, auxiliary_loss, mixtures
+from tutti.trainer.metrics import read_rows
 
 
 class Tokens(nn.Module):
@@ -168,8 +168,7 @@ def drops(run: Any) -> dict[str, Any]:
     """What this rank's mixtures saw last, what it holds, and what its rows say."""
     name = next(name for name in run.parallel.layout.names if name.endswith(("moe.input_weight", "experts.down_proj")))
     held, part = run.parallel.layout.shard_of(name), dict(run.parallel.model.named_parameters())[name]
-    metrics = run.output.folder.metrics
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    rows = read_rows(run.output.folder.metrics)
     return {
         "counts": [(moe.assigned, moe.dropped) for moe in mixtures(run.parallel.model)],
         "experts": part.shape[0],

@@ -132,7 +132,7 @@ def test_checkpoints_that_do_not_fit_say_why(tmp_path: Path) -> None:
         job_in(tmp_path / "b", resume=tmp_path / "nothing")
     for file in ("rank-00000.safetensors", "run.pt", "index.json"):
         (saved / file).write_bytes(b"no")
-        with pytest.raises(CheckpointError, match=rf"{file} cannot be read: .*; name an earlier checkpoint"):
+        with pytest.raises(CheckpointError, match=rf"{file}.*; name an earlier checkpoint"):
             job_in(tmp_path / "b", resume=saved)
 
 

@@ -12,6 +12,7 @@ from against_one import Subject, assert_agree, on_many, on_one
 from tutti.config.plan import LayoutRule
 from tutti.errors import PlanError
 from tutti.parallel.data.batchnorm import BatchScope, share_statistics
+from tutti.parallel.offload.saved_activations import apply_offload
 from tutti.parallel.recompute import apply_chunks, apply_recompute
 
 SELECTIVE = LayoutRule(modules="blocks.*", recompute="selective")
@@ -100,6 +101,19 @@ def test_selective_recompute_runs_no_matrix_product_again() -> None:
     none, whole = products(LayoutRule()), products(LayoutRule(modules="blocks.*", recompute=True))
     assert whole == none + 3  # of every block the first again; nobody needs the output of the last
     assert products(SELECTIVE) == none
+
+
+@pytest.mark.parametrize("option", ["recompute", "chunks", "offload"])
+def test_a_rule_that_matches_no_module_is_refused(option: str) -> None:
+    setting: Any = 2 if option == "chunks" else True
+    layout = (LayoutRule(modules="layers.*", **{option: setting}),)
+    apply: dict[str, Any] = {
+        "recompute": lambda model: apply_recompute(model, layout, BatchScope()),
+        "chunks": lambda model: apply_chunks(model, layout),
+        "offload": lambda model: apply_offload(model, layout, torch.device("cpu")),
+    }
+    with pytest.raises(PlanError, match="no module matches 'layers"):
+        apply[option](Net())
 
 
 def test_chunks_of_a_module_with_batch_statistics_are_refused() -> None:

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.long
 PLANS: dict[str, dict[str, Any]] = {
     "level 3": {"mesh": {"shard": 4}, "sharding": ShardingPlan(level=3)},
     "level 3, replicated": {"mesh": {"replicate": 2, "shard": 2}, "sharding": ShardingPlan(level=3)},
+    "FSDP2": {"mesh": {"shard": 4}, "sharding": ShardingPlan(level=3, engine="fsdp2")},
+    "FSDP2, replicated": {"mesh": {"replicate": 2, "shard": 2}, "sharding": ShardingPlan(level=2, engine="fsdp2")},
     "level 1": {"mesh": {"shard": 4}, "sharding": ShardingPlan(level=1)},
     "split": {"mesh": {"shard": 2, "split": 2}, "sharding": ShardingPlan(level=3)},
 }

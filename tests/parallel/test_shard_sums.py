@@ -38,7 +38,8 @@ def test_in_memory_of_all_ranks_a_sum_goes_on_before_the_next_begins(
     monkeypatch.setattr(Sums, "_land", land)
     trained = SimpleNamespace(shard=SimpleNamespace(requires_grad=True))
     units: list[Any] = [
-        SimpleNamespace(packs=[SimpleNamespace(number=number, parameters=[trained])]) for number in range(4)
+        SimpleNamespace(packs=[SimpleNamespace(number=number, parameters=[trained], leaves=False)])
+        for number in range(4)
     ]
     communicator = None if kind is None else object.__new__(kind)
     sums = Sums(units, {("shard",): ShardGroup(None, untracked_channel(), communicator)})

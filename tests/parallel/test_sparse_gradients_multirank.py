@@ -94,7 +94,23 @@ def sparse_adam() -> Habit:
     return Habit(model=OnlyTables, function=loss, data=words, optimizer=torch.optim.SparseAdam)
 
 
-HABITS = [tables, clipped, adagrad, tied, sparse_adam]
+class Gathered(nn.Module):
+    """A parameter of no embedding, whose gradient is sparse because of how it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WORDS, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x[:, :1].expand(-1, 3)
+        return torch.gather(self.weight, 0, rows, sparse_grad=True)
+
+
+def gathered() -> Habit:
+    return Habit(model=Gathered, function=loss, data=words)
+
+
+HABITS = [tables, clipped, adagrad, tied, sparse_adam, gathered]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ Mechanisms of parallelism write it while they divide a model. Checkpoints, norms
 not know the mechanisms. Names are those of the user's model.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,6 +114,10 @@ class TensorShard:
         return tuple(rows)
 
 
+def _allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
 @dataclass(slots=True)
 class OptimizerLayout:
     """What the optimizers hold, where it differs from the model's parameters.
@@ -124,6 +128,7 @@ class OptimizerLayout:
         substitutes: parameters that the optimizer holds in place of the model's -> the model's name.
         after_load: called after parameters were loaded from a file, to update copies (substitutes, master weights).
         sole: whether this rank's copy of the state is the one that is written, by name.
+        allocate: (shape, dtype) -> where the state of a checkpoint is read to.
     """
 
     groups: list[list[list[str]]] = field(default_factory=list)
@@ -131,6 +136,7 @@ class OptimizerLayout:
     substitutes: dict[nn.Parameter, str] = field(default_factory=dict)
     after_load: list[Callable[[], None]] = field(default_factory=list)
     sole: dict[str, bool] = field(default_factory=dict)
+    allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor] = _allocate
 
 
 @dataclass(slots=True)

@@ -8,10 +8,10 @@ it is returned as `Weighted` and so adds up over ranks and microbatches as on on
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, update_wrapper, wraps
+from functools import cache, partial, update_wrapper, wraps
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -108,10 +108,14 @@ class LossMeans:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not self.means:
             return loss
         found = next(([mean] for mean in self.means if mean.result is loss), None) or self._reached(loss)
-        if not found or len({mean.key for mean in found}) > 1:
+        if not found or (len(found) > 1 and len({mean.key for mean in found}) > 1):
             return loss
         count = found[0].count
-        total = loss.reshape(()) * count
+        if type(count) is torch.Tensor and count.is_cpu and torch.result_type(loss, count) is loss.dtype:
+            count = count.item()  # nothing to wait for, and three operations fewer
+        total = (loss.reshape(()) if loss.dim() else loss) * count
+        if not isinstance(count, torch.Tensor) and count > 0:
+            return CountedMean(total, count)
         # A mean over nothing is not a number, and counts for nothing.
         return CountedMean(
             torch.where(torch.as_tensor(count, device=total.device) > 0, total, torch.zeros_like(total)), count
@@ -167,23 +171,33 @@ def means_among(values: Sequence[Any]) -> dict[int, LossMean]:
     return {at: by_result[id(value)] for at, value in enumerate(values) if id(value) in by_result}
 
 
-@contextmanager
-def noted_means(model: nn.Module) -> Iterator[LossMeans]:
+class noted_means:
     """While open, note the means that torch's losses take in `model`, in the script and in torch's loss modules."""
-    changed: list[tuple[dict[str, Any], str, Any]] = []
-    means = LossMeans()
-    _open.append(means)
-    try:
-        for space in (vars(F), vars(sys.modules["__main__"]), *_namespaces(model)):
-            for name in _NAMES:
-                function = space.get(name)
-                if function is _PLAIN[name]:
-                    changed.append((space, name, function))
-                    space[name] = _NOTING[name]
-        yield means
-    finally:
-        for space, name, function in changed:
-            space[name] = function
+
+    __slots__ = ("_changed", "_model")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def __enter__(self) -> LossMeans:
+        means = LossMeans()
+        spaces = (vars(F), vars(sys.modules["__main__"]), *_namespaces(self._model))
+        _open.append(means)
+        for space in spaces:
+            present = space.keys() & _NAMES
+            if len(present) == len(_NAMES) and _functions_in(space) == _PLAIN_FUNCTIONS:  # torch's own, all plain
+                self._changed.append((space, _PLAIN))
+                space.update(_NOTING)
+            elif present:
+                changed = {name: plain for name in present if space[name] is (plain := _PLAIN[name])}
+                self._changed.append((space, changed))
+                space.update({name: _NOTING[name] for name in changed})
+        return means
+
+    def __exit__(self, *problem: object) -> None:
+        for space, changed in self._changed:
+            space.update(changed)
         _open.pop()
 
 
@@ -302,6 +316,12 @@ def _by_sample(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any)
     return result
 
 
+@cache
+def _parameters(function: Callable[..., torch.Tensor]) -> dict[str, Any]:
+    """The names of a loss function's parameters, in order, and their defaults."""
+    return {parameter.name: parameter.default for parameter in inspect.signature(function).parameters.values()}
+
+
 def _mean_arguments(
     function: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: torch.Tensor
 ) -> dict[str, Any] | None:
@@ -311,9 +331,8 @@ def _mean_arguments(
     """
     if torch.compiler.is_compiling() or not _open:
         return None
-    call = inspect.signature(function).bind(*args, **kwargs)
-    call.apply_defaults()
-    arguments = call.arguments
+    parameters = _parameters(function)
+    arguments = {**parameters, **dict(zip(parameters, args, strict=False)), **kwargs}  # the call was possible
     if arguments["reduction"] == "sum":
         _open[-1].sums.append(result)
     legacy = arguments.get("size_average") is not None or arguments.get("reduce") is not None
@@ -329,6 +348,8 @@ _NOTED_BY = (
 )
 _NAMES = tuple(_NOTED_BY)
 _PLAIN = {name: getattr(F, name) for name in _NAMES}
+_functions_in = itemgetter(*_NAMES)
+_PLAIN_FUNCTIONS = _functions_in(_PLAIN)
 _WEIGHS_ROWS = (F.mse_loss, F.l1_loss, F.huber_loss)
 _NOTING = {name: update_wrapper(partial(noted_by, _PLAIN[name]), _PLAIN[name]) for name, noted_by in _NOTED_BY.items()}
 """Made once, so that compiled code that calls them stays valid; torch.compile asks for their names."""

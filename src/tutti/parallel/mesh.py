@@ -33,10 +33,14 @@ class Mesh:
         self.coordinates: dict[AxisName, int] = coordinates_of(self.degrees, rank)
         self.opened: list[tuple[AxisName, ...]] = []
         self._groups: dict[tuple[AxisName, ...], Any] = {}
+        self._known_degrees: dict[tuple[AxisName, ...], int] = {}
 
     def degree(self, *axes: AxisName) -> int:
         """Return the number of ranks in the joint group of `axes`."""
-        return math.prod(self.degrees.get(axis, 1) for axis in axes)
+        known = self._known_degrees.get(axes)
+        if known is None:
+            known = self._known_degrees[axes] = math.prod(self.degrees.get(axis, 1) for axis in axes)
+        return known
 
     def index(self, *axes: AxisName) -> int:
         """Return this rank's position in the joint group of `axes`, row-major in the mesh's order of axes."""

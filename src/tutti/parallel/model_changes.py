@@ -46,7 +46,7 @@ class NotedModel:
             for name, module in model.named_modules()
             if "forward" in module.__dict__ and module.__dict__["forward"] is not own_forwards.get(id(module))
         ]
-        self._divides_values = plan.mesh.get("shard", 1) > 1
+        self._divides_values = plan.mesh.get("shard", 1) > 1 or plan.sharding.offload != "none"
         self._note()
 
     def _note(self) -> None:

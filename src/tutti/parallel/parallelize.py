@@ -1,6 +1,5 @@
 """Apply a plan's mechanisms of parallelism to a model, in a fixed order."""
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from tutti.parallel.data.batchnorm import BatchScope, share_statistics
 from tutti.parallel.embedding.apply_table_parallel import divide_tables
 from tutti.parallel.expert.expert_parallel import divide_experts
 from tutti.parallel.layout import Layout, TensorShard
+from tutti.parallel.offload.saved_activations import apply_offload
 from tutti.parallel.pipeline.stage_building import StagePartition
 from tutti.parallel.recompute import apply_chunks, apply_recompute
 from tutti.parallel.sharding.parameter_sharding import shard
@@ -30,7 +30,12 @@ IMPLEMENTED_AXES = ("replicate", "shard", "context", "expert", "table", "space",
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, layout: Layout, scope: BatchScope, stages: StagePartition | None = None
+    model: nn.Module,
+    plan: Plan,
+    layout: Layout,
+    scope: BatchScope,
+    stages: StagePartition | None = None,
+    device: torch.device | None = None,
 ) -> Shards:
     """Change `model` in place so that this rank computes its part, and record in `layout` what it holds.
 
@@ -40,6 +45,7 @@ def parallelize(
         layout: the layout of the undivided model.
         scope: the ranks over which batch statistics are computed.
         stages: where the model is cut into pipeline stages, found before the model is changed in any other respect.
+        device: where this rank computes; None: on the CPU.
 
     Returns:
         The sharding that the step and the optimizers use.
@@ -66,62 +72,16 @@ def parallelize(
         cut_space(model, plan, layout, scope)
     apply_chunks(model, plan.layout)
     apply_recompute(model, plan.layout, scope)
-    return shard(model, plan.sharding, layout)
-
-
-_COMPILED_AXES: tuple[AxisName, ...] = ("replicate", "shard")
-"""Axes along which modules compute on plain tensors, which torch.compile can trace."""
-
-
-def compile_model(model: nn.Module, how: bool | str | Mapping[str, Any], device: torch.device) -> None:
-    """Compile the model in place: the first call of each module traces what the plan made of it.
-
-    Args:
-        model: the user's model.
-        how: False: not at all; True: as torch.compile does by default; or its mode, or its arguments.
-        device: where the model computes.
-
-    Raises:
-        ScriptError: torch.compile refuses the arguments, or there is no C++ compiler for its kernels.
-    """
-    if how is False:
-        return
-    options: dict[str, Any] = {} if how is True else {"mode": how} if isinstance(how, str) else dict(how)
-    try:
-        model.compile(**options)
-        if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
-            from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second to import
-
-            get_cpp_compiler()
-    except (RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise ScriptError(
-            f"Job(compile={how!r}): torch.compile cannot be used ({reason[0]}); give True, a mode or its arguments "
-            'as a dict; on CPUs, install a C++ compiler (g++) or give compile={"backend": "aot_eager"}'
-        ) from None
-
-
-def run_uncompiled(model: nn.Module, plan: Plan) -> str:
-    """Switch torch.compile off if the plan divides what modules compute; values are the same without it.
-
-    Returns:
-        What the user should know; empty if nothing is compiled or everything may be.
-    """
-    axes = [axis for axis, degree in plan.mesh.items() if degree > 1 and axis not in _COMPILED_AXES]
-    if not axes or "torch._dynamo" not in sys.modules or not any(_is_compiled(module) for module in model.modules()):
-        return ""
-    torch.compiler.set_stance("force_eager")
-    return f"torch.compile is off under mesh.{axes[0]}, which divides what modules compute; values are the same"
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    apply_offload(model, plan.layout, device or torch.device("cpu"))
+    return shard(model, plan, layout, device)
 
 
 def rebind(
     optimizers: Iterable[Optimizer], originals: Mapping[str, nn.Parameter], model: nn.Module, layout: Layout
 ) -> None:
     """Make optimizers hold the model's current parameters, in the same groups; parameters on other ranks are removed.
+
+    State that exists before the first step, such as Adagrad's, follows its parameter, also to its device.
 
     Args:
         optimizers: the user's optimizers.
@@ -132,6 +92,18 @@ def rebind(
     Raises:
         ScriptError: an optimizer has already made steps.
     """
+    optimizers = tuple(optimizers)
+    _replace_parameters(optimizers, originals, model, layout)
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.device != parameter.device:
+                    state[key] = value.to(parameter.device)
+
+
+def _replace_parameters(
+    optimizers: Iterable[Optimizer], originals: Mapping[str, nn.Parameter], model: nn.Module, layout: Layout
+) -> None:
     now = dict(model.named_parameters(remove_duplicate=False))
     fate: dict[int, nn.Parameter | None] = {}
     for name, parameter in originals.items():
@@ -153,6 +125,21 @@ def rebind(
                 state = optimizer.state.pop(parameter)
                 if new is not None:
                     optimizer.state[new] = _shard_state(state, layout.shard_of(name))
+
+
+def move_state(optimizers: Iterable[Optimizer]) -> None:
+    """Move state that exists before the first step, such as Adagrad's, to where the parameters have been moved.
+
+    Counts of steps stay on the CPU, where optimizers keep them, unless an option of the optimizer says otherwise.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            counts_too = group.get("capturable") or group.get("fused")
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and (key != "step" or counts_too):
+                        state[key] = value.to(parameter.device)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], layout: Layout, world: World) -> None:

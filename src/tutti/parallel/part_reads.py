@@ -7,7 +7,7 @@ refused.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class PartReads(TorchFunctionMode):
         current = dict(model.named_parameters(remove_duplicate=False))
         self._absent = next((name for name in originals if name not in current), None)
         self._sharded = [(pack.others, sharded) for pack in shards.packs() for sharded in pack.parameters]
-        alternatives = {sharded.name: (sharded.shard, sharded.absent) for _, sharded in self._sharded}
+        alternatives = shards.parts()
         for name, original in originals.items():
             part = current.get(name)
             if part is not original:
@@ -88,12 +88,12 @@ class PartReads(TorchFunctionMode):
         """Whether any parameter of the model is not whole on this rank."""
         return bool(self._names)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Give whole parameters meanwhile, except within calls of the model's modules."""
-        if not self._names:
-            yield
-            return
+        return self._giving() if self._names else nullcontext()
+
+    @contextmanager
+    def _giving(self) -> Iterator[None]:
         hook = register_module_forward_pre_hook(self._entered)
         calls: list[Any] = []
         self._hooks = (hook, calls)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from tutti.config.plan import Plan
 from tutti.config.prediction import Explanation, ModulePlacement
 from tutti.config.refusals import check_plan
+from tutti.config.shard_engine import describe_engine
 from tutti.errors import PlanError
 from tutti.nn import EmbeddingTables, MixtureOfExperts
 from tutti.parallel.compressed.compressor import compressed_words
@@ -88,6 +89,7 @@ def explain_layout(
         state_nbytes_per_rank=tuple(
             round(p + g + optimizer_tensors * g / divided) for p, g in zip(parameters, gradients, strict=True)
         ),
+        engine=describe_engine(plan),
     )
 
 

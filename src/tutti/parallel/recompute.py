@@ -5,7 +5,7 @@ so the module's memory is that of one chunk. This is exact for modules that trea
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -35,16 +35,34 @@ def apply_recompute(model: nn.Module, layout: tuple[LayoutRule, ...], scope: Bat
     Raises:
         PlanError: a rule with recompute matches no module.
     """
+    chosen = outermost_modules(model, layout, "recompute", lambda name: bool(find_recompute(layout, name)))
+    for name in chosen:
+        selective = find_recompute(layout, name) == "selective"
+        _wrap_recomputed(model.get_submodule(name), name, scope, selective=selective)
+    return chosen
+
+
+def outermost_modules(
+    model: nn.Module, layout: Sequence[LayoutRule], option: str, is_chosen: Callable[[str], bool]
+) -> list[str]:
+    """Return the names of the modules for which an option of the layout is set, without those inside of others.
+
+    Args:
+        model: the model.
+        layout: the plan's layout rules.
+        option: the option's name in a rule.
+        is_chosen: whether the layout sets it for the module of a name.
+
+    Raises:
+        PlanError: a rule that sets the option matches no module.
+    """
     names = [name for name, _ in model.named_modules() if name]
     for rule in layout:
-        if rule.recompute and not any(fnmatchcase(name, rule.modules) for name in names):
+        if getattr(rule, option) and not any(fnmatchcase(name, rule.modules) for name in names):
             raise PlanError(f"layout: no module matches {rule.modules!r}; modules are {', '.join(names[:8]) or 'none'}")
     chosen: list[str] = []
     for name in names:
-        inside = any(name.startswith(outer + ".") for outer in chosen)
-        if not inside and find_recompute(layout, name):
-            selective = find_recompute(layout, name) == "selective"
-            _wrap_recomputed(model.get_submodule(name), name, scope, selective=selective)
+        if is_chosen(name) and not any(name.startswith(outer + ".") for outer in chosen):
             chosen.append(name)
     return chosen
 
@@ -165,13 +183,12 @@ def apply_chunks(model: nn.Module, layout: Sequence[LayoutRule]) -> list[str]:
         Their names.
 
     Raises:
-        PlanError: a module normalises over the batch, so chunks would change its result.
+        PlanError: a module normalises over the batch, so chunks would change its result, or a rule with chunks matches
+            no module.
     """
-    chosen: list[str] = []
-    for name, module in model.named_modules():
-        count = find_chunks(layout, name) if name else 1
-        if count == 1 or any(name.startswith(outer + ".") for outer in chosen):
-            continue
+    chosen = outermost_modules(model, layout, "chunks", lambda name: find_chunks(layout, name) > 1)
+    for name in chosen:
+        module, count = model.get_submodule(name), find_chunks(layout, name)
         over_batch = next((key for key, inner in module.named_modules() if is_batch_norm(inner)), None)
         if over_batch is not None:
             place = f"{name}.{over_batch}" if over_batch else name
@@ -180,7 +197,6 @@ def apply_chunks(model: nn.Module, layout: Sequence[LayoutRule]) -> list[str]:
                 "would change its results; leave it out of the rule"
             )
         _wrap_chunked(module, name, count)
-        chosen.append(name)
     return chosen
 
 

@@ -19,11 +19,20 @@ def pack_scalar(value: Any) -> Any:
 
 
 def unpack_scalar(packed: Any) -> Any:
-    """Return the value that `pack_scalar` packed."""
-    if packed[0] == "value":
-        return packed[1]
-    _, dtype, number, shape = packed
-    return torch.full(shape, number, dtype=getattr(torch, dtype))
+    """Return the value that `pack_scalar` packed.
+
+    Raises:
+        CheckpointError: it packed nothing like this.
+    """
+    match packed:
+        case ["value", value]:
+            return value
+        case ["tensor", str(dtype), bool() | int() | float() as number, [*shape]] if all(size == 1 for size in shape):
+            try:
+                return torch.full(shape, number, dtype=parse_dtype(dtype))
+            except (RuntimeError, OverflowError):
+                pass
+    raise CheckpointError("a value of the optimizer's state is not as it was saved; name another checkpoint")
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -140,14 +140,19 @@ class ScriptReads(TorchFunctionMode):
     @contextmanager
     def resting(self) -> Iterator[None]:
         """Do not watch within the context, in which the Job works."""
-        watching = _current_mode() is self
-        if watching:
-            _pop_mode()  # type: ignore[no-untyped-call]
+        watching = self.rest()
         try:
             yield
         finally:
             if watching:
                 self.watch()
+
+    def rest(self) -> bool:
+        """Do not watch until `watch` is called; return whether this did so before."""
+        watching = _current_mode() is self
+        if watching:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        return watching
 
     def script_calls(self, frame: FrameType | None) -> bool:
         """Whether the script itself runs in `frame`: neither a Job's method nor a module of the model is at work."""

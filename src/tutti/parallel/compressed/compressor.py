@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from tutti.comm.hierarchical import all_gather_slices, inter_host_slice
 from tutti.comm.local_group import LocalGroup
+from tutti.comm.object_collectives import gather_values
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.comm.rendezvous import HostHierarchy, make_local_group_or_hierarchy
 from tutti.comm.shared_memory import SharedMemoryAllReduce
@@ -448,8 +449,7 @@ def make_compressor(
     _check(compression, model, optimizers, clip_norm)
     order = {name: place for place, name in enumerate(layout.names)}
     live = {tuple(a for a in mesh.degrees if a in layout.shard_of(name).sums) for name, _ in model.named_parameters()}
-    everyone: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(everyone, {axes for axes in live if axes and COMPRESSED_AXES.issuperset(axes)})
+    everyone = gather_values({axes for axes in live if axes and COMPRESSED_AXES.issuperset(axes)})
     groups = {}
     for axes in sorted(set().union(*everyone)):
         group = mesh.new_group(*axes)

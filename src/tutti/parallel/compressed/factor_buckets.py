@@ -5,14 +5,14 @@ a weight take fewer bytes. A weight that was reduced exactly in the first step j
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from tutti.comm.object_collectives import gather_values
 from tutti.comm.traffic import CommHandle
 from tutti.compression.reducer import Rounds
 from tutti.compression.sufficient_factors import FactoredLinear, FactorReducer, Factors
@@ -40,6 +40,7 @@ class FactorBucket(Bucket):
     def __init__(self, parameters: list[nn.Parameter], group: ReductionGroup, factors: Factors) -> None:
         super().__init__(parameters, group)
         self.factors, self.dense = factors, False
+        self.copies_together = False
 
     def open(self) -> None:
         super().open()
@@ -139,9 +140,12 @@ class FactoredLayers:
             return like
         return replace(like, bucket_reducer=self._reducers[_ordered(self._mesh, axes)])
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Collect factors inside this context: its backward passes compute the gradients of the step."""
+        return self._collecting() if self.weights else nullcontext()
+
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
         for factors in self.weights.values():
             factors.collecting = True
         try:
@@ -200,8 +204,7 @@ def make_factored(plan: Plan, layout: Layout, model: nn.Module) -> FactoredLayer
         modules.append(cast(FactoredLinear, module))
         modules[-1].factors = chosen[weight][1]
         modules[-1].factors.collecting = False
-    everyone: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(everyone, {axes for axes, _ in chosen.values()})
+    everyone = gather_values({axes for axes, _ in chosen.values()})
     groups = {axes: mesh.new_group(*axes) for axes in sorted(set().union(*everyone))}
     return FactoredLayers(mesh, modules, groups, half)
 

@@ -93,7 +93,7 @@ class ShardedReduction:
         self._ranks = dist.get_world_size(route.everyone)
         self._lengths = [sum(piece.numel for piece in pieces) for pieces in pack.pieces.ranks]
         self._shapes = [tuple(parameter.absent.shape) for parameter in pack.parameters]
-        self._made = {"dtype": pack.flat.dtype, "device": pack.device}
+        self._made: dict[str, Any] = {"dtype": pack.flat.dtype, "device": pack.device}
         scatter = make_scatter_reducer(compression.code, self._lengths, group=route.shard, seed=seed, **self._made)
         self.there: GradientReducer = scatter or make_reducer(
             compression.code, self._shapes, group=route.shard, seed=seed, **self._made

@@ -5,8 +5,8 @@ computed exactly, by ring attention or by exchanging heads for tokens. The first
 piece of it is computed on parts and on whole sequences. A module that mixes tokens otherwise is refused by name.
 
 sequence_order.py     which tokens a rank holds; cutting batches and joining outputs
-ring_attention.py     ring attention, and attention of some queries to some keys, forward and backward
-context_attention.py  a call of scaled_dot_product_attention, computed by the ring or by an all-to-all
+ring_attention.py     ring attention; nn/attention_blocks.py computes its blocks
+context_attention.py  a call of scaled_dot_product_attention or tutti.nn.attention, by the ring or by an all-to-all
 attention_calls.py    how the model's calls are intercepted, also in Hugging Face models
 context_parallel.py   all of this around a microbatch, and the check of the first batch
 """

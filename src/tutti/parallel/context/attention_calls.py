@@ -23,6 +23,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from tutti.errors import ScriptError
+from tutti.nn.masked_attention import attention
+from tutti.nn.visibility import SequenceParts, over_parts
 from tutti.parallel.context.context_attention import Attention
 from tutti.parallel.context.ring_attention import gather_tokens
 from tutti.parallel.context.sequence_order import gather_whole
@@ -47,6 +49,8 @@ class MicrobatchState:
         sites: where the model makes the positions of a sequence with torch.arange.
         averages: whether a mean over tokens (in the model, or in a mean loss) is taken over all ranks' tokens.
         own_mask: whether the model's attention mask was added by tutti and is all ones.
+        documents: (batch or 1, tokens of this rank), the document of each token, if the caller's positions say that
+            sequences are packed.
         has_all_keys: whether the attention that is running was given the keys of all ranks.
     """
 
@@ -55,7 +59,20 @@ class MicrobatchState:
     sites: frozenset[Site] = frozenset()
     averages: bool = False
     own_mask: bool = False
+    documents: torch.Tensor | None = None
     has_all_keys: bool = False
+
+    def take_documents(self, positions: torch.Tensor) -> None:
+        """Number documents by the positions of this rank's tokens, as Hugging Face models do. Collective.
+
+        A new document begins where a token's position does not follow that of the token before it.
+        """
+        if isinstance(positions, FakeTensor) or positions.dim() != 2 or positions.shape[1] != self.attention.part:
+            return
+        whole = self.attention.gathered(positions)
+        numbers = (whole.diff(prepend=whole[:, :1] - 1) != 1).cumsum(-1)
+        packed = numbers.device.type != "cpu" or bool(numbers[:, -1].any())  # elsewhere the host would have to wait
+        self.documents = self.attention.order.take(numbers, 1) if packed else None
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
@@ -85,6 +102,9 @@ def intercepted_calls(state: MicrobatchState, model: nn.Module) -> Iterator[None
     torch.backends.mha.set_fastpath_enabled(False)  # its fused kernel does not call an attention function
     with ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        over = state.attention
+        parts = SequenceParts(attend=over.masked, part=over.part, length=over.length)
+        stack.enter_context(over_parts(parts))
         for module in (torch, F, *_modules_of(model)):
             names = {name: replaced[value] for name, value in vars(module).items() if _is_in(value, replaced)}
             stack.enter_context(_changed(module, names))
@@ -242,6 +262,15 @@ def is_hugging_face(model: nn.Module) -> bool:
     return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
+def takes_packed(model: nn.Module, passed: Mapping[str, Any]) -> bool:
+    """Whether a call with these arguments tells packed documents by their positions: without a mask and a cache."""
+    if passed.get("attention_mask") is not None or passed.get("past_key_values") is not None:
+        return False
+    stated = passed.get("use_cache")
+    caches = getattr(model.config, "use_cache", False) if stated is None else stated
+    return not caches or (model.training and getattr(model, "is_gradient_checkpointing", False))
+
+
 def adapt(model: nn.Module, active: Active) -> None:
     """Register an attention function that a Hugging Face model calls; on whole sequences it is the library's own.
 
@@ -272,16 +301,16 @@ def adapt(model: nn.Module, active: Active) -> None:
             return _key_mask(state, plain, **kwargs)
         return _rows_of_mask(type(model).__name__, state, plain_mask, **kwargs)
 
-    def attention(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
+    def attend(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
         state = active()
         own_function = _library_attention(module, used)
         if state is None:
             return own_function(module, q, k, v, mask, **kwargs)
         if used == "sdpa" and not hasattr(mask, "rows"):
-            return _huggingface_attention(module, q, k, v, mask, **kwargs)
+            return _huggingface_attention(module, q, k, v, mask, documents=state.documents, **kwargs)
         return _over_gathered_keys(own_function, state, module, q, k, v, mask, **kwargs)
 
-    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(name, attend)
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
     model.set_attn_implementation(name)  # type: ignore[operator]
 
@@ -313,6 +342,11 @@ def _rows_of_mask(model: str, state: MicrobatchState, plain_mask: Callable[..., 
     skipped = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     lengths = {"q_length": state.attention.length, "kv_length": state.attention.length}
     mask = plain_mask(**{**kwargs, **skipped, **lengths, "attention_mask": padding})
+    if state.documents is not None:
+        numbers = state.attention.gathered(state.documents)
+        same = (numbers[:, :, None] == numbers[:, None, :])[:, None]
+        hidden = torch.finfo(mask.dtype).min if mask.is_floating_point() else False
+        mask = mask.masked_fill(~same, hidden)
     rows = order.take(mask, -2)
     rows.rows = part  # type: ignore[attr-defined]
     return rows
@@ -381,9 +415,10 @@ def _huggingface_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    documents: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The library's sdpa attention, with padding and causality as separate arguments."""
+    """The library's sdpa attention, with padding, causality and packed documents as separate arguments."""
     unsupported = [name for name in ("position_bias", "softcap") if kwargs.get(name) is not None]
     if unsupported:
         raise ScriptError(
@@ -398,6 +433,15 @@ def _huggingface_attention(
                 f"{type(module).__name__} changes its attention mask before attention, which is not supported on "
                 "parts of sequences; drop the context axis for this model"
             )
+    if documents is not None:
+        if dropout:
+            raise ScriptError(
+                f"{type(module).__name__} drops attention probabilities ({dropout}) of packed sequences, which is not "
+                "supported on parts of sequences; set attention_dropout to 0, or drop the context axis"
+            )
+        documents = documents.expand(query.shape[0], -1)
+        out = attention(query, key, value, causal=bool(causal), documents=documents, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
     out = F.scaled_dot_product_attention(
         query,
         key,

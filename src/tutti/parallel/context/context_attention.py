@@ -7,7 +7,7 @@ ranks and is refused.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,16 +18,26 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention 
 from tutti.comm.point_to_point import all_to_all
 from tutti.comm.traffic import CommChannel, CommHandle
 from tutti.errors import ScriptError
+from tutti.nn.masked_attention import TORCH_ENGINE, engine_of_whole, over_whole_sequences
+from tutti.nn.visibility import SequenceMask
 from tutti.parallel.context.ring_attention import Ring, ring_attention
 from tutti.parallel.context.sequence_order import SequenceOrder, gather_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Attention over sequences of `length` tokens, of which each rank of `ring` holds a part."""
+    """Attention over sequences of `length` tokens, of which each rank of `ring` holds a part.
+
+    Attributes:
+        ring: the ranks.
+        length: tokens of a whole sequence.
+        whole: tensors of one value a token that were gathered, with this rank's part, by its identity and version:
+            all layers share them.
+    """
 
     ring: Ring
     length: int
+    whole: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
 
     @property
     def order(self) -> SequenceOrder:
@@ -79,6 +89,44 @@ class Attention:
                 "(batch, 1, 1, keys), or drop the context axis"
             )
         return torch_attention(query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
+
+    def masked(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: SequenceMask, scale: float | None
+    ) -> torch.Tensor:
+        """`tutti.nn.attention` over the whole sequence, for this rank's queries. Collective.
+
+        Documents and padding are gathered, one number a token; keys and values go around as without a mask.
+        """
+        if isinstance(query, FakeTensor):
+            return query.new_empty(*query.shape[:-1], value.shape[-1])
+        device = query.device
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+        keep = None if mask.keep is None else self.gathered(mask.keep)
+        documents = None if mask.documents is None else self.gathered(mask.documents)
+        whole = replace(mask, documents=documents, keep=keep)
+        if self.order.kind == "ring":
+            visible = None
+            if not mask.is_plain:  # causality is the ring's own: it skips what is not seen
+                visible = replace(whole.visibility(self.length, device), causal=False)
+                visible = visible.take_rows(lambda x: self.order.take(x, -1))
+            q = query.unflatten(1, (key.shape[1], -1))  # type: ignore[no-untyped-call]
+            out = ring_attention(q, key, value, ring=self.ring, scale=scale, causal=mask.causal, visible=visible)
+            return out.flatten(1, 2)
+        q, k, v = self._as_heads(query, key, value)
+        self.ring.engines.add(engine_of_whole(q, k, v, whole))
+        return to_tokens(
+            over_whole_sequences(q, k, v, whole, scale), self.ring.group, self.order.degree, self.ring.channel
+        )
+
+    def gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens of this rank) -> (batch, all tokens). Collective at the first call for a tensor."""
+        name = (id(part), part._version)
+        if name not in self.whole:
+            self.whole[name] = part, gather_whole(part, 1, self.order, self.ring.group)
+        return self.whole[name][1]
 
     def _over_sequence(
         self,
@@ -139,15 +187,8 @@ class Attention:
         causal: bool,
         scale: float,
     ) -> torch.Tensor:
-        degree, group, heads = self.order.degree, self.ring.group, q.shape[1]
-        if heads % degree:
-            raise ScriptError(
-                f'attention with {heads} heads cannot divide them over {degree} ranks (context = "all-to-all"); use '
-                f'context = "ring", or a context degree that divides {heads}'
-            )
-        if k.shape[1] % degree:  # the degree does not divide the key heads: repeat them, one for each query head
-            k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-        q, k, v = to_heads((q, k, v), group, degree, self.ring.channel)
+        degree, group = self.order.degree, self.ring.group
+        q, k, v = self._as_heads(q, k, v)
         if mask is not None:
             if mask.shape[-2] not in (1, self.length):
                 mask = gather_whole(mask, mask.dim() - 2, self.order, group)
@@ -158,8 +199,21 @@ class Attention:
                 mask = mask & below if mask.dtype == torch.bool else mask.masked_fill(~below, -torch.inf)
             mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
         grouped = k.shape[1] != q.shape[1]
+        self.ring.engines.add(TORCH_ENGINE)
         out = torch_attention(q, k, v, mask, dropout, causal and mask is None, scale=scale, enable_gqa=grouped)
         return to_tokens(out, group, degree, self.ring.channel)
+
+    def _as_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values of some heads and all tokens."""
+        degree, heads = self.order.degree, q.shape[1]
+        if heads % degree:
+            raise ScriptError(
+                f'attention with {heads} heads cannot divide them over {degree} ranks (context = "all-to-all"); use '
+                f'context = "ring", or a context degree that divides {heads}'
+            )
+        if k.shape[1] % degree:  # the degree does not divide the key heads: repeat them, one for each query head
+            k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+        return to_heads((q, k, v), self.ring.group, degree, self.ring.channel)
 
     def whole_mask(self, mask: torch.Tensor, *, headless: bool) -> torch.Tensor:
         """The mask with 4 dims and a column for every key of the whole sequence.

@@ -7,17 +7,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tutti.comm.object_collectives import gather_values
 from tutti.comm.traffic import CommChannel, untracked_channel
 from tutti.config.plan import Plan
 from tutti.data.batches import Unpack
-from tutti.data.microbatches import to_device
+from tutti.data.device_copies import to_device
 from tutti.data.seeds import derive_seed, preserved_generators
 from tutti.errors import ScriptError, TuttiError
 from tutti.parallel.context.attention_calls import (
@@ -28,6 +28,7 @@ from tutti.parallel.context.attention_calls import (
     intercepted_calls,
     is_hugging_face,
     shifted_labels,
+    takes_packed,
 )
 from tutti.parallel.context.context_attention import Attention
 from tutti.parallel.context.ring_attention import Ring
@@ -55,6 +56,10 @@ def _unchecked(batch: Any, device: torch.device) -> None:
     """There is nothing to check."""
 
 
+def _no_news() -> tuple[str, ...]:
+    return ()
+
+
 def _uncut(batch: Any) -> tuple[Any, OpenContext]:
     def open_context(*, within: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
@@ -74,16 +79,21 @@ class Sequences:
         check: from a batch and the device, runs the model on the first batch, whole and in parts, with other parameters
             for a moment; later calls do nothing. Call it between steps: within one, ranks may read each other's
             parameters at any time.
+        take_engines: what computed attention over the context axis so far; empty if that is what the last call said.
     """
 
     loss_fn: Loss | None
     prepare: Callable[[Any], tuple[Any, OpenContext]] = _uncut
     join: Callable[[Any], Any] = _unchanged
     check: Callable[[Any, torch.device], None] = _unchecked
+    take_engines: Callable[[], tuple[str, ...]] = _no_news
+
+    def part(self, batch: Any) -> AbstractContextManager[Any]:
+        """While open, the model runs on this rank's part of the batch, which is yielded. Run backward inside too."""
+        return nullcontext(batch) if self.prepare is _uncut else self._cut(batch)
 
     @contextmanager
-    def part(self, batch: Any) -> Iterator[Any]:
-        """While open, the model runs on this rank's part of the batch, which is yielded. Run backward inside too."""
+    def _cut(self, batch: Any) -> Iterator[Any]:
         part, open_context = self.prepare(batch)
         with open_context():
             yield part
@@ -116,7 +126,13 @@ def sequences_of(
     parallel = ContextParallelModel(model, ring, unpack, loss_fn)
     if stages is not None:
         parallel.take_stages(stages, mesh.new_group("context", "stage"))
-    return Sequences(loss_fn=parallel.loss, prepare=parallel.prepare, join=parallel.join, check=parallel.check)
+    return Sequences(
+        loss_fn=parallel.loss,
+        prepare=parallel.prepare,
+        join=parallel.join,
+        check=parallel.check,
+        take_engines=parallel.take_engines,
+    )
 
 
 class ContextParallelModel:
@@ -130,6 +146,7 @@ class ContextParallelModel:
         self._weighted = False
         self._stages: Forward | None = None
         self._all_ranks = ring.group
+        self._engines_told: frozenset[str] = frozenset()
         if is_hugging_face(model):
             adapt(model, lambda: self._state)
         self._take_positions()
@@ -160,6 +177,11 @@ class ContextParallelModel:
             length = sequence_length(batch, self.ring.order)
             self._sites = self._check(shifted_labels(self.model, batch), length)
         return self._sites
+
+    def take_engines(self) -> tuple[str, ...]:
+        """See `Sequences.take_engines`."""
+        before, self._engines_told = self._engines_told, frozenset(self.ring.engines)
+        return () if before == self._engines_told else tuple(sorted(self._engines_told))
 
     def join(self, value: Any) -> Any:
         """See `Sequences.join`."""
@@ -234,6 +256,9 @@ class ContextParallelModel:
             if name and passed.get(name) is None:
                 kwargs[name] = state.positions[None] if name == "position_ids" else state.positions
                 state.own_mask = hugging_face and passed.get("attention_mask") is None
+            elif hugging_face and name == "position_ids" and takes_packed(self.model, passed):
+                state.own_mask = True
+                state.take_documents(passed[name])
             if state.own_mask:  # without a mask the library takes a jump between positions for a new packed sequence
                 first = next(leaf for leaf in passed.values() if isinstance(leaf, torch.Tensor))
                 kwargs["attention_mask"] = first.new_ones(first.shape[:2], dtype=torch.bool)
@@ -242,8 +267,6 @@ class ContextParallelModel:
 
         self.model.forward = forward
 
-
-T = TypeVar("T")
 
 SAMPLES = 2
 """Number of samples in the piece of the first batch that is checked."""
@@ -291,7 +314,7 @@ def piece_lengths(model: nn.Module, length: int, order: SequenceOrder, all_ranks
     Neither the short one nor a rank's part of it equals a dim of a parameter, so no other dim is taken for a sequence.
     """
     local_sizes = {size for parameter in model.parameters() for size in to_local(parameter).shape}
-    sizes = set().union(*_gathered(local_sizes, all_ranks))
+    sizes = set().union(*gather_values(local_sizes, all_ranks))
     multiples = range(2 * order.unit, min(length, 64 * order.unit) + 1, order.unit)
     fitting = [tokens for tokens in multiples if not {tokens, tokens // order.degree} & sizes]
     return [*fitting[:1], *([length] if fitting[:1] != [length] else [])]
@@ -329,19 +352,12 @@ def check(
             finding = _first_difference(
                 reference, part, tokens, order, averaged=averaged, by_hand=recorder.softmaxes > 0
             )
-    findings = [other for other in _gathered(finding, groups.parts) if other is not None]
+    findings = [other for other in gather_values(finding, groups.parts) if other is not None]
     first = min(findings, key=itemgetter(0))[1] if findings else None
-    message = next((other for other in _gathered(first, groups.all_ranks) if other is not None), None)
+    message = next((other for other in gather_values(first, groups.all_ranks) if other is not None), None)
     if message is not None:
         raise ScriptError(message)
     return sites
-
-
-def _gathered(value: T, group: Any) -> list[T]:
-    """Every rank's value, in order of rank."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _run_whole(model: nn.Module, lengths: list[int], run_whole: Runner) -> tuple[int, ModelRecord, frozenset[Site]]:
@@ -376,7 +392,7 @@ def _average(record: ModelRecord, group: Any) -> bool:
     """
     leaves = [*(leaf for *_, tensors in record.outputs for leaf in tensors), *record.loss]
     scalars = [leaf for leaf in leaves if leaf.dim() == 0 and leaf.is_floating_point()]
-    by_rank = _gathered([float(scalar) for scalar in scalars], group)
+    by_rank = gather_values([float(scalar) for scalar in scalars], group)
     if len({len(values) for values in by_rank}) > 1:
         return False
     for scalar, *values in zip(scalars, *by_rank, strict=True):

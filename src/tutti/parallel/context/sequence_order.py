@@ -53,6 +53,12 @@ class SequenceOrder:
             placed.update(zip(chunks, part.chunk(len(chunks), dim), strict=True))
         return torch.cat([placed[chunk] for chunk in range(self.unit)], dim)
 
+    def distance(self, rank: int, part: int) -> int:
+        """The least distance between a token of this rank and one of `rank`, if each holds `part` tokens."""
+        size = part // len(self.chunks())
+        chunks = min(abs(mine - other) for mine in self.chunks() for other in self.chunks(rank))
+        return (chunks - 1) * size + 1 if chunks else 0
+
     def positions(self, length: int, device: torch.device | str) -> torch.Tensor:
         """Positions of this rank's tokens in a sequence of `length` tokens; int64, ascending."""
         return self.take(torch.arange(length, device=device), 0)

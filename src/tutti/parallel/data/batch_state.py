@@ -19,6 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
 from tutti.config.plan import Plan
+from tutti.data.seeds import forked_device
 from tutti.errors import PlanError, ScriptError
 from tutti.nn.annotations import Synchronization, read_synchronization
 from tutti.parallel.data.batchnorm import BatchScope, is_batch_norm
@@ -204,8 +205,7 @@ class GatheredForward(SharedForward):
             for leaf in leaves
         ]
         all_args, all_kwargs = pytree.tree_unflatten(samples, structure)
-        devices = [tensors[0].device] if tensors[0].device.type == "cuda" else []
-        with torch.random.fork_rng(devices), _on_all_samples(scope):
+        with forked_device(tensors[0].device), _on_all_samples(scope):
             torch.manual_seed(seed)
             output = self.own(*all_args, **all_kwargs)
         total, begin = sum(counts), sum(counts[: self._rank])

@@ -205,8 +205,8 @@ class GlobalForward:
         if tracked and scope.degree > 1 and not scope.recomputing:
             if module.num_batches_tracked is not None:
                 module.num_batches_tracked.add_(1)
-            cumulative = 1.0 / float(module.num_batches_tracked or 1)
-            momentum = cumulative if module.momentum is None else module.momentum
+            # a cumulative average waits for an accelerator, as torch's does
+            momentum = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked or 1)
         running = (module.running_mean, module.running_var) if tracked or single else (None, None)
         return _batch_norm(scope, input, *running, module.weight, module.bias, momentum, module.eps)
 
@@ -370,7 +370,9 @@ def _by_running(
     return F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
 
 
-def _global_statistics(input: torch.Tensor, scope: BatchScope) -> tuple[torch.Tensor, torch.Tensor, float]:
+def _global_statistics(
+    input: torch.Tensor, scope: BatchScope
+) -> tuple[torch.Tensor, torch.Tensor, float | torch.Tensor]:
     """Compute statistics over all ranks.
 
     Args:
@@ -378,12 +380,13 @@ def _global_statistics(input: torch.Tensor, scope: BatchScope) -> tuple[torch.Te
         scope: the ranks.
 
     Returns:
-        Mean and biased variance, each of shape (channels,), and the number of values per channel.
+        Mean and biased variance, each of shape (channels,), and the number of values per channel; a 0-d tensor on an
+        accelerator, which the host does not wait for.
     """
     count = input.numel() / input.shape[1] if scope.counts else 0.0
     variance, mean = _moments(input)
     if scope.world_size > 1:
-        local = torch.cat([mean, variance * count, mean.new_tensor([count])])
+        local = torch.cat([mean, variance * count, mean.new_full((1,), count)])
         stacked = scope.gather(local)
         counts, channels = stacked[:, -1:], mean.shape[0]
         total = counts.sum()
@@ -391,6 +394,8 @@ def _global_statistics(input: torch.Tensor, scope: BatchScope) -> tuple[torch.Te
         mean = (counts * means).sum(0) / total
         squares = stacked[:, channels : 2 * channels] * (counts > 0)
         variance = (squares + counts * (means - mean) ** 2).sum(0) / total
+        if count > 1 and mean.device.type != "cpu":  # so there are more than one together
+            return mean, variance, total
         count = float(total)
     if count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}")
@@ -416,7 +421,7 @@ def _update_running(
     momentum: float,
     mean: torch.Tensor,
     variance: torch.Tensor,
-    count: float,
+    count: float | torch.Tensor,
 ) -> None:
     """Move running mean and (unbiased) variance towards the batch's, as torch does."""
     with torch.no_grad():
@@ -437,7 +442,7 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor | None,
         mean: torch.Tensor,
         variance: torch.Tensor,
-        count: float,
+        count: float | torch.Tensor,
         eps: float,
         scope: BatchScope,
     ) -> torch.Tensor:

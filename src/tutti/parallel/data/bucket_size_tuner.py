@@ -134,6 +134,6 @@ def fastest_size(seconds: dict[int, float], stated: int) -> int:
 
 def _now(device: torch.device) -> float:
     """Return the time in seconds, once everything that was queued on the device has run."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()

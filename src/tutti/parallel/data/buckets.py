@@ -97,6 +97,9 @@ class Bucket:
         filled: for each parameter, whether its gradient is complete on this rank.
         missing: number of gradients that are not complete yet.
         sent_nbytes: bytes that this rank sends for one reduction.
+        copies_together: whether complete gradients are copied into the bucket together, before its reduction. On
+            devices, to start a kernel takes longer than to copy most gradients. On CPUs, each is copied while it is in
+            the cache.
         work: handle of the running reduction; None before it starts.
         reduced: whether the reduction is known to be complete.
     """
@@ -110,6 +113,8 @@ class Bucket:
         self._addresses = [view.data_ptr() for view in self.views]
         self.flags = self.flat[numel:]
         self.filled = [False] * len(parameters)
+        self._uncopied: list[int] = []
+        self.copies_together = first.device.type != "cpu"
         self.missing = len(parameters)
         self.sent_nbytes = ring_all_reduce_nbytes(self.flat[:numel], group.size)
         self.work: CommHandle | None = None
@@ -120,6 +125,7 @@ class Bucket:
         self.filled = [False] * len(self.parameters)
         self.missing = len(self.parameters)
         self.work, self.reduced = None, False
+        self._uncopied = []
         self.flags.fill_(1)
         for index in range(len(self.views)):
             self._attached(index)
@@ -133,24 +139,43 @@ class Bucket:
         Raises:
             ScriptError: the bucket's reduction has already started.
         """
-        parameter, view = self.parameters[index], self._attached(index)
-        if self.work is not None:
-            raise ScriptError(
-                f"a parameter of shape {tuple(parameter.shape)} got another gradient after its gradient had been "
-                "reduced over the ranks; checkpoint(use_reentrant=True) around a shared module does that: use "
-                "use_reentrant=False"
-            )
-        if parameter.grad is not view:
-            assert parameter.grad is not None
-            view.copy_(parameter.grad.detach())
-            parameter.grad = view
+        self._check_open(index)
+        self._copy([index])
 
     def fill(self, index: int) -> None:
         """Take the gradient of parameter `index`, which is complete on this rank."""
-        self.take(index)
+        if self.copies_together:
+            self._check_open(index)
+            self._uncopied.append(index)
+        else:
+            self.take(index)
         if not self.filled[index]:
             self.filled[index] = True
             self.missing -= 1
+
+    def _check_open(self, index: int) -> None:
+        if self.work is not None:
+            raise ScriptError(
+                f"a parameter of shape {tuple(self.parameters[index].shape)} got another gradient after its gradient "
+                "had been reduced over the ranks; checkpoint(use_reentrant=True) around a shared module does that: use "
+                "use_reentrant=False"
+            )
+
+    def _copy(self, indices: Iterable[int]) -> None:
+        """Copy gradients into the bucket, and make the parameters' `grad` views of it."""
+        views, gradients = [], []
+        for index in indices:
+            parameter, view = self.parameters[index], self._attached(index)
+            if parameter.grad is not view:
+                assert parameter.grad is not None
+                gradient = parameter.grad.detach()
+                views.append(view)
+                gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
+                parameter.grad = view
+        if len(views) == 1:
+            views[0].copy_(gradients[0])
+        elif views:
+            torch._foreach_copy_(views, gradients)
 
     def complete(self) -> None:
         """Fill what backward left out: with what earlier microbatches gave, or with zeros and the flag 0."""
@@ -166,6 +191,8 @@ class Bucket:
 
     def launch(self) -> None:
         """Start the reduction."""
+        self._copy(dict.fromkeys(self._uncopied))
+        self._uncopied = []
         self.work = self.group.bucket_reducer.start(self)
 
     def poll(self) -> None:
@@ -177,8 +204,11 @@ class Bucket:
         """Wait for the reduction; a parameter that no rank used keeps None as its gradient."""
         assert self.work is not None
         self.work.wait()
+        if all(self.filled):
+            return
+        used = self.flags.tolist()  # the host waits for an accelerator only here, where a gradient may be missing
         for index, filled in enumerate(self.filled):
-            if not filled and float(self.flags[index]) > 0:
+            if not filled and used[index] > 0:
                 self.parameters[index].grad = self.views[index]
 
     def _attached(self, index: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ runs, and calls them with the reduced gradient.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -33,8 +33,7 @@ class GradientHooks:
         self._hooked: list[str] = []
         self._set_aside: list[tuple[nn.Parameter, Hooks, Hooks]] = []
 
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
+    def set_aside(self) -> AbstractContextManager[None]:
         """Within the context, backward calls no hook of the script.
 
         Raises:
@@ -45,6 +44,10 @@ class GradientHooks:
             if self._layout.shard_of(name).cuts:
                 raise PlanError(hook_refusal(name))
             self._set_aside.append((self._parameters[name], *script_hooks(self._parameters[name])))
+        return self._without_hooks() if self._set_aside else nullcontext()
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
         for parameter, tensor_hooks, after_hooks in self._set_aside:
             for key in tensor_hooks:
                 del _registered(parameter)[0][key]
@@ -59,7 +62,7 @@ class GradientHooks:
 
     def _find(self) -> list[str]:
         """Names of the parameters with hooks of the script. All are searched again if a number of hooks changes."""
-        counts = [sum(map(len, _registered(parameter))) for parameter in self._parameters.values()]
+        counts = [_number_of_hooks(parameter) for parameter in self._parameters.values()]
         if counts != self._counts:
             self._counts = counts
             self._hooked = [name for name, parameter in self._parameters.items() if any(script_hooks(parameter))]
@@ -110,6 +113,10 @@ def _registered(parameter: Any) -> tuple[Hooks, Hooks]:
     """Torch's own dicts of a parameter's hooks; new ones where there are none."""
     tensor_hooks, after_hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return {} if tensor_hooks is None else tensor_hooks, {} if after_hooks is None else after_hooks
+
+
+def _number_of_hooks(parameter: Any) -> int:
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
 def _not_own(hooks: Hooks) -> Hooks:

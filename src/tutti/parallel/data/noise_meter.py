@@ -7,7 +7,7 @@ add up are sent with the losses of the next step, so nothing more is sent or wai
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,6 +85,11 @@ class NoiseMeter:
         """Whether the current step is measured."""
         return self._sums is not None
 
+    @property
+    def pending(self) -> bool:
+        """Whether this rank's sums of a measured step have not been added up over ranks yet."""
+        return self._pending is not None
+
     def begin(self, step: int) -> None:
         """Begin forward and backward. Of several in one step, the first is measured if the step is due."""
         due = self.every is not None and step % self.every == 0 and step != self._last_step
@@ -96,16 +101,16 @@ class NoiseMeter:
         """Set how many samples or tokens the next part's loss is a mean over."""
         self._count = count
 
-    @contextmanager
-    def part(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    def part(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """Within the context runs one part's backward, whose gradient is measured before it is accumulated.
 
         Args:
             parameters: parameters whose gradients are measured.
         """
-        if self._sums is None:
-            yield
-            return
+        return nullcontext() if self._sums is None else self._measured(parameters, self._sums)
+
+    @contextmanager
+    def _measured(self, parameters: Iterable[nn.Parameter], sums: Tensor) -> Iterator[None]:
         squares: list[Tensor] = []
         seen: set[int] = set()
 
@@ -126,8 +131,8 @@ class NoiseMeter:
         count = torch.as_tensor(self._count, dtype=torch.float64, device=self._device).detach()
         there = count > 0
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self._device)
-        self._sums[0] += torch.where(there, total / count.clamp(min=1e-300), 0.0)
-        self._sums[1] += there
+        sums[0] += torch.where(there, total / count.clamp(min=1e-300), 0.0)
+        sums[1] += there
 
     def finish(
         self, parameters: Iterable[nn.Parameter], step: int, *, factor: float, counted: float, units: float

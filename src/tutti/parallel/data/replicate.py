@@ -8,13 +8,12 @@ samples before backward, so gradients are summed, not averaged.
 import math
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import AxisName
 from tutti.errors import ScriptError
@@ -22,7 +21,9 @@ from tutti.host_memory import WARMUP_UPDATES, long_lived_blocks
 from tutti.parallel.compressed.compressor import Compressor
 from tutti.parallel.compressed.factor_buckets import FactoredLayers
 from tutti.parallel.data.buckets import Bucket, ReductionGroup, fastest_bucket_reducer, make_buckets
+from tutti.parallel.data.sparse_gradients import SparseReduction, sparse_tables
 from tutti.parallel.layout import Layout
+from tutti.parallel.model_parameters import ModelParameters
 from tutti.parallel.sharding.sharded_gradients import Shards
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -48,6 +49,7 @@ class Replica:
     Attributes:
         parameters: the model's parameters that require a gradient, as its modules show them (with sharding, parts of
             them or the whole ones).
+        model_parameters: gives all parameters, as the modules show them.
         order: the order in which parameters fill the buckets.
         arrived: parameters in the order in which their gradients have arrived so far; None once `order` is final.
         changed: whether the script has frozen, unfrozen or converted parameters since the buckets were built.
@@ -75,7 +77,7 @@ class Replica:
         self._groups: dict[nn.Parameter, ReductionGroup] = {}
         self._places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._buckets: list[Bucket] = []
-        self._sparse: list[nn.Parameter] = []
+        self._sparse: list[SparseReduction] = []
         self.arrived: list[nn.Parameter] | None = []
         self.order: list[nn.Parameter] = []
         self._hooks: list[Any] = []
@@ -83,14 +85,15 @@ class Replica:
         self._summing = False
         self.changed = False
         self._updates = 0
-        self._build(_trainable(model))
+        self.model_parameters = ModelParameters(model)
+        self._build(self.model_parameters.trained())
         if not self.parameters and layout.mesh.degree("stage") == 1:
             raise ScriptError("the model has no parameter that requires a gradient; unfreeze at least one")
 
     @property
     def sent_nbytes(self) -> int:
         """Bytes that this rank sends in a step for its gradients and for sharded parameters."""
-        sparse = sum(ring_all_reduce_nbytes(p, self._groups[p].size) for p in self._sparse)
+        sparse = sum(reduction.sent_nbytes for reduction in self._sparse)
         return self.shards.sent_nbytes + sparse + sum(bucket.sent_nbytes for bucket in self._buckets)
 
     def begin(self, *, accumulate: bool = False) -> None:
@@ -106,7 +109,7 @@ class Replica:
                 hook.remove()
             self._hooks = []
             return
-        trainable = _trainable(self._model)
+        trainable = self.model_parameters.trained()
         if [*map(id, trainable)] != [*map(id, self.parameters)]:
             # Modules show parts or whole parameters now, as this rank's forward left them. That may differ among ranks,
             # and building is collective; what is shown is not reduced here, so there is nothing to build.
@@ -124,7 +127,7 @@ class Replica:
         Collective: the ranks that reduce together must have changed the same parameters; see `digest`.
         """
         with long_lived_blocks():
-            self._build(_trainable(self._model))
+            self._build(self.model_parameters.trained())
         self.changed = False
         if self.arrived is not None:
             self.arrived = []  # the order of parameters that may be frozen now
@@ -157,8 +160,8 @@ class Replica:
         for bucket in self._buckets[self._next :]:
             bucket.complete()
             bucket.launch()
-        for parameter in self._sparse:
-            _sum_sparse(parameter, self._groups[parameter])
+        for reduction in self._sparse:
+            reduction.run()
         self.shards.send()  # before any wait: a communication thread must know of all reductions
         for bucket in self._buckets:
             bucket.wait()
@@ -220,8 +223,11 @@ class Replica:
         self.parameters, self._hooks, self._buckets, self._places = parameters, [], [], {}
         self._groups = self._summed(parameters)
         self.transports = tuple(sorted({group.bucket_reducer.transport for group in self._groups.values()}))
-        sparse = _sparse(self._model)
-        self._sparse = [p for p in self._groups if p in sparse]
+        sparse = sparse_tables(self._model)
+        self._sparse = [
+            SparseReduction([p for p in parameters if p in sparse and self._groups.get(p) == group], group)
+            for group in dict.fromkeys(group for p, group in self._groups.items() if p in sparse)
+        ]
         dense = [p for p in order or parameters[::-1] if p in self._groups and p not in sparse]
         self.order = dense
         early, late = [p for p in dense if p not in self._late], [p for p in dense if p in self._late]
@@ -304,49 +310,10 @@ def unchecked_gradients(replica: Replica) -> list[torch.Tensor]:
     These are whole buckets with their flags, and the gradients that lie in no bucket.
     """
     views = {p: bucket.views[i] for p, (bucket, i) in replica._places.items()}
-    parameters = _trainable(replica._model)  # with sharding, `replica.parameters` may be the whole ones of forward
+    # With sharding, `replica.parameters` may be the whole ones of forward.
+    parameters = replica.model_parameters.trained()
     single = [p.grad for p in parameters if p.grad is not None and p.grad is not views.get(p)]
     return [
         *(bucket.flat for bucket in replica._buckets if not bucket.group.bucket_reducer.known_finite(bucket)),
         *single,
     ]
-
-
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def _sparse(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters whose gradients are sparse: embeddings made with sparse=True."""
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    return {cast(nn.Parameter, module.weight) for module in embeddings if module.sparse}
-
-
-_NO_GRADIENT, _SPARSE, _DENSE = 0.0, 1.0, 2.0
-
-
-def _sum_sparse(parameter: nn.Parameter, group: ReductionGroup) -> None:
-    """All-reduce the gradient of a sparse embedding; it stays None if no rank has one.
-
-    A rank that did not use the table sends an empty tensor with the same sparse and dense dims; Gloo ends the process
-    where they differ. If the weight is also used as a matrix on some rank, the gradient becomes dense on all.
-    """
-    gradient = parameter.grad
-    layout = _NO_GRADIENT if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
-    layouts = torch.tensor(layout, device=parameter.device)
-    with group.channel.waiting(ring_all_reduce_nbytes(parameter, group.size)):
-        dist.all_reduce(layouts, dist.ReduceOp.MAX, group=group.handle)
-        if (common := float(layouts)) == _NO_GRADIENT:
-            return
-        if gradient is None:
-            gradient = _empty_rows(parameter)
-        gradient = gradient.coalesce() if common == _SPARSE else gradient.to_dense()
-        dist.all_reduce(gradient, group=group.handle)
-    parameter.grad = gradient
-
-
-def _empty_rows(table: torch.Tensor) -> torch.Tensor:
-    """Return a sparse gradient of no rows, laid out as embeddings lay theirs out: dim 0 sparse, the others dense."""
-    rows = torch.empty((1, 0), dtype=torch.int64, device=table.device)
-    values = table.new_empty((0, *table.shape[1:]))
-    return torch.sparse_coo_tensor(rows, values, table.shape, check_invariants=False)

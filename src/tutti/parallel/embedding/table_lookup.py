@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tutti.comm.traffic import CommChannel
 from tutti.config.partitioning import cut
 from tutti.nn.embedding_tables import Bags, Here, pooled
+from tutti.nn.mixture import on_device
 from tutti.parallel.all_to_all import AllToAllRoute, exchange, land, launch, plain_exchange
 
 AnyTable = nn.Embedding | nn.EmbeddingBag
@@ -89,16 +90,19 @@ def request(table: AnyTable, place: TablePlacement | None, bags: Bags, size: int
         return lookup
     rows, count = bags.rows, table.num_embeddings
     if place.owner is not None and isinstance(table, nn.EmbeddingBag):
-        low, high = (int(bound) for bound in rows.aminmax()) if len(rows) else (0, 0)
+        low, high = torch.stack([*rows.aminmax()]).tolist() if len(rows) else (0, 0)
         lookup.asked = [rows if rank == place.owner else rows[:0] for rank in range(size)]
     else:
         rows, lookup.distinct = torch.unique(rows, return_inverse=True)
-        low, high = (int(rows[0]), int(rows[-1])) if len(rows) else (0, 0)
-        ends = torch.searchsorted(rows, torch.tensor(place.bounds, device=rows.device)).tolist()
+        padding = -1 if table.padding_idx is None else table.padding_idx
+        sought = on_device(torch.tensor([*place.bounds, padding]), rows.device)
+        # read together, since the host waits for an accelerator to read them
+        places = torch.cat([torch.searchsorted(rows, sought), (rows == padding).sum(0, keepdim=True)])
+        (*ends, at, padded, low, high) = (
+            torch.cat([places, rows[:1], rows[-1:]]).tolist() if len(rows) else [*[0] * len(sought), 0, 0, 0]
+        )
         lookup.asked = [rows[ends[i] : ends[i + 1]] - place.bounds[i] for i in range(size)]
-        if table.padding_idx is not None:
-            padding_rows = (rows == table.padding_idx).nonzero()
-            lookup.padding = int(padding_rows[0]) if len(padding_rows) else None
+        lookup.padding = at if padded else None
     if low < 0 or high >= count:
         raise IndexError(f"rows {low} to {high} were looked up in an embedding table that has rows 0 to {count - 1}")
     return lookup
@@ -157,7 +161,7 @@ def _ask(mine: list[LookupRequest], peers: Peers) -> list[list[Asked]]:
     sizes = torch.tensor([[lookup.sizes(rank) for lookup in mine] for rank in range(peers.size)], dtype=torch.int64)
     ones = [1] * peers.size
     announced = plain_exchange(
-        sizes.to(device), AllToAllRoute(peers.group, peers.own, ones, ones, peers.indices)
+        on_device(sizes, device), AllToAllRoute(peers.group, peers.own, ones, ones, peers.indices)
     ).tolist()
     parts: list[Tensor] = []
     send = []

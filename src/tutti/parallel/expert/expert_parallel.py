@@ -7,7 +7,7 @@ follow.
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -22,7 +22,16 @@ from tutti.comm.traffic import CommChannel, untracked_channel
 from tutti.config.partitioning import cut
 from tutti.config.plan import LayoutRule, find_placement
 from tutti.errors import PlanError
-from tutti.nn.mixture import Experts, MixtureOfExperts, Routing, SingleDevice, Tally, take_tallies
+from tutti.nn.mixture import (
+    Experts,
+    MixtureOfExperts,
+    Routing,
+    SingleDevice,
+    Tally,
+    count_choices,
+    on_device,
+    take_tallies,
+)
 from tutti.parallel.all_to_all import AllToAllRoute, exchange, land, launch
 from tutti.parallel.data.batchnorm import BatchScope
 from tutti.parallel.layout import GRADIENT_AXES, Layout
@@ -131,7 +140,7 @@ class SharedSlice:
         pending = launch(torch.cat([rows[:begin], rows[end:]]), route)
         stayed = experts.run_experts(rows[begin:end], local_sizes)
         arrived = land(pending, route)
-        order = _by_expert(answered).to(rows.device)
+        order = on_device(_by_expert(answered), rows.device)
         results = experts.run_experts(arrived.index_select(0, order), answered.sum(0).tolist())
         returned = exchange(results.index_select(0, torch.argsort(order)), route.back())
         return torch.cat([returned[:begin], stayed, returned[begin:]])
@@ -230,7 +239,7 @@ class DividedExperts:
         """(n, width), (n, k), (n, k) -> (n, width)."""
         hidden_states, top_k_index, top_k_weights = in_order(self.module, arguments, named)
         chosen, holders = top_k_index.reshape(-1), self.holders
-        counts = torch.bincount(chosen, minlength=holders.bounds[-1])
+        counts = count_choices(chosen[None], holders.bounds[-1])[0]
         everyone = [torch.empty_like(counts) for _ in range(len(holders.bounds) - 1)]
         with self.routing.waiting((len(everyone) - 1) * counts.numel() * counts.element_size()):
             dist.all_gather(everyone, counts, group=holders.group)
@@ -385,8 +394,8 @@ def write_tallies(model: nn.Module, names: Sequence[str], numbers: torch.Tensor,
         tally = tallies.get(name)
         if tally is not None and tally.passes:
             part = numbers[position * TALLY_NUMEL : (position + 1) * TALLY_NUMEL]
-            part += torch.tensor([tally.assigned, tally.dropped, tally.passes, 0], dtype=part.dtype, device=part.device)
-            part[3] += tally.balance
+            for place, count in enumerate((tally.assigned, tally.dropped, tally.passes, tally.balance)):
+                part[place] += count
             part /= copies
 
 
@@ -397,3 +406,24 @@ def read_tallies(names: Sequence[str], numbers: Sequence[float]) -> dict[str, Ta
         name: Tally(assigned=round(assigned), dropped=round(dropped), passes=round(passes), balance=balance)
         for name, (assigned, dropped, passes, balance) in zip(names, rows, strict=True)
     }
+
+
+class DeferredTallies(Mapping[str, Tally]):
+    """`read_tallies` of numbers that the device still computes; they are read when somebody looks.
+
+    Args:
+        names: of the mixtures.
+        read: returns the numbers.
+    """
+
+    def __init__(self, names: Sequence[str], read: Callable[[], Sequence[float]]) -> None:
+        self._names, self._read = tuple(names), read
+
+    def __getitem__(self, name: str) -> Tally:
+        return read_tallies(self._names, self._read())[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

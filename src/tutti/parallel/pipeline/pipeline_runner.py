@@ -1,29 +1,27 @@
 """Runs a pipeline schedule: this rank's forward and backward actions, in order, with the messages between stages."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tutti.comm.clock import PhaseClock
 from tutti.comm.rendezvous import make_local_group
-from tutti.config.pipeline_schedule import Action, Orders, build_schedule
+from tutti.config.pipeline_schedule import Action, Orders, build_schedule, forward_orders
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
 from tutti.data.batches import BatchShare
-from tutti.data.microbatches import to_device
+from tutti.data.device_copies import DeviceCopies, to_device
 from tutti.data.seeds import derive_seed, host_state, seed_device, set_host_state
 from tutti.errors import PlanError
 from tutti.parallel.layout import Layout
-from tutti.parallel.mesh import Mesh
 from tutti.parallel.mixed_precision import autocast
 from tutti.parallel.parallel_model import ParallelModel
 from tutti.parallel.pipeline.stage_building import Forwards, StagePartition
-from tutti.parallel.pipeline.stage_links import Links, Session, Ties, given, groups_at, wanted
+from tutti.parallel.pipeline.stage_links import Session, StageMessage, Ties, make_links, wanted
 from tutti.parallel.pipeline.stage_placement import Placement
 from tutti.parallel.pipeline.stage_program import Value
 from tutti.parallel.pipeline.stage_tracing import Ending, note_means
@@ -49,6 +47,7 @@ class PipelineBatch:
         step: updates made before this one.
         call: tells the random draws of this call from those of the step's first; empty for the first.
         clock: gets the phases of the step.
+        copies: of the batch, on their way to the device.
     """
 
     parallel: ParallelModel
@@ -58,6 +57,7 @@ class PipelineBatch:
     step: int
     call: tuple[int, ...]
     clock: PhaseClock
+    copies: DeviceCopies | None = None
 
 
 class Pipeline:
@@ -79,7 +79,7 @@ class Pipeline:
             rule.recompute for rule in plan.layout
         )
         local_group = make_local_group(mesh.group("stage"))
-        self._links = Links(mesh.ranks("stage"), stages.position, _groups(mesh), device, channel, local_group)
+        self._links = make_links(mesh, device, channel, local_group)
         self._ties = Ties(stages.shared, layout)
         self.forwards = Forwards(stages)
         self._until_model: dict[Any, Ending | None] = {}
@@ -116,17 +116,13 @@ class Pipeline:
         """Run one forward without gradients. Returns the model's output on ranks where `is_last`, None elsewhere."""
         stages = self.stages
         placement = self.forwards.place(lambda: model(*args, **kwargs), Ending())
-        orders = [[Action("F", s, 0) for s in range(r, stages.count, stages.ranks)] for r in range(stages.ranks)]
+        orders = forward_orders(stages.ranks, stages.count // stages.ranks)
         session = self._links.session(orders, lambda _: placement)
         output = None
-        for action in orders[stages.position]:
-            messages = wanted(action, placement)
-            session.post(messages)
-            received = {message.key: session.take(message) for message in messages}
+        for action in session.begin_each(orders[stages.position]):
             work = StageWork(placement, action.stage, model, self.device)
-            values = work.forward(received)
-            for message in given(action, placement):
-                session.give(message, work.outgoing(message.key))
+            values = work.forward(session.receive(action))
+            session.send(action, partial(_tensor_of, work))
             if action.stage == stages.count - 1:
                 output = work.output(values)
                 note_means(output, placement.program.means)
@@ -196,7 +192,8 @@ class _Step:
             batch.function,
             scaled_loss_of,
         )
-        prepared = [self._parallel.sequences.prepare(to_device(piece, self.device)) for piece in batch.pieces]
+        moved = (to_device(piece, self.device, batch.copies) for piece in batch.pieces)
+        prepared = [self._parallel.sequences.prepare(piece) for piece in moved]
         self._pieces, self._around = [part for part, _ in prepared], [around for _, around in prepared]
         self._placements: list[Placement] = []
         self._draws: dict[int, tuple[Any, Any]] = {}
@@ -217,24 +214,15 @@ class _Step:
         endings = self.pipeline.endings(actions, self._parallel.model)
         last_forward = max(index for index, action in enumerate(actions) if action.kind == "F")
         waited = False
-        for index, (action, following) in enumerate(itertools.zip_longest(actions, actions[1:])):
+        for index, action in enumerate(session.begin_each(actions)):
             placement = self.placement(action.microbatch)
-            messages = wanted(action, placement)
-            session.post(messages)
-            if following is not None:
-                session.post(wanted(following, self.placement(following.microbatch)))
-            if messages and not waited:  # other ranks compute meanwhile
+            if not waited and wanted(action, placement):  # other ranks compute meanwhile
                 self.placement(min(action.microbatch + AHEAD * self.stages.ranks, len(self._pieces) - 1))
                 waited = True
             replica.announce_last_backward(endings.get(index, ()))
             clock.enter("forward" if action.kind == "F" else "backward")
-            received: dict[int, torch.Tensor] = {}
-            for message in messages:
-                tensor = session.take(message)
-                received[message.key] = received[message.key] + tensor if message.key in received else tensor
-            work = self._do(action, placement, received)
-            for message in given(action, placement):
-                session.give(message, work.gradient(message.key) if message.gradient else work.outgoing(message.key))
+            work = self._do(action, placement, session.receive(action))
+            session.send(action, partial(_tensor_of, work))
             if action.kind == "F":
                 work.let_go()
             if index == last_forward:
@@ -319,19 +307,8 @@ class _Step:
         return derive_seed(self._parallel.seed, "dropout", batch.step, microbatch, index, *batch.call, *purpose)
 
 
-def _groups(mesh: Mesh) -> Callable[[int, int], Any]:
-    """The function (source, target) -> process group for messages between two positions of the stage axis.
-
-    On Gloo there is one group for each direction. A receiver's "ready" then never waits behind a message that goes
-    in the same direction (comm/point_to_point.py). On NCCL the messages of a group are serialised, so each
-    direction of each pair has its own group.
-    """
-    if dist.get_backend() != "nccl":
-        forward_group, backward_group = mesh.new_group("stage"), mesh.new_group("stage")
-        return lambda source, target: forward_group if source < target else backward_group
-    pairs = list(itertools.permutations(range(mesh.degree("stage")), 2))
-    groups = dict(zip(pairs, groups_at(mesh, pairs), strict=True))
-    return lambda source, target: groups[source, target]
+def _tensor_of(work: StageWork, message: StageMessage) -> torch.Tensor:
+    return work.gradient(message.key) if message.gradient else work.outgoing(message.key)
 
 
 def make_pipeline(

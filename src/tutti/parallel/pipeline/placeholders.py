@@ -55,6 +55,10 @@ class _CallInterceptor:
 class StandIns:
     """Placeholders for all tensors of `model`, made while the tensors are still whole.
 
+    Args:
+        model: the model.
+        device: where it will compute; None: where it is.
+
     Attributes:
         mode: the mode of all fake tensors made here.
         names: id of a parameter's placeholder -> name of the parameter.
@@ -63,7 +67,8 @@ class StandIns:
         hooks_run: whether the script's hooks run while the forward is traced.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
+        self._device = device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.names: dict[int, str] = {}
         self.intercept: Interceptor | None = None
@@ -90,6 +95,9 @@ class StandIns:
     def outline(self, tensor: torch.Tensor, *, requires_grad: bool | None = None) -> torch.Tensor:
         """A tensor without values, with the shape, strides, dtype and device of `tensor`; the CPU for a meta tensor."""
         device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+        return self._placeholder(tensor, device, requires_grad)
+
+    def _placeholder(self, tensor: torch.Tensor, device: torch.device, requires_grad: bool | None) -> torch.Tensor:
         placeholder = self.empty(tensor.shape, tensor.stride(), tensor.dtype, device)
         return placeholder.requires_grad_(tensor.requires_grad if requires_grad is None else requires_grad)
 
@@ -122,7 +130,7 @@ class StandIns:
             return None
         placeholder = self._made.get(id(parameter))
         if placeholder is None:
-            placeholder = self._made[id(parameter)] = self.outline(parameter)
+            placeholder = self._made[id(parameter)] = self._of_model(parameter)
             self.names[id(placeholder)] = name
             self._kept[id(parameter)] = (weakref.ref(parameter), name)
         return placeholder
@@ -133,8 +141,16 @@ class StandIns:
         placeholder = self._made.get(id(buffer))
         if placeholder is None:
             small = buffer.numel() <= SMALL_NUMEL
-            placeholder = self._made[id(buffer)] = buffer.detach().clone() if small else self.outline(buffer)
+            placeholder = self._made[id(buffer)] = self._copy(buffer) if small else self._of_model(buffer)
         return placeholder
+
+    def _of_model(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter or buffer without values, where the model will compute."""
+        return self.outline(tensor) if self._device is None else self._placeholder(tensor, self._device, None)
+
+    def _copy(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A copy of a small buffer, where the model will compute."""
+        return buffer.detach().clone() if buffer.is_meta else buffer.detach().to(self._device, copy=True)
 
     def hooked(self) -> list[str]:
         """Names of the modules on which the script has registered forward hooks or forward pre-hooks."""

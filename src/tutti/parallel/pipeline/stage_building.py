@@ -148,7 +148,9 @@ class StagePartition:
             layout.set_reduce_axes(name, layout.shard_of(name).sums)
 
 
-def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> StagePartition | None:
+def cut_stages(
+    model: nn.Module, plan: Plan, layout: Layout, sample: Sample, device: torch.device | None = None
+) -> StagePartition | None:
     """Decide where to cut `model`, without changing it.
 
     Args:
@@ -156,6 +158,7 @@ def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> 
         plan: names the cuts, or leaves them to be balanced by FLOPs.
         layout: the mesh and the placement of parameters.
         sample: makes arguments to trace the model with.
+        device: where the model will compute; None: where it is, or the CPU if it has no memory.
 
     Returns:
         The partition, or None without a stage axis.
@@ -168,8 +171,8 @@ def cut_stages(model: nn.Module, plan: Plan, layout: Layout, sample: Sample) -> 
         return None
     count = ranks * plan.pipeline.stages_per_rank
     args, kwargs = sample()
-    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-    stand_ins = StandIns(model)
+    device = device or next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    stand_ins = StandIns(model, device)
 
     def traced(units: Units) -> tuple[Tracer, Program]:
         tracer = Tracer(model, open_for_hooks(model, units, stand_ins.hooked()), stand_ins, device)

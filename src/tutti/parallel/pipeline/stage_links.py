@@ -3,8 +3,13 @@
 Every rank knows the schedules of all ranks, so it knows the order in which each of them sends to it. It posts
 receives in that order. Messages therefore need no tags, and on NCCL one group for each direction of a pair of
 ranks is enough.
+
+NCCL connects two ranks at their first message in a group, and both block until the other side has called
+(pytorch#136248). The first receive that a rank posts ahead would then block it before it sends what the other side
+waits for. So all pairs are connected when the pipeline is made, in one order on all ranks.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +20,7 @@ from torch import nn
 
 from tutti.comm.local_group import LocalGroup
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
-from tutti.comm.rendezvous import launch_timeout
+from tutti.comm.rendezvous import connects_at_first_use, open_group
 from tutti.comm.shared_memory import MessageReceiver, MessageSender
 from tutti.comm.traffic import CommChannel, CommHandle
 from tutti.config.pipeline_schedule import Action, Orders
@@ -141,6 +146,16 @@ class Links:
             return self.channel.start([self._from[source].receive(tensor)])
         return self.channel.start([dist.irecv(tensor, self.ranks[source], group=self._groups(source, self.own))])
 
+    def connect(self) -> None:
+        """Send one value between each pair of positions, in one order on all ranks. Collective over the stage axis."""
+        for source, target in position_pairs(len(self.ranks)):
+            tensor = torch.zeros(1, device=self.device)
+            if source == self.own:
+                self.send(tensor, target)
+                self.settle()
+            elif target == self.own:
+                self.receive(tensor, source).wait()
+
     def settle(self) -> None:
         """Wait until all messages are sent, or have been read from shared memory."""
         for sender in self._to.values():
@@ -160,7 +175,35 @@ class Session:
         self._posted: dict[StageMessage, tuple[CommHandle, torch.Tensor]] = {}
         self._here: dict[StageMessage, torch.Tensor] = {}
 
-    def post(self, messages: Sequence[StageMessage]) -> None:
+    def begin_each(self, actions: Sequence[Action]) -> Iterator[Action]:
+        """Yield this rank's actions in order, each once its receives and those of the next action are posted.
+
+        The caller takes what an action needs (`receive`) and sends what it has computed (`send`) before the next one.
+        """
+        for action, following in itertools.zip_longest(actions, actions[1:]):
+            self._post(wanted(action, self._placements(action.microbatch)))
+            if following is not None:
+                self._post(wanted(following, self._placements(following.microbatch)))
+            yield action
+
+    def receive(self, action: Action) -> dict[int, torch.Tensor]:
+        """Wait for the messages that an action needs.
+
+        Returns:
+            Number of the value -> the value, or the sum of its gradients from several stages.
+        """
+        received: dict[int, torch.Tensor] = {}
+        for message in wanted(action, self._placements(action.microbatch)):
+            tensor = self._take(message)
+            received[message.key] = received[message.key] + tensor if message.key in received else tensor
+        return received
+
+    def send(self, action: Action, tensor_of: Callable[[StageMessage], torch.Tensor]) -> None:
+        """Send what an action has computed; `tensor_of` returns the tensor of a message."""
+        for message in given(action, self._placements(action.microbatch)):
+            self._give(message, tensor_of(message))
+
+    def _post(self, messages: Sequence[StageMessage]) -> None:
         """Post receives for `messages`, and for all messages that their senders send earlier."""
         for message in messages:
             source = message.source % self._ranks
@@ -169,7 +212,7 @@ class Session:
                 buffer = self._buffer(expected)
                 self._posted[expected] = (self._links.receive(buffer, source), buffer)
 
-    def take(self, message: StageMessage) -> torch.Tensor:
+    def _take(self, message: StageMessage) -> torch.Tensor:
         """Wait for a message and return its tensor."""
         if message in self._here:
             return self._here.pop(message)
@@ -177,7 +220,7 @@ class Session:
         work.wait()
         return buffer
 
-    def give(self, message: StageMessage, tensor: torch.Tensor) -> None:
+    def _give(self, message: StageMessage, tensor: torch.Tensor) -> None:
         """Send a message. A message between two stages of this rank stays in its memory."""
         target = message.target % self._ranks
         if target == self._links.own:
@@ -235,27 +278,58 @@ def _all_reduce_gradients(parameters: list[nn.Parameter], group: ReductionGroup)
         parameter.grad = total.view_as(parameter).clone() if has_gradient else None
 
 
-def groups_at(mesh: Mesh, sets: Iterable[tuple[int, ...]]) -> list[Any]:
-    """Open process groups among positions of the stage axis. Collective: all ranks must pass the same sets.
+def position_pairs(positions: int) -> list[tuple[int, int]]:
+    """Return (source, target) of all directions between two positions of the stage axis, in the order of opening."""
+    return list(itertools.permutations(range(positions), 2))
+
+
+def groups_at(mesh: Mesh, sets: Iterable[tuple[int, ...]], *, connect: bool = True) -> list[Any]:
+    """Open process groups among positions of the stage axis.
+
+    All ranks of the axis must pass the same sets in the same order. A group is opened by its members only.
 
     Args:
         mesh: the mesh.
         sets: sets of positions along the stage axis.
+        connect: as in `open_group`.
 
     Returns:
         For each set, the group within this rank's pipeline replica; None if this rank is not in the set.
     """
-    position_sets = list(sets)
-    if not position_sets:
-        return []
-    rank_lists: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(rank_lists, mesh.ranks("stage"))
-    groups: list[Any] = []
-    for positions in position_sets:
-        own_group = None
-        for replica_ranks in dict.fromkeys(tuple(ranks) for ranks in rank_lists):
-            group = dist.new_group([replica_ranks[position] for position in positions], timeout=launch_timeout())
-            if mesh.rank in (replica_ranks[position] for position in positions):
-                own_group = group
-        groups.append(own_group)
-    return groups
+    ranks, own = mesh.ranks("stage"), mesh.index("stage")
+    return [
+        open_group(sorted(ranks[position] for position in positions), connect=connect) if own in positions else None
+        for positions in sets
+    ]
+
+
+def make_links(mesh: Mesh, device: torch.device, channel: CommChannel, local_group: LocalGroup | None) -> Links:
+    """Open the groups for messages along the stage axis and connect them. Collective over the axis.
+
+    On Gloo there is one group for each direction. A receiver's "ready" then never waits behind a message that goes
+    in the same direction (comm/point_to_point.py). On NCCL the messages of a group are serialised, so each
+    direction of each pair has its own group.
+
+    Args:
+        mesh: the mesh.
+        device: where received values are allocated.
+        channel: counts the messages.
+        local_group: the ranks of the stage axis if they share memory, else None.
+    """
+    ranks, own = mesh.ranks("stage"), mesh.index("stage")
+    if not connects_at_first_use(None):
+        forward_group, backward_group = mesh.new_group("stage"), mesh.new_group("stage")
+        return Links(
+            ranks,
+            own,
+            lambda source, to: forward_group if source < to else backward_group,
+            device,
+            channel,
+            local_group,
+        )
+    pairs = position_pairs(len(ranks))
+    # Messages of a pair have a communicator of their own, which another operation of the group would not connect.
+    groups = dict(zip(pairs, groups_at(mesh, pairs, connect=False), strict=True))
+    links = Links(ranks, own, lambda source, target: groups[source, target], device, channel, local_group)
+    links.connect()
+    return links

@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 
 from tutti.comm.traffic import CommHandle
 from tutti.config.plan import ShardingPlan
-from tutti.optim.optimizer_traits import is_elementwise
+from tutti.optim.optimizer_traits import check_updates_on_host, is_elementwise
 from tutti.parallel.layout import Layout
+from tutti.parallel.offload.copies import CopyPair, CopyStreams
+from tutti.parallel.offload.pinned_memory import allocate_host
 from tutti.parallel.sharding.shard_collectives import ShardGroup, gather
 from tutti.parallel.sharding.sharded_gradients import Shards
 from tutti.parallel.sharding.sharded_unit import Loads, Piece, ShardPieces, even_bounds
@@ -33,32 +35,44 @@ BUCKET_NBYTES = 25 * 2**20
 class Part:
     """The tensor that an optimizer updates on this rank instead of `whole`: a view of its `piece`, or a copy on the
     host.
+
+    Attributes:
+        arrived: where the gradient of a copy on the host arrives; None for a view.
     """
 
     whole: nn.Parameter
     piece: Piece | None
     own: nn.Parameter
+    arrived: torch.Tensor | None = None
 
     @property
     def target(self) -> torch.Tensor:
         return self.whole.data if self.piece is None else self.piece.of(self.whole.data)
 
-    def take_gradient(self) -> None:
+    def take_gradient(self) -> list[CopyPair]:
+        """Give the tensor its gradient; returns what has to be copied first."""
         gradient = self.whole.grad
-        if self.own is not self.whole:
-            part_gradient = gradient if gradient is None or self.piece is None else self.piece.of(gradient)
-            self.own.grad = None if part_gradient is None else part_gradient.to(self.own.device)
+        if self.own is self.whole:
+            return []
+        part_gradient = gradient if gradient is None or self.piece is None else self.piece.of(gradient)
+        if part_gradient is None or self.arrived is None:
+            self.own.grad = part_gradient
+            return []
+        if part_gradient.is_sparse:
+            self.own.grad = part_gradient.to(self.own.device)
+            return []
+        self.own.grad = self.arrived
+        return [(self.arrived, part_gradient)]
 
-    def give(self) -> None:
-        """Write the updated values into the parameter."""
-        if self.own.device != self.whole.device:
-            self.target.copy_(self.own.data)
+    def give(self) -> list[CopyPair]:
+        """Return what has to be copied so that the parameter has the updated values."""
         if self.own is not self.whole:
             self.own.grad = None
+        return [] if self.arrived is None else [(self.target, self.own.data)]
 
     def follow(self) -> None:
         """Take over the parameter's values, which have been set from outside."""
-        if self.own.device != self.whole.device:
+        if self.arrived is not None:
             self.own.data.copy_(self.target)
 
 
@@ -82,7 +96,8 @@ class States(Shards):
 
     def __init__(self, model: nn.Module, layout: Layout, sharding: ShardingPlan) -> None:
         self._model, self._layout = model, layout
-        self._host = torch.device("cpu") if sharding.offload == "optimizer" else None
+        self._offloads = sharding.offload == "optimizer"
+        self._copies: dict[torch.device, CopyStreams] = {}
         self._degree, self._rank = layout.mesh.degree("shard"), layout.mesh.index("shard")
         self._ranks = layout.mesh.ranks("shard")
         self._shard_group = ShardGroup.meet(layout.mesh.new_group("shard"), layout.channel("parameters", "shard"))
@@ -97,6 +112,8 @@ class States(Shards):
 
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         optimizers = tuple(optimizers)
+        for optimizer in optimizers if self._offloads else ():
+            check_updates_on_host(optimizer)
         holders = Counter(p for o in optimizers for p in {q for group in o.param_groups for q in group["params"]})
         self._shared = {parameter for parameter, count in holders.items() if count > 1}
         for optimizer in optimizers:
@@ -167,14 +184,16 @@ class States(Shards):
         return DividedState(given, list(parts_here.values()), buckets, owned)
 
     def _part(self, whole: nn.Parameter, piece: Piece | None) -> Part:
-        target = whole.data if piece is None else piece.of(whole.data)
-        if self._host is not None and self._host != whole.device:
-            target = target.to(self._host)
+        target, arrived = whole.data if piece is None else piece.of(whole.data), None
+        if self._offloads:
+            self._copies.setdefault(whole.device, CopyStreams(whole.device))
+            here, arrived = (allocate_host(target.numel(), target.dtype, whole.device) for _ in range(2))
+            arrived, target = arrived.view(target.shape), here.view(target.shape).copy_(target)
         elif piece is None:
             return Part(whole=whole, piece=None, own=whole)
         substitute = nn.Parameter(target, requires_grad=whole.requires_grad)
         substitute.__dict__.update(whole.__dict__)
-        return Part(whole=whole, piece=piece, own=substitute)
+        return Part(whole=whole, piece=piece, own=substitute, arrived=arrived)
 
     def _note(self, name: str, part: Part) -> None:
         if part.piece is not None:
@@ -188,16 +207,22 @@ class States(Shards):
         return ShardPieces.cut([p.shape for p in parameters], bounds, self._degree)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for part in self._divided[optimizer].parts:
-            part.take_gradient()
+        parts = self._divided[optimizer].parts
+        pairs = [pair for part in parts for pair in part.take_gradient()]
+        for copying in [copies.to_host(_of(device, pairs, 1)) for device, copies in self._copies.items()]:
+            copying.synchronize()
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Exchange the updated parts."""
         divided = self._divided[optimizer]
-        for part in divided.parts:
-            part.give()
+        pairs = [pair for part in divided.parts for pair in part.give()]
+        copying = [copies.to_device(_of(device, pairs, 0)) for device, copies in self._copies.items()]
+        for copy in copying:
+            copy.wait()
         self._complete(divided, lambda parameter: parameter.data)
+        for copy in copying:
+            copy.synchronize()  # the script may change what the optimizer holds
 
     def _complete(self, divided: DividedState, of: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Gather tensors of which every rank has its part, in the parameters' shapes.
@@ -242,6 +267,11 @@ def _spread(parameters: list[nn.Parameter], loads: Mapping[nn.Parameter, list[in
         owners[parameter] = owner = so_far.index(min(so_far))
         so_far[owner] += parameter.numel()
     return [(p, owners[p]) for p in parameters]
+
+
+def _of(device: torch.device, pairs: Iterable[CopyPair], index: int) -> list[CopyPair]:
+    """The pairs whose tensor `index` is on the device."""
+    return [pair for pair in pairs if pair[index].device == device]
 
 
 def _take(work: CommHandle, values: torch.Tensor, whole: torch.Tensor) -> None:

@@ -1,7 +1,6 @@
 """Sharding levels 2 and 3: parameters, gradients and optimizer state are divided among the ranks of `shard`."""
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -14,33 +13,46 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from tutti.comm.shared_memory import SharedMemoryCommunicator
-from tutti.comm.traffic import untracked_channel
-from tutti.config.plan import ShardingPlan
+from tutti.comm.traffic import CommChannel, untracked_channel
+from tutti.config.plan import Plan, ShardingPlan
 from tutti.config.vocabulary import AxisName
 from tutti.errors import ScriptError
-from tutti.optim.optimizer_traits import check_takes_parts
+from tutti.optim.optimizer_traits import check_takes_parts, check_updates_on_host
 from tutti.parallel.layout import Layout
+from tutti.parallel.offload.offloaded_pack import HostState, OffloadedPack
 from tutti.parallel.sharding.optimizer_state_sharding import States
+from tutti.parallel.sharding.saved_weights import SavedTensorHooks, WeightKeeper, in_backward
 from tutti.parallel.sharding.shard_collectives import ShardGroup, SharedSegments
-from tutti.parallel.sharding.sharded_gradients import CompressedSum, Shards, Sums
+from tutti.parallel.sharding.sharded_gradients import CompressedSum, Shards, Sums, uncompiled
 from tutti.parallel.sharding.sharded_unit import Pack, Sharded, Unit, make_units
 
 
 class Parameters(Shards):
     """Sharded parameters: `GatherHooks` gathers them while a block computes, `Sums` reduces their gradients."""
 
-    def __init__(self, model: nn.Module, layout: Layout, sharding: ShardingPlan) -> None:
+    gathers_in_forward = True
+
+    def __init__(
+        self, model: nn.Module, layout: Layout, sharding: ShardingPlan, offload: HostState | None = None
+    ) -> None:
         mesh = layout.mesh
-        home = torch.device("cpu") if sharding.offload != "none" else None
-        units, blocks = make_units(model, layout, home)
+        units, blocks = make_units(model, layout, offload)
         self.layout, self.units = layout, units
         self._packs = [pack for unit in units for pack in unit.packs]  # `units` will change its order
         self._sent_nbytes = 0
         self._learned = False
-        self._passes = GatherHooks(model, units, blocks, keep=sharding.level == 2)
+        self._offloaded = [pack for pack in self._packs if isinstance(pack, OffloadedPack)]
+        self._leaves_early = mesh.degree("shard") == 1 and not any(pack.others for pack in self._packs)
+        divided = mesh.degree("shard") > 1
+        keep = sharding.level == 2 if divided or offload is None else offload.resident
+        self._passes = GatherHooks(model, units, blocks, keep=keep)
+        self._passes.opening = self._refresh
         self._gathering = self._passes.gathering
-        self._gathering.meet(ShardGroup.meet(mesh.new_group("shard"), layout.channel("parameters", "shard")))
+        if divided:
+            self._gathering.meet(_meet(mesh.new_group("shard"), layout.channel("parameters", "shard"), self._offloaded))
         self._sums = Sums(self._sending_order(), self._shard_groups())
+        if offload is not None:
+            _move_rest(model, self._packs, offload.device)
 
     @property
     def sent_nbytes(self) -> int:
@@ -56,6 +68,12 @@ class Parameters(Shards):
                     pack.materialise(real(pack.flat), device)
             unit.show("shard")
 
+    def parts(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        return {p.name: (p.shard, p.absent) for pack in self._packs for p in pack.parameters}
+
+    def whole_versions(self) -> dict[str, int]:
+        return {unit.name: max((p.whole._version for p in unit.parameters), default=0) for unit in self.units}
+
     def packs(self) -> list[Pack]:
         return self._packs
 
@@ -64,7 +82,10 @@ class Parameters(Shards):
 
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
-            check_takes_parts(optimizer)
+            if self.layout.mesh.degree("shard") > 1:
+                check_takes_parts(optimizer)
+            if self._offloaded:
+                check_updates_on_host(optimizer)
 
     def rest(self) -> None:
         self._passes.release()
@@ -88,12 +109,18 @@ class Parameters(Shards):
 
     def clear(self) -> None:
         self._passes.begin_step()
+        self._refresh()
+        for pack in self._offloaded:
+            pack.begin_gradients()
+        if self._offloaded and self._leaves_early:  # gradients leave in every microbatch
+            self._sums.open()
+            self._passes.complete, self._passes.ended = self._sums.complete, self._sums.drain
 
     def begin(self) -> None:
-        if not self._learned and self._devices:
-            self._learn(self._devices[0])
+        if not self._learned and self._packs:
+            self._learn(self._packs[0].device)
         self._sums.open()
-        self._passes.complete = self._sums.complete
+        self._passes.complete, self._passes.ended = self._sums.complete, None
 
     def send(self) -> None:
         self._passes.complete = None
@@ -114,18 +141,23 @@ class Parameters(Shards):
         self._sent_nbytes = self._gathering.sent_nbytes + self._sums.sent_nbytes
         self._gathering.sent_nbytes = self._sums.sent_nbytes = 0
 
-    @property
-    def _devices(self) -> list[torch.device]:
-        return [pack.device for unit in self.units for pack in unit.packs]
-
     def _shard_groups(self) -> dict[tuple[AxisName, ...], ShardGroup]:
         """The groups that reduce gradients: `shard`, and each pack's other axes; all ranks open them in one order."""
         layout, mesh = self.layout, self.layout.mesh
         shard_groups: dict[tuple[AxisName, ...], ShardGroup] = {}
-        shard_groups[("shard",)] = ShardGroup.meet(mesh.new_group("shard"), layout.channel("gradients", "shard"))
+        channel = layout.channel("gradients", "shard")
+        if mesh.degree("shard") > 1:
+            shard_groups[("shard",)] = _meet(mesh.new_group("shard"), channel, self._offloaded)
+        else:
+            shard_groups[("shard",)] = ShardGroup(None, channel)
         for axes in sorted({pack.others for unit in self.units for pack in unit.packs if pack.others}):
-            shard_groups[axes] = ShardGroup.meet(mesh.group(*axes), layout.channel("gradients", *axes))
+            shard_groups[axes] = _meet(mesh.group(*axes), layout.channel("gradients", *axes), self._offloaded)
         return shard_groups
+
+    def _refresh(self) -> None:
+        """What the host holds may have changed."""
+        for pack in self._offloaded:
+            pack.refresh()
 
     def _sending_order(self) -> list[Unit]:
         """The order in which units are reduced: that of backward; parameters outside of blocks come last."""
@@ -139,8 +171,9 @@ class Parameters(Shards):
         order = torch.tensor(self._passes.seen())
         repeats = torch.tensor([unit.repeats for unit in self._passes.units], dtype=torch.int64)
         both = torch.cat([order, repeats]).to(device)
-        dist.broadcast(both[:count], src=first, group=group)
-        dist.all_reduce(both[count:], dist.ReduceOp.MAX, group=group)
+        if mesh.degree("shard", *others) > 1:
+            dist.broadcast(both[:count], src=first, group=group)
+            dist.all_reduce(both[count:], dist.ReduceOp.MAX, group=group)
         self._passes.reorder(both[:count].tolist(), [bool(flag) for flag in both[count:].tolist()])
         self._sums.order = self._sending_order()
         self._learned = True
@@ -231,6 +264,9 @@ class Gathering:
         """Wait until no rank reads this rank's segments, so that they may change. Collective."""
         if self._segments is None:
             self.shard_group.settle()
+            for pack in self._packs:
+                if isinstance(pack, OffloadedPack):
+                    pack.synchronize()
         else:
             self._open(self._segments)
             self._segments.close()
@@ -245,13 +281,14 @@ class Gathering:
         segments.open()
 
 
-class GatherHooks:
+class GatherHooks(WeightKeeper):
     """Hooks on a model's modules that gather units while they compute.
 
     `units[0]` holds the parameters outside of blocks; it stays gathered from forward to the end of backward. With
     `keep` (level 2) so do all others. Otherwise (level 3) each unit is freed after its block's forward. In backward, a
     unit is gathered when backward reaches its block's output, or else when autograd asks for one of its saved weights.
-    `complete` is called with every unit whose gradients one backward has computed.
+    `complete` is called with every unit whose gradients one backward has computed, `ended` when one has ended, and
+    `opening` when a pass begins outside of a step.
 
     Ranks of one host read each other's segments (`SharedSegments`) and need not gather the same units. Elsewhere all
     ranks take part in every gather: each pass through a module gathers all units under it, in one order on all ranks.
@@ -261,20 +298,22 @@ class GatherHooks:
         self.units, self.keep = units, keep
         self.gathering = Gathering(units, self._arrived)
         self.complete: Callable[[Unit], None] | None = None
+        self.ended: Callable[[], None] | None = None
+        self.opening: Callable[[], None] | None = None
         self.in_step = False
         self._seen: dict[Unit, None] = {}
         self._call: Call | None = None
         self._last_call: dict[Unit, Call] = {}
         self._backward: dict[Call, Call] | None = None
         self._reentrant = False
-        self._saved_hooks = _SavedTensorHooks(self._pack, self._unpack)
+        self._saved_hooks = SavedTensorHooks(self._pack, self._unpack)
         self._unit_of = {parameter: unit for unit in units for parameter in unit.parameters}
         self._under = _under(model, units, blocks)
         self._blocks = blocks
         for module in self._under:
-            module.register_forward_pre_hook(_uncompiled(self._enter), prepend=True)
-            module.register_forward_hook(_uncompiled(self._leave), always_call=True)
-        stray = _uncompiled(self.stray)
+            module.register_forward_pre_hook(uncompiled(self._enter), prepend=True)
+            module.register_forward_hook(uncompiled(self._leave), always_call=True)
+        stray = uncompiled(self.stray)
         for block, unit in blocks.items():
             for name, inner in block.named_modules():
                 if name and any(True for _ in inner.parameters(recurse=False)):
@@ -332,6 +371,8 @@ class GatherHooks:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._call is None:
+            if not self.in_step and self.opening is not None and not in_backward():
+                self.opening()
             self._call = Call(self._under[module], hold=torch.is_grad_enabled())
             for unit in self._call.units:
                 if not unit.whole:
@@ -470,6 +511,8 @@ class GatherHooks:
             elif (unit.whole or unit.launched) and not unit.entered and not (unit is self.units[0] and unit.held):
                 unit.drop(self._rest)
         self._backward = None
+        if self.ended is not None and self.complete is not None:
+            self.ended()
         if not self.in_step and self._call is None:
             self.release()
             self.gathering.settle()
@@ -498,57 +541,6 @@ class GatherHooks:
         if not unit.whole:
             self._before(saved.call, unit)
         return saved.tensor
-
-
-class _SavedTensorHooks:
-    """Hooks on what autograd saves; they are active from `push` to `pop`, where nobody else has such hooks."""
-
-    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-        self._pack, self._unpack, self._active = pack, unpack, 0
-
-    def innermost(self) -> bool:
-        """Whether nobody else's hooks are active: activation checkpointing saves no weights, it computes anew."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return top is None or top[0] == self._pack
-
-    def push_for_step(self) -> None:
-        """Activate them for a whole step: with create_graph, a backward inside of the loss saves weights too.
-
-        Those of another model may have been left by a step that raised.
-        """
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is None or isinstance(getattr(top[0], "__self__", None), GatherHooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
-            self._active += 1
-
-    def push(self) -> bool:
-        """Activate them unless some are active; returns whether `pop` must be called."""
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return False
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
-        self._active += 1
-        return True
-
-    def pop(self) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._active -= 1
-
-    def clear(self) -> None:
-        """Deactivate them, however often they were pushed."""
-        while self._active:
-            self.pop()
-
-
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook, which torch.compile must not trace: it compiles what is between such hooks."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import takes seconds
-        return hook
-    return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -603,10 +595,36 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
         yield from _tensors(vars(value), depth + 1)
 
 
-def shard(model: nn.Module, sharding: ShardingPlan, layout: Layout) -> Shards:
-    """Shard what the plan says among the ranks of the `shard` axis; call it after all other mechanisms."""
-    if layout.mesh.degree("shard") == 1:
-        return Shards()
-    if sharding.level == 1:
+def _meet(handle: Any, channel: CommChannel, offloaded: Sequence[Pack]) -> ShardGroup:
+    """The ranks of a process group. What a device computes with, if it is not the host, is in no shared memory."""
+    return ShardGroup(handle, channel) if offloaded else ShardGroup.meet(handle, channel)
+
+
+def _move_rest(model: nn.Module, packs: Iterable[Pack], device: torch.device) -> None:
+    """Move the parameters that no pack holds to the device."""
+    packed = {parameter.shard for pack in packs for parameter in pack.parameters}
+    for parameter in model.parameters():
+        if parameter not in packed and not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+
+
+def shard(model: nn.Module, plan: Plan, layout: Layout, device: torch.device | None = None) -> Shards:
+    """Shard what the plan says among the ranks of the `shard` axis; call it after all other mechanisms.
+
+    Args:
+        model: the model, changed in place.
+        plan: the plan.
+        layout: gets the shard of every parameter.
+        device: where this rank computes, if the plan keeps something on the host.
+    """
+    sharding = plan.sharding
+    if layout.mesh.degree("shard") > 1 and sharding.level == 1:
         return States(model, layout, sharding)
-    return Parameters(model, layout, sharding)
+    if layout.mesh.degree("shard") > 1 and sharding.engine == "fsdp2":
+        from tutti.parallel.sharding.fsdp2 import FullyShard  # its import takes long, and few plans need it
+
+        return FullyShard(model, layout, plan)
+    offload = HostState.of(plan, device or torch.device("cpu"))
+    if layout.mesh.degree("shard") == 1 and offload is None:
+        return Shards()
+    return Parameters(model, layout, sharding, offload)

@@ -1,9 +1,10 @@
 """Sharded gradients, as the step and the optimizers see them."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +28,15 @@ class CompressedSum(Protocol):
 
 
 class Shards:
-    """The interface of sharding; this base class shards nothing. All ranks call the same methods in the same order."""
+    """The interface of sharding; this base class shards nothing. All ranks call the same methods in the same order.
+
+    Attributes:
+        gathers_in_forward: ranks wait for each other inside forward.
+        transports: what gradients are reduced through, for reports, where it is no transport of tutti's.
+    """
+
+    gathers_in_forward = False
+    transports: tuple[str, ...] = ()
 
     @property
     def sent_nbytes(self) -> int:
@@ -43,6 +52,14 @@ class Shards:
 
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         """Check the optimizers, or give them this rank's part, once they hold the model's present parameters."""
+
+    def parts(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Tensors that modules hold in place of whole parameters, by the parameter's name."""
+        return {}
+
+    def whole_versions(self) -> dict[str, int]:
+        """How often the whole parameters of each unit were written in place."""
+        return {}
 
     def packs(self) -> list[Pack]:
         """Packs whose gradients are reduce-scattered, in one order on all ranks and in all runs."""
@@ -89,6 +106,13 @@ class Shards:
         return {}
 
 
+def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook, which torch.compile must not trace: it compiles what is between such hooks."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import takes seconds
+        return hook
+    return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
+
+
 MAX_PENDING_SUMS = 2
 """Packs whose whole gradients may wait for their reduction; a step holds them beside its own part.
 
@@ -103,14 +127,17 @@ class _PendingSum:
 
     Attributes:
         there: the gradients that this rank had.
-        received: the rows to add up; once they have arrived, this rank's part.
+        received: the rows to add up; once they have arrived, this rank's part; None once that has left the device.
+        landed: this rank's part has arrived.
+        complete: it has also been reduced over the other axes.
     """
 
     pack: Pack
     there: list[bool]
-    received: Rows
+    received: Rows | None
     exchange: ShardExchange
     landed: bool = False
+    complete: bool = False
 
 
 class Sums:
@@ -167,10 +194,15 @@ class Sums:
         for handle in self._pending_sums:
             self._land(handle)
         for handle in self._pending_sums:
-            handle.exchange.wait()
-            assert isinstance(handle.received, torch.Tensor)
+            self._complete(handle)
+            assert handle.received is None or isinstance(handle.received, torch.Tensor)
             handle.pack.give_gradients(handle.received, handle.there)
         self._pending_sums = []
+
+    def drain(self) -> None:
+        """A backward has ended that is not the step's last: gradients of packs that nobody else adds to leave."""
+        self.send()
+        self.open()
 
     def _send(self, unit: Unit) -> None:
         for pack in unit.packs:
@@ -185,12 +217,21 @@ class Sums:
             for handle in waiting[: len(waiting) - most + 1]:
                 self._land(handle)
             self._pending_sums.append(self._start(pack))
+            if pack.leaves:
+                for handle in self._pending_sums[: None if pack.degree == 1 and not pack.others else -most]:
+                    self._land(handle)
+                    self._complete(handle)
 
     def _start(self, pack: Pack) -> _PendingSum:
         if pack in self.coded:
             return self._start_coded(pack, self.coded[pack])
         shard_group = self._shard_groups[("shard",)]
+        if pack.degree == 1 and not pack.others and all(p.whole.grad is None for p in pack.parameters):
+            nothing = [False] * len(pack.parameters)
+            return _PendingSum(pack, nothing, None, ShardExchange(None), landed=True, complete=True)
         buffer, there = pack.take_gradients(shard_group)
+        if pack.degree == 1:
+            return _PendingSum(pack, there, buffer, ShardExchange(None))
         self.sent_nbytes += buffer[1:].numel() * buffer.element_size()
         received = pack.receiving(buffer, shard_group)
         exchange = scatter_sum(buffer, received, shard_group)
@@ -207,6 +248,7 @@ class Sums:
         if handle.landed:
             return
         handle.exchange.wait()
+        assert handle.received is not None
         part, handle.landed = handle.pack.sum_of(handle.received), True
         for buffer in handle.exchange.tensors:
             handle.pack.rooms.give(buffer)
@@ -215,3 +257,14 @@ class Sums:
         if others:
             handle.exchange, nbytes = start_sum(part, self._shard_groups[others])
             self.sent_nbytes += nbytes
+
+    def _complete(self, handle: _PendingSum) -> None:
+        """Wait until this rank's part is reduced over the other axes; it leaves the device if the pack is offloaded."""
+        if handle.complete:
+            return
+        handle.exchange.wait()
+        handle.complete = True
+        if handle.pack.leaves:
+            assert isinstance(handle.received, torch.Tensor)
+            handle.pack.take_away(handle.received, handle.there)
+            handle.received = None

@@ -9,7 +9,7 @@ an early access fails instead of computing with wrong values.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -23,6 +23,18 @@ from tutti.parallel.sharding.shard_collectives import Rows, ShardExchange, Shard
 
 Place = tuple[nn.Module, str]
 """A module and the name of a parameter in it."""
+
+
+class Offload(Protocol):
+    """What makes packs whose segments are on the host (parallel/offload)."""
+
+    def copied_dtype(self, places: list[Place]) -> torch.dtype:
+        """The dtype of the device's copy of a parameter whose gradient no other rank adds to."""
+
+    def make_pack(self, named: list[tuple[str, list[Place]]], **arguments: Any) -> "Pack":
+        """Make a pack, with the arguments of `Pack`."""
+
+
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
@@ -91,10 +103,14 @@ class Pack:
     Attributes:
         flat: this rank's segment; the shards are views of it.
         device: where the whole parameters are.
+        dtype: dtype of the whole parameters.
         home: where the segment is, if it is offloaded.
+        leaves: gradients leave the device as soon as they are reduced (parallel/offload).
         index: its number among all packs.
         loads: elements that each rank holds so far (see even_bounds).
     """
+
+    leaves = False
 
     def __init__(
         self,
@@ -105,15 +121,18 @@ class Pack:
         rank: int,
         others: tuple[AxisName, ...],
         home: torch.device | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         given = [getattr(*places[0]) for _, places in named]
         degree, self.rooms, self.index = len(loads), rooms, 0
-        self.degree, self.rank, self.others, self.device = degree, rank, others, given[0].device
+        self.degree, self.rank, self.others, self.device = degree, rank, others, device or given[0].device
+        self.dtype = dtype or given[0].dtype
         self.pieces = ShardPieces.cut([p.shape for p in given], [even_bounds(p.shape, loads) for p in given], degree)
         self.mine = self.pieces.ranks[rank]
         self.home = home or self.device
-        where = self.device if self.device.type == "meta" else self.home
-        self.flat = torch.zeros(self.pieces.size, dtype=given[0].dtype, device=where)
+        where = given[0].device if given[0].is_meta else self.home
+        self.flat = self._at_rest(self.pieces.size, given[0].dtype, where)
         self.parameters = []
         for (name, places), parameter, piece in zip(named, given, self.mine, strict=True):
             part = piece.within(self.flat)
@@ -123,9 +142,9 @@ class Pack:
                 Sharded(
                     name=name,
                     places=places,
-                    shard=_like(parameter, part, trainable=parameter.requires_grad),
-                    absent=_like(parameter, absent, trainable=parameter.requires_grad),
-                    whole=_like(parameter, absent, trainable=False),
+                    shard=like_parameter(parameter, part, trainable=parameter.requires_grad),
+                    absent=like_parameter(parameter, absent, trainable=parameter.requires_grad),
+                    whole=like_parameter(parameter, absent, trainable=False),
                     trained=parameter.requires_grad,
                 )
             )
@@ -144,7 +163,9 @@ class Pack:
         self.flat = flat.to(device if self.home.type == "meta" else self.home)
         self.device = device
         for parameter, piece in zip(self.parameters, self.mine, strict=True):
-            parameter.shard = _like(parameter.shard, piece.within(self.flat), trainable=parameter.shard.requires_grad)
+            parameter.shard = like_parameter(
+                parameter.shard, piece.within(self.flat), trainable=parameter.shard.requires_grad
+            )
 
     def launch(self, shard_group: ShardGroup) -> None:
         """Start to gather the whole parameters."""
@@ -180,27 +201,35 @@ class Pack:
             for parameter, piece in zip(self.parameters, self.mine, strict=True):
                 parameter.shard.data = piece.within(flat)
 
+    def _at_rest(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the segment, filled with zeros."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     def _rows(self) -> torch.Tensor:
         """The receive buffer of the gather, where segments cannot be read in place."""
-        self._gathered = self.rooms.take(self.degree * self.flat.numel(), self.flat.dtype, self.device)
+        self._gathered = self.rooms.take(self.degree * self.flat.numel(), self.dtype, self.device)
         self._gathered = self._gathered.view(self.degree, -1)
         return self._gathered
 
     def _place(self, segments: Rows) -> None:
         """Copy every rank's segment into the whole parameters."""
+        self._allocate_whole()
+        # through .data, so that autograd does not count it as a change of tensors that it saved
+        self.pieces.scatter(segments, [parameter.whole.data for parameter in self.parameters])
+
+    def _allocate_whole(self) -> None:
+        """Allocate the memory of the whole parameters."""
         if self._memory is None:
             self._memory = memory_of(
-                sum(parameter.absent.numel() for parameter in self.parameters), self.flat.dtype, self.device
+                sum(parameter.absent.numel() for parameter in self.parameters), self.dtype, self.device
             )
         self._memory.have()
         offset = 0
         for parameter in self.parameters:  # all whole parameters lie in one storage
             if parameter.whole.is_meta:
                 view = self._memory.tensor.as_strided(parameter.absent.size(), parameter.absent.stride(), offset)
-                parameter.whole = _like(parameter.absent, view, trainable=False)
+                parameter.whole = like_parameter(parameter.absent, view, trainable=False)
             offset += parameter.whole.numel()
-        # through .data, so that autograd does not count it as a change of tensors that it saved
-        self.pieces.scatter(segments, [parameter.whole.data for parameter in self.parameters])
 
     def _settle(self) -> None:
         if self._exchange is not None:
@@ -219,7 +248,7 @@ class Pack:
         present = [gradient is not None for gradient in gradients]
         width = self.pieces.size + len(present)
         numel = self.degree * width
-        buffer = shard_group.buffer(self.rooms, numel, self.flat.dtype, self.device).view(self.degree, width)
+        buffer = shard_group.buffer(self.rooms, numel, self.dtype, self.device).view(self.degree, width)
         self.pieces.collect(buffer, gradients)
         for index, (parameter, has) in enumerate(zip(self.parameters, present, strict=True)):
             buffer[:, self.pieces.size + index] = float(has)
@@ -253,11 +282,15 @@ class Pack:
             self._summed = torch.empty(width, dtype=like.dtype, device=like.device)
         return self._summed
 
-    def give_gradients(self, segment: torch.Tensor, there: list[bool]) -> None:
+    def take_away(self, segment: torch.Tensor, there: list[bool]) -> None:
+        """The reduced gradients are complete; a pack that `leaves` copies them to the host."""
+
+    def give_gradients(self, segment: torch.Tensor | None, there: list[bool]) -> None:
         """Give the reduced gradients to the shards; a parameter without a gradient on any rank keeps None.
 
         `there` says which parameters have one on this rank.
         """
+        assert segment is not None
         for index, (parameter, piece) in enumerate(zip(self.parameters, self.mine, strict=True)):
             if parameter.shard.requires_grad and (there[index] or float(segment[self.pieces.size + index]) > 0):
                 parameter.shard.grad = piece.within(segment).to(self.flat.device)
@@ -342,7 +375,7 @@ class Unit:
             parameter.show(which)
 
 
-def _like(parameter: nn.Parameter, data: torch.Tensor, *, trainable: bool) -> nn.Parameter:
+def like_parameter(parameter: nn.Parameter, data: torch.Tensor, *, trainable: bool) -> nn.Parameter:
     """A parameter with other data that keeps the attributes the user has set."""
     new = nn.Parameter(data, requires_grad=trainable)
     new.__dict__.update(parameter.__dict__)
@@ -484,21 +517,16 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(_blocks(model, "", within=False, seen=set()))
 
 
-def make_units(
-    model: nn.Module, layout: Layout, device: torch.device | None
-) -> tuple[list[Unit], dict[nn.Module, Unit]]:
-    """Divide the model's parameters among the ranks of `shard`, and write this rank's parts into `layout`.
-
-    Parameters whose gradients are not reduced along `shard`, without dims or without elements stay whole.
+def members_of(model: nn.Module, layout: Layout) -> tuple[list[tuple[str, nn.Module]], list[dict[str, list[Place]]]]:
+    """Assign the parameters that are sharded to the blocks that hold them.
 
     Args:
-        model: the model, changed in place.
-        layout: gets the shard of every parameter.
-        device: where the shards are; None: where the parameters are.
+        model: the model.
+        layout: says which gradients are reduced along `shard`.
 
     Returns:
-        The units, and the unit of every block. The first unit holds the parameters outside of blocks and those tied
-        between blocks.
+        The blocks, and the parameters of each with their places: first those outside of blocks and those tied between
+        blocks, then those of each block.
 
     Raises:
         PlanError: for sparse embeddings.
@@ -512,12 +540,35 @@ def make_units(
             _check_dense(name, places)
             homes = {home.get(module, 0) for module, _ in places}
             members[homes.pop() if len(homes) == 1 else 0][name] = places
+    return blocks, members
+
+
+def make_units(
+    model: nn.Module, layout: Layout, offload: "Offload | None" = None
+) -> tuple[list[Unit], dict[nn.Module, Unit]]:
+    """Divide the model's parameters among the ranks of `shard`, and write this rank's parts into `layout`.
+
+    Parameters whose gradients are not reduced along `shard`, without dims or without elements stay whole.
+
+    Args:
+        model: the model, changed in place.
+        layout: gets the shard of every parameter.
+        offload: makes the packs whose segments are on the host; None: segments are where the parameters are.
+
+    Returns:
+        The units, and the unit of every block. The first unit holds the parameters outside of blocks and those tied
+        between blocks.
+
+    Raises:
+        PlanError: for sparse embeddings.
+    """
+    blocks, members = members_of(model, layout)
     loads, rooms = Loads(layout.mesh), Rooms()
-    units = [Unit(name="", packs=_packs(members[0], layout, device, loads, rooms))]
+    units = [Unit(name="", packs=_packs(members[0], layout, offload, loads, rooms))]
     of_block = {}
     for (name, block), inside in zip(blocks, members[1:], strict=True):
         if inside:
-            of_block[block] = Unit(name=name, packs=_packs(inside, layout, device, loads, rooms))
+            of_block[block] = Unit(name=name, packs=_packs(inside, layout, offload, loads, rooms))
             units.append(of_block[block])
     for unit in units:
         unit.show("shard")
@@ -553,19 +604,23 @@ def _places(model: nn.Module) -> dict[str, list[Place]]:
 
 
 def _packs(
-    members: dict[str, list[Place]], layout: Layout, device: torch.device | None, loads: Loads, rooms: Rooms
+    members: dict[str, list[Place]], layout: Layout, offload: "Offload | None", loads: Loads, rooms: Rooms
 ) -> list[Pack]:
-    kinds: dict[tuple[torch.dtype, tuple[AxisName, ...]], list[tuple[str, list[Place]]]] = {}
+    kinds: dict[tuple[torch.dtype, torch.dtype, tuple[AxisName, ...]], list[tuple[str, list[Place]]]] = {}
+    divided = layout.mesh.degree("shard") > 1
     for name, places in members.items():
         others = loads.others(layout.shard_of(name).sums)
-        kinds.setdefault((getattr(*places[0]).dtype, others), []).append((name, places))
+        copied = offload.copied_dtype(places) if offload and not (divided or others) else None
+        dtype = getattr(*places[0]).dtype
+        kinds.setdefault((dtype, copied or dtype, others), []).append((name, places))
     packs = []
-    for (_, others), named in kinds.items():
-        rank = layout.mesh.index("shard")
-        pack = Pack(named, loads=loads.beside(others), rooms=rooms, rank=rank, others=others, home=device)
+    for (_, copied_dtype, others), named in kinds.items():
+        rank, make = layout.mesh.index("shard"), Pack if offload is None else offload.make_pack
+        pack = make(named, loads=loads.beside(others), rooms=rooms, rank=rank, others=others, dtype=copied_dtype)
         for parameter, piece in zip(pack.parameters, pack.mine, strict=True):
             parameter.held = layout.shard_of(parameter.name)
-            layout.cut(parameter.name, piece.dim, *([(piece.start, piece.stop)] if piece.numel else []))
+            if divided:
+                layout.cut(parameter.name, piece.dim, *([(piece.start, piece.stop)] if piece.numel else []))
             layout.set_reduce_axes(parameter.name, ())
         packs.append(pack)
     return packs
@@ -575,6 +630,6 @@ def _check_dense(name: str, places: list[Place]) -> None:
     for module, _ in places:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise PlanError(
-                f"{name!r} has sparse gradients, which sharding levels 2 and 3 do not divide; make the embedding with "
-                "sparse=False, or use sharding level 1"
+                f"{name!r} has sparse gradients, which sharding levels 2 and 3 do not divide, nor offload moves; make "
+                "the embedding with sparse=False, or use sharding level 1"
             )

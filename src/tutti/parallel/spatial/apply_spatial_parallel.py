@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
@@ -19,7 +18,7 @@ import tutti.parallel.spatial.spatial_convolution as spatial_convolution
 import tutti.parallel.spatial.spatial_elementwise as spatial_elementwise
 import tutti.parallel.spatial.spatial_pooling as spatial_pooling
 import tutti.parallel.spatial.spatial_reshapes as spatial_reshapes
-from tutti.comm.rendezvous import launch_timeout
+from tutti.comm.rendezvous import open_group
 from tutti.config.plan import Plan
 from tutti.config.vocabulary import DATA_AXES
 from tutti.data.batches import Unpack
@@ -126,6 +125,8 @@ def _whole_leaf(leaf: Any) -> Any:
 def open_space(mesh: Mesh, grid: Sequence[int], *, statistics: bool = False) -> SpatialGroup:
     """Open groups for every set of cut grid axes, and for batch statistics over data too. Collective over all ranks.
 
+    Each group is opened by its members only, which open their common groups in the same order.
+
     Args:
         mesh: the mesh.
         grid: parts along each spatial dim.
@@ -136,18 +137,13 @@ def open_space(mesh: Mesh, grid: Sequence[int], *, statistics: bool = False) -> 
     axes = [axis for axis, parts in enumerate(grid) if parts > 1]
     axis_sets = [axis_set for count in range(1, len(axes) + 1) for axis_set in itertools.combinations(axes, count)]
     group = mesh.new_group("space")
-    sums = {axis_set: _open_group(_ranks_on_line(ranks, grid, place, axis_set)) for axis_set in axis_sets}
+    # Not connected here: collectives alone use these groups, in one order on all members, and few of the groups.
+    sums = {axis_set: open_group(_ranks_on_line(ranks, grid, place, axis_set), connect=False) for axis_set in axis_sets}
     scopes = {}
     for axis_set in axis_sets if statistics else ():
         members = _statistics_ranks(mesh, grid, place, axis_set)
-        scopes[axis_set] = BatchScope(world_size=len(members), group=_open_group(members))
-    if statistics or ranks:
-        dist.all_reduce(torch.zeros(1, device=_device(group)), group=group)  # some backends connect on first use
+        scopes[axis_set] = BatchScope(world_size=len(members), group=open_group(members, connect=False))
     return SpatialGroup(grid=tuple(grid), place=place, group=group, sums=sums, scopes=scopes)
-
-
-def _device(group: Any) -> torch.device:
-    return torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
 def _ranks_on_line(
@@ -172,17 +168,6 @@ def _statistics_ranks(mesh: Mesh, grid: Sequence[int], place: Sequence[int], axe
 
 def _positions(grid: Sequence[int], place: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(grid[i]) if i in axes else (place[i],) for i in range(len(grid))))
-
-
-def _open_group(members: tuple[int, ...]) -> Any:
-    """Open one group for each distinct set of members that any rank passes; returns this rank's group."""
-    member_sets: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(member_sets, members)
-    groups = {
-        member_set: dist.new_group(list(member_set), timeout=launch_timeout())
-        for member_set in sorted(set(member_sets))
-    }
-    return groups[members]
 
 
 def on_shapes(

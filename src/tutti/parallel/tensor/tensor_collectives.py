@@ -24,6 +24,7 @@ from tutti.comm.hierarchical import HierarchicalCommunicator
 from tutti.comm.point_to_point import all_gather, reduce_scatter, ring_all_reduce_nbytes
 from tutti.comm.shared_memory import SharedMemoryCommunicator
 from tutti.comm.traffic import CommChannel, untracked_channel
+from tutti.data.seeds import forked_device, seed_device
 from tutti.errors import PlanError
 from tutti.parallel.tensor.partition_ranges import Range, RankRanges
 
@@ -272,6 +273,12 @@ def own_stream(device: torch.device, group: SplitGroup) -> Iterator[None]:
     restores the common stream and therefore draws the same values again.
     """
     generator = _generator(device)
+    if generator is None:  # torch shows no generator of such a device
+        drawn = int(torch.randint(2**62, (), device=device))
+        with forked_device(device):
+            seed_device((drawn * 1_000_003 + group.rank + 1) % 2**63, device)
+            yield
+        return
     if device.type == "cuda":  # advances the offset instead of drawing, which would synchronize with the device
         seed, offset = generator.initial_seed(), generator.get_offset()
         generator.set_offset(offset + 4)
@@ -286,7 +293,8 @@ def own_stream(device: torch.device, group: SplitGroup) -> Iterator[None]:
         generator.set_state(state)
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
+def _generator(device: torch.device) -> torch.Generator | None:
+    if device.type == "cpu":
+        return torch.default_generator
+    generators = getattr(torch.get_device_module(device), "default_generators", None)
+    return None if generators is None else generators[device.index or 0]

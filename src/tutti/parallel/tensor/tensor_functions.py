@@ -7,7 +7,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from tutti.parallel.divided_tensor import whole_shape
+from tutti.nn.masked_attention import attention
+from tutti.nn.sparse_attention import block_sparse_attention
+from tutti.parallel.divided_tensor import local, whole_shape
 from tutti.parallel.tensor.tensor_activation import (
     PartPlacement,
     SplitTensor,
@@ -389,6 +391,23 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         result = func(**arguments)
     return parted(result, PartPlacement(dim=result.ndim + back, spread=spread, group=group))
+
+
+@handles(attention, block_sparse_attention)
+def _masked_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Queries divided by heads; keys and values are fitted to them, and masks are those of all heads."""
+    query, key, value, *others = args
+    if not isinstance(query, SplitTensor) or query.place.dim != 1:
+        return NotImplemented
+    spread, group = query.place.spread, query.place.group
+    ratio = whole_shape(query)[1] // whole_shape(key)[1]
+    keys = [key, value]
+    if ratio > 1 and not all(_grouped(t, query, ratio) for t in keys):
+        keys, ratio = [_repeated(t, ratio) for t in keys], 1
+    if ratio == 1:
+        keys = [fit(t, -3, spread, group) for t in keys]
+    result = func(local(query), *map(local, keys), *others, **kwargs)
+    return parted(result, PartPlacement(dim=1, spread=spread, group=group))
 
 
 def _grouped(key: Any, query: SplitTensor, ratio: int) -> bool:
