@@ -77,6 +77,23 @@ class Tally:
         return float(self.balance) / max(self.passes, 1)
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a small tensor of the host on a device, without waiting for what an accelerator still computes."""
+    if device.type == "cpu":
+        return tensor
+    if not tensor.numel():  # there is no pinned memory of no bytes
+        return torch.empty_like(tensor, device=device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def count_choices(choices: Tensor, experts: int) -> Tensor:
+    """How often each row of `choices`, (n, tokens), has each expert: (n, experts), int64."""
+    if choices.device.type == "cpu":
+        return torch.stack([torch.bincount(choice, minlength=experts) for choice in choices])
+    counts = torch.zeros(len(choices), experts, dtype=torch.int64, device=choices.device)
+    return counts.scatter_add_(1, choices, torch.ones_like(choices))
+
+
 class ExpertExchange(Protocol):
     """How a mixture communicates with the ranks that share its microbatch.
 
@@ -261,7 +278,7 @@ class MixtureOfExperts(nn.Module):
             How many choices every rank's tokens keep, (ranks, experts); and this rank's kept choices ordered by expert,
             each as choice * tokens + token.
         """
-        counts = torch.stack([torch.bincount(choice, minlength=self.experts) for choice in choices])
+        counts = count_choices(choices, self.experts)
         routing = self.exchange.agree(counts, probabilities.sum(0), training=self.training)
         kept = routing.kept(self.capacity(routing.tokens))
         self._update_counters(routing, int(kept.sum()))
@@ -270,8 +287,12 @@ class MixtureOfExperts(nn.Module):
         group = expert[slots] * self.top_k + slots.div(choices.shape[1], rounding_mode="floor")
         sizes = counts.t().reshape(-1)
         position = torch.arange(len(slots), device=slots.device) - (sizes.cumsum(0) - sizes)[group]
-        fits = kept[routing.rank].t().reshape(-1).to(slots.device)
-        return kept.sum(1), slots[position < fits[group]]
+        fits = on_device(kept[routing.rank].t().reshape(-1), slots.device)
+        there = position < fits[group]
+        if slots.device.type == "cpu":
+            return kept.sum(1), slots[there]
+        # indexing by a mask would wait for an accelerator, although the host knows how many there are
+        return kept.sum(1), slots[torch.argsort(~there, stable=True)[: int(kept[routing.rank].sum())]]
 
     def _update_counters(self, routing: Routing, kept: int) -> None:
         """Update the load-balancing loss and the counters. Forward within backward (recompute) counts nothing again."""
@@ -285,7 +306,8 @@ class MixtureOfExperts(nn.Module):
                 (), dtype=routing.probability_sums.dtype, device=routing.probability_sums.device
             )
             return
-        first = routing.counts[:, 0].sum(0).to(routing.probability_sums)
+        sums = routing.probability_sums
+        first = on_device(routing.counts[:, 0].sum(0).to(sums.dtype), sums.device)
         self.auxiliary_loss = (first * routing.probability_sums).sum() * (self.experts / max(routing.tokens, 1) ** 2)
         if not self.exchange.recomputing:
             self.tally.passes += 1

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 from tutti.errors import ScriptError
+from tutti.nn.flex_blocks import flex, flex_takes
+from tutti.nn.visibility import SequenceMask, sequence_parts, whole_length
 
 TILE_ELEMENTS = 2**22
 """Approximate number of scores that are in memory at a time."""
@@ -72,12 +75,16 @@ class BlockPattern:
         """Fraction of all pairs of blocks that is computed, without a causal mask."""
         return sum(map(len, self.seen)) / len(self.seen) ** 2
 
-    def mask(self, *, causal: bool = False) -> torch.Tensor:
-        """Return the pattern as a dense (length, length) mask, True where a query (row) may see a key."""
+    def table(self) -> torch.Tensor:
+        """Return a (blocks, blocks) tensor, True where a block of queries sees a block of keys."""
         blocks = torch.zeros(len(self.seen), len(self.seen), dtype=torch.bool)
         for number, row in enumerate(self.seen):
             blocks[number, list(row)] = True
-        tokens = blocks.repeat_interleave(self.block_size, 0).repeat_interleave(self.block_size, 1)
+        return blocks
+
+    def mask(self, *, causal: bool = False) -> torch.Tensor:
+        """Return the pattern as a dense (length, length) mask, True where a query (row) may see a key."""
+        tokens = self.table().repeat_interleave(self.block_size, 0).repeat_interleave(self.block_size, 1)
         tokens = tokens[: self.length, : self.length]
         return tokens.tril() if causal else tokens
 
@@ -159,6 +166,9 @@ def block_sparse_attention(
 ) -> torch.Tensor:
     """Compute softmax(q k^T scale) v over the keys that `pattern` lets each query see.
 
+    On GPUs FlexAttention computes it, elsewhere tiles of plain operations. Under a context axis, tensors hold this
+    rank's part of the sequences, and `pattern` is that of whole ones.
+
     Args:
         query: (batch, heads, length, d).
         key: (batch, key_heads, length, d), where key_heads divides heads.
@@ -179,11 +189,41 @@ def block_sparse_attention(
         >>> block_sparse_attention(query, key, value, sliding_window(64, block_size=8), causal=True).shape
         torch.Size([2, 4, 64, 16])
     """
-    _check(query, key, value, pattern, keep)
+    values = (query, key, value)
+    if has_torch_function(values):
+        options: dict[str, Any] = {"causal": causal, "scale": scale, "keep": keep}
+        return handle_torch_function(block_sparse_attention, values, *values, pattern, **options)
+    parts = sequence_parts()
+    _check(query, key, value, pattern, keep, whole_length(query.shape[2]))
+    mask = SequenceMask(causal=causal, keep=keep, blocks=table_on(pattern, query.device), block_size=pattern.block_size)
+    if parts is not None and query.shape[2] == parts.part:
+        return parts.attend(query, key, value, mask, scale)
+    return over_blocks(query, key, value, pattern, mask, scale)
+
+
+@functools.lru_cache(maxsize=64)
+def table_on(pattern: BlockPattern, device: torch.device) -> torch.Tensor:
+    """Return `pattern.table()` on a device."""
+    return pattern.table().to(device)
+
+
+def over_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pattern: BlockPattern,
+    mask: SequenceMask,
+    scale: float | None,
+) -> torch.Tensor:
+    """Compute `block_sparse_attention` of whole sequences."""
+    causal, keep = mask.causal, mask.keep
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     if torch.is_autocast_enabled(query.device.type):
         low = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(low), key.to(low), value.to(low)
+    if flex_takes(query, key, value):
+        visible = mask.visibility(pattern.length, query.device)
+        return flex(query, key, value, visible=visible, scale=scale)
     with torch.autocast(query.device.type, enabled=False):
         return _BlockSparse.apply(  # type: ignore[no-any-return, no-untyped-call]
             query, key, value, keep, pattern, causal, scale
@@ -204,7 +244,7 @@ def dense_attention(
 
     This is the reference; its memory is quadratic in the length.
     """
-    _check(query, key, value, pattern, keep)
+    _check(query, key, value, pattern, keep, query.shape[2])
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     mask = pattern.mask(causal=causal).to(query.device)
@@ -243,9 +283,10 @@ class BlockSparseSelfAttention(nn.Module):
         """Attend over x (batch, seq, width); `keep`: (batch, seq), False for padding."""
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        if length not in self._patterns:
-            self._patterns[length] = self.pattern(length)
-        seen = block_sparse_attention(q, k, v, self._patterns[length], causal=self.causal, keep=keep)
+        whole = whole_length(length)
+        if whole not in self._patterns:
+            self._patterns[whole] = self.pattern(whole)
+        seen = block_sparse_attention(q, k, v, self._patterns[whole], causal=self.causal, keep=keep)
         return self.merge(seen.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
 
@@ -333,10 +374,17 @@ class _BlockSparse(torch.autograd.Function):
 
 
 def _check(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: BlockPattern, keep: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pattern: BlockPattern,
+    keep: torch.Tensor | None,
+    length: int,
 ) -> None:
+    """Check shapes; sequences of `length` tokens may be in parts."""
     shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
-    if any(x.dim() != 4 or x.shape[2] != pattern.length for x in (query, key, value)):
+    tokens = query.shape[2] if query.dim() == 4 else -1
+    if any(x.dim() != 4 or x.shape[2] != tokens for x in (query, key, value)) or length != pattern.length:
         raise ScriptError(
             f"block-sparse attention of query, key, value {shapes} by a pattern for {pattern.length} tokens; give "
             f"(batch, heads, {pattern.length}, d), or make the pattern for their length"
@@ -346,10 +394,8 @@ def _check(
             f"block-sparse attention of query, key, value {shapes}: key and value need the same heads, of which the "
             "query's are a multiple, and all the same batch"
         )
-    if keep is not None and keep.shape != (query.shape[0], pattern.length):
-        raise ScriptError(
-            f"keep has shape {tuple(keep.shape)}; give {(query.shape[0], pattern.length)}, False for padding"
-        )
+    if keep is not None and keep.shape != (query.shape[0], tokens):
+        raise ScriptError(f"keep has shape {tuple(keep.shape)}; give {(query.shape[0], tokens)}, False for padding")
 
 
 def _tiles(pattern: BlockPattern, causal: bool, q: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
