@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from cost_model.examples import cluster, cpu, gpu, mlp
 from tutti.config.cluster import ConvolutionRate, DeviceSpec, GemmRate, ImageRate, MemoryRate, VectorRate, WeightRate
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost, OpKind
-from tutti.cost_model import compute_cost, cost_constants
+from tutti.config.plan import BatchPlan, Plan
+from tutti.cost_model import compute_cost, cost_constants, predict
 from tutti.cost_model.compute_cost import op_table
 from tutti.cost_model.rank_placement import HostGroup, place_ranks
 from tutti.cost_model.worker_speed import Curve, WeightPassTime, Worker, worker_at
@@ -232,6 +233,47 @@ def test_convolutions_have_the_rate_of_their_size() -> None:
     times_s = [compute_s("conv", nbytes) for nbytes in (1e6, 1e4, 10.0, 100e6, 200e6)]
     assert times_s == pytest.approx([uncontended / (0.5 * part) for part in (1.0, 0.75, 0.75, 1.25, 1.25)])
     assert compute_s("gemm", 1e4) == pytest.approx(uncontended / 0.85)
+
+
+def test_convolutions_on_cards_have_the_rate_of_their_dtype_and_memory_format() -> None:
+    """The dtype counts before the format; a dtype that was not measured has the rate of float32."""
+    rates_here = tuple(
+        ConvolutionRate(weight_nbytes=10**6, relative=part, dtype=dtype, channels_last=last)
+        for dtype, last, part in (
+            ("float32", False, 1.0), ("float32", True, 0.8), ("bfloat16", False, 0.5), ("bfloat16", True, 0.9),
+            ("tf32", False, 0.7),
+        )
+    )  # fmt: skip
+    place = host_group(gpu(efficiency={"conv": 0.5}, convolution_rates=rates_here), 1)
+    found = {
+        (precision, last): float(
+            worker_at(place, "float32", precision, channels_last=last).convolutions.at(np.array([1e6]))[0]
+        )
+        for precision in ("full", "bfloat16", "tf32", "float16")
+        for last in (False, True)
+    }
+    assert found == {
+        ("full", False): 1.0, ("full", True): 0.8, ("bfloat16", False): 0.5, ("bfloat16", True): 0.9,
+        ("tf32", False): 0.7, ("tf32", True): 0.7, ("float16", False): 1.0, ("float16", True): 0.8,
+    }  # fmt: skip
+
+
+def test_a_step_of_a_card_takes_at_least_the_launches_of_its_kernels() -> None:
+    """Forward, two kernels in backward for each of them, and the update."""
+    model, launch_s = mlp(64, 3), 1e-1
+    device = gpu(launch_s=launch_s)
+    plan_here = Plan(batch=BatchPlan(global_batch_size=8), mesh={"replicate": 1})
+    slow = predict(model, cluster(device), plan_here)
+    ops = [op for module in model.modules for op in module.ops]
+    ahead = sum(op.calls for op in ops)
+    back = sum(2 * op.calls for op in ops if op.flops_backward or op.nbytes_backward)
+    assert (
+        slow.phases["forward"] >= ahead * launch_s > 100 * predict(model, cluster(gpu()), plan_here).phases["forward"]
+    )
+    assert slow.phases["backward"] >= back * launch_s
+    assert slow.phases["optimizer"] >= launch_s
+    on_host = predict(model, cluster(cpu(launch_s=launch_s)), plan_here).step_time_s
+    assert on_host == predict(model, cluster(cpu()), plan_here).step_time_s
 
 
 def test_convolutions_have_the_rate_of_their_images() -> None:

@@ -134,8 +134,11 @@ def test_offload_leaves_the_device_what_is_computed_with() -> None:
     model = transformer(8, s=S, h=H, a=A)
     here = memory(model, 4, mesh={"shard": 4}, sharding=ShardingPlan(level=3))
     away = memory(model, 4, mesh={"shard": 4}, sharding=ShardingPlan(level=3, offload="optimizer"))
-    assert (away.optimizer, away.parameters, away.gradients) == (0, 0, 0)
+    assert (away.optimizer, away.parameters, away.gradients) == (0, here.parameters, 0)
     assert away.activations == here.activations
+    assert away.host == here.parameters + here.gradients + here.optimizer
+    all_away = memory(model, 4, mesh={"shard": 4}, sharding=ShardingPlan(level=3, offload="parameters"))
+    assert (all_away.optimizer, all_away.parameters, all_away.gradients) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("name", "times", "messages"), [("1f1b", 4, 1), ("gpipe", 8, 2)])

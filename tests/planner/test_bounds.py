@@ -95,6 +95,16 @@ CASES: dict[str, tuple[ModelSpec, ClusterSpec, int, Precision]] = {
     "unet on cores whose convolutions were measured": (
         architecture("unet", {"dims": 3, "widths": "8,16,32", "image": "32"}), cluster(convolving()), 8, "full",
     ),
+    "resnet on cards whose rates were measured": (
+        dataclasses.replace(architecture("resnet", {"depth": 50}), channels_last=True),
+        cards(2, efficiency={"conv": 0.5}, launch_s=4e-5, convolution_rates=tuple(
+            ConvolutionRate(weight_nbytes=nbytes, relative=part, dtype=dtype, channels_last=last)
+            for dtype, last, nbytes, part in (
+                ("float32", False, 10**5, 1.0), ("tf32", False, 10**5, 0.4), ("tf32", True, 10**5, 0.7),
+                ("tf32", True, 10**7, 0.5),
+            )
+        )), 64, "tf32",
+    ),
     "resnet on mixed cores": (architecture("resnet", {"depth": 50}), unlike_hosts(), 48, "full"),
     "mixed devices": (mlp(512, 4), mixed(), 60, "full"),
     "loading between steps": (loaded(core_s=1e-4, wait_s=1e-5), cards(2), 60, "full"),
@@ -246,11 +256,16 @@ def test_no_cut_is_quicker_than_the_pace_of_its_places(
 
 @pytest.mark.parametrize("case", [case for case in CASES if "mixed" not in case])
 def test_bounds_of_memory_are_the_predictions_own_arithmetic(case: str) -> None:
-    """Bounds equal the predicted bytes where all microbatches are alike, and are a little lower elsewhere."""
+    """Bounds equal the predicted bytes without stages where all microbatches are alike, and are lower elsewhere."""
     bounds, _, rows = rows_of(case, 60)
-    ratios = [bounds.fullest_nbytes[row] / prediction.memory.total for row, _, _, prediction in rows]
-    assert np.median(ratios) > 0.999
-    assert np.min(ratios) > 0.7
+    equal = 0
+    for row, _, intended, prediction in rows:
+        ratio = bounds.fullest_nbytes[row] / prediction.memory.total
+        pieces = intended.batch.num_microbatches * intended.data_parallel_degree
+        alike = intended.degree("stage") == 1 and intended.batch.global_batch_size % pieces == 0
+        assert ratio > (0.999 if alike else 0.7), intended
+        equal += alike
+    assert equal >= 5
 
 
 @pytest.mark.parametrize("case", ["llama, grouped queries", "moe", "unet", "gpt on mixed devices"])

@@ -29,6 +29,7 @@ CHANGES: dict[str, Any] = {
     "layout.placement": "row",
     "layout.recompute": "selective",
     "layout.chunks": 2,
+    "layout.offload": True,
     "shares": (1.0, 2.0, 1.0, 1.0),
     "split_shares": (2.0, 1.0),
     "precision": "bfloat16",
@@ -39,11 +40,15 @@ CHANGES: dict[str, Any] = {
     "sync.relaxed": Relaxed(period=4),
     "sharding.level": 1,
     "sharding.offload": "optimizer",
+    "sharding.engine": "fsdp2",
+    "sharding.offload_device": "nvme",
+    "sharding.nvme_path": "/nvme",
     "pipeline.schedule": "gpipe",
     "pipeline.stages_per_rank": 2,
     "pipeline.cuts": ("head",),
     "space_grid": (2, 1),
     "context": "all-to-all",
+    "share_device": True,
     "made_for": {"embed": "Linear 64"},
     "version": 2,
 }
@@ -102,6 +107,8 @@ def test_every_field_that_is_changed_is_told(name: str) -> None:
         ("made_for", "Only B's model has embed (Linear 64)"),
         ("sync.bucket_sizes", "26,214,400 bytes in A, 26,214,400 bytes at first, then of the size measured as fastest"),
         ("sharding.offload", "Sharding: level 3 in A, level 3; offload optimizer in B"),
+        ("sharding.engine", "Sharding: level 3 in A, level 3; engine fsdp2 in B"),
+        ("sharding.offload_device", "Sharding: level 3 in A, level 3; offload device nvme in B"),
     ],
 )
 def test_what_once_went_unsaid_is_said_in_words(name: str, words: str) -> None:

@@ -314,9 +314,15 @@ def test_what_would_fit_does_fit() -> None:
     layer = linear("a", 2048, 2048)
     modules = tuple(dataclasses.replace(layer, name=f"layers.{index}.a", block=index) for index in range(16))
     model = ModelSpec(name="wide", modules=modules, optimizer="Adam")  # 1.07 GB of state
+
+    def machines(count: int) -> ClusterSpec:
+        cluster = cards(count, 1, memory_nbytes=16 * 10**8)
+        nodes = tuple(dataclasses.replace(node, memory_nbytes=10**8) for node in cluster.nodes)  # no room for state
+        return dataclasses.replace(cluster, nodes=nodes)
+
     with pytest.raises(PlanError, match="it would fit on") as refused:
-        choose(model, cards(1, 1, memory_nbytes=16 * 10**8), ask(64))
+        choose(model, machines(1), ask(64))
     ranks = int(str(refused.value).partition("it would fit on ")[2].partition(" or more")[0])
-    assert choose(model, cards(ranks, 1, memory_nbytes=16 * 10**8), ask(64)).best.world_size <= ranks
+    assert choose(model, machines(ranks), ask(64)).best.world_size <= ranks
     with pytest.raises(PlanError):
-        choose(model, cards(ranks - 1, 1, memory_nbytes=16 * 10**8), ask(64))
+        choose(model, machines(ranks - 1), ask(64))

@@ -358,3 +358,13 @@ def test_the_model_is_left_as_it_is() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None and parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def test_the_memory_format_of_convolutions_is_seen() -> None:
+    def spec(layout: torch.memory_format) -> ModelSpec:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+        return describe(model.to(memory_format=layout), torch.zeros(4, 3, 6, 6))
+
+    assert not spec(torch.contiguous_format).channels_last
+    assert spec(torch.channels_last).channels_last
+    assert not describe(MLP[0](), torch.zeros(MLP[1])).channels_last

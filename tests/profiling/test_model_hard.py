@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tutti.config.model import ModelSpec
+from tutti.nn import attention
+from tutti.nn.sparse_attention import sliding_window
 from tutti.profile import describe_model
 
 
@@ -274,3 +276,44 @@ def test_low_precision_halves_the_bytes() -> None:
         2 * module.activation_nbytes for module in half.modules
     ]
     assert full.flops_forward == half.flops_forward
+
+
+def test_autocast_of_the_input_s_device_is_that_of_a_cpu() -> None:
+    def forward(linear: nn.Module, x: Tensor) -> Tensor:
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        with torch.autocast(device_type=kind, enabled=False):
+            return linear(x.float())
+
+    plain = describe(forward_of(lambda linear, x: linear(x)), torch.zeros(4, 16))
+    spec = describe(forward_of(forward), torch.zeros(4, 16))
+    assert not spec.untraced
+    assert spec.flops_forward == plain.flops_forward > 0
+    with pytest.raises(RuntimeError):  # as before: torch knows none
+        torch.autocast("meta", enabled=False)
+
+
+DOCUMENTS = torch.arange(32).div(10, rounding_mode="floor").expand(4, -1)
+PATTERN = sliding_window(32, block_size=8)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"window": 8}, {"causal": True, "window": 8}, {"documents": DOCUMENTS}, {"pattern": PATTERN}]
+)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_attention_with_windows_documents_and_patterns_is_traced(
+    settings: dict[str, Any], autocast: torch.dtype | None
+) -> None:
+    def forward(linear: nn.Module, x: Tensor) -> Tensor:  # x (batch, seq 32, width 16)
+        values = linear(x).unflatten(2, (2, 8)).transpose(1, 2)
+        chosen = {name: value[: len(x)] if name == "documents" else value for name, value in settings.items()}
+        return attention(values, values, values, **chosen)
+
+    model, x = forward_of(forward), torch.zeros(4, 32, 16)
+    spec = describe_model(model, (x,), {}, None, lambda out, _: out.sum(), samples=4, autocast=autocast)
+    assert not spec.untraced
+    assert not [note for note in spec.notes if "autocast" in note]
+    products = 2 * 2 * 32 * 32 * 16  # scores and their weighted values, of all pairs
+    linear = 2 * 32 * 16 * 16
+    assert 0 < spec.flops_forward - linear <= 1.5 * products

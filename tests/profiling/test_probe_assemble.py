@@ -10,6 +10,7 @@ from tutti.config.cluster import (
     ClusterSpec,
     CompressRate,
     ConvolutionRate,
+    CopyRate,
     DeviceKind,
     GemmRate,
     ImageRate,
@@ -76,6 +77,12 @@ RATES = DeviceRates(
     images=(ImageRate(pixels=16, relative=1.2),),
     vectors=(VectorRate(kind="pool", forward=0.002, backward=0.03),),
     codes=(CompressRate(method="one-bit", numel=1000, encode_s=4e-6, decode_s=2e-6),),
+    copies=(
+        CopyRate(direction="to_device", pinned=False, bytes_per_s=6e9),
+        CopyRate(direction="to_device", pinned=True, bytes_per_s=26e9),
+        CopyRate(direction="to_host", pinned=True, bytes_per_s=24e9),
+    ),
+    launch_s=5e-6,
 )
 
 
@@ -100,6 +107,8 @@ def test_one_host_of_two_ranks() -> None:
     assert device.compress_rates == RATES.codes
     assert (device.convolution_rates, device.vector_rates) == (RATES.convolutions, RATES.vectors)
     assert device.image_rates == RATES.images
+    assert (node.copy_rates, device.launch_s) == (RATES.copies, 5e-6)
+    assert node.host_link_bytes_per_s == 24e9  # the slower direction from and to pinned memory
     assert (device.weight_rates, device.efficiency) == (RATES.weights, {"conv": 0.5})
     assert (device.memory_bandwidth_bytes_per_s, device.cores, device.evidence) == (3e10, 4, "measured")
     assert cluster.conditions is not None

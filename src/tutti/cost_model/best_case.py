@@ -90,7 +90,10 @@ class BestCase:
             for host_group in host_groups
         )
         alike = tuple(dict.fromkeys(part[:4] for part in key))
-        workers = [worker_at(host_group, self.model.dtype, self.precision) for host_group in _first(host_groups)]
+        workers = [
+            worker_at(host_group, self.model.dtype, self.precision, channels_last=self.model.channels_last)
+            for host_group in _first(host_groups)
+        ]
         if alike not in self._bests:
             self._bests[alike] = len(self._workers)
             self._workers.append(_best(workers))
@@ -313,6 +316,7 @@ def _best(workers: list[Worker]) -> Worker:
         images=best_of([worker.images for worker in workers]),
         kernel_overhead_s=min(worker.kernel_overhead_s for worker in workers),
         call_s=min(worker.call_s for worker in workers),
+        launch_s=min(worker.launch_s for worker in workers),
         slowdown=min(worker.slowdown for worker in workers),
         half=all(worker.half for worker in workers),
     )
@@ -344,6 +348,8 @@ def _relative(worker: Worker, best: Worker) -> float:
     ]
     if worker.call_s > 0:
         ratios.append(best.call_s / worker.call_s)
+    if worker.launch_s > 0:
+        ratios.append(best.launch_s / worker.launch_s)
     if worker.matrix.ramp_s > 0:
         ratios.append(best.matrix.ramp_s / worker.matrix.ramp_s)
     for own, quickest in (

@@ -10,12 +10,13 @@ from tutti.cost_model import cost_constants
 from tutti.cost_model.best_case import BestCase
 from tutti.cost_model.best_case_work import IMPOSSIBLE, BestCaseWork
 from tutti.cost_model.compute_cost import update_temporaries
-from tutti.cost_model.memory_cost import convolving, kept, kept_by_stage, put_off, state_by_place
+from tutti.cost_model.memory_cost import beside, convolving, kept, kept_by_stage, put_off, state_by_place
 from tutti.cost_model.module_costs import model_table
 from tutti.cost_model.overlap import buckets
 from tutti.cost_model.pipeline_cost import least_held
 from tutti.cost_model.plan_table import RECOMPUTE, SCHEDULES, Array
 from tutti.cost_model.sharding_cost import units_of
+from tutti.cost_model.work_division import offload_regions
 from tutti.errors import PlanError
 
 PLACES = 4
@@ -77,10 +78,12 @@ class BestCaseMemory:
     def __init__(self, best_case: BestCase, script: Plan) -> None:
         self.best_case, self.work = best_case, BestCaseWork(best_case, script)
         self._columns, self._cap_nbytes = model_table(best_case.model), float(script.sync.bucket_nbytes)
+        regions = offload_regions(best_case.model, script.layout)
         self._sums: dict[tuple[int, ...], Array | None] = {}
         self._held: dict[tuple[int, ...], list[list[tuple[float, ...]]]] = {}
         kinds = {best_case.cluster.devices[node.device].kind for node in best_case.cluster.nodes}
         self.on_cpu = kinds == {"cpu"}
+        self._on_host = [] if "cpu" in kinds else [module for region in regions for module in region]
         self.reserve = min(cost_constants.RESERVE_NBYTES[kind] for kind in kinds)
         self.reserve += best_case.model.script_nbytes if self.on_cpu else 0.0
         self.blocks = len(set(self._columns.unit[self._columns.block & (self._columns.parameters > 0)].tolist()))
@@ -134,10 +137,12 @@ class BestCaseMemory:
                 self._sums[key] = None
                 return None
             found = kept(self._columns, part, self.work.regions[again], half=self.best_case.half)
+            if self._on_host:  # as if nothing of what moves were on the device
+                found.always[self._on_host] = 0.0
             sums = np.zeros((5, stage * chunks))
             sums[0] = kept_by_stage(self._columns, stages, found)
             np.maximum.at(sums[1], stages.stage, found.within)
-            np.maximum.at(sums[2], stages.stage, found.output)
+            np.maximum.at(sums[2], stages.stage, beside(stages, found))
             if self.on_cpu:
                 space = degrees[-1] > 1
                 once = convolving(self._columns, part, stages, found, space=space, half=self.best_case.half)

@@ -230,14 +230,26 @@ Timed with 3 x 3 convolutions of 64 to 512 channels on 32 to 8 rows in two or fo
 EPYC: typically forward 0.78 to 1.0, backward 0.45 to 0.8.
 """
 
-RESERVE_NBYTES: Final[dict[str, float]] = {"cpu": 305e6, "cuda": 1.0e9}
+RESERVE_NBYTES: Final[dict[str, float]] = {"cpu": 335e6, "cuda": 1.0e9}
 """Memory of a rank before its model: the interpreter and torch's libraries; on CUDA, the context and workspaces.
 
-On a CPU it was 291 MB beside a tiny model in a Job of one or two ranks, and 310 to 320 MB where a GPT computes.
+On a CPU it was 323 MB beside a tiny model in a Job of two ranks, and 352 MB where a GPT computes.
 """
 
 FRAGMENTATION: Final[dict[str, float]] = {"cpu": 0.0, "cuda": 0.05}
 """Memory that a device's caching allocator holds beyond its tensors, as a fraction of them."""
+
+ALLOCATED_MARGIN: Final = 0.05
+RESERVED_MARGIN: Final = 0.25
+"""Relative half-widths of the intervals of tensors' memory and of the allocator's on a GPU.
+
+Measured on one H100 in bfloat16, allocated and reserved: ResNet-50 with 128 images 5.7 and 6.3 GiB, GPT-2 with
+16 x 1024 tokens 14.5 and 18.3 GiB. Predicted are 5.7 and 14.9 GiB allocated, 6.3 and 15.6 reserved. The second
+interval is as wide as GPT-2's miss, from these two models alone: it is no bound.
+"""
+
+WORKSPACE_NBYTES: Final = 64 * 2**20
+"""Workspaces of cuBLAS and cuBLASLt on a GPU, which count as tensors: 32 MiB each on an H100."""
 
 OVERSUBSCRIBED: Final = 1.15
 """Factor of slow-down by switching and polling where a node runs more ranks than it has cores.
@@ -265,8 +277,30 @@ PENDING_SUMS: Final = 2
 HOST_LINK_BYTES_PER_S: Final = 20e9
 """Bandwidth between a CUDA device and its host's memory, in one direction: what PCIe 4 x16 gives in practice."""
 
-HOST_UPDATE_BYTES_PER_S: Final = 20e9
-"""Memory traffic per second of an optimizer that runs on the host's cores for one of several devices."""
+HOST_MEMORY_BYTES_PER_S: Final = 110e9
+"""Memory traffic per second of an optimizer on all cores of a host with GPUs.
+
+Assumed: 28 bytes for each of 10 billion parameters in 2.6 s, as remembered of ZeRO-Offload's Adam (Ren et al. 2021,
+arXiv 2101.06840) on the two sockets of a DGX-2; the figure was not checked with the paper's table.
+"""
+
+NVME_BYTES_PER_S: Final = (3.0e9, 1.5e9)
+"""Rates of reading and writing of a disk for offloaded state, where the cluster file has none."""
+
+STATE_GROUP_NBYTES: Final = 64 * 2**20
+"""Optimizer state on a disk is read and written in groups of this size (parallel/offload/state_on_disk.py)."""
+
+STATE_BUFFERS: Final = 3
+"""Groups of such state that are in the host's memory at once."""
+
+SAVED_CALLS: Final = 2
+"""Modules whose offloaded activations are on the device at once: one computes, another's are moving."""
+
+SAVED_NBYTES: Final = 2**20
+"""Smaller activations stay on the device (parallel/offload/saved_activations.py)."""
+
+HOST_FILL: Final = 0.9
+"""Fraction of a host's memory that state may fill; the rest is the system's and the script's."""
 
 FILES_IN_MEMORY: Final = 0.5
 """Fraction of a host's memory in which the system keeps files that were read. Data that fits into it is read from

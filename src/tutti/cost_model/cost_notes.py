@@ -2,7 +2,14 @@
 
 import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.cluster import ClusterSpec
-from tutti.config.prediction import RankMemory
+from tutti.config.plan import Plan
+from tutti.config.prediction import AllocatorMemory, Estimate, RankMemory
+from tutti.cost_model.offload_cost import (
+    disk_bytes_per_s,
+    host_limit_nbytes,
+    load_s_per_nbyte,
+    update_bytes_per_s,
+)
 from tutti.cost_model.overlap import CommCost
 from tutti.cost_model.rank_placement import HostGroup, Link, ring_tier
 from tutti.cost_model.worker_speed import Worker
@@ -118,13 +125,76 @@ def link_note(link: Link) -> str:
     return f"link: {seconds(link.latency_s)} latency, {bits_per_s(link.bandwidth_bytes_per_s)} ({link.evidence})"
 
 
+def allocator_memory(memory: RankMemory, host_group: HostGroup) -> AllocatorMemory | None:
+    """Return the memory that torch reports on a GPU; None on a CPU."""
+    if host_group.device.kind == "cpu":
+        return None
+    context = cost_constants.RESERVE_NBYTES["cuda"] - cost_constants.WORKSPACE_NBYTES
+    reserved = memory.total - context
+    allocated = memory.total - memory.reserve + cost_constants.WORKSPACE_NBYTES
+
+    def within(value: float, margin: float, least: float = 0.0) -> Estimate:
+        return Estimate(value=value, low=max(least, value / (1 + margin)), high=value * (1 + margin))
+
+    return AllocatorMemory(
+        allocated=within(allocated, cost_constants.ALLOCATED_MARGIN),
+        reserved=within(reserved, cost_constants.RESERVED_MARGIN, allocated / (1 + cost_constants.ALLOCATED_MARGIN)),
+        context_nbytes=context,
+    )
+
+
+def torch_memory(found: AllocatorMemory) -> str:
+    """Format what torch will report, and what it does not count."""
+    parts = [
+        f"{nbytes(one.value)} {name} ({nbytes(one.low)} to {nbytes(one.high)})"
+        for name, one in (("allocated", found.allocated), ("reserved", found.reserved))
+    ]
+    return f"of it, torch reports {' and '.join(parts)}, and the CUDA context takes {nbytes(found.context_nbytes)}"
+
+
 def memory_notes(memory: RankMemory, host_group: HostGroup, when: str) -> tuple[str, ...]:
     """Describe how much memory the fullest rank needs, how much it has, and when the peak is."""
+    found = allocator_memory(memory, host_group)
     return (
         f"memory: {nbytes(memory.total)} of {nbytes(host_group.memory_nbytes)} for each rank on "
         f"{host_group.device.name}, "
         f"with its peak {when}; assumed: {nbytes(memory.reserve)} of it for the interpreter, libraries and allocator"
-        + (f"; measured: {nbytes(memory.script)} for the script's own libraries and data" if memory.script else ""),
+        + (f"; measured: {nbytes(memory.script)} for the script's own libraries and data" if memory.script else "")
+        + (f"; {torch_memory(found)}" if found is not None else ""),
+        *_host_notes(memory, host_group),
+    )
+
+
+def activation_notes(plan: Plan, host_group: HostGroup) -> tuple[str, ...]:
+    """Say what is assumed of activations on the host; empty where there are none."""
+    if not any(rule.offload for rule in plan.layout) or host_group.device.kind == "cpu":
+        return ()
+    return (
+        f"offload: activations on the host move at {nbytes(1 / load_s_per_nbyte(host_group))}/s in each direction "
+        f"while the device computes; those of {cost_constants.SAVED_CALLS} modules are on the device at once",
+    )
+
+
+def _host_notes(memory: RankMemory, host_group: HostGroup) -> tuple[str, ...]:
+    """Describe how much of its host's memory and disk a rank's state takes, and what moves it."""
+    node = host_group.node
+    disk: tuple[str, ...] = ()
+    if memory.disk:
+        read, write = disk_bytes_per_s(host_group)
+        source = "assumed" if node.nvme is None else f"stated for {node.nvme.path}"
+        disk = (
+            f"offload: {nbytes(memory.disk)} of optimizer state on the disk for each rank, read at {nbytes(read)}/s "
+            f"and written at {nbytes(write)}/s ({source}) in each update",
+        )
+    if not memory.host:
+        return disk
+    link = "assumed" if node.host_link_bytes_per_s is None else "measured" if node.copy_rates else "stated"
+    bandwidth = "assumed" if node.memory_bandwidth_bytes_per_s is None else "stated"
+    return (
+        *disk,
+        f"offload: {nbytes(memory.host)} of the host's memory for each rank, which may fill "
+        f"{nbytes(host_limit_nbytes(host_group))}; copies at {nbytes(1 / load_s_per_nbyte(host_group))}/s in each "
+        f"direction ({link}), the update on the host at {nbytes(update_bytes_per_s(host_group))}/s ({bandwidth})",
     )
 
 

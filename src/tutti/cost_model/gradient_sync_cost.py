@@ -6,7 +6,6 @@ from typing import Final
 
 import numpy as np
 
-import tutti.cost_model.cost_constants as cost_constants
 import tutti.cost_model.sharding_cost as sharding_cost
 from tutti.config.cluster import DeviceKind
 from tutti.config.compression import (
@@ -32,6 +31,7 @@ from tutti.cost_model.compressed_sync_cost import (
 )
 from tutti.cost_model.group_links import Network, RankGroup
 from tutti.cost_model.module_costs import Flags, ModelTable, model_table
+from tutti.cost_model.offload_cost import copied_fraction, is_offloaded, leaves_early, level_of, load_s_per_nbyte
 from tutti.cost_model.overlap import TIERS, BucketCost, CommCost, Taken, buckets, exchange
 from tutti.cost_model.rank_placement import HostGroup
 from tutti.cost_model.relaxed_sync_cost import CompressedExchange, Trained, diverged_exchange, waited_parts
@@ -196,7 +196,8 @@ def synchronise(
     if plan.sync.mode != "synchronous":
         return _diverged(columns, net, plan, microbatches * float(passes[0].sum() + passes[1].sum()) + update_s)
     taken = taken.in_turns(*passes, net.host_groups[0].node.turns)
-    if plan.degree("shard") > 1 and plan.sharding.level > 1:
+    unsharded = plan.degree("shard") == 1
+    if is_offloaded(plan, kind) if unsharded else plan.sharding.level > 1:
         return _divided(columns, part, net, plan, passes, microbatches, taken)
     if diverges_between_updates(plan, updates):
         agreement = agreed(plan, net.group("replicate"), net.host_groups[0], float(columns.gradients[own].sum()))
@@ -299,7 +300,7 @@ def _states(
     if group.ranks == 1:
         return 0.0, 0.0
     nbytes = float((np.where(own, columns.gradients, 0.0) * part.weight).sum())  # of trained parameters
-    loads = 2 * nbytes / group.ranks / cost_constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
+    loads = 2 * nbytes / group.ranks * load_s_per_nbyte(net.host_groups[0]) if is_offloaded(plan, kind) else 0.0
     if kind == "cpu":  # packed and unpacked; in shared memory the link's time includes the copies of others' parts
         unpacked = (group.span.hosts if group.node is not None else group.ranks) / group.ranks
         loads += 2 * (1 / group.ranks + unpacked) * nbytes * _pass_s(net.host_groups[0])
@@ -309,11 +310,6 @@ def _states(
 def _pass_s(host_group: HostGroup) -> float:
     """Return the seconds in which a rank's cores read or write one byte."""
     return host_group.slowdown / rank_bandwidth(host_group)
-
-
-def _away(plan: Plan, kind: DeviceKind) -> bool:
-    """Return whether sharded state lies in the host's memory."""
-    return kind == "cuda" and plan.sharding.offload != "none"
 
 
 def _divided(
@@ -330,9 +326,10 @@ def _divided(
     group = net.group("shard")
     others = net.group(*(axis for axis in SUMMED if axis != "shard"))
     busy = TIERS.index(group.tier)
-    work = sharding_cost.unit_work(columns, part, *passes, taken.forward[busy], taken.backward[busy])
-    load = 1 / cost_constants.HOST_LINK_BYTES_PER_S if _away(plan, kind) else 0.0
     host_group = net.host_groups[0]
+    copied = columns.parameters * copied_fraction(columns, plan)
+    work = sharding_cost.unit_work(columns, part, *passes, taken.forward[busy], taken.backward[busy], copied)
+    load = load_s_per_nbyte(host_group) if is_offloaded(plan, kind) else 0.0
 
     def coded(nbytes: float) -> tuple[PartsWritten, float]:
         how = parts_written(plan, group.ranks, others.ranks, nbytes)
@@ -348,9 +345,11 @@ def _divided(
         summed_s=summed * pass_s,
         coded=None if plan.sync.compress is None else coded,
     )
-    level = plan.sharding.level
+    level = level_of(plan)
     return Sync(
-        exchange=sharding_cost.parameters_step(work, costs, level, microbatches, host_group),
+        exchange=sharding_cost.parameters_step(
+            work, costs, level, microbatches, host_group, every_backward=leaves_early(plan)
+        ),
         sent_nbytes=sharding_cost.sent_nbytes(work.nbytes, costs, level, microbatches),
         buckets=(),
     )

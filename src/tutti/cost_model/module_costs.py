@@ -134,6 +134,7 @@ class ModelTable:
         ops: all operators.
         names: dotted names.
         classes: class names.
+        autocast: (3, modules), activations, outputs and transient bytes under autocast; None if they were not traced.
         inputs: bytes of inputs whose gradient is wanted.
         halo: (modules, 3), bytes that cross one cut through each spatial dim.
         kinds: how the split axis divides the module; empty where it does not.
@@ -163,6 +164,7 @@ class ModelTable:
     buffers: Array
     activations: Array
     outputs: Array
+    autocast: Array | None
     inputs: Array
     routed: Array
     key_value: Array
@@ -221,6 +223,7 @@ def model_table(model: ModelSpec) -> ModelTable:
         buffers=column(lambda module: module.buffer_nbytes),
         activations=column(lambda module: module.activation_nbytes),
         outputs=column(lambda module: module.output_nbytes),
+        autocast=_autocast(modules),
         inputs=column(lambda module: 0.0 if _first(module) else module.input_nbytes),
         routed=column(lambda module: module.routed_nbytes),
         key_value=column(lambda module: module.key_value_nbytes),
@@ -251,6 +254,15 @@ def model_table(model: ModelSpec) -> ModelTable:
         sample_flops=model.flops_forward + model.flops_backward,
         tokens=model.tokens_per_sample,
     )
+
+
+def _autocast(modules: tuple[ModuleSpec, ...]) -> Array | None:
+    """Return (3, modules): activations, outputs and transient bytes under autocast; None where any is unknown."""
+    traced = [module.autocast for module in modules if module.autocast is not None]
+    if not traced or len(traced) < len(modules):
+        return None
+    rows = [(one.activation_nbytes, one.output_nbytes, one.transient_nbytes) for one in traced]
+    return np.array(rows, dtype=np.float64).T
 
 
 def _first(module: ModuleSpec) -> bool:

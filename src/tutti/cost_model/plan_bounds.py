@@ -21,7 +21,7 @@ from tutti.cost_model.best_case_memory import PLACES, BestCaseMemory, state_at
 from tutti.cost_model.best_case_work import StepWork
 from tutti.cost_model.loading_time import loader_s
 from tutti.cost_model.memory_cost import RankState, StateSharding, in_update, sharded
-from tutti.cost_model.plan_table import SCHEDULES, Array, Flags, Ints, MeshTable, Variants, by_kind
+from tutti.cost_model.plan_table import RESIDENT, SCHEDULES, Array, Flags, Ints, MeshTable, Variants, by_kind
 from tutti.cost_model.rank_placement import ring_sent_nbytes
 from tutti.cost_model.sharding_cost import gathered_nbytes
 
@@ -162,7 +162,12 @@ def _memory(
     active = by_kind((*inner, *pipeline), best_memory.activations)
     columns = by_kind((meshes.split, meshes.expert, meshes.table, meshes.stage, variants.chunks), best_memory.state)
     block, outside_blocks = columns[-2:]
-    sharding = StateSharding(degree=variants.shard, level=variants.level, offloaded=variants.offload > 0)
+    sharding = StateSharding(
+        degree=variants.shard,
+        level=variants.level,
+        offloaded=variants.offload > 0,
+        resident=np.isin(variants.offload, RESIDENT),
+    )
     reduces = meshes.data * meshes.context * meshes.space > 1
     reduces_experts = meshes.copies * meshes.table * meshes.context * meshes.space > 1
     reduces_nothing = ~reduces & ~reduces_experts & (meshes.split == 1)
@@ -184,6 +189,7 @@ def _memory(
             outside=outside_blocks,
             accumulates=meshes.microbatches > 1,
             on_cpu=best_memory.on_cpu,
+            one_rank=meshes.world == 1,
         )
         peak = state.total + activations + np.where(accumulates_beside, held.largest, 0.0)
         if best_memory.on_cpu:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tutti.config.vocabulary import ContextKind, Offload, ScheduleName
+from tutti.config.vocabulary import ContextKind, Offload, OffloadDevice, ScheduleName
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -16,7 +16,18 @@ Flags = NDArray[np.bool_]
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "interleaved", "zero-bubble", "gpipe")
 RECOMPUTE = ("none", "selective", "full")
 CONTEXTS: tuple[ContextKind, ...] = ("ring", "all-to-all")
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "parameters")
+OFFLOADS: tuple[tuple[Offload, OffloadDevice], ...] = (
+    ("none", "cpu"),
+    ("optimizer", "cpu"),
+    ("parameters", "cpu"),
+    ("optimizer", "nvme"),
+    ("parameters", "nvme"),
+)
+OFFLOAD_TIERS = ((0,), (1, 2), (3, 4))
+"""Indices into OFFLOADS: state on the device, in the host's memory, and the optimizer's state on its disk."""
+
+RESIDENT = tuple(index for index, (what, _) in enumerate(OFFLOADS) if what == "optimizer")
+"""Indices into OFFLOADS: the device keeps a copy of the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,9 +62,18 @@ def unit_work(
     backward_s: Array,
     forward_link_s: Array,
     backward_link_s: Array,
+    parameters: Array,
 ) -> UnitWork:
-    """Return the work of each unit; work outside of blocks belongs to the first unit."""
-    nbytes = columns.parameters * part.weight
+    """Return the work of each unit; work outside of blocks belongs to the first unit.
+
+    Args:
+        columns: the modules.
+        part: how their work is divided.
+        forward_s, backward_s: seconds of each module's passes.
+        forward_link_s, backward_link_s: seconds of these in which the links of the shard axis carry something else.
+        parameters: bytes of each module's parameters on the device.
+    """
+    nbytes = parameters * part.weight
     tied = columns.owner[columns.owner >= 0]
     inside = columns.block.copy()
     inside[tied] = False
@@ -152,9 +161,13 @@ def copied(group: RankGroup) -> tuple[float, float]:
     return 3.0, 3 + 1 / group.ranks
 
 
-def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int, host_group: HostGroup) -> CommCost:
+def parameters_step(
+    work: UnitWork, costs: Costs, level: int, microbatches: int, host_group: HostGroup, *, every_backward: bool = False
+) -> CommCost:
     """Return the exchanges of a step at levels 2 and 3 for a rank on `host_group`, whose cores do part of the
     hidden work.
+
+    With `every_backward`, gradients leave the device in every microbatch, not only in the last.
     """
     gathers = [costs.gather(nbytes) for nbytes in work.nbytes]
     sums = [costs.sum(nbytes) for nbytes in work.nbytes]
@@ -167,12 +180,14 @@ def parameters_step(work: UnitWork, costs: Costs, level: int, microbatches: int,
     before = _hidden(again, back, taken[1])
     last = _hidden(again, back, taken[1], [0.0, *sums[:0:-1], sums[0]])
     times = microbatches if level == 3 else 1
-    passes = [(times, ahead), (times - 1, before), (1, last)]
+    lasts = microbatches if every_backward else 1
+    passes = [(times, ahead), (max(times - lasts, 0), before), (lasts, last)]
     total = sum(count * pass_cost[0] for count, pass_cost in passes)
     waited = min(sum(count * pass_cost[1] for count, pass_cost in passes), total)
     cores = costs.on_cores(host_group)
     on_cores = [cores.gather(nbytes) for nbytes in work.nbytes]
-    taken_s = times * (sum(on_cores) + (sum(on_cores[1:]) if level == 3 else 0.0)) + sum(map(cores.sum, work.nbytes))
+    taken_s = times * (sum(on_cores) + (sum(on_cores[1:]) if level == 3 else 0.0))
+    taken_s += lasts * sum(map(cores.sum, work.nbytes))
     hidden = (total - waited) / total if total > 0 else 0.0
     copies_s = costs.gathered_s * _gathered(work.nbytes, level, microbatches) + costs.summed_s * sum(work.nbytes)
     return CommCost(total_s=total + copies_s, exposed_s=waited + taken_s * hidden + copies_s)

@@ -12,20 +12,28 @@ from tutti.config.prediction import Estimate, Phase, Prediction, RankMemory, War
 from tutti.config.refusals import check_plan
 from tutti.cost_model.compressed_sync_cost import kernel_notes, phases
 from tutti.cost_model.compute_cost import update_temporaries
-from tutti.cost_model.cost_notes import disturbed, link_note, memory_notes, time_notes
+from tutti.cost_model.cost_notes import (
+    activation_notes,
+    allocator_memory,
+    disturbed,
+    link_note,
+    memory_notes,
+    time_notes,
+)
 from tutti.cost_model.gradient_sync_cost import Sync, synchronise
 from tutti.cost_model.group_links import RankGroup, network
 from tutti.cost_model.loading_time import BatchLoad, data_note, feeds, most
 from tutti.cost_model.memory_cost import held_by_stage, kept, rank_memory
 from tutti.cost_model.microbatch_cost import Wires
 from tutti.cost_model.module_costs import model_table
+from tutti.cost_model.offload_cost import disk_limit_nbytes, host_limit_nbytes
 from tutti.cost_model.overlap import BucketCost, CommCost
 from tutti.cost_model.pipeline_cost import PipelineReplica, replicas_of
 from tutti.cost_model.rank_placement import HostGroup, Link, place_ranks, samples_of
 from tutti.cost_model.relaxed_sync_cost import check_diverged, diverged_notes
 from tutti.cost_model.stage_cuts import stages_of
 from tutti.cost_model.step_timeline import RankWork, Setting, replica_load, replica_work, workers_of
-from tutti.cost_model.work_division import division, parts, recompute_regions
+from tutti.cost_model.work_division import division, offload_regions, parts, recompute_regions
 from tutti.cost_model.worker_speed import Worker
 from tutti.errors import PlanError
 
@@ -82,7 +90,10 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
         phases=_phases(data_s, work, exchange, other_s),
         memory_nbytes=_estimate(memory.total, cost_constants.MEMORY_MARGIN),
         memory=memory,
-        fits=memory.total <= host_group.memory_nbytes,
+        allocator=allocator_memory(memory, host_group),
+        fits=memory.total <= host_group.memory_nbytes
+        and memory.host <= host_limit_nbytes(host_group)
+        and memory.disk <= disk_limit_nbytes(host_group),
         sent_nbytes_per_rank=slowest.sent_nbytes,
         throughput_per_s=units / step_s,
         model_flops_per_s=setting.wires.columns.sample_flops * samples / step_s,
@@ -97,6 +108,7 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, plan: Plan, updates: int | 
             *_axes_notes(setting),
             *((link_note(link),) if link else ()),
             *memory_notes(memory, host_group, when),
+            *activation_notes(plan, host_group),
             *disturbed(cluster),
             *model.notes,
         ),
@@ -365,10 +377,12 @@ def memories(
             kept(wires.columns, part, setting.regions, half=wires.half),
             plan,
             update_temporaries(wires.model),
+            offload_regions(wires.model, plan.layout),
         )
         for part in setting.parts
     }
     by_kind: dict[tuple[int, tuple[int, int], int], Held] = {}
+    cached = wires.model.cached if wires.half else ()
     for replica in replicas:
         for stage, kinds in enumerate(replica.host_groups):
             fused: tuple[BucketCost, ...] = syncs[stage].buckets
@@ -377,7 +391,9 @@ def memories(
                 key = (stage, replica.samples[-1], host_group)
                 if key not in by_kind:
                     kind, model = setting.host_groups[host_group].device.kind, models[id(setting.parts[host_group])]
-                    memory, when = rank_memory(model, plan, samples=samples, stage=stage, fused=fused, kind=kind)
+                    memory, when = rank_memory(
+                        model, plan, samples=samples, stage=stage, fused=fused, kind=kind, cached=cached
+                    )
                     if kind == "cpu":
                         memory = replace(memory, script=wires.model.script_nbytes)
                     by_kind[key] = (memory, setting.host_groups[host_group], when)

@@ -12,8 +12,16 @@ from tutti.config.plan import Plan
 from tutti.cost_model.compute_cost import accumulation_s, update_calls, update_nbytes
 from tutti.cost_model.cost_notes import STAGES
 from tutti.cost_model.loading_time import BatchLoad, Feed, most
+from tutti.cost_model.memory_cost import kept
 from tutti.cost_model.microbatch_cost import Passed, Wires, each_of, passed
 from tutti.cost_model.module_costs import Flags
+from tutti.cost_model.offload_cost import (
+    is_offloaded,
+    moved_nbytes,
+    saved_copies_s,
+    update_bytes_per_s,
+    update_with_disk_s,
+)
 from tutti.cost_model.overlap import TIERS, Taken
 from tutti.cost_model.pipeline_cost import (
     Actions,
@@ -25,7 +33,7 @@ from tutti.cost_model.pipeline_cost import (
 )
 from tutti.cost_model.rank_placement import HostGroup, message
 from tutti.cost_model.stage_cuts import StageCuts
-from tutti.cost_model.work_division import Division, Region
+from tutti.cost_model.work_division import Division, Region, offload_regions
 from tutti.cost_model.worker_speed import Array, Worker, worker_at
 
 
@@ -163,8 +171,10 @@ def _own_work(
     followed = followed_s(setting, host_group)
     for count, times in replica.samples:
         cost = known[host_group, count]
-        forward_s += times * (float(cost.forward_s[own].sum()) + followed)
-        backward_s += times * float(cost.backward_s[own].sum())
+        ahead_s, back_s = float(cost.forward_s[own].sum()), float(cost.backward_s[own].sum())
+        copies_s = _saved_copies_s(setting, host_group, count, (ahead_s, back_s))
+        forward_s += times * (ahead_s + copies_s[0] + followed)
+        backward_s += times * (back_s + copies_s[1])
         waits_s += times * float((cost.waits.forward_s + cost.waits.backward_s)[own].sum())
         sent += times * float((cost.waits.forward_nbytes + cost.waits.backward_nbytes)[own].sum())
         limits += times * cost.limits[:, own].sum(axis=1)
@@ -194,6 +204,19 @@ def _own_work(
         ),
         load=replica_load(setting, replica),
     )
+
+
+def _saved_copies_s(
+    setting: Setting, host_group: int, samples: int, passes_s: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the seconds by which offloaded activations prolong a microbatch's forward and backward."""
+    regions = offload_regions(setting.model, setting.plan.layout)
+    if not regions or setting.host_groups[host_group].device.kind == "cpu":
+        return 0.0, 0.0
+    wires = setting.wires
+    keeps = kept(wires.columns, setting.parts[host_group], setting.regions, half=wires.half)
+    moved = moved_nbytes([keeps.always[list(region)].tolist() for region in regions], samples)
+    return saved_copies_s(sum(moved), passes_s, setting.host_groups[host_group])
 
 
 def replica_load(setting: Setting, replica: PipelineReplica) -> BatchLoad:
@@ -383,14 +406,22 @@ def _update_s(setting: Setting, host_group: int, own: Flags) -> tuple[float, flo
     )
     gradients, states = setting.gradients(host_group), columns.optimizer * setting.parts[host_group].weight
     trained = own & (columns.gradients > 0)
-    nbytes = update_nbytes(setting.model, gradients[trained], states[trained], on_cpu=kind == "cpu")
+    on_cpu = kind == "cpu" or is_offloaded(plan, kind)
+    nbytes = update_nbytes(setting.model, gradients[trained], states[trained], on_cpu=on_cpu)
     traffic = float(nbytes.sum()) / plan.degree("shard")
     per_tensor = update_calls(setting.model, on_cpu=kind == "cpu")
     tensors = cost_constants.TENSORS_PER_MODULE * int(trained.sum())
     groups = -(-tensors // cost_constants.FUSED_TENSORS) if kind == "cuda" else tensors
-    away = kind == "cuda" and plan.degree("shard") > 1 and plan.sharding.offload != "none"
-    bandwidth = cost_constants.HOST_UPDATE_BYTES_PER_S if away else worker.bandwidth_bytes_per_s
-    return worker.slowdown * traffic / bandwidth, worker.slowdown * per_tensor * groups * worker.kernel_overhead_s
+    bandwidth = worker.bandwidth_bytes_per_s
+    if is_offloaded(plan, kind):
+        traffic += float(gradients[trained].sum()) / plan.degree("shard")  # read once more: are all finite?
+        bandwidth = update_bytes_per_s(setting.host_groups[host_group])
+    call_s = max(worker.kernel_overhead_s, worker.launch_s)
+    traffic_s, calls_s = worker.slowdown * traffic / bandwidth, worker.slowdown * per_tensor * groups * call_s
+    if plan.sharding.on_disk:
+        state = float(states[trained].sum()) / plan.degree("shard")
+        traffic_s = update_with_disk_s(traffic_s + calls_s, state, setting.host_groups[host_group]) - calls_s
+    return traffic_s, calls_s
 
 
 def workers_of(model: ModelSpec, plan: Plan, host_groups: tuple[HostGroup, ...]) -> tuple[Worker, ...]:
@@ -399,4 +430,7 @@ def workers_of(model: ModelSpec, plan: Plan, host_groups: tuple[HostGroup, ...])
     Raises:
         PlanError: a device has no rate for the precision.
     """
-    return tuple(worker_at(host_group, model.dtype, plan.precision) for host_group in host_groups)
+    return tuple(
+        worker_at(host_group, model.dtype, plan.precision, channels_last=model.channels_last)
+        for host_group in host_groups
+    )

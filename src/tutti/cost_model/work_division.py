@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import tutti.cost_model.cost_constants as cost_constants
 from tutti.config.model import ModelSpec
 from tutti.config.partitioning import cut, cut_units
-from tutti.config.plan import LayoutRule, Plan, by_columns, find_chunks, find_placement, find_recompute
+from tutti.config.plan import LayoutRule, Plan, by_columns, find_chunks, find_offload, find_placement, find_recompute
 from tutti.config.refusals import check_parts_not_empty, check_width, format_degrees
 from tutti.cost_model.compute_cost import OpTable, PassCost
 from tutti.cost_model.module_costs import Flags, ModelTable, model_table, remembered
@@ -331,6 +331,20 @@ def _regions(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> tuple[Region, 
     )
 
 
+@remembered(64)
+def offload_regions(model: ModelSpec, layout: tuple[LayoutRule, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the outermost modules whose activations a layout keeps on the host, each as what is inside it."""
+    if not any(rule.offload for rule in layout):
+        return ()
+    members: dict[str, list[int]] = {}
+    asked = {module.name for module in model.modules if module.name and find_offload(layout, module.name)}
+    for index, module in enumerate(model.modules):
+        inside = [name for name in (module.name, *_parents(module.name)) if name in asked]
+        if inside:
+            members.setdefault(inside[-1], []).append(index)
+    return tuple(tuple(indices) for indices in members.values())
+
+
 def _parents(name: str) -> list[str]:
     """Return the dotted names of the modules that contain a module, innermost first."""
     parts = name.split(".")
@@ -412,6 +426,7 @@ def _least_interior(columns: ModelTable, parts: int) -> Array:
     return least
 
 
+@remembered(64)
 def block_globs(model: ModelSpec) -> tuple[str, ...]:
     """Return globs over the names of the model's repeated blocks.
 

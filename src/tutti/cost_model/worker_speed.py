@@ -116,6 +116,7 @@ class Worker:
         call_s: seconds of an operator call in a model, with the code around it.
         gap_s: seconds between two kernels while the host makes the calls; None where calls take the worker's own
             time.
+        launch_s: the host's seconds for each kernel, which it cannot fall below; 0 where it was not measured.
         slowdown: factor of all its work, where there are more ranks than cores.
         half: whether autocast uses a 2-byte dtype.
         assumptions: sentences on what is assumed, for the notes of a prediction.
@@ -133,6 +134,7 @@ class Worker:
     kernel_overhead_s: float
     call_s: float
     gap_s: float | None
+    launch_s: float
     slowdown: float
     half: bool
     assumptions: tuple[str, ...]
@@ -171,8 +173,11 @@ def best_rate(device: DeviceSpec, dtype: str) -> float:
     return max(measured, default=device.peak_flops_per_s.get(dtype, 0.0))
 
 
-def worker_at(host_group: HostGroup, model_dtype: str, precision: Precision) -> Worker:
+def worker_at(host_group: HostGroup, model_dtype: str, precision: Precision, *, channels_last: bool = False) -> Worker:
     """Return the speed of one rank of `host_group`.
+
+    Args:
+        channels_last: whether the model's convolutions are in that memory format.
 
     Raises:
         PlanError: the device has no rate for the precision.
@@ -188,6 +193,7 @@ def worker_at(host_group: HostGroup, model_dtype: str, precision: Precision) -> 
     if overhead <= 0 and not device.gemm:
         overhead = cost_constants.KERNEL_OVERHEAD_S[device.kind]
         assumptions.append(f"{overhead * 1e6:.0f} us for each operator call on {device.name}")
+    launch_s = (device.launch_s or 0.0) if device.kind == "cuda" else 0.0
     weight_pass_time, assumed = _weight_pass_time(host_group, dtype)
     convolutions, _ = _weight_pass_time(host_group, dtype, "conv")
     assumptions += assumed
@@ -198,11 +204,12 @@ def worker_at(host_group: HostGroup, model_dtype: str, precision: Precision) -> 
         vector_rate=base.best_rate,
         bandwidth_bytes_per_s=rank_bandwidth(host_group),
         efficiency=_efficiency(device, _of_one_thread(host_group, model_dtype)),
-        convolutions=_by_size((float(rate.weight_nbytes), rate.relative) for rate in device.convolution_rates),
+        convolutions=_convolutions(device, dtype, channels_last=channels_last),
         images=_by_size((float(rate.pixels), rate.relative) for rate in device.image_rates),
         kernel_overhead_s=overhead,
-        call_s=overhead * cost_constants.CALL_FACTOR,
+        call_s=max(overhead * cost_constants.CALL_FACTOR, launch_s),
         gap_s=cost_constants.KERNEL_GAP_S if device.kind == "cuda" else None,
+        launch_s=launch_s,
         slowdown=host_group.slowdown,
         half=precision in ("bfloat16", "float16"),
         assumptions=tuple(assumptions),
@@ -296,6 +303,17 @@ def _efficiency(device: DeviceSpec, of_one_thread: float) -> Efficiency:
         known[kind] = (of_one_thread * known[kind][0], of_one_thread * known[kind][1])
     forward, backward = np.array([known[kind] for kind in KINDS]).T
     return Efficiency(forward=forward, backward=backward)
+
+
+def _convolutions(device: DeviceSpec, dtype: str, *, channels_last: bool) -> BySize:
+    """Return the factor of convolutions by the bytes of their weights.
+
+    Rates of the same dtype and memory format count; then those of the dtype; then those of float32.
+    """
+    rates = device.convolution_rates
+    own = [rate for rate in rates if rate.dtype == dtype] or [rate for rate in rates if rate.dtype == "float32"]
+    rates_here = [rate for rate in own if rate.channels_last == channels_last] or own
+    return _by_size((float(rate.weight_nbytes), rate.relative) for rate in rates_here)
 
 
 def _by_size(points: Iterable[tuple[float, float]]) -> BySize:

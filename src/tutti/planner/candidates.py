@@ -229,7 +229,9 @@ def limits_of(model: ModelSpec, cluster: ClusterSpec, request: PlanRequest) -> L
     cuts = len(script.pipeline.cuts)
     fixed_microbatches = request.keep_microbatches or (model.batch_statistics and not request.allow_microbatches)
     script_recomputes = any(rule.recompute is not None for rule in script.layout)
-    fixed_level = "shard" in request.demanded or (fixed is not None and script.sharding != ShardingPlan())
+    fixed_level = "shard" in request.demanded or (
+        fixed is not None and dataclasses.replace(script.sharding, engine="auto") != ShardingPlan()
+    )
     levels = (script.sharding.level,) if fixed_level else (1, 2, 3)
     return Limits(
         samples=samples,
@@ -399,7 +401,7 @@ def speeds(model: ModelSpec, host_groups: tuple[HostGroup, ...], precision: Prec
     table, modules = model_table(model).ops, len(model.modules)
     rates, known, first = np.ones(len(loads)), {}, 0
     for host_group in host_groups:
-        worker = worker_at(host_group, model.dtype, precision)
+        worker = worker_at(host_group, model.dtype, precision, channels_last=model.channels_last)
         rank_samples = np.maximum(1, np.round(loads[first : first + host_group.ranks])).astype(np.int64)
         for count in np.unique(rank_samples).tolist():
             key = (host_group.device.name, host_group.sharing, host_group.threads, count)

@@ -129,7 +129,7 @@ class Explorer:
         precisions: precisions to try.
         clock: returns seconds; needed for `limit_s`.
         limit_s: seconds after which the search ends early.
-        offload: whether plans that keep state in the host's memory are searched, instead of those that do not.
+        offload: where the plans that are searched keep state, an index into plan_table.OFFLOAD_TIERS.
 
     Raises:
         PlanError: no mesh serves the request.
@@ -144,7 +144,7 @@ class Explorer:
         clock: Clock | None = None,
         limit_s: float = math.inf,
         *,
-        offload: bool = False,
+        offload: int = 0,
     ) -> None:
         self.model, self.request, self._offload = model, request, offload
         self.limits: Limits = limits_of(model, clusters[0], request)
@@ -231,7 +231,7 @@ class Explorer:
         """Bound all meshes for one order of nodes and one precision; return None where that precision is impossible."""
         try:
             best_case = BestCase(self.model, cluster, precision, self.request.script.layout)
-            seconds, memory = shape_bounds(best_case, meshes, self.samples, offload=self._offload)
+            seconds, memory = shape_bounds(best_case, meshes, self.samples, offload=self._offload > 0)
         except PlanError as error:
             nothing = Alternative(plan=self.request.script, prediction=None, reason=str(error))
             self.impossible.setdefault(str(error), nothing)
@@ -356,7 +356,15 @@ class Explorer:
                 break
             pool.done[row] = True
             variant_rows, at = pool.variant_rows[int(pool.chunk[row])], int(pool.row[row])
-            plan = plan_of(self.model, self.request, branch.shapes, variant_rows, at, branch.precision)
+            plan = plan_of(
+                self.model,
+                self.request,
+                branch.shapes,
+                variant_rows,
+                at,
+                branch.precision,
+                objectives.nvme_path(branch.cluster),
+            )
             record = self._family_records.setdefault(int(pool.family[row]), FamilyRecord())
             costed = self._cost_all(branch, plan)
             if not costed:

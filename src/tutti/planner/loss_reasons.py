@@ -33,6 +33,18 @@ _GOALS = {
 def why(request: PlanRequest, loser: Costed, best: Costed) -> str:
     """Return one phrase saying why `loser` was not chosen instead of `best`."""
     plan, prediction = loser.plan, loser.prediction
+    host_nbytes = objectives.host_capacity_nbytes(loser.cluster, plan)
+    if prediction.memory.host > host_nbytes:
+        return (
+            f"does not fit: needs {nbytes(prediction.memory.host)} of the host's memory for each rank, but may fill "
+            f"{nbytes(host_nbytes)}"
+        )
+    disk_nbytes = objectives.disk_capacity_nbytes(loser.cluster, plan)
+    if prediction.memory.disk > disk_nbytes:
+        return (
+            f"does not fit: needs {nbytes(prediction.memory.disk)} of the host's disk for each rank, but may fill "
+            f"{nbytes(disk_nbytes)}"
+        )
     if not prediction.fits:
         return (
             f"does not fit: needs {nbytes(prediction.memory.total)} for each rank ({_largest_part(prediction)}), "
@@ -151,6 +163,8 @@ def _compute_cause(loser: Costed, best: Costed) -> str:
 
 def _communication_cause(cluster: ClusterSpec, plan: Plan, slow: Prediction) -> str:
     """Name the exposed communication of a plan and the link that it waits for."""
+    if plan.world_size == 1:
+        return f"{seconds(slow.phases['exposed_communication'])} of waiting for copies between device and host"
     host_groups = place_ranks(cluster, plan.world_size)
     link = ring_link(cluster, host_groups)
     over = "" if set(axes_of(plan)) <= {"replicate"} else f" over {mesh_words(plan)}"

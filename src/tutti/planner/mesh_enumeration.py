@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 from tutti.config.model import ModelSpec
 from tutti.config.plan import LayoutRule, PipelinePlan, Plan, ShardingPlan
 from tutti.config.vocabulary import AxisName, Precision, ShardLevel
-from tutti.cost_model.plan_table import CONTEXTS, OFFLOADS, RECOMPUTE, SCHEDULES, MeshTable, Variants
+from tutti.cost_model.plan_table import (
+    CONTEXTS,
+    OFFLOAD_TIERS,
+    OFFLOADS,
+    RECOMPUTE,
+    RESIDENT,
+    SCHEDULES,
+    MeshTable,
+    Variants,
+)
 from tutti.cost_model.work_division import block_globs
 from tutti.errors import PlanError
 from tutti.planner.candidates import Limits
@@ -123,14 +132,14 @@ def _thinned(counts: list[int]) -> list[int]:
     return kept
 
 
-def variants(limits: Limits, meshes: MeshTable, rows: NDArray[np.intp], *, offload: bool = False) -> Variants:
+def variants(limits: Limits, meshes: MeshTable, rows: NDArray[np.intp], *, offload: int = 0) -> Variants:
     """Return all combinations of sharding, schedule, recompute and attention for some meshes.
 
     Args:
         limits: what restricts the search.
         meshes: all meshes.
         rows: the rows of `meshes` to combine.
-        offload: whether plans that keep state in the host's memory are made, instead of those that do not.
+        offload: where the plans keep state, an index into OFFLOAD_TIERS.
     """
     parts: list[NDArray[np.int64]] = []
     if not len(rows):
@@ -162,19 +171,18 @@ def _variants(table: NDArray[np.int64]) -> Variants:
     )
 
 
-def _variant_columns(limits: Limits, kind: tuple[int, ...], *, offload: bool) -> NDArray[np.int64]:
+def _variant_columns(limits: Limits, kind: tuple[int, ...], *, offload: int) -> NDArray[np.int64]:
     """Return the rows of a `Variants` table, without the mesh, for this (stages, copies, context degree)."""
     stage, copies, context = kind
     sharding = [pair for pair in _shardings(limits, copies) if stage == 1 or pair[1] <= 1]
     recompute = limits.recompute
     contexts = range(len(CONTEXTS)) if context > 1 else (0,)
-    offloads = (1, 2) if offload else (0,)
     rows = [
         (shard, level, schedule, chunks, again, how, where)
         for (shard, level), (schedule, chunks), again, how, where in product(
-            sharding, _pipelines(limits, stage), recompute, contexts, offloads
+            sharding, _pipelines(limits, stage), recompute, contexts, OFFLOAD_TIERS[offload]
         )
-        if where == 0 or (level > 0 and (where == 1 or level == 3))
+        if where == 0 or (stage == 1 if shard == 1 else level > 0 and (where in RESIDENT or level == 3))
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, 7)
 
@@ -219,7 +227,13 @@ _LEVELS: dict[int, ShardLevel] = {1: 1, 2: 2, 3: 3}
 
 
 def plan_of(
-    model: ModelSpec, request: PlanRequest, shapes: MeshTable, variant_rows: Variants, row: int, precision: Precision
+    model: ModelSpec,
+    request: PlanRequest,
+    shapes: MeshTable,
+    variant_rows: Variants,
+    row: int,
+    precision: Precision,
+    nvme_path: str = "",
 ) -> Plan:
     """Return the plan that a row of `variant_rows` stands for.
 
@@ -230,6 +244,7 @@ def plan_of(
         variant_rows: the plans on these meshes.
         row: row of `variant_rows`.
         precision: precision of the plan.
+        nvme_path: folder for optimizer state on a disk.
     """
     at, script = int(variant_rows.shape[row]), request.script
     shard = int(variant_rows.shard[row])
@@ -245,8 +260,18 @@ def plan_of(
     }
     level, stage = int(variant_rows.level[row]), degrees["stage"]
     sharding, pipeline = script.sharding, script.pipeline
+    offload, offload_device = OFFLOADS[int(variant_rows.offload[row])]
+    path = (script.sharding.nvme_path or nvme_path) if offload_device == "nvme" else ""
     if level:
-        sharding = ShardingPlan(level=_LEVELS[level], offload=OFFLOADS[int(variant_rows.offload[row])])
+        sharding = ShardingPlan(
+            level=_LEVELS[level],
+            offload=offload,
+            engine=script.sharding.engine,
+            offload_device=offload_device,
+            nvme_path=path,
+        )
+    elif offload != "none":
+        sharding = dataclasses.replace(sharding, offload=offload, offload_device=offload_device, nvme_path=path)
     if stage > 1:
         pipeline = PipelinePlan(
             schedule=SCHEDULES[int(variant_rows.schedule[row])],

@@ -413,7 +413,8 @@ def _microbatch_time(best_memory: BestCaseMemory, plan: Plan, host_group: HostGr
     The update happens once per step, so each microbatch counts a fraction of it.
     """
     model, columns = best_memory.best_case.model, best_memory.work.columns
-    part, worker = best_memory.work.part(_degrees(plan)), worker_at(host_group, model.dtype, plan.precision)
+    part = best_memory.work.part(_degrees(plan))
+    worker = worker_at(host_group, model.dtype, plan.precision, channels_last=model.channels_last)
     ahead, back = (
         cost_of_pass(part.ops, worker, samples, len(columns))
         for cost_of_pass in (compute_cost.forward, compute_cost.backward)

@@ -11,6 +11,7 @@ from tutti.config.cluster import ClusterSpec, DeviceSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
 from tutti.cost_model.cost_notes import nbytes, seconds
+from tutti.cost_model.offload_cost import disk_limit_nbytes, host_limit_nbytes
 from tutti.cost_model.rank_placement import HostGroup, place_ranks
 from tutti.errors import PlanError
 from tutti.planner.plan_request import PlanRequest, Totals, steps_to_quality
@@ -128,6 +129,22 @@ def totals(cluster: ClusterSpec, request: PlanRequest, plan: Plan, prediction: P
 def capacity_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
     """Return the bytes that each rank of a plan may fill, on its smallest device."""
     return min(host_group.memory_nbytes for host_group in place_ranks(cluster, plan.world_size))
+
+
+def host_capacity_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
+    """Return the bytes of its host's memory that a rank's offloaded state may fill."""
+    return min(host_limit_nbytes(host_group) for host_group in place_ranks(cluster, plan.world_size))
+
+
+def disk_capacity_nbytes(cluster: ClusterSpec, plan: Plan) -> float:
+    """Return the bytes of its host's disk that a rank's offloaded state may fill."""
+    return min(disk_limit_nbytes(host_group) for host_group in place_ranks(cluster, plan.world_size))
+
+
+def nvme_path(cluster: ClusterSpec) -> str:
+    """Return the folder for optimizer state on a disk; empty unless it is the same on every node."""
+    paths = {"" if node.nvme is None else node.nvme.path for node in cluster.nodes}
+    return paths.pop() if len(paths) == 1 else ""
 
 
 def devices_of(host_group: HostGroup) -> int:

@@ -39,9 +39,9 @@ def settings_words(plan: Plan) -> str:
     """Return what the mesh does not say, as text: "ZeRO-3, 1f1b, recompute"; empty where there is nothing to add."""
     settings = []
     if plan.mesh.get("shard", 1) > 1:
-        settings.append(_ZERO[plan.sharding.level])
-        if plan.sharding.offload != "none":
-            settings.append(f"{plan.sharding.offload} on the host")
+        settings.append(_ZERO[plan.sharding.level] + (" by FSDP2" if plan.sharding.engine == "fsdp2" else ""))
+    if plan.sharding.offload != "none":
+        settings.append(f"{plan.sharding.offload} on the host" + (" and its disk" if plan.sharding.on_disk else ""))
     if plan.mesh.get("stage", 1) > 1:
         many = f" x{plan.pipeline.stages_per_rank}" if plan.pipeline.stages_per_rank > 1 else ""
         settings.append(plan.pipeline.schedule + many + (", cut unevenly" if plan.pipeline.cuts else ""))
@@ -49,6 +49,8 @@ def settings_words(plan: Plan) -> str:
         settings.append(f"{plan.context} attention")
     if plan.mesh.get("space", 1) > 1 and plan.space_grid:
         settings.append("space " + "x".join(map(str, plan.space_grid)))
+    if plan.share_device:
+        settings.append("ranks share devices")
     wide = wide_layers(plan)
     if wide:
         settings.append(

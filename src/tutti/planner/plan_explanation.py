@@ -6,8 +6,9 @@ from typing import Any, get_args
 
 from tutti.config.compression import format_compression
 from tutti.config.plan import LayoutRule, Plan, SyncPlan
+from tutti.config.prediction import Prediction
 from tutti.config.sync_notation import format_relaxation
-from tutti.config.vocabulary import AxisName
+from tutti.config.vocabulary import AxisName, Offload
 from tutti.cost_model.cost_notes import count, nbytes, seconds
 from tutti.planner.objectives import duration, money, shown_value
 from tutti.planner.plan_description import mesh_words, parts_words, recompute_words, settings_words
@@ -91,12 +92,44 @@ def explain(choice: Choice) -> str:
         f"Predicted step {seconds(time.value)} ({seconds(time.low)} to {seconds(time.high)}), "
         f"{prediction.throughput_per_s:,.0f} {batch.unit}/s; memory {nbytes(prediction.memory.total)} "
         f"{_of_ranks(plan)}",
+        *_offload_text(plan, prediction),
         *training_cost_text(choice.totals),
         *choice.remarks,
         *choice.changes,
         *([_coverage_text(choice.coverage)] if choice.coverage is not None and choice.coverage.left else []),
     ]
     return "\n".join(lines) + "\n"
+
+
+_ON_HOST: dict[Offload, str] = {
+    "none": "nothing",
+    "optimizer": "gradients and optimizer state",
+    "parameters": "parameters, gradients and optimizer state",
+}
+
+
+def _offload_text(plan: Plan, prediction: Prediction) -> tuple[str, ...]:
+    """Return a sentence on what is in the host's memory, and what that costs; nothing without offload."""
+    if not (prediction.memory.host or prediction.memory.disk):
+        return ()
+    if prediction.memory.disk:
+        return _disk_text(plan, prediction)
+    update_s, exposed_s = prediction.phases["optimizer"], prediction.phases["exposed_communication"]
+    return (
+        f"On the host: {_ON_HOST[plan.sharding.offload]}, {nbytes(prediction.memory.host)} for each rank; a step takes "
+        f"{seconds(update_s)} to update there, and waits {seconds(exposed_s)} for what moves",
+    )
+
+
+def _disk_text(plan: Plan, prediction: Prediction) -> tuple[str, ...]:
+    """Return a sentence on what is on the host's disk and in its memory, and what that costs."""
+    memory, update_s = prediction.memory, prediction.phases["optimizer"]
+    folder = plan.sharding.nvme_path or "the run folder"
+    return (
+        f"On the host's disk ({folder}): optimizer state, {nbytes(memory.disk)} for each rank, which an update reads "
+        f"and writes; with that it takes {seconds(update_s)}",
+        *((f"In the host's memory: {nbytes(memory.host)} for each rank",) if memory.host else ()),
+    )
 
 
 def _of_ranks(plan: Plan) -> str:
@@ -109,7 +142,8 @@ def _ranks(plan: Plan) -> str:
     """Describe the number of ranks, the mesh and its settings."""
     settings, mesh = settings_words(plan), mesh_words(plan)
     if mesh in ("1 rank", f"replicate {plan.world_size}"):
-        return count(plan.world_size, "rank") + (f" ({settings})" if plan.sync != SyncPlan() and settings else "")
+        told = settings and (plan.sync != SyncPlan() or plan.sharding.offload != "none")
+        return count(plan.world_size, "rank") + (f" ({settings})" if told else "")
     named = mesh_words(plan, common_names=True)
     return f"{count(plan.world_size, 'rank')} as {named}" + (f" ({settings})" if settings else "")
 
@@ -253,6 +287,9 @@ def _compared_settings(first: Plan, second: Plan, a: str, b: str) -> list[str]:
         sentences.append(f"Pipeline: {_settings_text(first.pipeline)} in {a}, {_settings_text(second.pipeline)} in {b}")
     if first.degree("context") > 1 and second.degree("context") > 1 and first.context != second.context:
         sentences.append(f"Attention over the context axis: {first.context} in {a}, {second.context} in {b}")
+    if first.share_device != second.share_device:
+        words = {False: "have devices of their own", True: "may share devices"}
+        sentences.append(f"Ranks {words[first.share_device]} in {a}, and {words[second.share_device]} in {b}")
     if first.space_grid != second.space_grid:
         sentences.append(f"Space is cut as {list(first.space_grid)} in {a}, {list(second.space_grid)} in {b}")
     lone = [
@@ -265,11 +302,11 @@ def _compared_settings(first: Plan, second: Plan, a: str, b: str) -> list[str]:
 
 
 def _settings_text(value: Any) -> str:
-    """Return the settings of a dataclass as text, without those that are empty."""
+    """Return the settings of a dataclass as text, without those that are empty or usual."""
     parts = []
     for field in dataclasses.fields(value):
         setting = getattr(value, field.name)
-        if setting not in ((), "none"):
+        if setting not in ((), "", "none", "auto", "cpu"):
             shown = ", ".join(setting) if isinstance(setting, tuple) else setting
             parts.append(f"{field.name.replace('_', ' ')} {shown}")
     return "; ".join(parts)

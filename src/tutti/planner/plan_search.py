@@ -139,10 +139,15 @@ def _search(
             continue
         search_parts(explorer, node_orders, clock, remaining)
         explorer.run()
-        if not any(predicted.prediction.fits for predicted in explorer.costed) and explorer.limits.may_shard:
-            remaining -= clock() - began if clock is not None else 0.0
-            remaining = max(remaining, 0.3 * limit_s)
-            explorer = Explorer(model, node_orders, sized_request, given, clock, remaining, offload=True)
+        share = remaining
+        for tier in (1, 2) if explorer.limits.may_shard or explorer.limits.least_ranks == 1 else ():
+            if any(predicted.prediction.fits for predicted in explorer.costed) or (
+                tier == 2 and not objectives.nvme_path(cluster)
+            ):
+                break
+            spent_s = clock() - began if clock is not None else 0.0
+            remaining = max(share - spent_s, 0.3 * limit_s)
+            explorer = Explorer(model, node_orders, sized_request, given, clock, remaining, offload=tier)
             explorer.run()
         if not any(predicted.good for predicted in explorer.costed):
             # No plan with a low value of the objective keeps the limits: minimise the limited quantity instead.

@@ -158,6 +158,7 @@ def with_speed(cluster: ClusterSpec, factor: float) -> ClusterSpec:
                 for measured in device.memory_rates
             ),
             kernel_overhead_s=device.kernel_overhead_s / factor,
+            launch_s=None if device.launch_s is None else device.launch_s / factor,
         )
     return dataclasses.replace(cluster, devices=devices)
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.cost_model.plan_bounds import Bounds
-from tutti.cost_model.plan_table import SCHEDULES, Array, Ints, MeshTable, Variants
+from tutti.cost_model.plan_table import OFFLOADS, SCHEDULES, Array, Ints, MeshTable, Variants
 
 _TOO_LARGE = 8.0
 """Factor on the estimated time of plans that probably do not fit."""
@@ -48,7 +48,7 @@ def family(shapes: MeshTable, variant_rows: Variants) -> Ints:
     code = code * 4 + variant_rows.level
     code = code * 4 + variant_rows.schedule
     code = code * 3 + variant_rows.recompute
-    code = code * 3 + variant_rows.offload
+    code = code * len(OFFLOADS) + variant_rows.offload
     return np.asarray(code * 2 + variant_rows.context_kind, dtype=np.int64)
 
 
@@ -141,7 +141,7 @@ def slow_to_predict(code: int) -> bool:
 def _decoded(code: int) -> tuple[int, int, int, int, int]:
     """Return (axes, level, schedule, recompute, offload) of a family's number."""
     code //= 2
-    offload, code = code % 3, code // 3
+    offload, code = code % len(OFFLOADS), code // len(OFFLOADS)
     recompute, code = code % 3, code // 3
     schedule, code = code % 4, code // 4
     return code // 4, code % 4, schedule, recompute, offload

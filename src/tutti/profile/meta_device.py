@@ -51,6 +51,33 @@ def to_meta(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor.detach(), device="meta")
 
 
+@contextmanager
+def meta_autocasts_as_cpu() -> Iterator[None]:
+    """While open, autocast takes the meta device for a CPU.
+
+    Models ask for the autocast of the device of their input, `torch.autocast(x.device.type, enabled=False)`, and torch
+    knows none for meta.
+    """
+    enter = torch.autocast.__init__
+    asked = {name: getattr(torch, name) for name in ("is_autocast_enabled", "get_autocast_dtype")}
+
+    def construct(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        enter(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    def ask(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *device: function(*("cpu" if name == "meta" else name for name in device))
+
+    torch.autocast.__init__ = construct  # type: ignore[method-assign]
+    for name, function in asked.items():
+        setattr(torch, name, ask(function))
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = enter  # type: ignore[method-assign]
+        for name, function in asked.items():
+            setattr(torch, name, function)
+
+
 def flat_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among an operator's arguments, also those in lists and tuples."""
     for value in values:
@@ -175,13 +202,13 @@ def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _stays(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a move is skipped: of a meta tensor, or to a CUDA device that this machine lacks."""
+    """Return whether a move is skipped: of a meta tensor, or to an accelerator that this machine lacks."""
     if args[0].is_meta:
         return True
-    if torch.cuda.is_available():
-        return False
-    device = kwargs.get("device", args[1] if len(args) > 1 else None)
-    return func is Tensor.cuda or str(device).startswith("cuda")
+    device = "cuda" if func is Tensor.cuda else str(kwargs.get("device", args[1] if len(args) > 1 else None))
+    here = torch.accelerator.current_accelerator(check_available=True)
+    kind = device.partition(":")[0]
+    return kind in ("cuda", "xpu", "mps") and (here is None or kind != here.type)
 
 
 def _cast(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

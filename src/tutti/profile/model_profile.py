@@ -9,7 +9,7 @@ import inspect
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +20,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tutti.config.model import ForwardedValues, ModelSpec, ModuleSpec, OpCost, TensorShape
+from tutti.config.model import AutocastMemory, CachedMemory, ForwardedValues, ModelSpec, ModuleSpec, OpCost, TensorShape
+from tutti.profile.allocator import simulate_step
+from tutti.profile.memory_trace import MemoryLedger, MemorySlopes, memory_slopes, trace_memory
 from tutti.profile.meta_device import SMALL_NUMEL, flat_tensors, meta_copy, to_meta
 from tutti.profile.step_trace import ROOT, CostLedger, CostLine, StepTracer, first_line
 
@@ -43,6 +45,7 @@ def describe_model(
     tokens_per_sample: int = 0,
     dataset_samples: int | None = None,
     losses: Sequence[ScriptLoss] = (),
+    autocast: torch.dtype | None = None,
 ) -> ModelSpec:
     """Return the costs of a model's forward, its loss, their backward and the optimizer's step, without running them.
 
@@ -56,6 +59,7 @@ def describe_model(
         name: name of the model; its class name by default.
         tokens_per_sample: 0 for a model without tokens.
         dataset_samples: size of the training set.
+        autocast: a 16-bit dtype in which memory is traced too; None: only in the model's own precision.
         losses: functions that compute a step's losses in place of `loss`; args are their batches, one for each.
 
     Returns:
@@ -79,6 +83,10 @@ def describe_model(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     states = optimizer_state(optimizers, lambda text: notes.setdefault(text))
     modules = _modules(model, traced, states)
+    memory = None
+    if autocast is not None and traced.order:
+        memory = _trace_autocast(model, batch, losses or loss, autocast, notes)
+        modules = _with_autocast(modules, memory)
     unused = [module.name for module in modules if module.parameters and module.name not in traced.order]
     if traced.order and unused:
         notes[f"never used in the forward pass: {', '.join(unused)}"] = None
@@ -93,7 +101,19 @@ def describe_model(
         evidence="predicted",
         notes=tuple(notes),
         untraced=untraced,
+        cached=_cached(memory, modules),
+        channels_last=_channels_last(model),
     )
+
+
+def _channels_last(model: nn.Module) -> bool:
+    """Return whether most weights of two-dimensional convolutions have the memory format channels_last.
+
+    A weight of one channel, or of one pixel, has both formats.
+    """
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Conv2d)]
+    plain = sum(not weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+    return sum(not weight.is_contiguous() for weight in weights) > plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +221,66 @@ def _step(model: nn.Module, batch: Batch, loss: Loss | Sequence[ScriptLoss]) -> 
     if ledger.order.keys() == {ROOT} and not any(line.weight_nbytes for line in ledger.lines.values()):
         raise ValueError("the functions of forward_backward do not use the model that they are given")
     return ledger
+
+
+def _trace_autocast(
+    model: nn.Module, batch: Batch, loss: Loss | Sequence[ScriptLoss], dtype: torch.dtype, notes: dict[str, None]
+) -> MemorySlopes | None:
+    """Trace memory under autocast for the batch and its half; None, with a note, where that fails."""
+    half = batch.half
+    if half is None:
+        return None
+    try:
+        ledgers = [_memory_step(model, part, loss, dtype) for part in (batch, half)]
+        return memory_slopes(ledgers[0], batch.samples, ledgers[1], half.samples)
+    except Exception as error:  # the model's code may raise anything where values are missing
+        notes[f"memory under autocast was not traced ({first_line(error)}): half the size is assumed"] = None
+        return None
+
+
+def _memory_step(model: nn.Module, batch: Batch, loss: Loss | Sequence[ScriptLoss], dtype: torch.dtype) -> MemoryLedger:
+    twin = meta_copy(model)
+
+    def prepare(put: Callable[[Any], Any]) -> Callable[[], Tensor]:
+        args, kwargs, target = put((batch.args, batch.kwargs, batch.target))
+        if callable(loss):
+            return lambda: _loss_of(loss, twin(*args, **kwargs), target)
+        return lambda: torch.stack([_own_loss(f, twin, b) for f, b in zip(loss, args, strict=True)]).sum()
+
+    return trace_memory(twin, prepare, dtype)
+
+
+def _with_autocast(modules: tuple[ModuleSpec, ...], memory: MemorySlopes | None) -> tuple[ModuleSpec, ...]:
+    """Return the modules with their memory under autocast; in order of execution, as they are given."""
+    if memory is None:
+        return modules
+    saved, result = 0.0, []
+    for module in modules:
+        kept = memory.saved.get(module.name, 0.0)
+        saved += kept
+        found = AutocastMemory(
+            activation_nbytes=kept,
+            output_nbytes=memory.outputs.get(module.name, 0.0),
+            transient_nbytes=max(0.0, memory.peaks.get(module.name, 0.0) - saved),
+        )
+        result.append(replace(module, autocast=found))
+    return tuple(result)
+
+
+CACHED_AT = (1, 4, 16, 64, 256)
+"""Samples of the microbatches for which the caching allocator is simulated."""
+
+
+def _cached(memory: MemorySlopes | None, modules: tuple[ModuleSpec, ...]) -> tuple[CachedMemory, ...]:
+    if memory is None:
+        return ()
+    parameters = [float(m.parameter_nbytes) for m in modules if m.parameter_nbytes]
+    states = [float(m.optimizer_nbytes) for m in modules if m.optimizer_nbytes]
+    result = []
+    for samples in CACHED_AT:
+        allocated, reserved = simulate_step(memory.sizes(samples), parameters, states)
+        result.append(CachedMemory(samples=samples, allocated_nbytes=allocated, reserved_nbytes=reserved))
+    return tuple(result)
 
 
 def _loss_of(loss: Loss, output: Any, target: Any) -> Tensor:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tutti.config.model import OpKind
-from tutti.profile.meta_device import flat_tensors
+from tutti.profile.meta_device import flat_tensors, meta_autocasts_as_cpu
 from tutti.profile.operator_costs import Cost, ShapePropagation, cost_of, fused_attention, recurrence_of, recurrent
 
 ROOT = ""
@@ -284,14 +284,15 @@ class StepTracer:
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._called).remove)
             stack.callback(register_module_forward_hook(self._returned, always_call=True).remove)
-            stack.enter_context(_patched(F, "scaled_dot_product_attention", self._attention))
+            stack.enter_context(patched_attribute(F, "scaled_dot_product_attention", self._attention))
             fastpath = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
             stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
-            stack.enter_context(_patched(transformer, "_detect_is_causal_mask", _is_causal))
+            stack.enter_context(patched_attribute(transformer, "_detect_is_causal_mask", is_causal_mask))
             stack.enter_context(torch.random.fork_rng(devices=[]))
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(meta_autocasts_as_cpu())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(functions(self.flow))
             stack.enter_context(_Operators(self))
@@ -373,13 +374,13 @@ def _uses_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return several and bool(kwargs.get("training", args[5] if len(args) > 5 else False))
 
 
-def _is_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+def is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     """Replace the check of nn.TransformerEncoder on its mask's values, which changes no cost counted here."""
     return bool(is_causal)
 
 
 @contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute temporarily; `F.multi_head_attention_forward` finds attention through one."""
     before = getattr(owner, name)
     setattr(owner, name, value)

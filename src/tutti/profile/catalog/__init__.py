@@ -72,6 +72,7 @@ def cluster_from_parts(
     network: str | None = None,
     network_ports: int = 1,
     node_memory_nbytes: int | None = None,
+    host_link: str | None = None,
 ) -> ClusterSpec:
     """Compose a cluster of equal nodes.
 
@@ -84,6 +85,7 @@ def cluster_from_parts(
         network: joins the nodes.
         network_ports: number of ports of the network on each node.
         node_memory_nbytes: memory of the host; by default as much as its devices have together.
+        host_link: joins each device and its host, for offload; None where it is not known.
 
     Raises:
         SpecError: a name is unknown, or a link is missing.
@@ -109,10 +111,19 @@ def cluster_from_parts(
                 devices_per_node=devices_per_node,
                 count=nodes,
                 memory_nbytes=node_memory_nbytes or devices_per_node * part.memory_nbytes,
+                host_link_bytes_per_s=None if host_link is None else _copy_bytes_per_s(host_link),
             ),
         ),
         links=tuple(links),
     )
+
+
+HOST_LINK_PART = 0.8
+"""The part of a host link's bandwidth that copies of pinned memory reach, after packet headers."""
+
+
+def _copy_bytes_per_s(host_link: str) -> float:
+    return HOST_LINK_PART * link(host_link, "node").bandwidth_bytes_per_s
 
 
 def _joined(name: str | None, tier: LinkTier, what: str) -> LinkSpec:

@@ -19,6 +19,7 @@ from tutti.config.cluster import (
     CompressRate,
     Conditions,
     ConvolutionRate,
+    CopyRate,
     DeviceKind,
     DeviceSpec,
     GemmRate,
@@ -105,6 +106,8 @@ class DeviceRates:
     images: tuple[ImageRate, ...] = ()
     vectors: tuple[VectorRate, ...] = ()
     codes: tuple[CompressRate, ...] = ()
+    copies: tuple[CopyRate, ...] = ()
+    launch_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +183,7 @@ def _device(findings: Findings, name: str, rank: int) -> DeviceSpec:
         vector_rates=exclusive.vectors,
         compress_rates=exclusive.codes,
         kernel_overhead_s=exclusive.kernel_overhead_s,
+        launch_s=exclusive.launch_s,
         cores=fact.host.cores if fact.kind == "cpu" else 0,
         source=f"tutti probe on host {fact.host.name}: peaks are the best measured matrix products",
         evidence="measured",
@@ -226,6 +230,10 @@ def _nodes(findings: Findings) -> tuple[NodeSpec, ...]:
             ),
             cores=min(entry.cores for entry in same),
             turns=max(entry.oversubscription for entry in same),
+            host_link_bytes_per_s=min(
+                (rate.bytes_per_s for rate in findings.exclusive[first.device].copies if rate.pinned), default=None
+            ),
+            copy_rates=findings.exclusive[first.device].copies,
         )
         for first, same in groups
     )
@@ -431,12 +439,12 @@ def merge_hosts(rates_by_host: Mapping[str, DeviceRates]) -> DeviceRates:
         ),
         memory=merged([rates.memory for rates in all_rates], lambda rate: rate.threads, median_memory),
         weights=merged([rates.weights for rates in all_rates], weights_key, median_weights),
+        copies=merged([rates.copies for rates in all_rates], lambda rate: (rate.direction, rate.pinned), _slowest_copy),
+        launch_s=max((rates.launch_s for rates in all_rates if rates.launch_s is not None), default=None),
         codes=merged([rates.codes for rates in all_rates], lambda rate: (rate.method, rate.numel), _median_codec),
         kernel_overhead_s=statistics.median(rates.kernel_overhead_s for rates in all_rates),
         efficiency=efficiency,
-        convolutions=merged(
-            [rates.convolutions for rates in all_rates], lambda rate: rate.weight_nbytes, _median_relative
-        ),
+        convolutions=merged([rates.convolutions for rates in all_rates], convolution_key, _median_relative),
         images=merged([rates.images for rates in all_rates], lambda rate: rate.pixels, _median_relative),
         vectors=merged([rates.vectors for rates in all_rates], lambda rate: rate.kind, _median_vector),
         notes=(*dict.fromkeys(note for rates in all_rates for note in rates.notes), *_slow_host_notes(rates_by_host)),
@@ -446,6 +454,11 @@ def merge_hosts(rates_by_host: Mapping[str, DeviceRates]) -> DeviceRates:
 def weights_key(rate: WeightRate) -> Hashable:
     """Return what tells the weight rates of one device from each other."""
     return rate.kind, rate.dtype, rate.threads
+
+
+def convolution_key(rate: ConvolutionRate) -> Hashable:
+    """Return what tells the convolution rates of one device from each other."""
+    return rate.dtype, rate.channels_last, rate.weight_nbytes
 
 
 def merged(of_ranks: list[tuple[T, ...]], key: Callable[[T], Hashable], of: Callable[[list[T]], T]) -> tuple[T, ...]:
@@ -462,6 +475,10 @@ def merged(of_ranks: list[tuple[T, ...]], key: Callable[[T], Hashable], of: Call
 
 def _slowest_host(rates: list[GemmRate]) -> GemmRate:
     return min(rates, key=lambda rate: rate.flops_per_s)
+
+
+def _slowest_copy(rates: list[CopyRate]) -> CopyRate:
+    return min(rates, key=lambda rate: rate.bytes_per_s)
 
 
 def median_memory(rates: list[MemoryRate]) -> MemoryRate:

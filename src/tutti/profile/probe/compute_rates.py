@@ -19,6 +19,7 @@ import tutti.profile.probe.host_facts as host_facts
 import tutti.profile.probe.probe_timing as probe_timing
 from tutti.config.cluster import ConvolutionRate, GemmRate, ImageRate, VectorRate, WeightKind, WeightRate
 from tutti.config.model import OpKind, VectorKind
+from tutti.float32_precision import allow_tf32
 from tutti.profile.probe.probe_timing import Effort
 
 PRODUCT_OF = 64
@@ -537,8 +538,12 @@ def thread_counts(cores: int, kind: str) -> tuple[int, ...]:
 
 
 def supported(dtype: str, device: torch.device) -> bool:
-    """Return whether the device multiplies in `dtype`; CPUs have neither tf32 nor float8."""
-    if device.type == "cpu":
+    """Return whether the device multiplies in `dtype`; only NVIDIA's and AMD's GPUs have tf32 and float8.
+
+    Compute capabilities are NVIDIA's. AMD's GPUs have numbers of their own, of which those with matrix cores pass; a
+    product that torch then refuses is left out.
+    """
+    if device.type != "cuda":
         return dtype in DTYPES and dtype != "tf32"
     capability = torch.cuda.get_device_capability(device)
     needed = {"tf32": (8, 0), "bfloat16": (8, 0), "float16": (5, 3), "float8": (8, 9)}.get(dtype, (0, 0))
@@ -659,8 +664,11 @@ def _product(device: torch.device, dtype: str, n: int) -> Iterator[Callable[[], 
         return
     left, right = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
     out = torch.empty(n, n, dtype=DTYPES[dtype], device=device)
-    with _matmul_precision("high" if dtype == "tf32" else "highest"):
+    allow_tf32(dtype == "tf32")
+    try:
         yield lambda: torch.mm(left, right, out=out)
+    finally:
+        allow_tf32(False)
 
 
 def _float8_product(device: torch.device, n: int) -> Callable[[], object] | None:
@@ -687,13 +695,3 @@ def on_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _matmul_precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from tutti.config.version import VERSION
+
 ROOT = Path("/")
 
 LOAD_INTERVAL_S = 0.25
@@ -125,8 +127,12 @@ def cache_nbytes(root: Path = ROOT) -> int:
 
 def versions() -> dict[str, str]:
     """Return the versions of the software that the rates depend on."""
-    known = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
-    for name in ("tutti", "torch", "numpy"):
+    known = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "tutti": VERSION,
+    }
+    for name in ("torch", "numpy"):
         try:
             known[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tutti.config.cluster import ClusterSpec
 from tutti.errors import LaunchError, TuttiError
+from tutti.machine import use_short_socket_folder
 from tutti.profile.probe.host_facts import cores_granted
 from tutti.profile.probe.probe_timing import Effort
 
@@ -36,6 +37,7 @@ def measure_here(
     Raises:
         LaunchError: a process fails, or `timeout_s` passes.
     """
+    use_short_socket_folder()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     deadline = time.monotonic() + timeout_s
@@ -77,7 +79,7 @@ def _answer(context: ForkServerContext, deadline: float) -> int:
 def _count_gpus(sender: Connection) -> None:
     import torch
 
-    sender.send(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    sender.send(torch.accelerator.device_count())  # 0 without any
 
 
 def _start(processes: list[ForkServerProcess], senders: list[Connection]) -> None:
@@ -147,17 +149,18 @@ def _rank(rank: int, ranks: int, rendezvous_folder: str, effort: Effort, folder:
 def _measured(
     rank: int, ranks: int, rendezvous_folder: str, effort: Effort, folder: Path, say: Callable[[str], None]
 ) -> ClusterSpec:
-    import torch
     import torch.distributed as dist
 
+    from tutti.comm.devices import backend_of, choose_device
+    from tutti.comm.staged_gloo import STAGED, register_staged_backend
     from tutti.profile.probe.host_facts import pin_loopback
     from tutti.profile.probe.rank_probe import measure_ranks
 
     pin_loopback()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    device = choose_device(rank)
+    backend = backend_of(device, shared=False)
+    if backend == STAGED:
+        register_staged_backend(device.type)
     dist.init_process_group(backend, init_method=f"file://{rendezvous_folder}/store", rank=rank, world_size=ranks)
     try:
         return measure_ranks(device, effort, folder=folder, say=say)

@@ -11,7 +11,9 @@ import torch
 
 import tutti.profile.probe.host_facts as host_facts
 import tutti.profile.probe.probe_timing as probe_timing
-from tutti.config.cluster import MemoryRate
+from tutti.config.cluster import DiskSpec, MemoryRate
+from tutti.direct_io import ALIGNMENT, GROUP_NBYTES, DirectFile, aligned, aligned_part, is_in_memory
+from tutti.errors import SpecError
 from tutti.profile.probe.probe_timing import Effort
 
 
@@ -78,6 +80,41 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
 
 
 BLOCK = 2**22
+
+
+def measure_disk(folder: Path, nbytes: int) -> DiskSpec:
+    """Write a file of `nbytes` bytes past the page cache and read it, in groups as offloaded state is.
+
+    Args:
+        folder: an existing folder.
+        nbytes: size of the file.
+
+    Raises:
+        SpecError: the folder does not exist, is not writable, is full, or is in memory.
+    """
+    if is_in_memory(folder):
+        raise SpecError(f"nvme_path: {folder} is a file system in memory; name a folder on a disk")
+    group = min(GROUP_NBYTES, aligned(nbytes))
+    count = max(1, nbytes // group)
+    buffer = aligned_part(torch.ones(group + ALIGNMENT, dtype=torch.uint8), group)
+    try:
+        free = shutil.disk_usage(folder).free
+        file = DirectFile(folder, "the file of the probe")
+        file.reserve(count * group)
+    except OSError as error:
+        raise SpecError(
+            f"nvme_path: {folder} cannot hold {nbytes / 2**20:.0f} MiB ({error.strerror}); name an existing, writable "
+            "folder with more free space"
+        ) from None
+    for number in range(count):  # the first write of a block costs more than the later ones, which state makes
+        file.write(buffer, number * group)
+    rates = []
+    for call in (file.read, file.write):
+        start = time.perf_counter()
+        for number in range(count):
+            call(buffer, number * group)
+        rates.append(count * group / (time.perf_counter() - start))
+    return DiskSpec(path=str(folder.resolve()), nbytes=free, read_bytes_per_s=rates[0], write_bytes_per_s=rates[1])
 
 
 def read_bytes_per_s(folder: Path, nbytes: int) -> float | None:

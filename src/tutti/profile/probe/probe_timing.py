@@ -89,8 +89,8 @@ class Rounds:
 
 def synchronize(device: torch.device) -> None:
     """Wait until all work given to the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def once(call: Callable[[], object], device: torch.device) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,18 @@ import tutti.profile.probe.host_facts as host_facts
 import tutti.profile.probe.link_rates as link_rates
 import tutti.profile.probe.memory_rates as memory_rates
 import tutti.profile.probe.probe_timing as probe_timing
+from tutti.comm.devices import backend_of, device_name
+from tutti.comm.object_collectives import gather_values
 from tutti.comm.world import deprioritise_gloo_threads
 from tutti.config.cluster import ClusterSpec, LinkSpec
+from tutti.config.model import OpKind
+from tutti.float32_precision import allow_tf32
+from tutti.profile.probe.accelerator_rates import (
+    AcceleratorConvolutions,
+    launch_s,
+    measure_convolutions,
+    measure_copies,
+)
 from tutti.profile.probe.cluster_assembly import (
     DeviceRates,
     Findings,
@@ -48,6 +58,7 @@ def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Sa
         folder: a folder on the disk to time, on each host.
         say: receives a line of text before each measurement.
     """
+    allow_tf32(False)  # torch computes convolutions in TF32 by default
     control = dist.new_group(backend="gloo")
     deprioritise_gloo_threads()
     facts = _gather(control, _facts(device))
@@ -83,14 +94,12 @@ def measure_ranks(device: torch.device, effort: Effort, *, folder: Path, say: Sa
 
 def _gather(group: dist.ProcessGroup, value: T) -> list[T]:
     """Return `value` of every rank, in order of rank. Ranks wait here without using the CPU."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return gather_values(value, group)
 
 
 def _facts(device: torch.device) -> RankFacts:
     host = host_facts.facts()
-    if device.type != "cuda":
+    if device.type == "cpu":
         return RankFacts(
             host=host,
             kind="cpu",
@@ -100,16 +109,22 @@ def _facts(device: torch.device) -> RankFacts:
             versions=host_facts.versions(),
             emulated=compute_rates.emulated(device),
         )
-    name = torch.cuda.get_device_name(device)
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    name, count = device_name(device), torch.accelerator.device_count()
+    names = [device_name(torch.device(device.type, index)) for index in range(count)]
     return RankFacts(
         host=host,
-        kind="cuda",
+        kind="cuda",  # the word of cluster files for any accelerator
         device=name,
-        device_memory_nbytes=torch.cuda.get_device_properties(device).total_memory,
+        device_memory_nbytes=_memory_nbytes(device, host.memory_nbytes),
         visible=names.count(name),
         versions=host_facts.versions() | {"cuda": torch.version.cuda or torch.version.hip or ""},
     )
+
+
+def _memory_nbytes(device: torch.device, host_nbytes: int) -> int:
+    """Return the memory of an accelerator; the host's where torch tells none, as for devices that share it (MPS)."""
+    read = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return host_nbytes if read is None else int(read(device).total_memory)
 
 
 def _measure_exclusive(
@@ -183,6 +198,9 @@ def _measure_device(
     weights = compute_rates.measure_weight_rates(device, effort, threads=threads, dtypes=native_dtypes, barrier=barrier)
     say("convolutions and attention")
     relative_rates = compute_rates.measure_operator_rates(device, effort)
+    convolved = AcceleratorConvolutions() if cpu else measure_convolutions(device, effort, dtypes=effort.dtypes)
+    of_accelerator: dict[OpKind, float] = {} if convolved.efficiency is None else {"conv": convolved.efficiency}
+    copies = measure_copies(device, effort)
     say("operators on vectors")
     vector_rates = compute_rates.measure_vector_rates(device, effort)
     say("gradient codecs")
@@ -191,13 +209,15 @@ def _measure_device(
         gemm=compute_rates.remeasure_doubtful(products.rates, device, effort),
         memory=memory,
         kernel_overhead_s=memory_rates.kernel_overhead_s(device),
-        notes=products.notes,
+        notes=(*products.notes, *convolved.skipped, *(() if cpu else copies.skipped)),
         weights=weights,
-        efficiency=relative_rates.efficiency,
-        convolutions=relative_rates.convolutions,
+        efficiency=relative_rates.efficiency | of_accelerator,
+        convolutions=relative_rates.convolutions + convolved.rates,
         images=relative_rates.images,
         vectors=vector_rates,
         codes=codecs,
+        copies=copies.rates,
+        launch_s=launch_s(device),
     )
 
 
@@ -253,7 +273,7 @@ def _network_links(hosts: dict[str, list[int]], device: torch.device, effort: Ef
 
 
 def _probe_group(ranks: list[int], device: torch.device) -> ProbeGroup:
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = backend_of(device, shared=False)
     group = dist.new_group(ranks, backend=backend)
     deprioritise_gloo_threads()
     return ProbeGroup(group=group, ranks=tuple(ranks), device=device, backend=backend)
