@@ -1,0 +1,157 @@
+"""A run as a job of a cluster: what is asked for, what a scheduler answers, and the record in the run folder."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from tutti.errors import LaunchError
+
+JobState = Literal["pending", "running", "completed", "failed", "cancelled", "unknown"]
+
+RECORD = "job.json"
+"""File of the run folder that names the job."""
+
+STAY_STOPPED = "stay-stopped"
+"""File of the run folder: a job that stops with a checkpoint does not go on by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """What a job is to run, and what it needs.
+
+    Attributes:
+        name: of the job.
+        folder: the run folder, absolute, which all nodes see.
+        directory: where the command runs, absolute.
+        words: arguments of `tutti run` on each node, without those that say which node it is and where the run lies.
+        resume: the run folder, checkpoint or store that the first start continues from.
+        nodes: number of nodes.
+        nproc: ranks per node, one number for all nodes or one for each; None leaves it to the plan.
+        grace_s: seconds that ranks have to write a checkpoint when the job is stopped.
+        settings: the scheduler's own settings, such as a partition.
+    """
+
+    name: str
+    folder: Path
+    directory: Path
+    words: tuple[str, ...]
+    resume: Path | str | None = None
+    nodes: int = 1
+    nproc: tuple[int, ...] | None = None
+    grace_s: float = 30.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """What a scheduler says of a job.
+
+    Attributes:
+        reason: why it waits, or how it ended, in the scheduler's words; empty if there is none.
+        nodes: the nodes that it has.
+        exit_code: of the job; None until it has ended.
+    """
+
+    state: JobState
+    reason: str = ""
+    nodes: str = ""
+    exit_code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has ended."""
+        return self.state in ("completed", "failed", "cancelled")
+
+
+class Scheduler(Protocol):
+    """A cluster's scheduler, as the commands use it. It places, queues and kills; tutti only asks."""
+
+    def preview(self, request: JobRequest) -> str:
+        """Return what would be submitted, as text.
+
+        Raises:
+            LaunchError: a setting does not exist, or has no value that it may have.
+        """
+        ...
+
+    def submit(self, request: JobRequest) -> str:
+        """Submit a job and return its number.
+
+        Raises:
+            LaunchError: the scheduler refuses it.
+        """
+        ...
+
+    def log(self, request: JobRequest, job: str) -> str:
+        """Return the file that takes what the nodes print."""
+        ...
+
+    def status(self, job: str) -> JobStatus:
+        """Return what the scheduler knows of a job; "unknown" if it has forgotten it."""
+        ...
+
+    def stop(self, job: str) -> None:
+        """Let the ranks write a checkpoint and end."""
+        ...
+
+    def cancel(self, job: str) -> None:
+        """End a job at once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """A submitted run, as its folder names it.
+
+    Attributes:
+        scheduler: its name, such as "slurm".
+        job: the job's number.
+        name: of the job.
+        nodes: number of nodes.
+        nproc: ranks per node.
+        submitted_utc: when it was submitted.
+        log: the file that takes what the nodes print.
+    """
+
+    scheduler: str
+    job: str
+    name: str
+    nodes: int
+    nproc: tuple[int, ...] | None
+    submitted_utc: str
+    log: str
+
+
+def write_record(folder: Path, record: JobRecord) -> None:
+    """Write the record of a submitted run into its folder."""
+    partial = folder / f"{RECORD}.partial"
+    partial.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / RECORD)
+
+
+def read_record(folder: Path) -> JobRecord:
+    """Return the record in a run folder.
+
+    Raises:
+        LaunchError: there is none, or it is damaged.
+    """
+    file = folder / RECORD
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LaunchError(
+            f"{folder} is no submitted run (it has no {RECORD}); `tutti status` lists those below this directory"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise LaunchError(f"{file} cannot be read ({error}); submit the run again") from None
+    try:
+        nproc = document["nproc"]
+        record = JobRecord(**{**document, "nproc": None if nproc is None else tuple(int(count) for count in nproc)})
+    except (TypeError, KeyError, ValueError):
+        raise LaunchError(f"{file} is no record of a submitted run; submit the run again") from None
+    texts = (record.scheduler, record.job, record.name, record.submitted_utc, record.log)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(record.nodes, int):
+        raise LaunchError(f"{file} is no record of a submitted run; submit the run again")
+    return record

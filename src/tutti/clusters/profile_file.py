@@ -1,0 +1,94 @@
+"""tutti.toml: what a project says once about the clusters that it runs on.
+
+[run]
+on = "slurm"
+nnodes = 2
+
+[slurm]
+partition = "gpu"
+time = "2h"
+setup = ["module load cuda"]
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tutti.errors import LaunchError
+
+NAME = "tutti.toml"
+
+_MOST_NBYTES = 1 << 20
+
+
+class RunDefaults(BaseModel):
+    """The table `[run]`.
+
+    Attributes:
+        on: what starts the ranks, as --on says.
+        nnodes: number of nodes, where the command line has none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    on: str | None = None
+    nnodes: Annotated[int, Field(ge=1)] | None = None
+
+
+class ClusterProfile(BaseModel):
+    """A whole tutti.toml.
+
+    Attributes:
+        slurm: settings of Slurm's jobs; see `tutti.clusters.slurm.SlurmSettings`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: RunDefaults = RunDefaults()
+    slurm: dict[str, Any] = {}
+
+
+def read_profile(directory: Path) -> ClusterProfile:
+    """Return the nearest tutti.toml of a directory or those above it; an empty profile without one.
+
+    Raises:
+        LaunchError: it cannot be read, or has something that it may not have.
+    """
+    file = next((each / NAME for each in (directory, *directory.parents) if (each / NAME).is_file()), None)
+    if file is None:
+        return ClusterProfile()
+    try:
+        if file.stat().st_size > _MOST_NBYTES:
+            raise LaunchError(f"{file} has more than 1 MiB; correct it")
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise LaunchError(f"{file} cannot be read ({error}); correct it") from None
+    try:
+        return ClusterProfile.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise LaunchError(f"{file}: {name}: {first['msg']}; correct it") from None
+
+
+def with_requests(settings: Mapping[str, Any], requests: Sequence[str]) -> dict[str, Any]:
+    """Return settings with those of --request, which count more.
+
+    Args:
+        settings: of tutti.toml.
+        requests: texts such as "partition=gpu,time=2h".
+
+    Raises:
+        LaunchError: a text is no setting.
+    """
+    found = dict(settings)
+    for text in requests:
+        for part in text.split(","):
+            name, equals, value = part.partition("=")
+            if not equals or not name.strip() or not value.strip():
+                raise LaunchError(f"--request {text}: {part!r} is no setting; write such as partition=gpu,time=2h")
+            found[name.strip()] = value.strip()
+    return found

@@ -1,0 +1,216 @@
+"""Runs as jobs of a real, private Slurm of two nodes: submitted, followed, stopped, requeued, cancelled, refused."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from launch.launch_rig import SCRIPTS, TUTTI, wait_until
+from launch.slurm_rig import missing, slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+TRAIN = str(SCRIPTS / "train.py")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    base = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    base.chmod(0o755)
+    try:
+        with slurm(base) as environment:
+            yield {**environment, "XDG_STATE_HOME": str(base)}
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a space in its name."""
+    folder = tmp_path / "my project"
+    folder.mkdir()
+    return folder
+
+
+@contextmanager
+def started(cwd: Path, cluster: dict[str, str], *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A command; unlike `running`, its end leaves the jobs alone, which have its environment."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **cluster}
+    command = subprocess.Popen(
+        [*TUTTI, *words], cwd=cwd, env=environment, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield command
+    finally:
+        command.kill()
+        command.communicate()
+
+
+def tutti(cwd: Path, cluster: dict[str, str], *words: str, timeout_s: float = 90) -> tuple[int, str, str]:
+    with started(cwd, cluster, *words) as command:
+        out, err = command.communicate(timeout=timeout_s)
+        return command.returncode, out, err
+
+
+def state(cwd: Path, cluster: dict[str, str], run: str) -> dict[str, object]:
+    code, out, err = tutti(cwd, cluster, "status", "--json", run)
+    assert code == 0, err
+    return json.loads(out)["runs"][0]
+
+
+def test_two_nodes_train_and_are_followed_and_found(project: Path, cluster: dict[str, str]) -> None:
+    (project / "tutti.toml").write_text('[run]\non = "slurm"\nnnodes = 2\n[slurm]\nsetup = ["export MARK=\'a b\'"]\n')
+    code, out, err = tutti(
+        project, cluster, "run", "--no-predict", "--nproc", "2", "--folder", "my run", TRAIN, "2", "0"
+    )
+    log = "\n".join(file.read_text() for file in project.glob("my run/slurm-*.out"))
+    assert code == 0, err + log
+    assert out == "epoch 0 of 4 ranks\nepoch 1 of 4 ranks\n", err + log
+    header = json.loads((project / "my run/run.json").read_text())
+    assert header["world_size"] == 4
+    assert (project / "my run/report/report.html").exists()
+    assert re.search(r"slurm job \d+: completed", err)
+    found = state(project, cluster, "my run")
+    assert (found["state"], found["step"]) == ("completed", 8)
+    code, out, _ = tutti(project, cluster, "logs", "my run", "--rank", "0")
+    assert (code, out) == (0, "epoch 0 of 4 ranks\nepoch 1 of 4 ranks\n")
+    code, _, err = tutti(project, cluster, "cancel", "my run")
+    assert code == 2
+    assert "has ended already (completed)" in err
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_stopped_with_a_checkpoint_and_requeued_where_nobody_asked(project: Path, cluster: dict[str, str]) -> None:
+    words = ("--no-predict", "--nproc", "2", "--folder", "run", TRAIN, "100", "0.2")
+    code, out, err = tutti(project, cluster, "submit", "--json", *words)
+    assert code == 0, err
+    job = json.loads(out)["job"]
+
+    def step() -> int:
+        return int(str(state(project, cluster, "run")["step"] or 0))
+
+    assert wait_until(lambda: step() >= 2, 60)
+    # What Slurm sends before a time limit and when it preempts a job: the run stops with a checkpoint and goes on.
+    subprocess.run(["scancel", "--signal=TERM", job], env={**cluster, "PATH": "/usr/bin:/bin"}, check=True)
+    checkpoints = project / "run/checkpoints"
+    assert wait_until(lambda: any(checkpoints.glob("step-*/index.json")), 40)
+    stopped_at = max(int(each.parent.name.partition("-")[2]) for each in checkpoints.glob("step-*/index.json"))
+    assert wait_until(lambda: step() > stopped_at + 2, 120), (project / f"run/slurm-{job}.out").read_text()
+    rows = [json.loads(line) for line in (project / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["resumed_at_step"] for row in rows if row["kind"] == "start"] == [0, stopped_at]
+    steps = [row["step"] for row in rows if row["kind"] == "step"]
+    assert steps == list(range(1, len(steps) + 1)), "no step is left out or repeated"
+    # `tutti cancel --checkpoint` stops it for good.
+    code, _, err = tutti(project, cluster, "cancel", "--checkpoint", "run")
+    assert code == 0, err
+    code, _, err = tutti(project, cluster, "attach", "run")
+    assert code == 75, err
+    assert "go on with `tutti submit --resume run`" in err
+    code, out, err = tutti(project, cluster, "run", "--on", "slurm", "--resume", "run", *words[:3], TRAIN, "3", "0")
+    assert code == 0, err
+    assert state(project, cluster, "run")["state"] == "completed"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_failure_and_a_job_that_is_left_and_cancelled(project: Path, cluster: dict[str, str]) -> None:
+    (project / "bad.py").write_text("import tutti\nraise ValueError('boom')\n")
+    code, _, err = tutti(project, cluster, "run", "--on", "slurm", "--nproc", "1", "--folder", "bad", "bad.py")
+    assert code == 1
+    assert "ValueError: boom" in err
+    assert "failed" in err
+    words = ("run", "--on", "slurm", "--no-predict", "--nproc", "1", "--folder", "long", TRAIN, "500", "0.2")
+    with started(project, cluster, *words) as command:
+        assert wait_until(lambda: (project / "long/job.json").exists())
+        assert wait_until(lambda: (project / "long/run.json").exists())
+        command.send_signal(signal.SIGINT)
+        _, err = command.communicate(timeout=60)
+    assert command.returncode == 0
+    assert "the job goes on; `tutti attach long`" in err
+    assert state(project, cluster, "long")["state"] == "running"
+    assert tutti(project, cluster, "cancel", "long")[0] == 0
+    assert wait_until(lambda: state(project, cluster, "long")["state"] == "cancelled", 60)
+    code, _, err = tutti(project, cluster, "status")
+    assert code == 0
+    assert "long: cancelled" in err
+    assert "bad: failed" in err
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_job_that_never_starts_says_why(project: Path, cluster: dict[str, str]) -> None:
+    code, _, err = tutti(
+        project, cluster, "submit", "--nnodes", "9", "--nproc", "1", "--folder", "run", TRAIN, "1", "0"
+    )
+    assert code == 0, err
+    never = "PartitionConfig: it asks for more than the partition gives, so it never starts"
+    assert wait_until(lambda: state(project, cluster, "run")["reason"] == never)
+    assert tutti(project, cluster, "cancel", "run")[0] == 0
+    assert wait_until(lambda: state(project, cluster, "run")["state"] == "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--request", "partition=gpu"), "`sinfo --summarize` lists the partitions"),
+        (("--request", "gpus=4"), "`sinfo --Node --long` shows them"),
+        (("--request", "speed=9"), "slurm has no setting 'speed'; settings are partition, account"),
+        (("--request", "time=60s"), "ranks are told to write a checkpoint 90 s before the limit"),
+        (("--request", "time"), "'time' is no setting; write such as partition=gpu,time=2h"),
+        (("--on", "pbs"), "there is no scheduler 'pbs'; schedulers are slurm"),
+        (("--node-rank", "1"), "leave --rendezvous and --node-rank out"),
+        (("--mesh", "replicate=3"), "its mesh has 3 ranks, but --nproc starts 1"),
+    ],
+)
+def test_refusals(project: Path, cluster: dict[str, str], words: tuple[str, ...], said: str) -> None:
+    code, _, err = tutti(project, cluster, "submit", "--nproc", "1", "--folder", "run", *words, TRAIN, "1", "0")
+    assert code == 2, err
+    assert said in err
+    assert len(err.splitlines()) == 1, "one sentence"
+    assert not (project / "run/job.json").exists()
+
+
+def test_the_script_is_shown_and_nothing_is_made(project: Path) -> None:
+    settings = (
+        'partition = "gpu"\ntime = "2h"\ngpus = 4\nsetup = ["module load cuda"]\ncontainer = "apptainer exec i.sif"'
+    )
+    (project / "tutti.toml").write_text(f'[slurm]\n{settings}\noptions = ["--exclusive"]\n')
+    done = subprocess.run(
+        [*TUTTI, "submit", "--dry-run", "--nnodes", "2", "--nproc", "4", TRAIN, "--epochs", "a b"],
+        cwd=project, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert not (project / "runs").exists()
+    for line in ("--nodes=2", "--partition=gpu", "--time=120", "--gpus-per-node=4", "--cpus-per-task=4", "--exclusive"):
+        assert f"#SBATCH {line}\n" in done.stdout
+    assert "module load cuda\n" in done.stdout
+    assert f"exec apptainer exec i.sif {sys.executable} -m tutti.clusters.slurm_node" in done.stdout
+    checked = subprocess.run(["bash", "-n"], input=done.stdout, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[slurm", "cannot be read"),
+        ("[run]\nnnodes = 0\n", "run.nnodes"),
+        ("[slum]\n", "slum"),
+        ("x = 1\n", "x: Extra"),
+    ],
+)
+def test_a_damaged_profile_is_refused(project: Path, text: str, said: str) -> None:
+    (project / "tutti.toml").write_text(text)
+    done = subprocess.run([*TUTTI, "submit", TRAIN], cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"{project / 'tutti.toml'}" in done.stderr
+    assert said in done.stderr
