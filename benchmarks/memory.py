@@ -152,17 +152,14 @@ def describe(name: str) -> Any:
     """Return the workload's ModelSpec; runs in its own process."""
     import tutti
     from tutti.commands.describe import describe_captured
-    from tutti.trainer.capture import CaptureDone, capturing
+    from tutti.trainer.capture import capturing
 
     work = WORKLOADS[name]
     job = tutti.Job(global_batch_size=work.batch)
     model = work.model(False)
-    try:
-        with capturing():
-            job.prepare(model, work.optimizer(model.parameters(), lr=1e-3), work.data(work.batch, False), work.loss)
-    except CaptureDone as done:
-        return describe_captured(done.captured, name=name)
-    raise AssertionError("prepare went on while capturing")
+    with capturing() as capture:
+        job.prepare(model, work.optimizer(model.parameters(), lr=1e-3), work.data(work.batch, False), work.loss)
+    return describe_captured(capture.captured, name=name)
 
 
 def train(case: str, steps: int, tiny: bool) -> tuple[int, int]:

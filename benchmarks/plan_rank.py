@@ -38,6 +38,7 @@ from tutti.errors import TuttiError  # noqa: E402
 from tutti.launch.rank_main import is_peer_error  # noqa: E402
 from tutti.machine import StolenTime  # noqa: E402
 from tutti.profile.probe.probe_timing import MOST_STOLEN  # noqa: E402
+from tutti.trainer.metrics import read_rows  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
 
@@ -291,7 +292,7 @@ def recorded(counted: list[int]) -> dict[str, Any]:
     and peak memory.
     """
     file = RunFolder(Path(os.environ["TUTTI_RUN_FOLDER"])).rank(int(os.environ["RANK"])) / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(file)
     timings = [row for row in rows if row["kind"] == "step"]
     timings = [timings[number] for number in counted]
     phases = {name: statistics.median(row["phases"][name] for row in timings) for name in timings[0]["phases"]}

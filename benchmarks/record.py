@@ -63,9 +63,34 @@ def conditions(load_at_start: float) -> dict[str, Any]:
         "load_at_end": load(),
         "platform": platform.platform(),
         "python": sys.version.split()[0],
-        "versions": {name: metadata.version(name) for name in DISTRIBUTIONS},
+        "versions": {name: version_of(name) for name in DISTRIBUTIONS},
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain")),
+    }
+
+
+def version_of(name: str) -> str:
+    """Return a distribution's version; of tutti in a source tree, its own; "absent" without one."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        from tutti.config.version import VERSION
+
+        return f"{VERSION} (source tree)" if name == "tutti" else "absent"
+
+
+def document(
+    suite: str, result: dict[str, Any], configuration: dict[str, Any], load_at_start: float, *, quick: bool
+) -> dict[str, Any]:
+    """Return one suite's result document, as of now."""
+    return {
+        "suite": suite,
+        "evidence": "measured",
+        "ended_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "quick": quick,
+        "conditions": conditions(load_at_start),
+        "configuration": configuration,
+        **result,
     }
 
 
@@ -88,20 +113,11 @@ def write(
         quick: write to `benchmarks/out`, which git ignores.
         samples: write every sample; otherwise lists of samples are written as quartiles.
     """
-    now = datetime.now(UTC)
-    document = {
-        "suite": suite,
-        "evidence": "measured",
-        "ended_utc": now.isoformat(timespec="seconds"),
-        "quick": quick,
-        "conditions": conditions(load_at_start),
-        "configuration": configuration,
-        **result,
-    }
+    made = document(suite, result, configuration, load_at_start, quick=quick)
     folder = QUICK_RESULTS if quick else RESULTS
     folder.mkdir(parents=True, exist_ok=True)
-    path = free_path(folder, f"{now.date().isoformat()}-{suite}")
-    path.write_text(as_text(document if samples else summarised(document)), encoding="utf-8")
+    path = free_path(folder, f"{datetime.now(UTC).date().isoformat()}-{suite}")
+    path.write_text(as_text(made if samples else summarised(made)), encoding="utf-8")
     return path
 
 

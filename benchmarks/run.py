@@ -30,8 +30,23 @@ SUITES = (
     "buckets",
     "plan_search",
     "guard",
+    "events",
+    "host",
 )
-ON_REQUEST = ("allowances", "crossing", "links", "mixed", "plan", "pays", "threads", "tiers", "trades")
+ON_REQUEST = (
+    "allowances",
+    "crossing",
+    "faults",
+    "links",
+    "mixed",
+    "nvme",
+    "plan",
+    "pays",
+    "recover",
+    "threads",
+    "tiers",
+    "trades",
+)
 """Suites that run only when they are named: they need root, or many minutes."""
 
 

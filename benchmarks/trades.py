@@ -195,10 +195,12 @@ def sent_nbytes(loop: TuttiLoop) -> list[int]:
     """Return the bytes that this rank sent, step by step."""
     import torch.distributed as dist
 
+    from tutti.trainer.metrics import read_rows
+
     prepared = loop.job._prepared
     assert prepared is not None
     file = prepared.output.folder.rank(dist.get_rank()) / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = read_rows(file)
     return [row["sent_nbytes"] for row in rows if row["kind"] == "step"]
 
 
