@@ -1,0 +1,108 @@
+"""What happens to a run, and when: drawn from a seed, so that it can happen again."""
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+FaultKind = Literal["kill", "stop", "preempt", "kill-launcher", "full-disk"]
+Damage = Literal["none", "flipped", "truncated", "missing"]
+
+STEPS = 24
+EVERY = 4
+PLANS: dict[str, tuple[str, ...]] = {
+    "replicate": ("--mesh", "replicate=3"),
+    "shard-1": ("--mesh", "shard=2", "--shard", "level=1"),
+    "shard-2": ("--mesh", "shard=2", "--shard", "level=2"),
+    "shard-3": ("--mesh", "shard=2", "--shard", "level=3"),
+    "stage": ("--mesh", "stage=2"),
+    "split": ("--mesh", "split=2"),
+    "replicate-stage": ("--mesh", "replicate=2,stage=2"),
+    "local-sgd": ("--mesh", "replicate=2", "--sync", "local:4"),
+}
+RANKS = {"replicate": 3, "replicate-stage": 4}
+"""Ranks of a plan, where it does not have 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        step: it comes when some rank has begun this step.
+        delay_s: so long after that.
+        rank: the rank that suffers it.
+        damage: what then happens to a file of the newest checkpoint, of a run that has ended.
+    """
+
+    kind: FaultKind
+    step: int
+    delay_s: float
+    rank: int = 0
+    damage: Damage = "none"
+
+    def __str__(self) -> str:
+        who = f" of rank {self.rank}" if self.kind in ("kill", "stop") else ""
+        after = f", then a {self.damage} file" if self.damage != "none" else ""
+        return f"{self.kind}{who} in step {self.step} + {self.delay_s * 1e3:.0f} ms{after}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The plan of a run and its faults, in the order of their steps.
+
+    Attributes:
+        shrink: whether the run goes on without a rank that was killed.
+        workers: workers of the data loader of each rank.
+    """
+
+    seed: int
+    plan: str
+    faults: tuple[Fault, ...]
+    shrink: bool = False
+    workers: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return RANKS.get(self.plan, 2)
+
+    @property
+    def dropout(self) -> float:
+        """Dropout of the model; none where the number of ranks changes, because each rank draws its own masks."""
+        return 0.0 if self.shrink else 0.1
+
+    def __str__(self) -> str:
+        how = ("shrink, " if self.shrink else "") + (f"{self.workers} workers, " if self.workers else "")
+        return f"seed {self.seed}: {self.plan}, {how}{'; '.join(map(str, self.faults))}"
+
+
+def draw_schedule(seed: int, plan: str | None = None, *, root: bool = False) -> Schedule:
+    """Return the schedule of a seed.
+
+    Args:
+        seed: any number.
+        plan: the plan; drawn if None.
+        root: whether faults may be drawn that need root: a full disk.
+    """
+    drawn = random.Random(seed)
+    plan = plan or drawn.choice(sorted(PLANS))
+    kinds: list[FaultKind] = ["kill", "kill", "stop", "preempt", "kill-launcher", *(["full-disk"] if root else [])]
+    steps = sorted(drawn.sample(range(2, STEPS - 1), drawn.choice((1, 2, 2, 3))))
+    faults = tuple(_fault(drawn, drawn.choice(kinds), step, RANKS.get(plan, 2)) for step in steps)
+    # Replicas that diverge keep a state for each rank, so their number stays; it is refused by name.
+    kills = sum(fault.kind == "kill" for fault in faults)
+    shrinks = plan in ("replicate", "shard-1", "shard-2", "shard-3") and 0 < kills < RANKS.get(plan, 2)
+    return Schedule(
+        seed=seed, plan=plan, faults=faults, shrink=shrinks and drawn.random() < 0.4, workers=drawn.choice((0, 0, 1))
+    )
+
+
+def _fault(drawn: random.Random, kind: FaultKind, step: int, ranks: int) -> Fault:
+    ends = kind in ("preempt", "kill-launcher")
+    damages: tuple[Damage, ...] = ("none", "flipped", "truncated", "missing") if ends else ("none",)
+    return Fault(
+        kind=kind,
+        step=step,
+        delay_s=round(drawn.uniform(0, 0.08), 3),
+        rank=drawn.randrange(ranks),
+        damage=drawn.choice(damages),
+    )
