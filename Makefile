@@ -15,9 +15,13 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 CHECKED := src tests examples benchmarks
 DEMO_RUN := runs/demo
 BIGEARTHNET := runs/bigearthnet
+# Without an environment of its own, as on a machine without a network, the Python that has torch.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+# Many containers forbid to write bytecode; then every process of the tests compiles tutti, and pytest every test file.
+test long matrix compat fuzz chaos soak: export PYTHONDONTWRITEBYTECODE :=
 COMPAT = build/compat/torch-$(VERSION)-$(notdir $(PYTHON))
 
-.PHONY: help demo demo-bigearthnet test long compat matrix check lint spelling types house hooks docs bench plan-bench pays-bench clean install
+.PHONY: help demo demo-bigearthnet test long compat matrix fuzz chaos soak check lint spelling types house hooks docs bench plan-bench pays-bench gpu clean install
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -83,6 +87,15 @@ matrix: $(STAMP)  ## every kind of model by every plan against one device; write
 		$(if $(ONLY),--only '$(ONLY)',--page docs/matrix.md --json docs/matrix.json)
 	@$(if $(ONLY),true,$(BIN)/python -W ignore::UserWarning:multiprocessing.resource_tracker tests/matrix/checkpoints.py --page docs/matrix.md)
 
+fuzz: $(STAMP)  ## bad inputs for an hour: make fuzz MINUTES=60 SEED=0; each finding says how to see it again
+	@$(BIN)/python tests/fuzz/run.py --minutes $(or $(MINUTES),60) --seed $(or $(SEED),0)
+
+chaos: $(STAMP)  ## random faults while runs train, and the laws after them: make chaos SEEDS=20, or MINUTES=60; FIRST=0
+	@$(BIN)/python tests/chaos/run.py --first $(or $(FIRST),0) $(if $(MINUTES),--minutes $(MINUTES),--seeds $(or $(SEEDS),20))
+
+soak: $(STAMP)  ## train for long with checkpoints and loader workers; nothing may grow: make soak STEPS=50000
+	@$(BIN)/python tests/chaos/soak.py --steps $(or $(STEPS),50000)
+
 check: lint spelling types house  ## lint, spelling, types and the house's rules: what the commit hooks run
 
 lint: $(STAMP)  ## ruff: style and format
@@ -118,6 +131,9 @@ plan-bench: $(STAMP)  ## measure every plan between 2 hosts of a lab beside its 
 
 pays-bench: $(STAMP)  ## time to a quality between hosts of a lab, beside DDP and peers (root, 25 minutes; QUICK=1, RESUME=1)
 	@$(BIN)/python benchmarks/run.py pays $(if $(QUICK),--quick) $(if $(RESUME),--resume)
+
+gpu:  ## what one GPU can prove: make gpu ONLY=correct,speed WHEELS=folder (REHEARSE=1: the same code on the CPU)
+	@$(GPU_PYTHON) benchmarks/gpu.py $(ONLY) $(if $(REHEARSE),--rehearse) $(if $(WHEELS),--wheels $(WHEELS))
 
 clean:  ## remove the virtual environment, caches and runs
 	@rm -rf $(VENV) runs build site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

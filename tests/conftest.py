@@ -1,6 +1,7 @@
 """The order of files: those that start ranks or commands come first, so that no long one is left to a single worker."""
 
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import PurePath
 
@@ -9,7 +10,9 @@ import torch
 
 os.environ["COLUMNS"] = "160"  # the width of tables, which tests of other widths set themselves
 
-SLOW_FOLDERS = ("matrix", "examples", "launch", "lab", "consistency")
+os.environ.setdefault("TUTTI_SECRET", secrets.token_hex(32))  # of runs on several hosts; the user's file is left alone
+
+SLOW_FOLDERS = ("matrix", "chaos", "examples", "launch", "lab", "benchmarks", "planner")
 
 
 def _is_slow(item: pytest.Item) -> bool:

@@ -5,7 +5,11 @@ What has been loaded is set apart from the collection of garbage, so that ranks 
 
 import gc
 
+from numba.core.registry import cpu_target
+
 from tutti.trainer.run_header import environment_hash
 
 environment_hash()
+cpu_target.typing_context.refresh()  # the registries that the first kernel of a rank would load: 0.4 s
+cpu_target.target_context.refresh()
 gc.freeze()

@@ -43,8 +43,8 @@ CALLED_BY_USERS = {
         "Callback", "EarlyStopping", "Logger", "CSVLogger", "TensorBoardLogger",
     },
     "tutti.nn": {
-        "BlockPattern", "BlockSparseSelfAttention", "EmbeddingTables", "MixtureOfExperts", "auxiliary_loss",
-        "block_sparse_attention",
+        "BlockPattern", "BlockSparseSelfAttention", "EmbeddingTables", "MixtureOfExperts", "attention",
+        "auxiliary_loss", "block_sparse_attention", "document_numbers",
     },
     "tutti.checkpoint": {
         "export_dcp", "import_dcp", "latest_checkpoint", "to_safetensors", "to_state_dict"

@@ -59,6 +59,7 @@ PUBLIC_NAMES = [
     "synchronized",
     "validate",
     "verify",
+    "why",
 ]
 
 

@@ -7,6 +7,8 @@ load torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tutti.config.version import VERSION
+
 if TYPE_CHECKING:
     from tutti.commands.calibrate import calibrate
     from tutti.commands.describe import describe
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from tutti.commands.run import run
     from tutti.commands.validate import validate
     from tutti.commands.verify import verify
+    from tutti.commands.why import why
     from tutti.config.cluster import ClusterSpec
     from tutti.config.model import ModelSpec
     from tutti.config.plan import Plan
@@ -71,9 +74,10 @@ _HOMES = {
     "synchronized": "tutti.nn.annotations",
     "validate": "tutti.commands.validate",
     "verify": "tutti.commands.verify",
+    "why": "tutti.commands.why",
 }
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "AveragedWeights",
     "CSVLogger",
@@ -110,6 +114,7 @@ __all__ = [
     "synchronized",
     "validate",
     "verify",
+    "why",
 ]
 
 

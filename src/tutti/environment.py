@@ -1,15 +1,17 @@
 """Environment variables, which are read only here: which rank this process is, and what the launcher asks of it."""
 
+import math
 import os
 import socket
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tutti.config.compression import Compression, parse_compression
 from tutti.config.mesh_axes import parse_mesh
 from tutti.config.plan import SyncPlan
+from tutti.config.run_folder import checkpoint_place
 from tutti.config.sync_notation import parse_sync
 from tutti.config.vocabulary import AxisName
 from tutti.errors import LaunchError
@@ -73,13 +75,24 @@ class LaunchOptions:
     Attributes:
         mesh: degrees by axis, where no plan file is given.
         bucket_mb: size of gradient buckets in MiB as text, or "auto" to measure it.
+        shard: settings of the plan's sharding as text, such as "level=2,engine=fsdp2".
         resume: a run folder or a checkpoint.
+        recover: ranks outlive the loss of others, and keep their state in memory for that.
+        recover_from: the rank that has the state in memory to continue from, and the number of its updates.
+        generators: file for this rank's states of random generators.
+        lost_generators: the file of the rank whose place this rank takes.
+        restarted: the launcher started the ranks again: `resume` is newer than what the script resumes from.
         observer: "module:factory" of an observer to load.
         steps: number of steps that the observer `stop_after_steps` lets the run make.
         supervised: whether `tutti run` watches the ranks: it keeps their output and reports their failures.
         timeout_s: longest wait for other ranks.
         frugal: give freed memory back to the system at once.
         profile: number of steps that torch's profiler records.
+        share_device: ranks may compute on the same accelerator.
+        bind_cores: bind each rank to the cores near its device.
+        threads_stated: the user chose the number of threads.
+        stop_at_s: Unix time in seconds after which the run stops with a checkpoint.
+        stop_signals: whether SIGTERM and SIGUSR1 stop the run with a checkpoint.
     """
 
     run_folder: Path | None = None
@@ -88,7 +101,8 @@ class LaunchOptions:
     compress: Compression | None = None
     sync: SyncPlan | None = None
     bucket_mb: str | None = None
-    resume: Path | None = None
+    shard: str | None = None
+    resume: Path | str | None = None
     observer: str | None = None
     recording: Recording | None = None
     checkpoint_every: int | None = None
@@ -97,6 +111,17 @@ class LaunchOptions:
     timeout_s: float = 600.0
     frugal: bool = False
     profile: int | None = None
+    share_device: bool = False
+    bind_cores: bool = False
+    threads_stated: bool = False
+    stop_at_s: float | None = None
+    stop_signals: bool = True
+    restarted: bool = False
+    recover: bool = False
+    recover_from: tuple[int, int] | None = None
+    generators: Path | None = None
+    lost_generators: Path | None = None
+    checkpoint_store: str | None = None
 
 
 def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOptions:
@@ -113,7 +138,8 @@ def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOption
         sync=parse_sync(environ["TUTTI_SYNC"]) if environ.get("TUTTI_SYNC") else None,
         compress=parse_compression(environ["TUTTI_COMPRESS"]) if environ.get("TUTTI_COMPRESS") else None,
         bucket_mb=environ.get("TUTTI_BUCKET_MB") or None,
-        resume=path("TUTTI_RESUME"),
+        shard=environ.get("TUTTI_SHARD") or None,
+        resume=checkpoint_place(environ["TUTTI_RESUME"]) if environ.get("TUTTI_RESUME") else None,
         observer=environ.get("TUTTI_OBSERVER") or None,
         recording=_recording(environ),
         checkpoint_every=_number(environ, "TUTTI_CHECKPOINT_EVERY") if every else None,
@@ -121,8 +147,36 @@ def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOption
         supervised=environ.get("TUTTI_SUPERVISED") == "1",
         frugal=environ.get("TUTTI_FRUGAL") == "1",
         profile=_number(environ, "TUTTI_PROFILE") if environ.get("TUTTI_PROFILE") else None,
-        timeout_s=float(environ.get("TUTTI_TIMEOUT_S", "600")),
+        timeout_s=_seconds(environ, "TUTTI_TIMEOUT_S", 600.0),
+        share_device=environ.get("TUTTI_SHARE_DEVICE") == "1",
+        bind_cores=_binds_cores(environ),
+        threads_stated=environ.get("TUTTI_THREADS_STATED") == "1",
+        stop_at_s=_seconds(environ, "TUTTI_STOP_AT_S") if environ.get("TUTTI_STOP_AT_S") else None,
+        stop_signals=environ.get("TUTTI_STOP_SIGNALS") != "0",
+        restarted=environ.get("TUTTI_RESTARTED") == "1",
+        recover=environ.get("TUTTI_RECOVER") == "memory",
+        recover_from=_holder(environ),
+        generators=path("TUTTI_GENERATORS"),
+        lost_generators=path("TUTTI_LOST_GENERATORS"),
+        checkpoint_store=environ.get("TUTTI_CHECKPOINT_STORE") or None,
     )
+
+
+def _holder(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    text = environ.get("TUTTI_RECOVER_FROM")
+    if not text:
+        return None
+    rank, _, step = text.partition(" ")
+    if not (rank.isdecimal() and step.isdecimal()):
+        raise LaunchError(f"TUTTI_RECOVER_FROM={text!r} is no rank and step; unset it: `tutti run` sets it")
+    return int(rank), int(step)
+
+
+def _binds_cores(environ: Mapping[str, str]) -> bool:
+    value = environ.get("TUTTI_BIND_CORES") or "none"
+    if value not in ("auto", "none"):
+        raise LaunchError(f"TUTTI_BIND_CORES={value!r} is neither auto nor none; set it to one of them, or unset it")
+    return value == "auto"
 
 
 def _recording(environ: Mapping[str, str]) -> Recording | None:
@@ -184,6 +238,20 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         ) from None
 
 
+def _seconds(environ: Mapping[str, str], name: str, default: float = math.nan) -> float:
+    """Return a time that a variable states: a finite number of seconds above 0."""
+    text = environ.get(name)
+    try:
+        seconds = default if text is None else float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise LaunchError(
+            f"environment variable {name}={text!r} is not a number of seconds above 0; set it to one, or unset it"
+        )
+    return seconds
+
+
 def _from_variables(
     environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str, launcher: str
 ) -> RankEnvironment:
@@ -195,6 +263,11 @@ def _from_variables(
         local_world_size=_number(environ, local_size, 1 if world_size == 1 else world_size),
         launcher="tutti" if "TUTTI_RENDEZVOUS" in environ else launcher,
     )
+    if not 0 <= rank_environment.local_rank < rank_environment.local_world_size:
+        raise LaunchError(
+            f"local rank {rank_environment.local_rank} does not fit the {rank_environment.local_world_size} ranks of "
+            f"this host; set {local_rank} to 0..{local_size}-1, or unset both"
+        )
     return _with_rendezvous(rank_environment, environ, _mpi_host(environ), _mpi_job(environ))
 
 
@@ -210,6 +283,18 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     )
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
     return _with_rendezvous(rank_environment, environ, _slurm_host(environ), job)
+
+
+def slurm_nodes(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return the number of nodes of the Slurm step that this process is a task of, and this node's; (1, 0) outside."""
+    if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
+        return 1, 0
+    return _number(environ, "SLURM_STEP_NUM_NODES", 1), _number(environ, "SLURM_NODEID", 0)
+
+
+def gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the first interface that Gloo is told to listen on; empty if it is told none."""
+    return environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
@@ -237,6 +322,8 @@ def _with_rendezvous(
             )
         port = _number(environ, "MASTER_PORT", RENDEZVOUS_PORTS[zlib.crc32(job.encode()) % len(RENDEZVOUS_PORTS)])
         rendezvous = f"tcp://{host}:{port}"
+    if rendezvous:
+        _check_rendezvous(rendezvous)
     return RankEnvironment(
         rank=rank_environment.rank,
         world_size=rank_environment.world_size,
@@ -245,6 +332,19 @@ def _with_rendezvous(
         rendezvous=rendezvous,
         launcher=rank_environment.launcher,
     )
+
+
+def _check_rendezvous(address: str) -> None:
+    """Refuse an address that is neither file:///PATH nor tcp://HOST:PORT."""
+    scheme, separator, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    known = scheme == "file" and rest.startswith("/")
+    known |= scheme == "tcp" and bool(host) and port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536
+    if not (separator and known):
+        raise LaunchError(
+            f"the ranks cannot meet at {address!r}: give file:///PATH or tcp://HOST:PORT with a port of 1 to 65535, by "
+            "TUTTI_RENDEZVOUS, or by MASTER_ADDR and MASTER_PORT"
+        )
 
 
 def _mpi_host(environ: Mapping[str, str]) -> str:
@@ -281,3 +381,131 @@ SHARED_MEMORY_ON, SHARED_MEMORY_OFF = "on", "off"
 def shared_memory_setting(environ: Mapping[str, str] = os.environ) -> str:
     """Return the variable's value unchecked, because all ranks must refuse an invalid one together."""
     return environ.get(SHARED_MEMORY_VARIABLE) or SHARED_MEMORY_ON
+
+
+SECRET_VARIABLE, SECRET_FILE_VARIABLE = "TUTTI_SECRET", "TUTTI_SECRET_FILE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecretSettings:
+    """Where the secret of a job may be.
+
+    Attributes:
+        secret: the secret itself; empty if it is not given. Not shown.
+        named_file: the file that the user names.
+        users_file: the file in the user's folder of settings.
+    """
+
+    secret: str = field(repr=False)
+    named_file: Path | None
+    users_file: Path
+
+
+def secret_settings(environ: Mapping[str, str] = os.environ) -> SecretSettings:
+    """Return where the secret of a job may be."""
+    named = environ.get(SECRET_FILE_VARIABLE)
+    folder = environ.get("XDG_CONFIG_HOME")
+    return SecretSettings(
+        secret=environ.get(SECRET_VARIABLE, ""),
+        named_file=Path(named) if named else None,
+        users_file=(Path(folder) if folder else Path("~/.config").expanduser()) / "tutti" / "secret",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStore:
+    """The store that torchrun's agent offers its ranks.
+
+    Attributes:
+        attempt: tells the run and its restarts apart.
+    """
+
+    attempt: str
+
+
+def agent_store(environ: Mapping[str, str] = os.environ) -> AgentStore | None:
+    """Return what identifies the store of torchrun's agent at the rendezvous; None where rank 0 makes a store there."""
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "TUTTI_RENDEZVOUS" in environ:
+        return None
+    return AgentStore(f"{environ.get('TORCHELASTIC_RUN_ID', '')} {environ.get('TORCHELASTIC_RESTART_COUNT', '')}")
+
+
+def state_interface(name: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let Gloo listen on one network interface, unless the user has named one.
+
+    Args:
+        name: the interface.
+        environ: the variables.
+    """
+    environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the GPUs that CUDA may show this process, as numbers, UUIDs or MIG instances; empty for all."""
+    return [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+
+
+def visible_entry(kind: str, index: int, *, rocm: bool, environ: Mapping[str, str] = os.environ) -> str:
+    """Return which entry of the variables that choose devices a visible device is; empty if none of them is set.
+
+    Args:
+        kind: the device's kind in torch.
+        index: its number in torch.
+        rocm: whether torch was built for ROCm, which reads CUDA_VISIBLE_DEVICES only without HIP_VISIBLE_DEVICES.
+        environ: the environment variables.
+    """
+    hip = ("HIP_VISIBLE_DEVICES",) if "HIP_VISIBLE_DEVICES" in environ else ("CUDA_VISIBLE_DEVICES",)
+    of_kind = {
+        "cuda": (*hip, "ROCR_VISIBLE_DEVICES") if rocm else ("CUDA_VISIBLE_DEVICES",),
+        "xpu": ("ZE_AFFINITY_MASK",),
+    }
+    words = []
+    for name in of_kind.get(kind, ()):
+        entries = environ.get(name, "").split(",")
+        if environ.get(name) and index < len(entries):
+            words.append(f"entry {entries[index].strip()} of {name}={environ[name]}")
+            index = int(entries[index]) if entries[index].strip().isdigit() else index
+    return ", ".join(words)
+
+
+def choose_interface(node_of: Mapping[str, int | None], node: int | None) -> str:
+    """Let Gloo use the interface on a rank's NUMA node, if the launcher found several in the job's network.
+
+    Args:
+        node_of: the NUMA node of each network card.
+        node: the rank's NUMA node; None if it has none.
+
+    Returns:
+        The interface that was chosen instead of the launcher's; empty if that stays.
+    """
+    candidates = os.environ.get("TUTTI_INTERFACES", "").split(",")
+    near = [name for name in candidates if name and node is not None and node_of.get(name) == node]
+    if not near or os.environ.get("GLOO_SOCKET_IFNAME") in near:
+        return ""
+    os.environ["GLOO_SOCKET_IFNAME"] = near[0]
+    return near[0]
+
+
+_OPTIONS = {
+    "TUTTI_SHARD": "--shard",
+    "TUTTI_SYNC": "--sync",
+    "TUTTI_COMPRESS": "--compress",
+    "TUTTI_BUCKET_MB": "--bucket-mb",
+    "TUTTI_CHECKPOINT_EVERY": "--checkpoint-every",
+    "TUTTI_CHECKPOINT_STORE": "--checkpoint-store",
+}
+
+
+def options_given(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the options of `tutti run` that this rank was started with and that a repeated command needs."""
+    return [word for name, option in _OPTIONS.items() if environ.get(name) for word in (option, environ[name])]
+
+
+def slurm_restarts(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how often Slurm has started this job again, after it was requeued."""
+    return _number(environ, "SLURM_RESTART_COUNT", 0)
+
+
+def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return this user's folder for what tutti remembers from run to run."""
+    return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tutti"

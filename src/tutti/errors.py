@@ -4,6 +4,7 @@ Each message names what is wrong, where (file, field, module, rank), and ends wi
 line prints the message without a traceback and exits with `exit_code`.
 """
 
+import re
 import sys
 import types
 
@@ -16,6 +17,20 @@ class TuttiError(Exception):
     """
 
     exit_code = 2
+
+    def __init__(self, message: object = "", *others: object) -> None:
+        super().__init__(_LONG_WORD.sub(_shortened, message) if isinstance(message, str) else message, *others)
+
+
+RESUMABLE = 75
+"""Exit code (EX_TEMPFAIL of sysexits.h) of a rank that stopped with a checkpoint, and of a run of such ranks."""
+
+_LONG_WORD = re.compile(r"\S{250,}")
+"""What no name, path or number that a person gave on purpose is like."""
+
+
+def _shortened(word: re.Match[str]) -> str:
+    return f"{word.group()[:80]}... ({len(word.group()):,} characters)"
 
 
 class SpecError(TuttiError, ValueError):
@@ -73,6 +88,32 @@ class NoCheckpointError(CheckpointError):
     exit_code = 2
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not what was saved: a part of it is damaged, truncated, missing, or of another checkpoint.
+
+    Attributes:
+        finding: what is wrong with which file, without the remedy.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, finding: str = "") -> None:
+        super().__init__(message)
+        self.finding = finding or message
+
+
+class EventRecordError(TuttiError):
+    """A file is no flight record, or is damaged."""
+
+    exit_code = 2
+
+
+class StoreError(CheckpointError):
+    """An object store of checkpoints cannot be opened, read or written."""
+
+    exit_code = 2
+
+
 class ReportError(TuttiError):
     """A run folder cannot be reported on, or a comparison is refused because it would mislead."""
 
@@ -85,7 +126,9 @@ def _place(frame: types.FrameType) -> str:
 
 __all__ = [
     "CheckpointError",
+    "DamagedCheckpointError",
     "DataError",
+    "EventRecordError",
     "LabError",
     "LaunchError",
     "NoCheckpointError",
@@ -94,6 +137,7 @@ __all__ = [
     "ReportError",
     "ScriptError",
     "SpecError",
+    "StoreError",
     "TrainingError",
     "TuttiError",
 ]

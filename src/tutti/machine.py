@@ -1,13 +1,48 @@
-"""What the machine itself does to a run: core time stolen by a hypervisor, and energy drawn."""
+"""What the machine itself does to a run: core time stolen by a hypervisor, energy drawn, folders for sockets."""
 
 import contextlib
+import functools
 import importlib
+import multiprocessing
+import multiprocessing.util
 import os
+import resource
+import shutil
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
+_LONGEST_SOCKET_FOLDER = 70
+"""Characters of a folder in which multiprocessing can name its sockets; a socket's path has at most 107."""
+
+_MOST_CORES = 8
+"""Cores whose clock is read."""
+
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # a private folder is made there
+
+
+def use_short_socket_folder() -> bool:
+    """Let multiprocessing make its sockets in a folder with a short path where TMPDIR is long, also in child processes.
+
+    Returns:
+        Whether there is such a folder.
+    """
+    folder = tempfile.gettempdir()
+    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if len(os.fsencode(folder)) <= _LONGEST_SOCKET_FOLDER or "tempdir" in settings:
+        return True
+    for short in _SHORT_FOLDERS:
+        with contextlib.suppress(OSError):
+            settings["tempdir"] = made = tempfile.mkdtemp(prefix="pymp-", dir=short)
+            remove = multiprocessing.util.Finalize
+            remove(None, shutil.rmtree, args=(made,), kwargs={"ignore_errors": True}, exitpriority=-100)
+            return True
+    return False
 
 
 def stolen_s() -> float:
@@ -56,6 +91,64 @@ def _own_s() -> float:
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             total += sum(child.cpu_times()[:2])
     return float(total)
+
+
+class ProcessLoad:
+    """Measures what the system does to this process from now on."""
+
+    def __init__(self) -> None:
+        self._began = _process_counts()
+
+    def passed(self) -> dict[str, float]:
+        """Return what has happened since.
+
+        Returns:
+            Seconds of `processor_s` (all threads), `waited_s` (of the main thread for a core), `throttled_s` (by the
+            limit of its cgroup), `stolen_s` (by a hypervisor, of all cores), `memory_s` (in which some task of its
+            cgroup waited for memory); `faults`, the major page faults; and `clock_hz` of its core now. 0 where the
+            system does not tell.
+        """
+        now = _process_counts()
+        return {name: now[name] - began for name, began in self._began.items()} | {"clock_hz": _clock_hz()}
+
+
+def _process_counts() -> dict[str, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    scheduled = _text(f"/proc/self/task/{threading.main_thread().native_id}/schedstat").split()
+    group = _cgroup()
+    throttled = dict(line.split() for line in _text(f"{group}/cpu.stat").splitlines() if line.count(" ") == 1)
+    pressure = _text(f"{group}/memory.pressure") or _text("/proc/pressure/memory")
+    stalled = pressure.partition("total=")[2].split()
+    return {
+        "processor_s": used.ru_utime + used.ru_stime,
+        "waited_s": int(scheduled[1]) / 1e9 if len(scheduled) > 1 else 0.0,
+        "throttled_s": int(throttled.get("throttled_usec", 0)) / 1e6,
+        "stolen_s": stolen_s(),
+        "memory_s": int(stalled[0]) / 1e6 if stalled else 0.0,
+        "faults": float(used.ru_majflt),
+    }
+
+
+@functools.cache
+def _cgroup() -> str:
+    """The folder of this process's cgroup (version 2)."""
+    line = next((line for line in _text("/proc/self/cgroup").splitlines() if line.startswith("0::")), "0::")
+    return f"/sys/fs/cgroup{line[3:].rstrip('/')}"
+
+
+def _clock_hz() -> float:
+    """The mean clock of the cores that this process may use, as the kernel scales it; 0 where it does not tell."""
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+    files = [f"/sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq" for core in cores]
+    clocks = [1e3 * float(text) for text in map(_text, files[:_MOST_CORES]) if text.strip().isdigit()]
+    return sum(clocks) / len(clocks) if clocks else 0.0
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 POWERCAP = Path("/sys/class/powercap")

@@ -14,6 +14,7 @@ from tutti.config.cluster import (
     CompressRate,
     Conditions,
     ConvolutionRate,
+    CopyRate,
     DeviceSpec,
     GemmRate,
     ImageRate,
@@ -97,7 +98,7 @@ DEVICE = DeviceSpec(
     convolution_rates=(ConvolutionRate(weight_nbytes=2**20, relative=1.5),),
     image_rates=(ImageRate(pixels=16, relative=1.2),),
     vector_rates=(VectorRate(kind="pool", forward=0.002, backward=0.03),),
-    efficiency={"conv": 0.5}, power_w=100.0, price_per_device_hour=1.0, year=2024,
+    efficiency={"conv": 0.5}, launch_s=5e-6, power_w=100.0, price_per_device_hour=1.0, year=2024,
 )  # fmt: skip
 LINK = LinkSpec(
     tier="node", latency_s=1e-5, bandwidth_bytes_per_s=1e9, large_nbytes=2**20, large_bandwidth_bytes_per_s=1e8,
@@ -106,7 +107,17 @@ LINK = LinkSpec(
 FULL = ClusterSpec(
     name="ours",
     devices={"card": DEVICE},
-    nodes=(NodeSpec(name="host", device="card", memory_nbytes=2**34, disk_read_bytes_per_s=1e9),),
+    nodes=(
+        NodeSpec(
+            name="host",
+            device="card",
+            memory_nbytes=2**34,
+            disk_read_bytes_per_s=1e9,
+            host_link_bytes_per_s=1e9,
+            copy_rates=(CopyRate(direction="to_host", pinned=True, bytes_per_s=1e9),),
+            memory_bandwidth_bytes_per_s=1e9,
+        ),
+    ),
     links=(LINK,),
     conditions=Conditions(measured_utc="", cores_granted=2, load_at_start=0.0, load_at_end=0.0, versions={}),
     shared_read_bytes_per_s=1e9,
@@ -160,7 +171,7 @@ def test_every_number_of_every_spec_is_one_that_a_machine_can_have(part: Any, na
 
 
 def test_every_kind_of_spec_is_looked_at() -> None:
-    rates = {GemmRate, MemoryRate, WeightRate, CompressRate, ConvolutionRate, ImageRate, VectorRate}
+    rates = {GemmRate, MemoryRate, WeightRate, CompressRate, ConvolutionRate, CopyRate, ImageRate, VectorRate}
     kinds = {ClusterSpec, DeviceSpec, LinkPoint, LinkSpec, NodeSpec, Conditions}
     assert {type(part) for part in parts_of(FULL)} == kinds | rates
     assert len({(type(part), name) for part, name in EVERY}) >= 45

@@ -11,7 +11,7 @@ from tutti.config.cluster import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
 from tutti.config.model import ModelSpec, ModuleSpec, OpCost
 from tutti.config.pipeline_schedule import Action
 from tutti.config.plan import BatchPlan, LayoutRule, Plan, SyncPlan
-from tutti.config.prediction import RankMemory
+from tutti.config.prediction import DEVICE_PARTS, RankMemory
 from tutti.config.run_folder import RunFolder
 from tutti.errors import PlanError, SpecError
 
@@ -131,6 +131,5 @@ def test_a_model_is_the_sum_of_its_modules() -> None:
 
 
 def test_memory_total_counts_every_part_once() -> None:
-    parts = [field.name for field in dataclasses.fields(RankMemory)]
-    memory = RankMemory(**{name: 2.0**i for i, name in enumerate(parts)})
-    assert memory.total == 2 ** len(parts) - 1
+    memory = RankMemory(**{name: 2.0**i for i, name in enumerate(DEVICE_PARTS)}, host=0.5)
+    assert memory.total == 2 ** len(DEVICE_PARTS) - 1

@@ -11,8 +11,10 @@ from torch.utils.data import TensorDataset
 from against_one import Subject
 from harness import run_ranks
 from trainer.several import assert_refused, refusals
-from tutti.config.plan import BatchPlan, Plan, ShardingPlan
+from tutti.config.compression import parse_compression
+from tutti.config.plan import BatchPlan, LayoutRule, Plan, ShardingPlan, SyncPlan
 from tutti.config.refusals import check_plan
+from tutti.config.sync_notation import parse_sync
 from tutti.errors import PlanError
 from tutti.parallel.preview import explain_layout
 
@@ -30,6 +32,18 @@ REFUSED: dict[str, dict[str, Any]] = {
         "context": "all-to-all",
     },
     "needs sharding level 2 or 3": {"mesh": {"shard": 4}, "sharding": ShardingPlan(level=1, offload="parameters")},
+    "parameters cannot be copied to the device": {"mesh": {"stage": 4}, "sharding": ShardingPlan(offload="optimizer")},
+    "host are reduced over all replicas": {
+        "mesh": {"replicate": 4},
+        "sync": parse_sync("local:8"),
+        "sharding": ShardingPlan(offload="optimizer"),
+    },
+    "host are reduced exactly": {
+        "mesh": {"replicate": 4},
+        "sync": SyncPlan(compress=parse_compression("one-bit")),
+        "sharding": ShardingPlan(offload="optimizer"),
+    },
+    "would come back out of order": {"mesh": {"stage": 4}, "layout": (LayoutRule(modules="0", offload=True),)},
 }
 
 

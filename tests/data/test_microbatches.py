@@ -19,7 +19,8 @@ import tutti
 from harness import run_ranks
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
-from tutti.data.microbatches import LoadedBatch, collate_share, leaves, split_batch, to_device
+from tutti.data.device_copies import to_device
+from tutti.data.microbatches import LoadedBatch, collate_share, leaves, split_batch
 from tutti.data.samples import read_source
 from tutti.data.share_loader import ShareLoader
 from tutti.errors import DataError

@@ -8,20 +8,32 @@ from pathlib import Path
 from house.tree import imports, module_name, syntax_nodes
 
 _BASE = frozenset(
-    {"errors", "machine", "host_memory", "environment", "config", "comm", "compression", "optim", "data", "nn"}
+    {"errors", "machine", "host_memory", "host_topology", "direct_io", "float32_precision", "environment", "config"}
+    | {"background_thread", "event_record", "stack_watch", "surviving_rank", "comm", "compression", "optim", "data"}
+    | {"nn"}
 )
 
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "machine": frozenset(),
     "host_memory": frozenset(),
+    "host_topology": frozenset(),
+    "network_interfaces": frozenset({"errors"}),
+    "direct_io": frozenset({"errors"}),
+    "float32_precision": frozenset(),
+    "background_thread": frozenset(),
+    "event_record": frozenset({"errors"}),
+    "stack_watch": frozenset({"errors", "event_record"}),
+    "surviving_rank": frozenset(),
     "environment": frozenset({"errors", "config"}),
+    "terminal": frozenset({"config"}),
     "config": frozenset({"errors"}),
     "cost_model": frozenset({"errors", "config"}),
     "planner": frozenset({"errors", "config", "cost_model"}),
-    "comm": frozenset({"errors", "machine", "environment", "config"}),
+    "comm": frozenset({"errors", "machine", "host_topology", "network_interfaces", "environment", "config"})
+    | {"event_record", "surviving_rank"},
     "compression": frozenset({"errors", "config", "comm"}),
-    "profile": frozenset({"errors", "machine", "config", "compression", "comm"}),
+    "profile": frozenset({"errors", "machine", "direct_io", "float32_precision", "config", "compression", "comm"}),
     "validation": frozenset({"errors", "config", "cost_model", "profile"}),
     "optim": frozenset({"errors", "config"}),
     "data": frozenset({"errors", "machine", "config"}),
@@ -30,11 +42,13 @@ ALLOWED: dict[str, frozenset[str]] = {
     "local_sgd": _BASE | {"parallel"},
     "async_sgd": _BASE | {"parallel", "local_sgd"},
     "checkpoint": _BASE | {"parallel", "local_sgd"},
-    "trainer": _BASE | {"parallel", "local_sgd", "checkpoint"},
+    "trainer": _BASE | {"parallel", "local_sgd", "checkpoint", "terminal"},
     "verification": _BASE | {"profile", "parallel", "local_sgd", "checkpoint", "trainer"},
-    "launch": frozenset({"errors", "config"}),
+    "launch": frozenset({"errors", "machine", "host_topology", "network_interfaces", "config"})
+    | {"event_record", "stack_watch", "surviving_rank"},
     "lab": frozenset({"errors", "config"}),
-    "reporting": frozenset({"errors", "config"}),
+    "clusters": frozenset({"errors", "environment", "config"}),
+    "reporting": frozenset({"errors", "event_record", "config", "terminal"}),
 }
 """Layer -> the lower layers that it may import, besides itself. `cli` may import all; no other layer imports it."""
 

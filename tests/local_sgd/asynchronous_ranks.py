@@ -18,6 +18,7 @@ from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.sync_notation import parse_sync
 from tutti.errors import TuttiError
+from tutti.trainer.metrics import read_rows
 from tutti.trainer.run_state import Run
 
 PATIENCE_S = 60.0
@@ -107,7 +108,7 @@ def averaged_pairs(count: int) -> dict[str, Any]:
             until(lambda least=number: run.state.consistency.exchanges >= least)
         job.step(batch)
     met(run)
-    rows = run.output.folder.metrics.read_text().count('"max"') if job.is_main else 0
+    rows = str(read_rows(run.output.folder.metrics)).count("'max'") if job.is_main else 0
     found = {"start": start, "changed": changed, "end": values(model), "measured": rows}
     return {**found, "exchanges": run.state.consistency.exchanges}
 

@@ -1,6 +1,5 @@
 """Training with replicas that differ: what every rank has after every step."""
 
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from tutti.config.compression import parse_compression
 from tutti.config.plan import BatchPlan, Plan, SyncPlan
 from tutti.config.sync_notation import parse_sync, with_mode
 from tutti.parallel.layout import local_tensors
+from tutti.trainer.metrics import read_rows
 
 
 class Choosy(nn.Module):
@@ -150,11 +150,7 @@ def train(told: Told, world_size: int, resume: str | None = None) -> Seen:
     run.state.consistency.finish(run.parallel)
     run.state.consistency.on_exit(run.parallel)
     seen.after = {name: tensor.detach().clone() for name, tensor in local_tensors(model)}
-    rows = (
-        [json.loads(line) for line in run.output.folder.metrics.read_text().splitlines()]
-        if run.parallel.world.is_main
-        else []
-    )
+    rows = read_rows(run.output.folder.metrics) if run.parallel.world.is_main else []
     seen.rows = [row for row in rows if row["kind"] == "step"]
     return seen
 

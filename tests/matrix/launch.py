@@ -52,10 +52,12 @@ class Cell:
 
 
 class Runner:
-    """Carries out cells; `folder`: for one device's trainings, each made once. `limit_s`: of a cell."""
+    """Carries out cells; `folder`: for one device's trainings, each made once. `limit_s`: of a cell. `foresee`: predict
+    their peaks, for the page.
+    """
 
-    def __init__(self, folder: Path, limit_s: float) -> None:
-        self.folder, self.limit_s = folder, limit_s
+    def __init__(self, folder: Path, limit_s: float, *, foresee: bool = True) -> None:
+        self.folder, self.limit_s, self.foresee = folder, limit_s, foresee
         self._ones: dict[Path, Outcome] = {}
         harness.preload(*(f"transformers.{name}" for name in PRELOAD), "matrix.cell")
 
@@ -65,7 +67,8 @@ class Runner:
         with ThreadPoolExecutor(jobs) as pool:
             first = {self._reference(family, column): (family, column) for family, column in ready}
             made = pool.map(lambda pair: self._launch(*pair, one=True), first.values())
-            list(pool.map(self._describe, {family.name for family, _ in ready}))
+            if self.foresee:
+                list(pool.map(self._describe, {family.name for family, _ in ready}))
             self._ones = dict(zip(first, (outcomes[0] for outcomes in made), strict=True))
 
             def cell(pair: tuple[Family, Column]) -> Cell:

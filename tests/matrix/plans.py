@@ -130,7 +130,30 @@ def _sharded() -> list[Column]:
                 **options,  # type: ignore[arg-type]
             )
         )
-    return columns
+    return [*columns, *_fsdp2()]
+
+
+def _fsdp2() -> list[Column]:
+    """Levels 2 and 3 by torch's fully_shard."""
+
+    def column(level: int, words: str, quick: tuple[str, ...] = (), **options: Any) -> Column:
+        mesh, more = options.pop("mesh", {"shard": 2}), options.pop("fields", {})
+        fields = {**_shard(level, engine="fsdp2", offload=options.pop("offload", "none")), **more}
+        axes = " x ".join(f"{axis} {degree}" for axis, degree in mesh.items())
+        name = ", ".join(filter(None, (f"FSDP2 level {level}", axes, words)))
+        return Column(name=name, group="sharded", mesh=mesh, fields=fields, quick=quick, **options)
+
+    both: dict[AxisName, int] = {"replicate": 2, "shard": 2}
+    return [
+        *(column(level, "", mesh={"shard": 3}) for level in (2, 3)),
+        column(2, "", ("GPT, tied embeddings",), mesh=both),
+        column(3, "", mesh=both),
+        column(2, "4 microbatches", microbatches=4),
+        column(3, "4 microbatches", ("LSTM translator, attention",), microbatches=4),
+        column(3, "recompute", recompute=True),
+        column(3, "bf16", fields={"precision": "bfloat16"}),
+        column(3, "parameters on host", offload="parameters"),
+    ]
 
 
 def _split() -> list[Column]:

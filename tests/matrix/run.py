@@ -74,7 +74,7 @@ def main() -> int:
         print(f"{cell.verdict:9}{gap:8} {cell.family} | {cell.plan} ({cell.seconds:.1f} s) {cell.detail}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="tutti-matrix-") as folder:
-        results = Runner(Path(folder), args.limit).run(cells, args.jobs, say)
+        results = Runner(Path(folder), args.limit, foresee=not args.quick).run(cells, args.jobs, say)
     seconds = time.time() - started
     if args.merge:
         results, seconds = merged(args.merge, results, seconds)

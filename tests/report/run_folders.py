@@ -24,6 +24,7 @@ class Story:
     name: str = "digits"
     world_size: int = 2
     hosts: int = 1
+    device: str = "cpu"
     device_model: str = "Example CPU 2.1 GHz"
     epochs: int = 5
     steps_per_epoch: int = 20
@@ -47,8 +48,9 @@ class Story:
 
 def header(story: Story) -> RunHeader:
     ranks = tuple(
-        RankInfo(rank=r, local_rank=r, host=f"node{r % story.hosts}", device="cpu", device_model=story.device_model,
-                 pid=100 + r, threads=story.threads, sums=story.sums[r % len(story.sums)])
+        RankInfo(rank=r, local_rank=r, host=f"node{r % story.hosts}", device=story.device,
+                 device_model=story.device_model, pid=100 + r, threads=story.threads,
+                 sums=story.sums[r % len(story.sums)])
         for r in range(story.world_size)
     )  # fmt: skip
     return RunHeader(

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from run_folders import STEP_S, Story, rows, write_lines, write_run
 
 from tutti.config import serialization
+from tutti.config.prediction import AllocatorMemory, Estimate, Prediction
 from tutti.config.run_report import Quantity, RunReport
 from tutti.config.verdict import Cause, TensorDifference, Verdict
 from tutti.errors import ReportError, SpecError
@@ -77,6 +79,18 @@ def test_predictions_stand_beside_measurements_with_their_error(tmp_path: Path) 
     assert checks["bytes sent by a rank in a step"].error.value == 0
     assert checks["peak memory of a rank"].predicted.evidence == "predicted"
     assert checks["peak memory of a rank"].measured.evidence == "measured"
+
+
+def test_memory_on_a_gpu_is_compared_with_what_torch_allocates(tmp_path: Path) -> None:
+    """A run on a GPU measures allocated memory, without the CUDA context."""
+    folder = write_run(tmp_path / "run")
+    file = folder / "prediction.json"
+    before = serialization.loads(Prediction, file.read_text())
+    allocated, reserved = (Estimate(value=value, low=0.9 * value, high=1.1 * value) for value in (2e6, 3e6))
+    allocator = AllocatorMemory(allocated=allocated, reserved=reserved, context_nbytes=1e9)
+    file.write_text(serialization.dumps(replace(before, allocator=allocator)))
+    checks = {check.name: check for check in build_report(folder).checks}
+    assert checks["peak memory of a rank"].predicted.value == 2e6
 
 
 @pytest.mark.parametrize("lost_s", [0.0, 0.5])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_folders import Story, vary, write_run
+from run_folders import Story, rows, vary, write_run
 
 from tutti.config import serialization
 from tutti.config.run_folder import FRAMED, DataOrigin
@@ -183,6 +183,7 @@ def test_an_honest_run_has_nothing_to_object_to(tmp_path: Path) -> None:
         ({"extra": {"data.native_shape": "1x4x4"}}, "INPUT-INFLATED"),
         ({"extra": {"baseline.source": "published"}}, "BASELINE-NOT-RERUN"),
         ({"world_size": 8, "extra": {"cores": "2"}}, "FUNCTION-NOT-SPEED"),
+        ({"device": "cuda:0", "extra": {"shared_devices": "1"}}, "FUNCTION-NOT-SPEED"),
         ({"stolen": 0.12}, "TIME-STOLEN"),
         ({"status": "stopped"}, "PART-OF-A-TRAINING"),
         ({"slower": 3.0}, "PREDICTION-MISSED"),
@@ -227,6 +228,19 @@ def test_what_sums_go_through_is_told(tmp_path: Path) -> None:
     (told,) = (d for d in comparison.differences if d.name == "gradients are reduced through")
     assert told.values == ("shared memory", f"process group + {off}")
     assert told.values[1] in report_html(comparison.runs[1])
+
+
+def test_what_computes_attention_is_told(tmp_path: Path) -> None:
+    story = Story(name="two")
+    noted = [{"kind": "attention", "time_s": 0.0, "step": 0, "engines": engines} for engines in ("tiles", "flash")]
+    folders = [tmp_path / "plain", tmp_path / "context"]
+    for folder, extra in zip(folders, ([], noted), strict=True):
+        write_run(folder, story, metrics=[*rows(story)[:1], *extra, *rows(story)[1:]])
+    comparison = compare([build_report(folder) for folder in folders])
+    (told,) = (d for d in comparison.differences if d.name == "attention over mesh.context")
+    assert told.values == ("none", "flash")
+    assert "attention over mesh.context" in report_html(comparison.runs[1])
+    assert "attention over mesh.context" not in report_html(comparison.runs[0])
 
 
 @pytest.mark.parametrize(

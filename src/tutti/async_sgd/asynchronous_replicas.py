@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tutti.comm.devices import message_backend
+from tutti.comm.rendezvous import open_group
 from tutti.comm.traffic import CommHandle
 from tutti.data.batches import BatchShare
 from tutti.environment import read_launch_options
@@ -115,7 +117,7 @@ class Transport:
         self._group: Any = None
         if replicas.size > 1:
             timeout = timedelta(seconds=self.timeout_s)
-            self._group = dist.new_group([*replicas.ranks], timeout=timeout, backend="gloo")
+            self._group = open_group(replicas.ranks, timeout, connect=False, backend=message_backend())
 
     def start_send(self, peer: int, tensors: FlatVectors, tag: int) -> Callable[[], None]:
         """Start to send tensors.

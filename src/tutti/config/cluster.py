@@ -128,13 +128,21 @@ class WeightRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolutionRate:
-    """Speed of float32 convolutions with this many bytes of weights, relative to the device's `efficiency["conv"]`.
+    """Speed of convolutions with this many bytes of weights, relative to the device's `efficiency["conv"]`.
 
-    Convolutions with few channels do little arithmetic per value that they read.
+    Convolutions with few channels do little arithmetic per value that they read. Both rates are relative to square
+    products in the same dtype.
+
+    Attributes:
+        weight_nbytes: bytes of the weights in float32, whatever the dtype.
+        dtype: number format of the convolution.
+        channels_last: whether images and weights were in that memory format.
     """
 
     weight_nbytes: Bytes
     relative: float
+    dtype: str = "float32"
+    channels_last: bool = False
 
     def __post_init__(self) -> None:
         _check(self, "convolution rate")
@@ -207,6 +215,8 @@ class DeviceSpec:
         vector_rates: rates of operators that take longer per element than an addition.
         compress_rates: times of codecs; the time of a codec that is not listed is assumed.
         kernel_overhead_s: fixed cost of one kernel launch.
+        launch_s: the host's time for each kernel that it launches on an accelerator without waiting; None where it was
+            not measured. A step takes at least this for each of its kernels.
         efficiency: rate of each kind of operator, relative to a square matrix product with as many FLOPs.
         cores: cores of a CPU device, shared by its ranks.
         price_per_device_hour: in one currency throughout the cluster.
@@ -226,6 +236,7 @@ class DeviceSpec:
     vector_rates: tuple[VectorRate, ...] = ()
     compress_rates: tuple[CompressRate, ...] = ()
     kernel_overhead_s: Seconds = 0.0
+    launch_s: Seconds | None = None
     efficiency: dict[OpKind, float] = field(default_factory=dict)
     cores: int = 0
     power_w: float | None = None
@@ -334,6 +345,44 @@ def slowest_link(links: Iterable[LinkSpec]) -> LinkSpec:
     )
 
 
+CopyDirection = Literal["to_device", "to_host"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRate:
+    """Bytes per second of large copies between a device and its host, in one direction at a time.
+
+    Attributes:
+        pinned: whether the host's memory is pinned; pageable otherwise.
+    """
+
+    direction: CopyDirection
+    pinned: bool
+    bytes_per_s: BytesPerSecond
+
+    def __post_init__(self) -> None:
+        _check(self, "copy rate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSpec:
+    """A folder of each host for files of offloaded state, on a disk that takes direct I/O.
+
+    Attributes:
+        path: the folder.
+        nbytes: free bytes that a host's ranks may fill.
+        read_bytes_per_s, write_bytes_per_s: rates of large direct reads and writes, all ranks of a host together.
+    """
+
+    path: str
+    nbytes: Bytes
+    read_bytes_per_s: BytesPerSecond
+    write_bytes_per_s: BytesPerSecond
+
+    def __post_init__(self) -> None:
+        _check(self, f"nvme {self.path!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
     """A number of equal hosts, each with `devices_per_node` devices of one kind.
@@ -343,6 +392,12 @@ class NodeSpec:
         cores: cores of a host with GPUs, which load data; 0 if unknown. CPU devices state their own.
         turns: number of hosts that take turns on one core, as in a lab; rates are those during a host's turn.
         links: replace the cluster's links of the same tier on these hosts.
+        host_link_bytes_per_s: rate of copies between a device and its host's pinned memory, in one direction; None for
+            what PCIe 4 x16 gives in practice. Where it was measured, the slower direction.
+        copy_rates: what was measured of these copies, by direction and kind of host memory.
+        memory_bandwidth_bytes_per_s: bytes read and written per second in a host's memory by all of its cores; None
+            where a usual one is assumed.
+        nvme: where optimizer state may lie that no memory holds; None where plans may not use a disk for it.
     """
 
     name: str
@@ -354,6 +409,10 @@ class NodeSpec:
     cores: int = 0
     turns: float = 1.0
     links: tuple[LinkSpec, ...] = ()
+    host_link_bytes_per_s: BytesPerSecond | None = None
+    copy_rates: tuple[CopyRate, ...] = ()
+    memory_bandwidth_bytes_per_s: BytesPerSecond | None = None
+    nvme: DiskSpec | None = None
 
     def __post_init__(self) -> None:
         _check(self, f"node {self.name!r}", frozenset({"cores"}))

@@ -78,6 +78,36 @@ class ForwardedValues:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AutocastMemory:
+    """Bytes of one sample in one module under 16-bit autocast, as traced.
+
+    Attributes:
+        activation_nbytes: activations saved for backward, without parameters and their copies in 16 bits.
+        output_nbytes: output of forward.
+        transient_nbytes: the most that is alive while the module runs, forward or backward, beyond the activations
+            that it and earlier modules save.
+    """
+
+    activation_nbytes: float = 0.0
+    output_nbytes: float = 0.0
+    transient_nbytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedMemory:
+    """Memory of one device that holds the whole model, by the number of samples of a microbatch, as simulated.
+
+    Attributes:
+        allocated_nbytes: the peak of tensors.
+        reserved_nbytes: what torch's caching allocator then holds.
+    """
+
+    samples: int
+    allocated_nbytes: float
+    reserved_nbytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSpec:
     """The cost of one module, without its children.
 
@@ -115,6 +145,8 @@ class ModuleSpec:
             together, and again in backward.
         halo_nbytes_by_dim: the same for each spatial dim, where they differ.
         passes_on: values computed in it that later modules use; empty where the model was not traced.
+        autocast: its memory under autocast; None where it was not traced. Then the inputs of matrix products are
+            assumed to have half their size.
         kept_after: (name, bytes): how much of `activation_nbytes` a container saves after the work of another module.
     """
 
@@ -147,6 +179,7 @@ class ModuleSpec:
     halo_nbytes_by_dim: tuple[float, ...] = ()
     passes_on: tuple[ForwardedValues, ...] = ()
     kept_after: tuple[tuple[str, float], ...] = ()
+    autocast: AutocastMemory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +241,8 @@ class ModelSpec:
         notes: what could not be counted.
         own_losses: losses that the script computes itself in a step (`Job.forward_backward`). With one or more, no
             pipeline stages are planned.
+        cached: memory that a GPU's allocator holds under autocast; empty where it was not traced.
+        channels_last: whether its convolutions have their weights in that memory format.
         untraced: why only parameters could be counted; empty where the passes were traced. No step of an untraced model
             can be predicted.
     """
@@ -225,6 +260,8 @@ class ModelSpec:
     notes: tuple[str, ...] = ()
     own_losses: int = 0
     untraced: str = ""
+    cached: tuple[CachedMemory, ...] = ()
+    channels_last: bool = False
     version: int = 1
 
     @property

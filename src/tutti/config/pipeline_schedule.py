@@ -70,6 +70,12 @@ def build_orders(name: ScheduleName, ranks: int, stages_per_rank: int, microbatc
     return _BUILDERS[name](ranks, stages_per_rank, microbatches)
 
 
+def forward_orders(ranks: int, stages_per_rank: int) -> Orders:
+    """Return the actions of each rank in one forward without gradients."""
+    stages = ranks * stages_per_rank
+    return [[Action("F", stage, 0) for stage in range(rank, stages, ranks)] for rank in range(ranks)]
+
+
 def simulate(orders: Orders, costs: Mapping[Kind, int] = COSTS) -> dict[Action, int]:
     """Compute when each action begins, if it takes its cost, messages take no time and sends never wait.
 

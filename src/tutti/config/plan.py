@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
@@ -20,10 +20,12 @@ from tutti.config.vocabulary import (
     ContextKind,
     LastBatch,
     Offload,
+    OffloadDevice,
     Placement,
     Precision,
     Recompute,
     ScheduleName,
+    ShardEngine,
     ShardLevel,
     Unit,
 )
@@ -49,12 +51,14 @@ class LayoutRule:
         recompute: whether activations are dropped after forward and computed again in backward. "selective" saves the
             outputs of expensive operators. None sets nothing.
         chunks: the module runs on this many parts of its batch, one after another, and recomputes part by part.
+        offload: whether what the module saves for backward is in the host's memory until then. None sets nothing.
     """
 
     modules: str = "*"
     placement: Placement = "auto"
     recompute: bool | Recompute | None = None
     chunks: int | None = None
+    offload: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.modules:
@@ -81,14 +85,28 @@ def by_columns(placement: Placement, inputs: float, outputs: float) -> bool:
 
 def find_recompute(layout: Sequence[LayoutRule], name: str) -> bool | Recompute:
     """Return whether and how the layout recomputes the module `name`."""
-    settings = [rule.recompute for rule in layout if rule.recompute is not None and fnmatchcase(name, rule.modules)]
-    return settings[-1] if settings else False
+    recompute: bool | Recompute | None = _setting(layout, name, "recompute")
+    return recompute or False
 
 
 def find_chunks(layout: Sequence[LayoutRule], name: str) -> int:
     """Return the number of parts into which the layout cuts the batch of the module `name`."""
-    counts = [rule.chunks for rule in layout if rule.chunks is not None and fnmatchcase(name, rule.modules)]
-    return counts[-1] if counts else 1
+    chunks: int | None = _setting(layout, name, "chunks")
+    return chunks or 1
+
+
+def find_offload(layout: Sequence[LayoutRule], name: str) -> bool:
+    """Return whether the layout keeps what the module `name` saves for backward on the host."""
+    return bool(_setting(layout, name, "offload"))
+
+
+def _setting(layout: Sequence[LayoutRule], name: str, option: str) -> Any:
+    """Return what the last rule that states an option for the module says; None where none does."""
+    for rule in reversed(layout):
+        setting = getattr(rule, option)
+        if setting is not None and fnmatchcase(name, rule.modules):
+            return setting
+    return None
 
 
 def _check_ramp(ramp: Sequence[tuple[int, int]], last: int) -> None:
@@ -183,10 +201,26 @@ class SyncPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingPlan:
-    """What the `shard` axis divides among its ranks, and what is kept in host memory."""
+    """What the `shard` axis divides among its ranks, what is kept in host memory, and what runs it.
+
+    Attributes:
+        level: what is divided.
+        offload: what is kept in host memory.
+        engine: what gathers parameters and reduces gradients at levels 2 and 3.
+        offload_device: where the optimizer's state lies then.
+        nvme_path: folder of its files; empty for the run folder.
+    """
 
     level: ShardLevel = 3
     offload: Offload = "none"
+    engine: ShardEngine = "auto"
+    offload_device: OffloadDevice = "cpu"
+    nvme_path: str = ""
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the optimizer's state lies in files."""
+        return self.offload != "none" and self.offload_device == "nvme"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +263,7 @@ class Plan:
         pipeline: how the stage axis runs.
         space_grid: number of parts of each spatial dim; empty to cut the first dim only.
         context: how attention is computed over the context axis.
+        share_device: ranks may compute on the same accelerator, which is for proving a plan, not for speed.
         made_for: modules of the model the plan was made for, with class and number of parameters; empty where unknown.
 
     Examples:
@@ -250,6 +285,7 @@ class Plan:
     pipeline: PipelinePlan = PipelinePlan()
     space_grid: tuple[int, ...] = ()
     context: ContextKind = "ring"
+    share_device: bool = False
     made_for: dict[str, str] = field(default_factory=dict)
     version: int = 1
 
@@ -291,7 +327,8 @@ class Plan:
     def on(self, mesh: dict[AxisName, int]) -> "Plan":
         """Return the plan on another mesh. A sharding level that was left open is one that the mesh allows."""
         stages = mesh.get("stage", 1) > 1 and mesh.get("shard", 1) > 1
-        sharding = ShardingPlan(level=1) if stages and self.sharding == ShardingPlan() else self.sharding
+        unstated = replace(self.sharding, engine="auto") == ShardingPlan()
+        sharding = replace(self.sharding, level=1) if stages and unstated else self.sharding
         return replace(self, mesh=mesh, sharding=sharding)
 
     def compressed(self, how: Compression | None) -> "Plan":

@@ -1,6 +1,6 @@
 """Predictions: what a plan is estimated to cost before it runs, and timelines, scaling and trials based on them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from tutti.config.plan import Plan
@@ -26,6 +26,8 @@ class RankMemory:
     Attributes:
         reserve: the allocator, tutti's libraries and the interpreter.
         script: the script's libraries and data.
+        host: in the memory of the device's host, which the total leaves out.
+        disk: in files on a disk of the host, which the total leaves out.
     """
 
     parameters: float
@@ -36,6 +38,8 @@ class RankMemory:
     buffers: float
     reserve: float
     script: float = 0.0
+    host: float = 0.0
+    disk: float = 0.0
 
     @property
     def total(self) -> float:
@@ -49,6 +53,25 @@ class RankMemory:
             + self.reserve
             + self.script
         )
+
+
+DEVICE_PARTS = tuple(field.name for field in fields(RankMemory) if field.name not in ("host", "disk"))
+"""What holds a rank's memory, without what is on its device's host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorMemory:
+    """Peak memory of the fullest rank as torch.cuda reports it.
+
+    Attributes:
+        allocated: bytes of tensors (`max_memory_allocated`).
+        reserved: bytes that the caching allocator holds for them (`max_memory_reserved`).
+        context_nbytes: further memory of the device, which torch does not count: the CUDA context and NCCL's buffers.
+    """
+
+    allocated: Estimate
+    reserved: Estimate
+    context_nbytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +99,8 @@ class Prediction:
         phases: seconds of a step by phase, on the slowest rank.
         memory_nbytes: peak memory of the rank that needs most.
         memory: the same by use.
-        fits: whether `memory` is within the memory of the smallest device.
+        allocator: the same as torch reports it; None where no GPU computes.
+        fits: whether `memory` is within the memory of the smallest device, and of its host.
         throughput_per_s: samples or tokens (the plan's unit) per second.
         first: the steps before the steady ones, where a plan starts differently: exact all-reduces until a second
             moment is frozen, sparsity that rises, replicas that diverge only later.
@@ -94,6 +118,7 @@ class Prediction:
     model_flops_per_s: float
     devices: int
     first: tuple[WarmupSpan, ...] = ()
+    allocator: AllocatorMemory | None = None
     notes: tuple[str, ...] = ()
     version: int = 1
 
@@ -338,6 +363,7 @@ class Explanation:
     Attributes:
         ranks: the ranks that were previewed; all ranks of a small world.
         state_nbytes_per_rank: parameters, gradients and optimizer state that each of them holds between steps.
+        engine: what runs sharding levels 2 and 3; empty for other plans.
     """
 
     mesh: dict[AxisName, int]
@@ -347,4 +373,5 @@ class Explanation:
     parameter_nbytes_per_rank: tuple[int, ...]
     gradient_nbytes_per_rank: tuple[int, ...]
     state_nbytes_per_rank: tuple[int, ...]
+    engine: str = ""
     evidence: Evidence = "predicted"

@@ -16,6 +16,7 @@ from tutti.config.compression import Compression, format_compression
 from tutti.config.consistency_modes import CONSISTENCY_MODES
 from tutti.config.plan import Plan
 from tutti.config.registry import Registry
+from tutti.config.shard_engine import unsupported_by_fsdp2
 from tutti.config.vocabulary import AxisName
 from tutti.errors import PlanError
 
@@ -90,6 +91,11 @@ def _shards_parameters(plan: Plan) -> bool:
     return plan.degree("shard") > 1 and plan.sharding.level > 1
 
 
+def _offloads_unsharded(plan: Plan) -> bool:
+    """Whether each rank keeps all of its state on its host, because no shard axis divides it."""
+    return plan.degree("shard") == 1 and plan.sharding.offload != "none"
+
+
 # Pipeline, spatial, context and tensor parallelism
 
 
@@ -107,7 +113,7 @@ def _stages_with_sharded_parameters(plan: Plan) -> str | None:
 @_refuse("stages-with-offloaded-parameters")
 def _stages_with_offloaded_parameters(plan: Plan) -> str | None:
     """Pipeline stages with parameters in host memory."""
-    if plan.degree("stage") == 1 or plan.sharding.offload != "parameters":
+    if plan.degree("stage") == 1 or plan.sharding.offload != "parameters" or plan.degree("shard") == 1:
         return None
     return "sharding.offload = parameters with mesh.stage: use offload = optimizer, or more stages"
 
@@ -155,6 +161,109 @@ def _offloaded_parameters_without_sharding(plan: Plan) -> str | None:
         'sharding.offload = "parameters" needs sharding level 2 or 3, which divide parameters; level 1 keeps '
         'them whole on the device: use offload = "optimizer"'
     )
+
+
+@_refuse("offload-with-stages")
+def _offload_with_stages(plan: Plan) -> str | None:
+    """Offload without a shard axis, with pipeline stages."""
+    if plan.degree("stage") == 1 or not _offloads_unsharded(plan):
+        return None
+    return (
+        f'sharding.offload = "{plan.sharding.offload}" with mesh.stage = {plan.degree("stage")} and no shard axis: '
+        "parameters cannot be copied to the device while several microbatches are in flight; use mesh.shard = 2 or "
+        'more with sharding.level = 1 and offload = "optimizer", or offload = none'
+    )
+
+
+@_refuse("offloaded-activations-with-stages")
+def _offloaded_activations_with_stages(plan: Plan) -> str | None:
+    """Activations in host memory, with pipeline stages."""
+    rule = next((rule for rule in plan.layout if rule.offload), None)
+    if rule is None or plan.degree("stage") == 1:
+        return None
+    return (
+        f"layout: offload of {rule.modules!r} with mesh.stage = {plan.degree('stage')}: several microbatches are in "
+        "flight, whose activations would come back out of order; use recompute, or no stage axis"
+    )
+
+
+@_refuse("offload-with-diverged-replicas")
+def _offload_with_diverged_replicas(plan: Plan) -> str | None:
+    """Offload without a shard axis, with replicas that diverge."""
+    if plan.sync.mode == "synchronous" or plan.degree("replicate") == 1 or not _offloads_unsharded(plan):
+        return None
+    return (
+        f'sharding.offload = "{plan.sharding.offload}" with sync.mode = "{plan.sync.mode}": the gradients that go to '
+        'the host are reduced over all replicas; use sync.mode = "synchronous", or offload = none'
+    )
+
+
+@_refuse("offload-with-codec")
+def _offload_with_codec(plan: Plan) -> str | None:
+    """Offload without a shard axis, with compressed gradients."""
+    if plan.sync.compress is None or plan.degree("replicate") == 1 or not _offloads_unsharded(plan):
+        return None
+    return (
+        f'sharding.offload = "{plan.sharding.offload}" with {_compression_of(plan.sync.compress)}: the gradients that '
+        "go to the host are reduced exactly; leave compress out, or use mesh.shard = 2 or more"
+    )
+
+
+@_refuse("nvme-without-offload")
+def _nvme_without_offload(plan: Plan) -> str | None:
+    """Files for the optimizer's state, which stays on the device."""
+    sharding = plan.sharding
+    if sharding.offload == "none" and sharding.offload_device == "nvme":
+        return 'sharding.offload_device = "nvme" with offload = none: add offload = optimizer or parameters'
+    if sharding.nvme_path and not sharding.on_disk:
+        return f'sharding.nvme_path = {sharding.nvme_path!r} without files: add offload_device = "nvme"'
+    return None
+
+
+@_refuse("nvme-with-diverged-replicas")
+def _nvme_with_diverged_replicas(plan: Plan) -> str | None:
+    """Optimizer state in files, with replicas that diverge."""
+    if not plan.sharding.on_disk or plan.sync.mode == "synchronous":
+        return None
+    return (
+        f'sharding.offload_device = "nvme" with sync.mode = "{plan.sync.mode}": the mode reads and changes optimizer '
+        'state between updates; use sync.mode = "synchronous", or offload_device = cpu'
+    )
+
+
+@_refuse("nvme-with-codec")
+def _nvme_with_codec(plan: Plan) -> str | None:
+    """Optimizer state in files, with compressed gradients."""
+    if not plan.sharding.on_disk or plan.sync.compress is None:
+        return None
+    return (
+        f'sharding.offload_device = "nvme" with {_compression_of(plan.sync.compress)}: codecs of momentum keep their '
+        "state with the optimizer's; leave compress out, or use offload_device = cpu"
+    )
+
+
+# The engine of sharding
+
+
+def _refuse_fsdp2(name: str, summary: str) -> None:
+    """Register a combination that a plan with sharding.engine = fsdp2 may not have."""
+
+    def check(plan: Plan) -> str | None:
+        if plan.sharding.engine != "fsdp2" or plan.degree("shard") == 1:
+            return None
+        found = unsupported_by_fsdp2(plan)
+        if found is None or found[0] != name:
+            return None
+        return f"sharding.engine = fsdp2 with {found[1]}; use engine = tutti, or leave it out"
+
+    register_refusal(Refusal(name=name, summary=summary, check=check))
+
+
+_refuse_fsdp2("fsdp2-with-axis", "FSDP2 with an axis other than replicate and shard")
+_refuse_fsdp2("fsdp2-at-level-1", "FSDP2 with sharding level 1")
+_refuse_fsdp2("fsdp2-with-codec", "FSDP2 with compressed gradients")
+_refuse_fsdp2("fsdp2-with-mode", "FSDP2 with replicas that diverge")
+_refuse_fsdp2("fsdp2-with-offload", "FSDP2 with an offload that it lacks")
 
 
 # Compressed gradients

@@ -1,10 +1,17 @@
 """The run folder: the header that is written when training starts, and the path of each file."""
 
+import errno
+import fcntl
+import os
+import re
+import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tutti.config.vocabulary import LastBatch, Precision, StartState, Unit
+from tutti.errors import LaunchError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +22,10 @@ class RankInfo:
         device: "cpu" or "cuda:0".
         threads: threads that it computes with.
         sums: what its gradient reductions go through, as text; empty where it makes none.
+        place: which device of the host it computes on: entry of CUDA_VISIBLE_DEVICES, UUID, PCI address.
+        cores: the cores that it may use, such as "0-55,112-167".
+        binding: why it may use these cores; empty where no binding was asked for.
+        network: the network cards near it; empty where nothing is known.
     """
 
     rank: int
@@ -25,6 +36,10 @@ class RankInfo:
     pid: int
     threads: int
     sums: str = ""
+    place: str = ""
+    cores: str = ""
+    binding: str = ""
+    network: str = ""
 
 
 LIKE_RANDOM = "cannot be told from"
@@ -123,8 +138,26 @@ class RunHeader:
     data: DatasetInfo
     resumed_from: str | None = None
     resumed_at_step: int = 0
+    checkpoint_store: str | None = None
     extra: dict[str, str] = field(default_factory=dict)
     version: int = 1
+
+
+def is_store_address(place: object) -> bool:
+    """Return whether a text is the address of an object store ("s3://bucket/prefix"), not a path."""
+    return isinstance(place, str) and bool(re.match(r"[a-z][a-z0-9+.-]+://", place))
+
+
+def checkpoint_place(place: str | Path) -> Path | str:
+    """Return a path, or the address of an object store as it is.
+
+    Examples:
+        >>> checkpoint_place("s3://bucket/prefix")
+        's3://bucket/prefix'
+        >>> checkpoint_place("runs/first").name
+        'first'
+    """
+    return str(place) if is_store_address(place) else Path(place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +169,11 @@ class RunFolder:
     @property
     def header(self) -> Path:
         return self.path / "run.json"
+
+    @property
+    def lock(self) -> Path:
+        """Names the process that writes into the folder, and is locked by it."""
+        return self.path / ".lock"
 
     @property
     def plan(self) -> Path:
@@ -161,6 +199,14 @@ class RunFolder:
     def verdict(self) -> Path:
         return self.path / "verify.json"
 
+    def checkpoint_times(self) -> dict[str, int]:
+        """Return when each complete checkpoint was written, by its folder's name, in nanoseconds of Unix time."""
+        found = {}
+        for index in self.checkpoints.glob("step-*/index.json"):
+            with suppress(OSError):  # removed meanwhile, as it was too old to keep
+                found[index.parent.name] = index.stat().st_mtime_ns
+        return {name: written for name, written in found.items() if "." not in name}
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
@@ -180,3 +226,85 @@ class RunFolder:
     def rank(self, rank: int) -> Path:
         """The folder of one rank: stdout.log, stderr.log, metrics.jsonl (timings), and error.json if it failed."""
         return self.path / "ranks" / str(rank)
+
+
+_LOCKS: dict[Path, int] = {}
+"""Files that this process holds the lock of, by folder; -1: its parent held the lock when it was forked."""
+
+
+def _close_in_child() -> None:
+    # A lock lasts until the last copy of its file is closed: a worker that outlives its rank must not hold it.
+    for folder, file in _LOCKS.items():
+        if file >= 0:
+            os.close(file)
+        _LOCKS[folder] = -1
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def lock_folder(folder: RunFolder) -> str:
+    """Lock a run folder for this process, until it ends: no other process may write into the folder.
+
+    Returns:
+        Why there is no lock, as a sentence, where the file system has none; else the empty text.
+
+    Raises:
+        LaunchError: another process, which lives, has the lock.
+    """
+    path = folder.path.resolve()
+    if path in _LOCKS:
+        return ""
+    try:
+        file = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        return _unlocked(folder, error)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise LaunchError(_in_use(folder)) from None
+        return _unlocked(folder, error)
+    with suppress(OSError):  # a full disk: the lock holds, but cannot say whose it is
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
+    _LOCKS[path] = file
+    return ""
+
+
+def refuse_used_folder(folder: RunFolder) -> None:
+    """Refuse a run folder into which another process writes.
+
+    Raises:
+        LaunchError: there is one; the message names its host and process.
+    """
+    if folder.path.resolve() in _LOCKS:
+        return
+    try:
+        file = os.open(folder.lock, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise LaunchError(_in_use(folder)) from None
+    finally:
+        os.close(file)
+
+
+def _in_use(folder: RunFolder) -> str:
+    try:
+        host, _, pid = folder.lock.read_text(encoding="utf-8", errors="replace")[:300].strip().partition(" ")
+    except OSError:
+        host, pid = "", ""
+    holder = f"process {pid} on host {host}" if host and pid else "another process"
+    return (
+        f"{holder} writes into the run folder {folder.path}; wait until that run has ended, end it, or name another "
+        "folder"
+    )
+
+
+def _unlocked(folder: RunFolder, error: OSError) -> str:
+    return f"warning: the run folder {folder.path} cannot be locked ({error.strerror}); let no other run write into it"

@@ -432,6 +432,7 @@ class SystemReport:
         year: year in which the device appeared.
         peak_dense_flops: peak of one device, by dtype.
         sums: what gradient reductions went through, as text.
+        attention: kernels of attention over the context axis, as text.
     """
 
     device_model: str
@@ -446,6 +447,7 @@ class SystemReport:
     links: tuple[LinkReport, ...] = ()
     backend: str = ""
     sums: str = ""
+    attention: str = ""
     platform: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 

@@ -37,6 +37,21 @@ ShardLevel = Literal[1, 2, 3]
 Offload = Literal["none", "optimizer", "parameters"]
 """What is kept in host memory between uses. Ranks that compute on the CPU have everything there anyway."""
 
+OffloadDevice = Literal["cpu", "nvme"]
+"""Where the optimizer's state lies that is kept off the device.
+
+- cpu: in the memory of the host.
+- nvme: in files on a disk of the host; gradients and parameters stay in its memory.
+"""
+
+ShardEngine = Literal["auto", "tutti", "fsdp2"]
+"""What runs sharding levels 2 and 3.
+
+- auto: fsdp2 where ranks have GPUs with NCCL and it can run the plan and the model, else tutti.
+- tutti: the sharding of this project, for every plan and model.
+- fsdp2: torch's fully_shard.
+"""
+
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 """The order in which the stages of a pipeline run their microbatches."""
 
@@ -79,8 +94,8 @@ TrafficKind = Literal[
 Precision = Literal["full", "tf32", "bfloat16", "float16"]
 """Number format of the computation.
 
-- full: the dtype of the parameters throughout.
-- tf32: float32 with TF32 matrix products.
+- full: the dtype of the parameters throughout; float32 is exact, also where torch or the script allows TF32.
+- tf32: float32 with products, convolutions and recurrent layers in TF32.
 - bfloat16, float16: autocast over parameters in their own dtype (the master weights); float16 with loss scaling.
 """
 

@@ -213,7 +213,9 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Yield the values in a batch, in order, that are no containers. An object holds its attributes."""
+    """Return the values in a batch, in order, that are no containers. An object holds its attributes."""
+    if type(batch) in (list, tuple) and batch and all(isinstance(value, torch.Tensor) for value in batch):
+        return iter(batch)
     seen: set[int] = set()
 
     def walk(value: Any) -> Iterator[Any]:
@@ -225,7 +227,7 @@ def leaves(batch: Any) -> Iterator[Any]:
         for child in children:
             yield from walk(child)
 
-    yield from walk(batch)
+    return walk(batch)
 
 
 def rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -248,18 +250,6 @@ def rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
             object.__setattr__(made, entry.name, function(getattr(value, entry.name)))
         return made
     return value
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Move a batch to a device: every tensor in it, and every object that has a `to` method."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
-        moved = batch.to(device)
-        return batch if moved is None else moved
-    return rebuilt(batch, lambda entry: to_device(entry, device))
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:

@@ -3,10 +3,12 @@
 Augmentation draws from a seed of (seed, epoch, sample), so it does not depend on the rank.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -27,6 +29,23 @@ from tutti.errors import DataError
 
 SampleKey = tuple[int, int]
 """(epoch, index of the sample)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochKeys(Sequence[SampleKey]):
+    """The keys of samples of one epoch."""
+
+    epoch: int
+    indices: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, position: Any) -> Any:
+        return self.epoch, int(self.indices[position])
+
+    def __iter__(self) -> Iterator[SampleKey]:
+        return ((self.epoch, index) for index in self.indices.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +73,22 @@ class SeededSamples(Dataset[Any]):
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
         if self.tensors is not None:
-            index = torch.tensor([key[1] for key in keys], dtype=torch.int64)
+            indices = keys.indices if isinstance(keys, EpochKeys) else np.asarray([key[1] for key in keys], np.int64)
+            index = torch.from_numpy(indices)
             return CollatedBatch([tensor[index] for tensor in self.tensors])
+        if draws_nothing(self.dataset):
+            return [self.dataset[index] for _, index in keys]
         with preserved_generators():
             return [self._seeded(*key) for key in keys]
 
     def __getitem__(self, key: SampleKey) -> Any:
+        if draws_nothing(self.dataset):  # saving and restoring generators takes several times as long as such a read
+            return self.dataset[key[1]]
         with preserved_generators():
             return self._seeded(*key)
 
     def _seeded(self, epoch: int, index: int) -> Any:
-        if not draws_nothing(self.dataset):
-            seed_everything(derive_seed(self.seed, self.stream, epoch, index))
+        seed_everything(derive_seed(self.seed, self.stream, epoch, index))
         return self.dataset[index]
 
 

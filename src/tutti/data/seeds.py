@@ -31,8 +31,19 @@ def seed_device(seed: int, device: torch.device) -> None:
     microseconds on a CPU build of torch 2.13.
     """
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        generators = getattr(module, "default_generators", None)
+        seed_it = module.manual_seed_all if generators is None else generators[device.index or 0].manual_seed
+        seed_it(seed)
+
+
+@contextmanager
+def forked_device(device: torch.device) -> Iterator[None]:
+    """Restore torch's generators of one device and of the CPU on exit."""
+    on_cpu = device.type == "cpu"
+    with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
+        yield
 
 
 HostState = tuple[Any, Any]

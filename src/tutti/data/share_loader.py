@@ -1,21 +1,29 @@
 """The loader that `prepare` returns: this rank's share of one global batch after another."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tutti.config.plan import Plan
 from tutti.data.batches import BatchShare, Indices, batch_bounds, epoch_order, sampler_order, share_of
 from tutti.data.collate_record import CollateRecord, record_samples
+from tutti.data.device_copies import DeviceCopies
 from tutti.data.fingerprint import values_digest
 from tutti.data.microbatches import LoadedBatch, ShareBatch, collate_share
-from tutti.data.samples import Collate, CollatedBatch, DataSource, SampleKey, SeededSamples
+from tutti.data.samples import Collate, CollatedBatch, DataSource, EpochKeys, SampleKey, SeededSamples
 from tutti.data.seeds import derive_seed, generator_states, preserved_generators, seed_everything
-from tutti.errors import DataError
+from tutti.errors import DataError, TrainingError
 
 
 class ShareLoader:
@@ -32,6 +40,9 @@ class ShareLoader:
         stream_digest: digest of the values of the first global batch of a stream's pass, before ranks divide it; None
             for other data, and where a data set reads parts of samples.
         recorded: whether batches say what they were collated from; set it before the first one.
+        copies: copies batches to an accelerator ahead; None: a step moves its batch itself.
+        timeout_s: longest wait for a batch from a worker process.
+        announce: called with a share and the samples of its global batch before this batch is waited for.
     """
 
     def __init__(self, source: DataSource, plan: Plan, seed: int, rank: int) -> None:
@@ -46,6 +57,9 @@ class ShareLoader:
         self.indices: Indices = np.empty(0, dtype=np.int64)
         self.stream_digest: str | None = None
         self.recorded = False
+        self.copies: DeviceCopies | None = None
+        self.timeout_s = math.inf
+        self.announce: Callable[[BatchShare, Indices], None] | None = None
         self._loaded: LoadedBatch | None = None
         self._states: dict[str, object] = {}
         self._began: tuple[int, int] | None = None
@@ -78,6 +92,8 @@ class ShareLoader:
                 self.position += 1
                 self._loaded = LoadedBatch(batch)
                 self._states = generator_states() if self.recorded else {}
+                if self.copies is not None:
+                    self.copies.start(batch)
                 yield batch.whole
                 if plan is not self.plan:
                     break
@@ -191,8 +207,12 @@ class ShareLoader:
     def _shares(self) -> Iterator[tuple[BatchShare, Indices]]:
         """Yield (share, sample indices of the global batch) from the current position to the end of the epoch."""
         order, bounds = self.epoch_batches(self.epoch)
-        for begin, end in zip(bounds[self.position : -1], bounds[self.position + 1 :], strict=True):
-            yield share_of(int(end - begin), self.rank, self.plan), order[begin:end]
+        plan, share = self.plan, None
+        for begin, end in pairwise(bounds[self.position :].tolist()):
+            if share is None or share.batch_size != end - begin or self.plan is not plan:
+                plan = self.plan
+                share = share_of(end - begin, self.rank, plan)
+            yield share, order[begin:end]
 
     def _indexed(self) -> Iterator[tuple[BatchShare, Indices, Any]]:
         if self._loader is None:
@@ -201,17 +221,106 @@ class ShareLoader:
             collate: Any = _CollateShare(Collate(self.source.collate), self.seed, self.recorded)
             keys: Any = _Keys(self)
             self._loader = DataLoader(samples, batch_sampler=keys, collate_fn=collate, **self.source.options)
-        for (share, indices), batch in zip(self._shares(), self._loader, strict=False):
+        batches = worker_batches(self._loader, self.timeout_s)
+        for (share, indices), batch in zip(self._announced(), batches, strict=False):
             yield share, indices, batch
+
+    def _announced(self) -> Iterator[tuple[BatchShare, Indices]]:
+        for share, indices in self._shares():
+            if self.announce is not None:
+                self.announce(share, indices)
+            yield share, indices
 
     def _stream(self) -> Iterator[tuple[BatchShare, Indices, Any]]:
         place = (self.epoch, self.position, self.before)
         stream = _StreamShares(self.source, self.plan, self.seed, self.rank, place, recorded=self.recorded)
         options = {k: v for k, v in self.source.options.items() if k != "persistent_workers"}
-        for size, start, batch, digest in DataLoader(stream, batch_size=None, **options):
+        loader: DataLoader[Any] = DataLoader(stream, batch_size=None, **options)
+        for size, start, batch, digest in worker_batches(loader, self.timeout_s):
             self.stream_digest = digest or self.stream_digest
             share = share_of(size, self.rank, self.plan)
             yield share, np.arange(start, start + size), batch
+
+
+_LOOK_EVERY_S = 1.0
+"""A worker that has ended is noticed so soon."""
+
+_LIKELY = {
+    signal.SIGKILL: "most often the system, as memory ran out: see dmesg, and use fewer workers or smaller samples",
+    signal.SIGSEGV: "a library that it calls crashed: try num_workers=0",
+    signal.SIGBUS: "shared memory ran out: enlarge /dev/shm, or use fewer workers",
+}
+
+
+def worker_batches(loader: DataLoader[Any], timeout_s: float) -> Iterator[Any]:
+    """Yield the batches of a loader; a wait for its workers has a limit, and a worker that has ended is named.
+
+    Args:
+        loader: with or without workers; its own `timeout` comes first.
+        timeout_s: longest wait for one batch.
+
+    Raises:
+        TrainingError: a worker has ended, or gave nothing for so long.
+    """
+    # torch's handler of SIGCHLD would raise its error anywhere in the step, whose cause nobody sees.
+    quiet, signal_handling._SIGCHLD_handler_set = signal_handling._SIGCHLD_handler_set, True
+    drawn_from = torch.get_rng_state()  # torch draws a seed here, which a resumed run would draw once more
+    try:
+        batches: Any = iter(loader)
+    finally:
+        torch.set_rng_state(drawn_from)
+        signal_handling._SIGCHLD_handler_set = quiet
+    if isinstance(batches, _MultiProcessingDataLoaderIter) and "_try_get_data" not in vars(batches):
+        vars(batches)["_try_get_data"] = _WorkerWait(batches, loader.timeout or timeout_s)
+    yield from batches
+
+
+class _WorkerWait:
+    """Waits for what the workers of a loader send next. Takes the place of the iterator's own method."""
+
+    def __init__(self, batches: Any, timeout_s: float) -> None:
+        self._batches, self._timeout_s = weakref.ref(batches), timeout_s
+        self._get = type(batches)._try_get_data
+
+    def __call__(self, _: float = 0.0) -> tuple[bool, Any]:
+        batches, began = self._batches(), time.monotonic()
+        assert batches is not None
+        while True:
+            left_s = self._timeout_s - (time.monotonic() - began)
+            try:
+                got, data = self._get(batches, max(0.0, min(_LOOK_EVERY_S, left_s)))
+            except RuntimeError as error:
+                ended = [sentence for worker in enumerate(batches._workers) if (sentence := _end_of(*worker))]
+                if not ended:
+                    raise
+                raise TrainingError(f"{'; '.join(ended)}") from error
+            if got:
+                return True, data
+            if left_s <= 0:
+                raise TrainingError(self._waited_for(batches))
+
+    def _waited_for(self, batches: Any) -> str:
+        number = batches._task_info.get(batches._rcvd_idx, (0,))[0]
+        worker = batches._workers[number]
+        state = "it is alive" if worker.is_alive() else "it has ended"
+        return (
+            f"worker {number} of the data loader (pid {worker.pid}) gave no batch for {self._timeout_s:g} s; {state}: "
+            "see what it waits for (py-spy dump --pid), correct the data set, or raise --timeout"
+        )
+
+
+def _end_of(number: int, worker: Any) -> str | None:
+    """Return a sentence on how a worker ended; None where it is alive."""
+    code = worker.exitcode
+    if code is None:
+        return None
+    name = f"worker {number} of the data loader (pid {worker.pid})"
+    if code >= 0:
+        return f"{name} ended with exit code {code} while a batch was expected of it; see its output, or num_workers=0"
+    known = [other for other in signal.Signals if other == -code]
+    by = known[0].name if known else f"signal {-code}"
+    likely = _LIKELY.get(known[0]) if known else None
+    return f"{name} was killed by {by}: " + (likely or "end no process of a run, or resume it")
 
 
 class _Keys:
@@ -220,10 +329,13 @@ class _Keys:
     def __init__(self, loader: ShareLoader) -> None:
         self.loader = loader
 
-    def __iter__(self) -> Iterator[tuple[list[SampleKey], list[int]]]:
+    def __iter__(self) -> Iterator[tuple[EpochKeys, list[int]]]:
         epoch = self.loader.epoch
-        for share, indices in self.loader._shares():
-            yield [(epoch, int(index)) for index in indices[share.positions]], share.sizes
+        share, positions, sizes = None, np.empty(0, dtype=np.int64), list[int]()
+        for now, indices in self.loader._shares():
+            if now is not share:
+                share, positions, sizes = now, np.asarray(now.positions, dtype=np.int64), now.sizes
+            yield EpochKeys(epoch, indices[positions]), sizes
 
 
 class _ShareSamples(Dataset[Any]):
@@ -235,7 +347,7 @@ class _ShareSamples(Dataset[Any]):
     def __getitem__(self, index: SampleKey) -> Any:
         return self.samples[index]
 
-    def __getitems__(self, share: tuple[list[SampleKey], list[int]]) -> tuple[Any, list[int], SampleKey]:
+    def __getitems__(self, share: tuple[EpochKeys, list[int]]) -> tuple[Any, list[int], SampleKey]:
         keys, sizes = share
         return self.samples.__getitems__(keys), sizes, keys[0]
 
@@ -255,8 +367,10 @@ class _CollateShare:
         samples, sizes, key = share
         if self.collate.function is Collate().function:
             batch = self.collate(samples)
-            rows = zip(*batch, strict=True) if isinstance(samples, CollatedBatch) else samples
-            return ShareBatch(batch, None, sum(sizes), record_samples(rows) if self.recorded else None)
+            record = None
+            if self.recorded:
+                record = record_samples(zip(*batch, strict=True) if isinstance(samples, CollatedBatch) else samples)
+            return ShareBatch(batch, None, sum(sizes), record)
         with preserved_generators():
             seed_everything(derive_seed(self.seed, "collate", *key))
             return collate_share(self.collate.function, samples, sizes, recorded=self.recorded)

@@ -8,7 +8,8 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,6 +93,90 @@ def check_takes_tensors(optimizer: Optimizer, divided: str) -> None:
         )
 
 
+def check_updates_on_host(optimizer: Optimizer) -> None:
+    """Check that an optimizer can update parameters that lie in the host's memory.
+
+    Raises:
+        PlanError: it was asked to run as a CUDA graph.
+    """
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        raise PlanError(
+            f"{type(optimizer).__name__}(capturable=True) runs on the device, but sharding.offload keeps its state on "
+            "the host; leave capturable out, or use offload = none"
+        )
+
+
+def check_steps_in_turn(optimizer: Optimizer) -> None:
+    """Check that an optimizer may update its parameters some at a time, by `stepping_only`.
+
+    Raises:
+        PlanError: its update of a parameter depends on the others, or on how often it was called.
+    """
+    exchanges = isinstance(optimizer, NormScaledOptimizer) and optimizer.over_parts is not None
+    if exchanges or not _same(optimizer, _TWO_TENSORS, _TWO_TENSORS, torch.equal, in_turn=True):
+        raise PlanError(
+            f"{type(optimizer).__name__} is not known to update parameters one by one, but sharding.offload_device = "
+            "nvme has the state of only some of them in memory at once; use an optimizer such as AdamW or SGD, or "
+            "offload_device = cpu"
+        )
+
+
+@contextmanager
+def stepping_only(
+    optimizer: Optimizer, chosen: Collection[nn.Parameter], settings: list[dict[str, Any]]
+) -> Iterator[None]:
+    """Within the context, an optimizer holds only some of its parameters, with the settings of its groups as given.
+
+    Args:
+        optimizer: the optimizer.
+        chosen: the parameters to keep.
+        settings: of each group, what `group_settings` returned before the update. Calls of one update start from the
+            same, so that a counter in them counts updates.
+    """
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    for group, before in zip(groups, settings, strict=True):
+        group["params"] = [parameter for parameter in group["params"] if parameter in chosen]
+        if group["params"]:  # the others keep what an earlier call of this update has counted
+            for key in group.keys() - before.keys() - {"params"}:
+                del group[key]
+            group.update(before)
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params
+
+
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of what each group of an optimizer says beside its parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """Return the function that updates an optimizer's parameters without calling the hooks on `step`."""
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def state_values_per_parameter(optimizer: Optimizer) -> float:
+    """Return how many values an optimizer keeps for each value of a parameter; 0 where that cannot be tried out."""
+    try:
+        settings = _distinct_settings(optimizer)
+        parameters = [nn.Parameter(torch.ones(6, 4, dtype=torch.float64)) for _ in settings]
+        most = 0
+        for parameter, of_group in zip(parameters, settings, strict=True):
+            fresh, parameter.grad = _fresh(optimizer, of_group, [parameter]), torch.ones_like(parameter)
+            fresh.step()
+            kept = [value for value in fresh.state[parameter].values() if isinstance(value, Tensor) and value.dim()]
+            most = max(most, sum(value.numel() * value.itemsize for value in kept))
+        return most / (24 * torch.float64.itemsize)
+    except Exception:  # the optimizer cannot be tried out
+        return 0.0
+
+
 def check_needs_no_closure(optimizer: Optimizer) -> None:
     """Check that `step` works on the gradients that it finds.
 
@@ -115,11 +200,12 @@ def _same(
     equal: Callable[[Tensor, Tensor], bool],
     *,
     told: bool = False,
+    in_turn: bool = False,
 ) -> bool:
     """Whether the matrix ends the same with both divisions, for the settings of every parameter group."""
     try:
         return all(
-            equal(_trained(optimizer, settings, one, told), _trained(optimizer, settings, other, told))
+            equal(_trained(optimizer, settings, one, told), _trained(optimizer, settings, other, told, in_turn))
             for settings in _distinct_settings(optimizer)
         )
     except Exception:  # the optimizer cannot be tried out
@@ -148,8 +234,14 @@ def _distinct_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return list(distinct.values())
 
 
-def _trained(optimizer: Optimizer, settings: dict[str, Any], division: list[list[Rows]], told: bool) -> Tensor:
-    """Return the small matrix after some steps; each entry of `division` is one optimizer's parameters."""
+def _trained(
+    optimizer: Optimizer, settings: dict[str, Any], division: list[list[Rows]], told: bool, in_turn: bool = False
+) -> Tensor:
+    """Return the small matrix after some steps; each entry of `division` is one optimizer's parameters.
+
+    Args:
+        in_turn: each parameter is updated by a call of its own.
+    """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(6, 4, dtype=torch.float64, generator=generator)
     gradients = torch.randn(3, 6, 4, dtype=torch.float64, generator=generator)
@@ -164,7 +256,13 @@ def _trained(optimizer: Optimizer, settings: dict[str, Any], division: list[list
         for gradient in gradients:
             for part, (low, high) in zip(parts, rows, strict=True):
                 part.grad = gradient[low:high].clone()
-            fresh.step()
+            if not in_turn:
+                fresh.step()
+                continue
+            step, before = unhooked_step(fresh), group_settings(fresh)
+            for part in parts:
+                with stepping_only(fresh, {part}, before):
+                    step(fresh)
         results.update(zip(rows, parts, strict=True))
     return torch.cat([results[rows].detach() for rows in sorted(results)])
 

@@ -1,5 +1,6 @@
 """Learning-rate schedulers, each of which belongs to the optimizer that it was built with."""
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +47,7 @@ class Schedules:
         self.bound = [_bind(scheduler, optimizers) for scheduler in schedulers]
         self._told = False
         self._total = self._samples = 0.0
+        self._unread: list[tuple[float, int]] = []
 
     @property
     def names(self) -> str | None:
@@ -86,9 +88,35 @@ class Schedules:
 
     def trained(self, loss: float, samples: int) -> None:
         """Add the loss of an update to the epoch's mean training loss."""
-        if self.follows_metric and math.isfinite(loss):
-            self._total += loss * samples
-            self._samples += samples
+        if not self.follows_metric:
+            return
+        self._unread.append((loss, samples))
+        self._read(but=1)  # an accelerator may still compute the last one
+
+    def _read(self, but: int = 0) -> None:
+        """Add the losses that were given, but the last ones."""
+        while len(self._unread) > but:
+            loss, samples = self._unread.pop(0)
+            if math.isfinite(loss):
+                self._total += loss * samples
+                self._samples += samples
+
+    def undoing(self) -> Callable[[], None]:
+        """Return what sets schedulers, and the rates that they have set, back to what they are now."""
+        groups = [
+            (group, {name: value for name, value in group.items() if name != "params"})
+            for optimizer in {id(entry.optimizer): entry.optimizer for entry in self.bound}.values()
+            for group in optimizer.param_groups
+        ]
+        states = [(entry.scheduler, copy.deepcopy(entry.scheduler.state_dict())) for entry in self.bound]
+
+        def undo() -> None:
+            for scheduler, state in states:
+                scheduler.load_state_dict(state)
+            for group, values in groups:
+                group.update(values)
+
+        return undo
 
     def measured(self, metric: float) -> None:
         """Advance the schedulers that follow a metric.
@@ -115,6 +143,7 @@ class Schedules:
         Raises:
             ScriptError: a scheduler waits for a metric to grow, and was given none.
         """
+        self._read()
         for entry in self.bound:
             if entry.kind == "counted":
                 entry.scheduler.step(epochs)
@@ -131,6 +160,7 @@ class Schedules:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` restores."""
+        self._read()
         return {
             "schedulers": [entry.scheduler.state_dict() for entry in self.bound],
             "epoch": [self._told, self._total, self._samples],

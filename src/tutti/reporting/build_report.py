@@ -1,12 +1,12 @@
 """Build the RunReport of a run folder. Only the folder is read, so the same folder gives the same report anywhere."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tutti.config.cluster import DeviceSpec
 from tutti.config.mesh_axes import describe_axis
-from tutti.config.prediction import Phase
+from tutti.config.prediction import DEVICE_PARTS, Phase
 from tutti.config.run_report import (
     BatchReport,
     FlopsReport,
@@ -24,6 +24,7 @@ from tutti.config.run_report import (
     TargetReport,
     VerificationSummary,
 )
+from tutti.config.shard_engine import describe_engine
 from tutti.config.stated_facts import check_facts
 from tutti.reporting.formatting import duration, listed, plural, quality_text, show, significant
 from tutti.reporting.honesty_rules import by_severity, check_run
@@ -83,7 +84,7 @@ def build_report(
     report = replace(report, checks=prediction_checks(records, report), headline=headline(report))
     report = replace(report, communication=communication(records), experts=experts(records))
     report = replace(report, noise=noise_report(records), replicas=replicas_report(records))
-    notes = (*_guard_warnings(records), *_profile_note(records), *_reading_notes(records))
+    notes = (*_guard_warnings(records), *_skipped_steps(records), *_profile_note(records), *_reading_notes(records))
     findings = by_severity([*check_run(report), *notes])
     return replace(report, findings=findings, outcomes=outcomes_of(report, findings))
 
@@ -244,7 +245,7 @@ def _predicted_phases(records: Records) -> dict[Phase, Quantity]:
 def _predicted_memory(records: Records) -> dict[str, Quantity]:
     """Return the predicted peak memory of the fullest rank, by component, in bytes."""
     memory = records.prediction.memory if records.prediction else None
-    return {f.name: predicted(getattr(memory, f.name), "B") for f in fields(memory)} if memory else {}
+    return {name: predicted(getattr(memory, name), "B") for name in DEVICE_PARTS} if memory else {}
 
 
 def _failures(records: Records) -> tuple[RankFailure, ...]:
@@ -268,6 +269,26 @@ def _guard_warnings(records: Records) -> tuple[RuleFinding, ...]:
     sentences = dict.fromkeys(str(row.data.get("sentence", "")) for row in records.spent("guard"))
     return tuple(
         RuleFinding(rule=0, code="GUARD", severity="warn", sentence=f"{text[:1].upper()}{text[1:]}.", where="training")
+        for text in sentences
+        if text
+    )
+
+
+_MOST_SKIPPED = 20
+"""Skipped steps that a report names."""
+
+
+def _skipped_steps(records: Records) -> tuple[RuleFinding, ...]:
+    """Return a finding for each step that was skipped because of its loss or gradients, with the samples."""
+    sentences = [*dict.fromkeys(str(row.data.get("sentence", "")) for row in records.spent("skipped"))]
+    more = len(sentences) - _MOST_SKIPPED
+    sentences = sentences[:_MOST_SKIPPED] + (
+        [f"{more} more steps are skipped; metrics.jsonl lists them"] if more > 0 else []
+    )
+    return tuple(
+        RuleFinding(
+            rule=0, code="SKIPPED", severity="note", sentence=f"{text[:1].upper()}{text[1:]}.", where="training"
+        )
         for text in sentences
         if text
     )
@@ -305,9 +326,14 @@ def device_of(records: Records) -> DeviceSpec | None:
     return candidates[0] if len(candidates) == 1 else None
 
 
+_BACKENDS = {"staged": "gloo, by way of the host's memory"}
+"""What backends are called whose own names say little."""
+
+
 def device_kind(records: Records) -> str:
-    """Return "cuda" if any rank ran on a GPU, else "cpu"."""
-    return "cuda" if any(rank.device.startswith("cuda") for rank in records.header.ranks) else "cpu"
+    """Return "cpu", or the kind of the accelerator on which any rank ran, such as "cuda"."""
+    kinds = (rank.device.partition(":")[0] for rank in records.header.ranks)
+    return next((kind for kind in kinds if kind != "cpu"), "cpu")
 
 
 def system_report(records: Records) -> SystemReport:
@@ -320,12 +346,13 @@ def system_report(records: Records) -> SystemReport:
     per_host = int(cores) if cores.isdigit() else granted
     models = dict.fromkeys(rank.device_model for rank in header.ranks)
     published = device.evidence if device else None
+    shared = header.extra.get("shared_devices", "")
     return SystemReport(
         device_model=" + ".join(models) or "unknown",
         device_kind=kind,
         ranks=seen(header.world_size, "ranks"),
         hosts=seen(hosts, "hosts"),
-        devices=seen(hosts if kind == "cpu" else header.world_size, "devices"),
+        devices=seen(int(shared) if shared else hosts if kind == "cpu" else header.world_size, "devices"),
         cores_used=seen(sum(rank.threads for rank in header.ranks) or None, "cores", "threads of all ranks"),
         cores_granted=seen(per_host * hosts if per_host else None, "cores", "of all hosts"),
         year=Quantity(value=device.year, evidence="published") if device and device.year else Quantity(),
@@ -345,8 +372,11 @@ def system_report(records: Records) -> SystemReport:
             )
             for link in (cluster.links if cluster else ())
         ),
-        backend=header.backend,
+        backend=_BACKENDS.get(header.backend, header.backend),
         sums=" + ".join(dict.fromkeys(rank.sums for rank in header.ranks if rank.sums)),
+        attention=next(
+            (str(row.data.get("engines", "")) for row in reversed(records.rows) if row.kind == "attention"), ""
+        ),
         platform=header.platform,
         versions=dict(header.versions),
     )
@@ -396,6 +426,7 @@ def plan_text(records: Records) -> str | None:
     recompute = any(rule.recompute for rule in plan.layout)
     return ", ".join(
         [mesh, plural(plan.batch.num_microbatches, "microbatch") + " a step", f"{plan.precision} precision"]
+        + ([f"sharding level {plan.sharding.level} by {engine}"] if (engine := describe_engine(plan)) else [])
         + (["recompute"] if recompute else [])
         + ([mode] if (mode := mode_text(records)) else [])
         + _buckets(records)
@@ -528,7 +559,8 @@ def prediction_checks(records: Records, report: RunReport) -> tuple[PredictionCh
     prediction = records.prediction
     if prediction is None:
         return ()
-    step, memory = prediction.step_time_s, prediction.memory_nbytes
+    step, allocator = prediction.step_time_s, prediction.allocator
+    memory = prediction.memory_nbytes if allocator is None else allocator.allocated  # what a run measures
     pairs = (
         ("step time", predicted(step.value, "s", step.low, step.high), report.time.per_step),
         ("throughput", predicted(prediction.throughput_per_s, report.throughput.unit), report.throughput),

@@ -84,6 +84,7 @@ def _settings(report: RunReport) -> dict[str, str]:
         "device": system.device_model,
         "cores used": show(system.cores_used),
         "gradients are reduced through": system.sums or "nothing",
+        "attention over mesh.context": system.attention or "none",
         "script": report.command,
         "model": f"{report.model}, {show(report.parameters)} parameters",
         "training data": (report.data.train_sha256 or "not recorded")[:12],

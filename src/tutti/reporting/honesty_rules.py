@@ -549,15 +549,18 @@ def same_as_one_device(report: RunReport) -> list[RuleFinding]:
 
 
 def enough_cores(report: RunReport) -> list[RuleFinding]:
-    """Warn when ranks share cores: such a run shows that the program works, not how fast it is."""
-    ranks, cores = report.system.ranks.value or 1, report.system.cores_granted.value
-    if report.system.device_kind != "cpu" or cores is None or ranks <= cores:
+    """Warn when ranks share cores or accelerators: such a run shows that the program works, not how fast it is."""
+    system, where = report.system, "system.cores_granted"
+    ranks, places, noun = system.ranks.value or 1, system.cores_granted.value, "core"
+    if system.device_kind != "cpu":
+        places, noun, where = system.devices.value, "device", "system.devices"
+    if places is None or ranks <= places:
         return []
     sentence = (
-        f"{plural(ranks, 'rank')} took turns on {plural(cores, 'core')}: this shows that the program works, not how "
+        f"{plural(ranks, 'rank')} took turns on {plural(places, noun)}: this shows that the program works, not how "
         "fast it is. No speed-up is computed from it."
     )
-    return finding(0, "FUNCTION-NOT-SPEED", "warn", sentence, "system.cores_granted", ("speedup", "efficiency"))
+    return finding(0, "FUNCTION-NOT-SPEED", "warn", sentence, where, ("speedup", "efficiency"))
 
 
 def undisturbed_cores(report: RunReport) -> list[RuleFinding]:
@@ -593,7 +596,7 @@ def interruptions(report: RunReport) -> list[RuleFinding]:
     if report.skipped_steps.value:
         sentence = (
             f"{plural(report.skipped_steps.value, 'step')} did not update the parameters, because the loss or "
-            "gradients were not finite."
+            "gradients were not finite, or the loss was above the limit."
         )
         findings += finding(0, "SKIPPED-STEPS", "warn", sentence, "skipped_steps")
     return findings

@@ -3,14 +3,15 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
 import jinja2
 
 from tutti.config.run_report import MetricCurve, Quantity, RankReport, RuleFinding, RuleOutcome, RunReport
+from tutti.config.safe_text import plain_text
 from tutti.config.several_runs import Comparison
+from tutti.config.version import VERSION
 from tutti.reporting.comparison import labels
 from tutti.reporting.formatting import (
     CARRIED,
@@ -47,6 +48,7 @@ def environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("tutti", "reporting"),
         autoescape=True,
+        finalize=lambda value: plain_text(value) if type(value) is str else value,  # markup of our own stays
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
@@ -61,7 +63,7 @@ def environment() -> jinja2.Environment:
         evidence=EVIDENCE,
         severities=SEVERITIES,
         phases=PHASE_NAMES,
-        version=version("tutti"),
+        version=VERSION,
         style=files("tutti.reporting").joinpath("style.css").read_text(encoding="utf-8"),
     )
     return environment
@@ -327,6 +329,7 @@ def _hardware(report: RunReport) -> list[Entry]:
         entries += [(f"{link.tier} latency", link.latency), (f"{link.tier} bandwidth", link.bandwidth)]
     versions = ", ".join(f"{name} {number}" for name, number in system.versions.items())
     sums = [("gradients are reduced through", system.sums)] if system.sums else []
+    sums += [("attention over mesh.context", system.attention)] if system.attention else []
     return [*entries, ("backend", system.backend), *sums, ("platform", system.platform), ("versions", versions)]
 
 

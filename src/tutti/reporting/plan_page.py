@@ -1,7 +1,7 @@
 """Render a plan as a self-contained page: timeline of a step, memory, other plans, scaling and measured trials."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -14,11 +14,11 @@ from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from tutti.config.prediction import (
     ACTIVITY_LABELS,
+    DEVICE_PARTS,
     Activity,
     Bar,
     Omission,
     Prediction,
-    RankMemory,
     ScalingCurve,
     Timeline,
     Track,
@@ -312,9 +312,7 @@ def track_memory_plot(timeline: Timeline) -> Plot:
     tracks = timeline.tracks
     biggest = max(max(track.memory.total, track.memory_limit_nbytes) for track in tracks)
     factor, unit = next((f, u) for f, u in ((2.0**30, "GiB"), (2.0**20, "MiB"), (1.0, "B")) if biggest >= f or f == 1)
-    components = [
-        field.name for field in fields(RankMemory) if any(getattr(track.memory, field.name) for track in tracks)
-    ]
+    components = [name for name in DEVICE_PARTS if any(getattr(track.memory, name) for track in tracks)]
     handles: list[Patch | Line2D] = [
         Patch(facecolor="none", edgecolor=SERIES[index % len(SERIES)], hatch="////", label=name)
         for index, name in enumerate(components)

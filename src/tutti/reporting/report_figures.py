@@ -49,7 +49,7 @@ def time_ticks(longest_s: float, most: int = 8) -> list[float]:
         >>> [tick_text(tick, 5400) for tick in time_ticks(5400)]
         ['0', '15 min', '30 min', '45 min', '1 h', '1 h 15', '1 h 30']
     """
-    step = next((step for step in TICK_STEPS_S if longest_s / step <= most), TICK_STEPS_S[-1])
+    step = next((step for step in TICK_STEPS_S if longest_s / step <= most), longest_s / most)
     return [step * index for index in range(int(longest_s / step + 1e-9) + 1)]
 
 

@@ -119,7 +119,10 @@ def _input(report: RunReport) -> str:
 def _rate(report: RunReport) -> str:
     flops = report.flops
     if flops.model_per_sample.value is None or flops.dtype is None or flops.rate.value is None:
-        return "the FLOPs of the model were not counted; start it with `tutti run`, without --no-predict, on its own"
+        return (
+            "the FLOPs of the model were not counted; start it with `tutti run`, without --no-predict, on its own; if "
+            "it said `no prediction`, mend what it named"
+        )
     return ""
 
 

@@ -1,7 +1,7 @@
 """Read a run folder: its specs, metrics, and the files of its ranks. Tolerates lines torn by a killed run."""
 
 import json
-import math
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from tutti.config.model import ModelSpec
 from tutti.config.plan import Plan
 from tutti.config.prediction import Prediction
 from tutti.config.run_folder import RunFolder, RunHeader
+from tutti.config.step_rows import StepRowFiller
 from tutti.config.verdict import Verdict
 from tutti.errors import ReportError, SpecError
 
@@ -74,10 +75,10 @@ class Records:
 
 
 def finite(value: object) -> float | None:
-    """Return `value` if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """Return `value` if it is a finite number that a float can hold, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value
+    return value if abs(value) <= sys.float_info.max else None
 
 
 def read_records(path: Path) -> Records:
@@ -99,6 +100,7 @@ def read_records(path: Path) -> Records:
     lines = read_lines(folder.metrics, notes)
     errors = tuple(_read_object(folder.rank(rank.rank) / "error.json", notes) for rank in header.ranks)
     failures = tuple(error for error in errors if error is not None)
+    notes += _unwritten_notes(lines)
     if not lines and not failures:
         raise ReportError(f"{path} has no metrics; a run can be reported on once it has started training")
     return Records(
@@ -124,15 +126,25 @@ def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     except OSError:
         return []
     rows: list[dict[str, Any]] = []
-    torn = 0
-    for line in text.splitlines():
+    torn, filler = 0, StepRowFiller()
+    for line in text.split("\n"):
         row, whole = _parse_line(line)
         torn += not whole
         if row is not None:
-            rows.append(row)
+            rows.append(filler.fill(row))
     if torn:
         notes.append(f"{torn} torn line{'' if torn == 1 else 's'} in {path.name} left out (the run was killed there)")
     return rows
+
+
+def _unwritten_notes(lines: list[dict[str, Any]]) -> list[str]:
+    """Return a sentence for each time in which the disk did not take the metrics."""
+    return [
+        f"metrics could not be written for {finite(line.get('seconds')) or 0:.3g} s ({line.get('cause')}); "
+        f"{int(finite(line.get('lost')) or 0)} rows are lost, {int(finite(line.get('late')) or 0)} were written later"
+        for line in lines
+        if line.get("kind") == "unwritten"
+    ]
 
 
 def _parse_line(line: str) -> tuple[dict[str, Any] | None, bool]:
@@ -143,7 +155,7 @@ def _parse_line(line: str) -> tuple[dict[str, Any] | None, bool]:
     for start in (0, line.rfind('{"kind"')):
         try:
             row = json.loads(line[max(0, start) :])
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         return (row, start == 0) if isinstance(row, dict) else (None, False)
     return None, False

@@ -2,7 +2,7 @@
 
 import io
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +23,7 @@ from tutti.reporting.formatting import (
 )
 from tutti.reporting.honesty_rules import TITLES
 from tutti.reporting.rule_outcomes import checked
+from tutti.terminal import PlainConsole
 
 BAR_WIDTH = 52
 UNBROKEN = "\N{NO-BREAK SPACE}"
@@ -239,7 +240,7 @@ def _differences(comparison: Comparison) -> Table:
 
 def as_text(renderable: RenderableType, width: int = 110) -> str:
     """Render to plain text."""
-    console = Console(
+    console = PlainConsole(
         file=io.StringIO(), width=width, color_system=None, legacy_windows=False, emoji=False, force_jupyter=False
     )
     console.print(renderable)

@@ -11,7 +11,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tutti.comm.devices import current_device
 from tutti.data.batches import MicrobatchShare
+from tutti.data.seeds import forked_device
 
 _IN_PLACE = {
     "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
@@ -83,7 +85,7 @@ class AlignedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.own_generator.append(name)
             return func(*args, **kwargs)
         seed = int(torch.empty((), dtype=torch.int64).random_())
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
+        with forked_device(current_device()):
             torch.manual_seed(seed)
             drawn = self._drawn(func, name, seed, args, kwargs)
             if drawn is not None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tutti.data.microbatches import map_tensors, to_device
+from tutti.data.device_copies import to_device
+from tutti.data.microbatches import map_tensors
 from tutti.data.samples import Collate, DataSource, SeededSamples
 from tutti.parallel.loss_means import CountedLoss, CountedMean, looked_up, noted_means
 from tutti.parallel.losses import default_loss, loss_in

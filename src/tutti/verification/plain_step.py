@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from tutti.data.microbatches import to_device
+from tutti.data.device_copies import to_device
 from tutti.data.samples import DataSource
 from tutti.errors import ScriptError, TrainingError
 from tutti.optim.learning_rate import learning_rate_factor
