@@ -6,6 +6,9 @@ import psutil
 
 from tutti.errors import LaunchError
 
+EVERYWHERE = "0.0.0.0"
+"""The address of all interfaces: only where this host's name does not tell which one is meant."""
+
 
 def addresses_of(host: str) -> tuple[str, ...]:
     """Return the IP addresses of a host name.
@@ -46,6 +49,27 @@ def local_addresses() -> dict[str, str]:
 def outside_addresses() -> list[str]:
     """Return the IPv4 addresses of this machine under which other hosts may reach it."""
     return [ip for ip in local_addresses() if ":" not in ip and not ip.startswith("127.")]
+
+
+def here_address(host: str, *, spans_hosts: bool) -> str:
+    """Return the IP address that a rendezvous means: where rank 0 listens, and where ranks of its host reach it.
+
+    A node's own name may resolve to its loopback address, as Debian writes it in /etc/hosts, where other nodes cannot
+    reach it. Then its address outside is meant; if it has several, rank 0 listens on all.
+
+    Args:
+        host: the host of the rendezvous.
+        spans_hosts: whether ranks are on several hosts.
+
+    Raises:
+        OSError: the host has no address now.
+    """
+    found = addresses_of(host)[0]
+    named = host == "localhost" or host.startswith("127.") or host == "::1"
+    if named or not spans_hosts or not found.startswith("127."):
+        return found
+    outside = outside_addresses()
+    return outside[0] if len(outside) == 1 else EVERYWHERE if outside else found
 
 
 def loopback() -> str | None:

@@ -52,8 +52,8 @@ NAMES |= {"grace_s": "grace", "time_limit_s": "time_limit"}
 """Names of parameters of commands that their functions call otherwise."""
 
 SHOWN_ONLY = {"as_json", "html", "top", "diff", "explain", "depth", "every", "plot", "no_plot", "show_parts",
-              "open_page", "columns", "one_screen", "progress", "stacks", "target"}  # fmt: skip
-"""Options that say how a command shows its result, and the script with its arguments."""
+              "open_page", "columns", "one_screen", "progress", "stacks", "target", "requests"}  # fmt: skip
+"""Options that say how a command shows its result, the script with its arguments, and those of a batch job."""
 
 
 def write_script(folder: Path, width: int) -> Path:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from harness import RankFailed, run_ranks
-from tutti.comm import admission, group_proof, job_secret, job_store
+from tutti import job_secret, network_interfaces
+from tutti.comm import admission, group_proof
 from tutti.comm.authenticated_store import AuthenticatedStore
 from tutti.comm.rendezvous import open_group
 from tutti.comm.world import join_world, leave_world
@@ -289,7 +290,7 @@ def join_nowhere() -> None:
 
 
 def test_the_address_of_a_rendezvous() -> None:
-    assert job_store.here_address("127.0.0.1", spans_hosts=True) == "127.0.0.1"
-    assert job_store.here_address("localhost", spans_hosts=False) in ("127.0.0.1", "::1")
+    assert network_interfaces.here_address("127.0.0.1", spans_hosts=True) == "127.0.0.1"
+    assert network_interfaces.here_address("localhost", spans_hosts=False) in ("127.0.0.1", "::1")
     with pytest.raises(OSError, match="not known"):  # ranks other than 0 wait for the name
-        job_store.here_address("no-such-host.invalid", spans_hosts=True)
+        network_interfaces.here_address("no-such-host.invalid", spans_hosts=True)

@@ -23,8 +23,8 @@ from tutti import environment
 from tutti.checkpoint.checksums import checksum
 from tutti.checkpoint.index import INDEX, RUN_STATE
 from tutti.cli import main as command_line
-from tutti.comm.job_secret import read_secret
 from tutti.config import serialization
+from tutti.job_secret import read_secret
 from tutti.reporting.build_report import build_report
 from tutti.reporting.terminal_report import as_text, report_table
 from tutti.validation.published_rows import load_rows

@@ -26,12 +26,13 @@ ALLOWED: dict[str, frozenset[str]] = {
     "stack_watch": frozenset({"errors", "event_record"}),
     "surviving_rank": frozenset(),
     "environment": frozenset({"errors", "config"}),
+    "job_secret": frozenset({"errors", "environment"}),
     "terminal": frozenset({"config"}),
     "config": frozenset({"errors"}),
     "cost_model": frozenset({"errors", "config"}),
     "planner": frozenset({"errors", "config", "cost_model"}),
     "comm": frozenset({"errors", "machine", "host_topology", "network_interfaces", "environment", "config"})
-    | {"event_record", "surviving_rank"},
+    | {"event_record", "surviving_rank", "job_secret"},
     "compression": frozenset({"errors", "config", "comm"}),
     "profile": frozenset({"errors", "machine", "direct_io", "float32_precision", "config", "compression", "comm"}),
     "validation": frozenset({"errors", "config", "cost_model", "profile"}),
@@ -45,7 +46,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "trainer": _BASE | {"parallel", "local_sgd", "checkpoint", "terminal"},
     "verification": _BASE | {"profile", "parallel", "local_sgd", "checkpoint", "trainer"},
     "launch": frozenset({"errors", "machine", "host_topology", "network_interfaces", "config"})
-    | {"event_record", "stack_watch", "surviving_rank"},
+    | {"event_record", "stack_watch", "surviving_rank", "job_secret"},
     "lab": frozenset({"errors", "config"}),
     "clusters": frozenset({"errors", "environment", "config"}),
     "reporting": frozenset({"errors", "event_record", "config", "terminal"}),

@@ -11,7 +11,7 @@ from tutti.config.run_folder import RunFolder
 from tutti.launch.failure import Failure
 from tutti.launch.launcher import ErrorKind, LaunchSpec, RankError
 from tutti.launch.restarts import RestartPolicy, Restarts
-from tutti.launch.supervisor import Restart
+from tutti.launch.supervisor import Outcome, Restart
 from tutti.launch.survival import Survivors, Waiting
 
 
@@ -40,7 +40,8 @@ class Rig:
         failure = Failure(
             ranks=(rank,), first=rank, hosts=("a",), message="m", traceback="", exit_code=1, kind="killed"
         )
-        decided = self.restarts.after(self.spec, failure, waiting, (written or {}).get)
+        outcome = Outcome(status="failed", exit_code=1, failure=failure, waiting=waiting)
+        decided = self.restarts.after(self.spec, outcome, (written or {}).get)
         assert isinstance(decided, Restart)
         self.spec = decided.spec
         return decided
@@ -49,9 +50,10 @@ class Rig:
         failure = Failure(
             ranks=(rank,), first=rank, hosts=("a",), message=message, traceback="", exit_code=1, kind=kind
         )
-        decided = self.restarts.after(self.spec, failure)
-        if isinstance(decided, Restart):
-            self.spec = decided.spec
+        decided = self.restarts.after(self.spec, Outcome(status="failed", exit_code=1, failure=failure))
+        if isinstance(decided, Outcome):
+            return decided.given_up
+        self.spec = decided.spec
         return decided
 
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tutti.comm.job_secret import mac, same
 from tutti.config.safe_text import plain_text
 from tutti.errors import LaunchError
+from tutti.job_secret import mac, same
 
 _NONCE_NBYTES = 16
 _MAX_LINE_NBYTES = 2**16

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from tutti.comm.job_secret import mac, same
 from tutti.errors import LaunchError
+from tutti.job_secret import mac, same
 from tutti.surviving_rank import SURVIVING_RANK
 
 _CODE_NBYTES = 32

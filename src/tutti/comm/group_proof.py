@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm.job_secret import mac, same, session_key
 from tutti.errors import LaunchError
+from tutti.job_secret import mac, same, session_key
 
 _NONCE_NBYTES, _CODE_NBYTES = 16, 32
 

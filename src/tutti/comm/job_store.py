@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from tutti.comm.admission import Applicant, Gate, apply_for_admission
 from tutti.comm.authenticated_store import AuthenticatedStore
-from tutti.comm.job_secret import find_secret, mac, set_session_key
 from tutti.environment import (
     AgentStore,
     RankEnvironment,
@@ -21,12 +20,11 @@ from tutti.environment import (
     state_interface,
 )
 from tutti.errors import LaunchError
-from tutti.network_interfaces import addresses_of, local_addresses, loopback, outside_addresses, resolve
+from tutti.job_secret import find_secret, mac, set_session_key
+from tutti.network_interfaces import EVERYWHERE, here_address, local_addresses, loopback, resolve
 from tutti.surviving_rank import SURVIVING_RANK
 
 _LOOK_EVERY_S = 0.005
-
-_EVERYWHERE = "0.0.0.0"  # only where this host's name does not tell which interface is meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ def _meet_at_port(environment: RankEnvironment, host: str, port: int, timeout: t
             return here_address(host, spans_hosts=spans_hosts), port
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         where, _, gate = store.get(f"tutti gate {agent.attempt}").decode().rpartition(" ")
-        return where if where != _EVERYWHERE else host, int(gate)
+        return where if where != EVERYWHERE else host, int(gate)
 
     message, reached, own = apply_for_admission(address, secret, this_rank, timeout.total_seconds())
     _listen_on_interface_of(str(message["address"]) if own.startswith("127.") else own)
@@ -141,7 +139,7 @@ def _open_gate(
             master_listen_fd=opened.detach(),
         )
         session = secrets.token_hex(16)
-        reached = gate.reached_address() if address == _EVERYWHERE else address
+        reached = gate.reached_address() if address == EVERYWHERE else address
         gate.welcome({"port": number, "session": session, "address": reached})
     finally:
         gate.close()
@@ -165,27 +163,6 @@ def _listening(address: str, port: int) -> socket.socket:
             "host:PORT, or MASTER_ADDR and MASTER_PORT)"
         ) from None
     return listener
-
-
-def here_address(host: str, *, spans_hosts: bool) -> str:
-    """Return the IP address that a rendezvous means: where rank 0 listens, and where ranks of its host reach it.
-
-    A node's own name may resolve to its loopback address, as Debian writes it in /etc/hosts, where other nodes cannot
-    reach it. Then its address outside is meant; if it has several, rank 0 listens on all.
-
-    Args:
-        host: the host of the rendezvous.
-        spans_hosts: whether ranks are on several hosts.
-
-    Raises:
-        OSError: the host has no address now.
-    """
-    found = addresses_of(host)[0]
-    named = host == "localhost" or host.startswith("127.") or host == "::1"
-    if named or not spans_hosts or not found.startswith("127."):
-        return found
-    outside = outside_addresses()
-    return outside[0] if len(outside) == 1 else _EVERYWHERE if outside else found
 
 
 def _listen_on_interface_of(address: str) -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from tutti.comm.devices import backend_of, choose_device, count_devices
 from tutti.comm.group_proof import prove_members
-from tutti.comm.job_secret import set_session_key
 from tutti.comm.job_store import meet
 from tutti.comm.noted_collectives import note_collectives
 from tutti.comm.object_collectives import broadcast_value, gather_values
@@ -23,6 +22,7 @@ from tutti.comm.staged_gloo import STAGED, register_staged_backend
 from tutti.environment import RankEnvironment, read_launch_options, read_rank_environment
 from tutti.errors import LaunchError
 from tutti.event_record import recorded
+from tutti.job_secret import set_session_key
 
 T = TypeVar("T")
 

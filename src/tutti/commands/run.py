@@ -20,6 +20,7 @@ from tutti.commands.run_options import (
     environment,
     given_mesh,
     given_plan,
+    joined_folder,
     own_count,
     rank_counts,
     ranks_per_node,
@@ -314,7 +315,7 @@ def _beginning_again(options: RunOptions) -> RunOptions:
     if isinstance(run, str) or _has_stored(run):
         return options
     other_node = options.resume is None and options.node_rank > 0  # node 0 may have begun in the folder just now
-    if run is None or other_node or not begins_again(run):
+    if run is None or other_node or joined_folder(options) is not None or not begins_again(run):
         return options
     console.print(f"{run} has no checkpoint yet: the run begins again", markup=False, soft_wrap=True)
     return replace(options, resume=None, folder=options.folder or run)
@@ -357,7 +358,8 @@ def _launch_spec(options: RunOptions, nproc: tuple[int, ...] | None) -> "LaunchS
     from tutti.launch.script_path import run_folder
 
     resume = options.resume if isinstance(options.resume, Path) else None
-    folder = run_folder(options.folder, resume, options.name, options.node_rank)
+    joined = joined_folder(options)
+    folder = joined or run_folder(options.folder, resume, options.name, options.node_rank)
     plan = plan_file(options, folder)
     if nproc is None or options.relax != "exact":
         nproc = (_planned(options, folder).world_size,)
@@ -444,8 +446,12 @@ def _wait_ready(worker: "Beside") -> None:
 
 def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen: "Screen") -> Conclusion:
     from tutti.commands.run_prediction import beside
-    from tutti.launch.restarts import RestartPolicy, Restarts
+    from tutti.launch.node_member import recovering
+    from tutti.launch.restarts import RestartPolicy
     from tutti.launch.supervisor import interrupts, supervise
+
+    def say(words: str) -> None:
+        console.print(words, style="dim", markup=False, soft_wrap=True)
 
     console.print(_announcement(spec, on_this_host=options.launcher == "local"), style="dim", soft_wrap=True)
     before = header_time(spec)
@@ -463,16 +469,17 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
         policy = RestartPolicy(
             max_restarts=options.max_restarts, min_ranks=options.min_ranks, on_failure=options.on_failure
         )
-        outcome = supervise(
-            launcher.start,
-            spec,
-            watcher,
-            interrupted,
-            grace_s=options.grace_s,
-            stop_at_s=stop_at_s,
-            say=lambda words: console.print(words, style="dim", markup=False, soft_wrap=True),
-            recovery=Restarts(policy, spec) if policy.max_restarts else None,
-        )
+        with recovering(spec, policy, interrupted, say, options.grace_s) as recovery:
+            outcome = supervise(
+                launcher.start,
+                spec,
+                watcher,
+                interrupted,
+                grace_s=options.grace_s,
+                stop_at_s=stop_at_s,
+                say=say,
+                recovery=recovery,
+            )
         has_job = spec.node_rank > 0 or header_time(spec) != before
         if worker is not None and has_job and outcome.status == "completed":
             _await_prediction(worker)

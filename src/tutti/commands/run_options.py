@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tutti.config.run_folder import RunFolder
 from tutti.errors import LaunchError, PlanError
 
 if TYPE_CHECKING:
@@ -143,16 +144,37 @@ def check_restarts(options: RunOptions) -> None:
     """Check that the options about restarts agree.
 
     Raises:
-        LaunchError: they contradict each other, or ask for restarts on several nodes.
+        LaunchError: they contradict each other, or several nodes have no common folder.
     """
     if options.max_restarts == 0 and (options.min_ranks is not None or options.on_failure != "replace"):
         name = "--min-ranks" if options.min_ranks is not None else "--on-failure"
         raise LaunchError(f"{name} says how a run goes on after a failure; allow it to with --max-restarts N")
-    if options.max_restarts and options.nnodes > 1:
+    if options.max_restarts and options.nnodes > 1 and _shared_folder(options) is None:
         raise LaunchError(
-            f"--max-restarts starts the ranks of one node again, but --nnodes is {options.nnodes}; leave it out, and "
-            "repeat the command with --resume on all nodes after a failure"
+            f"--max-restarts with --nnodes {options.nnodes} goes on from checkpoints in a run folder that all nodes "
+            "see; name it with --folder"
         )
+    if options.max_restarts and options.nnodes > 1 and options.launcher != "local":
+        raise LaunchError(
+            f"--max-restarts with --nnodes {options.nnodes} needs the launcher local, which watches the ranks of its "
+            f"node; leave out --max-restarts, or --launcher {options.launcher}"
+        )
+
+
+def _shared_folder(options: RunOptions) -> Path | None:
+    """Return the run folder that the command names, if it does."""
+    if options.folder is not None:
+        return options.folder
+    resumed = options.resume
+    return resumed if isinstance(resumed, Path) and RunFolder(resumed).header.exists() else None
+
+
+def joined_folder(options: RunOptions) -> Path | None:
+    """Return the run folder of node 0, in which this node only takes part: None where it has one of its own."""
+    if options.node_rank == 0 or not options.max_restarts:
+        return None
+    folder = _shared_folder(options)
+    return None if folder is None else folder.resolve()
 
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -295,7 +317,7 @@ def environment(options: RunOptions, plan: Path | None) -> dict[str, str]:
         variables["TUTTI_CHECKPOINT_EVERY"] = str(options.checkpoint_every)
     if options.profile is not None:
         variables["TUTTI_PROFILE"] = str(options.profile)
-    if options.max_restarts and options.recover == "memory" and options.launcher == "local":
+    if options.max_restarts and options.recover == "memory" and options.launcher == "local" and options.nnodes == 1:
         variables["TUTTI_RECOVER"] = "memory"
     given = given_plan(options)
     if options.share_device or (given is not None and given.share_device):

@@ -62,7 +62,7 @@ def of_node(spec: LaunchSpec, rendezvous_folder: Path) -> dict[str, str]:
         "TUTTI_SUPERVISED": "1",
         "OMP_NUM_THREADS": str(spec.threads),
     }
-    if spec.nodes == 1:  # several are started one by one, and find the user's secret (tutti.comm.job_secret)
+    if spec.nodes == 1:  # several are started one by one, and find the user's secret (tutti.job_secret)
         environment["TUTTI_SECRET"] = spec.secret
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
         environment["GLOO_SOCKET_IFNAME"] = interface

@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -26,6 +27,10 @@ class Watcher(Protocol):
 
     def __exit__(self, *exception: object) -> None: ...
 
+    def follow(self, spec: LaunchSpec) -> None:
+        """Show what is started next, which may have other ranks."""
+        ...
+
     def update(self) -> None:
         """Show new output."""
         ...
@@ -39,6 +44,9 @@ class Silent:
 
     def __exit__(self, *exception: object) -> None:
         pass
+
+    def follow(self, spec: LaunchSpec) -> None:
+        """Show nothing."""
 
     def update(self) -> None:
         """Show nothing."""
@@ -109,8 +117,17 @@ class PlainWatcher:
     """Copies the first rank's output, unchanged."""
 
     def __init__(self, spec: LaunchSpec, *, stdout: TextIO, stderr: Any) -> None:
-        folder = RunFolder(spec.folder).rank(spec.first_rank)
-        self._pairs = ((Tail(folder / "stdout.log"), stdout), (Tail(folder / "stderr.log"), stderr))
+        self._streams, self._rank = (stdout, stderr), -1
+        self._tails: tuple[Tail, ...] = ()
+        self.follow(spec)
+
+    def follow(self, spec: LaunchSpec) -> None:
+        """Copy the output of these ranks' first one."""
+        self.update()
+        if spec.first_rank != self._rank:
+            self._rank = spec.first_rank
+            folder = RunFolder(spec.folder).rank(spec.first_rank)
+            self._tails = Tail(folder / "stdout.log"), Tail(folder / "stderr.log")
 
     def __enter__(self) -> "PlainWatcher":
         return self
@@ -120,7 +137,7 @@ class PlainWatcher:
 
     def update(self) -> None:
         """Copy new output."""
-        for tail, stream in self._pairs:
+        for tail, stream in zip(self._tails, self._streams, strict=False):
             text = tail.read()
             if text:
                 stream.write(text)
@@ -193,12 +210,8 @@ class LiveWatcher:
     """Shows the first rank's lines above one live line: bar, steps, loss, throughput and time left."""
 
     def __init__(self, spec: LaunchSpec, *, stdout: TextIO, console: Console) -> None:
-        folder = RunFolder(spec.folder)
-        rank = folder.rank(spec.first_rank)
         self._stdout = stdout
-        self._out = LineTail(rank / "stdout.log")
-        self._err = LineTail(rank / "stderr.log")
-        self._rows = RowTail(folder.metrics)
+        self._rows = RowTail(RunFolder(spec.folder).metrics)
         self._meter = Meter()
         self._console = console
         self._progress = Progress(
@@ -213,21 +226,32 @@ class LiveWatcher:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
-        self._task = self._progress.add_task(f"{ranks} starting", total=None, words="")
-        self._ranks = ranks
+        self._task = self._progress.add_task("starting", total=None, words="")
+        self._rank, self._ranks = -1, ""
+        self._tails: tuple[LineTail, ...] = ()
+        self.follow(spec)
+
+    def follow(self, spec: LaunchSpec) -> None:
+        """Show the lines of these ranks' first one."""
+        self._ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
+        self._progress.update(self._task, description=f"{self._ranks} starting")
+        if spec.first_rank != self._rank:
+            self._show(*(tail.flush() for tail in self._tails))
+            self._rank = spec.first_rank
+            rank = RunFolder(spec.folder).rank(spec.first_rank)
+            self._tails = LineTail(rank / "stdout.log"), LineTail(rank / "stderr.log")
 
     def __enter__(self) -> "LiveWatcher":
         self._progress.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._show(self._out.flush(), self._err.flush())
+        self._show(*(tail.flush() for tail in self._tails))
         self._progress.stop()
 
     def update(self) -> None:
         """Show new lines and the current progress."""
-        self._show(self._out.read(), self._err.read())
+        self._show(*(tail.read() for tail in self._tails))
         for row in self._rows.read():
             self._meter.add(row)
             if row.get("kind") == "start" and row.get("progress") is False:  # Job(progress=False)
@@ -238,7 +262,7 @@ class LiveWatcher:
                 self._task, description=self._ranks, completed=at.step, total=at.total_steps, words=at.words
             )
 
-    def _show(self, out: list[str], err: list[str]) -> None:
+    def _show(self, out: Sequence[str] = (), err: Sequence[str] = ()) -> None:
         if not self._stdout.isatty():
             self._stdout.writelines(line + "\n" for line in out)
             self._stdout.flush()

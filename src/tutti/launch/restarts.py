@@ -21,14 +21,12 @@ from tutti.errors import LaunchError, TuttiError
 from tutti.launch.failure import Failure, sentence
 from tutti.launch.launcher import LaunchSpec, RankError
 from tutti.launch.regroup import shrink_plan
-from tutti.launch.supervisor import Restart
+from tutti.launch.supervisor import Outcome, Restart
 from tutti.launch.survival import RECOVER, Survivors, Waiting
 
 OnFailure = Literal["replace", "shrink"]
 
 Recover = Literal["memory", "checkpoint"]
-
-NOBODY: Mapping[int, Waiting] = {}
 
 LONGEST_DELAY_S = 32.0
 
@@ -68,10 +66,19 @@ class _Place:
 
 
 class Restarts:
-    """Decides what follows each failure of one run. See `tutti.launch.supervisor.Recovery`."""
+    """Decides what follows each failure of one run. See `tutti.launch.supervisor.Recovery`.
 
-    def __init__(self, policy: RestartPolicy, spec: LaunchSpec) -> None:
+    Args:
+        policy: how often, and with how many ranks, the run goes on.
+        spec: what is started.
+        fewer: returns what to start without the ranks that have failed; None: the same with fewer ranks on this node.
+    """
+
+    def __init__(
+        self, policy: RestartPolicy, spec: LaunchSpec, fewer: Callable[[Failure], LaunchSpec] | None = None
+    ) -> None:
         self._policy = policy
+        self._fewer = fewer
         self._folder = RunFolder(spec.folder)
         self._earlier = self._folder.checkpoint_times()
         self._records = _Records(self._folder)
@@ -84,14 +91,38 @@ class Restarts:
         """Return whether a restart may follow this failure of a rank."""
         return self._used < self._policy.max_restarts and error.kind != "user"
 
+    def begin(self, spec: LaunchSpec) -> LaunchSpec | Outcome:
+        """Return the first generation: what was asked for."""
+        return spec
+
+    def called_off(self) -> Literal["", "end", "pause"]:
+        """Return that no other node asks for anything."""
+        return ""
+
     def after(
+        self, spec: LaunchSpec, outcome: Outcome, written_step: Callable[[int], int | None] = lambda rank: None
+    ) -> Restart | Outcome:
+        """Return the next generation, or how the run ends; see `tutti.launch.supervisor.Recovery`."""
+        if outcome.failure is None:
+            return outcome
+        following = self._following(spec, outcome.failure, outcome.waiting, written_step)
+        return replace(outcome, given_up=following) if isinstance(following, str) else following
+
+    def grown(self, spec: LaunchSpec) -> Restart:
+        """Return the next generation, which has more ranks: those of a node that has come. It is not counted."""
+        self._records.place(spec)
+        following, source = self._continued(spec)
+        message = f"{_count(following)} {'go' if following.world_size > 1 else 'goes'} on {source}"
+        return Restart(spec=following, delay_s=0.0, message=message)
+
+    def _following(
         self,
         spec: LaunchSpec,
         failure: Failure,
-        waiting: Mapping[int, Waiting] = NOBODY,
-        written_step: Callable[[int], int | None] = lambda rank: None,
+        waiting: Mapping[int, Waiting],
+        written_step: Callable[[int], int | None],
     ) -> Restart | str:
-        """Return the next generation, or why there is none; see `tutti.launch.supervisor.Recovery`."""
+        """Return the next generation, or why there is none; "" if none was asked for."""
         if not self._policy.max_restarts:
             return ""
         place = self._records.place(spec)
@@ -115,7 +146,7 @@ class Restarts:
         if starting or self._policy.on_failure == "shrink":
             try:
                 left = spec.world_size - len(failure.ranks)
-                following = smaller(spec, left, least or 1)
+                following = self._fewer(failure) if self._fewer is not None else smaller(spec, left, least or 1)
             except (TuttiError, OSError) as error:  # also a plan that cannot be read or written
                 return f"it cannot go on with fewer ranks: {error}"
         self._used += 1
@@ -179,11 +210,15 @@ class Restarts:
         self, spec: LaunchSpec, following: LaunchSpec, failure: Failure, place: _Place, source: str, delay_s: float
     ) -> str:
         failed = sentence(spec, replace(failure, traceback=""))
-        ranks = f"{following.world_size} rank{'s' if following.world_size > 1 else ''}"
+        ranks = _count(following)
         go = "go" if following.world_size > 1 else "goes"
         waits = f" in {delay_s:g} s" if delay_s else ""
         number = f"restart {self._used} of {self._policy.max_restarts}"
         return f"{failed} ({place.words})\n{number}{waits}: {ranks} {go} on {source}"
+
+
+def _count(spec: LaunchSpec) -> str:
+    return f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
 
 
 def _survivors(

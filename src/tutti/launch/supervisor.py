@@ -78,6 +78,7 @@ class Outcome:
         restarts: how often the ranks were started again.
         waiting: ranks that outlive the failure, and wait for their task in the next generation.
         given_up: why they were not started again, as a sentence; empty if nobody asked for restarts.
+        called_off: whether they ended because another node asked for it.
     """
 
     status: Status
@@ -89,6 +90,7 @@ class Outcome:
     restarts: int = 0
     given_up: str = ""
     waiting: Mapping[int, Waiting] = field(default_factory=dict)
+    called_off: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,25 +111,26 @@ class Restart:
 
 
 class Recovery(Protocol):
-    """Decides what follows the failure of a generation."""
+    """Decides what follows the end of a generation."""
+
+    def begin(self, spec: LaunchSpec) -> LaunchSpec | Outcome:
+        """Return the first generation, or the end of a run that does not begin."""
+        ...
 
     def may_restart(self, error: RankError) -> bool:
         """Return whether a restart may follow this failure of a rank, so that there is no need to hear all others."""
         ...
 
-    def after(
-        self,
-        spec: LaunchSpec,
-        failure: Failure,
-        waiting: Mapping[int, Waiting],
-        written_step: Callable[[int], int | None],
-    ) -> Restart | str:
-        """Return the next generation, or the sentence that says why there is none; "" if none was asked for.
+    def called_off(self) -> Literal["", "end", "pause"]:
+        """Return whether the ranks of this node are to end, or to pause with a checkpoint, because of other nodes."""
+        ...
+
+    def after(self, spec: LaunchSpec, outcome: Outcome, written_step: Callable[[int], int | None]) -> Restart | Outcome:
+        """Return the next generation, or how the run ends: where it failed, with the sentence why it is given up.
 
         Args:
-            spec: what has failed.
-            failure: how.
-            waiting: the ranks that outlive it.
+            spec: what has ended.
+            outcome: how it ended on this node.
             written_step: the step of the states of random generators that a rank has left behind.
         """
         ...
@@ -201,27 +204,31 @@ def supervise(
         say: takes messages for the user while ranks still run.
         recovery: decides whether the ranks are started again after a failure; None never does.
     """
-    restarts, begin = 0, start
+    restarts, start_next = 0, start
     generation: _Generation | None = None
+    begun = spec if recovery is None else recovery.begin(spec)
+    if isinstance(begun, Outcome):
+        return begun
+    spec = begun
     with watcher:
         try:
             while True:
                 clear_errors(spec)
+                watcher.follow(spec)
                 generation = _Generation(spec, watcher, interrupted, grace_s, stop_at_s, say, recovery)
-                outcome = replace(generation.run(begin), spec=spec, restarts=restarts)
-                if outcome.failure is None:
-                    return outcome
+                outcome = replace(generation.run(start_next), spec=spec, restarts=restarts)
                 following = generation.following(outcome)
-                if isinstance(following, str):
-                    outcome = replace(outcome, given_up=following)
+                if isinstance(following, Outcome):
+                    outcome = replace(following, spec=spec, restarts=restarts)
                     break
                 if stop_at_s is not None and time.time() + following.delay_s >= stop_at_s:
                     outcome = replace(outcome, given_up="the time limit is over, so the ranks were not started again")
                     break
-                begin = generation.succeeded_by(following, start)
+                start_next = generation.succeeded_by(following, start)
                 causes = {rank: error for rank, error in read_errors(spec).items() if error.kind != "peer"}
                 append_tracebacks(spec, causes)
-                say(following.message)
+                if following.message:
+                    say(following.message)
                 _pause(following.delay_s, interrupted)
                 if interrupted.number is not None:
                     return _stopped_between(interrupted.number, outcome)
@@ -230,7 +237,8 @@ def supervise(
         finally:
             if generation is not None:
                 generation.end()
-    append_tracebacks(spec, read_errors(spec))  # only now, because the watcher would have shown these lines too
+    if outcome.failure is not None:
+        append_tracebacks(spec, read_errors(spec))  # only now, because the watcher would have shown these lines too
     return outcome
 
 
@@ -276,13 +284,12 @@ class _Generation:
         if self._handle is not None:
             self._handle.stop(0)
 
-    def following(self, outcome: Outcome) -> Restart | str:
-        """Return what follows a failure; see `Recovery.after`."""
-        assert outcome.failure is not None
+    def following(self, outcome: Outcome) -> Restart | Outcome:
+        """Return what follows; see `Recovery.after`."""
         if self._recovery is None:
-            return ""
+            return outcome
         written_step = self._surviving.written_step if self._surviving is not None else lambda rank: None
-        return self._recovery.after(self._spec, outcome.failure, outcome.waiting, written_step)
+        return self._recovery.after(self._spec, outcome, written_step)
 
     def succeeded_by(self, following: Restart, start: Callable[[LaunchSpec], Handle]) -> Callable[[LaunchSpec], Handle]:
         """Return what starts the next generation; ranks that have no part in it are ended."""
@@ -290,6 +297,16 @@ class _Generation:
             self.end()
             return start
         return partial(self._surviving.regroup, survivors=following.survivors)
+
+    def _called_off(self) -> Literal["", "end", "pause"]:
+        return self._recovery.called_off() if self._recovery is not None else ""
+
+    def _leave(self, grace_s: float) -> Outcome:
+        """End the ranks because of other nodes."""
+        assert self._handle is not None
+        self._handle.stop(grace_s, hurry=lambda: self._interrupted.count > 1)
+        self._watcher.update()
+        return Outcome(status="stopped", exit_code=1, called_off=True)
 
     def _waiting(self) -> dict[int, Waiting]:
         return self._surviving.waiting() if self._surviving is not None else {}
@@ -302,6 +319,8 @@ class _Generation:
             self._watcher.update()
             if self._interrupted.number is not None:
                 return self._stop(self._interrupted.number)
+            if called_off := self._called_off():
+                return self._leave(self._grace_s if called_off == "pause" else RESTART_GRACE_S)
             if not exits and (verdict := self._hangs.look()) is not None:
                 handle.stop(RESTART_GRACE_S)
                 self._watcher.update()
@@ -372,6 +391,8 @@ class _Generation:
                 settle_s = first_s + SURVIVORS_S if waiting else FIRST_SURVIVOR_S
             if heard or waited_s >= settle_s:
                 break
+            if not causes and self._called_off():
+                return self._leave(RESTART_GRACE_S)  # these ranks have only lost those of another node
             if ended:
                 time.sleep(POLL_S)
             else:

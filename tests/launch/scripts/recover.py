@@ -1,7 +1,7 @@
 """A Job whose samples are recorded. Arguments: steps between checkpoints, and FAULT@STEP:RANK, which may repeat.
 
-A fault happens once, unless it ends with "!". A rank notes the samples of each completed step in samples-RANK; rank 0
-writes the final values to final.pt.
+A fault happens once, unless it ends with "!"; "pause" waits for a file named go-STEP. A rank notes the samples of each
+completed step in samples-RANK; rank 0 writes the final values to final.pt.
 """
 
 import os
@@ -41,6 +41,9 @@ def suffer(fault: str | None) -> None:
         raise ValueError("a poisoned batch")
     elif fault == "exit":
         os._exit(7)
+    elif fault == "pause":
+        while not Path(f"go-{job.global_step}").exists():
+            time.sleep(0.02)
 
 
 class Samples(torch.utils.data.Dataset):
