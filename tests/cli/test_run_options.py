@@ -25,7 +25,7 @@ def test_what_is_no_duration_is_refused(given: str) -> None:
     [
         ({"min_ranks": 2}, "--min-ranks says how a run goes on"),
         ({"on_failure": "shrink"}, "--on-failure says how a run goes on"),
-        ({"max_restarts": 1, "nnodes": 2}, "starts the ranks of one node again"),
+        ({"max_restarts": 1, "nnodes": 2}, "a run folder that all nodes see; name it with --folder"),
     ],
 )
 def test_options_about_restarts_must_agree(given: dict[str, object], words: str) -> None:

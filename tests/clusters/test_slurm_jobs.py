@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.launch_rig import SCRIPTS, TUTTI, wait_until
+from launch.launch_rig import SCRIPTS, TUTTI, default_signals, wait_until
 from launch.slurm_rig import missing, slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
@@ -47,7 +47,7 @@ def started(cwd: Path, cluster: dict[str, str], *words: str) -> Iterator[subproc
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **cluster}
     command = subprocess.Popen(
         [*TUTTI, *words], cwd=cwd, env=environment, text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default_signals,
     )  # fmt: skip
     try:
         yield command

@@ -18,6 +18,12 @@ SCRIPTS = Path(__file__).parent / "scripts"
 TUTTI = (sys.executable, "-m", "tutti.cli.main")
 
 
+def default_signals() -> None:
+    """Let a started command get signals that this process ignores, as under nohup or in the background of a shell."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finished:
     code: int
@@ -44,6 +50,7 @@ class Running:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=default_signals,
         )
 
     def finish(self, timeout_s: float = 180) -> tuple[int, str, str]:

@@ -157,7 +157,7 @@ def check_restarts(options: RunOptions) -> None:
     if options.max_restarts and options.nnodes > 1 and options.launcher != "local":
         raise LaunchError(
             f"--max-restarts with --nnodes {options.nnodes} needs the launcher local, which watches the ranks of its "
-            f"node; leave out --max-restarts, or --launcher {options.launcher}"
+            f"node; leave out --max-restarts, or --on {options.launcher}"
         )
 
 

@@ -243,7 +243,7 @@ class NodeLeader:
         del self._nodes[node.number]
         node.link.close()
         generation = self._placed
-        if generation is not None and node.number in generation.counts:
+        if generation is not None and node.number in generation.counts.keys() - generation.lost.keys():
             generation.lost[node.number] = node
 
     # What follows.
@@ -268,7 +268,8 @@ class NodeLeader:
             self._decide(generation)
 
     def _running(self, generation: _Placed) -> list[_Node]:
-        return [self._nodes[number] for number in generation.counts if number in self._nodes]
+        """Return the nodes of a generation that are not lost; one that has come again since then is not of it."""
+        return [self._nodes[number] for number in generation.counts if number not in generation.lost]
 
     def _come_for(self, generation: _Placed) -> str:
         """Name the nodes that have come and with which more ranks could run; an empty string if there are none."""
@@ -315,9 +316,8 @@ class NodeLeader:
     def _fewer(self, failure: Failure) -> LaunchSpec:
         """Return what the nodes that are there have room for, without the places of ranks that have failed."""
         assert self._placed is not None
-        for node in self._nodes.values():
-            if node.number in self._placed.counts:
-                node.capacity -= len(set(self._placed.ranks_of(node.number)) & set(failure.ranks))
+        for node in self._running(self._placed):
+            node.capacity -= len(set(self._placed.ranks_of(node.number)) & set(failure.ranks))
         return self._largest()
 
     def _largest(self) -> LaunchSpec:
