@@ -23,6 +23,7 @@ from tutti.launch.launcher import LaunchSpec, RankError
 from tutti.launch.regroup import shrink_plan
 from tutti.launch.supervisor import Restart
 from tutti.launch.survival import RECOVER, Survivors, Waiting
+from tutti.surviving_rank import LeftBehind
 
 OnFailure = Literal["replace", "shrink"]
 
@@ -89,7 +90,7 @@ class Restarts:
         spec: LaunchSpec,
         failure: Failure,
         waiting: Mapping[int, Waiting] = NOBODY,
-        written_step: Callable[[int], int | None] = lambda rank: None,
+        written: Callable[[int], LeftBehind | None] = lambda rank: None,
     ) -> Restart | str:
         """Return the next generation, or why there is none; see `tutti.launch.supervisor.Recovery`."""
         if not self._policy.max_restarts:
@@ -122,7 +123,7 @@ class Restarts:
         self._idle = 0 if place.completed else self._idle + 1
         delay_s = 0.0 if self._idle < 1 else min(2.0 ** (self._idle - 1), LONGEST_DELAY_S)
         following, source = self._continued(following)
-        survivors, refusal = _survivors(spec, following, waiting, {rank: written_step(rank) for rank in lost})
+        survivors, refusal = _survivors(spec, following, waiting, {rank: written(rank) for rank in lost})
         if survivors is not None:
             ended = survivors.ranks[survivors.holder]
             source = f"after step {survivors.step} from the memory of rank {ended}"
@@ -187,7 +188,7 @@ class Restarts:
 
 
 def _survivors(
-    spec: LaunchSpec, following: LaunchSpec, waiting: Mapping[int, Waiting], written: Mapping[int, int | None]
+    spec: LaunchSpec, following: LaunchSpec, waiting: Mapping[int, Waiting], written: Mapping[int, LeftBehind | None]
 ) -> tuple[Survivors | None, str]:
     """Return the ranks that go on from memory; None, and why as a clause, where the state is not whole there.
 
@@ -195,7 +196,7 @@ def _survivors(
         spec: what has failed.
         following: the next generation.
         waiting: the ranks that outlive the failure.
-        written: for each other rank, the step of the states of random generators that it has left behind.
+        written: for each other rank, the states of random generators that it has left behind.
     """
     able = {rank: said for rank, said in sorted(waiting.items()) if not said.again}
     holders = [rank for rank, said in able.items() if said.step is not None]
@@ -204,10 +205,9 @@ def _survivors(
     holder = max(holders, key=lambda rank: (able[rank].step or 0, -rank))
     step = able[holder].step or 0
     replaced = following.world_size == spec.world_size
-    behind = any(said.step != step for said in able.values()) or (
-        replaced and any(written.get(rank) != step for rank in spec.ranks if rank not in able)
-    )
-    if behind and any(said.drawn for said in able.values()):
+    lost = [written.get(rank) for rank in spec.ranks if rank not in able] if replaced else []
+    behind = any(said.step != step for said in able.values()) or any(left is None or left.step != step for left in lost)
+    if behind and any(said is not None and said.drawn for said in (*able.values(), *lost)):
         return None, "the script draws random numbers between steps, and those of a rank are lost"
     if replaced:
         return Survivors(ranks={rank: rank for rank in able}, holder=holder, step=step), ""

@@ -30,6 +30,7 @@ from tutti.launch.hang_watch import HangWatch
 from tutti.launch.launcher import Handle, LaunchSpec, RankError
 from tutti.launch.rank_watch import Watcher
 from tutti.launch.survival import MEMORY, RECOVER, Surviving, Survivors, Waiting
+from tutti.surviving_rank import LeftBehind
 
 Status = Literal["completed", "failed", "stopped"]
 
@@ -120,7 +121,7 @@ class Recovery(Protocol):
         spec: LaunchSpec,
         failure: Failure,
         waiting: Mapping[int, Waiting],
-        written_step: Callable[[int], int | None],
+        written: Callable[[int], LeftBehind | None],
     ) -> Restart | str:
         """Return the next generation, or the sentence that says why there is none; "" if none was asked for.
 
@@ -128,7 +129,7 @@ class Recovery(Protocol):
             spec: what has failed.
             failure: how.
             waiting: the ranks that outlive it.
-            written_step: the step of the states of random generators that a rank has left behind.
+            written: the states of random generators that a rank has left behind.
         """
         ...
 
@@ -281,8 +282,8 @@ class _Generation:
         assert outcome.failure is not None
         if self._recovery is None:
             return ""
-        written_step = self._surviving.written_step if self._surviving is not None else lambda rank: None
-        return self._recovery.after(self._spec, outcome.failure, outcome.waiting, written_step)
+        written = self._surviving.written if self._surviving is not None else lambda rank: None
+        return self._recovery.after(self._spec, outcome.failure, outcome.waiting, written)
 
     def succeeded_by(self, following: Restart, start: Callable[[LaunchSpec], Handle]) -> Callable[[LaunchSpec], Handle]:
         """Return what starts the next generation; ranks that have no part in it are ended."""
