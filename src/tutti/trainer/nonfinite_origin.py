@@ -74,7 +74,7 @@ def find_origins(run: Run, message: StepMessage, *, of_gradients: bool) -> list[
 
 def _origin(run: Run, batch: ComputedBatch, message: StepMessage, *, of_gradients: bool) -> Origin:
     model, found, losses = run.parallel.model, Origin(), []
-    with untouched(model, kept_by(batch.loss, model)), _buffers_kept(model), run.parallel.gradient_hooks.set_aside():
+    with untouched(model, kept_by(batch.loss, model)), run.parallel.gradient_hooks.set_aside():
         for index, part in enumerate(batch.share.parts):
             search = _Search(model)
             with search.hooks(), torch.set_grad_enabled(of_gradients):
@@ -84,19 +84,6 @@ def _origin(run: Run, batch: ComputedBatch, message: StepMessage, *, of_gradient
                 indices = message.indices[[part.start + row for row in rows]] if rows and len(message.indices) else ()
                 found = Origin(words=search.place, samples=tuple(map(int, indices)))
     return Origin(words=found.words, samples=found.samples, losses=tuple(losses))
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """On exit, restore buffers by value: torch's kernels write running statistics without a new version of them."""
-    buffers = [buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()]
-    saved = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in zip(buffers, saved, strict=True):
-                buffer.copy_(before)
 
 
 def _computed(run: Run, batch: ComputedBatch, index: int, message: StepMessage, search: "_Search") -> float:
