@@ -156,6 +156,30 @@ def test_step_rank_module_and_samples_are_named() -> None:
             assert " on rank" in said
 
 
+def fails_again() -> str:
+    """What a rank says if rank 1 cannot compute the batch again while the other waits for its BatchNorm."""
+    job, built, loader = prepared(Case())
+
+    def only_to_train(module: nn.Module, args: Any) -> None:
+        if job.rank == 1 and not torch.is_grad_enabled():
+            raise ValueError("called twice")
+
+    built.first.register_forward_pre_hook(only_to_train)
+    try:
+        for batch in loader:
+            job.step(batch)
+    except Exception as error:
+        return str(error)
+    return "nothing was found"
+
+
+def test_a_rank_that_cannot_compute_the_batch_again_leaves_no_other_waiting() -> None:
+    first, second = run_ranks(fails_again, 2, timeout_s=60)
+    assert "rank 1 failed when the batch was computed again" in second, second
+    assert "ValueError: called twice" in second
+    assert first != "nothing was found", first
+
+
 @dataclass
 class Spike:
     """A training whose targets are now and then very far away: parameters at the end, losses, rows of skipped steps."""
