@@ -14,7 +14,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, Literal, Protocol, cast
 
-from tutti.errors import RESUMABLE
+from tutti.errors import RESUMABLE, LaunchError
 from tutti.launch.failure import (
     Failure,
     append_tracebacks,
@@ -204,12 +204,20 @@ def supervise(
     """
     restarts, begin = 0, start
     generation: _Generation | None = None
+    outcome: Outcome | None = None
     with watcher:
         try:
             while True:
                 clear_errors(spec)
                 generation = _Generation(spec, watcher, interrupted, grace_s, stop_at_s, say, recovery)
-                outcome = replace(generation.run(begin), spec=spec, restarts=restarts)
+                try:
+                    generation.start(begin)
+                except LaunchError as error:
+                    if outcome is None:
+                        raise
+                    outcome = replace(outcome, given_up=f"the ranks could not be started again: {error}")
+                    break
+                outcome = replace(generation.watch(), spec=spec, restarts=restarts)
                 if outcome.failure is None:
                     return outcome
                 following = generation.following(outcome)
@@ -248,7 +256,7 @@ def _stopped_between(number: int, outcome: Outcome) -> Outcome:
 
 
 class _Generation:
-    """One start of all ranks, from `run` to its outcome; see `supervise` for the arguments."""
+    """One start of all ranks, from `start` to its outcome; see `supervise` for the arguments."""
 
     def __init__(
         self,
@@ -265,12 +273,15 @@ class _Generation:
         self._handle: Handle | None = None
         self._surviving: Surviving | None = None
 
-    def run(self, start: Callable[[LaunchSpec], Handle]) -> Outcome:
-        """Start the ranks, and return how they ended."""
+    def start(self, start: Callable[[LaunchSpec], Handle]) -> None:
+        """Start the ranks.
+
+        Raises:
+            LaunchError: they cannot be started.
+        """
         self._handle, self._hangs = start(self._spec), HangWatch(self._spec)
         surviving = self._recovery is not None and self._spec.environment.get(RECOVER) == MEMORY
         self._surviving = cast(Surviving, self._handle) if surviving else None
-        return self._watch()
 
     def end(self) -> None:
         """End the ranks."""
@@ -295,7 +306,8 @@ class _Generation:
     def _waiting(self) -> dict[int, Waiting]:
         return self._surviving.waiting() if self._surviving is not None else {}
 
-    def _watch(self) -> Outcome:
+    def watch(self) -> Outcome:
+        """Watch the ranks, and return how they ended."""
         assert self._handle is not None
         handle, stopping_since = self._handle, 0.0
         while True:
@@ -303,7 +315,8 @@ class _Generation:
             self._watcher.update()
             if self._interrupted.number is not None:
                 return self._stop(self._interrupted.number)
-            if not exits and (verdict := self._hangs.look()) is not None:
+            verdict = self._hangs.look() if not exits else None
+            if verdict is not None and not (exits := handle.wait(0)):  # one that ended meanwhile is the cause
                 handle.stop(RESTART_GRACE_S)
                 self._watcher.update()
                 return Outcome(status="failed", exit_code=1, failure=hang(verdict))
@@ -349,7 +362,8 @@ class _Generation:
         errors: dict[int, RankError] = {}
         waiting = self._waiting()
         told = read_errors(spec) | {rank: said.error for rank, said in waiting.items()}
-        verdict = explain_timeout(spec, told)  # as long as the ranks live
+        was_killed = any(code < 0 and code != -signal.SIGABRT for code in exits.values())  # not by its own library
+        verdict = None if was_killed else explain_timeout(spec, told)  # as long as the ranks live
         causes: list[RankError] = []
         restarts = False
         began, first_s = time.monotonic(), 0.0
