@@ -5,8 +5,10 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,6 +18,9 @@ import tutti
 from harness import run_ranks
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan
+from tutti.errors import TrainingError
+from tutti.trainer.loss_checks import _above_limit
+from tutti.trainer.run_state import GuardState
 
 SAMPLES, SIZE, BAD = 32, 8, 21
 """Samples, those of a global batch, and the one that is bad."""
@@ -275,6 +280,25 @@ def test_a_loss_above_the_limit_stops_the_run() -> None:
     (stopped,) = run_ranks(spiky, 1, None, {"loss_limit": 50.0})
     assert stopped.said.startswith("the loss at step 26 is ")
     assert "parameters are as they were after step 25" in stopped.said
+
+
+def test_each_loss_of_a_step_is_counted_by_itself() -> None:
+    guard, losses = GuardState(), {str(call): [1.0] * 10 for call in range(2)}
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(loss_limit=50.0),
+        state=SimpleNamespace(progress=SimpleNamespace(recent_losses=losses)),
+        loop=SimpleNamespace(guard=guard, statistics=SimpleNamespace(restore=lambda: None)),
+    )
+
+    def step(number: int) -> None:
+        for call, loss in enumerate((900.0, 1.0)):
+            message: Any = SimpleNamespace(computed=None, place=SimpleNamespace(call=call, step=number))
+            assert bool(_above_limit(run, message, loss)) == (loss > 1)
+
+    for number in range(1, 21):
+        step(number)
+    with pytest.raises(TrainingError, match="above loss_limit in 21 steps in a row"):
+        step(21)
 
 
 def test_a_resumed_run_judges_losses_as_if_it_had_not_been_stopped() -> None:
