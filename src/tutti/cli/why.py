@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tutti.cli.options import emit, json_option
+from tutti.cli.options import LocalPath, emit, json_option
 from tutti.commands.why import explained, write_trace
 from tutti.config.safe_text import plain_text
 
@@ -15,9 +15,9 @@ _MOST_INNER, _MOST_OUTER = 8, 8
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@click.argument("run", type=LocalPath(path_type=Path), metavar="RUN")
 @click.option("--stacks", is_flag=True, help="Show the Python stack of every living rank, too.")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE",
+@click.option("--trace", type=LocalPath(path_type=Path), metavar="FILE",
               help="Write the last events of all ranks as a trace for Perfetto or chrome://tracing.")  # fmt: skip
 @json_option
 def command(run: Path, stacks: bool, trace: Path | None, as_json: bool) -> None:

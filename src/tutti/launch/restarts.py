@@ -5,7 +5,6 @@ itself it would do again, so a failure that repeats in the same step ends the ru
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from tutti.config import serialization
 from tutti.config.last_batch import read_last_batch
 from tutti.config.mesh_axes import parse_mesh
 from tutti.config.plan import BatchPlan, Plan
-from tutti.config.run_folder import RunFolder
+from tutti.config.run_folder import TAIL_NBYTES, RunFolder, last_rows
 from tutti.config.sync_notation import parse_sync
 from tutti.errors import LaunchError, TuttiError
 from tutti.launch.failure import Failure, sentence
@@ -32,8 +31,6 @@ Recover = Literal["memory", "checkpoint"]
 NOBODY: Mapping[int, Waiting] = {}
 
 LONGEST_DELAY_S = 32.0
-
-_TAIL_NBYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +268,8 @@ class _Records:
         for file in [self._folder.metrics, *(self._folder.rank(rank) / "metrics.jsonl" for rank in spec.ranks)]:
             begin, end = self._seen.get(file, 0), _size(file)
             self._seen[file] = end
-            for row in _rows(file, begin, end):
+            ends = sorted({min(end, begin + TAIL_NBYTES), end})  # the first rows, and the last
+            for row in (row for last in ends for row in last_rows(file, begin, last)):
                 if row.get("kind") == "start":
                     begun = _whole(row.get("resumed_at_step"))
                 elif row.get("kind") == "step" and (step := _whole(row.get("step"))) is not None:
@@ -290,22 +288,3 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except OSError:
         return 0
-
-
-def _rows(file: Path, begin: int, end: int) -> list[Mapping[str, Any]]:
-    """Return the first and the last rows between two positions of a JSON lines file."""
-    rows: list[Mapping[str, Any]] = []
-    try:
-        with file.open("rb") as lines:
-            for at in sorted({begin, max(begin, end - _TAIL_NBYTES)}):
-                lines.seek(at)
-                for line in lines.read(min(_TAIL_NBYTES, end - at)).split(b"\n"):
-                    try:
-                        row = json.loads(line)
-                    except ValueError:
-                        continue
-                    if isinstance(row, dict):
-                        rows.append(row)
-    except OSError:
-        return []
-    return rows
