@@ -51,7 +51,7 @@ def test_events_are_read_as_they_were_written(path: Path) -> None:
     assert (third.ended_s, third.line, third.module) == (None, "train.py:12", "layers.3")
 
     del work
-    recorder.wait_ends()
+    recorder.wait_ends((0, 0))
     recorder.end(step, failed=True)
     recorder.close()
     record = read_record(path)
@@ -62,6 +62,35 @@ def test_events_are_read_as_they_were_written(path: Path) -> None:
 
 class _Work:
     """Like torch's work handles, this can be referred to weakly."""
+
+
+def test_a_wait_within_a_wait_leaves_that_one_in_the_record(path: Path) -> None:
+    recorder = EventRecorder(path, 0, 2)
+    outer = recorder.wait_begins("state")
+    inner = recorder.wait_begins("gradients")
+    assert read_state(path).waits_for == "gradients"
+    recorder.wait_ends(inner)
+    assert read_state(path).waits_for == "state"
+    recorder.wait_ends(outer)
+    assert read_state(path).waits_since_s is None
+    recorder.wait_begins("state")
+    recorder.wait_failed()  # and the script catches the error
+    assert read_state(path).waits_for == "state"
+    recorder.wait_ends(recorder.wait_begins("gradients"))
+    assert read_state(path).waits_since_s is None
+
+
+def test_an_event_that_begins_within_another_stays_the_newest(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, now = EventRecorder(path, 0, 2), event_record.monotonic_ns
+
+    def interrupted() -> int:  # as by a signal's handler
+        monkeypatch.setattr(event_record, "monotonic_ns", now)
+        recorder.begin("operation", "job.save")
+        return now()
+
+    monkeypatch.setattr(event_record, "monotonic_ns", interrupted)
+    recorder.begin("operation", "job.step")
+    assert (recorder.newest, read_state(path).newest) == (2, 2)
 
 
 def test_the_ring_keeps_the_newest(path: Path) -> None:

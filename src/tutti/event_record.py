@@ -157,6 +157,13 @@ class EventRecord:
     events: tuple[RankEvent, ...]
 
 
+RecordedWait = tuple[int, int]
+"""When the main thread began to wait for a communication, in monotonic ns, and the number of the text that says for
+which data; zeros where it does not wait."""
+
+_NO_WAIT: RecordedWait = (0, 0)
+
+
 class EventRecorder:
     """Writes the record of this process.
 
@@ -197,7 +204,8 @@ class EventRecorder:
         self._main = threading.get_ident()
         self._fixed: dict[tuple[Any, ...], bytes] = {}
         self._steps, self._slowest, self._skipped = 0, 0, False
-        self.waits_since = 0
+        self._wait: RecordedWait = _NO_WAIT
+        self._begin_lock = threading.RLock()
         _write_fixed(self._map, capacity, rank, world_size)
         self.text("")
 
@@ -242,11 +250,13 @@ class EventRecorder:
         return number
 
     def _begin(self, fixed: bytes) -> int:
-        number = next(self._numbers)  # threads may begin events at once
-        at = _HEADER_NBYTES + (number - 1) % self._capacity * _EVENT.size
-        self._map[at : at + _EVENT.size] = _TIMES.pack(number, monotonic_ns(), 0) + fixed
-        self.newest = number
-        _U64.pack_into(self._map, _STATE_AT, number)
+        with self._begin_lock:  # threads, and handlers of signals, may begin events at once
+            number = next(self._numbers)
+            at = _HEADER_NBYTES + (number - 1) % self._capacity * _EVENT.size
+            self._map[at : at + _EVENT.size] = _TIMES.pack(number, monotonic_ns(), 0) + fixed
+            if number > self.newest:
+                self.newest = number
+                _U64.pack_into(self._map, _STATE_AT, number)
         return number
 
     def end(self, number: int, *, failed: bool = False) -> None:
@@ -342,17 +352,29 @@ class EventRecorder:
         _U32.pack_into(self._map, at + _SEQUENCE_AT, counted[1] & 0xFFFFFFFF)
         return number
 
-    def wait_begins(self, about: str) -> None:
-        """Write that the main thread waits for a communication; nothing in other threads."""
-        if threading.get_ident() == self._main:
-            self.waits_since = now = time.monotonic_ns()
-            _WAIT.pack_into(self._map, _WAIT_AT, now, self._texts.get(about) or self.text(about))
+    def wait_begins(self, about: str) -> RecordedWait:
+        """Write that the main thread waits for a communication; nothing in other threads.
 
-    def wait_ends(self) -> None:
-        """Write that the wait has ended."""
+        Returns:
+            The wait within which it begins, for `wait_ends`.
+        """
+        if threading.get_ident() != self._main:
+            return _NO_WAIT
+        outer = self._wait
+        self._wait = time.monotonic_ns(), self._texts.get(about) or self.text(about)
+        _WAIT.pack_into(self._map, _WAIT_AT, *self._wait)
+        return outer
+
+    def wait_ends(self, outer: RecordedWait) -> None:
+        """Write that a wait has ended, and that the one within which it began goes on."""
         if threading.get_ident() == self._main:
-            self.waits_since = 0
-            _I64.pack_into(self._map, _WAIT_AT, 0)
+            self._wait = outer
+            _WAIT.pack_into(self._map, _WAIT_AT, *outer)
+
+    def wait_failed(self) -> None:
+        """Leave the wait in the record: none goes on, and the next one takes its place."""
+        if threading.get_ident() == self._main:
+            self._wait = _NO_WAIT
 
     def step_ended(self, name: str, seconds: float) -> None:
         """Count the time of an operation that is a step or a part of one.

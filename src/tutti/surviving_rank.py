@@ -79,8 +79,25 @@ SURVIVING_RANK = SurvivingRank()
 """The process' own."""
 
 
-_HEADER = struct.Struct("<qqqq")
+_HEADER = struct.Struct("<qqqqq")
 _FILE_NBYTES = 1 << 17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftBehind:
+    """What a rank has left behind in its `LastingFile`.
+
+    Attributes:
+        step: updates made so far.
+        drawn: whether its script draws from global generators between steps.
+        first: some bytes.
+        second: more bytes.
+    """
+
+    step: int
+    drawn: bool = False
+    first: bytes = b""
+    second: bytes = b""
 
 
 class LastingFile:
@@ -99,22 +116,18 @@ class LastingFile:
             os.close(file)
         self._count = 0
 
-    def write(self, step: int, first: bytes, second: bytes) -> None:
-        """Replace what is in the file.
-
-        Args:
-            step: updates made so far.
-            first: some bytes.
-            second: more bytes.
-        """
+    def write(self, written: LeftBehind) -> None:
+        """Replace what is in the file."""
         self._count += 1
-        data = first + second
+        data = written.first + written.second
         self._memory[-8:] = struct.pack("<q", self._count)
         self._memory[_HEADER.size : _HEADER.size + len(data)] = data
-        self._memory[: _HEADER.size] = _HEADER.pack(self._count, step, len(first), len(data))
+        self._memory[: _HEADER.size] = _HEADER.pack(
+            self._count, written.step, written.drawn, len(written.first), len(data)
+        )
 
 
-def read_lasting(path: Path) -> tuple[int, bytes, bytes] | None:
+def read_lasting(path: Path) -> LeftBehind | None:
     """Return what a rank has written last into its `LastingFile`; None if nothing, or it was writing when it died."""
     try:
         data = path.read_bytes()
@@ -122,8 +135,8 @@ def read_lasting(path: Path) -> tuple[int, bytes, bytes] | None:
         return None
     if len(data) != _FILE_NBYTES:
         return None
-    count, step, first, nbytes = _HEADER.unpack_from(data)
+    count, step, drawn, first, nbytes = _HEADER.unpack_from(data)
     if not count or struct.unpack_from("<q", data, _FILE_NBYTES - 8) != (count,):
         return None
     stored = data[_HEADER.size : _HEADER.size + nbytes]
-    return step, stored[:first], stored[first:]
+    return LeftBehind(step=step, drawn=bool(drawn), first=stored[:first], second=stored[first:])

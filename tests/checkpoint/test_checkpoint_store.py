@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import fsspec
@@ -26,7 +27,7 @@ from trainer.training import vectors
 from tutti.checkpoint.index import INDEX, RUN_STATE
 from tutti.checkpoint.retention import BestMetric, Retention
 from tutti.checkpoint.store import EVALUATIONS, CheckpointStore, explain
-from tutti.checkpoint.uploads import prune_store
+from tutti.checkpoint.uploads import Uploads, prune_store
 from tutti.cli.main import cli
 from tutti.commands.checkpoints import list_checkpoints
 from tutti.errors import DamagedCheckpointError, NoCheckpointError, StoreError
@@ -492,3 +493,47 @@ def test_a_store_that_goes_away_ends_no_training(s3: S3, network: BadNetwork, tm
     assert elsewhere.returncode == 0, elsewhere.stdout + elsewhere.stderr
     assert f"downloaded {address}/step-00000020" in elsewhere.stdout + elsewhere.stderr
     assert store.complete()[-1].step == 24
+
+
+class Elsewhere:
+    """The world of a rank whose others do not answer."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.world_size, self.is_main = rank, 2, rank == 0
+
+
+def uploads_of(folder: Path, rank: int, said: list[str]) -> Uploads:
+    world: Any = Elsewhere(rank)
+    store = CheckpointStore(f"file://{folder}/store")
+    options: Any = {"keep_local": 1, "write_row": lambda fields: None, "say": said.append, "evaluations": {}}
+    return Uploads(store, world, folder, **options)
+
+
+def test_no_rank_waits_for_a_checkpoint_that_the_others_do_not_upload(tmp_path: Path) -> None:
+    said: list[str] = []
+    uploads = uploads_of(tmp_path, 0, said)
+    pending: Any = SimpleNamespace(step=4, id="a", uploads=[], files=["rank-00001.safetensors"])
+    uploads.begin(pending, Retention(keep=1), skip=True)
+    uploads.forget_left_out()
+    began = time.monotonic()
+    failed = uploads.finish(Retention(keep=1))
+    assert failed is not None
+    assert "the checkpoint of step 4 could not be uploaded: the one after it was not finished" in failed
+    assert time.monotonic() - began < 30
+
+
+def test_a_rank_that_cannot_tell_of_its_files_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone() -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("tutti.checkpoint.uploads.thread_store", gone)
+    uploads = uploads_of(tmp_path, 1, [])
+    for step in (4, 8):
+        pending: Any = SimpleNamespace(step=step, id="a", uploads=[], files=[])
+        uploads.begin(pending, Retention(keep=1), skip=False)
+    assert uploads.finish(Retention(keep=1)) is None
+    told = capsys.readouterr().err
+    assert told.count("rank 1 could not tell rank 0 of its files of the checkpoint of step 4") == 1
+    assert told.count("\n") == 1

@@ -162,6 +162,10 @@ def test_refusals_are_those_of_the_commands(tmp_path: Path) -> None:
         (lambda: tutti.run("train.py", folder=3), "folder=3: give a path"),
         (lambda: tutti.calibrate(["r2"]), "run=['r2']: give a path"),
         (lambda: tutti.report(["r2"]), "run=['r2']: give a path"),
+        (
+            lambda: tutti.report("s3://bucket/run"),
+            "run=s3://bucket/run is an address, and a path on this",
+        ),
         (lambda: tutti.report("r2", facts=["a"]), "report(facts=...) got ['a']; give a dict"),
         (lambda: tutti.report("r2", facts={1: "a"}), "report(facts=...) has 1 as a name; names of facts are texts"),
         (lambda: tutti.Job(global_batch_size=1, facts=["a"]), "Job(facts=...) got ['a']; give a dict"),

@@ -1,11 +1,15 @@
 """Short rows of steps are filled in to what they were before, whatever is in them, and are small."""
 
 import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tutti.config import run_folder
+from tutti.config.run_folder import last_rows
 from tutti.config.step_rows import WHOLE_EVERY, StepRowFiller, StepRowShortener
 
 PHASES = ("data", "forward", "backward", "exposed_communication", "optimizer", "other")
@@ -124,3 +128,15 @@ def test_damaged_rows_are_read_without_an_error(row: dict[str, Any]) -> None:
     filler.fill({"kind": "step", "step": 1, "phases": row["phases"], "communication": row["communication"]})
     filler.fill({"kind": "step", "step": 2, **row})
     filler.fill({"kind": "step", "step": 2, **row, "as": 1})
+
+
+def test_the_last_rows_of_a_file_are_read_wholly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert last_rows(file) == []
+    lines = [b'{"step": 1}\n', b"[" * 100_000 + b"\n", b'{"step": 2}\n', b"[3]\n", b'{"step": 4']
+    file.write_bytes(b"".join(lines))
+    assert last_rows(file) == [{"step": 1}, {"step": 2}]
+    assert last_rows(file, len(lines[0])) == [{"step": 2}]
+    assert last_rows(file, 0, len(lines[0])) == [{"step": 1}]
+    monkeypatch.setattr(run_folder, "TAIL_NBYTES", 30)
+    assert last_rows(file) == [{"step": 2}]

@@ -4,13 +4,17 @@ import math
 import os
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from tutti.data.share_loader import worker_batches
 from tutti.errors import TrainingError
+from tutti.trainer.guard import sample_values
 
 
 class Fails(Dataset[int]):
@@ -59,6 +63,19 @@ def test_a_worker_that_hangs_is_named(options: dict[str, Any]) -> None:
     limit = math.inf if "timeout" in options else 1.0
     with pytest.raises(TrainingError, match=r"worker 1 .* gave no batch for 1 s; it is alive: see what it waits for"):
         read("hang", limit, **options)
+
+
+def test_the_check_of_samples_does_not_let_torch_raise_for_workers_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        source = SimpleNamespace(dataset=[torch.ones(2)] * 4, collate=list, options={"num_workers": 1})
+        loader = SimpleNamespace(source=source, timeout_s=60.0)
+        run: Any = SimpleNamespace(state=SimpleNamespace(loader=loader), settings=SimpleNamespace(seed=0))
+        assert None not in sample_values._read(run, [0, 2])
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_what_the_data_set_raises_stays_as_it_is() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tutti.commands.why import explained, write_trace
+from tutti.commands.why import _stack, explained, write_trace
 from tutti.config.run_folder import RunFolder
 from tutti.errors import ReportError
 from tutti.event_record import FILE_NAME, EventRecorder, RecordState, read_state
 from tutti.launch.failure import hang, sentence
-from tutti.launch.hang_verdict import judge
+from tutti.launch.hang_verdict import frames_of_dump, judge
 from tutti.launch.hang_watch import LEAST_S, STEPS, HangWatch, is_idle, limit
 from tutti.launch.launcher import LaunchSpec
 from tutti.launch.rank_views import ObservedRank, ProcessState, view_ranks
@@ -87,6 +87,44 @@ def test_who_waits_for_whom_over_groups(tmp_path: Path, recorders: list[EventRec
     verdict = judge(looked_at(tmp_path), time.time())
     assert (verdict.kind, verdict.missing, verdict.waiting) == ("missing", (2,), (0, 1))
     assert "rank 2 has not come" in verdict.message
+
+
+def test_the_ends_of_a_message_are_named(tmp_path: Path, recorders: list[EventRecorder]) -> None:
+    recorders[2].begin_collective("recv", (-4, "0>2#"), None, blocking=True)
+    verdict = judge(looked_at(tmp_path), time.time())
+    assert "in recv 1 from rank 0 to rank 2; rank 0 has not come" in verdict.message
+
+
+DUMPS = {
+    "faulthandler": """\
+Thread 0x00007f1 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+  File "/scripts/loading.py", line 3 in read
+
+Current thread 0x00007f2 (most recent call first):
+  File "/venv/site-packages/torch/functional.py", line 12 in matmul
+  File "/scripts/train.py", line 40 in forward
+  File "/usr/lib/python3.11/runpy.py", line 88 in _run_code
+""",
+    "py-spy": """\
+Process 12: python train.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 12 (active): "MainThread"
+    matmul (/venv/site-packages/torch/functional.py:12)
+    forward (/scripts/train.py:40)
+Thread 14 (idle): "tutti-stack-watch"
+    wait (threading.py:320)
+""",
+}
+
+
+@pytest.mark.parametrize("kind", DUMPS)
+def test_the_main_thread_of_a_dump_is_shown(kind: str) -> None:
+    matmul, forward, *_ = frames_of_dump(DUMPS[kind])
+    assert (forward.file, forward.line, forward.function) == ("/scripts/train.py", 40, "forward")
+    stack = _stack(ObservedRank(rank=0, native=DUMPS[kind]))
+    assert stack == (f"{matmul.file}:12 in matmul", "/scripts/train.py:40 in forward")
 
 
 def test_processes_of_shared_memory_are_named_as_ranks(tmp_path: Path, recorders: list[EventRecorder]) -> None:

@@ -13,6 +13,7 @@ from tutti.launch.launcher import ErrorKind, LaunchSpec, RankError
 from tutti.launch.restarts import RestartPolicy, Restarts
 from tutti.launch.supervisor import Outcome, Restart
 from tutti.launch.survival import Survivors, Waiting
+from tutti.surviving_rank import LeftBehind
 
 
 class Rig:
@@ -36,7 +37,7 @@ class Rig:
         folder.mkdir(parents=True)
         (folder / "index.json").touch()
 
-    def lose(self, rank: int, waiting: dict[int, Waiting], written: dict[int, int] | None = None) -> Restart:
+    def lose(self, rank: int, waiting: dict[int, Waiting], written: dict[int, LeftBehind] | None = None) -> Restart:
         failure = Failure(
             ranks=(rank,), first=rank, hosts=("a",), message="m", traceback="", exit_code=1, kind="killed"
         )
@@ -62,6 +63,10 @@ def at(step: int | None, *, drawn: bool = False, refusal: str = "", again: str =
     return Waiting(error=error, step=step, drawn=drawn, refusal=refusal, again=again)
 
 
+def left(step: int, *, drawn: bool = False) -> LeftBehind:
+    return LeftBehind(step=step, drawn=drawn)
+
+
 def test_the_newest_state_in_memory_is_gone_on_from(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_restarts=9)
     rig.steps(1, 8)
@@ -83,13 +88,14 @@ def test_fewer_ranks_are_numbered_anew(tmp_path: Path) -> None:
     [
         ({0: at(None, refusal="it is divided")}, {}, "not from memory: it is divided"),
         ({0: at(8, again="a thread runs")}, {}, "not from memory: a thread runs"),
-        ({0: at(8, drawn=True), 2: at(7), 3: at(8)}, {1: 8}, "those of a rank are lost"),
-        ({0: at(8, drawn=True), 2: at(8), 3: at(8)}, {1: 7}, "those of a rank are lost"),
+        ({0: at(8, drawn=True), 2: at(7), 3: at(8)}, {1: left(8)}, "those of a rank are lost"),
+        ({0: at(8, drawn=True), 2: at(8), 3: at(8)}, {1: left(7)}, "those of a rank are lost"),
+        ({0: at(8), 2: at(8), 3: at(8)}, {1: left(7, drawn=True)}, "those of a rank are lost"),
         ({0: at(8, drawn=True), 2: at(8), 3: at(8)}, {}, "those of a rank are lost"),
     ],
 )
 def test_a_state_that_is_not_whole_is_not_gone_on_from(
-    tmp_path: Path, waiting: dict[int, Waiting], written: dict[int, int], said: str
+    tmp_path: Path, waiting: dict[int, Waiting], written: dict[int, LeftBehind], said: str
 ) -> None:
     rig = Rig(tmp_path, max_restarts=9)
     rig.steps(1, 8)
@@ -103,7 +109,7 @@ def test_a_state_that_is_not_whole_is_not_gone_on_from(
 def test_draws_of_all_ranks_are_known(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_restarts=9)
     rig.steps(1, 8)
-    assert rig.lose(1, {0: at(8, drawn=True), 2: at(8), 3: at(8)}, {1: 8}).survivors is not None
+    assert rig.lose(1, {0: at(8, drawn=True), 2: at(8), 3: at(8)}, {1: left(8)}).survivors is not None
 
 
 @pytest.mark.parametrize("kind", ["exception", "user"])

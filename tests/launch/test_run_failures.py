@@ -48,6 +48,17 @@ def test_the_exit_code_of_the_script_is_kept(tmp_path: Path) -> None:
     assert "Traceback" not in done.err
 
 
+def test_what_is_raised_while_an_error_is_handled_is_recorded(tmp_path: Path) -> None:
+    script = tmp_path / "wordless.py"
+    script.write_text(
+        "import sys\nclass Wordless:\n    def __str__(self): raise ValueError('no words')\nsys.exit(Wordless())"
+    )
+    done = tutti_run(tmp_path, "--nproc", "1", str(script))
+    assert done.code == 1
+    assert "ValueError: no words" in done.err
+    assert "recorded no error" not in done.err
+
+
 def test_a_killed_rank_is_named_with_the_signal_and_its_likely_cause(tmp_path: Path) -> None:
     done = tutti_run(tmp_path, "--nproc", "3", ACT, "kill", "2")
     assert done.code == 1

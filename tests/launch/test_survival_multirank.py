@@ -141,6 +141,7 @@ def test_all_ranks_are_started_again_if_that_is_asked_for(tmp_path: Path, undist
         (("--mesh", "shard=3"), ("--kind", "sgd", "kill@5:1"), "the plan divides the training state"),
         ((), ("--kind", "draws", "kill@5:1:update"), "the script draws random numbers between steps"),
         ((), ("--kind", "draws", "kill@4:1:after"), "the script draws random numbers between steps"),
+        ((), ("--kind", "draws-of-1", "kill@4:1:after"), "the script draws random numbers between steps"),
     ],
 )
 def test_what_is_not_in_memory_comes_from_a_checkpoint(

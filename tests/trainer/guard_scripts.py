@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 import tutti
 from tutti.config import serialization
@@ -513,7 +513,7 @@ MISTAKES: dict[str, tuple[Script, str]] = {
         "RankMismatchError: evaluation after step 3: the weights of '0.weight' differ between the replicas on ranks 0",
     ),
     "weights at the end": (
-        Script(change=late_weights_of_rank, epoch=True),
+        Script(change=late_weights_of_rank, epoch=True, dataset=lambda rank: Subset(data(), range(48))),
         "RankMismatchError: the end of training: the weights of '0.weight' differ between the replicas on ranks 0",
     ),
     "rate at the end": (

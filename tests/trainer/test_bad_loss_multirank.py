@@ -5,8 +5,10 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,6 +18,9 @@ import tutti
 from harness import run_ranks
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan, ShardingPlan
+from tutti.errors import TrainingError
+from tutti.trainer.loss_checks import _above_limit
+from tutti.trainer.run_state import GuardState
 
 SAMPLES, SIZE, BAD = 32, 8, 21
 """Samples, those of a global batch, and the one that is bad."""
@@ -156,6 +161,30 @@ def test_step_rank_module_and_samples_are_named() -> None:
             assert " on rank" in said
 
 
+def fails_again() -> str:
+    """What a rank says if rank 1 cannot compute the batch again while the other waits for its BatchNorm."""
+    job, built, loader = prepared(Case())
+
+    def only_to_train(module: nn.Module, args: Any) -> None:
+        if job.rank == 1 and not torch.is_grad_enabled():
+            raise ValueError("called twice")
+
+    built.first.register_forward_pre_hook(only_to_train)
+    try:
+        for batch in loader:
+            job.step(batch)
+    except Exception as error:
+        return str(error)
+    return "nothing was found"
+
+
+def test_a_rank_that_cannot_compute_the_batch_again_leaves_no_other_waiting() -> None:
+    first, second = run_ranks(fails_again, 2, timeout_s=60)
+    assert "rank 1 failed when the batch was computed again" in second, second
+    assert "ValueError: called twice" in second
+    assert first != "nothing was found", first
+
+
 @dataclass
 class Spike:
     """A training whose targets are now and then very far away: parameters at the end, losses, rows of skipped steps."""
@@ -251,6 +280,25 @@ def test_a_loss_above_the_limit_stops_the_run() -> None:
     (stopped,) = run_ranks(spiky, 1, None, {"loss_limit": 50.0})
     assert stopped.said.startswith("the loss at step 26 is ")
     assert "parameters are as they were after step 25" in stopped.said
+
+
+def test_each_loss_of_a_step_is_counted_by_itself() -> None:
+    guard, losses = GuardState(), {str(call): [1.0] * 10 for call in range(2)}
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(loss_limit=50.0),
+        state=SimpleNamespace(progress=SimpleNamespace(recent_losses=losses)),
+        loop=SimpleNamespace(guard=guard, statistics=SimpleNamespace(restore=lambda: None)),
+    )
+
+    def step(number: int) -> None:
+        for call, loss in enumerate((900.0, 1.0)):
+            message: Any = SimpleNamespace(computed=None, place=SimpleNamespace(call=call, step=number))
+            assert bool(_above_limit(run, message, loss)) == (loss > 1)
+
+    for number in range(1, 21):
+        step(number)
+    with pytest.raises(TrainingError, match="above loss_limit in 21 steps in a row"):
+        step(21)
 
 
 def test_a_resumed_run_judges_losses_as_if_it_had_not_been_stopped() -> None:

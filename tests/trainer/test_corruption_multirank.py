@@ -24,11 +24,12 @@ FLIPPED, STEPS = 14, 60
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`flips`: what is flipped on the last rank, or "rounding"; `plan`: its fields."""
+    """`flips`: what is flipped on the last rank after step `flipped`, or "rounding"; `plan`: its fields."""
 
     flips: str = "weight"
     plan: dict[str, Any] = field(default_factory=dict)
     save_at: int | None = None
+    flipped: int = FLIPPED
 
 
 @dataclass
@@ -73,9 +74,10 @@ def trained(case: Case, number: int) -> Seen:
             job.step(batch)
             if job.global_step >= 10:  # else as often as times on this machine allow
                 run.loop.guard.hashes.following = -(-job.global_step // 10) * 10
-            if job.global_step == FLIPPED and job.rank == size - 1:
+            if job.global_step == case.flipped and job.rank == size - 1:
                 if case.flips == "rounding":
-                    round_otherwise(model[2].weight)
+                    for tensor in model.parameters():
+                        round_otherwise(tensor)
                 else:
                     flip(model[2].weight if case.flips == "weight" else optimizer.state[model[0].bias]["exp_avg"])
             if job.global_step == case.save_at:
@@ -102,10 +104,12 @@ def test_the_replica_that_differs_from_most_is_named() -> None:
         Case(plan={"mesh": {"shard": 3}, "sharding": ShardingPlan(level=1)}, save_at=FLIPPED),
         Case(plan={"sync": parse_sync("local:4")}),
         Case(flips="rounding"),
+        Case(flipped=2),
+        Case(flips="rounding", flipped=2),
     ]
     ranks = run_ranks(all_trained, 3, cases)
     assert all([seen.said for seen in rank] == [seen.said for seen in ranks[0]] for rank in ranks)
-    weight, state, saved, sharded, diverged, rounded = ranks[0]
+    weight, state, saved, sharded, diverged, rounded, early, always = ranks[0]
     for seen in (weight, sharded):
         assert (
             "the weights of '2.weight' on rank 2 differ from what ranks 0, 1 have, which agree (1 of 24 v" in seen.said
@@ -120,6 +124,11 @@ def test_the_replica_that_differs_from_most_is_named() -> None:
     assert (diverged.said, diverged.step) == ("", STEPS), "replicas differ as they should"
     assert (rounded.said, rounded.step, rounded.good_step) == ("", STEPS, 10)
     assert [each for each in rounded.warned if "differ by rounding since step 10, first in the weights of '" in each]
+    assert "the weights of '2.weight' on rank 2 differ from what ranks 0, 1 have, which agree (1 of 24 v" in early.said
+    assert "; all other bits are equal. Memory or processor of the host of rank 2 may be faulty" in early.said
+    assert (early.good_step, early.step) == (None, 3)
+    assert (always.said, always.step, always.good_step) == ("", STEPS, None)
+    assert [each for each in always.warned if "differ by rounding from the beginning, first in the weig" in each]
 
 
 def test_of_two_replicas_none_is_blamed() -> None:

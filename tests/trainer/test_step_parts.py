@@ -12,6 +12,7 @@ import tutti
 from tutti.parallel.model_parameters import ModelParameters
 from tutti.trainer.finite_gradients import _sums_finite
 from tutti.trainer.late_writer import LateWriter
+from tutti.trainer.traceless import untouched
 
 
 def test_parameters_follow_what_changes_in_the_model() -> None:
@@ -70,3 +71,22 @@ def test_what_fails_in_the_thread_of_event_files_is_raised_by_the_next_call(
     logger.log({"loss": 1.0}, 1)
     with pytest.raises(OSError, match="disk full"):
         logger.log({"loss": 1.0}, 2)
+
+
+def test_running_statistics_that_torch_writes_unseen_are_restored() -> None:
+    class OwnNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("variance", torch.full((3,), math.nan))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.batch_norm(x, self.mean, self.variance, training=True)
+
+    model = nn.Sequential(OwnNorm(), nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with untouched(model):
+        model(torch.randn(8, 3, 4) + 5)
+        assert not torch.equal(model[0].mean, before["0.mean"])
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)

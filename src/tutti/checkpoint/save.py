@@ -214,6 +214,8 @@ class CheckpointWriter:
                 self.uploads.begin(pending, self.retention, skip=False)
             return None
         self._discard(pending)
+        if self.uploads is not None:
+            self.uploads.forget_left_out()
         return f"the checkpoint of step {pending.step} was not finished: {failure}; earlier checkpoints are intact"
 
     def abandon(self) -> None:

@@ -6,6 +6,7 @@ checkpoints replace it. A failed upload ends no training: the next checkpoint is
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -23,6 +24,7 @@ from tutti.checkpoint.tensor_files import PendingCheckpoint
 from tutti.comm.world import World, thread_store
 from tutti.config import serialization
 from tutti.config.run_folder import RunFolder, RunHeader, is_store_address
+from tutti.config.safe_text import plain_text
 from tutti.errors import CheckpointError, StoreError, TuttiError
 
 _LINKS = ".uploading"
@@ -50,6 +52,7 @@ class _Upload:
         awaited: on rank 0, the ranks that upload files of their own.
         submitted_s, seconds: when it was submitted, and how long it took until the index was uploaded.
         failure: what went wrong.
+        untold: whether rank 0 could not be told of it.
     """
 
     step: int
@@ -60,6 +63,7 @@ class _Upload:
     seconds: float = 0.0
     nbytes: int = 0
     failure: str | None = None
+    untold: bool = False
     task: BackgroundTask | None = field(default=None)
 
 
@@ -94,6 +98,7 @@ class Uploads:
         self._newest: str | None = None
         self._failed: str | None = None
         self._left_out: PendingCheckpoint | None = None
+        self._forgotten: int | None = None
         self._slow = self._abandoned = False
         self._messages: Any = None
         self.passed_over: set[str] = set()
@@ -161,6 +166,13 @@ class Uploads:
                 upload.failure = printable(task.error, 600)
             if self._world.is_main:
                 self._report(upload, at_end=at_end)
+            elif upload.untold and self._failed is None:
+                self._failed = upload.failure
+                sentence = (
+                    f"tutti: rank {self._world.rank} could not tell rank 0 of its files of the checkpoint of step "
+                    f"{upload.step}, so that it is not complete in {self.store.address}: {upload.failure}"
+                )
+                print(plain_text(sentence), file=sys.stderr)
 
     def finish(self, retention: Retention) -> str | None:
         """Wait for all uploads when the process ends; return what is wrong with the last one, on rank 0.
@@ -178,7 +190,18 @@ class Uploads:
                     self._say(f"waiting until the checkpoint of step {upload.step} is in {self.store.address}")
                 time.sleep(_POLL_S / 2)
         self.report(at_end=True)
+        if self._forgotten is not None:
+            self._failed = self._sentence(self._forgotten, "the one after it was not finished when the run ended")
         return self._failed if self._world.is_main else None
+
+    def forget_left_out(self) -> None:
+        """The process ends and the last checkpoint was not finished: do not wait for ranks that upload only that one.
+
+        They have not heard of the failure, as ranks that end do not communicate.
+        """
+        left_out = self._left_out
+        if left_out is not None and self._world.world_size > 1:
+            self._left_out, self._forgotten = None, left_out.step
 
     def abandon(self) -> None:
         """Wait no more for other ranks, of which some are lost. Files that are being uploaded may still arrive."""
@@ -212,17 +235,18 @@ class Uploads:
             self._failed, self._newest = None, upload.name
             self._write_row({**fields, "uploaded_s": upload.seconds, "nbytes": upload.nbytes})
             return
-        newest = f"that of step {int(self._newest[5:].partition('.')[0])}" if self._newest else "none of this run"
-        local = self._links.parent / f"step-{upload.step:08d}"
-        whole = f"it is complete in {local}, " if local.is_dir() else ""
-        sentence = (
-            f"the checkpoint of step {upload.step} could not be uploaded: {upload.failure}; {whole}the newest in the "
-            f"store is {newest}"
-        )
+        sentence = self._sentence(upload.step, upload.failure)
         if self._failed is None and not at_end:
             self._say(f"{sentence}; training goes on, and the next checkpoint is uploaded when it is due")
         self._failed = sentence
         self._write_row({**fields, "failure": upload.failure})
+
+    def _sentence(self, step: int, failure: str) -> str:
+        newest = f"that of step {int(self._newest[5:].partition('.')[0])}" if self._newest else "none of this run"
+        local = self._links.parent / f"step-{step:08d}"
+        whole = f"it is complete in {local}, " if local.is_dir() else ""
+        failed = f"the checkpoint of step {step} could not be uploaded: {failure}"
+        return f"{failed}; {whole}the newest in the store is {newest}"
 
     def _upload(self, upload: _Upload, retention: Retention) -> None:
         """Upload this rank's files; on rank 0 also the index once all ranks' files are there, then prune the store."""
@@ -240,6 +264,7 @@ class Uploads:
                 self._publish(upload, retention)
         except Exception as error:  # also of the ranks' own store, whose rank 0 may have gone
             upload.failure = upload.failure or printable(error, 600)
+            upload.untold = not self._world.is_main
         for link in upload.files.values():
             with suppress(OSError):
                 link.unlink()

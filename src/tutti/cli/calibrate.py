@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from tutti.cli.options import emit, json_option
+from tutti.cli.options import LocalPath, emit, json_option
 from tutti.commands.calibrate import calibrated
 from tutti.commands.inputs import write_spec
 from tutti.commands.messages import console
@@ -14,9 +14,9 @@ DISAGREE = 0.5
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
-@click.option("--cluster", type=click.Path(path_type=Path), help="The cluster to correct; the runs' own if not given.")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the new ClusterSpec here.")
+@click.argument("runs", nargs=-1, required=True, type=LocalPath(path_type=Path), metavar="RUN...")
+@click.option("--cluster", type=LocalPath(path_type=Path), help="The cluster to correct; the runs' own if not given.")
+@click.option("--output", type=LocalPath(path_type=Path, dir_okay=False), help="Write the new ClusterSpec here.")
 @json_option
 def command(runs: tuple[Path, ...], cluster: Path | None, output: Path | None, as_json: bool) -> None:
     """Fit a cluster's constants to the steps of past runs: rates of products and memory, cost of a call, links.

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import click
 
-from tutti.cli.options import emit, json_option
+from tutti.cli.options import LocalPath, emit, json_option
 from tutti.commands.export import export
 from tutti.commands.messages import console
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="RUN_OR_CHECKPOINT")
-@click.option("--to", "file", required=True, type=click.Path(path_type=Path), help="FILE.safetensors or FILE.pt.")
+@click.argument("checkpoint", type=LocalPath(path_type=Path), metavar="RUN_OR_CHECKPOINT")
+@click.option("--to", "file", required=True, type=LocalPath(path_type=Path), help="FILE.safetensors or FILE.pt.")
 @click.option("--optimizers", is_flag=True, help="Include the optimizers' state (FILE.pt only).")
 @json_option
 def command(checkpoint: Path, file: Path, optimizers: bool, as_json: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from tutti.commands.capture import SCRIPT_TIMEOUT_S
+from tutti.commands.values import needed_path
 from tutti.config import serialization
 from tutti.config.run_folder import checkpoint_place
 from tutti.config.vocabulary import Relaxation
@@ -55,6 +56,14 @@ class ScriptCommand(click.Command):
 
 PLACE = checkpoint_place
 """Type of an argument that names a run folder, a checkpoint, or a store of checkpoints."""
+
+
+class LocalPath(click.Path):
+    """Type of an argument that names a file or folder of this machine; the address of a store is refused as that."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path. Raises SpecError for an address."""
+        return super().convert(needed_path(param.name if param and param.name else "path", value), param, ctx)
 
 
 def _text_of(params: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tutti.cli.options import emit, json_option
+from tutti.cli.options import LocalPath, emit, json_option
 from tutti.commands.messages import console
 from tutti.errors import ReportError
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="RUN...")
+@click.argument("runs", nargs=-1, type=LocalPath(path_type=Path), metavar="RUN...")
 @click.option(
-    "--output", type=click.Path(path_type=Path, file_okay=False), help="Folder to write to; RUN/report if not given."
+    "--output", type=LocalPath(path_type=Path, file_okay=False), help="Folder to write to; RUN/report if not given."
 )
 @click.option("--target", metavar="NAME.METRIC=VALUE", help="A quality to reach, such as test.accuracy=0.9.")
 @click.option(

@@ -13,7 +13,7 @@ import torch
 
 from tutti.comm.clock import PhaseClock
 from tutti.config.vocabulary import AxisName, TrafficKind
-from tutti.event_record import ACTIVE
+from tutti.event_record import ACTIVE, RecordedWait
 
 GRADIENT_TRAFFIC: tuple[TrafficKind, ...] = ("gradients", "parameters")
 """Kinds of data that `sent_nbytes` of a step's row counts."""
@@ -79,12 +79,13 @@ class CommChannel:
         about: which data it carries, in words for the flight record.
     """
 
-    __slots__ = ("_began", "_open", "_pending", "_since", "_total", "about", "traffic")
+    __slots__ = ("_began", "_open", "_outer", "_pending", "_since", "_total", "about", "traffic")
 
     def __init__(self, traffic: "Traffic", axes: str = "", carried: TrafficKind = "scalars") -> None:
         self.traffic = traffic
         self._total = ChannelTotals(axes=axes, carried=carried)
         self._open, self._since, self._began = 0, 0.0, 0.0
+        self._outer: RecordedWait = (0, 0)
         self._pending: list[CommHandle] = []
         self.about = f"{carried} over {axes}" if axes else carried
 
@@ -117,15 +118,18 @@ class CommChannel:
         """
         self._began = self._begin(nbytes)
         if ACTIVE.recorder is not None:
-            ACTIVE.recorder.wait_begins(self.about)
+            self._outer = ACTIVE.recorder.wait_begins(self.about)
         return self
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *problem: object) -> None:
-        if ACTIVE.recorder is not None and problem[0] is None:  # after an error the wait stays in the record
-            ACTIVE.recorder.wait_ends()
+        if ACTIVE.recorder is not None:
+            if problem[0] is None:
+                ACTIVE.recorder.wait_ends(self._outer)
+            else:
+                ACTIVE.recorder.wait_failed()
         self.ended(self._began)
 
     def ended(self, waited_since: float | None) -> None:
@@ -202,12 +206,16 @@ class CommHandle:
         if self._works:
             since = self._channel.traffic.clock.stream_time()
             recorder = ACTIVE.recorder
-            if recorder is not None:
-                recorder.wait_begins(self._channel.about)
-            while self._works:
-                self._works.pop(0).wait()
-            if recorder is not None:
-                recorder.wait_ends()
+            outer = None if recorder is None else recorder.wait_begins(self._channel.about)
+            try:
+                while self._works:
+                    self._works.pop(0).wait()
+            except BaseException:
+                if recorder is not None:
+                    recorder.wait_failed()
+                raise
+            if recorder is not None and outer is not None:
+                recorder.wait_ends(outer)
             self._channel.ended(since)
 
     def poll(self) -> bool:

@@ -33,7 +33,7 @@ from tutti.commands.run_options import (
     given_plan,
     ranks_per_node,
 )
-from tutti.config.run_folder import RunFolder
+from tutti.config.run_folder import RunFolder, last_rows
 from tutti.environment import state_folder
 from tutti.errors import RESUMABLE, LaunchError, ScriptError, TuttiError
 
@@ -313,12 +313,8 @@ def _is_over(scheduler: Scheduler, record: JobRecord) -> bool:
 
 def _last_step(folder: Path) -> dict[str, Any]:
     """Return the last row of a step in a run's metrics; empty before the first."""
-    for line in reversed(_tail(RunFolder(folder).metrics).splitlines()):
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict) and row.get("kind") == "step":
-                return row
-    return {}
+    steps = (row for row in reversed(last_rows(RunFolder(folder).metrics)) if row.get("kind") == "step")
+    return next(steps, {})
 
 
 def _tail(file: Path) -> str:

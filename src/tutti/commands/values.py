@@ -9,6 +9,7 @@ from typing import TypeVar
 from tutti.config.compression import Compression, parse_compression
 from tutti.config.option_syntax import BYTES, SECONDS, parse_quantity
 from tutti.config.plan import SyncPlan
+from tutti.config.run_folder import is_store_address
 from tutti.config.sync_notation import parse_sync
 from tutti.errors import SpecError
 
@@ -35,8 +36,13 @@ def needed_path(name: str, value: object, others: str = "") -> Path:
         others: what may be given instead, for the message.
 
     Raises:
-        SpecError: it is no path.
+        SpecError: it is no path, but an address or another value.
     """
+    if is_store_address(value):
+        raise SpecError(
+            f"{name}={value} is an address, and a path on this machine is needed; copy what it names to a folder here "
+            f"first, and name that (of a store of checkpoints, `tutti checkpoint list {value}` shows what is in it)"
+        )
     if isinstance(value, str | PathLike):
         return Path(value)
     raise SpecError(f"{name}={short(value)}: give a path{others}")

@@ -34,7 +34,7 @@ class RunExplanation:
         missing: ranks that they wait for.
         step: number of the latest update of any rank.
         ranks: what each rank does or did last, in words.
-        stacks: the Python stack of each living rank's main thread, from the innermost call.
+        stacks: the Python stack of each living rank's main thread, from the innermost call to the script's first.
         damaged: why records could not be read, by rank.
     """
 
@@ -196,9 +196,12 @@ def _status(
 
 
 def _stack(view: "ObservedRank") -> tuple[str, ...]:
-    from tutti.launch.hang_verdict import short
+    from tutti.launch.hang_verdict import frames_of_dump, short
+    from tutti.stack_watch import is_of_script
 
-    if view.stack is None:
-        return tuple(view.native.splitlines())
-    frames = view.stack.threads[0].frames if view.stack.threads else ()
+    frames = frames_of_dump(view.native)
+    if view.stack is not None:
+        frames = [*view.stack.threads[0].frames] if view.stack.threads else []
+    scripts = [place for place, frame in enumerate(frames, 1) if frame.file[:1] == "/" and is_of_script(frame.file)]
+    frames = frames[: max(scripts, default=len(frames))]  # those before the script are the launcher's
     return tuple(f"{short(frame.file)}:{frame.line} in {frame.function}" for frame in frames)

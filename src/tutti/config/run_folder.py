@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import re
 import socket
@@ -158,6 +159,34 @@ def checkpoint_place(place: str | Path) -> Path | str:
         'first'
     """
     return str(place) if is_store_address(place) else Path(place)
+
+
+TAIL_NBYTES = 1 << 18
+"""Bytes of a file of rows that `last_rows` reads."""
+
+
+def last_rows(file: Path, begin: int = 0, end: int | None = None) -> list[dict[str, Any]]:
+    """Return the last rows of a file of JSON lines; what is no row, such as one that is being written, is left out.
+
+    Args:
+        file: the file; it may be missing.
+        begin: position of the first byte that counts.
+        end: that after the last one; None: the file's end.
+    """
+    try:
+        with file.open("rb") as data:
+            end = os.fstat(data.fileno()).st_size if end is None else end
+            data.seek(max(begin, end - TAIL_NBYTES))
+            lines = data.read(max(0, end - data.tell())).split(b"\n")
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -335,19 +336,24 @@ def _source(frame: StackFrame) -> str:
     return f" (`{plain_text(text[:_MOST_LINE])}`)" if text else ""
 
 
+_CALLS = (
+    re.compile(r"File \"(?P<file>[^\"]+)\", line (?P<line>\d+) in (?P<function>.+)"),  # of faulthandler
+    re.compile(r"(?P<function>[^()]+) \((?P<file>[^()]+):(?P<line>\d+)\)"),  # of py-spy
+)
+
+
+def frames_of_dump(dump: str) -> list[StackFrame]:
+    """Return the calls of the main thread in what faulthandler or py-spy has written, from the innermost."""
+    threads = re.split(r"^(?=Thread |Current thread )", dump, flags=re.MULTILINE)
+    main = next((part for part in threads if "MainThread" in part.partition("\n")[0]), threads[-1])
+    found = [call for line in main.splitlines() for kind in _CALLS if (call := kind.fullmatch(line.strip()))]
+    return [StackFrame(file=call["file"], line=int(call["line"]), function=call["function"]) for call in found]
+
+
 def _frame_of_dump(dump: str) -> str:
-    """Return the innermost call of the main thread in what faulthandler or py-spy has written."""
-    block = dump.split("\n\n")
-    chosen = next(
-        (part for part in block if part.startswith(("Current thread", "Thread")) and "MainThread" in part), ""
-    )
-    for line in (chosen or (block[-1] if block else "")).splitlines():
-        text = line.strip()
-        if text.startswith("File "):
-            return f": {plain_text(text[:200])}"
-        if "(" in text and ":" in text and text.endswith(")") and not text.startswith(("Thread", "Process", "Python")):
-            return f": {plain_text(text[:200])}"
-    return ""
+    """Return the innermost call of the main thread in a dump, as a clause."""
+    frame = next(iter(frames_of_dump(dump)), None)
+    return "" if frame is None else plain_text(f": {short(frame.file)}:{frame.line} in {frame.function}"[:200])
 
 
 def describe(view: ObservedRank, wait: Wait | None, now_s: float) -> str:
@@ -382,7 +388,10 @@ def _words(wait: Wait) -> str:
 
 
 def _collective(event: RankEvent) -> str:
-    group = "" if event.group.startswith("pid") else f" of ranks {event.group.partition('#')[0].replace(',', ', ')}"
+    ranks = event.group.partition("#")[0]
+    source, message, target = ranks.partition(">")
+    group = f" from rank {source} to rank {target}" if message else f" of ranks {ranks.replace(',', ', ')}"
+    group = "" if ranks.startswith("pid") else group
     tensor = f" of {_tensor(replace(event, name=''))}" if event.shape or event.dtype else ""
     return f"{event.name.replace('_', '-')} {event.sequence}{tensor}{group}"
 

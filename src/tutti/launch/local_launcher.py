@@ -29,7 +29,7 @@ from tutti.launch.launcher import LaunchSpec
 from tutti.launch.survival import LOST, MEMORY, RECOVER, Survivors, Waiting, read_waiting
 from tutti.launch.visible_devices import VisibleDevice, check_others, devices_here, variables_of_rank
 from tutti.machine import use_short_socket_folder
-from tutti.surviving_rank import read_lasting
+from tutti.surviving_rank import LeftBehind, read_lasting
 
 PRELOAD = "tutti.launch.preload"
 
@@ -215,10 +215,9 @@ class LocalHandle:
                 with contextlib.suppress(OSError):
                     connection.send(LOST)
 
-    def written_step(self, rank: int) -> int | None:
-        """The step of the states of random generators that a rank has left behind; None if it has left none."""
-        written = read_lasting(self._generators(rank))
-        return None if written is None else written[0]
+    def written(self, rank: int) -> LeftBehind | None:
+        """The states of random generators that a rank has left behind; None if it has left none."""
+        return read_lasting(self._generators(rank))
 
     def regroup(self, spec: LaunchSpec, survivors: Survivors) -> "LocalHandle":
         """Start the next generation: give waiting ranks a task in it, end all others, and fork those that it lacks.
@@ -246,6 +245,9 @@ class LocalHandle:
             rank: source | ({"TUTTI_LOST_GENERATORS": str(self._generators(rank))} if same_ranks else {})
             for rank in fresh
         }
+        for rank in fresh if same_ranks else []:  # that it leaves behind if it dies before it trains
+            with contextlib.suppress(OSError):
+                shutil.copyfile(self._generators(rank), following._generators(rank))
         following.start(fresh, variables)
         return following
 

@@ -24,6 +24,7 @@ from tutti.launch.node_link import Message, NodeLink, join
 from tutti.launch.restarts import RestartPolicy, Restarts
 from tutti.launch.supervisor import Interrupts, Outcome, Recovery, Restart
 from tutti.network_interfaces import here_address
+from tutti.surviving_rank import LeftBehind
 
 _SEEN_S = 10.0
 """Seconds that a file of another host may take until it is seen in a shared folder."""
@@ -82,7 +83,7 @@ class NodeMember:
         return self._called
 
     def after(
-        self, spec: LaunchSpec, outcome: Outcome, written_step: Callable[[int], int | None] = lambda rank: None
+        self, spec: LaunchSpec, outcome: Outcome, written: Callable[[int], LeftBehind | None] = lambda rank: None
     ) -> Restart | Outcome:
         """Tell node 0 how the generation ended here, and return what it decides when it has heard all nodes."""
         status = "called off" if outcome.called_off else outcome.status

@@ -121,7 +121,14 @@ def main(task: RankTask) -> None:
         become(task.environment)
         _record_events(task, folder)
         threading.excepthook = functools.partial(_on_thread_error, task.rank, folder)
-        following = _run(task, folder, survivor)
+        try:
+            following = _run(task, folder, survivor)
+        except SystemExit:
+            raise
+        except BaseException as error:  # while it handled another: the handler of SIGCHLD, for one more worker
+            _ignore_children()
+            _write(folder, failure_of(task.rank, error))
+            _leave(1)
     sys.exit(_finish(0))
 
 
@@ -147,6 +154,7 @@ def _run(task: RankTask, folder: Path, survivor: Survivor) -> RankTask | None:
                 raise
         _await_threads(float(task.environment.get("TUTTI_TIMEOUT_S", _THREADS_TIMEOUT_S)))
     except SystemExit as ended:
+        _ignore_children()
         code = _exit_code(ended)
         if code == RESUMABLE or (code == TERMINATED and _terminated.is_set()):
             (folder / "stopped").touch()
@@ -157,8 +165,7 @@ def _run(task: RankTask, folder: Path, survivor: Survivor) -> RankTask | None:
             )
         _leave(code)
     except BaseException as error:
-        # torch raises the death of a loader's worker from this signal, also while another error is handled.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _ignore_children()
         failure = failure_of(task.rank, error)
         following: RankTask | None = None
         if failure.kind == "peer":
@@ -256,8 +263,14 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _ignore_children() -> None:
+    """Let torch raise nothing for workers of a loader that end: its handler would, also while an error is handled."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def _finish(code: int) -> int:
     """Run exit functions and flush the output: an interpreter does so at its end, a forked process does not."""
+    _ignore_children()
     # A launcher may pass on a SIGTERM that a scheduler sent to this process too: it has stopped already.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if code == RESUMABLE else signal.SIG_DFL)
     atexit._run_exitfuncs()

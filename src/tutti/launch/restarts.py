@@ -5,7 +5,6 @@ itself it would do again, so a failure that repeats in the same step ends the ru
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from tutti.config import serialization
 from tutti.config.last_batch import read_last_batch
 from tutti.config.mesh_axes import parse_mesh
 from tutti.config.plan import BatchPlan, Plan
-from tutti.config.run_folder import RunFolder
+from tutti.config.run_folder import TAIL_NBYTES, RunFolder, last_rows
 from tutti.config.sync_notation import parse_sync
 from tutti.errors import LaunchError, TuttiError
 from tutti.launch.failure import Failure, sentence
@@ -23,14 +22,13 @@ from tutti.launch.launcher import LaunchSpec, RankError
 from tutti.launch.regroup import shrink_plan
 from tutti.launch.supervisor import Outcome, Restart
 from tutti.launch.survival import RECOVER, Survivors, Waiting
+from tutti.surviving_rank import LeftBehind
 
 OnFailure = Literal["replace", "shrink"]
 
 Recover = Literal["memory", "checkpoint"]
 
 LONGEST_DELAY_S = 32.0
-
-_TAIL_NBYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +98,12 @@ class Restarts:
         return ""
 
     def after(
-        self, spec: LaunchSpec, outcome: Outcome, written_step: Callable[[int], int | None] = lambda rank: None
+        self, spec: LaunchSpec, outcome: Outcome, written: Callable[[int], LeftBehind | None] = lambda rank: None
     ) -> Restart | Outcome:
         """Return the next generation, or how the run ends; see `tutti.launch.supervisor.Recovery`."""
         if outcome.failure is None:
             return outcome
-        following = self._following(spec, outcome.failure, outcome.waiting, written_step)
+        following = self._following(spec, outcome.failure, outcome.waiting, written)
         return replace(outcome, given_up=following) if isinstance(following, str) else following
 
     def grown(self, spec: LaunchSpec) -> Restart:
@@ -120,7 +118,7 @@ class Restarts:
         spec: LaunchSpec,
         failure: Failure,
         waiting: Mapping[int, Waiting],
-        written_step: Callable[[int], int | None],
+        written: Callable[[int], LeftBehind | None],
     ) -> Restart | str:
         """Return the next generation, or why there is none; "" if none was asked for."""
         if not self._policy.max_restarts:
@@ -153,7 +151,7 @@ class Restarts:
         self._idle = 0 if place.completed else self._idle + 1
         delay_s = 0.0 if self._idle < 1 else min(2.0 ** (self._idle - 1), LONGEST_DELAY_S)
         following, source = self._continued(following)
-        survivors, refusal = _survivors(spec, following, waiting, {rank: written_step(rank) for rank in lost})
+        survivors, refusal = _survivors(spec, following, waiting, {rank: written(rank) for rank in lost})
         if survivors is not None:
             ended = survivors.ranks[survivors.holder]
             source = f"after step {survivors.step} from the memory of rank {ended}"
@@ -222,7 +220,7 @@ def _count(spec: LaunchSpec) -> str:
 
 
 def _survivors(
-    spec: LaunchSpec, following: LaunchSpec, waiting: Mapping[int, Waiting], written: Mapping[int, int | None]
+    spec: LaunchSpec, following: LaunchSpec, waiting: Mapping[int, Waiting], written: Mapping[int, LeftBehind | None]
 ) -> tuple[Survivors | None, str]:
     """Return the ranks that go on from memory; None, and why as a clause, where the state is not whole there.
 
@@ -230,7 +228,7 @@ def _survivors(
         spec: what has failed.
         following: the next generation.
         waiting: the ranks that outlive the failure.
-        written: for each other rank, the step of the states of random generators that it has left behind.
+        written: for each other rank, the states of random generators that it has left behind.
     """
     able = {rank: said for rank, said in sorted(waiting.items()) if not said.again}
     holders = [rank for rank, said in able.items() if said.step is not None]
@@ -239,10 +237,9 @@ def _survivors(
     holder = max(holders, key=lambda rank: (able[rank].step or 0, -rank))
     step = able[holder].step or 0
     replaced = following.world_size == spec.world_size
-    behind = any(said.step != step for said in able.values()) or (
-        replaced and any(written.get(rank) != step for rank in spec.ranks if rank not in able)
-    )
-    if behind and any(said.drawn for said in able.values()):
+    lost = [written.get(rank) for rank in spec.ranks if rank not in able] if replaced else []
+    behind = any(said.step != step for said in able.values()) or any(left is None or left.step != step for left in lost)
+    if behind and any(said is not None and said.drawn for said in (*able.values(), *lost)):
         return None, "the script draws random numbers between steps, and those of a rank are lost"
     if replaced:
         return Survivors(ranks={rank: rank for rank in able}, holder=holder, step=step), ""
@@ -306,7 +303,8 @@ class _Records:
         for file in [self._folder.metrics, *(self._folder.rank(rank) / "metrics.jsonl" for rank in spec.ranks)]:
             begin, end = self._seen.get(file, 0), _size(file)
             self._seen[file] = end
-            for row in _rows(file, begin, end):
+            ends = sorted({min(end, begin + TAIL_NBYTES), end})  # the first rows, and the last
+            for row in (row for last in ends for row in last_rows(file, begin, last)):
                 if row.get("kind") == "start":
                     begun = _whole(row.get("resumed_at_step"))
                 elif row.get("kind") == "step" and (step := _whole(row.get("step"))) is not None:
@@ -325,22 +323,3 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except OSError:
         return 0
-
-
-def _rows(file: Path, begin: int, end: int) -> list[Mapping[str, Any]]:
-    """Return the first and the last rows between two positions of a JSON lines file."""
-    rows: list[Mapping[str, Any]] = []
-    try:
-        with file.open("rb") as lines:
-            for at in sorted({begin, max(begin, end - _TAIL_NBYTES)}):
-                lines.seek(at)
-                for line in lines.read(min(_TAIL_NBYTES, end - at)).split(b"\n"):
-                    try:
-                        row = json.loads(line)
-                    except ValueError:
-                        continue
-                    if isinstance(row, dict):
-                        rows.append(row)
-    except OSError:
-        return []
-    return rows

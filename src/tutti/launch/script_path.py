@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from tutti.config.run_folder import RunFolder, refuse_used_folder
+from tutti.config.run_folder import RunFolder, last_rows, refuse_used_folder
 from tutti.errors import LaunchError, ScriptError
 from tutti.launch import process_tree
 
@@ -125,23 +125,10 @@ def begins_again(folder: Path) -> bool:
 
 def _end_status(metrics: Path) -> str | None:
     """Return how a run ended last, by its metrics; None if it was killed, or still runs."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - _LAST_ROWS_NBYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and row.get("kind") in ("start", "end"):
+    for row in reversed(last_rows(metrics)):
+        if row.get("kind") in ("start", "end"):
             return str(row["status"]) if row.get("kind") == "end" and "status" in row else None
     return None
-
-
-_LAST_ROWS_NBYTES = 1 << 16
 
 
 def _check_has_ended(folder: Path) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, Literal, Protocol, cast
 
-from tutti.errors import RESUMABLE
+from tutti.errors import RESUMABLE, LaunchError
 from tutti.launch.failure import (
     Failure,
     append_tracebacks,
@@ -30,6 +30,7 @@ from tutti.launch.hang_watch import HangWatch
 from tutti.launch.launcher import Handle, LaunchSpec, RankError
 from tutti.launch.rank_watch import Watcher
 from tutti.launch.survival import MEMORY, RECOVER, Surviving, Survivors, Waiting
+from tutti.surviving_rank import LeftBehind
 
 Status = Literal["completed", "failed", "stopped"]
 
@@ -125,13 +126,15 @@ class Recovery(Protocol):
         """Return whether the ranks of this node are to end, or to pause with a checkpoint, because of other nodes."""
         ...
 
-    def after(self, spec: LaunchSpec, outcome: Outcome, written_step: Callable[[int], int | None]) -> Restart | Outcome:
+    def after(
+        self, spec: LaunchSpec, outcome: Outcome, written: Callable[[int], LeftBehind | None]
+    ) -> Restart | Outcome:
         """Return the next generation, or how the run ends: where it failed, with the sentence why it is given up.
 
         Args:
             spec: what has ended.
             outcome: how it ended on this node.
-            written_step: the step of the states of random generators that a rank has left behind.
+            written: the states of random generators that a rank has left behind.
         """
         ...
 
@@ -210,13 +213,21 @@ def supervise(
     if isinstance(begun, Outcome):
         return begun
     spec = begun
+    outcome: Outcome | None = None
     with watcher:
         try:
             while True:
                 clear_errors(spec)
                 watcher.follow(spec)
                 generation = _Generation(spec, watcher, interrupted, grace_s, stop_at_s, say, recovery)
-                outcome = replace(generation.run(start_next), spec=spec, restarts=restarts)
+                try:
+                    generation.start(start_next)
+                except LaunchError as error:
+                    if outcome is None or outcome.failure is None:
+                        raise
+                    outcome = replace(outcome, given_up=f"the ranks could not be started again: {error}")
+                    break
+                outcome = replace(generation.watch(), spec=spec, restarts=restarts)
                 following = generation.following(outcome)
                 if isinstance(following, Outcome):
                     outcome = replace(following, spec=spec, restarts=restarts)
@@ -255,7 +266,7 @@ def _stopped_between(number: int, outcome: Outcome) -> Outcome:
 
 
 class _Generation:
-    """One start of all ranks, from `run` to its outcome; see `supervise` for the arguments."""
+    """One start of all ranks, from `start` to its outcome; see `supervise` for the arguments."""
 
     def __init__(
         self,
@@ -272,12 +283,15 @@ class _Generation:
         self._handle: Handle | None = None
         self._surviving: Surviving | None = None
 
-    def run(self, start: Callable[[LaunchSpec], Handle]) -> Outcome:
-        """Start the ranks, and return how they ended."""
+    def start(self, start: Callable[[LaunchSpec], Handle]) -> None:
+        """Start the ranks.
+
+        Raises:
+            LaunchError: they cannot be started.
+        """
         self._handle, self._hangs = start(self._spec), HangWatch(self._spec)
         surviving = self._recovery is not None and self._spec.environment.get(RECOVER) == MEMORY
         self._surviving = cast(Surviving, self._handle) if surviving else None
-        return self._watch()
 
     def end(self) -> None:
         """End the ranks."""
@@ -288,8 +302,8 @@ class _Generation:
         """Return what follows; see `Recovery.after`."""
         if self._recovery is None:
             return outcome
-        written_step = self._surviving.written_step if self._surviving is not None else lambda rank: None
-        return self._recovery.after(self._spec, outcome, written_step)
+        written = self._surviving.written if self._surviving is not None else lambda rank: None
+        return self._recovery.after(self._spec, outcome, written)
 
     def succeeded_by(self, following: Restart, start: Callable[[LaunchSpec], Handle]) -> Callable[[LaunchSpec], Handle]:
         """Return what starts the next generation; ranks that have no part in it are ended."""
@@ -311,7 +325,8 @@ class _Generation:
     def _waiting(self) -> dict[int, Waiting]:
         return self._surviving.waiting() if self._surviving is not None else {}
 
-    def _watch(self) -> Outcome:
+    def watch(self) -> Outcome:
+        """Watch the ranks, and return how they ended."""
         assert self._handle is not None
         handle, stopping_since = self._handle, 0.0
         while True:
@@ -321,7 +336,8 @@ class _Generation:
                 return self._stop(self._interrupted.number)
             if called_off := self._called_off():
                 return self._leave(self._grace_s if called_off == "pause" else RESTART_GRACE_S)
-            if not exits and (verdict := self._hangs.look()) is not None:
+            verdict = self._hangs.look() if not exits else None
+            if verdict is not None and not (exits := handle.wait(0)):  # one that ended meanwhile is the cause
                 handle.stop(RESTART_GRACE_S)
                 self._watcher.update()
                 return Outcome(status="failed", exit_code=1, failure=hang(verdict))
@@ -367,7 +383,8 @@ class _Generation:
         errors: dict[int, RankError] = {}
         waiting = self._waiting()
         told = read_errors(spec) | {rank: said.error for rank, said in waiting.items()}
-        verdict = explain_timeout(spec, told)  # as long as the ranks live
+        was_killed = any(code < 0 and code != -signal.SIGABRT for code in exits.values())  # not by its own library
+        verdict = None if was_killed else explain_timeout(spec, told)  # as long as the ranks live
         causes: list[RankError] = []
         restarts = False
         began, first_s = time.monotonic(), 0.0

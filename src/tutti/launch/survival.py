@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from tutti.launch.launcher import Handle, LaunchSpec, RankError
 from tutti.launch.script_process import ScriptProcess
-from tutti.surviving_rank import SURVIVING_RANK
+from tutti.surviving_rank import SURVIVING_RANK, LeftBehind
 
 RECOVER, MEMORY = "TUTTI_RECOVER", "memory"
 """The variable that lets ranks outlive each other, and its value."""
@@ -71,8 +71,8 @@ class Surviving(Protocol):
         """Tell the ranks that another one is lost."""
         ...
 
-    def written_step(self, rank: int) -> int | None:
-        """The step of the states of random generators that a rank has left behind; None if it has left none."""
+    def written(self, rank: int) -> LeftBehind | None:
+        """The states of random generators that a rank has left behind; None if it has left none."""
         ...
 
     def regroup(self, spec: LaunchSpec, survivors: Survivors) -> Handle:

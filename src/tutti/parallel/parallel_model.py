@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 
 from tutti.comm.world import World
 from tutti.config.plan import Plan
+from tutti.config.vocabulary import DATA_AXES
+from tutti.data.seeds import derive_seed
 from tutti.errors import ScriptError
 from tutti.parallel.context import Sequences
 from tutti.parallel.data.batchnorm import BatchScope
@@ -62,6 +64,18 @@ class ParallelModel:
     @property
     def mesh(self) -> Mesh:
         return self.layout.mesh
+
+    def draws_seed(self, step: int, microbatch: int, call: Iterable[int], *purpose: int | str) -> int:
+        """Return the seed of the random draws of this rank's part of a microbatch.
+
+        Args:
+            step: number of the step, from 0.
+            microbatch: number of the microbatch.
+            call: tells the draws of a later call of forward_backward from those of the first; empty for the first.
+            purpose: tells draws within the microbatch apart.
+        """
+        rank = self.mesh.index(*DATA_AXES, "context")
+        return derive_seed(self.seed, "dropout", step, microbatch, rank, *call, *purpose)
 
     def check_changes(self) -> None:
         """Follow what the script has changed on the model since prepare, or refuse it; see NotedModel."""

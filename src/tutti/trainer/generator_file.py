@@ -7,6 +7,7 @@ which takes a microsecond, and are read only once they have changed.
 import ctypes
 import random
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from tutti.checkpoint.contribution import read_generators
 from tutti.comm.value_codec import decode, encode
-from tutti.surviving_rank import LastingFile, read_lasting
+from tutti.surviving_rank import LastingFile, LeftBehind, read_lasting
 
 _MT19937_NBYTES = 4 * 625
 
@@ -52,26 +53,38 @@ class GeneratorFile:
     def __init__(self, path: Path | None) -> None:
         self._memories = [_python_memory(), _numpy_memory()]
         self._file = None if path is None else LastingFile(path)
+        self._written: LeftBehind | None = None
         self._read()
 
-    def write(self, step: int, torch_state: bytes) -> bool:
+    def write(self, step: int, torch_state: bytes, *, drawn: bool) -> bool:
         """Write the states after a step.
 
         Args:
             step: updates made so far.
             torch_state: the state of torch's generator on the CPU.
+            drawn: whether torch's generator has been drawn from between steps, or Python's or NumPy's at all.
 
         Returns:
-            Whether Python's or NumPy's generator has been drawn from since the last call.
+            The same, with the draws from Python's and NumPy's since the last call.
         """
-        changed = False
         if self._careful or self._now() != self._seen:
             before = self._encoded
             self._read()
-            changed = self._encoded != before
+            drawn |= self._encoded != before
         if self._file is not None:
-            self._file.write(step, torch_state, self._encoded)
-        return changed
+            self._written = LeftBehind(step=step, drawn=drawn, first=torch_state, second=self._encoded)
+            self._file.write(self._written)
+        return drawn
+
+    def note_drawn(self) -> None:
+        """Write that the script has drawn between steps, which the other ranks may not have seen."""
+        if self._file is not None and self._written is not None and not self._written.drawn:
+            self._written = replace(self._written, drawn=True)
+            self._file.write(self._written)
+
+    def has_changed(self) -> bool:
+        """Return whether Python's or NumPy's generator has been drawn from since they were written last."""
+        return self._now() != self._seen
 
     def states(self, torch_state: bytes) -> dict[str, Any]:
         """Return the states as checkpoints have them, with this one of torch."""
@@ -104,5 +117,5 @@ def lost_generators(path: Path, step: int, other: dict[str, Any]) -> dict[str, A
     written = read_lasting(path)
     if written is None:
         return other
-    there, torch_state, host = written
-    return {**decode(memoryview(host)), "torch": _as_tensor(torch_state) if there == step else other["torch"]}
+    torch_state = _as_tensor(written.first) if written.step == step else other["torch"]
+    return {**decode(memoryview(written.second)), "torch": torch_state}

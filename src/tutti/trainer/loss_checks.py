@@ -91,21 +91,22 @@ def _above_limit(run: Run, message: StepMessage, loss: float) -> str:
     factor = run.settings.loss_limit
     if factor is None:
         return ""
-    recent = run.state.progress.recent_losses.setdefault(_name_of(message), [])
-    guard = run.loop.guard
+    name = _name_of(message)
+    recent = run.state.progress.recent_losses.setdefault(name, [])
+    above, loss_of_step = run.loop.guard.above_limit, f"{name}#{message.place.call}"  # a step may have several
     if len(recent) >= _FEWEST:
         median = statistics.median(recent)
         if loss > median + (factor - 1) * abs(median):
-            guard.above_limit += 1
-            if guard.above_limit > _MOST_IN_A_ROW:
+            above[loss_of_step] = above.get(loss_of_step, 0) + 1
+            if above[loss_of_step] > _MOST_IN_A_ROW:
                 run.loop.statistics.restore()
                 raise TrainingError(
-                    f"the loss was above loss_limit in {guard.above_limit} steps in a row, the last of which is step "
+                    f"the loss was above loss_limit in {above[loss_of_step]} steps in a row, the last of which is step "
                     f"{message.place.step} ({loss:.4g}, the median before them is {median:.4g}), so the parameters "
                     "are the cause, not the batches; resume from an earlier checkpoint with a lower learning rate"
                 )
             return f"is {loss:.4g}, above {factor:g} times the median of the {len(recent)} before it ({median:.4g})"
-    guard.above_limit = 0
+    above.pop(loss_of_step, None)
     recent.append(loss)
     del recent[:-_WINDOW]
     return ""

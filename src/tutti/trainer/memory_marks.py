@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from tutti.checkpoint.contribution import extra_states, named_tensors
 from tutti.checkpoint.memory_state import MemoryState, collect_in_memory
@@ -22,7 +23,7 @@ from tutti.trainer.observer import NullObserver
 from tutti.trainer.run_state import Run
 
 _LARGE_NUMEL = 1 << 18
-"""Buffers with more elements are copied only where a step has changed them."""
+"""Buffers with more elements are copied only where a step has changed them, which torch's norms do unseen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,9 @@ class MemoryMarks:
         self._parameters = [*model.parameters()]
         named = () if self.refusal else named_tensors(model, run.parallel.layout)
         buffers = list({id(tensor): tensor for _, _, tensor in named if not isinstance(tensor, nn.Parameter)}.values())
-        self._small = [buffer for buffer in buffers if buffer.numel() <= _LARGE_NUMEL]
-        self._large = [buffer for buffer in buffers if buffer.numel() > _LARGE_NUMEL]
+        unseen = {id(buffer) for m in model.modules() if isinstance(m, _NormBase) for buffer in m._buffers.values()}
+        self._small = [buffer for buffer in buffers if buffer.numel() <= _LARGE_NUMEL or id(buffer) in unseen]
+        self._large = [buffer for buffer in buffers if buffer.numel() > _LARGE_NUMEL and id(buffer) not in unseen]
         self._small_copies = [buffer.clone() for buffer in self._small]
         self._large_copies = [buffer.clone() for buffer in self._large]
         self._large_versions = [buffer._version for buffer in self._large]
@@ -91,14 +93,17 @@ class MemoryMarks:
         )
         self._versions = [parameter._version for parameter in self._parameters]
         self._samples = self._sampler.now()
-        self.drawn |= self._file.write(progress.step, generators)
+        self.drawn = self._file.write(progress.step, generators, drawn=self.drawn)
 
     def computing(self) -> None:
         """A step begins to compute: note whether the script has drawn since the mark."""
         if self._mark is None and self._done:
             self.mark()
         if self._mark is not None and not self.drawn:
-            self.drawn = torch.default_generator.get_state().numpy().tobytes() != self._mark.generators
+            generators = torch.default_generator.get_state().numpy().tobytes()
+            self.drawn = generators != self._mark.generators or self._file.has_changed()
+            if self.drawn:
+                self._file.note_drawn()
 
     def updating(self) -> None:
         """An update begins: until it is done there is no state to go back to."""

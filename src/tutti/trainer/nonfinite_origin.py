@@ -14,13 +14,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
-from tutti.config.vocabulary import DATA_AXES
 from tutti.data.device_copies import to_device
-from tutti.data.seeds import derive_seed, seed_device
+from tutti.data.seeds import seed_device
+from tutti.errors import TrainingError
 from tutti.nn.mixture import take_tallies
+from tutti.parallel.data.batch_state import exchanges_state
+from tutti.parallel.data.batchnorm import is_batch_norm
 from tutti.parallel.losses import as_weighted
 from tutti.parallel.mixed_precision import autocast
-from tutti.trainer.guard.findings import WHOLE_NUMEL, has_whole_modules, kept_by, model_is_local
+from tutti.trainer.guard.findings import OTHER_FORWARDS, WHOLE_NUMEL, has_whole_modules, kept_by, model_is_local
 from tutti.trainer.run_state import Run
 from tutti.trainer.step_message import ComputedBatch, StepMessage
 from tutti.trainer.traceless import untouched
@@ -52,6 +54,9 @@ def find_origins(run: Run, message: StepMessage, *, of_gradients: bool) -> list[
 
     Returns:
         An origin per rank, without words where nothing was found; an empty list where the plan does not allow it.
+
+    Raises:
+        TrainingError: on this rank, if it cannot compute the batch again and other ranks wait for it in forward.
     """
     batch = message.computed
     if batch is None or run.state.consistency.asynchronous:
@@ -65,16 +70,31 @@ def find_origins(run: Run, message: StepMessage, *, of_gradients: bool) -> list[
     with whole_model(run) if whole else nullcontext():
         try:
             origin = _origin(run, batch, message, of_gradients=of_gradients)
-        except Exception:  # the script's own code, called once more
+        except Exception as error:  # the script's own code, called once more
+            if _forward_exchanges(run, whole=whole):
+                raise TrainingError(
+                    f"step {message.place.step}: {'a gradient' if of_gradients else 'the loss'} is not finite or far "
+                    f"too large, and rank {run.parallel.world.rank} failed when the batch was computed again to find "
+                    f"where that arises ({type(error).__name__}: {error}), while other ranks wait for it in forward; "
+                    "let forward and the loss compute the same batch twice"
+                ) from error
             origin = Origin()
         finally:
             take_tallies(run.parallel.model)
     return run.loop.watch.gather("values that are not finite", origin)
 
 
+def _forward_exchanges(run: Run, *, whole: bool) -> bool:
+    """Whether ranks wait for each other in the forward of a model, as it is or with whole weights."""
+    mesh, scope = run.parallel.mesh, run.parallel.scope
+    if mesh.degree(*OTHER_FORWARDS) > 1 or (mesh.degree("split") > 1 and not whole):
+        return True
+    return scope.degree > 1 and any(is_batch_norm(m) or exchanges_state(m) for m in run.parallel.model.modules())
+
+
 def _origin(run: Run, batch: ComputedBatch, message: StepMessage, *, of_gradients: bool) -> Origin:
     model, found, losses = run.parallel.model, Origin(), []
-    with untouched(model, kept_by(batch.loss, model)), _buffers_kept(model), run.parallel.gradient_hooks.set_aside():
+    with untouched(model, kept_by(batch.loss, model)), run.parallel.gradient_hooks.set_aside():
         for index, part in enumerate(batch.share.parts):
             search = _Search(model)
             with search.hooks(), torch.set_grad_enabled(of_gradients):
@@ -86,25 +106,11 @@ def _origin(run: Run, batch: ComputedBatch, message: StepMessage, *, of_gradient
     return Origin(words=found.words, samples=found.samples, losses=tuple(losses))
 
 
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """On exit, restore buffers by value: torch's kernels write running statistics without a new version of them."""
-    buffers = [buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()]
-    saved = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in zip(buffers, saved, strict=True):
-                buffer.copy_(before)
-
-
 def _computed(run: Run, batch: ComputedBatch, index: int, message: StepMessage, search: "_Search") -> float:
     """Compute the loss of one microbatch, and its gradients if they are searched; return the loss."""
     model, device, part = run.parallel.model, run.parallel.world.device, batch.share.parts[index]
-    rank = run.parallel.mesh.index(*DATA_AXES, "context")
     call = (message.place.call,) if message.place.call else ()
-    seed_device(derive_seed(run.settings.seed, "dropout", message.place.step - 1, index, rank, *call), device)
+    seed_device(run.parallel.draws_seed(message.place.step - 1, index, call), device)
     run.parallel.scope.counts = part.count > 0
     with ExitStack() as stack:
         local = stack.enter_context(run.parallel.sequences.part(to_device(batch.pieces[index], device)))

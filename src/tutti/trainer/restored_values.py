@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 
@@ -55,8 +56,8 @@ class SavedTensors:
         """Write back what has been changed in place."""
         with torch.no_grad():
             for tensor, version, before in self._saved:
-                if tensor._version != version:
-                    with suppress(RuntimeError):  # its memory has been replaced
+                with suppress(RuntimeError):  # its memory has been replaced
+                    if tensor._version != version or _written_unseen(tensor, before):
                         tensor.copy_(before)
         for array, numbers in self._arrays:
             array[...] = numbers
@@ -85,6 +86,11 @@ class SavedGenerators:
             older.set_state(words)
         for python, version in self._python:
             python.setstate(version)
+
+
+def _written_unseen(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a tensor has other values: kernels write running statistics without changing `_version`."""
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not torch.equal(tensor, before)
 
 
 def _containers(values: Iterable[Any], largest: float, depth: int = 3) -> Iterator[Any]:

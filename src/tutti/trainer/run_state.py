@@ -276,7 +276,7 @@ class GuardState:
         unequal_buffers: buffers that differed between ranks when the last step that was checked began.
         located: failed batches that were computed again to find the module.
         skipped: steps that were skipped because the loss or a gradient was not finite or too large.
-        above_limit: losses in a row that were above the Job's limit.
+        above_limit: in how many steps in a row each loss of a step was above the Job's limit, by its name.
         hashes: when replicas are compared bit for bit.
     """
 
@@ -287,7 +287,7 @@ class GuardState:
     unequal_buffers: set[str] = field(default_factory=set)
     located: int = 0
     skipped: int = 0
-    above_limit: int = 0
+    above_limit: dict[str, int] = field(default_factory=dict)
     hashes: HashSchedule = field(default_factory=HashSchedule)
 
     def may_locate(self) -> bool:

@@ -21,7 +21,7 @@ from tutti.config.compression import format_compression
 from tutti.config.vocabulary import DATA_AXES
 from tutti.data.batches import BatchShare, MicrobatchShare
 from tutti.data.device_copies import to_device
-from tutti.data.seeds import derive_seed, seed_device
+from tutti.data.seeds import seed_device
 from tutti.errors import RankMismatchError, ScriptError, TrainingError
 from tutti.parallel.data.replicate import LossFunction
 from tutti.parallel.expert.expert_parallel import TALLY_NUMEL, DeferredTallies, read_tallies, write_tallies
@@ -434,8 +434,7 @@ def _microbatch(
     """Run forward and backward of one microbatch. Gradients are reduced during the last microbatch's backward."""
     part, step, device = share.parts[index], run.state.progress.step, run.parallel.world.device
     run.loop.clock.enter("forward")
-    rank = run.parallel.mesh.index(*DATA_AXES, "context")
-    seed_device(derive_seed(run.settings.seed, "dropout", step, index, rank, *_call(run)), device)
+    seed_device(run.parallel.draws_seed(step, index, _call(run)), device)
     run.parallel.scope.counts = part.count > 0
     run.loop.batch_state.begin()
     with (

@@ -150,7 +150,7 @@ for _epoch in job.epochs(options.epochs):
     for batch in loader:
         step = job.global_step
         suffer(step, "before")
-        if kind == "draws":
+        if kind == "draws" or (kind == "draws-of-1" and job.rank == 1):
             batch[0].add_(torch.randn_like(batch[0]), alpha=0.1 * random.random())
             batch[1].mul_(1 + 0.01 * np.random.randn())
         if kind == "calls":

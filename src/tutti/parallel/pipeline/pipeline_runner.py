@@ -12,10 +12,9 @@ from tutti.comm.clock import PhaseClock
 from tutti.comm.rendezvous import make_local_group
 from tutti.config.pipeline_schedule import Action, Orders, build_schedule, forward_orders
 from tutti.config.plan import Plan
-from tutti.config.vocabulary import DATA_AXES
 from tutti.data.batches import BatchShare
 from tutti.data.device_copies import DeviceCopies, to_device
-from tutti.data.seeds import derive_seed, host_state, seed_device, set_host_state
+from tutti.data.seeds import host_state, seed_device, set_host_state
 from tutti.errors import PlanError
 from tutti.parallel.layout import Layout
 from tutti.parallel.mixed_precision import autocast
@@ -302,9 +301,7 @@ class _Step:
         self._parallel.scope.counts = self._batch.share.parts[microbatch].count > 0
 
     def _seed(self, microbatch: int, *purpose: int | str) -> int:
-        index = self._parallel.mesh.index(*DATA_AXES, "context")
-        batch = self._batch
-        return derive_seed(self._parallel.seed, "dropout", batch.step, microbatch, index, *batch.call, *purpose)
+        return self._parallel.draws_seed(self._batch.step, microbatch, self._batch.call, *purpose)
 
 
 def _tensor_of(work: StageWork, message: StageMessage) -> torch.Tensor:

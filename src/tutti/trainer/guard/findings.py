@@ -20,8 +20,8 @@ from tutti.trainer.whole_weights import whole_model
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
-_OTHER_FORWARDS: tuple[AxisName, ...] = ("expert", "table", "space", "context")
-_DIVIDING: tuple[AxisName, ...] = ("split", "stage", *_OTHER_FORWARDS)
+OTHER_FORWARDS: tuple[AxisName, ...] = ("expert", "table", "space", "context")
+_DIVIDING: tuple[AxisName, ...] = ("split", "stage", *OTHER_FORWARDS)
 
 WHOLE_NUMEL = 2**26
 """Models with more parameters are not gathered for a check: 256 MiB in float32, 2 s at 1 Gbit/s."""
@@ -55,7 +55,7 @@ def computing_separately(run: Run) -> Iterator[bool]:
     """
     if model_is_local(run):
         yield True
-    elif run.parallel.mesh.degree(*_OTHER_FORWARDS) > 1 or run.parallel.layout.parameters > WHOLE_NUMEL:
+    elif run.parallel.mesh.degree(*OTHER_FORWARDS) > 1 or run.parallel.layout.parameters > WHOLE_NUMEL:
         yield False
     else:
         with whole_model(run):

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Dataset
 from tutti.data.fingerprint import values_digest
 from tutti.data.samples import Collate, SeededSamples
 from tutti.data.seeds import preserved_generators, seed_everything
+from tutti.data.share_loader import worker_batches
 from tutti.errors import RankMismatchError
 from tutti.trainer.run_state import Run
 
@@ -61,7 +62,8 @@ def _read(run: Run, chosen: Sequence[int]) -> Digests:
     options = {name: source.options[name] for name in _WORKER_OPTIONS if source.options.get(name)}
     with preserved_generators():
         try:
-            return next(iter(DataLoader(reader, batch_size=None, num_workers=1, **options)))
+            loader: DataLoader[Any] = DataLoader(reader, batch_size=None, num_workers=1, **options)
+            return next(worker_batches(loader, run.state.loader.timeout_s))
         except Exception:  # the script's own code; the loader reports it where it matters
             return [*missing]
 
