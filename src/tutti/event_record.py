@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
@@ -30,9 +30,9 @@ FILE_NAME = "flight.bin"
 CAPACITY = 1024
 """Events that a record holds."""
 
-EventKind = Literal["operation", "collective", "loader"]
+EventKind = Literal["operation", "collective", "loader", "wait"]
 
-_KINDS: tuple[EventKind, ...] = ("operation", "collective", "loader")
+_KINDS: tuple[EventKind, ...] = ("operation", "collective", "loader", "wait")
 
 _MAGIC = b"TUTTIFR\1"
 
@@ -68,7 +68,10 @@ _NEAR = 64
 _MOST_FIXED = 4096
 """How many different events are remembered as bytes, ready to be copied."""
 
-_BLOCKING, _FAILED = 1, 2
+_BLOCKING, _FAILED, _IN_THREAD = 1, 2, 4
+
+SHORTEST_WAIT_NS = 20_000
+"""Shorter waits of the main thread for a communication that it had started are not recorded."""
 
 _TIMES, _DIMS = struct.Struct("<Qqq"), tuple(struct.Struct(f"<{dims}I") for dims in range(6))
 _I64, _U16X2, _U64, _U8 = struct.Struct("<q"), struct.Struct("<HH"), struct.Struct("<Q"), struct.Struct("<B")
@@ -89,7 +92,7 @@ class RankEvent:
 
     Attributes:
         number: of the event, from 1.
-        name: "job.step", "all_reduce", "next batch".
+        name: "job.step", "all_reduce", "next batch"; of a wait, the data that the rank waited for.
         begun_s, ended_s: Unix times; the end is None while it lasts.
         group: the ranks that take part, as "0,1#name"; empty for what concerns this rank only.
         sequence: number of the collective in its group, from 1.
@@ -99,6 +102,7 @@ class RankEvent:
         module: the module of the model in which it waits.
         blocking: whether the rank waits while it lasts.
         failed: whether it ended by an exception.
+        in_thread: whether another thread than the main one has begun it.
     """
 
     number: int
@@ -116,6 +120,7 @@ class RankEvent:
     module: str = ""
     blocking: bool = False
     failed: bool = False
+    in_thread: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +156,15 @@ class RecordState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRecord:
-    """A record as it was read: its state, and its events from the oldest to the newest."""
+    """A record as it was read: its state, and its events in the order of their numbers.
+
+    Attributes:
+        clock_offset_s: what was added to the host's monotonic clock, which all its ranks share, to give Unix times.
+    """
 
     state: RecordState
     events: tuple[RankEvent, ...]
+    clock_offset_s: float = 0.0
 
 
 class EventRecorder:
@@ -197,7 +207,7 @@ class EventRecorder:
         self._main = threading.get_ident()
         self._fixed: dict[tuple[Any, ...], bytes] = {}
         self._steps, self._slowest, self._skipped = 0, 0, False
-        self.waits_since = 0
+        self.waits_since, self._waits_for = 0, ""
         _write_fixed(self._map, capacity, rank, world_size)
         self.text("")
 
@@ -228,23 +238,24 @@ class EventRecorder:
             name: of what begins.
             shape: numbers that say which one it is, such as (epoch, batch); at most five.
         """
-        key = (kind, name)
-        fixed = self._fixed.get(key)
-        if fixed is None:
-            fixed = self._fixed[key] = _fixed_part(
-                (self.text(kind), self.text(name), 0, 0), (), 0, blocking=kind == "loader"
-            )
-        number = self._begin(fixed)
+        number = self._write(self._fixed_event(kind, name), monotonic_ns(), 0)
         if shape:
             at = _HEADER_NBYTES + (number - 1) % self._capacity * _EVENT.size
             self._map[at + _DIMS_AT] = len(shape)
             _DIMS[len(shape)].pack_into(self._map, at + _SHAPE_AT, *shape)
         return number
 
-    def _begin(self, fixed: bytes) -> int:
+    def _fixed_event(self, kind: EventKind, name: str) -> bytes:
+        fixed = self._fixed.get((kind, name))
+        if fixed is None:
+            texts, flags = (self.text(kind), self.text(name), 0, 0), _BLOCKING if kind in ("loader", "wait") else 0
+            fixed = self._fixed[kind, name] = _fixed_part(texts, (), 0, flags=flags)
+        return fixed
+
+    def _write(self, fixed: bytes, begun_ns: int, ended_ns: int) -> int:
         number = next(self._numbers)  # threads may begin events at once
         at = _HEADER_NBYTES + (number - 1) % self._capacity * _EVENT.size
-        self._map[at : at + _EVENT.size] = _TIMES.pack(number, monotonic_ns(), 0) + fixed
+        self._map[at : at + _EVENT.size] = _TIMES.pack(number, begun_ns, ended_ns) + fixed
         self.newest = number
         _U64.pack_into(self._map, _STATE_AT, number)
         return number
@@ -328,7 +339,8 @@ class EventRecorder:
     def _begin_tensor(
         self, name: str, counted: list[int], dtype: Any, shape: tuple[int, ...], *, blocking: bool
     ) -> int:
-        key = (name, counted[0], dtype, shape, blocking)
+        flags = (_BLOCKING if blocking else 0) | (0 if threading.get_ident() == self._main else _IN_THREAD)
+        key = (name, counted[0], dtype, shape, flags)
         fixed = self._fixed.get(key)
         if fixed is None:
             if len(self._fixed) >= _MOST_FIXED:  # shapes that depend on the data
@@ -336,8 +348,8 @@ class EventRecorder:
             words = "" if dtype is None else str(dtype).removeprefix("torch.")
             texts = (self.text("collective"), self.text(name), counted[0], self.text(words))
             nbytes = 0 if dtype is None else math.prod(shape) * dtype.itemsize
-            fixed = self._fixed[key] = _fixed_part(texts, tuple(shape), nbytes, blocking=blocking)
-        number = self._begin(fixed)
+            fixed = self._fixed[key] = _fixed_part(texts, tuple(shape), nbytes, flags=flags)
+        number = self._write(fixed, monotonic_ns(), 0)
         at = _HEADER_NBYTES + (number - 1) % self._capacity * _EVENT.size
         _U32.pack_into(self._map, at + _SEQUENCE_AT, counted[1] & 0xFFFFFFFF)
         return number
@@ -346,13 +358,17 @@ class EventRecorder:
         """Write that the main thread waits for a communication; nothing in other threads."""
         if threading.get_ident() == self._main:
             self.waits_since = now = time.monotonic_ns()
+            self._waits_for = about
             _WAIT.pack_into(self._map, _WAIT_AT, now, self._texts.get(about) or self.text(about))
 
     def wait_ends(self) -> None:
-        """Write that the wait has ended."""
+        """Write that the wait has ended, and an event for it, unless it was very short."""
         if threading.get_ident() == self._main:
+            since, now = self.waits_since, monotonic_ns()
             self.waits_since = 0
             _I64.pack_into(self._map, _WAIT_AT, 0)
+            if since and now - since >= SHORTEST_WAIT_NS:
+                self._write(self._fixed_event("wait", self._waits_for), since, now)
 
     def step_ended(self, name: str, seconds: float) -> None:
         """Count the time of an operation that is a step or a part of one.
@@ -390,18 +406,18 @@ def _write_fixed(target: mmap.mmap, capacity: int, rank: int, world_size: int) -
     _CRC.pack_into(target, len(fixed), zlib.crc32(fixed))
 
 
-def _fixed_part(texts: tuple[int, int, int, int], shape: tuple[int, ...], nbytes: int, *, blocking: bool) -> bytes:
+def _fixed_part(texts: tuple[int, int, int, int], shape: tuple[int, ...], nbytes: int, *, flags: int) -> bytes:
     """Return what is the same in all events of one kind, without their number in the group.
 
     Args:
         texts: numbers of kind, name, group and dtype.
         shape: of the tensor; its first dims are written.
         nbytes: of the tensor.
-        blocking: whether the rank waits meanwhile.
+        flags: whether the rank waits meanwhile, and whether another thread than the main one has begun it.
     """
     dims = (*(min(size, 0xFFFFFFFF) for size in shape), 0, 0, 0, 0, 0)[:_MOST_DIMS]
     counted = min(len(shape), _MOST_DIMS)
-    return _EVENT.pack(0, 0, 0, *texts, 0, 0, 0, blocking, counted, 0, min(nbytes, 1 << 63), *dims)[_FIXED_AT:]
+    return _EVENT.pack(0, 0, 0, *texts, 0, 0, 0, flags, counted, 0, min(nbytes, 1 << 63), *dims)[_FIXED_AT:]
 
 
 @dataclass(slots=True)
@@ -495,7 +511,8 @@ def read_record(path: Path) -> EventRecord:
         number = fields[0]
         if number and (number - 1) % capacity == place and number <= state.newest + 1:
             events.append(_event(path, fields, offset, texts))
-    return EventRecord(state=state, events=tuple(sorted(events, key=lambda event: event.number)))
+    ordered = tuple(sorted(events, key=lambda event: event.number))
+    return EventRecord(state=state, events=ordered, clock_offset_s=offset / 1e9)
 
 
 _Read = Callable[[int, int], bytes]
@@ -599,4 +616,21 @@ def _event(path: Path, fields: tuple[int, ...], offset: int, texts: list[str]) -
         module=module,
         blocking=bool(flags & _BLOCKING),
         failed=bool(flags & _FAILED),
+        in_thread=bool(flags & _IN_THREAD),
     )
+
+
+def ranks_of_group(group: str, numbers: Mapping[int, int]) -> list[int]:
+    """Return the ranks of an event's group, whose text names ranks, processes, or the two ends of a message.
+
+    Args:
+        group: the text.
+        numbers: process -> its rank.
+    """
+    text = group.partition("#")[0]
+    try:
+        if text.startswith("pid "):
+            return [numbers[int(pid)] for pid in text[4:].split(",") if int(pid) in numbers]
+        return [int(rank) for rank in text.replace(">", ",").split(",") if rank]
+    except ValueError:
+        return []
