@@ -130,9 +130,13 @@ def memory_slope(readings: list[Reading]) -> float:
     return 1000 * linear_regression(steps, values).slope if len(set(steps)) > 1 else 0.0
 
 
-def judge(readings: list[Reading]) -> list[tuple[str, str, float]]:
-    """Return each figure's name, whether it is "steady", "GROWS" or "not judged", and its growth in 1,000 steps."""
-    steps = readings[-1].step
+def judge(readings: list[Reading], steps: int) -> list[tuple[str, str, float]]:
+    """Return each figure's name, whether it is "steady", "GROWS" or "not judged", and its growth in 1,000 steps.
+
+    Args:
+        readings: of the run.
+        steps: of the run; the last of them may have no reading.
+    """
     bound = MOST_GROWTH_NBYTES if steps < LONG_STEPS else MOST_LONG_GROWTH_NBYTES
     slope = memory_slope(readings)
     verdict = "not judged" if steps < LEAST_STEPS else "GROWS" if slope > bound else "steady"
@@ -159,7 +163,7 @@ def main() -> None:
     readings = soak(folder, arguments.steps, arguments.every, arguments.interval)
     print(f"{arguments.steps:,} steps in {time.monotonic() - began:.0f} s, {len(readings)} readings")
     print(f"memory in MB by step: {curve(readings)}")
-    verdicts = judge(readings)
+    verdicts = judge(readings, arguments.steps)
     for name, verdict, per_thousand in verdicts:
         values = [getattr(reading, name) for reading in readings]
         print(f"{name}: {verdict}, {per_thousand:+,.1f} in 1,000 steps ({min(values):,} to {max(values):,})")
