@@ -87,9 +87,9 @@ def _event_s(recorder: Any, events: int) -> float:
             event = recorder.begin_collective("timed", (-1, "timed"), tensor, blocking=False)
             recorder.end_with(event, work)
             recorder.about(work, "timed over replicate")
-            recorder.wait_begins("timed over replicate")
+            outer = recorder.wait_begins("timed over replicate")
             del work
-            recorder.wait_ends()
+            recorder.wait_ends(outer)
         rounds.append((time.thread_time() - begin) / events)
     return min(rounds)
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,7 @@ def test_a_wait_within_a_wait_leaves_that_one_in_the_record(path: Path) -> None:
     assert read_state(path).waits_for == "state"
     recorder.wait_ends(outer)
     assert read_state(path).waits_since_s is None
-    recorder.wait_begins("state")
-    recorder.wait_failed()  # and the script catches the error
+    recorder.wait_ends(recorder.wait_begins("state"), failed=True)  # and the script catches the error
     assert read_state(path).waits_for == "state"
     recorder.wait_ends(recorder.wait_begins("gradients"))
     assert read_state(path).waits_since_s is None
@@ -91,6 +91,31 @@ def test_an_event_that_begins_within_another_stays_the_newest(path: Path, monkey
     monkeypatch.setattr(event_record, "monotonic_ns", interrupted)
     recorder.begin("operation", "job.step")
     assert (recorder.newest, read_state(path).newest) == (2, 2)
+
+
+def test_waits_are_events_unless_they_are_very_short(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, now = EventRecorder(path, 0, 2), [5_000_000]
+    monkeypatch.setattr(event_record, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(event_record.time, "monotonic_ns", lambda: now[0])
+    for waited_ns in (event_record.SHORTEST_WAIT_NS - 1, 3_000_000):
+        outer = recorder.wait_begins("gradients over replicate")
+        now[0] += waited_ns
+        recorder.wait_ends(recorder.wait_begins("within it"))
+        recorder.wait_ends(outer)
+    thread = threading.Thread(
+        target=lambda: (
+            recorder.begin_flat("shared-memory exchange", "pid 1,2#0", torch.float32, 3),
+            recorder.wait_ends(recorder.wait_begins("in a thread")),
+        )
+    )
+    thread.start()
+    thread.join()
+    wait, exchange = read_record(path).events
+    assert (wait.kind, wait.name, wait.blocking, wait.in_thread) == ("wait", "gradients over replicate", True, False)
+    assert wait.ended_s is not None
+    assert wait.ended_s - wait.begun_s == pytest.approx(0.003, abs=1e-6)
+    assert (exchange.blocking, exchange.in_thread) == (False, True)
+    assert wait.ended_s - read_record(path).clock_offset_s == pytest.approx(now[0] / 1e9, abs=1e-6)
 
 
 def test_the_ring_keeps_the_newest(path: Path) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
@@ -30,9 +30,9 @@ FILE_NAME = "flight.bin"
 CAPACITY = 1024
 """Events that a record holds."""
 
-EventKind = Literal["operation", "collective", "loader"]
+EventKind = Literal["operation", "collective", "loader", "wait"]
 
-_KINDS: tuple[EventKind, ...] = ("operation", "collective", "loader")
+_KINDS: tuple[EventKind, ...] = ("operation", "collective", "loader", "wait")
 
 _MAGIC = b"TUTTIFR\1"
 
@@ -68,7 +68,10 @@ _NEAR = 64
 _MOST_FIXED = 4096
 """How many different events are remembered as bytes, ready to be copied."""
 
-_BLOCKING, _FAILED = 1, 2
+_BLOCKING, _FAILED, _IN_THREAD = 1, 2, 4
+
+SHORTEST_WAIT_NS = 20_000
+"""Shorter waits of the main thread for a communication that it had started are not recorded."""
 
 _TIMES, _DIMS = struct.Struct("<Qqq"), tuple(struct.Struct(f"<{dims}I") for dims in range(6))
 _I64, _U16X2, _U64, _U8 = struct.Struct("<q"), struct.Struct("<HH"), struct.Struct("<Q"), struct.Struct("<B")
@@ -89,7 +92,7 @@ class RankEvent:
 
     Attributes:
         number: of the event, from 1.
-        name: "job.step", "all_reduce", "next batch".
+        name: "job.step", "all_reduce", "next batch"; of a wait, the data that the rank waited for.
         begun_s, ended_s: Unix times; the end is None while it lasts.
         group: the ranks that take part, as "0,1#name"; empty for what concerns this rank only.
         sequence: number of the collective in its group, from 1.
@@ -99,6 +102,7 @@ class RankEvent:
         module: the module of the model in which it waits.
         blocking: whether the rank waits while it lasts.
         failed: whether it ended by an exception.
+        in_thread: whether another thread than the main one has begun it.
     """
 
     number: int
@@ -116,6 +120,7 @@ class RankEvent:
     module: str = ""
     blocking: bool = False
     failed: bool = False
+    in_thread: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +156,15 @@ class RecordState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRecord:
-    """A record as it was read: its state, and its events from the oldest to the newest."""
+    """A record as it was read: its state, and its events in the order of their numbers.
+
+    Attributes:
+        clock_offset_s: what was added to the host's monotonic clock, which all its ranks share, to give Unix times.
+    """
 
     state: RecordState
     events: tuple[RankEvent, ...]
+    clock_offset_s: float = 0.0
 
 
 RecordedWait = tuple[int, int]
@@ -236,24 +246,27 @@ class EventRecorder:
             name: of what begins.
             shape: numbers that say which one it is, such as (epoch, batch); at most five.
         """
-        key = (kind, name)
-        fixed = self._fixed.get(key)
-        if fixed is None:
-            fixed = self._fixed[key] = _fixed_part(
-                (self.text(kind), self.text(name), 0, 0), (), 0, blocking=kind == "loader"
-            )
-        number = self._begin(fixed)
+        number = self._write(self._fixed_event(kind, self.text(name)))
         if shape:
             at = _HEADER_NBYTES + (number - 1) % self._capacity * _EVENT.size
             self._map[at + _DIMS_AT] = len(shape)
             _DIMS[len(shape)].pack_into(self._map, at + _SHAPE_AT, *shape)
         return number
 
-    def _begin(self, fixed: bytes) -> int:
+    def _fixed_event(self, kind: EventKind, name: int) -> bytes:
+        fixed = self._fixed.get((kind, name))
+        if fixed is None:
+            texts, flags = (self.text(kind), name, 0, 0), _BLOCKING if kind in ("loader", "wait") else 0
+            fixed = self._fixed[kind, name] = _fixed_part(texts, (), 0, flags=flags)
+        return fixed
+
+    def _write(self, fixed: bytes, begun_ns: int = 0, ended_ns: int = 0) -> int:
+        """Write an event; it begins now where no time is given."""
         with self._begin_lock:  # threads, and handlers of signals, may begin events at once
             number = next(self._numbers)
             at = _HEADER_NBYTES + (number - 1) % self._capacity * _EVENT.size
-            self._map[at : at + _EVENT.size] = _TIMES.pack(number, monotonic_ns(), 0) + fixed
+            times = _TIMES.pack(number, begun_ns or monotonic_ns(), ended_ns)
+            self._map[at : at + _EVENT.size] = times + fixed
             if number > self.newest:
                 self.newest = number
                 _U64.pack_into(self._map, _STATE_AT, number)
@@ -338,7 +351,8 @@ class EventRecorder:
     def _begin_tensor(
         self, name: str, counted: list[int], dtype: Any, shape: tuple[int, ...], *, blocking: bool
     ) -> int:
-        key = (name, counted[0], dtype, shape, blocking)
+        flags = (_BLOCKING if blocking else 0) | (0 if threading.get_ident() == self._main else _IN_THREAD)
+        key = (name, counted[0], dtype, shape, flags)
         fixed = self._fixed.get(key)
         if fixed is None:
             if len(self._fixed) >= _MOST_FIXED:  # shapes that depend on the data
@@ -346,8 +360,8 @@ class EventRecorder:
             words = "" if dtype is None else str(dtype).removeprefix("torch.")
             texts = (self.text("collective"), self.text(name), counted[0], self.text(words))
             nbytes = 0 if dtype is None else math.prod(shape) * dtype.itemsize
-            fixed = self._fixed[key] = _fixed_part(texts, tuple(shape), nbytes, blocking=blocking)
-        number = self._begin(fixed)
+            fixed = self._fixed[key] = _fixed_part(texts, tuple(shape), nbytes, flags=flags)
+        number = self._write(fixed)
         at = _HEADER_NBYTES + (number - 1) % self._capacity * _EVENT.size
         _U32.pack_into(self._map, at + _SEQUENCE_AT, counted[1] & 0xFFFFFFFF)
         return number
@@ -365,16 +379,21 @@ class EventRecorder:
         _WAIT.pack_into(self._map, _WAIT_AT, *self._wait)
         return outer
 
-    def wait_ends(self, outer: RecordedWait) -> None:
-        """Write that a wait has ended, and that the one within which it began goes on."""
-        if threading.get_ident() == self._main:
-            self._wait = outer
-            _WAIT.pack_into(self._map, _WAIT_AT, *outer)
+    def wait_ends(self, outer: RecordedWait, *, failed: bool = False) -> None:
+        """Write that a wait has ended, and that the one within which it began goes on.
 
-    def wait_failed(self) -> None:
-        """Leave the wait in the record: none goes on, and the next one takes its place."""
-        if threading.get_ident() == self._main:
+        It is an event, unless it was very short, or within another. One that failed stays in the record until the next.
+        """
+        if threading.get_ident() != self._main:
+            return
+        (since, about), now = self._wait, monotonic_ns()
+        if failed:
             self._wait = _NO_WAIT
+            return
+        self._wait = outer
+        _WAIT.pack_into(self._map, _WAIT_AT, *outer)
+        if since and outer == _NO_WAIT and now - since >= SHORTEST_WAIT_NS:
+            self._write(self._fixed_event("wait", about), since, now)
 
     def step_ended(self, name: str, seconds: float) -> None:
         """Count the time of an operation that is a step or a part of one.
@@ -412,18 +431,18 @@ def _write_fixed(target: mmap.mmap, capacity: int, rank: int, world_size: int) -
     _CRC.pack_into(target, len(fixed), zlib.crc32(fixed))
 
 
-def _fixed_part(texts: tuple[int, int, int, int], shape: tuple[int, ...], nbytes: int, *, blocking: bool) -> bytes:
+def _fixed_part(texts: tuple[int, int, int, int], shape: tuple[int, ...], nbytes: int, *, flags: int) -> bytes:
     """Return what is the same in all events of one kind, without their number in the group.
 
     Args:
         texts: numbers of kind, name, group and dtype.
         shape: of the tensor; its first dims are written.
         nbytes: of the tensor.
-        blocking: whether the rank waits meanwhile.
+        flags: whether the rank waits meanwhile, and whether another thread than the main one has begun it.
     """
     dims = (*(min(size, 0xFFFFFFFF) for size in shape), 0, 0, 0, 0, 0)[:_MOST_DIMS]
     counted = min(len(shape), _MOST_DIMS)
-    return _EVENT.pack(0, 0, 0, *texts, 0, 0, 0, blocking, counted, 0, min(nbytes, 1 << 63), *dims)[_FIXED_AT:]
+    return _EVENT.pack(0, 0, 0, *texts, 0, 0, 0, flags, counted, 0, min(nbytes, 1 << 63), *dims)[_FIXED_AT:]
 
 
 @dataclass(slots=True)
@@ -517,7 +536,8 @@ def read_record(path: Path) -> EventRecord:
         number = fields[0]
         if number and (number - 1) % capacity == place and number <= state.newest + 1:
             events.append(_event(path, fields, offset, texts))
-    return EventRecord(state=state, events=tuple(sorted(events, key=lambda event: event.number)))
+    ordered = tuple(sorted(events, key=lambda event: event.number))
+    return EventRecord(state=state, events=ordered, clock_offset_s=offset / 1e9)
 
 
 _Read = Callable[[int, int], bytes]
@@ -621,4 +641,21 @@ def _event(path: Path, fields: tuple[int, ...], offset: int, texts: list[str]) -
         module=module,
         blocking=bool(flags & _BLOCKING),
         failed=bool(flags & _FAILED),
+        in_thread=bool(flags & _IN_THREAD),
     )
+
+
+def ranks_of_group(group: str, numbers: Mapping[int, int]) -> list[int]:
+    """Return the ranks of an event's group, whose text names ranks, processes, or the two ends of a message.
+
+    Args:
+        group: the text.
+        numbers: process -> its rank.
+    """
+    text = group.partition("#")[0]
+    try:
+        if text.startswith("pid "):
+            return [numbers[int(pid)] for pid in text[4:].split(",") if int(pid) in numbers]
+        return [int(rank) for rank in text.replace(">", ",").split(",") if rank]
+    except ValueError:
+        return []

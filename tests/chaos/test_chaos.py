@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chaos import laws
+from chaos import laws, soak
 from chaos.schedule import PLANS, STEPS, Fault, Schedule, draw_schedule
 from chaos.suffer import Story, check, suffer, undisturbed
 from tutti.checkpoint.index import latest_checkpoint
@@ -127,3 +127,35 @@ def test_a_seed_draws_one_schedule() -> None:
     assert {schedule.plan for schedule in drawn} == set(PLANS)
     assert len({fault.kind for schedule in drawn for fault in schedule.faults}) == 5
     assert all(1 < fault.step < STEPS for schedule in drawn for fault in schedule.faults)
+
+
+@pytest.mark.parametrize(
+    ("steps", "leak", "files", "expected"),
+    [
+        (4_000, 300.0, 0.0, ("not judged", "steady")),
+        (8_000, 0.0, 0.0, ("steady", "steady")),
+        (5_000, 300.0, 0.0, ("GROWS", "steady")),
+        (8_000, 300.0, 0.0, ("GROWS", "steady")),
+        (40_000, 30.0, 0.0, ("steady", "steady")),
+        (40_000, 80.0, 0.0, ("GROWS", "steady")),
+        (8_000, 0.0, 0.01, ("steady", "GROWS")),
+    ],
+)
+def test_a_soak_tells_warm_up_from_growth(steps: int, leak: float, files: float, expected: tuple[str, str]) -> None:
+    """Memory fills as it was measured, and leaks by so many bytes a step beside."""
+    readings = [
+        soak.Reading(
+            step=step,
+            memory_nbytes=round(
+                269e6 + 1000 * min(step, 2_000) + 90 * min(step, 6_000) + leak * step + step // 50 % 2 * 2e5
+            ),
+            descriptors=40,
+            threads=12,
+            segments=7,
+            files=30 + int(files * step),
+        )
+        for step in range(20, steps - 20, 30)
+    ]
+    verdicts = {name: verdict for name, verdict, _ in soak.judge(readings, steps)}
+    assert (verdicts.pop("memory_nbytes"), verdicts.pop("files")) == expected
+    assert set(verdicts.values()) == {"steady"}

@@ -126,10 +126,7 @@ class CommChannel:
 
     def __exit__(self, *problem: object) -> None:
         if ACTIVE.recorder is not None:
-            if problem[0] is None:
-                ACTIVE.recorder.wait_ends(self._outer)
-            else:
-                ACTIVE.recorder.wait_failed()
+            ACTIVE.recorder.wait_ends(self._outer, failed=problem[0] is not None)
         self.ended(self._began)
 
     def ended(self, waited_since: float | None) -> None:
@@ -206,16 +203,15 @@ class CommHandle:
         if self._works:
             since = self._channel.traffic.clock.stream_time()
             recorder = ACTIVE.recorder
-            outer = None if recorder is None else recorder.wait_begins(self._channel.about)
+            outer = recorder.wait_begins(self._channel.about) if recorder is not None else (0, 0)
+            failed = True
             try:
                 while self._works:
                     self._works.pop(0).wait()
-            except BaseException:
+                failed = False
+            finally:
                 if recorder is not None:
-                    recorder.wait_failed()
-                raise
-            if recorder is not None and outer is not None:
-                recorder.wait_ends(outer)
+                    recorder.wait_ends(outer, failed=failed)
             self._channel.ended(since)
 
     def poll(self) -> bool:

@@ -65,7 +65,7 @@ def why(run: StrPath, *, trace: StrPath | None = None) -> RunExplanation:
     return explained(folder)
 
 
-_TRACKS: Mapping[str, int] = {"operation": 0, "loader": 0, "collective": 1}
+_TRACKS: Mapping[str, int] = {"operation": 0, "loader": 0, "wait": 0, "collective": 1}
 """Kind of event -> its track: collectives may overlap the others."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tutti.config.safe_text import plain_text
-from tutti.event_record import RankEvent
+from tutti.event_record import RankEvent, ranks_of_group
 from tutti.launch.rank_views import ObservedRank, continue_command
 from tutti.stack_watch import StackFrame, is_of_script
 
@@ -151,7 +151,7 @@ def _mismatch(waits: Mapping[int, Wait], members: Mapping[int, ObservedRank], nu
         event = wait.event
         if event is None or not event.group or ">" in event.group:
             continue
-        for other in _ranks_of(event.group, numbers):
+        for other in ranks_of_group(event.group, numbers):
             theirs = _same_number(members.get(other), event)
             if other == wait.rank or theirs is None:
                 continue
@@ -222,7 +222,7 @@ def _missing(
         if event is None or not event.group:
             found |= members.keys() - waits.keys()
             continue
-        for rank in _ranks_of(event.group, numbers):
+        for rank in ranks_of_group(event.group, numbers):
             view = members.get(rank)
             if rank == wait.rank or view is None:
                 continue
@@ -421,19 +421,8 @@ def _tensor(event: RankEvent) -> str:
     return f"{named}{event.dtype or 'no tensor'} {list(event.shape)}" if event.dtype else f"{named}no tensor"
 
 
-def _ranks_of(group: str, numbers: Mapping[int, int]) -> list[int]:
-    """Return the ranks of a group, whose text names ranks, processes, or the two ends of a message."""
-    text = group.partition("#")[0]
-    try:
-        if text.startswith("pid "):
-            return [numbers[int(pid)] for pid in text[4:].split(",") if int(pid) in numbers]
-        return [int(rank) for rank in text.replace(">", ",").split(",") if rank]
-    except ValueError:
-        return []
-
-
 def _group(group: str, numbers: Mapping[int, int]) -> str:
-    return _ranks(_ranks_of(group, numbers))
+    return _ranks(ranks_of_group(group, numbers))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -29,6 +29,7 @@ from tutti.reporting.formatting import (
 )
 from tutti.reporting.honesty_rules import TITLES
 from tutti.reporting.measurements import exposed_phases, seen
+from tutti.reporting.rank_timeline import RankTimeline
 from tutti.reporting.report_figures import (
     MAX_BARS,
     checks_plot,
@@ -39,6 +40,7 @@ from tutti.reporting.report_figures import (
 )
 from tutti.reporting.rule_outcomes import checked
 from tutti.reporting.svg import Plot
+from tutti.reporting.timeline_figure import timeline_plot
 
 SEVERITIES = {"refuse": "Refused", "warn": "Warning", "note": "Note"}
 
@@ -69,8 +71,9 @@ def environment() -> jinja2.Environment:
     return environment
 
 
-def report_html(report: RunReport) -> str:
-    """Render the page of one run."""
+def report_html(report: RunReport, timeline: RankTimeline | None = None) -> str:
+    """Render the page of one run; with the timeline of its last steps, if its ranks have flight records."""
+    timeline = timeline or RankTimeline()
     wall = report.time.wall.value
 
     def share(quantity: Quantity) -> str:
@@ -89,6 +92,8 @@ def report_html(report: RunReport) -> str:
             rules=_rule_table(report),
             carried=CARRIED,
             communication_plot=communication_plot(report),
+            timeline=timeline,
+            timeline_plot=timeline_plot(timeline),
             exposed_phases=exposed_phases(report.communication),
             share=share,
             computing=_computing,

@@ -14,12 +14,13 @@ from tutti.reporting.build_report import build_report
 from tutti.reporting.html_report import comparison_html, report_html
 from tutti.reporting.prediction_history import history_html, history_table
 from tutti.reporting.quality_metrics import QualityTarget
+from tutti.reporting.rank_timeline import RankTimeline, read_timeline
 from tutti.reporting.terminal_report import as_text, comparison_table, report_table
 
 
-def write_files(report: RunReport, folder: Path) -> Path:
+def write_files(report: RunReport, folder: Path, timeline: RankTimeline | None = None) -> Path:
     """Write report.json, report.txt and report.html into `folder`; return the path of the page."""
-    return _write(folder, "report", report, report_table(report), report_html(report))
+    return _write(folder, "report", report, report_table(report), report_html(report, timeline))
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> Path:
@@ -64,5 +65,6 @@ def write_report(
         output: where the files go; by default the folder's own report/.
     """
     report = build_report(folder, target=target, facts=facts)
-    write_files(report, output or RunFolder(folder).report)
+    timeline = read_timeline(folder, (rank.rank for rank in report.ranks))
+    write_files(report, output or RunFolder(folder).report, timeline)
     return report

@@ -41,7 +41,7 @@ model, optimizer, loader = job.prepare(
     model, optimizer, Samples(), nn.functional.mse_loss, unpack=unpack, num_workers=workers
 )
 note("pids", f"{job.rank} {os.getpid()}")
-for _epoch in job.epochs(1000):
+for _epoch in job.epochs(max(1000, steps)):
     for batch in loader:
         note(f"samples-{job.rank}", f"{job.global_step + 1} {time.time()} {','.join(map(str, batch[2].tolist()))}")
         time.sleep(pace_s)
