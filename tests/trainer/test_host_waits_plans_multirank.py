@@ -182,9 +182,17 @@ def _everything(names: list[str]) -> dict[str, tuple[Trained, Trained] | str]:
 
 
 def _check(names: list[str]) -> None:
-    for rank, found in enumerate(run_ranks(_everything, 2, names, timeout_s=240)):
+    everything = run_ranks(_everything, 2, names, timeout_s=240)
+    failures = [
+        f"{name}, rank {rank}:\n{pair}"
+        for rank, found in enumerate(everything)
+        for name, pair in found.items()
+        if isinstance(pair, str)
+    ]
+    assert not failures, "\n".join(failures)  # those of all ranks: one of them is the cause
+    for rank, found in enumerate(everything):
         for name, pair in found.items():
-            assert not isinstance(pair, str), f"{name}, rank {rank}:\n{pair}"
+            assert not isinstance(pair, str)
             (on_cpu, on_device), case = pair, CASES[name]
             where = f"{name}, rank {rank}"
             assert len(on_device.awaited) >= len(STEADY) - 1, where
