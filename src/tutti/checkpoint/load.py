@@ -33,13 +33,16 @@ from tutti.parallel.part_guards import reading_parts
 from tutti.parallel.saved_values import parse_dtype, unpack_scalar
 
 
-def load_checkpoint(training: TrainingState, path: Path, say: Callable[[str], None]) -> None:
+def load_checkpoint(
+    training: TrainingState, path: Path, say: Callable[[str], None], *, rolls_back: bool = False
+) -> None:
     """Put a checkpoint's state into a prepared run. Collective.
 
     Args:
         training: the prepared state, under any plan and number of ranks.
         path: the checkpoint's folder.
         say: called with a sentence about each part of the checkpoint that this run cannot use.
+        rolls_back: whether only the model and the optimizers go back to it: steps, data and schedules go on.
 
     Raises:
         DamagedCheckpointError: on every rank, if the checkpoint is not what was saved; nothing has been loaded then.
@@ -47,16 +50,19 @@ def load_checkpoint(training: TrainingState, path: Path, say: Callable[[str], No
     """
     source = shared_source(training.parallel.world, path, open_checkpoint)
     check_together(training.parallel.world, source)
-    load_source(training, source, say)
+    load_source(training, source, say, rolls_back=rolls_back)
 
 
-def load_source(training: TrainingState, source: Source, say: Callable[[str], None]) -> None:
+def load_source(
+    training: TrainingState, source: Source, say: Callable[[str], None], *, rolls_back: bool = False
+) -> None:
     """Put the state of a source into a prepared run. Collective.
 
     Args:
         training: the prepared state, under any plan and number of ranks.
         source: a whole training state.
         say: called with a sentence about each part of the source that this run cannot use.
+        rolls_back: whether only the model and the optimizers go back to it.
 
     Raises:
         CheckpointError: on every rank, if the source does not fit; the message names what does not.
@@ -75,6 +81,8 @@ def load_source(training: TrainingState, source: Source, say: Callable[[str], No
     for name, module in extra_states(training.parallel.model):
         if name in state["extra_state"]:
             module.set_extra_state(state["extra_state"][name])
+    if rolls_back:
+        return
     with _restoring(source):
         _load_progress(training, state)
     if training.callbacks is not None:
@@ -130,6 +138,7 @@ def load_newest(
     store: CheckpointStore | None = None,
     folder: Path | None = None,
     patient: bool = False,
+    rolls_back: bool = False,
 ) -> tuple[Path, dict[Path | str, str]]:
     """Put the newest sound checkpoint into a prepared run. Collective.
 
@@ -141,6 +150,7 @@ def load_newest(
             taken.
         folder: where a checkpoint of the store is brought to: the folder of this run's checkpoints.
         patient: whether a store that cannot be read is left out, and only said, where `path` has checkpoints.
+        rolls_back: whether only the model and the optimizers go back to it.
 
     Returns:
         The checkpoint, and what is wrong with newer ones that are damaged.
@@ -160,7 +170,7 @@ def load_newest(
                 assert store is not None
                 assert folder is not None
                 checkpoint = _downloaded(training.parallel.world, store, checkpoint, folder, say)
-            load_checkpoint(training, checkpoint, say)
+            load_checkpoint(training, checkpoint, say, rolls_back=rolls_back)
             return checkpoint, passed_over
         except DamagedCheckpointError as error:
             if len(candidates) == 1:

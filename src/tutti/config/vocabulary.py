@@ -27,6 +27,9 @@ Placement = Literal["auto", "replicate", "split", "column", "row"]
 On the `table` axis, linear layers are divided only where a rule says so and the mesh has no `split` axis.
 """
 
+OnNonfinite = Literal["stop", "skip", "rollback"]
+"""What happens at a loss or gradient that is NaN or infinite."""
+
 Recompute = Literal["selective"]
 """Selective recompute: outputs of matrix products, convolutions and attention are saved, all others are computed again.
 """

@@ -6,12 +6,17 @@ from typing import Any
 
 import torch
 
+from tutti.checkpoint.load import load_newest
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
+from tutti.errors import NoCheckpointError, TrainingError
 from tutti.trainer.callbacks import JobCallbacks
 from tutti.trainer.guard import compare_before_checkpoint, guard_end
 from tutti.trainer.run_header import resuming_command
 from tutti.trainer.run_state import Run
 from tutti.trainer.update import save_when_due, settle_updates
+
+_MOST_ROLLED_BACK = 3
+"""How often the steps after one checkpoint, or one step after another, may fail."""
 
 
 def run_epochs(job: Any, run: Run, callbacks: JobCallbacks, count: int) -> Iterator[int]:
@@ -51,8 +56,11 @@ def between_batches(run: Run) -> None:
 
     Raises:
         SystemExit: with code 75, on every rank.
+        TrainingError: the steps after a checkpoint fail again and again.
     """
     stopping, loop = run.loop.stopping, run.loop
+    if loop.guard.rolls_back and not (loop.accumulation.waits or loop.average_applied):
+        _roll_back(run)
     if loop.marks is not None and not (loop.accumulation.waits or loop.average_applied):
         loop.marks.mark()
     save_when_due(run)
@@ -71,6 +79,45 @@ def between_batches(run: Run) -> None:
         f"{' and '.join(str(path) for path in (folder, *others))}; go on with: {command}"
     )
     stopping.leave()
+
+
+def _roll_back(run: Run) -> None:
+    """Give model and optimizers the values of the newest checkpoint, after a step that was skipped. Collective.
+
+    Steps, data, schedules and random numbers go on, so the next batches are others than those that led here.
+    """
+    guard, screen, step = run.loop.guard, run.output.screen, run.state.progress.step
+    settle_updates(run)
+    guard.rolls_back = False
+    scheduled = [[_settings(group) for group in optimizer.param_groups] for optimizer in run.parallel.optimizers]
+    with run.loop.watch.during("rolling back"):
+        run.output.checkpoints.finish()
+        try:
+            newest, passed_over = load_newest(run.state, run.output.folder.path, screen.say, rolls_back=True)
+        except NoCheckpointError:
+            screen.say(f"nothing is rolled back after step {step}: the run has no checkpoint yet")
+            return
+    before, last, times = guard.rolled_back
+    times = times + 1 if newest.name == before or step == last + 1 else 1
+    guard.rolled_back = newest.name, step, times
+    if times > _MOST_ROLLED_BACK:
+        raise TrainingError(
+            f"step {step} failed, although the parameters had been rolled back {times - 1} times, the last time to "
+            f"{newest.name}, and other batches had followed; lower the learning rate or clip gradients, and resume "
+            "from an earlier checkpoint"
+        )
+    for optimizer, groups in zip(run.parallel.optimizers, scheduled, strict=True):
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.update(settings)
+    damaged = "".join(f"; passed over {Path(each).name}, which is damaged" for each in passed_over)
+    said = f"after step {step}, the model and the optimizers are rolled back to {newest.name}{damaged}"
+    screen.say(said)
+    run.output.log.row("rolled_back", run.loop.clock.elapsed_s(), step=step, checkpoint=newest.name, sentence=said)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """The learning rate and what else a schedule may change, of a group of parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def save_now(run: Run) -> Path:

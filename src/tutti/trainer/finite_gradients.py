@@ -185,6 +185,7 @@ def note_skipped(run: Run, step: int, sentence: str) -> None:
     """Note that all ranks skip a step: the report says which, and why; the terminal has the first ones."""
     guard = run.loop.guard
     guard.skipped += 1
+    guard.rolls_back = run.settings.on_nonfinite == "rollback"
     said = f"step {step} is skipped: {sentence}"
     if guard.skipped <= _MOST_SAID:
         run.output.screen.say(f"warning: {said}")

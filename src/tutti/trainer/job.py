@@ -13,7 +13,7 @@ from tutti.checkpoint.retention import parse_best
 from tutti.config.plan import BatchPlan
 from tutti.config.run_folder import checkpoint_place
 from tutti.config.stated_facts import check_facts
-from tutti.config.vocabulary import LastBatch, Precision, Unit
+from tutti.config.vocabulary import LastBatch, OnNonfinite, Precision, Unit
 from tutti.data.samples import read_source
 from tutti.errors import ScriptError
 from tutti.event_record import recorded
@@ -61,7 +61,8 @@ class Job(JobRanks):
         clip_norm: bound of the gradients' global norm.
         lr_rule: how the learning rate follows the global batch and the warm-up.
         on_nonfinite: what happens at a loss or gradient that is NaN or infinite. "stop" raises TrainingError; "skip"
-            skips the update on all ranks, and leaves parameters, optimizers and running statistics as before the step.
+            skips the update on all ranks, and leaves parameters, optimizers and running statistics as before the step;
+            "rollback" also gives them the values of the newest checkpoint, and goes on with the next batch.
         loss_limit: a loss above so many times the median of the last 50 is treated as one that is not finite, once 10
             are known. None: no limit.
         checkpoint_every: steps between two checkpoints. None: the launcher's choice.
@@ -132,7 +133,7 @@ class Job(JobRanks):
         precision: Precision | None = None,
         clip_norm: float | None = None,
         lr_rule: LRRule | None = None,
-        on_nonfinite: Literal["stop", "skip"] = "stop",
+        on_nonfinite: OnNonfinite = "stop",
         loss_limit: float | None = None,
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 2,

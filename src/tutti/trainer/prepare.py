@@ -250,6 +250,11 @@ def build_state(context: JobContext, arguments: PrepareArguments, divided: Divid
     parallel, seed = divided.parallel, context.settings.seed
     plan = parallel.plan
     consistency = make_consistency(plan.sync, parallel.layout, seed)
+    if context.settings.on_nonfinite == "rollback" and plan.sync.mode != "synchronous":
+        raise PlanError(
+            f"on_nonfinite = 'rollback' needs replicas that are equal, and sync.mode = \"{plan.sync.mode}\" lets them "
+            "differ; use 'skip' or 'stop'"
+        )
     schedules = make_schedules(arguments.scheduler, arguments.optimizers, arguments.scheduler_clock)
     if consistency.asynchronous and schedules.follows_metric:
         raise PlanError(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from tutti.checkpoint.retention import BestMetric
 from tutti.comm.clock import PhaseClock
 from tutti.config.plan import Plan
 from tutti.config.run_folder import RunFolder
+from tutti.config.vocabulary import OnNonfinite
 from tutti.data.batches import Unpack
 from tutti.data.microbatches import leaves
 from tutti.data.seeds import HostState, host_digest, host_state
@@ -59,7 +60,8 @@ class JobSettings:
 
     Attributes:
         clip_norm: bound of the gradients' global norm; None: no clipping.
-        on_nonfinite: whether a NaN or infinite loss or gradient ends the run or only skips the update.
+        on_nonfinite: whether a NaN or infinite loss or gradient ends the run, only skips the update, or also rolls the
+            parameters back to the newest checkpoint.
         loss_limit: a loss above so many times the median of those before it is as one that is not finite; None: no
             limit.
         checkpoint_every: steps between two checkpoints; None: none during training.
@@ -76,7 +78,7 @@ class JobSettings:
     seed: int
     clip_norm: float | None
     lr_rule: LRRule | None
-    on_nonfinite: Literal["stop", "skip"]
+    on_nonfinite: OnNonfinite
     checkpoint_every: int | None
     keep_checkpoints: int
     keep_best: BestMetric | None = None
@@ -92,8 +94,8 @@ class JobSettings:
             raise PlanError(f"clip_norm = {self.clip_norm}; give a number above 0, or None for no clipping")
         if self.lr_rule is not None and not isinstance(self.lr_rule, LRRule):
             raise PlanError(f"lr_rule = {self.lr_rule!r} is no rule; write tutti.LRRule(...), or None")
-        if self.on_nonfinite not in ("stop", "skip"):
-            raise PlanError(f"on_nonfinite = {self.on_nonfinite!r}; use 'stop' or 'skip'")
+        if self.on_nonfinite not in get_args(OnNonfinite):
+            raise PlanError(f"on_nonfinite = {self.on_nonfinite!r}; use 'stop', 'skip' or 'rollback'")
         if self.loss_limit is not None and not self.loss_limit > 1:
             raise PlanError(f"loss_limit = {self.loss_limit}; give a factor above 1, such as 10, or None for no limit")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
@@ -276,6 +278,8 @@ class GuardState:
         unequal_buffers: buffers that differed between ranks when the last step that was checked began.
         located: failed batches that were computed again to find the module.
         skipped: steps that were skipped because the loss or a gradient was not finite or too large.
+        rolls_back: whether one has been skipped since parameters were last rolled back.
+        rolled_back: the checkpoint that they were rolled back to last, after which step, and how often.
         above_limit: in how many steps in a row each loss of a step was above the Job's limit, by its name.
         hashes: when replicas are compared bit for bit.
     """
@@ -287,6 +291,8 @@ class GuardState:
     unequal_buffers: set[str] = field(default_factory=set)
     located: int = 0
     skipped: int = 0
+    rolls_back: bool = False
+    rolled_back: tuple[str, int, int] = ("", 0, 0)
     above_limit: dict[str, int] = field(default_factory=dict)
     hashes: HashSchedule = field(default_factory=HashSchedule)
 

@@ -206,14 +206,15 @@ def _finished_result(
 def device_decides(run: Run) -> bool:
     """Whether the device decides on this step's update, so that the host need not wait for it.
 
-    Not where the host needs the result at once: state that it updates itself; a limit of the loss; compressed
-    gradients, whose residuals follow it; replicas that differ; steps whose gradient noise is measured and those after
-    them; and observers, which compare numbers.
+    Not where the host needs the result at once: state that it updates itself; a limit of the loss, or parameters that
+    are rolled back; compressed gradients, whose residuals follow it; replicas that differ; steps whose gradient noise
+    is measured and those after them; and observers, which compare numbers.
     """
     parallel, noise = run.parallel, run.state.noise
     return (
         run.loop.device_decides
         and run.settings.loss_limit is None
+        and run.settings.on_nonfinite != "rollback"
         and parallel.plan.sync.mode == "synchronous"
         and parallel.plan.sharding.offload == "none"
         and parallel.replica.compressor is None
@@ -230,7 +231,7 @@ def _deferred_result(
     lost = ((flags.remainder(2) > 0).any() | ~(count > 0)).float()
     found, place, names = find_nonfinite_on_device(run)
     skip = torch.maximum(lost, found)
-    if run.settings.on_nonfinite == "skip":
+    if run.settings.on_nonfinite != "stop":
         run.loop.statistics.restore_where(skip)
     _finish_gradients(run, share.batch_size / count)
     run.parallel.gradient_hooks.call()

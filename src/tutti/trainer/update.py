@@ -94,7 +94,7 @@ def make_update(run: Run, optimizers: tuple[Optimizer, ...]) -> None:
 def _undoing(run: Run, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Return what puts back the host's counters of an update that the device turns out to have skipped."""
     clocks = [(clock, clock.base_steps) for clock in (_clock_of(run, optimizer) for optimizer in optimizers)]
-    may_go_on = run.settings.on_nonfinite == "skip" or run.state.scaler.is_enabled()
+    may_go_on = run.settings.on_nonfinite != "stop" or run.state.scaler.is_enabled()
     schedules = run.state.schedules.undoing() if may_go_on and run.state.schedules.bound else None
 
     def undo() -> None:

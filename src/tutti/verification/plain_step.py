@@ -147,7 +147,7 @@ class PlainProgram:
             parameter.grad = None
         if fresh:
             self._losses, self._used, self._finite = [], [], True
-            if self.run.settings.on_nonfinite == "skip":
+            if self.run.settings.on_nonfinite != "stop":
                 norms = [module for module in self.model.modules() if isinstance(module, _NormBase)]
                 self._statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
 
