@@ -217,6 +217,21 @@ def test_skipped_steps_and_losses_that_are_not_finite_leave_no_nan(tmp_path: Pat
     assert "NaN" not in serialization.dumps(report)
 
 
+def test_steps_that_were_skipped_and_roll_backs_are_told(tmp_path: Path) -> None:
+    story = Story()
+    told = [
+        {"kind": "skipped", "time_s": 0.5, "step": 43, "sentence": "step 43 is skipped: the loss is NaN"},
+        {"kind": "rolled_back", "time_s": 0.5, "step": 43, "sentence": "after step 43, the model is rolled back"},
+        *({"kind": "skipped", "time_s": 0.6, "step": n, "sentence": f"step {n} is skipped"} for n in range(50, 75)),
+    ]
+    folder = write_run(tmp_path / "run", story)
+    write_lines(folder / "metrics.jsonl", [*rows(story), *told])
+    sentences = [finding.sentence for finding in build_report(folder).findings]
+    assert "Step 43 is skipped: the loss is NaN." in sentences
+    assert "After step 43, the model is rolled back." in sentences
+    assert "6 more are in metrics.jsonl, as rows of kind 'skipped'." in sentences
+
+
 def test_a_failed_run_names_the_rank_that_caused_it(tmp_path: Path) -> None:
     lines = [row for row in rows(Story(status=None)) if row.get("step", 0) <= 10]
     folder = write_run(tmp_path / "run", metrics=lines)

@@ -279,19 +279,19 @@ _MOST_SKIPPED = 20
 
 
 def _skipped_steps(records: Records) -> tuple[RuleFinding, ...]:
-    """Return a finding for each step that was skipped because of its loss or gradients, with the samples."""
-    sentences = [*dict.fromkeys(str(row.data.get("sentence", "")) for row in records.spent("skipped"))]
-    more = len(sentences) - _MOST_SKIPPED
-    sentences = sentences[:_MOST_SKIPPED] + (
-        [f"{more} more steps are skipped; metrics.jsonl lists them"] if more > 0 else []
-    )
-    return tuple(
-        RuleFinding(
-            rule=0, code="SKIPPED", severity="note", sentence=f"{text[:1].upper()}{text[1:]}.", where="training"
-        )
-        for text in sentences
-        if text
-    )
+    """Return a finding for each step that was skipped because of its loss or gradients, and for each roll-back."""
+    found = []
+    for kind, code in (("skipped", "SKIPPED"), ("rolled_back", "ROLLED-BACK")):
+        sentences = [*dict.fromkeys(str(row.data.get("sentence", "")) for row in records.spent(kind))]
+        more = len(sentences) - _MOST_SKIPPED
+        if more > 0:
+            sentences = [*sentences[:_MOST_SKIPPED], f"{more} more are in metrics.jsonl, as rows of kind {kind!r}"]
+        found += [
+            RuleFinding(rule=0, code=code, severity="note", sentence=f"{text[:1].upper()}{text[1:]}.", where="training")
+            for text in sentences
+            if text
+        ]
+    return tuple(found)
 
 
 def _profile_note(records: Records) -> tuple[RuleFinding, ...]:
