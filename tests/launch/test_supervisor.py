@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -37,8 +38,14 @@ class Again:
     def __init__(self, spec: LaunchSpec) -> None:
         self.spec = spec
 
+    def begin(self, spec: LaunchSpec) -> LaunchSpec:
+        return spec
+
     def may_restart(self, error: RankError) -> bool:
         return True
+
+    def called_off(self) -> Literal[""]:
+        return ""
 
     def after(self, *about: object) -> Restart:
         return Restart(spec=self.spec, delay_s=0.0, message="again")
