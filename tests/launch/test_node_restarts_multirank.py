@@ -87,7 +87,7 @@ def test_a_lost_node_is_left_out_and_takes_part_when_it_comes_again(tmp_path: Pa
             assert again.finish()[0] == 0
             again.assert_nothing_left()
         leader.assert_nothing_left()
-    assert re.search(r"node 1 is lost: .*\n?.*restart 1 of 3: 2 ranks go on from step-00000008", err), err
+    assert re.search(r"node 1 \(.*\) is lost: .*\n?.*restart 1 of 3: 2 ranks go on from step-00000008", err), err
     assert "node 1 on " in err
     assert "has come: the ranks pause to go on with more" in err
     assert "4 ranks go on from step-" in err
@@ -114,6 +114,29 @@ def test_a_lost_node_is_waited_for_where_it_is_to_be_replaced(tmp_path: Path, un
             assert again.finish()[0] == 0
     assert "restart 1 of 3: 4 ranks go on from step-00000008" in err
     assert difference(tmp_path, undisturbed) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ends", ["signal", "time limit"])
+def test_a_run_that_waits_for_a_lost_node_can_be_ended(ends: str, tmp_path: Path) -> None:
+    meet = f"127.0.0.1:{free_port()}"
+    limit = ("--time-limit", "25s") if ends == "time limit" else ()
+    commands = [node(n, meet, "--max-restarts", "3", *limit, script=("4", "pause@8:0"), nodes=3) for n in range(3)]
+    with (
+        running(*commands[0], cwd=tmp_path) as leader,
+        running(*commands[1], cwd=tmp_path) as lost,
+        running(*commands[2], cwd=tmp_path) as other,
+    ):
+        assert wait_until(lambda: "pause" in faults(tmp_path), 60)
+        os.kill(lost.process.pid, signal.SIGKILL)
+        if ends == "signal":
+            time.sleep(3)  # the others wait
+            other.process.send_signal(signal.SIGTERM)
+        found = [one.finish(45) for one in (leader, other)]
+        for one in (leader, other):
+            one.assert_nothing_left()
+    assert "waiting up to 60 s for node 1" in found[0][2]
+    assert [code for code, _, _ in found] == ([143, 143] if ends == "signal" else [75, 75])
 
 
 @pytest.mark.long
@@ -170,7 +193,7 @@ def test_a_node_whose_link_is_cut_is_left_out(tmp_path: Path, undisturbed: Path)
             assert code == 0, err
             code, _, said = lost.finish()
             lost.assert_nothing_left()
-    assert "node 1 is lost" in err
+    assert re.search(r"node 1 \(.*\) is lost", err)
     assert code == 1
     assert "node 0, which decides for all nodes, is lost" in said
     assert batches(tmp_path) == batches(undisturbed)

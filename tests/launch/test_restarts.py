@@ -8,9 +8,9 @@ import pytest
 from tutti.config import serialization
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.run_folder import RunFolder
-from tutti.launch.failure import Failure
+from tutti.launch.failure import Failure, shortened
 from tutti.launch.launcher import ErrorKind, LaunchSpec, RankError
-from tutti.launch.restarts import RestartPolicy, Restarts
+from tutti.launch.restarts import RestartPolicy, Restarts, full_plan, smaller
 from tutti.launch.supervisor import Outcome, Restart
 from tutti.launch.survival import Survivors, Waiting
 from tutti.surviving_rank import LeftBehind
@@ -243,3 +243,33 @@ def test_a_run_without_a_plan_shrinks_its_mesh(
     assert decided.spec.world_size == 3
     assert decided.spec.environment.get("TUTTI_MESH") == mesh
     assert decided.spec.environment.get("TUTTI_SHARD") == environment.get("TUTTI_SHARD")
+
+
+@pytest.mark.parametrize(
+    ("written", "mesh"),
+    [
+        ({"split": 2}, {"replicate": 2, "split": 2}),
+        ({"replicate": 2, "split": 2}, {"replicate": 2, "split": 2}),
+        ({"replicate": 3}, {"replicate": 4}),
+    ],
+)
+def test_ranks_that_come_again_are_replicas_of_the_plan_that_was_written(
+    written: dict[str, int], mesh: dict[str, int], tmp_path: Path
+) -> None:
+    plan = Plan(mesh=written, batch=BatchPlan(global_batch_size=8))  # type: ignore[arg-type]
+    serialization.save(plan, RunFolder(tmp_path).plan)
+    spec = LaunchSpec(target="t.py", folder=tmp_path, ranks_per_node=(4,))
+    found = full_plan(spec)
+    assert found is not None
+    assert dict(found.mesh) == mesh
+    assert dict(smaller(spec, 3, 1, found).environment) == ({"TUTTI_MESH": "split=2"} if "split" in mesh else {})
+
+
+def test_long_texts_of_a_failure_fit_into_a_message() -> None:
+    failure = Failure(
+        ranks=(0,), first=0, hosts=("a",), message="x" * 10**6, traceback="a" + "y" * 10**6 + "b", exit_code=1
+    )
+    short = shortened(failure)
+    assert max(len(short.message), len(short.traceback)) < 21_000
+    assert short.traceback.startswith("a")
+    assert short.traceback.endswith("b")

@@ -261,7 +261,7 @@ def report_of(ended: Conclusion) -> RunReport | None:
     if ended.message is not None:
         failure = ended.outcome.failure
         raise (ScriptError if failure is None else _KINDS.get(failure.error, TrainingError))(ended.message)
-    if ended.report is None and ended.spec.node_rank == 0:
+    if ended.report is None and ended.is_first:
         from tutti.reporting.build_report import build_report
 
         build_report(ended.spec.folder)  # raises what kept it from being written
@@ -469,7 +469,7 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
         policy = RestartPolicy(
             max_restarts=options.max_restarts, min_ranks=options.min_ranks, on_failure=options.on_failure
         )
-        with recovering(spec, policy, interrupted, say, options.grace_s) as recovery:
+        with recovering(spec, policy, interrupted, say, options.grace_s, stop_at_s) as recovery:
             outcome = supervise(
                 launcher.start,
                 spec,
@@ -487,7 +487,7 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
         for file in aside.iterdir() if has_job else ():
             file.replace(spec.folder / file.name)
         shutil.rmtree(aside, ignore_errors=True)
-    return conclude(outcome.spec or spec, outcome, has_job=has_job)
+    return conclude(outcome.spec or spec, outcome, has_job=has_job, is_first=spec.node_rank == 0)
 
 
 def _to_predict(options: RunOptions) -> bool:

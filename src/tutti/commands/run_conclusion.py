@@ -25,6 +25,7 @@ class Conclusion:
         message: what went wrong, in words; None if nothing did.
         report: the report; None without one.
         page: the report's page.
+        is_first: whether it is the end on node 0, which writes the report.
     """
 
     spec: LaunchSpec
@@ -33,6 +34,7 @@ class Conclusion:
     message: str | None
     report: RunReport | None = None
     page: Path | None = None
+    is_first: bool = True
 
 
 def short(path: Path) -> str:
@@ -50,13 +52,14 @@ def header_time(spec: LaunchSpec) -> int | None:
         return None
 
 
-def conclude(spec: LaunchSpec, outcome: Outcome, *, has_job: bool) -> Conclusion:
+def conclude(spec: LaunchSpec, outcome: Outcome, *, has_job: bool, is_first: bool = True) -> Conclusion:
     """Write the report and say how the run went.
 
     Args:
         spec: what was started on this node.
         outcome: how the ranks ended.
         has_job: whether a Job got as far as training.
+        is_first: whether this is node 0.
     """
     words: str | None = None
     code = outcome.exit_code
@@ -81,9 +84,11 @@ def conclude(spec: LaunchSpec, outcome: Outcome, *, has_job: bool) -> Conclusion
         code = ScriptError.exit_code
     if words is not None and has_job and not outcome.resumable and RunFolder(spec.folder).checkpoint_times():
         words += f"\ncontinue from its last checkpoint with --resume {shlex.quote(short(spec.folder))}"
-    report = _report(spec) if has_job and spec.node_rank == 0 and outcome.status == "completed" else None
+    report = _report(spec) if has_job and is_first and outcome.status == "completed" else None
     page = RunFolder(spec.folder).report / "report.html" if report is not None else None
-    return Conclusion(spec=spec, outcome=outcome, exit_code=code, message=words, report=report, page=page)
+    return Conclusion(
+        spec=spec, outcome=outcome, exit_code=code, message=words, report=report, page=page, is_first=is_first
+    )
 
 
 def _report(spec: LaunchSpec) -> RunReport | None:

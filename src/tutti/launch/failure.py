@@ -194,6 +194,31 @@ def hang(verdict: HangVerdict) -> Failure:
     )
 
 
+LOST_NODE = "LostNode"
+"""The same, of ranks that are gone with their node."""
+
+_MOST_LETTERS = 20_000
+
+
+def shortened(failure: Failure) -> Failure:
+    """Return a failure with texts that a message between nodes has room for: their beginnings and ends.
+
+    Args:
+        failure: the cause.
+    """
+
+    def short(text: str) -> str:
+        half = _MOST_LETTERS // 2
+        return text if len(text) <= _MOST_LETTERS else f"{text[:half]} [...] {text[-half:]}"
+
+    return replace(
+        failure,
+        message=short(failure.message),
+        traceback=short(failure.traceback),
+        verdict=short(failure.verdict),
+    )
+
+
 def explain_timeout(spec: LaunchSpec, errors: Mapping[int, RankError]) -> HangVerdict | None:
     """Return why ranks hang if all that has failed is that some waited too long; ask the ranks that live.
 
@@ -238,6 +263,8 @@ def sentence(spec: LaunchSpec, failure: Failure) -> str:
         spec: what was started on this node.
         failure: the cause.
     """
+    if failure.error == LOST_NODE:
+        return failure.message
     if failure.error == HANGS:
         return f"{_who(spec, failure)} {'hangs' if len(failure.ranks) == 1 else 'hang'}: {failure.verdict}"
     if failure.verdict:

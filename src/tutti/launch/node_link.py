@@ -6,6 +6,7 @@ beat each second, so that a node whose network is cut is noticed, too.
 """
 
 import json
+import math
 import secrets
 import socket
 import threading
@@ -28,6 +29,7 @@ _STRANGER_S = 10.0
 """Seconds that a connection has to prove the secret."""
 
 _MAX_LINE_NBYTES = 2**20
+_MAX_STRANGER_NBYTES = 2**16
 _CODE_LENGTH = 64
 _RETRY_S = 0.1
 
@@ -125,13 +127,14 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[NodeLink, Message] 
     data = bytearray()
     try:
         connection.sendall(json.dumps({"tutti nodes": challenge}).encode() + b"\n")
-        line = _object(_next_line(connection, data) or "")
+        until = time.monotonic() + _STRANGER_S
+        line = _object(_next_line(connection, data, most=_MAX_STRANGER_NBYTES, until=until) or "")
         nonce, hello, proof = line.get("nonce"), line.get("hello"), line.get("proof")
         known = isinstance(nonce, str) and isinstance(hello, dict) and isinstance(proof, str)
         if known and same(str(proof).encode("utf-8", "replace"), _proof(secret, challenge, nonce, hello).encode()):
             return NodeLink(connection, _key(secret, challenge, nonce), "leader", bytes(data)), dict(hello or {})
         connection.sendall(b'{"refusal": "secret"}\n')
-    except OSError:
+    except (OSError, ValueError, RecursionError):
         pass
     connection.close()
     return None
@@ -215,10 +218,12 @@ def _key(secret: bytes, challenge: str, nonce: Any) -> bytes:
     return mac(secret, "node link", challenge, nonce)
 
 
-def _next_line(connection: socket.socket, data: bytearray) -> str | None:
-    """Take the next line out of what has been received; None if the connection ends or it is too long."""
+def _next_line(
+    connection: socket.socket, data: bytearray, *, most: int = _MAX_LINE_NBYTES, until: float = math.inf
+) -> str | None:
+    """Take the next line out of what has been received; None if the connection ends, or it is too long or too late."""
     while b"\n" not in data:
-        if len(data) > _MAX_LINE_NBYTES:
+        if len(data) > most or time.monotonic() > until:
             return None
         try:
             received = connection.recv(65536)

@@ -14,9 +14,9 @@ from typing import Literal
 
 from tutti.config import serialization
 from tutti.config.safe_text import plain_text
-from tutti.errors import RESUMABLE, LaunchError
+from tutti.errors import LaunchError
 from tutti.job_secret import find_secret
-from tutti.launch.failure import Failure
+from tutti.launch.failure import LOST_NODE, Failure, shortened
 from tutti.launch.launcher import LaunchSpec, RankError
 from tutti.launch.network import split_address
 from tutti.launch.node_leader import TOKEN_FILE, NodeLeader, describe
@@ -52,13 +52,14 @@ class NodeMember:
         address: tuple[str, int],
     ) -> None:
         self._asked, self._policy, self._interrupted, self._say = spec, policy, interrupted, say
-        hello = {"node": spec.node_rank, "host": socket.gethostname(), "port": _free_port(), **describe(spec, policy)}
-        self._link, welcome = join(address, find_secret(), hello, spec.timeout_s, self._is_interrupted)
-        self._leader_folder = str(welcome["folder"])
-        self._check_folder(spec.folder, str(welcome["token"]))
+        secret = find_secret()
+        hello = {"node": spec.node_rank, "host": socket.gethostname(), **describe(spec, policy, secret)}
         self._decisions: queue.Queue[Message | None] = queue.Queue()
         self._called: Literal["", "end", "pause"] = ""
+        self._link, welcome = join(address, secret, hello, spec.timeout_s, self._is_interrupted)
+        self._leader_folder = str(welcome["folder"])
         self._link.start(self._take)
+        self._check_folder(spec.folder, str(welcome["token"]))
         self._link.send({"kind": "ready"})
 
     def begin(self, spec: LaunchSpec) -> LaunchSpec | Outcome:
@@ -87,8 +88,9 @@ class NodeMember:
     ) -> Restart | Outcome:
         """Tell node 0 how the generation ended here, and return what it decides when it has heard all nodes."""
         status = "called off" if outcome.called_off else outcome.status
-        failure = None if outcome.failure is None else serialization.to_data(outcome.failure)
-        self._link.send({"kind": "report", "status": status, "failure": failure, "port": _free_port()})
+        failure = None if outcome.failure is None else serialization.to_data(shortened(outcome.failure))
+        end = {"exit_code": outcome.exit_code, "resumable": outcome.resumable}
+        self._link.send({"kind": "report", "status": status, "failure": failure, **end})
         return self._decision(outcome)
 
     def close(self) -> None:
@@ -102,6 +104,8 @@ class NodeMember:
         kind = "lost" if message is None else message.get("kind")
         if kind == "note" and message is not None:
             self._say(plain_text(str(message["message"])))
+        elif kind == "port":
+            link.send({"kind": "port", "port": _free_port()})
         elif kind in ("end", "pause") and message is not None:
             if message["message"]:
                 self._say(plain_text(str(message["message"])))
@@ -113,8 +117,9 @@ class NodeMember:
     def _decision(self, outcome: Outcome) -> Restart | Outcome:
         """Wait for node 0; return the next generation, or the end of the run where this node's own was `outcome`."""
         while True:
-            if self._interrupted.count > (outcome.status == "stopped"):
+            if self._interrupted.count > (outcome.signal is not None):
                 number = int(self._interrupted.number or 0)
+                self._link.send({"kind": "leave", "exit_code": 128 + number})
                 return Outcome(status="stopped", exit_code=128 + number, signal=number)
             with contextlib.suppress(queue.Empty):
                 decided = self._decisions.get(timeout=_LOOK_S)
@@ -128,7 +133,7 @@ class NodeMember:
         if decided["refusal"]:
             raise LaunchError(plain_text(str(decided["refusal"])))
         if decided["failure"] is None:
-            return _end_elsewhere(decided["status"]) if outcome.failure is not None or outcome.called_off else outcome
+            return _end_elsewhere(decided) if outcome.failure is not None or outcome.called_off else outcome
         failure = serialization.from_data(Failure, decided["failure"], source="node 0's decision")
         given_up = plain_text(str(decided["given_up"]))
         return Outcome(status="failed", exit_code=failure.exit_code or 1, failure=failure, given_up=given_up)
@@ -153,8 +158,9 @@ class NodeMember:
             return outcome  # its ranks had completed, or were stopped here
         message = "node 0, which decides for all nodes, is lost: its `tutti run` has ended, or the network to it is cut"
         failure = outcome.failure or Failure(
-            ranks=(0,), first=0, hosts=(self._link.address,), message=message, traceback="", exit_code=1, kind="killed"
-        )
+            ranks=(0,), first=0, hosts=(self._link.address,), message=message, traceback="", exit_code=1, kind="killed",
+            error=LOST_NODE,
+        )  # fmt: skip
         given_up = "" if failure.message == message else message
         return Outcome(status="failed", exit_code=1, failure=failure, given_up=given_up)
 
@@ -175,11 +181,11 @@ class NodeMember:
         )
 
 
-def _end_elsewhere(status: str) -> Outcome:
-    """Return the end of a run that went on without ranks here."""
-    if status == "completed":
+def _end_elsewhere(decided: Message) -> Outcome:
+    """Return the end of a run that went on without ranks here, or was stopped on another node."""
+    if decided["status"] == "completed":
         return Outcome(status="completed", exit_code=0)
-    return Outcome(status="stopped", exit_code=RESUMABLE, resumable=True)
+    return Outcome(status="stopped", exit_code=int(decided["exit_code"]), resumable=bool(decided["resumable"]))
 
 
 def _free_port() -> int:
@@ -190,7 +196,12 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def recovering(
-    spec: LaunchSpec, policy: RestartPolicy, interrupted: Interrupts, say: Callable[[str], None], grace_s: float
+    spec: LaunchSpec,
+    policy: RestartPolicy,
+    interrupted: Interrupts,
+    say: Callable[[str], None],
+    grace_s: float,
+    stop_at_s: float | None,
 ) -> Iterator[Recovery | None]:
     """Yield what decides how the run goes on after failures; None where they end it.
 
@@ -200,6 +211,7 @@ def recovering(
         interrupted: the signals received so far.
         say: takes messages for the user.
         grace_s: seconds that ranks have to write a checkpoint.
+        stop_at_s: Unix time at which the run ends; None: no limit.
 
     Raises:
         LaunchError: this node cannot take part in a run over several nodes.
@@ -207,7 +219,7 @@ def recovering(
     if not policy.max_restarts or spec.nodes == 1:
         yield Restarts(policy, spec) if policy.max_restarts else None
         return
-    leader = NodeLeader(spec, policy, grace_s) if spec.node_rank == 0 else None
+    leader = NodeLeader(spec, policy, grace_s, stop_at_s) if spec.node_rank == 0 else None
     try:
         host, port = split_address(spec.rendezvous or "")
         address = leader.reachable if leader is not None else (here_address(host, spans_hosts=True), port)

@@ -16,6 +16,7 @@ from tutti.config.mesh_axes import parse_mesh
 from tutti.config.plan import BatchPlan, Plan
 from tutti.config.run_folder import TAIL_NBYTES, RunFolder, last_rows
 from tutti.config.sync_notation import parse_sync
+from tutti.config.vocabulary import AxisName
 from tutti.errors import LaunchError, TuttiError
 from tutti.launch.failure import Failure, sentence
 from tutti.launch.launcher import LaunchSpec, RankError
@@ -248,8 +249,14 @@ def _survivors(
     return Survivors(ranks=ranks, holder=next(new for new, old in ranks.items() if old == holder), step=step), ""
 
 
-def smaller(spec: LaunchSpec, most: int, least: int) -> LaunchSpec:
+def smaller(spec: LaunchSpec, most: int, least: int, plan: Plan | None = None) -> LaunchSpec:
     """Return what to start with `least` to `most` ranks; a plan for them is written into the run folder.
+
+    Args:
+        spec: what was asked for.
+        most: number of ranks that there are.
+        least: smallest number of ranks to go on with.
+        plan: what ranks followed; None: what the spec says, else what they wrote into the run folder.
 
     Raises:
         LaunchError: the plan does not allow it.
@@ -261,7 +268,7 @@ def smaller(spec: LaunchSpec, most: int, least: int) -> LaunchSpec:
             f"{most} rank{'s are' if most != 1 else ' is'} left, and --min-ranks is {least}; resume the run"
         )
     environment = dict(spec.environment)
-    shrunk = shrink_plan(_plan_of(spec), most, least)
+    shrunk = shrink_plan(plan or _plan_of(spec), most, least)
     if "shard" not in shrunk.mesh:
         environment.pop("TUTTI_SHARD", None)
     if "TUTTI_PLAN" in environment:
@@ -270,6 +277,27 @@ def smaller(spec: LaunchSpec, most: int, least: int) -> LaunchSpec:
     elif "TUTTI_MESH" in environment or set(shrunk.mesh) != {"replicate"}:
         environment["TUTTI_MESH"] = ",".join(f"{axis}={degree}" for axis, degree in shrunk.mesh.items())
     return replace(spec, ranks_per_node=(shrunk.world_size,), environment=environment)
+
+
+def full_plan(spec: LaunchSpec) -> Plan | None:
+    """Return the plan of all ranks that follows from the one in the run folder, which may be of fewer; None without it.
+
+    Of a smaller plan, replicas are added as far as there are ranks for them.
+
+    Args:
+        spec: what was asked for.
+    """
+    if spec.environment.keys() & {"TUTTI_PLAN", "TUTTI_MESH"}:
+        return None  # what was asked for says it
+    try:
+        plan = serialization.load(Plan, RunFolder(spec.folder).plan)
+    except TuttiError:
+        return None
+    if plan.world_size == spec.world_size:
+        return plan
+    others = plan.world_size // plan.mesh.get("replicate", 1)
+    replicas: dict[AxisName, int] = {"replicate": spec.world_size // others}
+    return replace(plan, mesh=replicas | {axis: n for axis, n in plan.mesh.items() if axis != "replicate"})
 
 
 def _plan_of(spec: LaunchSpec) -> Plan:

@@ -315,11 +315,17 @@ class _Generation:
     def _called_off(self) -> Literal["", "end", "pause"]:
         return self._recovery.called_off() if self._recovery is not None else ""
 
-    def _leave(self, grace_s: float) -> Outcome:
-        """End the ranks because of other nodes."""
+    def _leave(self, *, pausing: bool) -> Outcome:
+        """End the ranks because of other nodes. Ranks that fail or complete in a pause have done so by themselves."""
         assert self._handle is not None
-        self._handle.stop(grace_s, hurry=lambda: self._interrupted.count > 1)
+        self._handle.stop(self._grace_s if pausing else RESTART_GRACE_S, hurry=lambda: self._interrupted.count > 1)
         self._watcher.update()
+        exits = self._handle.wait(0)
+        own = [error for rank, error in read_errors(self._spec).items() if rank in self._spec.ranks]
+        if pausing and len(exits) == self._spec.local_world_size and not any(exits.values()):
+            return self._ended(exits)
+        if pausing and any(error.kind != "peer" for error in own):
+            return self._failed(exits)
         return Outcome(status="stopped", exit_code=1, called_off=True)
 
     def _waiting(self) -> dict[int, Waiting]:
@@ -335,7 +341,7 @@ class _Generation:
             if self._interrupted.number is not None:
                 return self._stop(self._interrupted.number)
             if called_off := self._called_off():
-                return self._leave(self._grace_s if called_off == "pause" else RESTART_GRACE_S)
+                return self._leave(pausing=called_off == "pause")
             verdict = self._hangs.look() if not exits else None
             if verdict is not None and not (exits := handle.wait(0)):  # one that ended meanwhile is the cause
                 handle.stop(RESTART_GRACE_S)
@@ -409,7 +415,7 @@ class _Generation:
             if heard or waited_s >= settle_s:
                 break
             if not causes and self._called_off():
-                return self._leave(RESTART_GRACE_S)  # these ranks have only lost those of another node
+                return self._leave(pausing=False)  # these ranks have only lost those of another node
             if ended:
                 time.sleep(POLL_S)
             else:
