@@ -152,7 +152,7 @@ def test_old_checkpoints_go_and_the_newest_is_resumed(tmp_path: Path) -> None:
     [
         ({"global_batch_size": 0}, "global_batch_size = 0"),
         ({"clip_norm": -1.0}, "clip_norm = -1.0"),
-        ({"on_nonfinite": "ignore"}, "use 'stop' or 'skip'"),
+        ({"on_nonfinite": "ignore"}, "use 'stop', 'skip' or 'rollback'"),
         ({"num_microbatches": 5}, "num_microbatches = 5 exceeds global_batch_size = 4"),
         ({"precision": "tf32"}, "tf32 needs an NVIDIA GPU"),
     ],
