@@ -69,5 +69,6 @@ def test_replicas_that_do_not_wait_send_what_is_predicted(ranks: int) -> None:
             )
         else:
             mean = sum(map(sum, by_rank)) / (ranks * (STEPS - 1))
-            # a server's last answers may come after its own last step
-            assert mean == pytest.approx(prediction.sent_nbytes_per_rank, rel=0.5 / STEPS), words
+            # of each server, one answer, half a step's bytes, may come after its own last step, which is not counted
+            one_answer = 0.5 / (STEPS - 1)
+            assert mean == pytest.approx(prediction.sent_nbytes_per_rank, rel=one_answer * (1 + 1e-9)), words
