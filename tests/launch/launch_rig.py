@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,12 @@ import psutil
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TUTTI = (sys.executable, "-m", "tutti.cli.main")
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def default_signals() -> None:

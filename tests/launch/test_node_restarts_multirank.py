@@ -12,18 +12,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from launch_rig import SCRIPTS, TUTTI, Running, running, wait_until
+from launch_rig import SCRIPTS, TUTTI, Running, free_port, running, wait_until
 from test_restarts_multirank import batches, difference, recovered, starts
 
 from lab.hosts import lab_or_skip
 from tutti.launch.node_link import NodeLink, admit, join
 
 RECOVER = str(SCRIPTS / "recover.py")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def node(number: int, meet: str, *options: str, script: tuple[str, ...], nodes: int = 2) -> tuple[str, ...]:

@@ -1,23 +1,17 @@
 """Several nodes: supervisors that meet at host:port, on one machine and in network namespaces of their own."""
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launch_rig import SCRIPTS, TUTTI, running
+from launch_rig import SCRIPTS, TUTTI, free_port, running
 
 from lab.hosts import lab_or_skip
 from tutti.lab import Lab
 
 ACT = str(SCRIPTS / "act.py")
 TRAIN = str(SCRIPTS / "train.py")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def node(rank: int, rendezvous: str, nproc: str, *script: str, folder: str = "") -> tuple[str, ...]:

@@ -46,7 +46,6 @@ _LEFT_S = LOST_S + 2
 
 _RESUMING = {"TUTTI_RESUME", "TUTTI_RESTARTED"}
 
-
 _Events = queue.Queue[tuple[NodeLink, Message | None]]
 
 
@@ -80,7 +79,7 @@ class _Placed:
         until: when nodes that were told to end must have reported; infinite before.
         called_off: whether nodes were told to end or to pause.
         pausing: whether they were told to pause, so that a node that has come can take part.
-        lost: nodes that were lost meanwhile, and when.
+        lost: its nodes that were lost meanwhile.
     """
 
     spec: LaunchSpec
