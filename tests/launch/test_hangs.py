@@ -108,6 +108,20 @@ def test_without_a_time_out_ranks_that_do_nothing_end_early(tmp_path: Path) -> N
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("fault", ["stop", "sleep"])
+def test_ranks_of_several_hosts_end_early_too(fault: str, tmp_path: Path) -> None:
+    with lab_or_skip(2) as lab:
+        done = lab.train("--folder", str(tmp_path / "run"), FAULTS, fault, nproc=1, cwd=tmp_path, timeout_s=200)
+    for each in done:
+        said = " ".join(each.err.split())
+        assert each.code == 1, said
+        assert re.search(HANGS[fault], said), said
+        assert re.search("rank 1 on host host1 hangs", said), said
+    assert ("on host" in str(done[0].err).partition("kill -CONT")[2]) == (fault == "stop")
+    assert not [*(tmp_path / "run").glob(".idle*")]
+
+
+@pytest.mark.long
 def test_without_a_time_out_a_rank_that_computes_goes_on(tmp_path: Path) -> None:
     assert run_with("computes", tmp_path).code == 0
 

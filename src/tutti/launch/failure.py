@@ -185,7 +185,7 @@ def hang(verdict: HangVerdict) -> Failure:
     return Failure(
         ranks=ranks,
         first=ranks[0],
-        hosts=(socket.gethostname(),),
+        hosts=tuple(dict.fromkeys(verdict.hosts[r] for r in ranks if r in verdict.hosts)) or (socket.gethostname(),),
         message=f"ranks hang ({verdict.kind})",  # the same if it happens again
         traceback="",
         exit_code=1,

@@ -4,7 +4,7 @@ import linecache
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -61,6 +61,7 @@ class HangVerdict:
         waiting: the ranks that wait for others.
         missing: the ranks that they wait for.
         ranks: what each rank does, or did last, in words.
+        hosts: of each rank that has a record.
     """
 
     kind: VerdictKind
@@ -68,6 +69,7 @@ class HangVerdict:
     waiting: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     ranks: Mapping[int, str]
+    hosts: Mapping[int, str] = field(default_factory=dict)
 
 
 def judge(views: Sequence[ObservedRank], now_s: float) -> HangVerdict:
@@ -79,13 +81,14 @@ def judge(views: Sequence[ObservedRank], now_s: float) -> HangVerdict:
     """
     waits = {view.rank: wait for view in views if (wait := wait_of(view)) is not None}
     lines = {view.rank: describe(view, waits.get(view.rank), now_s) for view in views}
+    hosts = {view.rank: view.record.state.host for view in views if view.record is not None}
     if not waits:
         return HangVerdict(kind="none", message="", ranks=lines)
     members = {view.rank: view for view in views}
     numbers = {view.record.state.pid: view.rank for view in views if view.record is not None}
     found = _mismatch(waits, members, numbers) or _different(waits, members, now_s)
     if found:
-        return HangVerdict(kind="mismatch", message=found, waiting=tuple(waits), ranks=lines)
+        return HangVerdict(kind="mismatch", message=found, waiting=tuple(waits), ranks=lines, hosts=hosts)
     missing = _missing(waits, members, numbers)
     if missing:
         return HangVerdict(
@@ -94,8 +97,10 @@ def judge(views: Sequence[ObservedRank], now_s: float) -> HangVerdict:
             waiting=tuple(rank for rank in waits if rank not in missing),
             missing=missing,
             ranks=lines,
+            hosts=hosts,
         )
-    return HangVerdict(kind="stuck", message=_stuck_words(waits, members, now_s), waiting=tuple(waits), ranks=lines)
+    words = _stuck_words(waits, members, now_s)
+    return HangVerdict(kind="stuck", message=words, waiting=tuple(waits), ranks=lines, hosts=hosts)
 
 
 def wait_of(view: ObservedRank) -> Wait | None:
@@ -282,7 +287,7 @@ def does(view: ObservedRank, now_s: float) -> str:
     if process is not None and process.letter == "D":
         where = f" in the kernel's {process.place}" if process.place else ""
         return f"waits for a disk or another device{where}{_place(view)}{after}"
-    if stack is None and process is not None:
+    if stack is None and process is not None and not view.elsewhere:
         held = _frame_of_dump(view.native)
         return f"holds the interpreter's lock in native code{held}{after}"
     if loader is not None:
@@ -301,7 +306,8 @@ def remedy(view: ObservedRank) -> str:
     if view.record is not None and process is None and not view.elsewhere:
         return "every rank must take the same number of steps: end the loop by job.should_stop(condition)"
     if process is not None and process.letter in "Tt":
-        return f"let it go on with `{continue_command(process.pid)}`, or end the run"
+        there = f" on host {view.record.state.host}" if view.elsewhere and view.record is not None else ""
+        return f"let it go on with `{continue_command(process.pid)}`{there}, or end the run"
     if process is not None and process.letter == "D":
         return "look at the disk or file system that it uses"
     if _pending(view, "loader") is not None:

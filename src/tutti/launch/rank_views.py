@@ -7,9 +7,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from tutti.config import serialization
 from tutti.config.run_folder import RunFolder
@@ -57,7 +58,7 @@ class ObservedRank:
     Attributes:
         record: its flight record; None if there is none.
         damage: why its record cannot be read; empty if it can.
-        process: its process; None if it has ended, or runs on another host.
+        process: its process; None if it has ended, or runs on another host that has not told of it.
         elsewhere: whether it ran on another host.
         stack: what it answered; None if it did not.
         native: the stack that a rank without an answer has written at a signal, or that py-spy has seen.
@@ -84,21 +85,28 @@ def ranks_in(folder: RunFolder) -> list[int]:
     return []
 
 
-def view_ranks(folder: RunFolder, ranks: Iterable[int], *, ask: bool = True) -> list[ObservedRank]:
+def view_ranks(
+    folder: RunFolder,
+    ranks: Iterable[int],
+    *,
+    ask: bool = True,
+    told: Mapping[int, ProcessState] = MappingProxyType({}),
+) -> list[ObservedRank]:
     """Look at ranks, all at once.
 
     Args:
         folder: of the run.
         ranks: whom to look at.
         ask: whether to ask living ranks for their stacks; that takes up to about two seconds.
+        told: the processes of ranks on other hosts, as those have told.
     """
-    first = {rank: _look(folder.rank(rank), rank) for rank in ranks}
+    first = {rank: _look(folder.rank(rank), rank, told.get(rank)) for rank in ranks}
     living = [rank for rank, view in first.items() if view.lives and not _is_stopped(view)] if ask else []
     answers = ask_ranks(folder, living)
     views = []
     for rank, view in first.items():
         stack, native = answers.get(rank), ""
-        if stack is None and rank in living and view.process is not None:
+        if stack is None and rank in living and view.process is not None and not view.elsewhere:
             native = _native_stack(folder.rank(rank), view.process.pid)
         views.append(
             ObservedRank(
@@ -118,13 +126,13 @@ def _is_stopped(view: ObservedRank) -> bool:
     return view.process is not None and view.process.letter in "Tt"
 
 
-def _look(folder: Path, rank: int) -> ObservedRank:
+def _look(folder: Path, rank: int, told: ProcessState | None) -> ObservedRank:
     try:
         record = read_record(folder / FILE_NAME)
     except EventRecordError as error:
         return ObservedRank(rank=rank, damage=str(error) if (folder / FILE_NAME).exists() else "")
     elsewhere = record.state.host != socket.gethostname()[:64]
-    process = None if elsewhere else process_of(record.state)
+    process = told if elsewhere else process_of(record.state)
     return ObservedRank(rank=rank, record=record, process=process, elsewhere=elsewhere and not record.state.ended)
 
 

@@ -297,6 +297,7 @@ class _Generation:
         """End the ranks."""
         if self._handle is not None:
             self._handle.stop(0)
+            self._hangs.close()
 
     def following(self, outcome: Outcome) -> Restart | Outcome:
         """Return what follows; see `Recovery.after`."""
@@ -390,7 +391,7 @@ class _Generation:
         waiting = self._waiting()
         told = read_errors(spec) | {rank: said.error for rank, said in waiting.items()}
         was_killed = any(code < 0 and code != -signal.SIGABRT for code in exits.values())  # not by its own library
-        verdict = None if was_killed else explain_timeout(spec, told)  # as long as the ranks live
+        verdict = self._hangs.told() or (None if was_killed else explain_timeout(spec, told))  # as long as they live
         causes: list[RankError] = []
         restarts = False
         began, first_s = time.monotonic(), 0.0
