@@ -313,13 +313,19 @@ class EventRecorder:
             at = _HEADER_NBYTES + (number - 1) % self._capacity * _EVENT.size
             _U16X2.pack_into(self._map, at + _LINE_AT, *numbers)
 
-    def pending(self, *, until_ns: int = 0) -> list[int]:
-        """Return which of the newest events have not ended; only those begun by then, in monotonic ns, if given."""
+    def pending(self, *, until_ns: int = 0, blocking: bool = False) -> list[int]:
+        """Return which of the newest events have not ended.
+
+        Args:
+            until_ns: only those begun by then, in monotonic ns, if given.
+            blocking: only those in which the rank waits: collectives, and batches of the loader.
+        """
         newest, found = self.newest, []
         for number in range(max(1, newest - min(self._capacity, _NEAR) + 1), newest + 1):
             at = _HEADER_NBYTES + (number - 1) % self._capacity * _EVENT.size
             held, begun, ended = struct.unpack_from("<Qqq", self._map, at)
-            if held == number and not ended and (not until_ns or begun <= until_ns):
+            waits = not blocking or self._map[at + _FLAGS_AT] & _BLOCKING
+            if held == number and not ended and waits and (not until_ns or begun <= until_ns):
                 found.append(number)
         return found
 
@@ -445,6 +451,37 @@ def _fixed_part(texts: tuple[int, int, int, int], shape: tuple[int, ...], nbytes
     return _EVENT.pack(0, 0, 0, *texts, 0, 0, 0, flags, counted, 0, min(nbytes, 1 << 63), *dims)[_FIXED_AT:]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchCollective:
+    """A collective that torch has begun and not completed, from its own record (the Flight Recorder).
+
+    Attributes:
+        number: in torch's record.
+        group: the ranks that take part, and torch's name of the group.
+        sequence: number of the collective in its group, as torch counts.
+        dtype: empty where there is no tensor.
+        begun_ns: Unix time in ns.
+    """
+
+    number: int
+    name: str
+    group: str
+    sequence: int
+    dtype: str
+    shape: tuple[int, ...]
+    begun_ns: int
+
+
+def begin_unseen(recorder: EventRecorder, seen: TorchCollective) -> int:
+    """Write a collective that only torch's own record has, as one that the rank waits in; return its number."""
+    texts = tuple(map(recorder.text, ("collective", seen.name, seen.group, seen.dtype)))
+    fixed = _fixed_part((texts[0], texts[1], texts[2], texts[3]), seen.shape, 0, flags=_BLOCKING | _IN_THREAD)
+    number = recorder._write(fixed, seen.begun_ns - (time.time_ns() - time.monotonic_ns()))
+    at = _HEADER_NBYTES + (number - 1) % recorder._capacity * _EVENT.size
+    _U32.pack_into(recorder._map, at + _SEQUENCE_AT, seen.sequence & 0xFFFFFFFF)
+    return number
+
+
 @dataclass(slots=True)
 class _Active:
     """The record of this process.
@@ -452,10 +489,12 @@ class _Active:
     Attributes:
         recorder: None where nothing is recorded, as in workers of a data loader.
         module_name: returns the name of a module of the model, or "".
+        in_torch: returns the collectives that torch has begun and not completed; None where there is no group.
     """
 
     recorder: EventRecorder | None = None
     module_name: Callable[[Any], str] | None = None
+    in_torch: Callable[[], list[TorchCollective]] | None = None
 
 
 ACTIVE = _Active()

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tutti.event_record import ACTIVE, EventRecorder
+from tutti.event_record import ACTIVE, EventRecorder, begin_unseen
 
 ASK, ANSWER, DUMP = "why.ask", "why.json", "why.txt"
 """Files of a rank's folder: who touches the first gets the second. The third has what the signal wrote."""
@@ -102,16 +102,21 @@ os.register_at_fork(after_in_child=_no_thread_in_child)
 def _watch() -> None:
     """Look at the record and for questions. Runs in the thread."""
     answered, newest, placed, ready = 0, -1, -1, False
+    unseen, since_ns = _UnseenCollective(), time.monotonic_ns()
     while True:
         time.sleep(PERIOD_S)
         recorder, folder = ACTIVE.recorder, _WATCH.folder
         if recorder is not None:
             number = recorder.newest
             if number != newest:
-                newest = number
+                newest, since_ns = number, time.monotonic_ns()
+                if unseen.event:
+                    unseen.look(recorder)
             elif number != placed and _waits(recorder):
                 recorder.place(*where(_main_frame()))
                 placed = number
+            elif time.monotonic_ns() - since_ns > WAITING_NS:
+                unseen.look(recorder)
         if folder is not None:
             with contextlib.suppress(OSError):
                 asked = (folder / ASK).stat().st_mtime_ns
@@ -119,6 +124,37 @@ def _watch() -> None:
                     answered = asked
                     _answer(folder, asked)
         ready = True
+
+
+@dataclass(slots=True)
+class _UnseenCollective:
+    """A collective that only torch's own record has, such as a functional one or one of compiled code; noted here.
+
+    Attributes:
+        event: its event in the rank's record; 0 if there is none.
+        number: in torch's record.
+        over_ns: since when torch no longer has it, in monotonic ns; 0 while it has. It may have failed, which ends the
+            process: then the event stays as it is.
+    """
+
+    event: int = 0
+    number: int = 0
+    over_ns: int = 0
+
+    def look(self, recorder: EventRecorder) -> None:
+        """Note one that has lasted for `WAITING_NS` if nothing else is known to be waited for; end it in its time."""
+        if self.event == 0 and (ACTIVE.in_torch is None or recorder.pending(blocking=True)):
+            return
+        begun = {each.number: each for each in ACTIVE.in_torch()} if ACTIVE.in_torch is not None else {}
+        if self.event == 0:
+            until_ns = time.time_ns() - WAITING_NS
+            if (first := next((each for each in begun.values() if each.begun_ns <= until_ns), None)) is not None:
+                self.event, self.number, self.over_ns = begin_unseen(recorder, first), first.number, 0
+        elif self.number not in begun:
+            self.over_ns = self.over_ns or time.monotonic_ns()
+            if recorder.newest > self.event or time.monotonic_ns() - self.over_ns > 2 * WAITING_NS:
+                recorder.end(self.event)
+                self.event = 0
 
 
 def _waits(recorder: EventRecorder) -> bool:

@@ -41,6 +41,8 @@ HANGS: dict[str, str] = {
     r"all-reduce \d+ of float64 \[3\] of ranks 0, 1 at .*faults\.py:\d+.*call the same collectives, in the same order",
     "skipped collective": r"rank 0 waits in barrier \d+ of ranks 0, 1 at .*faults\.py:\d+ while rank 1 waits in .*"
     "statistics over replicate in module norm",
+    "skipped functional collective": r"rank 0 waits in all-reduce \d+ of float32 \[3\] of ranks 0, 1 at "
+    r".*faults\.py:\d+ while rank 1 waits in .*statistics over replicate in module norm",
     "order": r"with different operations: rank 0 with all-reduce of float32 \[4\] at .*faults\.py:\d+, rank 1 with "
     r"broadcast of float32 \[2\] at .*faults\.py:\d+; call the same collectives",
     "shape": r"different shapes: rank 0 with all-reduce of float32 \[4\].*, rank 1 with all-reduce of float32 \[5\]",

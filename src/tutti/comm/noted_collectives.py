@@ -6,6 +6,7 @@ the collectives of Gloo. A call costs 2 to 3 microseconds more.
 
 import functools
 import inspect
+import json
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tutti.event_record import ACTIVE, EventRecorder
+from tutti.event_record import ACTIVE, EventRecorder, TorchCollective
 
 _NAMES = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "reduce_scatter"),
@@ -31,6 +32,7 @@ _SHAPED_BY_INPUT = frozenset({"all_gather", "all_to_all_single", *_EARLIER, *_EA
 
 def note_collectives() -> None:
     """Note the collectives of this process from now on. A second call does nothing."""
+    ACTIVE.in_torch = collectives_in_torch
     for name in (*_NAMES, *_EARLIER):
         function = getattr(dist, name, None)
         if (
@@ -41,6 +43,45 @@ def note_collectives() -> None:
             noted = _noted(function, name)
             setattr(dist, name, noted)
             setattr(distributed_c10d, name, noted)
+
+
+_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8"}
+"""How torch's own record names some dtypes -> their names."""
+
+
+def collectives_in_torch() -> list[TorchCollective]:
+    """Return the collectives of this process that torch has begun and not completed, the earliest first.
+
+    Torch records them itself (the Flight Recorder), for NCCL and for Gloo, also those of compiled code.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None or not dist.is_initialized():
+        return []
+    found = []
+    for entry in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ()):
+        if entry["retired"] or entry["is_p2p"]:
+            continue
+        shapes, dtypes = entry["input_sizes"], entry["input_dtypes"]
+        found.append(
+            TorchCollective(
+                number=entry["record_id"],
+                name=entry["profiling_name"].partition(":")[2],
+                group=f"{_members(entry['process_group'][0])}#{entry['process_group'][0]} of torch",
+                sequence=entry["collective_seq_id"],
+                dtype=_DTYPES.get(dtypes[0], dtypes[0].lower()) if dtypes else "",
+                shape=tuple(shapes[0]) if shapes else (),
+                begun_ns=entry["time_created_ns"],
+            )
+        )
+    return found
+
+
+def _members(name: str) -> str:
+    """Return the ranks of a group, by torch's name of it; an empty text if it is gone."""
+    for group, known in [*distributed_c10d._world.pg_names.items()]:
+        if known == name:
+            return ",".join(map(str, dist.get_process_group_ranks(group)))
+    return ""
 
 
 def _noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -99,6 +100,8 @@ def on_all_ranks() -> None:
             dist.broadcast(torch.ones(2), 0) if broadcasts else dist.all_reduce(torch.ones(4))
     elif fault == "skipped collective" and rank == 0:
         dist.barrier()
+    elif fault == "skipped functional collective" and rank == 0:
+        functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD).sum().item()
 
 
 job = tutti.Job(global_batch_size=8, seed=0)
