@@ -4,7 +4,10 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-FaultKind = Literal["kill", "stop", "preempt", "kill-launcher", "full-disk"]
+FaultKind = Literal["kill", "stop", "preempt", "preempt-all", "kill-launcher", "full-disk"]
+ENDS_RUN = ("preempt", "preempt-all", "kill-launcher")
+"""Faults after which the run is to be resumed. preempt-all: SIGUSR1 for every process, as Slurm sends it."""
+
 Damage = Literal["none", "flipped", "truncated", "missing"]
 
 STEPS = 24
@@ -85,7 +88,15 @@ def draw_schedule(seed: int, plan: str | None = None, *, root: bool = False) -> 
     """
     drawn = random.Random(seed)
     plan = plan or drawn.choice(sorted(PLANS))
-    kinds: list[FaultKind] = ["kill", "kill", "stop", "preempt", "kill-launcher", *(["full-disk"] if root else [])]
+    kinds: list[FaultKind] = [
+        "kill",
+        "kill",
+        "stop",
+        "preempt",
+        "preempt-all",
+        "kill-launcher",
+        *(["full-disk"] if root else []),
+    ]
     steps = sorted(drawn.sample(range(2, STEPS - 1), drawn.choice((1, 2, 2, 3))))
     faults = tuple(_fault(drawn, drawn.choice(kinds), step, RANKS.get(plan, 2)) for step in steps)
     # Replicas that diverge keep a state for each rank, so their number stays; it is refused by name.
@@ -97,7 +108,7 @@ def draw_schedule(seed: int, plan: str | None = None, *, root: bool = False) -> 
 
 
 def _fault(drawn: random.Random, kind: FaultKind, step: int, ranks: int) -> Fault:
-    ends = kind in ("preempt", "kill-launcher")
+    ends = kind in ENDS_RUN
     damages: tuple[Damage, ...] = ("none", "flipped", "truncated", "missing") if ends else ("none",)
     return Fault(
         kind=kind,

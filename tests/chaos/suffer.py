@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from chaos import laws
-from chaos.schedule import EVERY, PLANS, STEPS, Fault, Schedule
+from chaos.schedule import ENDS_RUN, EVERY, PLANS, STEPS, Fault, Schedule
 from tutti.checkpoint.index import latest_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "steady.py"
@@ -36,6 +36,7 @@ class Story:
         pids: every process that was seen.
         output: standard error of its launchers.
         failures: ranks that were killed.
+        damaged: names of the checkpoints that were damaged.
     """
 
     schedule: Schedule
@@ -44,6 +45,7 @@ class Story:
     pids: set[int] = field(default_factory=set)
     output: list[str] = field(default_factory=list)
     failures: int = 0
+    damaged: set[str] = field(default_factory=set)
 
 
 def undisturbed(schedule: Schedule, scratch: Path) -> Path:
@@ -89,7 +91,7 @@ def check(story: Story, reference: Path) -> None:
     Raises:
         BrokenLaw: one does not hold.
     """
-    laws.check_nothing_left(story.folder, story.mark, story.pids)
+    laws.check_nothing_left(story.folder, story.mark, story.pids, story.damaged)
     laws.check_samples(story.folder, reference)
     shrunk = story.schedule.shrink and story.failures > 0
     laws.check_trajectory(story.folder, reference, laws.ROUNDING if shrunk else 0.0)
@@ -127,7 +129,7 @@ def _let_happen(story: Story, launcher: subprocess.Popen[str], waiting: list[Fau
         if waiting and _newest_step(story.folder, began) >= waiting[0].step:
             fault = waiting.pop(0)
             time.sleep(fault.delay_s)
-            if _cause(story, launcher, fault) and fault.kind in ("preempt", "kill-launcher"):
+            if _cause(story, launcher, fault) and fault.kind in ENDS_RUN:
                 launcher.wait(LONGEST_S)
                 return fault
         time.sleep(0.005)
@@ -158,6 +160,11 @@ def _cause(story: Story, launcher: subprocess.Popen[str], fault: Fault) -> bool:
         return False
     if fault.kind == "preempt":
         launcher.terminate()
+    elif fault.kind == "preempt-all":
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("TEST_MARK") == story.mark:
+                    process.send_signal(signal.SIGUSR1)
     elif fault.kind == "kill-launcher":
         _ranks(story)
         launcher.kill()
@@ -180,9 +187,11 @@ def _cause(story: Story, launcher: subprocess.Popen[str], fault: Fault) -> bool:
 def _check_verdict(story: Story, code: int, ended_by: Fault | None) -> None:
     """Check how a launcher ended, and what it said."""
     said = Path(story.output[-1]).read_text()
-    expected = {"preempt": (75,), "kill-launcher": (-signal.SIGKILL,)}.get(ended_by.kind if ended_by else "", (0,))
+    expected = {"preempt": (75,), "preempt-all": (75,), "kill-launcher": (-signal.SIGKILL,)}.get(
+        ended_by.kind if ended_by else "", (0,)
+    )
     # A run that is stopped before training has begun has no checkpoint yet, and one in its last step completes.
-    early = ended_by is not None and ended_by.kind == "preempt" and code in (0, 143)
+    early = ended_by is not None and ended_by.kind.startswith("preempt") and code in (0, 143, 138)
     if code not in expected and not early:
         raise laws.BrokenLaw(f"exit code {code}, expected {expected[0]}: {said[-800:]}")
     if "Traceback" in said:
@@ -196,6 +205,7 @@ def _damage(story: Story, fault: Fault) -> None:
     newest = latest_checkpoint(story.folder / "run")
     if newest is None or len(list(newest.parent.iterdir())) < 2:
         return
+    story.damaged.add(newest.name)
     drawn = random.Random(story.schedule.seed)
     file = drawn.choice(sorted(newest.iterdir()))
     content = bytearray(file.read_bytes())

@@ -125,7 +125,7 @@ def test_a_seed_draws_one_schedule() -> None:
     drawn = [draw_schedule(seed, root=True) for seed in range(200)]
     assert drawn == [draw_schedule(seed, root=True) for seed in range(200)]
     assert {schedule.plan for schedule in drawn} == set(PLANS)
-    assert len({fault.kind for schedule in drawn for fault in schedule.faults}) == 5
+    assert len({fault.kind for schedule in drawn for fault in schedule.faults}) == 6
     assert all(1 < fault.step < STEPS for schedule in drawn for fault in schedule.faults)
 
 

@@ -20,7 +20,7 @@ def ready(folder: Path) -> list[int]:
     return [int((folder / f"ready-{rank}").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_ranks_that_wrote_a_checkpoint_make_the_run_resumable(tmp_path: Path, number: signal.Signals) -> None:
     with running(*RUN, STOP, "resumable", cwd=tmp_path) as run:
         ready(tmp_path)

@@ -69,11 +69,12 @@ def _leave_at_once(server: int) -> None:
 
 
 def _outlive_signals(server: int) -> None:
-    """Leave SIGTERM and SIGHUP to the launcher: a closed terminal or a scheduler sends them to all processes at once.
+    """Leave some signals to the launcher: a closed terminal or a scheduler sends them to all processes at once.
 
-    The server would end, and all ranks with it, before they have saved a checkpoint. Ranks handle both as before.
+    The server would end, and all ranks with it, before they have saved a checkpoint. Ranks handle them as before.
     """
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
 
     def restore() -> None:
         if os.getppid() == server:

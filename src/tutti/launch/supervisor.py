@@ -160,15 +160,15 @@ class Interrupts:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Collect Ctrl-C, SIGTERM and SIGHUP while the context lasts, instead of ending the process.
+    """Collect Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP while the context lasts, instead of ending the process.
 
-    A SIGHUP that is ignored, as under nohup, stays ignored.
+    A SIGHUP that is ignored, as under nohup, stays ignored. Schedulers send SIGUSR1 ahead of a pre-emption.
     """
     received = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     before: dict[signal.Signals, Any] = {number: signal.signal(number, received.take) for number in numbers}
