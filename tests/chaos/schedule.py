@@ -4,9 +4,14 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-FaultKind = Literal["kill", "stop", "preempt", "preempt-all", "kill-launcher", "full-disk"]
+FaultKind = Literal[
+    "kill", "stop", "preempt", "preempt-all", "kill-launcher", "full-disk", "kill-node", "cut-link", "shake-link"
+]
+"""preempt-all: SIGUSR1 for every process, as Slurm sends it. kill-launcher: that of node 0. cut-link: until the other
+node is lost. shake-link: for half a second."""
+
 ENDS_RUN = ("preempt", "preempt-all", "kill-launcher")
-"""Faults after which the run is to be resumed. preempt-all: SIGUSR1 for every process, as Slurm sends it."""
+"""Faults after which the run is to be resumed."""
 
 Damage = Literal["none", "flipped", "truncated", "missing"]
 
@@ -21,8 +26,13 @@ PLANS: dict[str, tuple[str, ...]] = {
     "split": ("--mesh", "split=2"),
     "replicate-stage": ("--mesh", "replicate=2,stage=2"),
     "local-sgd": ("--mesh", "replicate=2", "--sync", "local:4"),
+    "nodes": ("--mesh", "replicate=4"),
+    "nodes-shard": ("--mesh", "shard=4", "--shard", "level=2"),
 }
-RANKS = {"replicate": 3, "replicate-stage": 4}
+NODES = ("nodes", "nodes-shard")
+"""Plans whose ranks are on two hosts of a lab, which needs root."""
+
+RANKS = {"replicate": 3, "replicate-stage": 4, "nodes": 4, "nodes-shard": 4}
 """Ranks of a plan, where it does not have 2."""
 
 
@@ -84,19 +94,15 @@ def draw_schedule(seed: int, plan: str | None = None, *, root: bool = False) -> 
     Args:
         seed: any number.
         plan: the plan; drawn if None.
-        root: whether faults may be drawn that need root: a full disk.
+        root: whether plans and faults may be drawn that need root: several hosts, a full disk.
     """
     drawn = random.Random(seed)
-    plan = plan or drawn.choice(sorted(PLANS))
-    kinds: list[FaultKind] = [
-        "kill",
-        "kill",
-        "stop",
-        "preempt",
-        "preempt-all",
-        "kill-launcher",
-        *(["full-disk"] if root else []),
-    ]
+    plan = plan or drawn.choice(sorted(name for name in PLANS if root or name not in NODES))
+    kinds: list[FaultKind] = ["kill", "kill", "stop", "preempt", "preempt-all", "kill-launcher"]
+    if plan in NODES:
+        kinds += ["kill-node", "kill-node", "cut-link", "shake-link"]
+    elif root:
+        kinds.append("full-disk")
     steps = sorted(drawn.sample(range(2, STEPS - 1), drawn.choice((1, 2, 2, 3))))
     faults = tuple(_fault(drawn, drawn.choice(kinds), step, RANKS.get(plan, 2)) for step in steps)
     # Replicas that diverge keep a state for each rank, so their number stays; it is refused by name.

@@ -14,6 +14,7 @@ import torch
 from chaos import laws, soak
 from chaos.schedule import PLANS, STEPS, Fault, Schedule, draw_schedule
 from chaos.suffer import Story, check, suffer, undisturbed
+from lab.hosts import needs_labs
 from tutti.checkpoint.index import latest_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
@@ -44,6 +45,21 @@ def test_a_killed_rank_a_killed_launcher_and_a_damaged_checkpoint(suffered: Stor
     assert "restart 1 of 9: 2 ranks go on from step-00000004" in first
     assert "step-00000012" in second, "the damaged one is named"
     assert "resumed from" in second
+
+
+@pytest.mark.long
+def test_two_hosts_of_which_one_is_lost_and_cut_off(tmp_path: Path) -> None:
+    needs_labs()
+    schedule = Schedule(
+        seed=0,
+        plan="nodes-shard",
+        faults=(
+            Fault(kind="kill-node", step=6, delay_s=0.02),
+            Fault(kind="shake-link", step=10, delay_s=0.0),
+            Fault(kind="cut-link", step=15, delay_s=0.03),
+        ),
+    )
+    check(suffer(schedule, tmp_path / "suffered"), undisturbed(schedule, tmp_path))
 
 
 def _lose_a_batch(folder: Path) -> None:
@@ -125,7 +141,7 @@ def test_a_seed_draws_one_schedule() -> None:
     drawn = [draw_schedule(seed, root=True) for seed in range(200)]
     assert drawn == [draw_schedule(seed, root=True) for seed in range(200)]
     assert {schedule.plan for schedule in drawn} == set(PLANS)
-    assert len({fault.kind for schedule in drawn for fault in schedule.faults}) == 6
+    assert len({fault.kind for schedule in drawn for fault in schedule.faults}) == 9
     assert all(1 < fault.step < STEPS for schedule in drawn for fault in schedule.faults)
 
 
