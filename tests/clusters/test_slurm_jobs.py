@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launch.launch_rig import SCRIPTS, TUTTI, default_signals, wait_until
-from launch.slurm_rig import missing, slurm
+from launch.slurm_rig import lose_node, missing, slurm, slurmd
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
@@ -122,6 +122,33 @@ def test_stopped_with_a_checkpoint_and_requeued_where_nobody_asked(project: Path
     assert state(project, cluster, "run")["state"] == "completed"
 
 
+def starts(project: Path) -> list[int]:
+    """Steps after which the run has started so far."""
+    file = project / "run/metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [row["resumed_at_step"] for row in rows if row["kind"] == "start"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_preempted_by_a_job_of_a_higher_partition(project: Path, cluster: dict[str, str]) -> None:
+    words = ("--nnodes", "2", "--nproc", "1", "--grace", "10", "--folder", "run", TRAIN, "100", "0.2")
+    code, _, err = tutti(project, cluster, "submit", "--no-predict", *words)
+    assert code == 0, err
+    assert wait_until(lambda: int(str(state(project, cluster, "run")["step"] or 0)) >= 4, 60)
+    urgent = ("sbatch", "--partition=urgent", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=4", "--wrap=sleep 2")
+    subprocess.run(urgent, cwd=project, env={**os.environ, **cluster}, check=True, capture_output=True)
+    log = project.glob("run/slurm-*.out")
+    assert wait_until(lambda: len(starts(project)) == 2, 120), "".join(each.read_text() for each in log)
+    assert starts(project)[1] >= 4
+    assert wait_until(lambda: int(str(state(project, cluster, "run")["step"] or 0)) > starts(project)[1] + 2, 60)
+    rows = [json.loads(line) for line in (project / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row["kind"] == "step"]
+    assert steps == list(range(1, len(steps) + 1)), "no step is left out or repeated"
+    assert tutti(project, cluster, "cancel", "run")[0] == 0
+    assert wait_until(lambda: state(project, cluster, "run")["state"] == "cancelled", 60)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_failure_and_a_job_that_is_left_and_cancelled(project: Path, cluster: dict[str, str]) -> None:
@@ -214,3 +241,24 @@ def test_a_damaged_profile_is_refused(project: Path, text: str, said: str) -> No
     assert done.returncode == 2
     assert f"{project / 'tutti.toml'}" in done.stderr
     assert said in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_lost_node_lets_the_job_begin_again_from_its_checkpoint(project: Path, cluster: dict[str, str]) -> None:
+    words = ("--nnodes", "2", "--nproc", "1", "--checkpoint-every", "4", "--folder", "run", TRAIN, "100", "0.2")
+    code, _, err = tutti(project, cluster, "submit", "--no-predict", *words)
+    assert code == 0, err
+    assert wait_until(lambda: int(str(state(project, cluster, "run")["step"] or 0)) >= 6, 60)
+    lose_node(cluster, "n1")
+    assert wait_until(lambda: state(project, cluster, "run")["state"] == "pending", 120), "Slurm requeues it"
+    with subprocess.Popen(slurmd(cluster, "n1"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as node:
+        try:
+            assert wait_until(lambda: len(starts(project)) == 2, 120), state(project, cluster, "run")
+            first, resumed = starts(project)
+            assert (first, resumed % 4) == (0, 0)
+            assert resumed >= 4
+            assert tutti(project, cluster, "cancel", "run")[0] == 0
+            assert wait_until(lambda: state(project, cluster, "run")["state"] == "cancelled", 60)
+        finally:
+            node.terminate()

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 NODES = 2
 
 CONFIGURATION = """\
@@ -35,6 +37,10 @@ AccountingStorageType=accounting_storage/none
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
+SlurmdTimeout=20
+KillWait=5
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SchedulerType=sched/builtin
 SchedulerParameters=requeue_delay=0,batch_sched_delay=1
 SelectType=select/cons_tres
@@ -81,7 +87,8 @@ def _up(base: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, str]:
             f"NodeName=n{index} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[index + 1]} CPUs=4 State=UNKNOWN\n"
         )
         (base / f"spool-n{index}").mkdir()
-    lines.append(f"PartitionName=main Nodes=n[0-{NODES - 1}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO\n")
+    lines.append(f"PartitionName=main Nodes=n[0-{NODES - 1}] Default=YES MaxTime=INFINITE State=UP GraceTime=40\n")
+    lines.append(f"PartitionName=urgent Nodes=n[0-{NODES - 1}] PriorityTier=10 PreemptMode=OFF State=UP\n")
     (base / "state").mkdir()
     configuration = base / "slurm.conf"
     configuration.write_text("".join(lines))
@@ -105,7 +112,7 @@ def _up(base: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, str]:
     _wait("munged", lambda: (base / "munge.socket").exists(), base)
     start("slurmctld", "-D", "-f", str(configuration))
     for index in range(NODES):
-        start("slurmd", "-D", "-N", f"n{index}", "-f", str(configuration))
+        start(*slurmd({"SLURM_CONF": str(configuration)}, f"n{index}"))
     _wait("the nodes", lambda: _idle(environment) == NODES, base)
     return {"SLURM_CONF": str(configuration)}
 
@@ -113,7 +120,29 @@ def _up(base: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, str]:
 def _idle(environment: dict[str, str]) -> int:
     command = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    return len(done.stdout.split()) if done.returncode == 0 else 0
+    return len(set(done.stdout.split())) if done.returncode == 0 else 0
+
+
+def lose_node(cluster: dict[str, str], name: str) -> None:
+    """Kill a node: its slurmd, and everything that it has started."""
+    lost: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cmdline() == slurmd(cluster, name):
+                lost.append(process)
+            variables = process.environ()
+            here = variables.get("SLURM_CONF") == cluster["SLURM_CONF"]
+            if here and variables.get("SLURMD_NODENAME") == name and process.pid != os.getpid():
+                parent = process.parent()
+                lost += [process] if parent is None or "slurmstepd" not in parent.name() else [parent, process]
+    for process in lost:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def slurmd(cluster: dict[str, str], name: str) -> list[str]:
+    """Return the command that starts a node."""
+    return ["slurmd", "-D", "-N", name, "-f", cluster["SLURM_CONF"]]
 
 
 def _wait(what: str, ready: object, base: Path, timeout_s: float = 40) -> None:
