@@ -95,6 +95,18 @@ def test_the_ends_of_a_message_are_named(tmp_path: Path, recorders: list[EventRe
     assert "in recv 1 from rank 0 to rank 2; rank 0 has not come" in verdict.message
 
 
+def test_a_message_that_crosses_a_collective_is_a_different_order(
+    tmp_path: Path, recorders: list[EventRecorder]
+) -> None:
+    recorders[0].begin_collective("all_reduce", (0, "0,1,2#0"), None, blocking=True)
+    recorders[2].begin_collective("recv", (-4, "0>2#"), None, blocking=True)
+    verdict = judge(looked_at(tmp_path), time.time())
+    assert verdict.kind == "mismatch"
+    assert "rank 0 waits in all-reduce 1 of ranks 0, 1, 2 while rank 2 waits in recv 1 from rank 0 to rank 2" in (
+        verdict.message
+    )
+
+
 DUMPS = {
     "faulthandler": """\
 Thread 0x00007f1 (most recent call first):

@@ -214,7 +214,7 @@ def _different(waits: Mapping[int, Wait], members: Mapping[int, ObservedRank], n
 
 def _takes_part(rank: int, event: RankEvent) -> bool:
     ranks = event.group.partition("#")[0]
-    return ranks.startswith("pid") or str(rank) in ranks.split(",")
+    return ranks.startswith("pid") or str(rank) in re.split("[,>]", ranks)
 
 
 def _missing(
