@@ -285,6 +285,11 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     return _with_rendezvous(rank_environment, environ, _slurm_host(environ), job)
 
 
+def in_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process runs inside an allocation of Slurm."""
+    return "SLURM_JOB_ID" in environ
+
+
 def slurm_nodes(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """Return the number of nodes of the Slurm step that this process is a task of, and this node's; (1, 0) outside."""
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:

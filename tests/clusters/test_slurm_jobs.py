@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -127,6 +128,39 @@ def starts(project: Path) -> list[int]:
     file = project / "run/metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [row["resumed_at_step"] for row in rows if row["kind"] == "start"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_the_doctor_and_the_probe_run_on_nodes(project: Path, cluster: dict[str, str]) -> None:
+    (project / "tutti.toml").write_text('[slurm]\nsetup = ["export TUTTI_X=1"]\n')
+    code, out, err = tutti(project, cluster, "doctor", "--on", "slurm", "--nnodes", "2", "--nproc", "1")
+    assert code == 0, out + err
+    assert out.count("nothing would stop a launch here") == 2, "each node says so"
+    assert "links" in out
+    file = project / "two nodes.json"
+    words = ("--nodes", "2", "--nproc", "1", "--quick", "--no-plot", "--output", str(file))
+    code, _, err = tutti(project, cluster, "probe", "--on", "slurm", *words, timeout_s=300)
+    assert code == 0, err
+    assert json.loads(file.read_text())["nodes"][0]["name"] == socket.gethostname(), "both nodes are this host"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("doctor", "--on", "slurm", "--request", "partition=gpu"), "`sinfo --summarize` lists the partitions"),
+        (("doctor", "--on", "slurm", "--node-rank", "1"), "leave --rendezvous and --node-rank out"),
+        (("doctor", "--request", "partition=gpu"), "add --on slurm, or leave it out"),
+        (("probe", "--on", "slurm"), "add --nproc N"),
+        (("probe", "--on", "slurm", "--nproc", "1", "--list"), "leave one out"),
+        (("probe", "--on", "pbs", "--nproc", "1"), "there is no scheduler 'pbs'"),
+    ],
+)
+def test_refused_on_nodes(project: Path, cluster: dict[str, str], words: tuple[str, ...], said: str) -> None:
+    code, _, err = tutti(project, cluster, *words)
+    assert code == 2, err
+    assert said in err
+    assert len(err.splitlines()) == 1, "one sentence"
 
 
 @pytest.mark.long

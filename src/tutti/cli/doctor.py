@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tutti.cli.options import emit, json_option
+from tutti.cli.options import emit, json_option, request_option
+from tutti.errors import LaunchError
 
 if TYPE_CHECKING:
     from tutti.launch.doctor_finding import Finding
@@ -17,17 +18,40 @@ if TYPE_CHECKING:
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where several nodes are to meet.")
 @click.option("--nnodes", type=click.IntRange(1), default=1, help="Nodes that run this command together.")
 @click.option("--node-rank", type=click.IntRange(0), default=0, help="The number of this node, from 0.")
+@click.option("--on", metavar="NAME", help="The scheduler on whose nodes to look: slurm.")
+@request_option
 @json_option
 @click.argument("script", required=False, type=click.Path(path_type=Path))
 def command(
-    script: Path | None, nproc: int | None, rendezvous: str | None, nnodes: int, node_rank: int, as_json: bool
+    script: Path | None,
+    nproc: int | None,
+    rendezvous: str | None,
+    nnodes: int,
+    node_rank: int,
+    on: str | None,
+    requests: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Find what would stop a launch (of SCRIPT) on this host. Exits with 1 if anything would.
 
     With --nnodes, or as `srun --ntasks-per-node=1 tutti doctor`, hosts are checked together, and the links between them
-    are measured.
+    are measured. With --on slurm, Slurm is asked for --nnodes nodes, and these are checked.
     """
     from tutti.commands.doctor import diagnosed
+
+    if on is not None:
+        from tutti.commands.on_nodes import run_on_nodes
+
+        if rendezvous is not None or node_rank:
+            raise LaunchError(
+                f"--on {on}: the cluster numbers its nodes and says where they meet; leave --rendezvous and "
+                "--node-rank out"
+            )
+        words = ["doctor", *(() if nproc is None else ("--nproc", str(nproc))), *(("--json",) if as_json else ())]
+        words += [] if script is None else [str(script.resolve())]
+        sys.exit(run_on_nodes(words, on=on, nodes=nnodes, tasks_per_node=1, requests=requests))
+    if requests:
+        raise LaunchError("--request is for the nodes of a cluster; add --on slurm, or leave it out")
 
     show = (lambda finding: None) if as_json else _show
     diagnosis = diagnosed(script, nproc, rendezvous, nnodes, node_rank, show=show)

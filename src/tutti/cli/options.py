@@ -75,6 +75,12 @@ def _text_of(params: Mapping[str, Any]) -> str:
         return ""
 
 
+def request_option(function: F) -> F:
+    """Add --request: settings of the cluster's job."""
+    says = "Settings of the cluster's job, such as partition=gpu,time=2h; tutti.toml has those of the project."
+    return click.option("--request", "requests", multiple=True, metavar="NAME=VALUE,...", help=says)(function)
+
+
 def json_option(function: F) -> F:
     """Add --json: one JSON document on standard output."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")(function)

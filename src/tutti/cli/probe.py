@@ -1,18 +1,19 @@
 """`tutti probe`: measures this machine or a cluster, or writes a cluster's description from data sheets."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tutti.cli.options import emit, json_option
+from tutti.cli.options import emit, json_option, request_option
 from tutti.commands.messages import console
 from tutti.commands.probe import ProbeOptions, described, measured
 from tutti.config import serialization
 from tutti.config.cluster import ClusterSpec
 from tutti.config.option_syntax import BYTES, parse_quantity
-from tutti.errors import SpecError
+from tutti.errors import LaunchError, SpecError
 
 
 def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
@@ -49,21 +50,41 @@ def _nbytes(context: click.Context, parameter: click.Parameter, text: str | None
     type=click.Path(path_type=Path, file_okay=False),
     help="An existing folder whose disk is measured, for plans that keep optimizer state there.",
 )
+@click.option("--on", metavar="NAME", help="The scheduler on whose nodes to measure: slurm, with --nodes and --nproc.")
+@request_option
 @json_option
-def command(**given: Any) -> None:
+def command(on: str | None, requests: tuple[str, ...], **given: Any) -> None:
     """Measure this machine: matrix products, memory, links between ranks, disk.
 
     Started on several ranks (torchrun, srun, mpirun), it measures all their hosts and the network between them. With
     --device it measures nothing and describes a cluster from data sheets. The result of measuring this machine is kept
-    for `tutti plan` and `tutti run`.
+    for `tutti plan` and `tutti run`. With --on slurm, Slurm is asked for --nodes nodes, and these are measured.
     """
     options = ProbeOptions(**given)
+    if on is not None:
+        sys.exit(_measure_on(on, options, requests))
+    if requests:
+        raise LaunchError("--request is for the nodes of a cluster; add --on slurm, or leave it out")
     if options.show_parts:
         _show_parts(options)
         return
     result = measured(options) if options.device is None else described(options, options.device)
     if result is not None:
         _finish(options, result.cluster, options.output or result.file)
+
+
+def _measure_on(on: str, options: ProbeOptions, requests: tuple[str, ...]) -> int:
+    from tutti.commands.on_nodes import run_on_nodes
+
+    if options.nproc is None:
+        raise LaunchError(f"--on {on}: say how many ranks each node has: add --nproc N")
+    if options.device is not None or options.show_parts:
+        raise LaunchError(f"--on {on} measures nodes, and --device and --list measure nothing; leave one out")
+    paths = (("--output", options.output), ("--plot", options.plot), ("--nvme-path", options.nvme_path))
+    words = ["probe", *(word for name, path in paths if path is not None for word in (name, str(path.resolve())))]
+    flags = (("--quick", options.quick), ("--no-plot", options.no_plot), ("--json", options.as_json))
+    words += [name for name, is_set in flags if is_set]
+    return run_on_nodes(words, on=on, nodes=options.nodes, tasks_per_node=options.nproc, requests=requests)
 
 
 def _show_parts(options: ProbeOptions) -> None:

@@ -15,11 +15,12 @@ from tutti.cli.options import (
     bucket_option,
     compress_option,
     relax_option,
+    request_option,
     shard_option,
     share_option,
     sync_option,
 )
-from tutti.cli.submit import default_launcher, request_option, submitted_and_followed
+from tutti.cli.submit import default_launcher, submitted_and_followed
 from tutti.clusters.schedulers import SCHEDULERS
 from tutti.commands.messages import console, guarded_streams
 from tutti.commands.run_options import TIMEOUT_S, RunOptions, duration_s, rank_counts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import PLACE, SCRIPT_CONTEXT, emit, json_option
+from tutti.cli.options import PLACE, SCRIPT_CONTEXT, emit, json_option, request_option
 from tutti.commands.messages import console, guarded_streams
 from tutti.commands.run_options import RunOptions
 
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from tutti.commands.submit import Answer
 
 _RUN = click.Path(path_type=Path)
-
-
-def request_option(function: Any) -> Any:
-    """Add --request: settings of the job."""
-    says = "Settings of the cluster's job, such as partition=gpu,time=2h; tutti.toml has those of the project."
-    return click.option("--request", "requests", multiple=True, metavar="NAME=VALUE,...", help=says)(function)
 
 
 @click.command("submit", context_settings=SCRIPT_CONTEXT)

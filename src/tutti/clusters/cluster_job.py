@@ -1,10 +1,10 @@
 """A run as a job of a cluster: what is asked for, what a scheduler answers, and the record in the run folder."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tutti.errors import LaunchError
 
@@ -98,6 +98,27 @@ class Scheduler(Protocol):
 
     def cancel(self, job: str) -> None:
         """End a job at once."""
+        ...
+
+
+@runtime_checkable
+class NodeCommands(Protocol):
+    """A scheduler that lets a command run on nodes and waits for it, as `tutti doctor --on NAME` needs."""
+
+    def command_on_nodes(
+        self, words: Sequence[str], nodes: int, tasks_per_node: int, settings: Mapping[str, Any]
+    ) -> list[str]:
+        """Return the command that asks for nodes, runs `tutti WORDS` there, and ends with it.
+
+        Args:
+            words: arguments of `tutti`.
+            nodes: number of nodes.
+            tasks_per_node: how often it is started on each.
+            settings: the scheduler's own.
+
+        Raises:
+            LaunchError: the scheduler refuses it.
+        """
         ...
 
 

@@ -5,13 +5,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tutti.clusters.cluster_job import STAY_STOPPED, JobRequest, JobState, JobStatus
 from tutti.config.safe_text import plain_text
+from tutti.environment import in_slurm_job
 from tutti.errors import LaunchError
 
 LOG = "slurm-%j.out"
@@ -153,13 +154,17 @@ def _options(request: JobRequest, settings: SlurmSettings) -> list[str]:
         found.append(f"--cpus-per-task={cores}")
     if settings.time is not None:
         found.append(f"--time={_minutes(settings.time, notice)}")
-    if settings.gpus is not None:
-        found.append(f"--gpus-per-node={_quoted(settings.gpus)}")
+    return [*found, *_same_options(settings, _quoted), *settings.options]
+
+
+def _same_options(settings: SlurmSettings, quoted: Callable[[str], str]) -> list[str]:
+    """Return the options that sbatch and srun share."""
+    found = [] if settings.gpus is None else [f"--gpus-per-node={quoted(settings.gpus)}"]
     for name in ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "mem"):
         value = getattr(settings, name)
         if value is not None:
-            found.append(f"--{name}={_quoted(value)}")
-    return [*found, *settings.options]
+            found.append(f"--{name}={quoted(value)}")
+    return found
 
 
 def _quoted(text: str) -> str:
@@ -219,6 +224,24 @@ class Slurm:
             nodes="" if fields.get("NodeList", "(null)") == "(null)" else fields["NodeList"],
             exit_code=exit_code if ended else None,
         )
+
+    def command_on_nodes(
+        self, words: Sequence[str], nodes: int, tasks_per_node: int, settings: Mapping[str, Any]
+    ) -> list[str]:
+        read = read_settings(settings)
+        found = [f"--nodes={nodes}", f"--ntasks-per-node={tasks_per_node}", f"--ntasks={nodes * tasks_per_node}"]
+        if read.cpus is not None:
+            found.append(f"--cpus-per-task={max(1, read.cpus // tasks_per_node)}")
+        if read.time is not None:
+            found.append(f"--time={_minutes(read.time, 0)}")
+        asked = [*found, *_same_options(read, lambda text: text), *read.options]
+        if not in_slurm_job():  # in an allocation that there is, srun asks for nothing new
+            code, out, err = _ask("srun", "--test-only", *asked, "true")
+            if code:
+                raise LaunchError(_refusal(err or out))
+        python = shlex.quote(read.python or sys.executable)
+        steps = [*read.setup, f"exec {read.container} {python} -m tutti.cli.main {shlex.join(words)}"]
+        return ["srun", "--job-name=tutti", *asked, "bash", "-c", "\n".join(steps).replace("  ", " ")]
 
     def stop(self, job: str) -> None:
         self._cancel("--signal=TERM", job)
