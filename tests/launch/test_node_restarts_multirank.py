@@ -86,6 +86,9 @@ def test_a_lost_node_is_left_out_and_takes_part_when_it_comes_again(tmp_path: Pa
     assert "node 1 on " in err
     assert "has come: the ranks pause to go on with more" in err
     assert "4 ranks go on from step-" in err
+    assert re.search(r"paused after step \d+; the checkpoint is ", err)
+    assert "go on with:" not in err, "nobody has to do anything"
+    assert not [*(tmp_path / "run").glob(".pause*")]
     assert batches(tmp_path) == batches(undisturbed), "no sample is lost, and none counted twice"
     assert 0 < difference(tmp_path, undisturbed) <= 1e-12
 

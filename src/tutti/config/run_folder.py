@@ -204,6 +204,15 @@ class RunFolder:
         """Names the process that writes into the folder, and is locked by it."""
         return self.path / ".lock"
 
+    def pause(self, node: int) -> Path:
+        """Is there while the ranks of a node stop only to go on with those of another node."""
+        return self.path / f".pause-{node}"
+
+    @property
+    def pauses(self) -> bool:
+        """Whether ranks that stop now go on by themselves."""
+        return any(self.path.glob(".pause-*"))
+
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"

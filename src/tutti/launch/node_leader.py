@@ -436,6 +436,7 @@ class NodeLeader:
                     "set": told,
                     "drop": dropped,
                     "delay_s": following.delay_s,
+                    "grown": following.grown,
                     "message": message,
                 }
             )

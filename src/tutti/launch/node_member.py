@@ -128,7 +128,10 @@ class NodeMember:
             return self._without_leader(outcome)
         if decided["kind"] == "start":
             return Restart(
-                spec=self._following(decided), delay_s=float(decided["delay_s"]), message=str(decided["message"])
+                spec=self._following(decided),
+                delay_s=float(decided["delay_s"]),
+                message=str(decided["message"]),
+                grown=bool(decided["grown"]),
             )
         if decided["refusal"]:
             raise LaunchError(plain_text(str(decided["refusal"])))

@@ -112,7 +112,7 @@ class Restarts:
         self._records.place(spec)
         following, source = self._continued(spec)
         message = f"{_count(following)} {'go' if following.world_size > 1 else 'goes'} on {source}"
-        return Restart(spec=following, delay_s=0.0, message=message)
+        return Restart(spec=following, delay_s=0.0, message=message, grown=True)
 
     def _following(
         self,

@@ -4,6 +4,7 @@ A generation is one start of all ranks. Where restarts are allowed, a rank that 
 one continues from the newest checkpoint of the run.
 """
 
+import contextlib
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, Literal, Protocol, cast
 
+from tutti.config.run_folder import RunFolder
 from tutti.errors import RESUMABLE, LaunchError
 from tutti.launch.failure import (
     Failure,
@@ -103,12 +105,14 @@ class Restart:
         delay_s: seconds to wait before.
         message: what happened and what comes next, in words.
         survivors: the ranks of it that go on from memory; None if all of them are started anew.
+        grown: whether it follows no failure, but has the ranks of a node that has come; it is no restart.
     """
 
     spec: LaunchSpec
     delay_s: float
     message: str
     survivors: Survivors | None = None
+    grown: bool = False
 
 
 class Recovery(Protocol):
@@ -244,7 +248,7 @@ def supervise(
                 if interrupted.number is not None:
                     return _stopped_between(interrupted.number, outcome)
                 clear_errors(spec)  # a smaller generation would leave those of its missing ranks
-                spec, restarts = following.spec, restarts + 1
+                spec, restarts = following.spec, restarts + (not following.grown)
         finally:
             if generation is not None:
                 generation.end()
@@ -319,7 +323,12 @@ class _Generation:
     def _leave(self, *, pausing: bool) -> Outcome:
         """End the ranks because of other nodes. Ranks that fail or complete in a pause have done so by themselves."""
         assert self._handle is not None
+        mark = RunFolder(self._spec.folder).pause(self._spec.node_rank)
+        with contextlib.suppress(OSError):
+            mark.touch() if pausing else None
         self._handle.stop(self._grace_s if pausing else RESTART_GRACE_S, hurry=lambda: self._interrupted.count > 1)
+        with contextlib.suppress(OSError):
+            mark.unlink(missing_ok=True)
         self._watcher.update()
         exits = self._handle.wait(0)
         own = [error for rank, error in read_errors(self._spec).items() if rank in self._spec.ranks]

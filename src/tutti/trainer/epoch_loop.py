@@ -73,11 +73,14 @@ def between_batches(run: Run) -> None:
     run.output.log.row(
         "preempted", loop.clock.elapsed_s(), step=progress.step, epoch=progress.epoch, reason=stopping.reason
     )
-    command = resuming_command(run.parallel.world, run.parallel.plan.mesh, run.output.folder.path)
-    run.output.screen.say(
-        f"stopped after step {progress.step}: {stopping.reason}; the checkpoint is "
-        f"{' and '.join(str(path) for path in (folder, *others))}; go on with: {command}"
-    )
+    written = f"the checkpoint is {' and '.join(str(path) for path in (folder, *others))}"
+    if run.output.folder.pauses:
+        run.output.screen.say(f"paused after step {progress.step}; {written}")
+    else:
+        command = resuming_command(run.parallel.world, run.parallel.plan.mesh, run.output.folder.path)
+        run.output.screen.say(
+            f"stopped after step {progress.step}: {stopping.reason}; {written}; go on with: {command}"
+        )
     stopping.leave()
 
 
