@@ -184,9 +184,13 @@ def _binds_cores(environ: Mapping[str, str]) -> bool:
 
 def _on_slow_rank(environ: Mapping[str, str]) -> OnSlowRank:
     value = environ.get("TUTTI_ON_SLOW_RANK") or "warn"
-    if value == "warn" or value == "rebalance":
-        return value
-    raise LaunchError(f"TUTTI_ON_SLOW_RANK={value!r} is neither warn nor rebalance; set it to one of them, or unset it")
+    if value == "rebalance":
+        return "rebalance"
+    if value != "warn":
+        raise LaunchError(
+            f"TUTTI_ON_SLOW_RANK={value!r} is neither warn nor rebalance; set it to one of them, or unset it"
+        )
+    return "warn"
 
 
 def _recording(environ: Mapping[str, str]) -> Recording | None:

@@ -6,7 +6,7 @@ without waits for other ranks. All ranks add up the same numbers, so all of them
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -74,6 +74,24 @@ class OwnTimesWindow:
         usual = statistics.median(others)
         excess = totals[rank] - usual
         return excess if totals[rank] > FACTOR * usual and excess >= LEAST_EXCESS_S else 0.0
+
+    def at_whole_shares(self, parts: Sequence[float], rank: int) -> "OwnTimesWindow":
+        """Return the window as it would be if times followed the ranks' shares of the batch, and these were whole.
+
+        Args:
+            parts: which part of its share each rank has had.
+            rank: this rank, whose own facts the window has.
+        """
+        if all(part == 1.0 for part in parts):
+            return self
+        load = {name: count if name == "clock_hz" else count / parts[rank] for name, count in self.load.items()}
+        return replace(
+            self,
+            data_s=[seconds / part for seconds, part in zip(self.data_s, parts, strict=True)],
+            own_s=[seconds / part for seconds, part in zip(self.own_s, parts, strict=True)],
+            longest_s=self.longest_s / parts[rank],
+            load=load,
+        )
 
     def relative_time(self, rank: int, peers: Sequence[int]) -> float:
         """Return a rank's own time of a step, divided by the median of the others'; 1 if there are none.

@@ -24,11 +24,11 @@ FOLLOW_SHARE = frozenset({"data", "compute", "throttling", "memory pressure", "o
 
 _LEAST_WEIGHT = 1 / 32
 
-_WHOLE = 0.9
+_WHOLE = 0.8
 """From this part of its share on, a rank gets all of it."""
 
-_RAISE = 1.15
-"""A share is raised where it may be so many times as large."""
+_LOWER, _RAISE = 1.25, 1.15
+"""A share is lowered where it is so many times too large, and raised where it may be so many times as large."""
 
 _GAIN = 0.9
 """Shares are lowered where the slowest rank then takes at most this part of its time."""
@@ -57,17 +57,17 @@ class RankShare:
 
         Args:
             part: the weight that they have had, in whole samples.
-            time: their own time, as a multiple of that of other ranks.
+            time: their own time at whole shares, as a multiple of that of other ranks.
             kind: the kind of cause, if they are slow.
         """
-        equal = min(1.0, max(part / time, _LEAST_WEIGHT)) if time > 0 else 1.0
-        if kind is not None:
-            self.calm = 0
-            return min(equal, self.weight) if kind in FOLLOW_SHARE else self.weight
-        if self.weight == 1.0:
-            return 1.0
+        equal = min(1.0, max(1.0 / time, _LEAST_WEIGHT)) if time > 0 else 1.0
         equal = 1.0 if equal >= _WHOLE else equal
-        self.calm = self.calm + 1 if equal == 1.0 or equal >= _RAISE * part else 0
+        more = self.weight < 1.0 and (equal == 1.0 or equal >= _RAISE * part)
+        if kind is not None and kind not in FOLLOW_SHARE:
+            return self.weight
+        if kind is not None and equal * _LOWER <= part:
+            return min(equal, self.weight)
+        self.calm = self.calm + 1 if more else 0
         return equal if self.calm >= self.patience else self.weight
 
     def follow(self, weight: float) -> None:
@@ -118,15 +118,21 @@ class Rebalancer:
         for rank in range(plan.world_size):
             self.groups[Mesh(plan.mesh, rank).data_index].append(rank)
         self._ranks = [RankShare() for _ in self.groups]
+        self._sizes = self._stated or (1.0,) * len(self.groups)
         self._shares = self._stated
         self.pending: ShareChange | None = None
         self.changed: tuple[int, float] | None = None
 
-    @property
-    def lowered(self) -> set[int]:
-        """The ranks that have less than their share in the plan."""
-        groups = zip(self.groups, self._ranks, strict=True)
-        return {rank for group, share in groups if share.weight < 1.0 for rank in group}
+    def parts(self, samples: int) -> list[float]:
+        """Return which part of its share in the plan each data-parallel rank has, in whole samples; 1 if all of it.
+
+        Args:
+            samples: of a microbatch of the global batch.
+        """
+        ranks = [*zip(self._counts(self._shares, samples), self._sizes, self._ranks, strict=True)]
+        whole = [(count, size) for count, size, share in ranks if size and share.weight == 1.0]
+        unit = sum(count for count, _ in whole) / sum(size for _, size in whole)
+        return [1.0 if share.weight == 1.0 or not count else count / (size * unit) for count, size, share in ranks]
 
     def judge(
         self, window: OwnTimesWindow, peers: Sequence[Sequence[int]], kinds: Mapping[int, str], samples: int
@@ -134,7 +140,7 @@ class Rebalancer:
         """Look at a window; `pending` then has the change that it asks for, if any.
 
         Args:
-            window: the own times of all ranks, with the present shares.
+            window: the own times of all ranks, at whole shares.
             peers: for each rank, the ranks that compute the same modules.
             kinds: the slow ranks, with the kinds of causes.
             samples: of a microbatch of the global batch.
@@ -143,52 +149,36 @@ class Rebalancer:
             The slow ranks whose share would be lowered, but for having too few samples.
         """
         slowest = [max((window.relative_time(rank, peers[rank]), rank) for rank in group) for group in self.groups]
-        now = self._counts(self._shares, samples)
-        wanted = self._wanted([(time, kinds.get(rank)) for time, rank in slowest], now)
-        lowered = {
-            rank: time
-            for share, weight, (time, rank) in zip(self._ranks, wanted, slowest, strict=True)
-            if weight < share.weight
-        }
-        if all(weight == share.weight for share, weight in zip(self._ranks, wanted, strict=True)):
+        parts, before = self.parts(samples), [share.weight for share in self._ranks]
+        wanted = [
+            share.wanted(part, time, kinds.get(rank))
+            for share, part, (time, rank) in zip(self._ranks, parts, slowest, strict=True)
+        ]
+        most = max(weight for weight, size in zip(wanted, self._sizes, strict=True) if size)
+        wanted = [weight / most if size else 1.0 for weight, size in zip(wanted, self._sizes, strict=True)]
+        changed = [
+            (index, new - old) for index, (new, old) in enumerate(zip(wanted, before, strict=True)) if new != old
+        ]
+        if not changed:
             return []
+        lowered = {slowest[index][1]: slowest[index][0] for index, by in changed if by < 0}
         shares = self._shares_of(wanted, samples)
-        then = self._counts(shares, samples)
-        if then == now or (lowered and not _is_faster([time for time, _ in slowest], now, then)):
+        then, now = self._counts(shares, samples), self._counts(self._shares, samples)
+        times = [part * time for part, (time, _) in zip(parts, slowest, strict=True)]
+        if then == now or (lowered and not _is_faster(times, now, then)):
             return sorted(lowered)
-        raised = {n for n, (s, weight) in enumerate(zip(self._ranks, wanted, strict=True)) if weight > s.weight}
         for share, weight in zip(self._ranks, wanted, strict=True):
             share.follow(weight)
         self._shares = shares
-        self.pending = ShareChange(
-            shares=shares, raised=frozenset(raised), times=lowered, kinds=kinds, step_s=window.step_s
-        )
+        raised = frozenset(index for index, by in changed if by > 0)
+        self.pending = ShareChange(shares=shares, raised=raised, times=lowered, kinds=kinds, step_s=window.step_s)
         return []
-
-    def _wanted(self, seen: Sequence[tuple[float, str | None]], counts: Sequence[int]) -> list[float]:
-        """Return what part of their share in the plan ranks should get.
-
-        Args:
-            seen: for each data-parallel rank, its own time as a multiple of the others', and the cause if it is slow.
-            counts: the samples that it has now.
-        """
-        stated = self._stated or (1.0,) * len(counts)
-        ranks = zip(counts, stated, self._ranks, strict=True)
-        whole = [(count, size) for count, size, share in ranks if size and share.weight == 1.0]
-        unit = sum(count for count, _ in whole) / sum(size for _, size in whole)
-        wanted = []
-        for (time, kind), count, size, share in zip(seen, counts, stated, self._ranks, strict=True):
-            part = 1.0 if share.weight == 1.0 else count / (size * unit)
-            wanted.append(share.wanted(part, time, kind) if size else 0.0)
-        most = max(wanted)
-        return [weight / most if size else 1.0 for weight, size in zip(wanted, stated, strict=True)]
 
     def _shares_of(self, weights: Sequence[float], samples: int) -> tuple[float, ...]:
         """Return shares in whole samples of a microbatch; those of the plan where no rank is lowered."""
         if all(weight == 1.0 for weight in weights):
             return self._stated
-        stated = self._stated or (1.0,) * len(weights)
-        parts = whole_parts([share * weight for share, weight in zip(stated, weights, strict=True)], samples)
+        parts = whole_parts([size * weight for size, weight in zip(self._sizes, weights, strict=True)], samples)
         return tuple(map(float, parts)) or self._shares
 
     def _counts(self, shares: Sequence[float], samples: int) -> list[int]:

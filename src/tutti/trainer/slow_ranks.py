@@ -43,9 +43,13 @@ def note_own_times(run: Run, columns: Sequence[float], step: int) -> None:
     if window is None:
         return
     groups = _peers(run)
+    if rebalancer is not None:
+        _say_effect(run, rebalancer, window)
+        parts = rebalancer.parts(_samples_at_once(run))
+        index_of = {rank: index for index, group in enumerate(rebalancer.groups) for rank in group}
+        window = window.at_whole_shares([parts[index_of[rank]] for rank in range(len(columns))], run.parallel.mesh.rank)
     slow = [rank for rank in range(len(columns)) if window.excess_s(rank, groups[rank])]
-    lowered = set() if rebalancer is None else rebalancer.lowered
-    for rank in sorted(own_times.slow.keys() - {*slow} - lowered):
+    for rank in sorted(own_times.slow.keys() - {*slow}):
         run.output.screen.say(f"rank {rank} is no slower than the others since step {window.first}")
         del own_times.slow[rank]
     new = [rank for rank in slow if rank not in own_times.slow]
@@ -54,7 +58,6 @@ def note_own_times(run: Run, columns: Sequence[float], step: int) -> None:
         causes = _name(run, window, groups, slow, new)
     if rebalancer is not None:
         kinds = {rank: kind for rank, (kind, _) in causes.items()}
-        _say_effect(run, rebalancer, window)
         for rank in rebalancer.judge(window, groups, kinds, _samples_at_once(run)):
             warn(run, f"rank {rank}'s share of the batch stays as it is: it has too few samples to have less")
 
