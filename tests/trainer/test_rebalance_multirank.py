@@ -54,7 +54,7 @@ class Reversed(Sampler[int]):
 class Told:
     """What a run is told."""
 
-    mesh: str = "replicate"
+    mesh: str = "replicate={}"
     batch: int = BATCH
     data: Callable[[], Any] = Samples
     job: dict[str, Any] = field(default_factory=dict)
@@ -67,8 +67,10 @@ CASES = {
     "workers that stay": Told(prepare={"num_workers": 1, "persistent_workers": True, "prefetch_factor": 4}),
     "sampler": Told(prepare={"sampler": Reversed(), "num_workers": 1}),
     "stream": Told(data=Stream),
-    "sharded parameters": Told(mesh="shard"),
+    "sharded parameters": Told(mesh="shard={}"),
     "fewer samples than ranks": Told(batch=3),
+    "stages": Told(mesh="stage=2,replicate=2", job={"num_microbatches": 2}),
+    "split": Told(mesh="split=2,shard=2"),
 }
 
 
@@ -92,7 +94,7 @@ def three(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 def prepared(told: Told, name: str, **settings: Any) -> tuple[tutti.Job, nn.Module, Any]:
     ranks = int(os.environ["WORLD_SIZE"])
     os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{name}".replace(" ", "-"))
-    os.environ["TUTTI_MESH"] = f"{told.mesh}={ranks}"
+    os.environ["TUTTI_MESH"] = told.mesh.format(ranks) if ranks > 1 else "replicate=1"
     torch.set_default_dtype(torch.float64)
     job = tutti.Job(global_batch_size=told.batch, seed=5, on_slow_rank="rebalance", **told.job, **settings)
     model: Any = ConvNet()
@@ -107,7 +109,7 @@ def change(job: tutti.Job, shares: Sequence[float]) -> None:
     """Ask for other shares, as a window of slow steps does."""
     rebalancer = job._run().loop.rebalancer
     assert rebalancer is not None
-    now = tuple(shares)[: job.world_size]
+    now = tuple(shares)[: len(rebalancer.groups)]
     rebalancer.pending = ShareChange(shares=now, raised=frozenset({0}), times={}, kinds={}, step_s=0.1)
 
 
@@ -148,12 +150,21 @@ def same(got: Trained, expected: Trained, words: str) -> None:
 
 QUICK = ("microbatches", "workers")
 
-OTHERS = tuple(name for name in CASES if name not in QUICK)
+GROUPS = ("stages", "split")
+"""Meshes of 4 ranks, of which two compute the same samples."""
+
+OTHERS = tuple(name for name in CASES if name not in (*QUICK, *GROUPS))
 
 
 @pytest.mark.parametrize(
     ("ranks", "names"),
-    [(3, QUICK), *[pytest.param(*given, marks=pytest.mark.long) for given in ((2, OTHERS), (3, OTHERS), (4, QUICK))]],
+    [
+        (3, QUICK),
+        *[
+            pytest.param(*given, marks=pytest.mark.long)
+            for given in ((2, OTHERS), (3, OTHERS), (4, QUICK), (4, GROUPS))
+        ],
+    ],
 )
 def test_a_run_whose_shares_change_is_that_of_one_device(ranks: int, names: tuple[str, ...]) -> None:
     one = run_ranks(all_of, 1, names, timeout_s=120)[0]
@@ -162,6 +173,9 @@ def test_a_run_whose_shares_change_is_that_of_one_device(ranks: int, names: tupl
         runs, sizes = [result[name] for result in results], []
         for run in runs:
             same(run, one[name], name)
+        if name in GROUPS:
+            assert [run.own for run in runs[2:]] == [run.own for run in runs[:2]]
+            del runs[2:]
         for step, everyone in enumerate(zip(*(run.own for run in runs), strict=True)):
             together, whole = [sample for own in everyone for sample in own], one[name].own[step]
             if "num_microbatches" in CASES[name].job:
@@ -172,4 +186,6 @@ def test_a_run_whose_shares_change_is_that_of_one_device(ranks: int, names: tupl
             assert sizes[1] != sizes[2] != sizes[8], name
             assert sizes[4][-1] < BATCH
             assert sizes[0] == sizes[8], f"{name}: in the end it is as in the beginning"
-            assert len([said for said in runs[0].said if said.startswith("rank 0 gets ")]) == len(CHANGES), name
+            assert len([said for said in runs[0].said if " of 11 samples of a batch instead of " in said]) == len(
+                CHANGES
+            ), name
