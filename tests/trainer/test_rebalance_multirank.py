@@ -1,6 +1,7 @@
 """Shares of the batch that change while a run trains: the run computes what one device does, with the same samples."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 import tutti
 from harness import run_ranks
 from trainer.training import ConvNet
+from tutti.errors import LaunchError, PlanError, RankMismatchError
+from tutti.trainer import own_times
 from tutti.trainer.rebalance import ShareChange
 
 COUNT, BATCH, EPOCHS = 50, 11, 2
@@ -57,6 +60,7 @@ class Told:
     mesh: str = "replicate={}"
     batch: int = BATCH
     data: Callable[[], Any] = Samples
+    model: Callable[[], nn.Module] = ConvNet
     job: dict[str, Any] = field(default_factory=dict)
     prepare: dict[str, Any] = field(default_factory=dict)
 
@@ -93,11 +97,11 @@ def three(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 
 def prepared(told: Told, name: str, **settings: Any) -> tuple[tutti.Job, nn.Module, Any]:
     ranks = int(os.environ["WORLD_SIZE"])
-    os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / f"run-{name}".replace(" ", "-"))
+    os.environ["TUTTI_RUN_FOLDER"] = str(Path.cwd() / name.replace(" ", "-"))
     os.environ["TUTTI_MESH"] = told.mesh.format(ranks) if ranks > 1 else "replicate=1"
     torch.set_default_dtype(torch.float64)
     job = tutti.Job(global_batch_size=told.batch, seed=5, on_slow_rank="rebalance", **told.job, **settings)
-    model: Any = ConvNet()
+    model: Any = told.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, _, loader = job.prepare(
         model, optimizer, told.data(), nn.functional.cross_entropy, unpack=three, **told.prepare
@@ -113,6 +117,13 @@ def change(job: tutti.Job, shares: Sequence[float]) -> None:
     rebalancer.pending = ShareChange(shares=now, raised=frozenset({0}), times={}, kinds={}, step_s=0.1)
 
 
+def counted(loader: Any, batch: Any) -> list[int]:
+    """The samples that this rank computes, without those that have no weight."""
+    numbers = iter(batch[2].tolist())
+    parts = [[next(numbers) for _ in range(part.loaded)][: part.count] for part in loader.shares.share.parts]
+    return [number for part in parts for number in part]
+
+
 def trained(told: Told, name: str, changes: bool = True, **settings: Any) -> Trained:
     job, _, loader = prepared(told, name, **settings)
     said: list[str] = []
@@ -120,12 +131,7 @@ def trained(told: Told, name: str, changes: bool = True, **settings: Any) -> Tra
     result = Trained([], {}, {}, [], [], said, 0)
     for _ in job.epochs(EPOCHS):
         for batch in loader:
-            share = loader.shares.share
-            counts = [part.count for part in share.parts]
-            ids = iter(batch[2].tolist())
-            own = [[next(ids) for _ in range(part.loaded)][: part.count] for part in share.parts]
-            assert sum(counts) == sum(map(len, own))
-            result.own.append([number for part in own for number in part])
+            result.own.append(counted(loader, batch))
             result.order.append(loader.shares.indices.tolist())
             result.losses.append(job.step(batch))
             if changes and job.global_step in CHANGES:
@@ -189,3 +195,126 @@ def test_a_run_whose_shares_change_is_that_of_one_device(ranks: int, names: tupl
             assert len([said for said in runs[0].said if " of 11 samples of a batch instead of " in said]) == len(
                 CHANGES
             ), name
+
+
+class SlowSamples(Samples):
+    """Samples that rank 1 reads slowly until they are not slow any longer."""
+
+    slow = int(os.environ.get("RANK", "0")) == 1
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
+        time.sleep(0.008 if self.slow else 0.002)
+        return super().__getitem__(index)
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+
+
+def slow_for_a_while(steps: int) -> tuple[Trained, list[str]]:
+    """Train until the slow rank has got its share back; on one device, so many steps."""
+    own_times.WINDOW_S, own_times.LEAST_EXCESS_S = 0.3, 0.1
+    SlowSamples.slow = os.environ["RANK"] == "1"
+    job, _, loader = prepared(Told(data=SlowSamples, model=small, batch=8), "slow")
+    said: list[str] = []
+    job._context.screen.say = said.append  # type: ignore[method-assign]
+    result, lowered, back = Trained([], {}, {}, [], [], said, 0), 0, False
+    while not back and (not steps or job.global_step < steps):
+        for batch in loader:
+            result.own.append(counted(loader, batch))
+            result.order.append(loader.shares.indices.tolist())
+            result.losses.append(job.step(batch))
+            if loader.shares.plan.shares:
+                lowered = lowered or job.global_step
+                SlowSamples.slow = SlowSamples.slow and job.global_step < lowered + 40
+            back = bool(lowered and not loader.shares.plan.shares) or job.global_step in (steps, 2000)
+            if back:
+                break
+    result.state = job.state_dict()
+    return result, said
+
+
+def test_a_slow_rank_has_fewer_samples_until_it_is_slow_no_longer() -> None:
+    results = run_ranks(slow_for_a_while, 2, 0, timeout_s=120)
+    steps = len(results[0][0].losses)
+    (one, _), said = run_ranks(slow_for_a_while, 1, steps)[0], results[0][1]
+    for got, _ in results:
+        assert got.losses == pytest.approx(one.losses, rel=1e-12)
+        for name, value in one.state.items():
+            torch.testing.assert_close(got.state[name], value, rtol=1e-12, atol=1e-12, msg=name)
+    for step in range(steps):
+        assert results[0][0].own[step] + results[1][0].own[step] == one.own[step]
+    sizes = [len(own) for own in results[1][0].own if own]
+    assert sizes[0] == sizes[-1] == 4, said
+    assert min(sizes) < 4
+    assert any("rank 1 takes " in sentence and sentence.endswith(": data") for sentence in said), said
+    assert said[-1].endswith("; no longer slow"), said
+    assert any("is no slower than the others" in sentence for sentence in said), said
+
+
+def resumed_elsewhere(resume: str | None, folder: str) -> Trained:
+    """Shares change before and after the checkpoint; a resumed run begins with equal ones."""
+    job, _, loader = prepared(Told(prepare={"num_workers": 1}), folder, resume=resume)
+    result = Trained([], {}, {}, [], [], [], 0)
+    assert not loader.shares.plan.shares
+    for _ in job.epochs(EPOCHS):
+        for batch in loader:
+            result.losses.append(job.step(batch))
+            result.own.append(counted(loader, batch))
+            if job.world_size > 1 and job.global_step in (1, 4, 7):
+                change(job, (1.0, 3.0, 5.0))
+            if resume is None and job.world_size > 1 and job.global_step == 3:
+                result.said.append(str(job.save()))
+                return result
+    result.evaluation, result.state = job.evaluate(Samples()), job.state_dict()
+    return result
+
+
+def test_checkpoints_and_other_numbers_of_ranks(tmp_path: Path) -> None:
+    one = run_ranks(resumed_elsewhere, 1, None, str(tmp_path / "one"))[0]
+    first = run_ranks(resumed_elsewhere, 2, None, str(tmp_path / "first"))
+    then = run_ranks(resumed_elsewhere, 3, first[0].said[0], str(tmp_path / "then"))
+    assert one.losses == pytest.approx(first[0].losses + then[0].losses, rel=1e-12)
+    steps = [parts for runs in (first, then) for parts in zip(*(run.own for run in runs), strict=True)]
+    assert [[number for part in parts for number in part] for parts in steps] == one.own
+    for name, value in one.state.items():
+        torch.testing.assert_close(then[2].state[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def with_other_shares() -> str:
+    job, _, loader = prepared(Told(), "other")
+    try:
+        for batch in loader:
+            job.step(batch)
+            change(job, (1.0, 3.0) if job.rank else (3.0, 1.0))
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def refused() -> list[str]:
+    said = [with_other_shares()]
+    try:
+        prepared(Told(data=Stream, prepare={"num_workers": 1}), "refused")
+    except PlanError as error:
+        said.append(str(error))
+    try:
+        tutti.Job(global_batch_size=4, on_slow_rank="faster")  # type: ignore[arg-type]
+    except PlanError as error:
+        said.append(str(error))
+    os.environ["TUTTI_ON_SLOW_RANK"] = "faster"
+    try:
+        tutti.Job(global_batch_size=4)
+    except LaunchError as error:
+        said.append(str(error))
+    return said
+
+
+def test_refusals() -> None:
+    for mismatch, stream, job, variable in run_ranks(refused, 2):
+        assert mismatch.endswith(
+            "ranks divide the batch by different shares: rank 0 by 3:1, rank 1 by 1:3; give all ranks one plan"
+        )
+        assert "with an IterableDataset and num_workers=1: the worker has already divided" in stream
+        assert job == "on_slow_rank = 'faster'; use 'warn' or 'rebalance'"
+        assert variable.startswith("TUTTI_ON_SLOW_RANK='faster' is neither warn nor rebalance")

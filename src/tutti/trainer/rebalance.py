@@ -164,8 +164,11 @@ class Rebalancer:
         lowered = {slowest[index][1]: slowest[index][0] for index, by in changed if by < 0}
         shares = self._shares_of(wanted, samples)
         then, now = self._counts(shares, samples), self._counts(self._shares, samples)
+        whole = then == self._counts(self._stated, samples)
+        if whole:
+            wanted, shares = [1.0] * len(wanted), self._stated
         times = [part * time for part, (time, _) in zip(parts, slowest, strict=True)]
-        if then == now or (lowered and not _is_faster(times, now, then)):
+        if (then == now and not whole) or (lowered and not _is_faster(times, now, then)):
             return sorted(lowered)
         for share, weight in zip(self._ranks, wanted, strict=True):
             share.follow(weight)

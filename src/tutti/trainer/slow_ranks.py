@@ -104,9 +104,9 @@ def change_shares(run: Run) -> None:
     size = loader.stated_size if plan.batch.unit == "samples" else len(loader.indices)
     for index, group in enumerate(rebalancer.groups):
         slow = next((rank for rank in group if rank in change.times), None)
-        if slow is None and index not in change.raised:
-            continue
         had, has = (sum(part.count for part in share_of(size, index, each).parts) for each in (before, plan))
+        if had == has or (slow is None and index not in change.raised):
+            continue
         what = f"{describe_ranks(group)} {'gets' if len(group) == 1 else 'get'} {has} of {size} samples of a batch"
         why = "no longer slow"
         if slow is not None:
