@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+import fakegpu
 import tutti
+from fakegpu import needs_fakegpu
 from harness import run_ranks
 from trainer.training import ConvNet
 from tutti.errors import LaunchError, PlanError, RankMismatchError
@@ -318,3 +320,62 @@ def test_refusals() -> None:
         assert "with an IterableDataset and num_workers=1: the worker has already divided" in stream
         assert job == "on_slow_rank = 'faster'; use 'warn' or 'rebalance'"
         assert variable.startswith("TUTTI_ON_SLOW_RANK='faster' is neither warn nor rebalance")
+
+
+class Greedy(nn.Linear):
+    """Has no memory for more than 6 samples at once on one of several ranks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and len(x) > 6 and os.environ["WORLD_SIZE"] != "1":
+            raise MemoryError
+        return super().forward(x.flatten(1))
+
+
+def greedy() -> nn.Module:
+    return Greedy(64, 3)
+
+
+def more_than_memory() -> Trained:
+    return trained(Told(model=greedy), "greedy")
+
+
+def test_a_rank_that_runs_out_of_memory_with_more_samples_has_them_in_several_microbatches() -> None:
+    one, results = run_ranks(more_than_memory, 1)[0], run_ranks(more_than_memory, 2)
+    for got in results:
+        same(got, one, "greedy")
+        assert any("ran out of memory at step 3 with num_microbatches = 1" in said for said in got.said), got.said
+    for step, (first, second) in enumerate(zip(*(got.own for got in results), strict=True)):
+        assert sorted(first + second) == sorted(one.own[step])
+
+
+def on_a_device(slow: bool) -> tuple[Trained, list[str]]:
+    """On ranks that share an accelerator, whose host reads results a step later."""
+    fakegpu.load()
+    os.environ["TUTTI_SHARE_DEVICE"] = "1"
+    return slow_for_a_while(0) if slow else (trained(CASES["workers"], "device"), [])
+
+
+@needs_fakegpu
+@pytest.mark.long
+def test_shares_change_on_accelerators() -> None:
+    fakegpu.build()
+    one, results = run_ranks(all_of, 1, ("workers",))[0]["workers"], run_ranks(on_a_device, 2, False)
+    for got, _ in results:
+        same(got, one, "device")
+    for step, (first, second) in enumerate(zip(*(got.own for got, _ in results), strict=True)):
+        assert first + second == one.own[step]
+
+
+@needs_fakegpu
+@pytest.mark.long
+def test_a_slow_rank_has_fewer_samples_on_accelerators() -> None:
+    fakegpu.build()
+    results = run_ranks(on_a_device, 2, True, timeout_s=120)
+    steps = len(results[0][0].losses)
+    one, said = run_ranks(slow_for_a_while, 1, steps)[0][0], results[0][1]
+    for got, _ in results:
+        assert [float(loss) for loss in got.losses] == pytest.approx(one.losses, rel=1e-12)
+    for step in range(steps):
+        assert results[0][0].own[step] + results[1][0].own[step] == one.own[step]
+    assert min(len(own) for own in results[1][0].own if own) < 4
+    assert said[-1].endswith("; no longer slow"), said

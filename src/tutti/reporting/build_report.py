@@ -389,6 +389,7 @@ def batch_report(records: Records) -> BatchReport:
     local = recipe.global_batch_size / degree
     shares = ":".join(f"{share:g}" for share in plan.shares) if plan and plan.shares else ""
     note = f"mean over ranks; shares {shares}" if shares else "mean over ranks"
+    note += "; shares changed" if any(row.kind == "shares" for row in records.rows) else ""
     steps = [f"{size} before batch {until}" for until, size in recipe.batch_ramp]
     grown = f"final size; {', '.join(steps)}" if steps else ""
     return BatchReport(

@@ -170,7 +170,7 @@ class Job(JobRanks):
                 loss_limit=loss_limit,
                 checkpoint_store=checkpoint_store or options.checkpoint_store,
                 keep_local=keep_local,
-                on_slow_rank=on_slow_rank or options.on_slow_rank,
+                on_slow_rank=options.on_slow_rank if on_slow_rank is None else on_slow_rank,
             ),
             options,
             _batch_plan(global_batch_size, unit, num_microbatches, last_batch, batch_ramp),
