@@ -1,5 +1,6 @@
 """Shares of the batch that change while a run trains: the run computes what one device does, with the same samples."""
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -336,7 +337,9 @@ def greedy() -> nn.Module:
 
 
 def more_than_memory() -> Trained:
-    return trained(Told(model=greedy), "greedy")
+    result = trained(Told(model=greedy), "greedy")
+    assert not json.loads(Path("greedy/plan.json").read_text())["shares"], "a run that begins again has equal shares"
+    return result
 
 
 def test_a_rank_that_runs_out_of_memory_with_more_samples_has_them_in_several_microbatches() -> None:

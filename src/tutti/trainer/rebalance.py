@@ -107,19 +107,20 @@ class Rebalancer:
         plan: the plan, whose shares ranks have that are not slow.
 
     Attributes:
+        stated: the plan's shares.
         groups: for each data-parallel rank, the ranks that compute its samples.
         pending: the change to make before the next batch; None: none.
         changed: the first step with the present shares, and how long a step took before, until that is said.
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._stated = plan.shares
+        self.stated = plan.shares
         self.groups: list[list[int]] = [[] for _ in range(plan.data_parallel_degree)]
         for rank in range(plan.world_size):
             self.groups[Mesh(plan.mesh, rank).data_index].append(rank)
         self._ranks = [RankShare() for _ in self.groups]
-        self._sizes = self._stated or (1.0,) * len(self.groups)
-        self._shares = self._stated
+        self._sizes = self.stated or (1.0,) * len(self.groups)
+        self._shares = self.stated
         self.pending: ShareChange | None = None
         self.changed: tuple[int, float] | None = None
 
@@ -164,9 +165,9 @@ class Rebalancer:
         lowered = {slowest[index][1]: slowest[index][0] for index, by in changed if by < 0}
         shares = self._shares_of(wanted, samples)
         then, now = self._counts(shares, samples), self._counts(self._shares, samples)
-        whole = then == self._counts(self._stated, samples)
+        whole = then == self._counts(self.stated, samples)
         if whole:
-            wanted, shares = [1.0] * len(wanted), self._stated
+            wanted, shares = [1.0] * len(wanted), self.stated
         times = [part * time for part, (time, _) in zip(parts, slowest, strict=True)]
         if (then == now and not whole) or (lowered and not _is_faster(times, now, then)):
             return sorted(lowered)
@@ -180,7 +181,7 @@ class Rebalancer:
     def _shares_of(self, weights: Sequence[float], samples: int) -> tuple[float, ...]:
         """Return shares in whole samples of a microbatch; those of the plan where no rank is lowered."""
         if all(weight == 1.0 for weight in weights):
-            return self._stated
+            return self.stated
         parts = whole_parts([size * weight for size, weight in zip(self._sizes, weights, strict=True)], samples)
         return tuple(map(float, parts)) or self._shares
 
