@@ -297,10 +297,17 @@ def with_other_shares() -> str:
 
 def refused() -> list[str]:
     said = [with_other_shares()]
-    try:
-        prepared(Told(data=Stream, prepare={"num_workers": 1}), "refused")
-    except PlanError as error:
-        said.append(str(error))
+    for variables, told in (
+        ({}, Told(data=Stream, prepare={"num_workers": 1})),
+        ({"TUTTI_SYNC": "local:4"}, Told()),
+        ({"TUTTI_COMPRESS": "top-k,density=0.1"}, Told()),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            with pytest.raises(PlanError) as raised:
+                prepared(told, "refused")
+        said.append(str(raised.value))
     try:
         tutti.Job(global_batch_size=4, on_slow_rank="faster")  # type: ignore[arg-type]
     except PlanError as error:
@@ -314,11 +321,13 @@ def refused() -> list[str]:
 
 
 def test_refusals() -> None:
-    for mismatch, stream, job, variable in run_ranks(refused, 2):
+    for mismatch, stream, local, lossy, job, variable in run_ranks(refused, 2):
         assert mismatch.endswith(
             "ranks divide the batch by different shares: rank 0 by 3:1, rank 1 by 1:3; give all ranks one plan"
         )
         assert "with an IterableDataset and num_workers=1: the worker has already divided" in stream
+        assert "replicas that differ depend on their shares of the batch" in local
+        assert "what the codec loses depends on the samples of each rank" in lossy
         assert job == "on_slow_rank = 'faster'; use 'warn' or 'rebalance'"
         assert variable.startswith("TUTTI_ON_SLOW_RANK='faster' is neither warn nor rebalance")
 
