@@ -24,6 +24,7 @@ class Machine:
         self.index_of = {rank: index for index, group in enumerate(self.rebalancer.groups) for rank in group}
         self.samples = plan.batch.global_batch_size // plan.batch.num_microbatches
         self.counts = self.rebalancer._counts(plan.shares, self.samples)
+        self.stuck: list[int] = []
 
     def times(self) -> list[float]:
         """Return the own time of each rank in a step."""
@@ -44,7 +45,7 @@ class Machine:
         parts = self.rebalancer.parts(self.samples)
         window = window.at_whole_shares([parts[self.index_of[rank]] for rank in ranks], 0)
         slow = [rank for rank in ranks if window.excess_s(rank, ranks)]
-        self.rebalancer.judge(window, [ranks] * len(times), dict.fromkeys(slow, kind), self.samples)
+        self.stuck = self.rebalancer.judge(window, [ranks] * len(times), dict.fromkeys(slow, kind), self.samples)
         change, self.rebalancer.pending = self.rebalancer.pending, None
         if change is not None:
             self.counts = self.rebalancer._counts(change.shares, self.samples)
@@ -111,7 +112,9 @@ def test_a_change_that_makes_no_step_faster_is_not_made() -> None:
     machine = Machine(plan(4, 5), [0.1, 0.1, 0.1, 0.1])
     assert machine.counts == [1, 1, 1, 2], "one rank has a sample more, and takes twice as long"
     assert machine.window() == [1, 1, 1, 2]
-    assert Machine(plan(2, 2), [0.01, 0.1]).window() == [1, 1], "no rank can have less than one sample"
+    two = Machine(plan(2, 2), [0.01, 0.1])
+    assert two.window() == [1, 1], "no rank can have less than one sample"
+    assert two.stuck == [1], "and that is said"
     assert Machine(plan(4, 3), [0.01, 0.1, 0.1, 0.1]).window() == [0, 1, 1, 1]
 
 

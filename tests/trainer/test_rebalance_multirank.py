@@ -70,8 +70,8 @@ class Told:
 
 CASES = {
     "microbatches": Told(job={"num_microbatches": 2, "clip_norm": 0.5}),
-    "workers": Told(prepare={"num_workers": 2}),
-    "workers that stay": Told(prepare={"num_workers": 1, "persistent_workers": True, "prefetch_factor": 4}),
+    "workers": Told(prepare={"num_workers": 1}),
+    "workers that stay": Told(prepare={"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}),
     "sampler": Told(prepare={"sampler": Reversed(), "num_workers": 1}),
     "stream": Told(data=Stream),
     "sharded parameters": Told(mesh="shard={}"),
@@ -203,22 +203,30 @@ def test_a_run_whose_shares_change_is_that_of_one_device(ranks: int, names: tupl
 class SlowSamples(Samples):
     """Samples that rank 1 reads slowly until they are not slow any longer."""
 
-    slow = int(os.environ.get("RANK", "0")) == 1
+    slow = False
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
         time.sleep(0.008 if self.slow else 0.002)
         return super().__getitem__(index)
 
 
+def pretend(job: tutti.Job, samples: int) -> None:
+    """Say that this rank has waited for its samples, in the next step's message."""
+    phases = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
+    waited_s = (0.08 if SlowSamples.slow else 0.02) * samples
+    job._run().loop.own_times.note({**phases, "data": waited_s}, exact=True)  # type: ignore[dict-item]
+
+
 def small() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
 
 
-def slow_for_a_while(steps: int) -> tuple[Trained, list[str]]:
+def slow_for_a_while(steps: int, batch_size: int = 8, real: bool = True) -> tuple[Trained, list[str]]:
     """Train until the slow rank has got its share back; on one device, so many steps."""
-    own_times.WINDOW_S, own_times.LEAST_EXCESS_S = 0.3, 0.1
+    if real:
+        own_times.WINDOW_S, own_times.LEAST_EXCESS_S = 0.3, 0.1
     SlowSamples.slow = os.environ["RANK"] == "1"
-    job, _, loader = prepared(Told(data=SlowSamples, model=small, batch=8), "slow")
+    job, _, loader = prepared(Told(data=SlowSamples if real else Samples, model=small, batch=batch_size), "slow")
     said: list[str] = []
     job._context.screen.say = said.append  # type: ignore[method-assign]
     result, lowered, back = Trained([], {}, {}, [], [], said, 0), 0, False
@@ -227,6 +235,8 @@ def slow_for_a_while(steps: int) -> tuple[Trained, list[str]]:
             result.own.append(counted(loader, batch))
             result.order.append(loader.shares.indices.tolist())
             result.losses.append(job.step(batch))
+            if not real:
+                pretend(job, len(result.own[-1]))
             if loader.shares.plan.shares:
                 lowered = lowered or job.global_step
                 SlowSamples.slow = SlowSamples.slow and job.global_step < lowered + 40
@@ -237,22 +247,28 @@ def slow_for_a_while(steps: int) -> tuple[Trained, list[str]]:
     return result, said
 
 
-def test_a_slow_rank_has_fewer_samples_until_it_is_slow_no_longer() -> None:
-    results = run_ranks(slow_for_a_while, 2, 0, timeout_s=120)
+@pytest.mark.parametrize(("ranks", "real"), [(3, False), pytest.param(2, True, marks=pytest.mark.long)])
+def test_a_slow_rank_has_fewer_samples_until_it_is_slow_no_longer(ranks: int, real: bool) -> None:
+    results = run_ranks(slow_for_a_while, ranks, 0, 4 * ranks, real, timeout_s=120)
     steps = len(results[0][0].losses)
-    (one, _), said = run_ranks(slow_for_a_while, 1, steps)[0], results[0][1]
+    (one, _), said = run_ranks(slow_for_a_while, 1, steps, 4 * ranks, real)[0], results[0][1]
     for got, _ in results:
         assert got.losses == pytest.approx(one.losses, rel=1e-12)
         for name, value in one.state.items():
             torch.testing.assert_close(got.state[name], value, rtol=1e-12, atol=1e-12, msg=name)
     for step in range(steps):
-        assert results[0][0].own[step] + results[1][0].own[step] == one.own[step]
+        assert [sample for got, _ in results for sample in got.own[step]] == one.own[step]
     sizes = [len(own) for own in results[1][0].own if own]
     assert sizes[0] == sizes[-1] == 4, said
     assert min(sizes) < 4
     assert any("rank 1 takes " in sentence and sentence.endswith(": data") for sentence in said), said
     assert said[-1].endswith("; no longer slow"), said
     assert any("is no slower than the others" in sentence for sentence in said), said
+    if not real:
+        assert said[1].startswith(
+            "rank 1 gets 1 of 12 samples of a batch instead of 4 from step 38 on; rank 1 takes 4."
+        )
+        assert said[2].startswith("with the shares of the batch since step 38, a step takes ")
 
 
 def resumed_elsewhere(resume: str | None, folder: str) -> Trained:

@@ -133,7 +133,9 @@ class Rebalancer:
         ranks = [*zip(self._counts(self._shares, samples), self._sizes, self._ranks, strict=True)]
         whole = [(count, size) for count, size, share in ranks if size and share.weight == 1.0]
         unit = sum(count for count, _ in whole) / sum(size for _, size in whole)
-        return [1.0 if share.weight == 1.0 or not count else count / (size * unit) for count, size, share in ranks]
+        return [
+            1.0 if share.weight == 1.0 or not size else max(count, 1) / (size * unit) for count, size, share in ranks
+        ]
 
     def judge(
         self, window: OwnTimesWindow, peers: Sequence[Sequence[int]], kinds: Mapping[int, str], samples: int
@@ -147,7 +149,7 @@ class Rebalancer:
             samples: of a microbatch of the global batch.
 
         Returns:
-            The slow ranks whose share would be lowered, but for having too few samples.
+            The slow ranks whose share would be lowered if a division into whole samples were faster for that.
         """
         slowest = [max((window.relative_time(rank, peers[rank]), rank) for rank in group) for group in self.groups]
         parts, before = self.parts(samples), [share.weight for share in self._ranks]

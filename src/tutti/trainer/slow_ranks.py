@@ -58,8 +58,10 @@ def note_own_times(run: Run, columns: Sequence[float], step: int) -> None:
         causes = _name(run, window, groups, slow, new)
     if rebalancer is not None:
         kinds = {rank: kind for rank, (kind, _) in causes.items()}
-        for rank in rebalancer.judge(window, groups, kinds, _samples_at_once(run)):
-            warn(run, f"rank {rank}'s share of the batch stays as it is: it has too few samples to have less")
+        samples = _samples_at_once(run)
+        for rank in rebalancer.judge(window, groups, kinds, samples):
+            other = f"no other division of {samples} samples makes steps a tenth faster"
+            warn(run, f"rank {rank}'s share of the batch stays as it is: {other}")
 
 
 def _name(
@@ -108,7 +110,7 @@ def change_shares(run: Run) -> None:
         if had == has or (slow is None and index not in change.raised):
             continue
         what = f"{describe_ranks(group)} {'gets' if len(group) == 1 else 'get'} {has} of {size} samples of a batch"
-        why = "no longer slow"
+        why = "no longer slow" if change.shares == rebalancer.stated else "less slow than before"
         if slow is not None:
             why = f"rank {slow} takes {change.times[slow]:.2g} times as long as others: {change.kinds[slow]}"
         _say_shares(run, f"{what} instead of {had} from step {step} on; {why}")
