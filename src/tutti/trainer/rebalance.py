@@ -210,7 +210,7 @@ def whole_parts(weights: Sequence[float], total: int) -> list[int]:
 
     Examples:
         >>> whole_parts([1, 1, 0.5], 16)
-        [6, 7, 3]
+        [7, 6, 3]
         >>> whole_parts([1, 0.01, 1], 8)
         [4, 1, 3]
         >>> whole_parts([1, 1, 1], 2)
