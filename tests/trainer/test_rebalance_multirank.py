@@ -195,9 +195,7 @@ def test_a_run_whose_shares_change_is_that_of_one_device(ranks: int, names: tupl
             assert sizes[1] != sizes[2] != sizes[8], name
             assert sizes[4][-1] < BATCH
             assert sizes[0] == sizes[8], f"{name}: in the end it is as in the beginning"
-            assert len([said for said in runs[0].said if " of 11 samples of a batch instead of " in said]) == len(
-                CHANGES
-            ), name
+            assert sum(" of 11 samples of a batch instead of " in said for said in runs[0].said) >= 2, name
 
 
 class SlowSamples(Samples):
