@@ -13,7 +13,7 @@ from tutti.config.mesh_axes import parse_mesh
 from tutti.config.plan import SyncPlan
 from tutti.config.run_folder import checkpoint_place
 from tutti.config.sync_notation import parse_sync
-from tutti.config.vocabulary import AxisName
+from tutti.config.vocabulary import AxisName, OnSlowRank
 from tutti.errors import LaunchError
 
 _MPI = (
@@ -81,6 +81,7 @@ class LaunchOptions:
         recover_from: the rank that has the state in memory to continue from, and the number of its updates.
         generators: file for this rank's states of random generators.
         lost_generators: the file of the rank whose place this rank takes.
+        on_slow_rank: what happens where a rank is slower than the others.
         restarted: the launcher started the ranks again: `resume` is newer than what the script resumes from.
         observer: "module:factory" of an observer to load.
         steps: number of steps that the observer `stop_after_steps` lets the run make.
@@ -122,6 +123,7 @@ class LaunchOptions:
     generators: Path | None = None
     lost_generators: Path | None = None
     checkpoint_store: str | None = None
+    on_slow_rank: OnSlowRank = "warn"
 
 
 def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOptions:
@@ -159,6 +161,7 @@ def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOption
         generators=path("TUTTI_GENERATORS"),
         lost_generators=path("TUTTI_LOST_GENERATORS"),
         checkpoint_store=environ.get("TUTTI_CHECKPOINT_STORE") or None,
+        on_slow_rank=_on_slow_rank(environ),
     )
 
 
@@ -177,6 +180,17 @@ def _binds_cores(environ: Mapping[str, str]) -> bool:
     if value not in ("auto", "none"):
         raise LaunchError(f"TUTTI_BIND_CORES={value!r} is neither auto nor none; set it to one of them, or unset it")
     return value == "auto"
+
+
+def _on_slow_rank(environ: Mapping[str, str]) -> OnSlowRank:
+    value = environ.get("TUTTI_ON_SLOW_RANK") or "warn"
+    if value == "rebalance":
+        return "rebalance"
+    if value != "warn":
+        raise LaunchError(
+            f"TUTTI_ON_SLOW_RANK={value!r} is neither warn nor rebalance; set it to one of them, or unset it"
+        )
+    return "warn"
 
 
 def _recording(environ: Mapping[str, str]) -> Recording | None:
@@ -498,6 +512,7 @@ _OPTIONS = {
     "TUTTI_BUCKET_MB": "--bucket-mb",
     "TUTTI_CHECKPOINT_EVERY": "--checkpoint-every",
     "TUTTI_CHECKPOINT_STORE": "--checkpoint-store",
+    "TUTTI_ON_SLOW_RANK": "--on-slow-rank",
 }
 
 

@@ -103,6 +103,27 @@ def test_fewer_ranks_go_on_with_the_same_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("fewer", [False, True])
+def test_shares_that_have_changed_begin_anew(tmp_path: Path, fewer: bool) -> None:
+    """They change twice; then a rank dies, and the others go on from memory with equal shares, which change again."""
+    script = ("--kind", "still", "--epochs", "2")
+    assert run(tmp_path / "one", "--", *script, ranks=1).code == 0
+    shares = ("--shares", "2=1:4:2", "--shares", "5=3:1:1", "--shares", "10=1:2:3", "--every", "7")
+    options = ("--on-slow-rank", "rebalance", *(("--on-failure", "shrink") if fewer else ()))
+    faults = ("kill@7:1:forward", "kill@12:0")
+    done = survived(tmp_path / "two", *options, "--", *script, *shares, *faults, restarts=2)
+    assert done.err.count("from the memory of rank") == 2, done.err
+    assert difference(tmp_path / "one", tmp_path / "two") <= 1e-12
+    assert samples(tmp_path / "one") == samples(tmp_path / "two")
+    divided = {(int(step), int(rank)): shares for step, rank, shares in
+               (line.split(" ", 2) for line in (tmp_path / "two/shares").read_text().splitlines())}  # fmt: skip
+    assert divided[3, 0] == "(1.0, 4.0, 2.0)"
+    assert divided[6, 0] == "(3.0, 1.0, 1.0)"
+    assert divided[8, 0] == "()", "equal again"
+    assert divided[11, 0] == ("(1.0, 2.0)" if fewer else "(1.0, 2.0, 3.0)")
+
+
+@pytest.mark.long
 def test_twenty_deaths_leave_no_memory_thread_or_file_behind(tmp_path: Path) -> None:
     faults = [f"kill@{step}:1" for step in range(1, 21)]
     survived(tmp_path, "--", "--epochs", "3", *faults, restarts=20, ranks=2)

@@ -83,6 +83,8 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
               help="After a failure, go on from what other ranks have in memory, or from a checkpoint.")  # fmt: skip
 @click.option("--min-ranks", type=click.IntRange(1), metavar="M",
               help="Go on with fewer ranks, down to M, where one cannot be started again.")  # fmt: skip
+@click.option("--on-slow-rank", type=click.Choice(["warn", "rebalance"]), default="warn", show_default=True,
+              help="Name a rank that is slower than the others, or lower its share of the batch, too.")  # fmt: skip
 @click.option("--grace", "grace_s", type=click.FloatRange(min=0.1), default=30.0, show_default=True, metavar="SECONDS",
               help="How long ranks have to save a checkpoint when the run is stopped.")  # fmt: skip
 @click.option("--time-limit", "time_limit_s", metavar="DURATION", callback=_duration,

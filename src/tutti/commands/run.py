@@ -44,7 +44,7 @@ from tutti.config.compression import Compression
 from tutti.config.plan import Plan, SyncPlan
 from tutti.config.run_folder import RunFolder, RunHeader, is_store_address
 from tutti.config.run_report import RunReport
-from tutti.config.vocabulary import Relaxation
+from tutti.config.vocabulary import OnSlowRank, Relaxation
 from tutti.errors import LaunchError, ScriptError, TrainingError, TuttiError
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def run(
     on_failure: "OnFailure" = "replace",
     recover: "Recover" = "memory",
     min_ranks: int | None = None,
+    on_slow_rank: OnSlowRank = "warn",
     grace: float = 30.0,
     time_limit: float | str | None = None,
     verbose: bool = False,
@@ -139,6 +140,7 @@ def run(
         recover: "memory" lets the other ranks live and go on from their state in memory, where they have all of it;
             "checkpoint" starts all ranks again.
         min_ranks: go on with fewer ranks, down to so many, where one cannot be started again.
+        on_slow_rank: "warn" names a rank that is slower than the others; "rebalance" lowers its share of the batch.
         grace: seconds that ranks have to save a checkpoint when the run is stopped.
         time_limit: save a checkpoint and stop after this time: seconds, or a text such as "2h30m".
         verbose: show what `tutti run` shows.
@@ -192,6 +194,7 @@ READ: dict[str, Callable[[Any], Any]] = {
     "min_ranks": lambda value: whole("min_ranks", value),
     "on_failure": lambda value: one_of("on_failure", value, ("replace", "shrink")),
     "recover": lambda value: one_of("recover", value, ("memory", "checkpoint")),
+    "on_slow_rank": lambda value: one_of("on_slow_rank", value, get_args(OnSlowRank)),
 }
 """How an argument of a function is read for the option of that name; others are taken as they are."""
 

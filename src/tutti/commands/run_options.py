@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tutti.config.cluster import ClusterSpec
     from tutti.config.compression import Compression
     from tutti.config.plan import Plan, SyncPlan
-    from tutti.config.vocabulary import Relaxation
+    from tutti.config.vocabulary import OnSlowRank, Relaxation
     from tutti.launch.restarts import OnFailure, Recover
 
 
@@ -59,6 +59,7 @@ class RunOptions:
     min_ranks: int | None = None
     on_failure: "OnFailure" = "replace"
     recover: "Recover" = "memory"
+    on_slow_rank: "OnSlowRank" = "warn"
     grace_s: float = 30.0
     time_limit_s: float | None = None
     progress: bool = True
@@ -319,6 +320,8 @@ def environment(options: RunOptions, plan: Path | None) -> dict[str, str]:
         variables["TUTTI_PROFILE"] = str(options.profile)
     if options.max_restarts and options.recover == "memory" and options.launcher == "local" and options.nnodes == 1:
         variables["TUTTI_RECOVER"] = "memory"
+    if options.on_slow_rank != "warn":
+        variables["TUTTI_ON_SLOW_RANK"] = options.on_slow_rank
     given = given_plan(options)
     if options.share_device or (given is not None and given.share_device):
         variables["TUTTI_SHARE_DEVICE"] = "1"

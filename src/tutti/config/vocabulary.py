@@ -30,6 +30,9 @@ On the `table` axis, linear layers are divided only where a rule says so and the
 OnNonfinite = Literal["stop", "skip", "rollback"]
 """What happens at a loss or gradient that is NaN or infinite."""
 
+OnSlowRank = Literal["warn", "rebalance"]
+"""What happens where a rank is slower than the others: it is named, or its share of the batch is lowered, too."""
+
 Recompute = Literal["selective"]
 """Selective recompute: outputs of matrix products, convolutions and attention are saved, all others are computed again.
 """

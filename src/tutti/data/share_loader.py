@@ -32,6 +32,7 @@ class ShareLoader:
     `epoch`, `position` and `before` are the whole state of the data order, for any number of ranks.
 
     Attributes:
+        plan: divides the global batches among ranks; another one counts from the next batch on.
         epoch: number of the current epoch.
         position: batches taken of the current epoch.
         before: batches of all earlier epochs.
@@ -85,7 +86,7 @@ class ShareLoader:
         if self._order is not None and self.position == 0:
             self._cached = None  # the sampler is asked anew at the beginning of every epoch
         plan = None
-        while plan is not self.plan:  # `divide_again` gives it another, from the next batch on
+        while plan is not self.plan:  # it may get another, from the next batch on
             plan = self.plan
             shares = self._stream() if self.source.is_stream else self._indexed()
             for self.share, self.indices, batch in shares:
@@ -95,7 +96,9 @@ class ShareLoader:
                 if self.copies is not None:
                     self.copies.start(batch)
                 yield batch.whole
-                if plan is not self.plan:
+                if self.source.is_stream:
+                    plan = self.plan  # `_stream` follows it, as the samples cannot be asked for again
+                elif plan is not self.plan:
                     break
         self.next_epoch()
 
@@ -238,8 +241,10 @@ class ShareLoader:
         loader: DataLoader[Any] = DataLoader(stream, batch_size=None, **options)
         for size, start, batch, digest in worker_batches(loader, self.timeout_s):
             self.stream_digest = digest or self.stream_digest
-            share = share_of(size, self.rank, self.plan)
+            share = share_of(size, self.rank, stream.plan)
             yield share, np.arange(start, start + size), batch
+            if not loader.num_workers:  # a worker has its own copy of the stream
+                stream.plan = self.plan
 
 
 _LOOK_EVERY_S = 1.0

@@ -279,9 +279,9 @@ _MOST_SKIPPED = 20
 
 
 def _skipped_steps(records: Records) -> tuple[RuleFinding, ...]:
-    """Return a finding for each step that was skipped because of its loss or gradients, and for each roll-back."""
+    """Return a finding for each skipped step, each roll-back, and each change of the shares of the batch."""
     found = []
-    for kind, code in (("skipped", "SKIPPED"), ("rolled_back", "ROLLED-BACK")):
+    for kind, code in (("skipped", "SKIPPED"), ("rolled_back", "ROLLED-BACK"), ("shares", "SHARES")):
         sentences = [*dict.fromkeys(str(row.data.get("sentence", "")) for row in records.spent(kind))]
         more = len(sentences) - _MOST_SKIPPED
         if more > 0:
@@ -389,6 +389,7 @@ def batch_report(records: Records) -> BatchReport:
     local = recipe.global_batch_size / degree
     shares = ":".join(f"{share:g}" for share in plan.shares) if plan and plan.shares else ""
     note = f"mean over ranks; shares {shares}" if shares else "mean over ranks"
+    note += "; shares changed" if any(row.kind == "shares" for row in records.rows) else ""
     steps = [f"{size} before batch {until}" for until, size in recipe.batch_ramp]
     grown = f"final size; {', '.join(steps)}" if steps else ""
     return BatchReport(

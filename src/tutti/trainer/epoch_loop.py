@@ -13,6 +13,7 @@ from tutti.trainer.callbacks import JobCallbacks
 from tutti.trainer.guard import compare_before_checkpoint, guard_end
 from tutti.trainer.run_header import resuming_command
 from tutti.trainer.run_state import Run
+from tutti.trainer.slow_ranks import change_shares
 from tutti.trainer.update import save_when_due, settle_updates
 
 _MOST_ROLLED_BACK = 3
@@ -54,6 +55,8 @@ def run_epochs(job: Any, run: Run, callbacks: JobCallbacks, count: int) -> Itera
 def between_batches(run: Run) -> None:
     """Where a batch is done: begin a checkpoint that is due, or save and leave if the ranks have agreed to stop.
 
+    Here all ranks take other shares of the batch, too, if slow ranks ask for them.
+
     Raises:
         SystemExit: with code 75, on every rank.
         TrainingError: the steps after a checkpoint fail again and again.
@@ -63,6 +66,7 @@ def between_batches(run: Run) -> None:
         _roll_back(run)
     if loop.marks is not None and not (loop.accumulation.waits or loop.average_applied):
         loop.marks.mark()
+    change_shares(run)
     save_when_due(run)
     if not stopping.reason or loop.accumulation.waits or loop.average_applied or loop.ending.closed:
         return

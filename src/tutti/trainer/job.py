@@ -13,7 +13,7 @@ from tutti.checkpoint.retention import parse_best
 from tutti.config.plan import BatchPlan
 from tutti.config.run_folder import checkpoint_place
 from tutti.config.stated_facts import check_facts
-from tutti.config.vocabulary import LastBatch, OnNonfinite, Precision, Unit
+from tutti.config.vocabulary import LastBatch, OnNonfinite, OnSlowRank, Precision, Unit
 from tutti.data.samples import read_source
 from tutti.errors import ScriptError
 from tutti.event_record import recorded
@@ -65,6 +65,8 @@ class Job(JobRanks):
             "rollback" also gives them the values of the newest checkpoint, and goes on with the next batch.
         loss_limit: a loss above so many times the median of the last 50 is treated as one that is not finite, once 10
             are known. None: no limit.
+        on_slow_rank: "rebalance" lowers a slow rank's share of the batch, which others take over, until it is no
+            slower; "warn" only names the rank. None: the launcher's choice, else "warn".
         checkpoint_every: steps between two checkpoints. None: the launcher's choice.
         keep_checkpoints: how many of the newest checkpoints stay. 0: only the newest, and none is written after the
             last epoch.
@@ -135,6 +137,7 @@ class Job(JobRanks):
         lr_rule: LRRule | None = None,
         on_nonfinite: OnNonfinite = "stop",
         loss_limit: float | None = None,
+        on_slow_rank: OnSlowRank | None = None,
         checkpoint_every: int | None = None,
         keep_checkpoints: int = 2,
         keep_best: str | None = None,
@@ -167,6 +170,7 @@ class Job(JobRanks):
                 loss_limit=loss_limit,
                 checkpoint_store=checkpoint_store or options.checkpoint_store,
                 keep_local=keep_local,
+                on_slow_rank=options.on_slow_rank if on_slow_rank is None else on_slow_rank,
             ),
             options,
             _batch_plan(global_batch_size, unit, num_microbatches, last_batch, batch_ramp),

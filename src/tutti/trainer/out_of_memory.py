@@ -144,7 +144,9 @@ def divide_again(run: Run, batch: Any, failure: str | None, before: HostState | 
         f"continue with {number}, from the beginning of this step"
     )
     if parallel.world.is_main:
-        serialization.save(parallel.plan, run.output.folder.plan)
+        rebalancer = run.loop.rebalancer  # a run that begins again has the shares that were stated
+        shares = parallel.plan.shares if rebalancer is None else rebalancer.stated
+        serialization.save(replace(parallel.plan, shares=shares), run.output.folder.plan)
     return loader.divide_again(parallel.plan)
 
 

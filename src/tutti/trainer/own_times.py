@@ -6,7 +6,7 @@ without waits for other ranks. All ranks add up the same numbers, so all of them
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -39,6 +39,8 @@ class OwnTimesWindow:
         data_s, own_s: each rank's wait for data, and the rest of its own time.
         longest_s: this rank's own time in its longest step.
         load: what the system has counted of this rank's process.
+        computed: the steps of which `own_s` is known; 0: all.
+        step_s: how long a step of this rank took on average, with waits.
     """
 
     first: int
@@ -48,6 +50,8 @@ class OwnTimesWindow:
     own_s: Sequence[float]
     longest_s: float
     load: Mapping[str, float]
+    computed: int = 0
+    step_s: float = 0.0
 
     def excess_s(self, rank: int, peers: Sequence[int]) -> float:
         """Return by how much a rank's own time exceeds the median of the others', 0 if it is not slow.
@@ -71,6 +75,44 @@ class OwnTimesWindow:
         excess = totals[rank] - usual
         return excess if totals[rank] > FACTOR * usual and excess >= LEAST_EXCESS_S else 0.0
 
+    def at_whole_shares(self, parts: Sequence[float], rank: int) -> "OwnTimesWindow":
+        """Return the window as it would be if times followed the ranks' shares of the batch, and these were whole.
+
+        Args:
+            parts: which part of its share each rank has had.
+            rank: this rank, whose own facts the window has.
+        """
+        if all(part == 1.0 for part in parts):
+            return self
+        load = {name: count if name == "clock_hz" else count / parts[rank] for name, count in self.load.items()}
+        return replace(
+            self,
+            data_s=[seconds / part for seconds, part in zip(self.data_s, parts, strict=True)],
+            own_s=[seconds / part for seconds, part in zip(self.own_s, parts, strict=True)],
+            longest_s=self.longest_s / parts[rank],
+            load=load,
+        )
+
+    def relative_time(self, rank: int, peers: Sequence[int]) -> float:
+        """Return a rank's own time of a step, divided by the median of the others'; 1 if there are none.
+
+        Args:
+            rank: the rank.
+            peers: as in `excess_s`.
+
+        Examples:
+            >>> window = OwnTimesWindow(
+            ...     first=6, last=37, steps=32, data_s=(0, 3, 0), own_s=(1, 1, 3), longest_s=0.1, load={}
+            ... )
+            >>> [window.relative_time(rank, [0, 1, 2]) for rank in range(3)]
+            [0.2857142857142857, 2.0, 1.2]
+        """
+        computed = self.computed or self.steps
+        times = [data / self.steps + own / computed for data, own in zip(self.data_s, self.own_s, strict=True)]
+        others = [times[other] for other in peers if other != rank]
+        usual = statistics.median(others) if others else 0.0
+        return times[rank] / usual if usual > 0 else 1.0
+
 
 @dataclass(slots=True)
 class OwnTimes:
@@ -86,6 +128,9 @@ class OwnTimes:
     _seen: int = 0
     _steps: int = 0
     _longest_s: float = 0.0
+    _computed: int = 0
+    _noted: int = 0
+    _wall_s: float = 0.0
     _sums: np.ndarray[tuple[int, ...], np.dtype[np.float64]] | None = None
     _load: ProcessLoad | None = None
 
@@ -101,6 +146,8 @@ class OwnTimes:
             own_s = phases["forward"] + phases["backward"] + phases["optimizer"] + phases["other"]
         if data_s + own_s > self._longest_s:
             self._longest_s = data_s + own_s
+        self._noted += 1
+        self._wall_s += sum(phases.values())
         self.column = float(min(int(data_s / _UNIT_S), _MOST) * _HALF + min(int(own_s / _UNIT_S), _MOST))
 
     def add(self, columns: Sequence[float], step: int) -> OwnTimesWindow | None:
@@ -116,6 +163,7 @@ class OwnTimes:
             return None
         self._sums += columns
         self._steps += 1
+        self._computed += any(column % _HALF for column in columns)
         if self._steps % WINDOW_STEPS:
             return None
         data, own = np.divmod(self._sums, _HALF)
@@ -130,11 +178,18 @@ class OwnTimes:
             own_s=(own * _UNIT_S).tolist(),
             longest_s=self._longest_s,
             load=self._load.passed(),
+            computed=self._computed,
+            step_s=self._wall_s / max(self._noted, 1),
         )
         self._begin(len(columns))
         return window
 
+    def restart(self) -> None:
+        """Forget the window, and leave out the next steps: from now on ranks have other shares."""
+        self._seen, self._sums = 0, None
+
     def _begin(self, ranks: int) -> None:
         self._sums, self._steps, self._longest_s = np.zeros(ranks), 0, 0.0
+        self._computed, self._noted, self._wall_s = 0, 0, 0.0
         if self._seen >= _FIRST_STEPS:
             self._load = ProcessLoad()

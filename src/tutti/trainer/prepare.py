@@ -83,6 +83,7 @@ from tutti.trainer.observer import Observer, load_observer
 from tutti.trainer.operation_watch import OperationWatch, note_calls_of_model
 from tutti.trainer.out_of_memory import resume_microbatches
 from tutti.trainer.program import OwnProgram
+from tutti.trainer.rebalance import Rebalancer, check_rebalancing
 from tutti.trainer.run_header import open_folder
 from tutti.trainer.run_start import note_batches, start_hooks, write_header, write_start_row
 from tutti.trainer.run_state import Accumulation, Run, RunningStatistics, RunOutput, TrainingLoop
@@ -309,7 +310,16 @@ def build_loop(
             parallel.model, parallel.scope, lambda name: parallel.layout.first_name(name) in sharded
         ),
         device_decides=context.world.device.type != "cpu",
+        rebalancer=_rebalancer(context, divided),
     )
+
+
+def _rebalancer(context: JobContext, divided: DividedModel) -> Rebalancer | None:
+    if context.settings.on_slow_rank == "warn":
+        return None
+    plan = divided.parallel.plan
+    check_rebalancing(plan, divided.source)
+    return Rebalancer(plan) if context.launch_options.recording is None else None
 
 
 def open_output(context: JobContext, folder: RunFolder, state: TrainingState) -> RunOutput:

@@ -19,7 +19,7 @@ from tutti.checkpoint.retention import BestMetric
 from tutti.comm.clock import PhaseClock
 from tutti.config.plan import Plan
 from tutti.config.run_folder import RunFolder
-from tutti.config.vocabulary import OnNonfinite
+from tutti.config.vocabulary import OnNonfinite, OnSlowRank
 from tutti.data.batches import Unpack
 from tutti.data.microbatches import leaves
 from tutti.data.seeds import HostState, host_digest, host_state
@@ -41,6 +41,7 @@ from tutti.trainer.metrics import MetricsLog, ProgressDisplay, Throughput
 from tutti.trainer.observer import JobProgram, Observer
 from tutti.trainer.operation_watch import OperationWatch
 from tutti.trainer.own_times import OwnTimes
+from tutti.trainer.rebalance import Rebalancer
 from tutti.trainer.step_message import StepMessage
 from tutti.trainer.step_profile import StepProfile
 from tutti.trainer.stopping import Stopping
@@ -73,6 +74,7 @@ class JobSettings:
         time_limit: seconds after which the run stops with a checkpoint, from the making of the Job; None: no limit.
         checkpoint_store: address of an object store that checkpoints are uploaded to; None: none.
         keep_local: how many of the newest checkpoints stay in the run folder where there is a store.
+        on_slow_rank: whether a slow rank is only named, or its share of the batch is lowered, too.
     """
 
     seed: int
@@ -88,6 +90,7 @@ class JobSettings:
     loss_limit: float | None = None
     checkpoint_store: str | None = None
     keep_local: int = 1
+    on_slow_rank: OnSlowRank = "warn"
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -96,6 +99,8 @@ class JobSettings:
             raise PlanError(f"lr_rule = {self.lr_rule!r} is no rule; write tutti.LRRule(...), or None")
         if self.on_nonfinite not in get_args(OnNonfinite):
             raise PlanError(f"on_nonfinite = {self.on_nonfinite!r}; use 'stop', 'skip' or 'rollback'")
+        if self.on_slow_rank not in get_args(OnSlowRank):
+            raise PlanError(f"on_slow_rank = {self.on_slow_rank!r}; use 'warn' or 'rebalance'")
         if self.loss_limit is not None and not self.loss_limit > 1:
             raise PlanError(f"loss_limit = {self.loss_limit}; give a factor above 1, such as 10, or None for no limit")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
@@ -397,6 +402,7 @@ class TrainingLoop:
         message: what this rank says of itself with the losses of the step that is computed.
         marks: where the run can go on from memory; None where nobody asks for that.
         own_times: the ranks' own times in steps.
+        rebalancer: finds shares of the batch that suit slow ranks; None where they do not change.
     """
 
     pipeline: Pipeline | None
@@ -421,6 +427,7 @@ class TrainingLoop:
     message: StepMessage | None = None
     marks: StateMarks | None = None
     own_times: OwnTimes = field(default_factory=OwnTimes)
+    rebalancer: Rebalancer | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,20 @@
-"""Names ranks that are slower than the others before they meet, with the cause as each rank knows it of itself."""
+"""Names ranks that are slower than the others before they meet, with the cause as each rank knows it of itself.
+
+If asked, the shares of the batch follow: `change_shares` takes what the `Rebalancer` has found.
+"""
 
 import socket
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tutti.data.batches import share_of
 from tutti.parallel.mesh import Mesh
 from tutti.trainer.guard.findings import warn
 from tutti.trainer.own_times import OwnTimesWindow
+from tutti.trainer.rebalance import Rebalancer
 from tutti.trainer.run_state import Run
+from tutti.trainer.step_message import describe_ranks
 
 _LARGE_PART = 0.4
 """The part of a rank's excess that a cause must explain."""
@@ -23,37 +29,108 @@ class SlowRankFacts:
 
 
 def note_own_times(run: Run, columns: Sequence[float], step: int) -> None:
-    """Add the own times of all ranks; name those that are slow. Collective where slow ranks are not those before.
+    """Add the own times of all ranks; name those that are slow, and find the shares of the batch that suit them.
+
+    Collective where slow ranks are not those before, or shares may change.
 
     Args:
         run: the run.
         columns: the number of each rank in the losses' message.
         step: number of the step that they are of, from 1.
     """
-    own_times = run.loop.own_times
+    own_times, rebalancer = run.loop.own_times, run.loop.rebalancer
     window = own_times.add(columns, step)
     if window is None:
         return
     groups = _peers(run)
-    excess = {rank: window.excess_s(rank, groups[rank]) for rank in range(len(columns))}
-    slow = {rank for rank, seconds in excess.items() if seconds}
-    if slow == own_times.slow.keys():
-        return
-    for rank in sorted(own_times.slow.keys() - slow):
+    if rebalancer is not None:
+        _say_effect(run, rebalancer, window)
+        parts = rebalancer.parts(_samples_at_once(run))
+        index_of = {rank: index for index, group in enumerate(rebalancer.groups) for rank in group}
+        window = window.at_whole_shares([parts[index_of[rank]] for rank in range(len(columns))], run.parallel.mesh.rank)
+    slow = [rank for rank in range(len(columns)) if window.excess_s(rank, groups[rank])]
+    for rank in sorted(own_times.slow.keys() - {*slow}):
         run.output.screen.say(f"rank {rank} is no slower than the others since step {window.first}")
         del own_times.slow[rank]
-    if not slow - own_times.slow.keys():
-        return
+    new = [rank for rank in slow if rank not in own_times.slow]
+    causes: dict[int, tuple[str, str]] = {}
+    if new or (slow and rebalancer is not None):
+        causes = _name(run, window, groups, slow, new)
+    if rebalancer is not None:
+        kinds = {rank: kind for rank, (kind, _) in causes.items()}
+        samples = _samples_at_once(run)
+        for rank in rebalancer.judge(window, groups, kinds, samples):
+            other = f"no other division of {samples} samples makes steps a tenth faster"
+            warn(run, f"rank {rank}'s share of the batch stays as it is: {other}")
+
+
+def _name(
+    run: Run, window: OwnTimesWindow, groups: Sequence[Sequence[int]], slow: Sequence[int], new: Sequence[int]
+) -> dict[int, tuple[str, str]]:
+    """Return the cause of each slow rank, and warn of those that are new. Collective."""
     facts: list[SlowRankFacts] = run.loop.watch.gather(
         "slow ranks", SlowRankFacts(host=socket.gethostname(), window=window)
     )
-    for rank in sorted(slow - own_times.slow.keys()):
+    causes = {}
+    for rank in slow:
         others = [other for other in groups[rank] if other != rank and other not in slow] or [
             other for other in groups[rank] if other != rank
         ]
-        kind, cause = find_cause(facts[rank].window, [facts[other].window for other in others], rank, others)
-        own_times.slow[rank] = kind
-        warn(run, _sentence(rank, facts[rank], others, kind, cause))
+        causes[rank] = find_cause(facts[rank].window, [facts[other].window for other in others], rank, others)
+        if rank in new:
+            run.loop.own_times.slow[rank] = causes[rank][0]
+            warn(run, _sentence(rank, facts[rank], others, *causes[rank]))
+    return causes
+
+
+def _samples_at_once(run: Run) -> int:
+    """Samples of a microbatch over all ranks; where the batch counts tokens, of the last batch."""
+    loader, batch = run.state.loader, run.parallel.plan.batch
+    samples = loader.stated_size if batch.unit == "samples" else len(loader.indices)
+    return samples // batch.num_microbatches
+
+
+def change_shares(run: Run) -> None:
+    """Give the ranks the shares of the batch that the last window asks for, from the next batch on.
+
+    All ranks do so between the same two batches. What loader workers have read ahead is read again with the new shares.
+    """
+    rebalancer, loader = run.loop.rebalancer, run.state.loader
+    if rebalancer is None or rebalancer.pending is None:
+        return
+    change, rebalancer.pending = rebalancer.pending, None
+    before, step = run.parallel.plan, run.state.progress.step + 1
+    plan = run.parallel.plan = loader.plan = replace(before, shares=change.shares)
+    run.loop.own_times.restart()
+    rebalancer.changed = (step, change.step_s)
+    size = loader.stated_size if plan.batch.unit == "samples" else len(loader.indices)
+    for index, group in enumerate(rebalancer.groups):
+        slow = next((rank for rank in group if rank in change.times), None)
+        had, has = (sum(part.count for part in share_of(size, index, each).parts) for each in (before, plan))
+        if had == has or (slow is None and index not in change.raised):
+            continue
+        what = f"{describe_ranks(group)} {'gets' if len(group) == 1 else 'get'} {has} of {size} samples of a batch"
+        why = "no longer slow" if change.shares == rebalancer.stated else "less slow than before"
+        if slow is not None:
+            why = f"rank {slow} takes {change.times[slow]:.2g} times as long as others: {change.kinds[slow]}"
+        _say_shares(run, f"{what} instead of {had} from step {step} on; {why}")
+
+
+def _say_effect(run: Run, rebalancer: Rebalancer, window: OwnTimesWindow) -> None:
+    """After the first window with other shares: say what they have changed."""
+    if rebalancer.changed is None:
+        return
+    (step, before_s), rebalancer.changed = rebalancer.changed, None
+    now_s, before = window.step_s, f"{1e3 * before_s:.3g} ms before"
+    _say_shares(run, f"with the shares of the batch since step {step}, a step takes {1e3 * now_s:.3g} ms; {before}")
+
+
+def _say_shares(run: Run, sentence: str) -> None:
+    """Say what becomes of the shares of the batch, in the terminal and in the run's metrics."""
+    run.output.screen.say(sentence)
+    shares = list(run.parallel.plan.shares)
+    elapsed_s = run.loop.clock.elapsed_s()
+    run.output.log.row("shares", elapsed_s, step=run.state.progress.step, shares=shares, sentence=sentence)
 
 
 def _peers(run: Run) -> list[list[int]]:

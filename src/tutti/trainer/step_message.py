@@ -45,6 +45,7 @@ class StepPlace:
         batch: number of the global batch in the epoch, from 1.
         samples: number of samples of the global batch, over all ranks.
         first: the first of them; empty for a stream, whose samples have no names.
+        shares: how the plan divides it among the data-parallel ranks; empty for equal shares.
         digest: 40 bits of all of these, and of all samples.
     """
 
@@ -55,6 +56,7 @@ class StepPlace:
     samples: int
     first: tuple[int, ...]
     digest: int
+    shares: tuple[float, ...] = ()
 
 
 def place_in(loader: ShareLoader, step: int, call: int) -> StepPlace:
@@ -73,7 +75,8 @@ def place_in(loader: ShareLoader, step: int, call: int) -> StepPlace:
         batch=loader.position,
         samples=len(indices),
         first=() if stream else tuple(indices[:_MOST_NAMED].tolist()),
-        digest=samples_digest(indices, (step, call, loader.epoch, loader.position)),
+        shares=loader.plan.shares,
+        digest=samples_digest(indices, (step, call, loader.epoch, loader.position, *_bits(loader.plan.shares))),
     )
 
 
@@ -97,6 +100,12 @@ def samples_digest(indices: Indices, numbers: Iterable[int] = ()) -> int:
     for number in (len(indices), *numbers):
         total = _mixed(total + number)
     return _mixed(total) >> 24
+
+
+@lru_cache(maxsize=8)
+def _bits(shares: tuple[float, ...]) -> tuple[int, ...]:
+    """Return the shares as whole numbers, for a digest."""
+    return tuple(np.asarray(shares, dtype=np.float64).view(np.uint64).tolist())
 
 
 @lru_cache(maxsize=8)
@@ -218,12 +227,19 @@ def describe_places(places: Sequence[StepPlace]) -> str:
     steps = len({(place.step, place.call) for place in places}) > 1
     numbers = len({(place.epoch, place.batch) for place in places}) > 1
     groups = [
-        f"{_ranks(ranks)} {'' if number else 'is ' if len(ranks) == 1 else 'are '}{_where(place, steps=steps)}"
+        f"{describe_ranks(ranks)} {'' if number else 'is ' if len(ranks) == 1 else 'are '}{_where(place, steps=steps)}"
         for number, (place, ranks) in enumerate(ranks_at.items())
     ]
+    if not (steps or numbers) and len({place.shares for place in places}) > 1:
+        stated = [f"{describe_ranks(ranks)} {_shares(place)}" for place, ranks in ranks_at.items()]
+        return f"ranks divide the batch by different shares: {', '.join(stated)}; give all ranks one plan"
     other_order = "the order of samples differs, so give Job and sampler one seed and one order on all ranks"
     remedy = _REMEDY if steps or numbers else other_order
     return f"ranks are out of step: {', '.join(groups)}; {remedy}"
+
+
+def _shares(place: StepPlace) -> str:
+    return f"by {':'.join(f'{share:g}' for share in place.shares)}" if place.shares else "equally"
 
 
 def _where(place: StepPlace, *, steps: bool) -> str:
@@ -235,7 +251,13 @@ def _where(place: StepPlace, *, steps: bool) -> str:
     return f"{step}in batch {place.batch} of epoch {place.epoch} ({samples})"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Return how sentences name ranks.
+
+    Examples:
+        >>> describe_ranks([2]), describe_ranks([0, 1]), describe_ranks(range(9))
+        ('rank 2', 'ranks 0 and 1', 'ranks 0, 1, 2, 3 and 5 more')
+    """
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     *some, last = map(str, ranks[:_MOST_NAMED])

@@ -1,6 +1,7 @@
 """A Job whose ranks die while it trains.
 
-Arguments: --epochs N, --every N (checkpoints), --kind, and FAULT@STEP:RANK[:WHERE]. WHERE is "before" a step (the
+Arguments: --epochs N, --every N (checkpoints), --kind, --shares STEP=A:B:C (other shares of the batch after a step, as
+for a slow rank), and FAULT@STEP:RANK[:WHERE]. WHERE is "before" a step (the
 default), "forward", "between", "update" or "after" it. A fault happens once, a "late-" one not before another one. Each
 rank notes the samples of its completed steps in samples-RANK, and what it is in life-RANK; rank 0 writes the final
 state to final.pt.
@@ -22,11 +23,13 @@ import torch
 from torch import nn
 
 import tutti
+from tutti.trainer.rebalance import ShareChange
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--every", type=int, default=0)
 parser.add_argument("--kind", default="plain")
+parser.add_argument("--shares", action="append", default=[])
 parser.add_argument("faults", nargs="*")
 options = parser.parse_args()
 torch.set_default_dtype(torch.float64)
@@ -88,6 +91,19 @@ def suffer(step: int, where: str) -> None:
 def time_out() -> None:
     while True:
         time.sleep(0.05)
+
+
+def divide_otherwise(step: int) -> None:
+    """Ask for other shares of the batch, as a window of slow steps does; note those that the batch was divided by."""
+    for change in options.shares:
+        at, _, shares = change.partition("=")
+        if step == int(at):
+            now = tuple(map(float, shares.split(":")[: job.world_size]))
+            job._run().loop.rebalancer.pending = ShareChange(
+                shares=now, raised=frozenset(), times={}, kinds={}, step_s=1
+            )
+    with open("shares", "a") as file:
+        file.write(f"{step} {job.rank} {loader.shares.plan.shares}\n")
 
 
 class Samples(torch.utils.data.Dataset):
@@ -163,6 +179,7 @@ for _epoch in job.epochs(options.epochs):
         with open(f"samples-{job.rank}", "a") as file:
             file.write(f"{job.global_step} {time.time()} {','.join(map(str, batch[2].tolist()))}\n")
         suffer(step, "after")
+        divide_otherwise(job.global_step)
         if options.every and job.global_step % options.every == 0:
             job.save()
     values = job.evaluate(Samples())

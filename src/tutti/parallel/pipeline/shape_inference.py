@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -157,7 +158,11 @@ class ShapeCache:
     def _run(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
         """The module's result on tensors without values, and its FLOPs (0 if they are not counted)."""
         counter = FlopCounterMode(display=False, custom_mapping=COUNTED_TOO)
-        call = partial(of_experts, module) if id(module) in self._stand_ins.stacked else module._call_impl
+        call: Callable[..., Any] = module._call_impl
+        if id(module) in self._stand_ins.stacked:
+            call = partial(of_experts, module)
+        elif isinstance(module, _BatchNorm) and module.training:
+            call = partial(of_batch_norm, module)
         try:
             with self._stand_ins.hooks_in_place(module), counter if self.counting else nullcontext():
                 returned = call(*args, **kwargs)
@@ -191,6 +196,18 @@ def of_experts(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A result with the shape that a layer of stacked experts returns. The rows of each expert depend on values."""
     hidden_states, _, weights = in_order(module, args, kwargs)
     return hidden_states * weights.sum().to(hidden_states.dtype)
+
+
+def of_batch_norm(module: _BatchNorm, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A result with the shape that a batch norm returns.
+
+    torch refuses to normalise one value a channel. Here it may be all that this rank has of a microbatch.
+    """
+    inputs: torch.Tensor = args[0] if args else kwargs["input"]
+    if inputs.dim() > 1 and inputs.numel() == inputs.shape[1]:
+        return inputs * (1.0 if module.weight is None else module.weight.sum().to(inputs.dtype))
+    returned: torch.Tensor = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    return returned
 
 
 class _ReadDetector(TorchFunctionMode):
