@@ -499,6 +499,7 @@ def describe(spec: LaunchSpec, policy: RestartPolicy, secret: bytes) -> dict[str
         "--max-restarts": policy.max_restarts,
         "--min-ranks": policy.min_ranks,
         "--on-failure": policy.on_failure,
+        "--memory-checkpoint-every": spec.environment.get("TUTTI_MEMORY_CHECKPOINT_EVERY"),
     }
 
 

@@ -20,6 +20,7 @@ from tutti.config.vocabulary import AxisName
 from tutti.errors import LaunchError, TuttiError
 from tutti.launch.failure import Failure, sentence
 from tutti.launch.launcher import LaunchSpec, RankError
+from tutti.launch.memory_folder import newest_step
 from tutti.launch.regroup import shrink_plan
 from tutti.launch.supervisor import Outcome, Restart
 from tutti.launch.survival import RECOVER, Survivors, Waiting
@@ -156,7 +157,7 @@ class Restarts:
         if survivors is not None:
             ended = survivors.ranks[survivors.holder]
             source = f"after step {survivors.step} from the memory of rank {ended}"
-        elif waiting:
+        elif waiting and "TUTTI_MEMORY_CHECKPOINTS" not in spec.environment:
             source = f"{source} (not from memory: {refusal})"
         message = self._message(spec, following, failure, place, source, delay_s)
         self._survivors = survivors
@@ -196,14 +197,18 @@ class Restarts:
         """Return the spec with what the ranks continue from, and that in words."""
         now = self._folder.checkpoint_times()
         own = [name for name, written in now.items() if self._earlier.get(name) != written]
+        step = newest_step(spec.environment)
+        in_memory = step is not None and (not own or step >= int(max(own).partition("-")[2]))
+        here = f"from memory (step {step})"
         if not own:
             resumed = spec.environment.get("TUTTI_RESUME")
-            return spec, f"from {resumed}" if resumed else "from the beginning, as there is no checkpoint yet"
+            words = f"from {resumed}" if resumed else "from the beginning, as there is no checkpoint yet"
+            return spec, here if in_memory else words
         newest = max(own)
         # A run that was resumed from an older checkpoint of its folder does not go on from one it had left behind.
         source = self._folder.path if newest == max(now) else self._folder.checkpoints / newest
         variables = {"TUTTI_RESUME": str(source), "TUTTI_RESTARTED": "1"}
-        return replace(spec, environment=spec.environment | variables), f"from {newest}"
+        return replace(spec, environment=spec.environment | variables), here if in_memory else f"from {newest}"
 
     def _message(
         self, spec: LaunchSpec, following: LaunchSpec, failure: Failure, place: _Place, source: str, delay_s: float

@@ -107,7 +107,8 @@ class RunFinalizer:
         run.loop.ending.closed = True
         run.loop.watch.stop(wait_s=1.0)
         run.loop.stopping.forget()
-        run.output.checkpoints.abandon()
+        for writer in run.output.writers:
+            writer.abandon()
         marks = run.loop.marks
         kept = KeptState(refusal="the run keeps no state in memory") if marks is None else marks.keep()
         self._last_rows(run)
@@ -149,6 +150,10 @@ class RunFinalizer:
                 settle_updates(run)
         rank_folder = run.output.folder.rank(run.parallel.world.rank)
         self.failed = self.failed or (rank_folder / "error.json").exists()
+        if run.output.memory is not None and self.failed:  # its ranks may be lost
+            run.output.memory.abandon()
+        elif run.output.memory is not None:
+            run.output.memory.finish_at_exit()
         failure = run.output.checkpoints.finish_at_exit()
         if failure is not None:
             self.failed = True
