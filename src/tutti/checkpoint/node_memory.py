@@ -85,6 +85,7 @@ class NodeMemory:
     """
 
     kind, lasting = "checkpoint in memory", False
+    remedy = "Enlarge that file system, or name another one in memory in TUTTI_MEMORY_FOLDER"
 
     def __init__(self, world: World, folder: Path) -> None:
         self.folder, self._world = RunFolder(folder), world

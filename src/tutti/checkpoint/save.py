@@ -76,11 +76,13 @@ class CheckpointPlace(Protocol):
     Attributes:
         folder: the run folder, or a folder of the same form.
         kind: what its checkpoints are called in messages.
+        remedy: what to do when there is no room, as a sentence.
         lasting: whether a checkpoint that is being written is finished when the process ends.
     """
 
     folder: RunFolder
     kind: str
+    remedy: str
     lasting: bool
 
     def make_folder(self, path: Path) -> tuple[str | None, str | None]:
@@ -118,6 +120,7 @@ class RunFolderPlace:
     """
 
     kind, lasting = "checkpoint", True
+    remedy = "Free space or name another folder, then resume"
 
     def __init__(self, world: World, folder: RunFolder, retention: Callable[[], Retention]) -> None:
         self.folder, self._world, self._retention = folder, world, retention
@@ -475,7 +478,7 @@ class CheckpointWriter:
 
     def _failed(self, path: Path, reason: str | None) -> CheckpointError:
         last = latest_checkpoint(self._folder.path)
-        remedy = ". Free space or name another folder, then resume" if "[Errno" in str(reason) else ""
+        remedy = f". {self.place.remedy}" if "[Errno" in str(reason) else ""
         what = f"{self.place.kind} of step {int(path.name.removeprefix('step-'))}"
         return CheckpointError(
             f"{what} could not be written to {path}: {reason}; "
