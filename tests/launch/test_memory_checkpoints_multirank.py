@@ -1,4 +1,4 @@
-"""Runs go on from checkpoints in the memory of the nodes after the loss of a rank or a node, and leave nothing there."""
+"""Runs go on from checkpoints in the nodes' memory after the loss of a rank or a node, and leave nothing there."""
 
 import json
 import os
