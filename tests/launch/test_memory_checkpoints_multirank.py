@@ -63,7 +63,7 @@ def test_a_divided_state_goes_on_from_memory_bit_for_bit(plan: str, tmp_path: Pa
     assert "tutti: resumed from memory (step 8)" in done.err
     assert "restart 2 of 3: 2 ranks go on from memory (step 16)" in done.err
     assert re.search(
-        r"resumed from memory \(step 8\); passed over memory \(step 16\), which is damaged: rank-00000\.safetensors: "
+        r"resumed from memory \(step 8\); passed over memory \(step 16\): rank-00000\.safetensors: "
         r"the values of .* are not those that were saved",
         done.err,
     ), done.err

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tutti.errors import LaunchError
 from tutti.launch.launch_environment import memory_root
+from tutti.launch.launcher import LaunchSpec
 from tutti.launch.local_launcher import LockedFolder
 
 _REMOVER = 'read -r _; for _ in 1 2 3 4 5 6 7 8 9 10; do rm -rf -- "$1"; [ -e "$1" ] || break; sleep 0.2; done'
@@ -63,13 +64,9 @@ def _removed_with_this_process(folder: Path) -> Iterator[None]:
         remover.wait()
 
 
-def newest_step(environment: dict[str, str]) -> int | None:
-    """Return the step of the newest complete checkpoint in this node's memory; None if there is none.
-
-    Args:
-        environment: the variables of the ranks.
-    """
-    folder = environment.get("TUTTI_MEMORY_CHECKPOINTS")
+def newest_step(spec: LaunchSpec) -> int | None:
+    """Return the step of the newest complete checkpoint in this node's memory; None if there is none."""
+    folder = spec.environment.get("TUTTI_MEMORY_CHECKPOINTS")
     names = os.listdir(Path(folder) / "checkpoints") if folder and (Path(folder) / "checkpoints").is_dir() else []
     steps = [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
     return max(steps, default=None)

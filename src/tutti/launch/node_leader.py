@@ -187,7 +187,7 @@ class NodeLeader:
         self._queued: list[tuple[float, NodeLink, Message]] = []  # until when they wait for a place that is taken
         self._port: int | None = None  # where the ranks of the next generation meet; 0: it is asked for
         self._all = replace(spec, ranks_per_node=(spec.world_size,), node_rank=0, rendezvous=None)
-        self._restarts = Restarts(policy, self._all, fewer=self._fewer)
+        self._restarts = Restarts(policy, self._all, fewer=self._fewer, memory_step=self._memory_step)
         self._nodes: dict[int, _Node] = {}
         self._coming: list[_Node] = []  # those that have not seen the run folder yet
         self._events: _Events = queue.Queue()
@@ -369,6 +369,11 @@ class NodeLeader:
         for node in self._running(self._placed):
             node.capacity -= len(set(self._placed.ranks_of(node.number)) & set(failure.ranks))
         return self._largest()
+
+    def _memory_step(self, spec: LaunchSpec) -> int | None:
+        """Return the step of the newest checkpoint in the memory of the nodes whose ranks have ended."""
+        steps = [(node.report or {}).get("memory_step") for node in self._nodes.values()]
+        return max((step for step in steps if isinstance(step, int)), default=None)
 
     def _largest(self) -> LaunchSpec:
         """Return the largest generation that the nodes that are there have room for."""

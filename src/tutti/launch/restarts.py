@@ -32,6 +32,8 @@ Recover = Literal["memory", "checkpoint"]
 
 LONGEST_DELAY_S = 32.0
 
+_FROM_MEMORY = "from memory"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
@@ -72,13 +74,18 @@ class Restarts:
         policy: how often, and with how many ranks, the run goes on.
         spec: what is started.
         fewer: returns what to start without the ranks that have failed; None: the same with fewer ranks on this node.
+        memory_step: returns the step of the newest checkpoint in the memory of the nodes, None for none.
     """
 
     def __init__(
-        self, policy: RestartPolicy, spec: LaunchSpec, fewer: Callable[[Failure], LaunchSpec] | None = None
+        self,
+        policy: RestartPolicy,
+        spec: LaunchSpec,
+        fewer: Callable[[Failure], LaunchSpec] | None = None,
+        memory_step: Callable[[LaunchSpec], int | None] = newest_step,
     ) -> None:
         self._policy = policy
-        self._fewer = fewer
+        self._fewer, self._memory_step = fewer, memory_step
         self._folder = RunFolder(spec.folder)
         self._earlier = self._folder.checkpoint_times()
         self._records = _Records(self._folder)
@@ -157,7 +164,7 @@ class Restarts:
         if survivors is not None:
             ended = survivors.ranks[survivors.holder]
             source = f"after step {survivors.step} from the memory of rank {ended}"
-        elif waiting and "TUTTI_MEMORY_CHECKPOINTS" not in spec.environment:
+        elif waiting and not source.startswith(_FROM_MEMORY):
             source = f"{source} (not from memory: {refusal})"
         message = self._message(spec, following, failure, place, source, delay_s)
         self._survivors = survivors
@@ -197,9 +204,9 @@ class Restarts:
         """Return the spec with what the ranks continue from, and that in words."""
         now = self._folder.checkpoint_times()
         own = [name for name, written in now.items() if self._earlier.get(name) != written]
-        step = newest_step(spec.environment)
+        step = self._memory_step(spec)
         in_memory = step is not None and (not own or step >= int(max(own).partition("-")[2]))
-        here = f"from memory (step {step})"
+        here = f"{_FROM_MEMORY} (step {step})"
         if not own:
             resumed = spec.environment.get("TUTTI_RESUME")
             words = f"from {resumed}" if resumed else "from the beginning, as there is no checkpoint yet"

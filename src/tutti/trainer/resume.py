@@ -85,8 +85,9 @@ def _load(run: Run, context: JobContext, place: Path | str | None, memory: NodeM
     if writer.uploads is not None:
         writer.uploads.passed_over = {old for old in passed_over if isinstance(old, str)}
     resume_microbatches(run)
+    damaged = {old: "" if isinstance(old, HeldCheckpoint) else ", which is damaged" for old in passed_over}
     why = "".join(
-        f"; passed over {name_of_candidate(old)}, which is damaged: {found}" for old, found in passed_over.items()
+        f"; passed over {name_of_candidate(old)}{damaged[old]}: {found}" for old, found in passed_over.items()
     )
     state.resumed_from = name_of_candidate(checkpoint)
     if isinstance(checkpoint, HeldCheckpoint):
