@@ -13,10 +13,18 @@ from tutti.checkpoint.sources import open_checkpoint, shared_source
 from tutti.checkpoint.uploads import store_of
 from tutti.config.run_folder import RunFolder
 from tutti.environment import LaunchOptions
-from tutti.errors import DamagedCheckpointError
+from tutti.errors import DamagedCheckpointError, ScriptError
 from tutti.trainer.job_context import JobContext
 from tutti.trainer.out_of_memory import resume_microbatches
 from tutti.trainer.run_state import Run
+
+_USED: set[Path] = set()
+"""Folders of checkpoints in memory that a Job of this process has."""
+
+
+def release_memory() -> None:
+    """The script runs again in this process: its Job may have the folder."""
+    _USED.clear()
 
 
 def memory_writer(
@@ -30,9 +38,18 @@ def memory_writer(
         options: the launcher's.
         write_row: is called with the fields of the row about a checkpoint.
         say: is called with sentences for the user.
+
+    Raises:
+        ScriptError: another Job of the script has checkpoints there.
     """
     if options.memory_checkpoints is None or options.recording is not None:
         return None
+    if options.memory_checkpoints in _USED:
+        raise ScriptError(
+            "the script makes several Jobs, and checkpoints in memory are of one Job alone, so another one would go on "
+            "from them; leave --memory-checkpoint-every out"
+        )
+    _USED.add(options.memory_checkpoints)
     return CheckpointWriter(
         state,
         folder,

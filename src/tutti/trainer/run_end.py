@@ -20,6 +20,7 @@ from tutti.errors import CheckpointError, TuttiError
 from tutti.event_record import ACTIVE
 from tutti.surviving_rank import SURVIVING_RANK, KeptState
 from tutti.trainer.operation_watch import count_anew
+from tutti.trainer.resume import release_memory
 from tutti.trainer.run_state import Run
 from tutti.trainer.step_profile import StepProfile
 from tutti.trainer.update import settle_updates
@@ -109,6 +110,7 @@ class RunFinalizer:
         run.loop.stopping.forget()
         for writer in run.output.writers:
             writer.abandon()
+        release_memory()
         marks = run.loop.marks
         kept = KeptState(refusal="the run keeps no state in memory") if marks is None else marks.keep()
         self._last_rows(run)
