@@ -152,8 +152,10 @@ def test_a_kill_at_any_moment_mixes_no_steps(point: str, at: int, tmp_path: Path
 def test_a_memory_without_room_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = NodeMemory(join_world(), tmp_path)
     part = Contribution(parts=[WrittenPart(key=(-1, "w", ""), shape=(1000, 1000), dtype="float64")])
+    memory.make_folder(tmp_path / "checkpoints/step-00000001")
     assert memory.refusal([part]) is None
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_frsize=4_000_000))
+    memory.make_folder(tmp_path / "checkpoints/step-00000002")
     words = memory.refusal([part])
     assert words is not None
     assert "needs room for 2 checkpoints of 0.008 GB, and 0.012 GB are free in" in words

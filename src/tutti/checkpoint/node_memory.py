@@ -54,9 +54,6 @@ KEPT = 2
 _CHUNK_NBYTES = 4 * 2**20
 """Bytes of a message: so few that the small messages of steps do not wait long behind it."""
 
-_ABSENT = -1
-"""Announced in place of a file's size by a rank that has no file to send."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldCheckpoint:
@@ -95,6 +92,7 @@ class NodeMemory:
         self._nodes, self._hosts = [*by_node.values()], [host for host, _ in by_node]
         self._node = next(number for number, ranks in enumerate(self._nodes) if world.rank in ranks)
         self._leads = self._members[0] == world.rank
+        self._rooms: list[_Room | None] = []
         self._group: Any = None
         if len(self._nodes) > 1:
             self._group = open_group(range(world.world_size), backend="gloo", connect=False)
@@ -108,27 +106,27 @@ class NodeMemory:
     def make_folder(self, path: Path) -> tuple[str | None, str | None]:
         """Make the hidden folder on every node; only the newest complete checkpoint stays beside it. Collective."""
         name, failure = self._world.broadcast(hidden_name(path)), None
+        room: _Room | None = None
         if self._leads:
             try:
                 self._keep(KEPT - 1)
                 make_temporary_folder(path, name)
+                files = os.statvfs(self.folder.path)
+                missing = KEPT - len(complete_checkpoints(self.folder.path))
+                room = _Room(missing, files.f_bavail * files.f_frsize, psutil.virtual_memory().available)
             except OSError as error:
                 failure = describe_failure(error)
-        failure = self._first(failure)
+        gathered = self._world.gather((failure, room))
+        self._rooms = [room for _, room in gathered]
+        failure = self._first([failure for failure, _ in gathered])
         return (name if failure is None else None), failure
 
     def refusal(self, contributions: Sequence[Contribution]) -> str | None:
-        """Return why a node has no room for its files and copies, the same on all ranks. Collective."""
-        room: _Room | None = None
-        if self._leads:
-            files = os.statvfs(self.folder.path)
-            missing = KEPT - len(complete_checkpoints(self.folder.path))
-            room = _Room(missing, files.f_bavail * files.f_frsize, psutil.virtual_memory().available)
-        gathered = self._world.gather(room)
+        """Return why a node has no room for its files and copies, as `make_folder` has found it on all nodes."""
         for number, ranks in enumerate(self._nodes):
             own = sum(_nbytes(contributions[rank]) for rank in ranks)
             copies = sum(_nbytes(contributions[rank]) for rank in self._before(number))
-            here = gathered[ranks[0]]
+            here = self._rooms[ranks[0]]
             if here is not None and here.missing * (own + copies) > min(here.folder, here.memory):
                 return here.refusal(self._hosts[number], own, copies, self.folder.path.parent)
         return None
@@ -140,19 +138,22 @@ class NodeMemory:
         """
         if self._group is None:
             return
-        file = pending.temporary / rank_file(self._world.rank)
-        nbytes = file.stat().st_size if pending.failure is None and file.exists() else _ABSENT
+        file, outgoing = pending.temporary / rank_file(self._world.rank), torch.empty(0, dtype=torch.uint8)
+        try:
+            if pending.failure is None and file.exists():
+                outgoing = _mapped(file, file.stat().st_size)
+        except (OSError, RuntimeError) as error:
+            pending.failure = describe_failure(error)
         receiver = self._receiver(self._world.rank)
         senders = [rank for rank in self._before(self._node) if self._receiver(rank) == self._world.rank]
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in senders}
-        works = [dist.isend(torch.tensor([nbytes]), receiver, group=self._group)]
+        works = [dist.isend(torch.tensor([len(outgoing)]), receiver, group=self._group)]
         works += [dist.irecv(size, rank, group=self._group) for rank, size in sizes.items()]
         _wait(works)
-        outgoing = _mapped(file, nbytes) if nbytes > 0 else torch.empty(0, dtype=torch.uint8)
         incoming = {
             rank: _ReceivedFile(pending.temporary / rank_file(rank), int(size))
             for rank, size in sizes.items()
-            if size > 0
+            if size > 0  # else it has failed, or has no file
         }
         longest = max([len(outgoing), *(copy.nbytes for copy in incoming.values())])
         for begin in range(0, longest, _CHUNK_NBYTES):
@@ -177,22 +178,24 @@ class NodeMemory:
             state = (pending.temporary / RUN_STATE).read_bytes() if self._world.is_main else b""
         except OSError as error:
             failure = describe_failure(error)
-        if (failure := self._first(failure)) is not None:
+        gathered = self._world.gather((failure, own))
+        if (failure := self._first([failure for failure, _ in gathered])) is not None:
             return failure, 0
-        files = dict(filter(None, self._world.gather(own)))
+        files = dict(written for _, written in gathered if written is not None)
         index = index_text(pending, files) if self._world.is_main else b""
-        index, state = self._world.broadcast((index, state))
+        if len(self._nodes) > 1:
+            index, state = self._world.broadcast((index, state))
+        # A kill while nodes name it leaves some without the name; all of them still have the checkpoint before.
         for do in (
             partial(_write_shared, pending, index, state),
             partial(publish_folder, pending.temporary, pending.path),
         ):
-            # A kill while nodes name it leaves some without the name; all of them still have the checkpoint before.
             try:
                 if self._leads:
                     do()
             except OSError as error:
                 failure = describe_failure(error)
-            if (failure := self._first(failure)) is not None:
+            if (failure := self._first(self._world.gather(failure))) is not None:
                 return failure, 0
         with suppress(OSError):
             self._keep(KEPT)
@@ -211,10 +214,9 @@ class NodeMemory:
         for path in complete_checkpoints(self.folder.path)[:-count] if self._leads else ():
             remove_folder(path)
 
-    def _first(self, failure: str | None) -> str | None:
-        """Return the first rank's failure on every rank, with its host; None if there is none. Collective."""
-        gathered = enumerate(self._world.gather(failure))
-        rank, found = next(((rank, found) for rank, found in gathered if found is not None), (0, None))
+    def _first(self, failures: Sequence[str | None]) -> str | None:
+        """Return the first failure among those of all ranks, with its host; None if there is none."""
+        rank, found = next(((rank, found) for rank, found in enumerate(failures) if found is not None), (0, None))
         return None if found is None else f"host {self._host_of(rank)}: {found}"
 
     def _host_of(self, rank: int) -> str:
@@ -371,14 +373,14 @@ class _ReceivedFile:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.nbytes, self._path = nbytes, path
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
         self._dropped = torch.empty(min(nbytes, _CHUNK_NBYTES), dtype=torch.uint8)
         self._unfinished = path.with_name(f"{path.name}.copy")
         try:
             with self._unfinished.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, nbytes)  # a memory that is full says so here, not by a signal
             self._values = _mapped(self._unfinished, nbytes)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             self._failure = error
 
     def part(self, chunk: slice) -> torch.Tensor:
@@ -391,7 +393,7 @@ class _ReceivedFile:
         """Name the file.
 
         Raises:
-            OSError: it could not be written.
+            OSError, RuntimeError: it could not be written.
         """
         if self._failure is not None:
             raise self._failure
