@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -187,8 +187,10 @@ class NodeLeader:
         self._queued: list[tuple[float, NodeLink, Message]] = []  # until when they wait for a place that is taken
         self._port: int | None = None  # where the ranks of the next generation meet; 0: it is asked for
         self._all = replace(spec, ranks_per_node=(spec.world_size,), node_rank=0, rendezvous=None)
-        self._restarts = Restarts(policy, self._all, fewer=self._fewer, memory_step=self._memory_step)
         self._nodes: dict[int, _Node] = {}
+        self._restarts = Restarts(
+            policy, self._all, fewer=self._fewer, memory_step=lambda _: _memory_step(self._nodes.values())
+        )
         self._coming: list[_Node] = []  # those that have not seen the run folder yet
         self._events: _Events = queue.Queue()
         self._placed: _Placed | None = None
@@ -370,11 +372,6 @@ class NodeLeader:
             node.capacity -= len(set(self._placed.ranks_of(node.number)) & set(failure.ranks))
         return self._largest()
 
-    def _memory_step(self, spec: LaunchSpec) -> int | None:
-        """Return the step of the newest checkpoint in the memory of the nodes whose ranks have ended."""
-        steps = [(node.report or {}).get("memory_step") for node in self._nodes.values()]
-        return max((step for step in steps if isinstance(step, int)), default=None)
-
     def _largest(self) -> LaunchSpec:
         """Return the largest generation that the nodes that are there have room for."""
         return smaller(self._all, self._room(), self._policy.least or 1, self._plan)
@@ -483,6 +480,12 @@ def _cause(generation: _Placed, reports: list[Message]) -> Failure | None:
         )  # fmt: skip
         found.append((1, lost))
     return min(found, key=lambda one: one[0])[1] if found else None
+
+
+def _memory_step(nodes: Iterable[_Node]) -> int | None:
+    """Return the step of the newest checkpoint that nodes have in memory, as they report; None if they have none."""
+    steps = [(node.report or {}).get("memory_step") for node in nodes]
+    return max((step for step in steps if isinstance(step, int)), default=None)
 
 
 def _without_ranks(node: _Node) -> str:
