@@ -1,6 +1,8 @@
 """Checkpoints in the memory of several nodes: copies, losses, damage and kills; nodes are folders here."""
 
+import errno
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -37,9 +39,10 @@ def checkpoint_of(folder: Path, node: int, step: int) -> Path:
 
 
 @reading_parts()
-def trained(folder: Path, steps: int, killed_at: str = "", save_at: int = 0) -> Any:
+def trained(folder: Path, steps: int, fails: str = "", save_at: int = 0) -> Any:
     """Train to a step, with checkpoints in memory at even steps; return where it began, values, and what was said."""
     torch.set_default_dtype(torch.float64)
+    node_memory._CHUNK_NBYTES = 100  # so that files are sent in many messages
     rank = int(os.environ["RANK"])
     memory = memory_of(folder, NODES[rank])
     memory.mkdir(parents=True, exist_ok=True)
@@ -56,7 +59,7 @@ def trained(folder: Path, steps: int, killed_at: str = "", save_at: int = 0) -> 
     while run.state.progress.step < steps:
         for batch in loader:
             if run.state.progress.step == 3 and rank == 2:
-                _kill_in(killed_at)
+                _fail(fails)
             job.step(batch)
             run.output.memory.finish()
             if run.state.progress.step == save_at:
@@ -69,11 +72,18 @@ def trained(folder: Path, steps: int, killed_at: str = "", save_at: int = 0) -> 
     return begun, parameters, "\n".join(run.output.screen._said)
 
 
-def _kill_in(point: str) -> None:
+def _fail(point: str) -> None:
+    """Let the next checkpoint fail on this rank."""
+
     def kill(*given: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if point == "copying":
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if point == "full":
+        os.posix_fallocate = full
+    elif point == "copying":
         node_memory._mapped = kill  # type: ignore[assignment]
     elif point == "naming":
         node_memory.publish_folder = kill  # type: ignore[assignment]
@@ -138,6 +148,14 @@ def test_more_losses_than_copies_fall_back_to_the_checkpoint_on_disk(tmp_path: P
     (checkpoint_of(tmp_path, 0, 4) / rank_file(2)).unlink()
     said = assert_goes_on(tmp_path, 3, undisturbed)
     assert "step-00000003 at step 3; passed over memory (step 4): rank-00002.safetensors was lost" in said
+
+
+def test_a_node_without_room_for_copies_leaves_the_checkpoint_before(tmp_path: Path, undisturbed: list[Any]) -> None:
+    _, _, said = run_ranks(trained, 3, tmp_path, 5, "full")[0]
+    assert re.search(
+        r"in memory of step 4 could not be written to .*: rank 2: \[Errno 28\].*; training goes on", said
+    ), said
+    assert_goes_on(tmp_path, 2, undisturbed)
 
 
 @pytest.mark.parametrize(("point", "at"), [("copying", 2), ("naming", 4)])

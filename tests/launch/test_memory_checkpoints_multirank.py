@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 from launch_rig import SCRIPTS, TUTTI, Finished, free_port, running, tutti_run, wait_until
 from test_restarts_multirank import batches, difference, starts
 
+from tutti.errors import LaunchError
 from tutti.launch.launch_environment import memory_root
+from tutti.launch.memory_folder import memory_folder
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -115,3 +118,28 @@ def test_a_lost_node_s_files_come_from_the_copies_on_another_node(tmp_path: Path
     assert starts(folder) == [0, 6]
     assert batches(folder) == batches(tmp_path / "one"), "no sample is lost, and none counted twice"
     assert 0 < difference(folder, tmp_path / "one") <= 1e-12
+
+
+HOLDS = """
+import time
+from tutti.launch.memory_folder import memory_folder
+with memory_folder(True) as variables:
+    print(variables["TUTTI_MEMORY_CHECKPOINTS"], flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_folder_goes_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        folder = Path(launcher.stdout.readline().strip())
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "checkpoints").mkdir()
+        launcher.kill()
+    assert wait_until(lambda: not folder.exists(), 10)
+
+
+def test_a_folder_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TUTTI_MEMORY_FOLDER", str(tmp_path / "none"))
+    with pytest.raises(LaunchError, match=r"needs a folder in memory, and .* cannot be used"), memory_folder(True):
+        pass
