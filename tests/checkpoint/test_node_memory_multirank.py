@@ -122,17 +122,17 @@ def spoil(file: Path) -> None:
     file.write_bytes(data)
 
 
+def test_a_file_that_no_node_has_is_named_and_the_one_before_is_used(tmp_path: Path, undisturbed: list[Any]) -> None:
+    run_ranks(trained, 3, tmp_path, 5)
+    (checkpoint_of(tmp_path, 0, 4) / "index.json").unlink()  # without it, a node has nothing of step 4
+    (checkpoint_of(tmp_path, 1, 4) / rank_file(0)).unlink()
+    said = assert_goes_on(tmp_path, 2, undisturbed)
+    assert "passed over memory (step 4): rank-00000.safetensors was lost" in said
+
+
 def test_a_sound_copy_is_used_where_a_file_is_damaged_and_both_are_named(
     tmp_path: Path, undisturbed: list[Any]
 ) -> None:
-    run_ranks(trained, 3, tmp_path, 5)
-    spoil(checkpoint_of(tmp_path, 0, 4) / rank_file(1))
-    spoil(checkpoint_of(tmp_path, 1, 4) / rank_file(2))
-    (checkpoint_of(tmp_path, 0, 4) / "index.json").unlink()
-    (checkpoint_of(tmp_path, 1, 4) / rank_file(0)).unlink()
-    said = assert_goes_on(tmp_path, 2, undisturbed)  # without its index, a node has nothing of step 4
-    assert "passed over memory (step 4): rank-00000.safetensors was lost" in said
-    shutil.rmtree(tmp_path)
     run_ranks(trained, 3, tmp_path, 5)
     spoil(checkpoint_of(tmp_path, 0, 4) / rank_file(1))
     spoil(checkpoint_of(tmp_path, 1, 4) / rank_file(2))
