@@ -160,7 +160,7 @@ def test_a_node_without_room_for_copies_leaves_the_checkpoint_before(tmp_path: P
 
 @pytest.mark.parametrize(("point", "at"), [("copying", 2), ("naming", 4)])
 def test_a_kill_at_any_moment_mixes_no_steps(point: str, at: int, tmp_path: Path, undisturbed: list[Any]) -> None:
-    with pytest.raises(RankFailed, match="died without a word"):
+    with pytest.raises(RankFailed):
         run_ranks(trained, 3, tmp_path, 5, point)
     assert_goes_on(tmp_path, at, undisturbed)
     names = {path.name for node in (0, 1) for path in (memory_of(tmp_path, node) / "checkpoints").iterdir()}
