@@ -88,6 +88,8 @@ class LaunchOptions:
         supervised: whether `tutti run` watches the ranks: it keeps their output and reports their failures.
         timeout_s: longest wait for other ranks.
         frugal: give freed memory back to the system at once.
+        memory_checkpoint_every: steps between two checkpoints in the memory of the nodes.
+        memory_checkpoints: this node's folder for them.
         profile: number of steps that torch's profiler records.
         share_device: ranks may compute on the same accelerator.
         bind_cores: bind each rank to the cores near its device.
@@ -124,6 +126,8 @@ class LaunchOptions:
     lost_generators: Path | None = None
     checkpoint_store: str | None = None
     on_slow_rank: OnSlowRank = "warn"
+    memory_checkpoint_every: int | None = None
+    memory_checkpoints: Path | None = None
 
 
 def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOptions:
@@ -132,7 +136,7 @@ def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOption
     def path(name: str) -> Path | None:
         return Path(environ[name]) if environ.get(name) else None
 
-    every = environ.get("TUTTI_CHECKPOINT_EVERY")
+    every, in_memory = environ.get("TUTTI_CHECKPOINT_EVERY"), environ.get("TUTTI_MEMORY_CHECKPOINT_EVERY")
     return LaunchOptions(
         run_folder=path("TUTTI_RUN_FOLDER"),
         plan=path("TUTTI_PLAN"),
@@ -162,6 +166,8 @@ def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOption
         lost_generators=path("TUTTI_LOST_GENERATORS"),
         checkpoint_store=environ.get("TUTTI_CHECKPOINT_STORE") or None,
         on_slow_rank=_on_slow_rank(environ),
+        memory_checkpoint_every=_number(environ, "TUTTI_MEMORY_CHECKPOINT_EVERY") if in_memory else None,
+        memory_checkpoints=path("TUTTI_MEMORY_CHECKPOINTS") if in_memory else None,
     )
 
 

@@ -127,6 +127,8 @@ def check_nothing_left(folder: Path, mark: str, pids: set[int], damaged: Collect
     ours = [name for name in names if any(f"_{pid}_" in name or name.endswith(f"_{pid}") for pid in pids)]
     if ours:
         raise BrokenLaw(f"shared memory is left behind: {ours}")
+    if in_memory := [path.name for path in (folder / "memory").iterdir()]:
+        raise BrokenLaw(f"checkpoints in memory are left behind: {in_memory}")
     every = (path.relative_to(folder) for path in (folder / "tmp").rglob("*"))
     temporary = sorted(str(path) for path in every if not path.parts[1].startswith(TORCHS_OWN))
     if temporary:

@@ -79,6 +79,11 @@ class Schedule:
         return RANKS.get(self.plan, 2)
 
     @property
+    def memory_every(self) -> int:
+        """Steps between two checkpoints in memory; 0, for every other seed, for none."""
+        return 3 * (self.seed % 2)
+
+    @property
     def dropout(self) -> float:
         """Dropout of the model; none where the number of ranks changes, because each rank draws its own masks."""
         return 0.0 if self.shrink else 0.1

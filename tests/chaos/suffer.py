@@ -84,6 +84,7 @@ def suffer(schedule: Schedule, folder: Path, *, on_nodes: bool = True) -> Story:
     """
     story = Story(schedule=schedule, folder=folder)
     (folder / "tmp").mkdir(parents=True)
+    (folder / "memory").mkdir()
     (folder / "run").mkdir()
     with ExitStack() as stack:
         if _needs_disk(schedule):
@@ -140,6 +141,7 @@ def _launch_node(story: Story, node: int, nodes: int, port: int, *, resumed: boo
     schedule = story.schedule
     options = [*PLANS[schedule.plan], "--checkpoint-every", str(EVERY), "--max-restarts", "9", "--timeout", "60"]
     options += ["--on-failure", "shrink"] if schedule.shrink else []
+    options += ["--memory-checkpoint-every", str(schedule.memory_every)] if schedule.memory_every else []
     options += ["--resume", "run"] if resumed else ["--folder", "run"]
     if story.lab is not None:
         meet = f"{story.lab.address(0)}:{port}"
@@ -147,6 +149,7 @@ def _launch_node(story: Story, node: int, nodes: int, port: int, *, resumed: boo
     command = [*TUTTI, *options, str(SCRIPT), str(STEPS), str(PACE_S), str(schedule.workers), str(schedule.dropout)]
     output = story.folder / f"output-{len(story.output)}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TEST_MARK": story.mark, "TMPDIR": str(story.folder / "tmp")}
+    environment["TUTTI_MEMORY_FOLDER"] = str(story.folder / "memory")
     with output.open("w") as file:
         process = subprocess.Popen(
             command if story.lab is None else story.lab.inside(node, command),

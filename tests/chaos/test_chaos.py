@@ -96,6 +96,10 @@ def _leave_a_file(folder: Path) -> None:
     (folder / "tmp/store").touch()
 
 
+def _leave_memory(folder: Path) -> None:
+    (folder / "memory/tutti-1").mkdir()
+
+
 @pytest.mark.parametrize(
     ("harm", "law"),
     [
@@ -105,6 +109,7 @@ def _leave_a_file(folder: Path) -> None:
         (_lose_the_end, "the newest checkpoint"),
         (_leave_a_part, "folder of checkpoints"),
         (_leave_a_file, "temporary files"),
+        (_leave_memory, "checkpoints in memory"),
     ],
 )
 def test_a_broken_law_is_seen(

@@ -26,6 +26,8 @@ def test_what_is_no_duration_is_refused(given: str) -> None:
         ({"min_ranks": 2}, "--min-ranks says how a run goes on"),
         ({"on_failure": "shrink"}, "--on-failure says how a run goes on"),
         ({"max_restarts": 1, "nnodes": 2}, "a run folder that all nodes see; name it with --folder"),
+        ({"memory_checkpoint_every": 5}, "ranks that are started again; allow that with --max-restarts N"),
+        ({"memory_checkpoint_every": 5, "max_restarts": 1, "launcher": "pods"}, "leave it out, or --on pods"),
     ],
 )
 def test_options_about_restarts_must_agree(given: dict[str, object], words: str) -> None:

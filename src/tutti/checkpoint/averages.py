@@ -7,7 +7,7 @@ import torch
 
 from tutti.checkpoint.contribution import Collected, shard_here
 from tutti.checkpoint.index import AVERAGE
-from tutti.checkpoint.sources import LoadTarget, open_checkpoint, shared_source, transfer
+from tutti.checkpoint.sources import LoadTarget, transfer
 
 if TYPE_CHECKING:
     from tutti.checkpoint.training_state import TrainingState
@@ -33,9 +33,9 @@ def load_average(training: "TrainingState", name: str, buffers: Mapping[str, tor
     Returns:
         Whether the checkpoint has an average of this name.
     """
-    assert training.resumed_from is not None
+    assert training.reopen is not None
     average, world, layout = training.averages[name], training.parallel.world, training.parallel.layout
-    source = shared_source(world, training.resumed_from, open_checkpoint)
+    source = training.reopen()
     updates = source.run_state.get("averages", {}).get(name)
     if updates is None:
         return False

@@ -48,7 +48,10 @@ def check_together(world: World, source: Source) -> None:
     readers = [rank for rank, reads in enumerate(world.gather(source.read is not None)) if reads]
     damage = None
     if world.rank in readers:
-        damage = find_damage(source, readers.index(world.rank), len(readers))
+        try:
+            damage = find_damage(source, readers.index(world.rank), len(readers))
+        except DamagedCheckpointError as error:  # a file that is missing: ranks without a share in it must learn of it
+            damage = error.finding
     found = next((other for other in world.gather(damage) if other is not None), None)
     if found is not None:
         raise damaged(source.path, found)

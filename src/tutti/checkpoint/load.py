@@ -20,6 +20,7 @@ from tutti.checkpoint.contribution import (
 )
 from tutti.checkpoint.index import MODEL, RUN_STATE, candidate_checkpoints, checkpoint_step
 from tutti.checkpoint.integrity import check_together
+from tutti.checkpoint.node_memory import HeldCheckpoint, NodeMemory
 from tutti.checkpoint.plain_state import is_dcp, open_weights, with_tied_names
 from tutti.checkpoint.rank_state import load_replica_state, load_residuals
 from tutti.checkpoint.sources import LoadTarget, Source, open_checkpoint, shared_source, transfer
@@ -31,6 +32,9 @@ from tutti.optim.gradient_noise_scale import NoiseAverages
 from tutti.parallel.layout import Layout, to_local
 from tutti.parallel.part_guards import reading_parts
 from tutti.parallel.saved_values import parse_dtype, unpack_scalar
+
+Candidate = Path | str | HeldCheckpoint
+"""A checkpoint that a run may go on from: its folder, its name in a store, or one in memory."""
 
 
 def load_checkpoint(
@@ -139,7 +143,8 @@ def load_newest(
     folder: Path | None = None,
     patient: bool = False,
     rolls_back: bool = False,
-) -> tuple[Path, dict[Path | str, str]]:
+    memory: NodeMemory | None = None,
+) -> tuple[Candidate, dict[Candidate, str]]:
     """Put the newest sound checkpoint into a prepared run. Collective.
 
     Args:
@@ -151,6 +156,7 @@ def load_newest(
         folder: where a checkpoint of the store is brought to: the folder of this run's checkpoints.
         patient: whether a store that cannot be read is left out, and only said, where `path` has checkpoints.
         rolls_back: whether only the model and the optimizers go back to it.
+        memory: has checkpoints, too, or has the only ones. Of two of one step, that in memory is taken.
 
     Returns:
         The checkpoint, and what is wrong with newer ones that are damaged.
@@ -159,13 +165,21 @@ def load_newest(
         DamagedCheckpointError: on every rank, if no checkpoint is sound.
         CheckpointError: on every rank, if there is none, or it does not fit.
     """
-    candidates, unread = _candidates(training.parallel.world, path, store, patient=patient)
+    held = [] if memory is None else memory.held()
+    candidates, unread = _candidates(training.parallel.world, path, store, held, patient=patient)
     if unread is not None:
         say(f"{unread}; only the checkpoints of {path} count")
-    passed_over: dict[Path | str, str] = {}
+    passed_over: dict[Candidate, str] = {}
     for candidate in candidates:
         try:
             checkpoint = candidate
+            if isinstance(checkpoint, HeldCheckpoint):
+                assert memory is not None
+                source, damaged_copies = memory.open(checkpoint)
+                for finding in damaged_copies:
+                    say(f"{checkpoint.name}: {finding}")
+                load_source(training, source, say, rolls_back=rolls_back)
+                return checkpoint, passed_over
             if not isinstance(checkpoint, Path):
                 assert store is not None
                 assert folder is not None
@@ -176,30 +190,41 @@ def load_newest(
             if len(candidates) == 1:
                 raise
             passed_over[candidate] = error.finding
-    findings = "; ".join(f"{Path(candidate).name}: {finding}" for candidate, finding in passed_over.items())
+    findings = "; ".join(f"{name_of_candidate(each)}: {finding}" for each, finding in passed_over.items())
     place = path or (store.address if store is not None else "")
     raise DamagedCheckpointError(f"no checkpoint of {place} is sound: {findings}; resume another run")
 
 
 def _candidates(
-    world: World, path: Path | None, store: CheckpointStore | None, *, patient: bool
-) -> tuple[list[Path | str], CheckpointError | None]:
-    """Return what may be resumed from, the newest first: paths, and names in the store. Collective.
+    world: World, path: Path | None, store: CheckpointStore | None, held: list[HeldCheckpoint], *, patient: bool
+) -> tuple[list[Candidate], CheckpointError | None]:
+    """Return what may be resumed from, the newest first: paths, names in the store, and what is in memory. Collective.
 
     Returns:
         They, and why the store was left out, if it was.
     """
     found: tuple[list[Path | str], CheckpointError | None] = ([], None)
-    if world.is_main:
+    if world.is_main and not (held and path is None and store is None):
         try:
             found = (_candidates_here(path, store), None)
         except CheckpointError as error:
             local = [*candidate_checkpoints(path)] if path is not None and patient else []
             found = ([*local], error)
     candidates, failure = world.broadcast(found)
-    if failure is not None and not candidates:
+    if failure is not None and not candidates and not held:
         raise failure
-    return list(candidates), failure
+    return sorted([*held, *candidates], key=lambda each: -_step_of(each)), failure
+
+
+def _step_of(candidate: Candidate) -> int:
+    if isinstance(candidate, HeldCheckpoint):
+        return candidate.step
+    return checkpoint_step(candidate if isinstance(candidate, Path) else Path(candidate.partition(".")[0]))
+
+
+def name_of_candidate(candidate: Candidate) -> str:
+    """Return how messages call a checkpoint: the name of its folder, or of its place in memory."""
+    return candidate.name if isinstance(candidate, HeldCheckpoint) else Path(candidate).name
 
 
 def _candidates_here(path: Path | None, store: CheckpointStore | None) -> list[Path | str]:

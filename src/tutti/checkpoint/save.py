@@ -6,11 +6,11 @@ that leaves the earlier checkpoints as they are.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -26,21 +26,22 @@ from tutti.checkpoint.contribution import (
     find_conflict,
     merge_contributions,
 )
-from tutti.checkpoint.index import RUN_STATE, latest_checkpoint, rank_file
+from tutti.checkpoint.index import INDEX, RUN_STATE, latest_checkpoint, rank_file
 from tutti.checkpoint.rank_state import collect_replica_state, collect_residuals
 from tutti.checkpoint.retention import Retention, prune
 from tutti.checkpoint.tensor_files import (
     PendingCheckpoint,
     TensorToWrite,
     in_file_order,
+    index_text,
     make_temporary_folder,
     publish_folder,
     remove_folder,
+    take_checksums,
     tensor_on_demand,
     tensor_to_write,
     write_checksums,
     write_file,
-    write_index,
     write_tensors,
 )
 from tutti.checkpoint.training_state import TrainingState
@@ -69,6 +70,97 @@ RowWriter = Callable[[dict[str, Any]], None]
 """Is called with the fields of the row about a finished checkpoint, for rank 0's metrics."""
 
 
+class CheckpointPlace(Protocol):
+    """Where a writer's checkpoints lie.
+
+    Attributes:
+        folder: the run folder, or a folder of the same form.
+        kind: what its checkpoints are called in messages.
+        remedy: what to do when there is no room, as a sentence.
+        lasting: whether a checkpoint that is being written is finished when the process ends.
+    """
+
+    folder: RunFolder
+    kind: str
+    remedy: str
+    lasting: bool
+
+    def make_folder(self, path: Path) -> tuple[str | None, str | None]:
+        """Make the hidden folder in which a checkpoint is written; return its name, or why there is none. Collective.
+
+        Args:
+            path: the checkpoint's folder once it is complete.
+        """
+        ...
+
+    def refusal(self, contributions: Sequence[Contribution]) -> str | None:
+        """Return why there is no room for what the ranks are about to write, the same on all of them. Collective."""
+        ...
+
+    def after_writing(self, pending: PendingCheckpoint) -> None:
+        """Do what follows when this rank has written its files, or has failed to. Called by the thread that writes."""
+        ...
+
+    def publish(self, pending: PendingCheckpoint) -> tuple[str | None, int]:
+        """Name the complete checkpoint; return what went wrong, if anything, and the index's size. Collective."""
+        ...
+
+    def discard(self, pending: PendingCheckpoint) -> None:
+        """Remove what there is of a checkpoint that will not be complete."""
+        ...
+
+
+class RunFolderPlace:
+    """Checkpoints in the run folder: rank 0 makes and names their folders. See `CheckpointPlace`.
+
+    Args:
+        world: the ranks.
+        folder: the run folder.
+        retention: returns which of the earlier checkpoints stay there.
+    """
+
+    kind, lasting = "checkpoint", True
+    remedy = "Free space or name another folder, then resume"
+
+    def __init__(self, world: World, folder: RunFolder, retention: Callable[[], Retention]) -> None:
+        self.folder, self._world, self._retention = folder, world, retention
+
+    def make_folder(self, path: Path) -> tuple[str | None, str | None]:
+        name, failure = None, None
+        if self._world.is_main:
+            try:
+                name = make_temporary_folder(path)
+            except OSError as error:
+                failure = describe_failure(error)
+        return self._world.broadcast((name, failure))
+
+    def refusal(self, contributions: Sequence[Contribution]) -> str | None:
+        return None  # a full disk says so itself
+
+    def after_writing(self, pending: PendingCheckpoint) -> None:
+        pass
+
+    def publish(self, pending: PendingCheckpoint) -> tuple[str | None, int]:
+        return self._world.broadcast(self.publish_here(pending) if self._world.is_main else (None, 0))
+
+    def publish_here(self, pending: PendingCheckpoint) -> tuple[str | None, int]:
+        """On rank 0: name the complete checkpoint; return what went wrong, if anything, and the index's size."""
+        try:
+            files = {name: take_checksums(pending.temporary / name) for name in pending.files}
+            nbytes = write_file(pending.temporary / INDEX, index_text(pending, files)).nbytes
+            publish_folder(pending.temporary, pending.path)
+        except OSError as error:
+            return describe_failure(error), 0
+        with suppress(OSError):  # the new checkpoint is valid even if old ones cannot be listed
+            prune(self._retention(), self.folder.path, pending.path)
+        return None, nbytes
+
+    def discard(self, pending: PendingCheckpoint) -> None:
+        with suppress(OSError):  # a disk that failed may fail again; the next checkpoint removes it, too
+            if self._world.is_main and pending.temporary.exists():
+                remove_folder(pending.temporary)
+
+
 class CheckpointWriter:
     """Saves the checkpoints of one run. All ranks call its methods in the same order.
 
@@ -80,6 +172,7 @@ class CheckpointWriter:
         write_row: called when a checkpoint is complete, or could not be written.
         say: called with a sentence when checkpoints begin to fail, and when they are written again.
         uploads: sends complete checkpoints to an object store, where `retention` then applies; None: there is none.
+        place: where checkpoints lie; None: in the run folder.
     """
 
     def __init__(
@@ -92,9 +185,12 @@ class CheckpointWriter:
         write_row: RowWriter,
         say: Callable[[str], None],
         uploads: Uploads | None = None,
+        place: CheckpointPlace | None = None,
     ) -> None:
         self._training, self._world = training, training.parallel.world
-        self._folder, self._every, self._write_row, self._say = folder, every, write_row, say
+        self._run_folder_place = RunFolderPlace(self._world, folder, self._local_retention)
+        self.place: CheckpointPlace = place or self._run_folder_place
+        self._folder, self._every, self._write_row, self._say = self.place.folder, every, write_row, say
         self.retention, self.uploads = retention, uploads
         self._missed: str | None = None
         self._pending: PendingCheckpoint | None = None
@@ -202,18 +298,21 @@ class CheckpointWriter:
         """
         pending, self._pending = self._pending, None
         if pending is None:
-            return self._missed if self._world.is_main else None
+            return self._missed if self._world.is_main and self.place.lasting else None
         if pending.writing is not None:
             pending.writing.join()
+        if not self.place.lasting:
+            self.place.discard(pending)
+            return None
         failure = pending.failure
         if self._world.is_main and failure is None:
             missing = _wait_for_files(pending)
-            failure = f"{missing} was not written" if missing else self._publish(pending)[0]
+            failure = f"{missing} was not written" if missing else self._run_folder_place.publish_here(pending)[0]
         if failure is None:
             if self.uploads is not None:
                 self.uploads.begin(pending, self.retention, skip=False)
             return None
-        self._discard(pending)
+        self.place.discard(pending)
         if self.uploads is not None:
             self.uploads.forget_left_out()
         return f"the checkpoint of step {pending.step} was not finished: {failure}; earlier checkpoints are intact"
@@ -225,9 +324,9 @@ class CheckpointWriter:
             self.uploads = None
         pending, self._pending, self._due = self._pending, None, None
         if pending is not None and pending.writing is not None:
-            _THREAD.submit(partial(self._discard, pending))  # after this rank's own part
+            _THREAD.submit(partial(self.place.discard, pending))  # after this rank's own part
         elif pending is not None:
-            self._discard(pending)
+            self.place.discard(pending)
 
     def finish_uploads(self) -> str | None:
         """Wait for uploads when the process ends, without communication of the ranks.
@@ -246,13 +345,7 @@ class CheckpointWriter:
         started, self._begun = time.perf_counter(), self._training.progress.step
         self._training.noise.flush(self._world)
         path = self._folder.checkpoints / f"step-{self._training.progress.step:08d}"
-        name, failure = None, None
-        if self._world.is_main:
-            try:
-                name = make_temporary_folder(path)
-            except OSError as error:
-                failure = _message(error)
-        name, failure = self._world.broadcast((name, failure))
+        name, failure = self.place.make_folder(path)
         if name is None:
             self._miss(path, failure, asked=not background)
             return None
@@ -277,13 +370,14 @@ class CheckpointWriter:
             collect_residuals(self._training, collected)
             collect_replica_state(self._training, replica_state, collected)
         except Exception as error:  # the user's optimizer may raise, and the other ranks must not wait for this one
-            collected = Collected(Contribution(failure=_message(error)))
+            collected = Collected(Contribution(failure=describe_failure(error)))
         collected.contribution.sees_folder = pending.temporary.is_dir()
         contributions = self._world.gather(collected.contribution)
         failure = find_conflict(contributions)
         if failure is not None:
-            self._discard(pending)
+            self.place.discard(pending)
             raise self._failed(pending.path, failure)
+        pending.failure = self.place.refusal(contributions)
         self._write(pending, contributions, collected.tensors)
 
     def _write(
@@ -306,15 +400,15 @@ class CheckpointWriter:
                     pending.nbytes += _write_received(self._world, pending, other, contribution)
         if not contributions[rank].sees_folder:
             return
-        if pending.background:
+        if pending.background and pending.failure is None:
             try:
                 tensors, pending.background = _copy_to_host(tensors, self._world)
             except (RuntimeError, MemoryError) as error:
-                pending.failure = pending.failure or _message(error)
+                pending.failure = describe_failure(error)
+        arguments = (pending, rank, tensors, state, self.place)
         if not pending.background:
-            _write_files(pending, rank, tensors, state)
+            _write_files(*arguments)
             return
-        arguments = (pending, rank, tensors, state)
         pending.writing = _THREAD.submit(partial(_write_files, *arguments))
 
     def _finish_if_written(self, pending: PendingCheckpoint) -> int:
@@ -332,17 +426,17 @@ class CheckpointWriter:
             failure, unsavable = next(
                 (f"rank {rank}: {message}", unsavable) for rank, (message, unsavable) in failures if message is not None
             )
-        elif self._world.is_main:
-            failure, index_nbytes = self._publish(pending)
+        else:
+            failure, index_nbytes = self.place.publish(pending)
             nbytes += index_nbytes
-        failure, nbytes = self._world.broadcast((failure, nbytes))
         if failure is not None:
-            self._discard(pending)
+            self.place.discard(pending)
             self._miss(pending.path, failure, asked=pending.asked or unsavable)
             return 0
         pending.blocked_s += time.perf_counter() - before
         if self._missed is not None:
-            self._say(f"checkpoints are written again, that of step {pending.step} is complete")
+            kinds = self.place.kind.replace("checkpoint", "checkpoints")
+            self._say(f"{kinds} are written again, that of step {pending.step} is complete")
         self._missed = None
         if self.uploads is not None:
             step = self.retention.best_step()
@@ -352,17 +446,9 @@ class CheckpointWriter:
         self._log_row(pending, int(nbytes))
         return int(nbytes)
 
-    def _publish(self, pending: PendingCheckpoint) -> tuple[str | None, int]:
-        """On rank 0: name the complete checkpoint; return what went wrong, if anything, and the index's size."""
-        try:
-            nbytes = write_index(pending)
-            publish_folder(pending.temporary, pending.path)
-        except OSError as error:
-            return _message(error), 0
-        with suppress(OSError):  # the new checkpoint is valid even if old ones cannot be listed
-            here = self.retention if self.uploads is None else self.uploads.local_retention(self.retention)
-            prune(here, self._folder.path, pending.path)
-        return None, nbytes
+    def _local_retention(self) -> Retention:
+        """Which of the earlier checkpoints stay in the run folder."""
+        return self.retention if self.uploads is None else self.uploads.local_retention(self.retention)
 
     def _miss(self, path: Path, reason: str | None, *, asked: bool) -> None:
         """A checkpoint could not be written: raise that if it was `asked` for; else say it once, and go on training."""
@@ -390,16 +476,12 @@ class CheckpointWriter:
         }
         self._write_row(fields)
 
-    def _discard(self, pending: PendingCheckpoint) -> None:
-        with suppress(OSError):  # a disk that failed may fail again; the next checkpoint removes it, too
-            if self._world.is_main and pending.temporary.exists():
-                remove_folder(pending.temporary)
-
     def _failed(self, path: Path, reason: str | None) -> CheckpointError:
         last = latest_checkpoint(self._folder.path)
-        remedy = ". Free space or name another folder, then resume" if "[Errno" in str(reason) else ""
+        remedy = f". {self.place.remedy}" if "[Errno" in str(reason) else ""
+        what = f"{self.place.kind} of step {int(path.name.removeprefix('step-'))}"
         return CheckpointError(
-            f"checkpoint of step {int(path.name.removeprefix('step-'))} could not be written to {path}: {reason}; "
+            f"{what} could not be written to {path}: {reason}; "
             f"earlier checkpoints are intact (newest: {last.name if last else 'none'}){remedy}"
         )
 
@@ -424,7 +506,9 @@ def _wait_for_files(pending: PendingCheckpoint) -> str | None:
         time.sleep(0.02)
 
 
-def _write_files(pending: PendingCheckpoint, rank: int, tensors: list[TensorToWrite], state: bytes | None) -> None:
+def _write_files(
+    pending: PendingCheckpoint, rank: int, tensors: list[TensorToWrite], state: bytes | None, place: CheckpointPlace
+) -> None:
     """Write this rank's tensor file, and on rank 0 the run state."""
     try:
         if pending.failure is None and tensors:
@@ -434,9 +518,13 @@ def _write_files(pending: PendingCheckpoint, rank: int, tensors: list[TensorToWr
             pending.nbytes += written.nbytes
             pending.uploads.append(RUN_STATE)
     except Exception as error:  # whatever it is, all ranks must learn of it
-        pending.failure = _message(error)
+        pending.failure = describe_failure(error)
         with suppress(OSError):
             (pending.temporary / (rank_file(rank) + FAILED)).touch()
+    try:
+        place.after_writing(pending)
+    except Exception as error:
+        pending.failure = pending.failure or describe_failure(error)
 
 
 def _write_tensor_file(pending: PendingCheckpoint, rank: int, tensors: list[TensorToWrite]) -> int:
@@ -489,7 +577,7 @@ def _write_received(world: World, pending: PendingCheckpoint, sender: int, contr
     try:
         return _write_tensor_file(pending, sender, fed)
     except OSError as error:
-        pending.failure = pending.failure or _message(error)
+        pending.failure = pending.failure or describe_failure(error)
         return 0
     finally:
         for _ in incoming:  # even if the disk is full, the sender's remaining messages must be received
@@ -511,6 +599,7 @@ def _receive(world: World, sender: int, tensors: list[TensorToWrite]) -> Iterato
         yield data.cpu().view(tensor.dtype).reshape(tensor.shape)
 
 
-def _message(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
+    """Return an error that kept a checkpoint from being written, as one line."""
     text = str(error).splitlines()[0] if str(error) else ""
     return text if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__} {text}".rstrip()

@@ -49,6 +49,7 @@ class Source:
         files: the checkpoint's files with their checksums, by name.
         run_state: contents of run.pt; empty if only a model is stored.
         read: reads values; None on a rank that cannot see the files.
+        holders: files that some ranks cannot see -> the rank that reads them for all.
     """
 
     path: Path
@@ -58,6 +59,7 @@ class Source:
     files: dict[str, StoredFile] = field(default_factory=dict)
     run_state: dict[str, Any] = field(default_factory=dict)
     read: ReadPart | None = None
+    holders: dict[str, int] = field(default_factory=dict)
     _by_owner: dict[tuple[int, str], list[Key]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -224,7 +226,7 @@ def fingerprint(path: Path) -> str:
 def transfer(world: World, source: Source, targets: list[LoadTarget]) -> None:
     """Fill every rank's targets from the source. Collective.
 
-    If some rank cannot read the source, rank 0 reads and broadcasts all of it.
+    What some rank cannot read, the file's holder reads and broadcasts. If the source has no holders, that is rank 0.
 
     Args:
         world: the ranks.
@@ -242,13 +244,14 @@ def transfer(world: World, source: Source, targets: list[LoadTarget]) -> None:
             for number, target in enumerate(targets):
                 stored = source.tensors[target.key]
                 for part in stored.parts:
-                    filled[number] += _fill(target, stored, part, source.read)
+                    if part.file not in source.holders:
+                        filled[number] += _fill(target, stored, part, source.read)
     except CheckpointError as error:
         failure = str(error)
     except (RuntimeError, ValueError) as error:
         failure = f"{source.path} does not fit: {error}"
-    if not readable:
-        failure = _broadcast_parts(world, source, targets, filled)
+    if not readable or source.holders:
+        failure = _broadcast_parts(world, source, targets, filled, None if readable else 0) or failure
     failure = failure or _find_incomplete(source, targets, filled)
     failures = [message for message in world.gather(failure) if message is not None]
     if failures:
@@ -282,25 +285,39 @@ def _fill(target: LoadTarget, stored: StoredTensor, part: StoredPart, read: Read
     return count
 
 
-def _broadcast_parts(world: World, source: Source, targets: list[LoadTarget], filled: dict[int, int]) -> str | None:
-    """Read every part on rank 0 and broadcast it, for hosts that share no disk; return what went wrong, if anything."""
+def _broadcast_parts(
+    world: World, source: Source, targets: list[LoadTarget], filled: dict[int, int], reader: int | None
+) -> str | None:
+    """Read parts that any rank wants on one rank and broadcast them; return what went wrong, if anything.
+
+    Args:
+        world: the ranks, on hosts that share no disk.
+        source: the source.
+        targets: what this rank needs.
+        filled: elements of each target that are filled; changed in place.
+        reader: the rank that reads all parts; None: the holder of each part's file, where it has one.
+    """
     wanted: dict[Key, list[int]] = {}
     for number, target in enumerate(targets):
         wanted.setdefault(target.key, []).append(number)
+    anywhere = set().union(*world.gather(set(wanted)))
     for key, stored in source.tensors.items():
         dtype = parse_dtype(stored.dtype)
-        for part in stored.parts:
+        for part in stored.parts if key in anywhere else ():
+            holder = source.holders.get(part.file) if reader is None else reader
+            if holder is None:
+                continue
             shape = TensorShard(shape=stored.shape, cuts=part.cuts).local_shape
             values, failure = None, None
             try:
-                if source.read is not None:
+                if source.read is not None and world.rank == holder:
                     values = source.read(part, dtype, tuple(slice(0, size) for size in shape))
             except CheckpointError as error:
                 failure = str(error)
-            failure = world.broadcast(failure)
+            failure = world.broadcast(failure, holder)
             if failure is not None:
                 return failure
-            received = broadcast_tensor(world, values, shape, dtype)
+            received = broadcast_tensor(world, values, shape, dtype, holder)
             for number in wanted.get(key, ()):
                 filled[number] += _fill(targets[number], stored, part, _reader_of_values(received))
     return None
@@ -314,15 +331,16 @@ def _reader_of_values(values: torch.Tensor) -> ReadPart:
 
 
 def broadcast_tensor(
-    world: World, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+    world: World, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, holder: int = 0
 ) -> torch.Tensor:
-    """Broadcast rank 0's tensor to every rank's CPU. Collective.
+    """Broadcast one rank's tensor to every rank's CPU. Collective.
 
     Args:
         world: the ranks.
-        tensor: rank 0's tensor; None on other ranks.
+        tensor: the holder's tensor; None on other ranks.
         shape: its shape.
         dtype: its dtype.
+        holder: the rank that has it.
     """
     if tensor is None:
         data = torch.empty(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8)
@@ -330,7 +348,7 @@ def broadcast_tensor(
         data = tensor.contiguous().reshape(-1).view(torch.uint8)
     if data.numel():
         on_device = data.to(world.device)
-        dist.broadcast(on_device, src=0)
+        dist.broadcast(on_device, src=holder)
         data = on_device.cpu()
     return data.view(dtype).reshape(shape)
 

@@ -7,7 +7,7 @@ one tensor at a time, because a model may be larger than the free memory.
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from tutti.background_thread import BackgroundTask
 from tutti.checkpoint.checksums import checksum
-from tutti.checkpoint.index import INDEX, CheckpointIndex, Slices, StoredFile, index_to_text
+from tutti.checkpoint.index import CheckpointIndex, Slices, StoredFile, index_to_text
 from tutti.errors import CheckpointError
 
 _DTYPE_NAMES = {
@@ -317,11 +317,17 @@ class PendingCheckpoint:
         return self.writing is None or self.writing.done
 
 
-def make_temporary_folder(path: Path) -> str:
+def hidden_name(path: Path) -> str:
+    """Return a new name for the hidden folder beside a checkpoint's, in which it is written."""
+    return f".{path.name}.{uuid4().hex[:12]}"
+
+
+def make_temporary_folder(path: Path, name: str | None = None) -> str:
     """Create a hidden folder beside a checkpoint's and return its name; remove unfinished ones of earlier runs.
 
     Args:
         path: folder of the checkpoint once it is complete.
+        name: what `hidden_name` has returned; None: a new name.
 
     Raises:
         OSError: the folder cannot be created.
@@ -332,7 +338,7 @@ def make_temporary_folder(path: Path) -> str:
     for replaced in path.parent.glob("step-*.replaced"):
         if replaced.with_suffix("").exists():
             remove_folder(replaced)
-    temporary = path.with_name(f".{path.name}.{uuid4().hex[:12]}")
+    temporary = path.with_name(name or hidden_name(path))
     temporary.mkdir()
     return temporary.name
 
@@ -351,22 +357,27 @@ def write_checksums(file: Path, written: StoredFile) -> None:
     (file.with_name(file.name + _SUMS)).write_text(json.dumps(asdict(written)), encoding="utf-8")
 
 
-def write_index(pending: PendingCheckpoint) -> int:
-    """On rank 0, when all files are there: write the index with their checksums; return its size in bytes.
+def take_checksums(file: Path) -> StoredFile:
+    """Read the checksums that `write_checksums` left beside a rank's file, and remove them.
 
     Raises:
-        OSError: a file is not there, or the index cannot be written.
+        OSError: they are not there.
+    """
+    sums = file.with_name(file.name + _SUMS)
+    stored = StoredFile(**json.loads(sums.read_text(encoding="utf-8")))
+    sums.unlink()
+    return stored
+
+
+def index_text(pending: PendingCheckpoint, files: Mapping[str, StoredFile]) -> bytes:
+    """On rank 0: return the contents of the index.
+
+    Args:
+        pending: the checkpoint, whose files are all written.
+        files: the files of ranks, by name.
     """
     assert pending.index is not None
-    files = dict(pending.written_files)
-    for name in pending.files:
-        sums = pending.temporary / (name + _SUMS)
-        files[name] = StoredFile(**json.loads(sums.read_text(encoding="utf-8")))
-    text = index_to_text(replace(pending.index, files=files))
-    written = write_file(pending.temporary / INDEX, text.encode())
-    for name in pending.files:
-        (pending.temporary / (name + _SUMS)).unlink()
-    return written.nbytes
+    return index_to_text(replace(pending.index, files={**pending.written_files, **files})).encode()
 
 
 def publish_folder(temporary: Path, path: Path) -> None:

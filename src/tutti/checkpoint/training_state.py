@@ -1,11 +1,12 @@
 """The training state: everything that a checkpoint saves and a resumed run restores."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from tutti.checkpoint.sources import Source
 from tutti.data.share_loader import ShareLoader
 from tutti.local_sgd.consistency import Consistency
 from tutti.optim.schedules import Schedules
@@ -86,7 +87,8 @@ class TrainingState:
         callbacks: the script's callbacks, whose state on rank 0 is saved.
         averages: averages of the weights that the script keeps, by name.
         raised_microbatches: the number of microbatches that a lack of memory has raised the plan's to; None: none.
-        resumed_from: the checkpoint that the run was resumed from; None: none.
+        resumed_from: the checkpoint that the run was resumed from, in words; empty for none.
+        reopen: opens it again, for what is restored later. Collective.
     """
 
     parallel: ParallelModel
@@ -99,7 +101,8 @@ class TrainingState:
     callbacks: StatefulParts | None = None
     averages: dict[str, Average] = field(default_factory=dict)
     raised_microbatches: int | None = None
-    resumed_from: Path | None = None
+    resumed_from: str = ""
+    reopen: Callable[[], Source] | None = None
 
     def __post_init__(self) -> None:
         if not self.progress.clocks:

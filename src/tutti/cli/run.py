@@ -68,6 +68,8 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
 @click.option(
     "--checkpoint-every", type=click.IntRange(1), metavar="STEPS", help="Save a checkpoint every STEPS steps."
 )
+@click.option("--memory-checkpoint-every", type=click.IntRange(1), metavar="STEPS",
+              help="Save one in the nodes' memory every STEPS steps, for restarts (--max-restarts).")  # fmt: skip
 @click.option("--predict/--no-predict", default=True, help="Predict step time and memory, for the report.")
 @click.option("--frugal", is_flag=True, help="Return freed memory to the system at once: uses less, somewhat slower.")
 @click.option("--profile", type=click.IntRange(1), metavar="STEPS",

@@ -39,22 +39,23 @@ def gather_values(value: T, group: Any = None) -> list[T]:
     return [_read(part, length) for part, length in zip(parts, sent, strict=True)]
 
 
-def broadcast_value(value: T) -> T:
-    """Return rank 0's value on every rank. Collective.
+def broadcast_value(value: T, source: int = 0) -> T:
+    """Return one rank's value on every rank. Collective.
 
     Args:
-        value: the value; ranks other than 0 may pass anything.
+        value: the value; other ranks may pass anything.
+        source: the rank whose value is returned.
 
     Raises:
         SpecError: on all ranks, if it cannot be sent.
     """
     rank, device = dist.get_rank(), _device(None)
-    message, failure = _encoded(value) if rank == 0 else (b"", None)
+    message, failure = _encoded(value) if rank == source else (b"", None)
     length = torch.tensor([len(message) if failure is None else -len(message)], device=device)
-    dist.broadcast(length, src=0)
+    dist.broadcast(length, src=source)
     sent = _checked(int(length.item()))
     buffer = _padded(message, abs(sent), device)
-    dist.broadcast(buffer, src=0)
+    dist.broadcast(buffer, src=source)
     return _read(memoryview(buffer.cpu().numpy()), sent)  # type: ignore[no-any-return, arg-type]
 
 

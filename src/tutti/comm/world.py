@@ -80,11 +80,11 @@ class World:
             return [value]
         return gather_values(value)
 
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's `value` on every rank."""
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """Return the `value` of the rank `source` on every rank."""
         if self.world_size == 1:
             return value
-        return broadcast_value(value)
+        return broadcast_value(value, source)
 
 
 def join_world(environment: RankEnvironment | None = None) -> World:

@@ -88,6 +88,7 @@ def run(
     resume: StrPath | None = None,
     checkpoint_store: str | None = None,
     checkpoint_every: int | None = None,
+    memory_checkpoint_every: int | None = None,
     predict: bool = True,
     frugal: bool = False,
     profile: int | None = None,
@@ -129,6 +130,7 @@ def run(
         resume: continue from a run folder, a checkpoint, or the address of a store ("s3://bucket/prefix").
         checkpoint_store: upload checkpoints to this address; "none": nowhere, also if the run did before.
         checkpoint_every: save a checkpoint every so many steps.
+        memory_checkpoint_every: save one in the memory of the nodes every so many steps, for restarts.
         predict: predict step time and memory, for the report.
         frugal: return freed memory to the system at once.
         profile: profile this many steps after a warm-up, into the run folder's profile/.
@@ -188,6 +190,7 @@ READ: dict[str, Callable[[Any], Any]] = {
     "folder": lambda value: path_of("folder", value),
     "resume": lambda value: value if is_store_address(value) else path_of("resume", value),
     "checkpoint_every": lambda value: whole("checkpoint_every", value),
+    "memory_checkpoint_every": lambda value: whole("memory_checkpoint_every", value),
     "profile": lambda value: whole("profile", value),
     "bind_cores": lambda value: one_of("bind_cores", value, ("auto", "none")),
     "max_restarts": lambda value: whole("max_restarts", value, 0),
@@ -449,6 +452,7 @@ def _wait_ready(worker: "Beside") -> None:
 
 def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen: "Screen") -> Conclusion:
     from tutti.commands.run_prediction import beside
+    from tutti.launch.memory_folder import memory_folder
     from tutti.launch.node_member import recovering
     from tutti.launch.restarts import RestartPolicy
     from tutti.launch.supervisor import interrupts, supervise
@@ -464,8 +468,9 @@ def _train(options: RunOptions, spec: "LaunchSpec", launcher: "Launcher", screen
     wanted = _wanted(options, aside, spec.world_size) if _to_predict(options) else None
     if wanted is not None:
         aside.mkdir(exist_ok=True)
-    with interrupts() as interrupted, beside(wanted) as worker:
-        worker = _started(worker)
+    in_memory = memory_folder(options.memory_checkpoint_every is not None)
+    with interrupts() as interrupted, beside(wanted) as worker, in_memory as variables:
+        worker, spec = _started(worker), replace(spec, environment=spec.environment | variables)
         stop_at_s = None if options.time_limit_s is None else time.time() + options.time_limit_s
         if stop_at_s is not None:
             spec = replace(spec, environment=spec.environment | {"TUTTI_STOP_AT_S": repr(stop_at_s)})

@@ -50,6 +50,7 @@ class RunOptions:
     resume: Path | str | None = None
     checkpoint_store: str | None = None
     checkpoint_every: int | None = None
+    memory_checkpoint_every: int | None = None
     predict: bool = True
     frugal: bool = False
     profile: int | None = None
@@ -150,6 +151,17 @@ def check_restarts(options: RunOptions) -> None:
     if options.max_restarts == 0 and (options.min_ranks is not None or options.on_failure != "replace"):
         name = "--min-ranks" if options.min_ranks is not None else "--on-failure"
         raise LaunchError(f"{name} says how a run goes on after a failure; allow it to with --max-restarts N")
+    if options.memory_checkpoint_every is not None:
+        if options.max_restarts == 0:
+            raise LaunchError(
+                "--memory-checkpoint-every keeps checkpoints in memory for ranks that are started again; allow that "
+                "with --max-restarts N"
+            )
+        if options.launcher != "local":
+            raise LaunchError(
+                "--memory-checkpoint-every needs the launcher local, whose ranks share the memory of its node; leave "
+                f"it out, or --on {options.launcher}"
+            )
     if options.max_restarts and options.nnodes > 1 and _shared_folder(options) is None:
         raise LaunchError(
             f"--max-restarts with --nnodes {options.nnodes} goes on from checkpoints in a run folder that all nodes "
@@ -316,6 +328,8 @@ def environment(options: RunOptions, plan: Path | None) -> dict[str, str]:
         variables["TUTTI_CHECKPOINT_STORE"] = options.checkpoint_store
     if options.checkpoint_every is not None:
         variables["TUTTI_CHECKPOINT_EVERY"] = str(options.checkpoint_every)
+    if options.memory_checkpoint_every is not None:
+        variables["TUTTI_MEMORY_CHECKPOINT_EVERY"] = str(options.memory_checkpoint_every)
     if options.profile is not None:
         variables["TUTTI_PROFILE"] = str(options.profile)
     if options.max_restarts and options.recover == "memory" and options.launcher == "local" and options.nnodes == 1:

@@ -76,7 +76,13 @@ def of_rank(rank: int, local_rank: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
 
 
+def memory_root() -> Path:
+    """Return the folder in this host's memory, in which launchers make theirs; the user may name another one."""
+    return Path(os.environ.get("TUTTI_MEMORY_FOLDER") or "/dev/shm")
+
+
 _OF_ONE_RUN = (
+    *("TUTTI_MEMORY_CHECKPOINT_EVERY", "TUTTI_MEMORY_CHECKPOINTS"),
     *("TUTTI_PLAN", "TUTTI_RESUME", "TUTTI_RESTARTED", "TUTTI_STOP_AT_S"),
     *("TUTTI_RECOVER", "TUTTI_RECOVER_FROM", "TUTTI_GENERATORS", "TUTTI_LOST_GENERATORS"),
 )

@@ -316,11 +316,18 @@ class LockedFolder:
 
     Its lock file names the launcher's folder of sockets. The lock of a killed launcher is free, whatever its process
     number: hosts and containers may share the folder of temporary files.
+
+    Args:
+        parent: where it lies; None: in the folder of temporary files.
+
+    Raises:
+        OSError: it cannot be made.
     """
 
-    def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    def __init__(self, parent: Path | None = None) -> None:
+        for folder in {Path(tempfile.gettempdir()), launch_environment.memory_root()}:
+            _remove_abandoned(folder)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         new = self.path / f"{_LOCK}.new"
         self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):  # a file system without locks: the folder is not taken for abandoned

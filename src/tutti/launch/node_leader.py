@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -187,8 +187,10 @@ class NodeLeader:
         self._queued: list[tuple[float, NodeLink, Message]] = []  # until when they wait for a place that is taken
         self._port: int | None = None  # where the ranks of the next generation meet; 0: it is asked for
         self._all = replace(spec, ranks_per_node=(spec.world_size,), node_rank=0, rendezvous=None)
-        self._restarts = Restarts(policy, self._all, fewer=self._fewer)
         self._nodes: dict[int, _Node] = {}
+        self._restarts = Restarts(
+            policy, self._all, fewer=self._fewer, memory_step=lambda _: _memory_step(self._nodes.values())
+        )
         self._coming: list[_Node] = []  # those that have not seen the run folder yet
         self._events: _Events = queue.Queue()
         self._placed: _Placed | None = None
@@ -481,6 +483,12 @@ def _cause(generation: _Placed, reports: list[Message]) -> Failure | None:
     return min(found, key=lambda one: one[0])[1] if found else None
 
 
+def _memory_step(nodes: Iterable[_Node]) -> int | None:
+    """Return the step of the newest checkpoint that nodes have in memory, as they report; None if they have none."""
+    steps = [(node.report or {}).get("memory_step") for node in nodes]
+    return max((step for step in steps if isinstance(step, int)), default=None)
+
+
 def _without_ranks(node: _Node) -> str:
     if not node.capacity:
         return (
@@ -500,6 +508,7 @@ def describe(spec: LaunchSpec, policy: RestartPolicy, secret: bytes) -> dict[str
         "--max-restarts": policy.max_restarts,
         "--min-ranks": policy.min_ranks,
         "--on-failure": policy.on_failure,
+        "--memory-checkpoint-every": spec.environment.get("TUTTI_MEMORY_CHECKPOINT_EVERY"),
     }
 
 

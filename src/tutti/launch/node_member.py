@@ -18,6 +18,7 @@ from tutti.errors import LaunchError
 from tutti.job_secret import find_secret
 from tutti.launch.failure import LOST_NODE, Failure, shortened
 from tutti.launch.launcher import LaunchSpec, RankError
+from tutti.launch.memory_folder import newest_step
 from tutti.launch.network import split_address
 from tutti.launch.node_leader import TOKEN_FILE, NodeLeader, describe
 from tutti.launch.node_link import Message, NodeLink, join
@@ -89,7 +90,7 @@ class NodeMember:
         """Tell node 0 how the generation ended here, and return what it decides when it has heard all nodes."""
         status = "called off" if outcome.called_off else outcome.status
         failure = None if outcome.failure is None else serialization.to_data(shortened(outcome.failure))
-        end = {"exit_code": outcome.exit_code, "resumable": outcome.resumable}
+        end = {"exit_code": outcome.exit_code, "resumable": outcome.resumable, "memory_step": newest_step(spec)}
         self._link.send({"kind": "report", "status": status, "failure": failure, **end})
         return self._decision(outcome)
 

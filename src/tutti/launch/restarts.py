@@ -20,6 +20,7 @@ from tutti.config.vocabulary import AxisName
 from tutti.errors import LaunchError, TuttiError
 from tutti.launch.failure import Failure, sentence
 from tutti.launch.launcher import LaunchSpec, RankError
+from tutti.launch.memory_folder import newest_step
 from tutti.launch.regroup import shrink_plan
 from tutti.launch.supervisor import Outcome, Restart
 from tutti.launch.survival import RECOVER, Survivors, Waiting
@@ -30,6 +31,8 @@ OnFailure = Literal["replace", "shrink"]
 Recover = Literal["memory", "checkpoint"]
 
 LONGEST_DELAY_S = 32.0
+
+_FROM_MEMORY = "from memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +74,18 @@ class Restarts:
         policy: how often, and with how many ranks, the run goes on.
         spec: what is started.
         fewer: returns what to start without the ranks that have failed; None: the same with fewer ranks on this node.
+        memory_step: returns the step of the newest checkpoint in the memory of the nodes, None for none.
     """
 
     def __init__(
-        self, policy: RestartPolicy, spec: LaunchSpec, fewer: Callable[[Failure], LaunchSpec] | None = None
+        self,
+        policy: RestartPolicy,
+        spec: LaunchSpec,
+        fewer: Callable[[Failure], LaunchSpec] | None = None,
+        memory_step: Callable[[LaunchSpec], int | None] = newest_step,
     ) -> None:
         self._policy = policy
-        self._fewer = fewer
+        self._fewer, self._memory_step = fewer, memory_step
         self._folder = RunFolder(spec.folder)
         self._earlier = self._folder.checkpoint_times()
         self._records = _Records(self._folder)
@@ -156,7 +164,7 @@ class Restarts:
         if survivors is not None:
             ended = survivors.ranks[survivors.holder]
             source = f"after step {survivors.step} from the memory of rank {ended}"
-        elif waiting:
+        elif waiting and not source.startswith(_FROM_MEMORY):
             source = f"{source} (not from memory: {refusal})"
         message = self._message(spec, following, failure, place, source, delay_s)
         self._survivors = survivors
@@ -196,14 +204,18 @@ class Restarts:
         """Return the spec with what the ranks continue from, and that in words."""
         now = self._folder.checkpoint_times()
         own = [name for name, written in now.items() if self._earlier.get(name) != written]
+        step = self._memory_step(spec)
+        in_memory = step is not None and (not own or step >= int(max(own).partition("-")[2]))
+        here = f"{_FROM_MEMORY} (step {step})"
         if not own:
             resumed = spec.environment.get("TUTTI_RESUME")
-            return spec, f"from {resumed}" if resumed else "from the beginning, as there is no checkpoint yet"
+            words = f"from {resumed}" if resumed else "from the beginning, as there is no checkpoint yet"
+            return spec, here if in_memory else words
         newest = max(own)
         # A run that was resumed from an older checkpoint of its folder does not go on from one it had left behind.
         source = self._folder.path if newest == max(now) else self._folder.checkpoints / newest
         variables = {"TUTTI_RESUME": str(source), "TUTTI_RESTARTED": "1"}
-        return replace(spec, environment=spec.environment | variables), f"from {newest}"
+        return replace(spec, environment=spec.environment | variables), here if in_memory else f"from {newest}"
 
     def _message(
         self, spec: LaunchSpec, following: LaunchSpec, failure: Failure, place: _Place, source: str, delay_s: float

@@ -591,7 +591,8 @@ def interruptions(report: RunReport) -> list[RuleFinding]:
     generations, again = report.time.generations.value or 1, report.time.repeated_steps.value or 0
     if generations > 1:
         redone = f"; {plural(again, 'repeated step')} count in the time, but only once in the curves" if again else ""
-        sentence = f"The run was resumed {plural(generations - 1, 'time')}{redone}. Downtime is not counted."
+        where = f", {note}" if (note := report.time.generations.note) else ""
+        sentence = f"The run was resumed {plural(generations - 1, 'time')}{where}{redone}. Downtime is not counted."
         findings += finding(0, "RESUMED", "note", sentence, "time.generations")
     if report.skipped_steps.value:
         sentence = (

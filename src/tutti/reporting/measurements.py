@@ -116,9 +116,16 @@ def time_report(records: Records) -> TimeReport:
         load_wait=seen(parts["data"], "s", "waiting for the next batch, during the whole run"),
         startup={name: seen(seconds, "s", STARTUP_NOTE) for name, seconds in startup.items()},
         earlier_steps=seen(_earlier_steps(records), "steps"),
-        generations=seen(generations),
+        generations=seen(generations, note=_from_memory(records)),
         repeated_steps=seen(repeated, note="steps repeated after a resume" if repeated else ""),
     )
+
+
+def _from_memory(records: Records) -> str:
+    """Return from which steps the run went on from memory, as a clause; empty if from none."""
+    starts = [row for row in records.rows if row.kind == "start" and row.data.get("from_memory")]
+    steps = ", ".join(f"{row.number('resumed_at_step') or 0:g}" for row in starts)
+    return f"from memory (step {steps})" if steps else ""
 
 
 STEP_PHASES_NOTE = "the step time, divided as the phases divide the time of all steady steps"

@@ -86,7 +86,7 @@ class AveragedWeights:
             if use_buffers:
                 self._average.buffers = {key: tensor.clone() for key, tensor in buffers.items()}
             run.state.averages[name] = self._average
-            if run.state.resumed_from is not None and not load_average(run.state, name, buffers):
+            if run.state.resumed_from and not load_average(run.state, name, buffers):
                 run.output.screen.say(
                     f"the checkpoint {run.state.resumed_from} has no average called {name!r}; it begins with the "
                     "present weights"

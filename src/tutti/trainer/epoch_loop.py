@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tutti.checkpoint.load import load_newest
+from tutti.checkpoint.load import load_newest, name_of_candidate
 from tutti.comm.point_to_point import ring_all_reduce_nbytes
 from tutti.errors import NoCheckpointError, TrainingError
 from tutti.trainer.callbacks import JobCallbacks
@@ -105,21 +105,22 @@ def _roll_back(run: Run) -> None:
             screen.say(f"nothing is rolled back after step {step}: the run has no checkpoint yet")
             return
     before, last, times = guard.rolled_back
-    times = times + 1 if newest.name == before or step == last + 1 else 1
-    guard.rolled_back = newest.name, step, times
+    place = name_of_candidate(newest)
+    times = times + 1 if place == before or step == last + 1 else 1
+    guard.rolled_back = place, step, times
     if times > _MOST_ROLLED_BACK:
         raise TrainingError(
             f"step {step} failed, although the parameters had been rolled back {times - 1} times, the last time to "
-            f"{newest.name}, and other batches had followed; lower the learning rate or clip gradients, and resume "
+            f"{place}, and other batches had followed; lower the learning rate or clip gradients, and resume "
             "from an earlier checkpoint"
         )
     for optimizer, groups in zip(run.parallel.optimizers, scheduled, strict=True):
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             group.update(settings)
-    damaged = "".join(f"; passed over {Path(each).name}, which is damaged" for each in passed_over)
-    said = f"after step {step}, the model and the optimizers are rolled back to {newest.name}{damaged}"
+    damaged = "".join(f"; passed over {name_of_candidate(each)}, which is damaged" for each in passed_over)
+    said = f"after step {step}, the model and the optimizers are rolled back to {place}{damaged}"
     screen.say(said)
-    run.output.log.row("rolled_back", run.loop.clock.elapsed_s(), step=step, checkpoint=newest.name, sentence=said)
+    run.output.log.row("rolled_back", run.loop.clock.elapsed_s(), step=step, checkpoint=place, sentence=said)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from tutti.checkpoint import CheckpointWriter, TrainingState, load_newest, load_weights
+from tutti.checkpoint import CheckpointWriter, TrainingState
+from tutti.checkpoint.node_memory import HeldCheckpoint
 from tutti.checkpoint.retention import retention_of
-from tutti.checkpoint.uploads import open_uploads, store_of
+from tutti.checkpoint.uploads import open_uploads
 from tutti.comm.shared_memory import make_shared_memory_communicator
 from tutti.comm.traffic import CommChannel
 from tutti.comm.world import World, deprioritise_gloo_threads
@@ -81,9 +82,9 @@ from tutti.trainer.memory_recovery import begin_marks, recover_from_memory
 from tutti.trainer.metrics import MetricsLog, ProgressDisplay
 from tutti.trainer.observer import Observer, load_observer
 from tutti.trainer.operation_watch import OperationWatch, note_calls_of_model
-from tutti.trainer.out_of_memory import resume_microbatches
 from tutti.trainer.program import OwnProgram
 from tutti.trainer.rebalance import Rebalancer, check_rebalancing
+from tutti.trainer.resume import memory_writer, resume_run
 from tutti.trainer.run_header import open_folder
 from tutti.trainer.run_start import note_batches, start_hooks, write_header, write_start_row
 from tutti.trainer.run_state import Accumulation, Run, RunningStatistics, RunOutput, TrainingLoop
@@ -160,9 +161,9 @@ def prepare_run(context: JobContext, arguments: PrepareArguments) -> Run:
     recovered = context.launch_options.recover_from is not None
     if recovered:
         recover_from_memory(run, context.launch_options)
-    state.resumed_from = resumed_from = None if recovered else _resume(run, context, arguments.weights)
-    write_header(run, context, resumed_from)
-    write_start_row(run, context)
+    resumed_from = None if recovered else resume_run(run, context, arguments.weights)
+    write_header(run, context, resumed_from if isinstance(resumed_from, Path) else None)
+    write_start_row(run, context, from_memory=recovered or isinstance(resumed_from, HeldCheckpoint))
     start_hooks(run, context, resumed=recovered or resumed_from is not None)
     note_batches(run)
     deprioritise_gloo_threads()  # after the last process group has been created
@@ -349,8 +350,11 @@ def open_output(context: JobContext, folder: RunFolder, state: TrainingState) ->
     checkpoints = CheckpointWriter(
         state, folder, every=every, retention=retention, write_row=write_row, say=say, uploads=uploads
     )
+    memory = memory_writer(state, folder, context.launch_options, partial(write_row, kind="memory_checkpoint"), say)
     profile = None if steps is None else StepProfile(steps, folder.profile, world.rank, world.device)
-    return RunOutput(folder=folder, log=log, screen=context.screen, checkpoints=checkpoints, profile=profile)
+    return RunOutput(
+        folder=folder, log=log, screen=context.screen, checkpoints=checkpoints, memory=memory, profile=profile
+    )
 
 
 def _annotated_plan(context: JobContext, model: nn.Module) -> Plan:
@@ -616,29 +620,6 @@ def _sequences(arguments: PrepareArguments, plan: Plan, layout: Layout, pipeline
 
 def _attention_channel(plan: Plan, layout: Layout) -> CommChannel:
     return layout.channel("keys" if plan.context == "ring" else "heads", "context")
-
-
-def _resume(run: Run, context: JobContext, weights: Path | None) -> Path | None:
-    """Load a checkpoint and return its path; without one, load `weights`, if given."""
-    place, writer, say = context.resumed, run.output.checkpoints, run.output.screen.say
-    if place is None:
-        if weights is not None:
-            load_weights(run.state, weights)
-        run.state.consistency.begin(run.parallel, run.state.progress.step)
-        return None
-    path, folder = place if isinstance(place, Path) else None, run.output.folder.checkpoints
-    store = None
-    if context.settings.checkpoint_store != "none" or path is None:
-        store = store_of(run.parallel.world, place)
-    patient = context.launch_options.restarted
-    checkpoint, passed_over = load_newest(run.state, path, say, store=store, folder=folder, patient=patient)
-    writer.retention.passed_over = {old for old in passed_over if isinstance(old, Path)}
-    if writer.uploads is not None:
-        writer.uploads.passed_over = {old for old in passed_over if isinstance(old, str)}
-    resume_microbatches(run)
-    why = "".join(f"; passed over {Path(old).name}, which is damaged: {found}" for old, found in passed_over.items())
-    say(f"resumed from {checkpoint} at step {run.state.progress.step}{why}")
-    return checkpoint
 
 
 def follow_script(context: JobContext, arguments: PrepareArguments) -> FollowedScript:

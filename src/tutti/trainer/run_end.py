@@ -20,6 +20,7 @@ from tutti.errors import CheckpointError, TuttiError
 from tutti.event_record import ACTIVE
 from tutti.surviving_rank import SURVIVING_RANK, KeptState
 from tutti.trainer.operation_watch import count_anew
+from tutti.trainer.resume import release_memory
 from tutti.trainer.run_state import Run
 from tutti.trainer.step_profile import StepProfile
 from tutti.trainer.update import settle_updates
@@ -107,7 +108,9 @@ class RunFinalizer:
         run.loop.ending.closed = True
         run.loop.watch.stop(wait_s=1.0)
         run.loop.stopping.forget()
-        run.output.checkpoints.abandon()
+        for writer in run.output.writers:
+            writer.abandon()
+        release_memory()
         marks = run.loop.marks
         kept = KeptState(refusal="the run keeps no state in memory") if marks is None else marks.keep()
         self._last_rows(run)
@@ -149,6 +152,10 @@ class RunFinalizer:
                 settle_updates(run)
         rank_folder = run.output.folder.rank(run.parallel.world.rank)
         self.failed = self.failed or (rank_folder / "error.json").exists()
+        if run.output.memory is not None and self.failed:  # its ranks may be lost
+            run.output.memory.abandon()
+        elif run.output.memory is not None:
+            run.output.memory.finish_at_exit()
         failure = run.output.checkpoints.finish_at_exit()
         if failure is not None:
             self.failed = True

@@ -81,13 +81,20 @@ def _recipe(run: Run) -> Recipe:
     )
 
 
-def write_start_row(run: Run, context: JobContext) -> None:
-    """Write the row that begins this process's part of the metrics."""
+def write_start_row(run: Run, context: JobContext, *, from_memory: bool) -> None:
+    """Write the row that begins this process's part of the metrics.
+
+    Args:
+        run: the prepared run.
+        context: what the script asked for.
+        from_memory: whether it goes on from memory.
+    """
     wall, phases = run.loop.clock.take_row()
     run.output.log.row(
         "start",
         run.loop.clock.elapsed_s(),
         resumed_at_step=run.state.progress.step,
+        **({"from_memory": True} if from_memory else {}),
         **({} if context.hooks.progress else {"progress": False}),
         startup_s={"rendezvous": run.parallel.world.rendezvous_s, "prepare": wall},
         wall_s=wall,

@@ -461,6 +461,7 @@ class RunOutput:
         log: rows of metrics.
         screen: messages and progress for the user.
         checkpoints: saves the training state.
+        memory: saves it in the memory of the nodes, if the launcher asks for that.
         throughput: samples or tokens per second, smoothed.
         data_facts: what was evaluated and trained on.
         profile: records some steps, if the launcher asks for that.
@@ -470,9 +471,15 @@ class RunOutput:
     log: MetricsLog
     screen: ProgressDisplay
     checkpoints: CheckpointWriter
+    memory: CheckpointWriter | None = None
     throughput: Throughput = field(default_factory=Throughput)
     data_facts: DataFacts = field(default_factory=DataFacts)
     profile: StepProfile | None = None
+
+    @property
+    def writers(self) -> tuple[CheckpointWriter, ...]:
+        """What saves the training state during training."""
+        return (self.checkpoints,) if self.memory is None else (self.checkpoints, self.memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,17 +78,18 @@ def make_update(run: Run, optimizers: tuple[Optimizer, ...]) -> None:
         run.loop.marks.updated(done=at_once)
     advance_profile(run)
     run.loop.observer.updated(run.state.progress.step - 1, result.loss, done.learning_rate)
-    overdue = run.output.checkpoints.updated(again=again)
+    overdue = [writer.updated(again=again) for writer in run.output.writers]
     # Callbacks and averages of the weights take the step into account after it; a checkpoint has that, too.
     if at_once:
         save_when_due(run)
-    elif overdue:
+    elif any(overdue):
         run.output.screen.say(
             f"the checkpoint of step {run.state.progress.step} is written while its batch is in use; a run resumed "
             "from it begins with the next batch"
         )
         settle_updates(run)
-        run.output.checkpoints.save_when_due()
+        for writer in run.output.writers:
+            writer.save_when_due()
 
 
 def _undoing(run: Run, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
@@ -210,13 +211,16 @@ def refuse_own_steps(run: Run) -> None:
 def save_when_due(run: Run) -> None:
     """Begin a checkpoint that is due, unless gradients still wait for their update."""
     if not run.loop.accumulation.waits and not run.loop.average_applied:
-        if run.output.checkpoints.due is None:
-            run.output.checkpoints.save_when_due()
+        writers = run.output.writers
+        if all(writer.due is None for writer in writers):
+            for writer in writers:
+                writer.save_when_due()
             return
         with recorded("operation", "checkpoint"):
             settle_updates(run)
             compare_before_checkpoint(run)
-            run.output.checkpoints.save_when_due()
+            for writer in writers:
+                writer.save_when_due()
 
 
 def optimizers_of(run: Run, chosen: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:

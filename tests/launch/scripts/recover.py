@@ -1,7 +1,8 @@
 """A Job whose samples are recorded. Arguments: steps between checkpoints, and FAULT@STEP:RANK, which may repeat.
 
-A fault happens once, unless it ends with "!"; "pause" waits for a file named go-STEP. A rank notes the samples of each
-completed step in samples-RANK; rank 0 writes the final values to final.pt.
+A fault happens once, unless it ends with "!"; "pause" waits for a file named go-STEP; "spoil" changes a byte of this
+rank's file in the newest checkpoint in memory, then kills the rank. A rank notes the samples of each completed step in
+samples-RANK; rank 0 writes the final values to final.pt.
 """
 
 import os
@@ -41,6 +42,13 @@ def suffer(fault: str | None) -> None:
         raise ValueError("a poisoned batch")
     elif fault == "exit":
         os._exit(7)
+    elif fault == "spoil":
+        folder = max(Path(os.environ["TUTTI_MEMORY_CHECKPOINTS"]).glob("checkpoints/step-*"))
+        file = folder / f"rank-{job.rank:05d}.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "pause":
         while not Path(f"go-{job.global_step}").exists():
             time.sleep(0.02)
@@ -73,5 +81,6 @@ for _epoch in job.epochs(3):
             file.write(f"{job.global_step} {time.time()} {','.join(map(str, batch[2].tolist()))}\n")
         if every and job.global_step % every == 0:
             job.save()
+state = job.state_dict()
 if job.rank == 0:
-    torch.save({name: value.clone() for name, value in model.state_dict().items()}, "final.pt")
+    torch.save({name: value.clone() for name, value in state.items()}, "final.pt")
