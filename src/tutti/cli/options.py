@@ -81,6 +81,12 @@ def request_option(function: F) -> F:
     return click.option("--request", "requests", multiple=True, metavar="NAME=VALUE,...", help=says)(function)
 
 
+def hosts_option(function: F) -> F:
+    """Add --hosts: the hosts of a run over ssh."""
+    says = "Run on these hosts, over ssh: HOST:RANKS,..., or a file with one a line."
+    return click.option("--hosts", metavar="HOSTS|FILE", help=says)(function)
+
+
 def json_option(function: F) -> F:
     """Add --json: one JSON document on standard output."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")(function)

@@ -14,6 +14,7 @@ from tutti.cli.options import (
     ScriptCommand,
     bucket_option,
     compress_option,
+    hosts_option,
     relax_option,
     request_option,
     shard_option,
@@ -51,8 +52,12 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where nodes meet: node 0's host and a free port there.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0.1), metavar="SECONDS",
               help="How long ranks wait for each other; if not given 600, less if none does anything.")  # fmt: skip
-@click.option("--on", "launcher", metavar="NAME", help="What starts the ranks: local, or slurm (see `tutti submit`).")
+@click.option(
+    "--on", "launcher", metavar="NAME", help="What starts the ranks: local, or slurm or ssh (see `tutti submit`)."
+)
 @request_option
+@hosts_option
+@click.option("--dry-run", is_flag=True, help="With --on slurm or ssh: show what would run, and start nothing.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly this plan.")
 @click.option("--mesh", metavar="AXIS=N,...", help="The ranks as a grid, such as replicate=2,split=2 (or dp=2,tp=2).")
 @compress_option
@@ -102,9 +107,13 @@ def command(**given: Any) -> None:
     """Train SCRIPT on several ranks, according to a plan: given with --plan, implied by --nproc, or made now."""
     from tutti.commands.run import screen, trained
 
-    on = given.pop("launcher") or default_launcher()
+    hosts, dry_run = given.pop("hosts"), given.pop("dry_run")
+    on = given.pop("launcher") or ("ssh" if hosts is not None else default_launcher())
     if on in SCHEDULERS:
         sys.exit(submitted_and_followed(click.get_current_context().meta[GIVEN]))
+    if hosts is not None or dry_run:
+        name = "--hosts" if hosts is not None else "--dry-run"
+        raise LaunchError(f"{name} is for other hosts, and --on is {on}; leave it out, or add --on ssh")
     if given.pop("requests"):
         raise LaunchError(f"--request is for a cluster's scheduler, and --on is {on}; leave it out, or add --on slurm")
     stated = given.pop("timeout_s")

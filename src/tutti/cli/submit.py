@@ -1,4 +1,4 @@
-"""Runs that a cluster's scheduler starts: `tutti submit`, `attach`, `status`, `logs` and `cancel`."""
+"""Runs on a cluster or over ssh: `tutti submit`, `attach`, `status`, `logs` and `cancel`."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tutti.cli.options import PLACE, SCRIPT_CONTEXT, emit, json_option, request_option
+from tutti.cli.options import PLACE, SCRIPT_CONTEXT, emit, hosts_option, json_option, request_option
 from tutti.commands.messages import console, guarded_streams
 from tutti.commands.run_options import RunOptions
 
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 _RUN = click.Path(path_type=Path)
 
+NOT_OF_RANKS = ("launcher", "requests", "hosts", "dry_run")
+"""Options of `tutti run` that say where it runs, and are not for the ranks."""
+
 
 @click.command("submit", context_settings=SCRIPT_CONTEXT)
-@click.option("--on", metavar="NAME", help="The scheduler: slurm; that of tutti.toml if not given.")
+@click.option("--on", metavar="NAME", help="What runs it: slurm or ssh; that of tutti.toml if not given.")
 @click.option("--nnodes", type=click.IntRange(1), help="Number of nodes.")
 @request_option
-@click.option("--folder", type=_RUN, help="The run folder, which all nodes see; runs/NAME-TIME if not given.")
+@hosts_option
+@click.option("--folder", type=_RUN, help="The run folder; runs/NAME-TIME if not given.")
 @click.option("--resume", type=PLACE, metavar="RUN|URL", help="Continue from a run folder, a checkpoint, or a store.")
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted.")
 @click.option("--follow", is_flag=True, help="Show the run until it has ended, as `tutti attach` does.")
@@ -49,6 +53,7 @@ def submitted(
     on: str | None,
     nnodes: int | None,
     requests: Sequence[str],
+    hosts: str | None,
     folder: Path | None,
     resume: Path | str | None,
     dry_run: bool = False,
@@ -60,18 +65,23 @@ def submitted(
         run: the command `tutti run`, which reads its arguments.
         words: the other arguments of `tutti run`.
         on, nnodes: None for what tutti.toml says.
-        requests, folder, resume, dry_run, as_json: see the options.
+        requests, hosts, folder, resume, dry_run, as_json: see the options.
     """
     from tutti.clusters.profile_file import read_profile
     from tutti.commands.submit import submit
 
     defaults = read_profile(Path.cwd()).run
     read = run.make_context("tutti submit", list(words)).params
-    options = RunOptions(
-        **{name: value for name, value in read.items() if name not in ("requests", "launcher", "timeout_s")}
+    options = RunOptions(**{name: value for name, value in read.items() if name not in ("timeout_s", *NOT_OF_RANKS)})
+    done = submit(
+        replace(options, folder=folder, resume=resume),
+        words,
+        on=on or ("ssh" if hosts is not None else defaults.on or "slurm"),
+        nnodes=nnodes or defaults.nnodes,
+        requests=requests,
+        hosts=hosts,
+        dry_run=dry_run,
     )
-    options = replace(options, nnodes=nnodes or defaults.nnodes or 1, folder=folder, resume=resume)
-    done = submit(options, words, on=on or defaults.on or "slurm", requests=requests, dry_run=dry_run)
     if as_json:
         emit(done)
     elif dry_run:
@@ -102,12 +112,11 @@ def submitted_and_followed(words: Sequence[str]) -> int:
     Args:
         words: the arguments of `tutti run`.
     """
-    mine = ("on", "nnodes", "requests", "folder", "resume", "words")
+    mine = ("on", "nnodes", "requests", "hosts", "folder", "resume", "dry_run", "words")
     own = [parameter for parameter in submit_command.params if parameter.name in mine]
     command = click.Command("tutti run", params=own, context_settings=SCRIPT_CONTEXT)
     folder = submitted(click.get_current_context().command, **command.make_context("tutti run", list(words)).params)
-    assert folder is not None
-    return _followed(folder)
+    return 0 if folder is None else _followed(folder)
 
 
 @click.command("attach")

@@ -30,6 +30,8 @@ class JobRequest:
         nodes: number of nodes.
         nproc: ranks per node, one number for all nodes or one for each; None leaves it to the plan.
         grace_s: seconds that ranks have to write a checkpoint when the job is stopped.
+        script: the script's path as the command names it; empty for a module.
+        restarts: how often the ranks are started again after failures.
         settings: the scheduler's own settings, such as a partition.
     """
 
@@ -41,6 +43,8 @@ class JobRequest:
     nodes: int = 1
     nproc: tuple[int, ...] | None = None
     grace_s: float = 30.0
+    script: str = ""
+    restarts: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -67,6 +71,18 @@ class JobStatus:
 
 class Scheduler(Protocol):
     """A cluster's scheduler, as the commands use it. It places, queues and kills; tutti only asks."""
+
+    def nodes(self, settings: Mapping[str, Any], nnodes: int | None) -> tuple[int | None, ...]:
+        """Return the ranks of each node where the settings name the nodes; empty where the scheduler chooses them.
+
+        Args:
+            settings: the scheduler's own.
+            nnodes: the number of nodes that is asked for; None for all.
+
+        Raises:
+            LaunchError: a setting does not exist, or fewer nodes are named.
+        """
+        ...
 
     def preview(self, request: JobRequest) -> str:
         """Return what would be submitted, as text.

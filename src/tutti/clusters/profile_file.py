@@ -8,6 +8,9 @@ nnodes = 2
 partition = "gpu"
 time = "2h"
 setup = ["module load cuda"]
+
+[ssh]
+hosts = "node0:8,node1:8"
 """
 
 import tomllib
@@ -43,12 +46,14 @@ class ClusterProfile(BaseModel):
 
     Attributes:
         slurm: settings of Slurm's jobs; see `tutti.clusters.slurm.SlurmSettings`.
+        ssh: settings of runs over ssh; see `tutti.clusters.ssh_hosts.SshSettings`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     run: RunDefaults = RunDefaults()
     slurm: dict[str, Any] = {}
+    ssh: dict[str, Any] = {}
 
 
 def read_profile(directory: Path) -> ClusterProfile:
@@ -79,16 +84,22 @@ def with_requests(settings: Mapping[str, Any], requests: Sequence[str]) -> dict[
 
     Args:
         settings: of tutti.toml.
-        requests: texts such as "partition=gpu,time=2h".
+        requests: texts such as "partition=gpu,time=2h". A part without a name belongs to the value before it, as in
+            "hosts=node0:8,node1:8".
 
     Raises:
         LaunchError: a text is no setting.
     """
     found = dict(settings)
     for text in requests:
+        last = ""
         for part in text.split(","):
             name, equals, value = part.partition("=")
+            if not equals and last and part.strip():
+                found[last] += f",{part.strip()}"
+                continue
             if not equals or not name.strip() or not value.strip():
                 raise LaunchError(f"--request {text}: {part!r} is no setting; write such as partition=gpu,time=2h")
-            found[name.strip()] = value.strip()
+            last = name.strip()
+            found[last] = value.strip()
     return found

@@ -12,7 +12,13 @@ def _slurm() -> Scheduler:
     return Slurm()
 
 
-SCHEDULERS: dict[str, Callable[[], Scheduler]] = {"slurm": _slurm}
+def _ssh() -> Scheduler:
+    from tutti.clusters.ssh import Ssh
+
+    return Ssh()
+
+
+SCHEDULERS: dict[str, Callable[[], Scheduler]] = {"slurm": _slurm, "ssh": _ssh}
 """The schedulers by name, for `--on NAME`."""
 
 

@@ -193,6 +193,9 @@ def _minutes(time: str, notice_s: int) -> str:
 class Slurm:
     """See `tutti.clusters.cluster_job.Scheduler`."""
 
+    def nodes(self, settings: Mapping[str, Any], nnodes: int | None) -> tuple[int | None, ...]:
+        return ()
+
     def preview(self, request: JobRequest) -> str:
         return batch_script(request)
 

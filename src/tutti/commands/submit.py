@@ -88,15 +88,24 @@ class SubmittedRuns:
 
 
 def submit(
-    options: RunOptions, words: Sequence[str], *, on: str, requests: Sequence[str] = (), dry_run: bool = False
+    options: RunOptions,
+    words: Sequence[str],
+    *,
+    on: str,
+    nnodes: int | None = None,
+    requests: Sequence[str] = (),
+    hosts: str | None = None,
+    dry_run: bool = False,
 ) -> SubmittedRun:
     """Submit a run to a cluster.
 
     Args:
-        options: of `tutti run`; its folder, number of nodes and checkpoint to resume from are the job's.
+        options: of `tutti run`; its folder and checkpoint to resume from are the job's.
         words: the other arguments of `tutti run`, as they were given.
         on: the scheduler's name.
+        nnodes: number of nodes; None for all that are named, or 1.
         requests: settings of the job, such as "partition=gpu,time=2h".
+        hosts: the hosts of a run over ssh, such as "node0:8,node1:8", or a file of them.
         dry_run: submit nothing.
 
     Raises:
@@ -105,6 +114,10 @@ def submit(
     from tutti.launch.script_path import run_folder
 
     scheduler, profile = scheduler_for(on), read_profile(Path.cwd())
+    if hosts is not None and on != "ssh":
+        raise LaunchError(f"--hosts is for --on ssh, and --on is {on}; leave it out, or add --on ssh")
+    settings = with_requests(getattr(profile, on, {}), requests) | ({} if hosts is None else {"hosts": hosts})
+    options = _on_nodes(options, scheduler.nodes(settings, nnodes), nnodes)
     nproc = _checked(options)
     asked = options.folder
     if dry_run:
@@ -121,7 +134,9 @@ def submit(
         nodes=options.nnodes,
         nproc=nproc,
         grace_s=options.grace_s,
-        settings=with_requests(getattr(profile, on, {}), requests),
+        script="" if options.module else options.script,
+        restarts=options.max_restarts,
+        settings=settings,
     )
     preview = scheduler.preview(request)
     if dry_run:
@@ -141,6 +156,24 @@ def submit(
     write_record(folder, record)
     _remember(folder)
     return SubmittedRun(folder=folder, scheduler=on, job=job, preview=preview)
+
+
+def _on_nodes(options: RunOptions, ranks: tuple[int | None, ...], nnodes: int | None) -> RunOptions:
+    """Return the options with the number of nodes, and the ranks of those that the settings name.
+
+    Raises:
+        LaunchError: --nproc contradicts the list of hosts.
+    """
+    if not ranks:
+        return replace(options, nnodes=nnodes or 1)
+    counts = tuple(count for count in ranks if count is not None)
+    given = options.nproc
+    if counts and given is not None and (given * len(counts) if len(given) == 1 else given) != counts:
+        asked = ",".join(map(str, given))
+        raise LaunchError(
+            f"--nproc {asked} contradicts the hosts, which have {','.join(map(str, counts))} ranks; leave one out"
+        )
+    return replace(options, nnodes=len(ranks), nproc=counts or given)
 
 
 def _checked(options: RunOptions) -> tuple[int, ...] | None:

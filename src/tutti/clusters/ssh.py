@@ -1,0 +1,273 @@
+"""Runs over ssh, on hosts that no scheduler watches. A driver on this machine is the job, with a connection to each."""
+
+import contextlib
+import json
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tutti.clusters.cluster_job import JobRequest, JobStatus
+from tutti.clusters.ssh_driver import CANCEL, driver_process, job_name, job_status, read_state
+from tutti.clusters.ssh_hosts import (
+    SshHost,
+    SshSettings,
+    bash_script,
+    read_hosts,
+    read_ssh_settings,
+    ssh_command,
+    ssh_words,
+)
+from tutti.clusters.ssh_prepare import HostNeeds, PreparedHost, prepare_hosts, rsync_command
+from tutti.config.run_folder import RunFolder
+from tutti.errors import LaunchError
+
+LOG = "ssh.log"
+
+PLACE = "ssh.json"
+"""File of the run folder that says under which name hosts keep it, which do not see this machine's disk."""
+
+_START_S = 20.0
+_CANCEL_S = 25.0
+
+
+class Ssh:
+    """See `tutti.clusters.cluster_job.Scheduler`."""
+
+    def nodes(self, settings: Mapping[str, Any], nnodes: int | None) -> tuple[int | None, ...]:
+        return tuple(host.ranks for host in _chosen(read_ssh_settings(settings), Path.cwd(), nnodes))
+
+    def preview(self, request: JobRequest) -> str:
+        settings = read_ssh_settings(request.settings)
+        hosts = _chosen(settings, request.directory, request.nodes)
+        needs = _needs(request, settings, hosts, "RUN")
+        lines = []
+        for number, host in enumerate(hosts):
+            shared = settings.sync == "none"
+            directory = (settings.directory or str(request.directory)) if shared else needs.directory
+            folder = str(request.folder) if shared else f"{directory}/runs/{request.folder.name}"
+            place = PreparedHost(
+                host=host, python_path="", directory=directory, folder=folder, first_of=0,
+                resume=str(request.resume or ""), address=host.name, outside="", port=0,
+            )  # fmt: skip
+            where = settings.rendezvous or f"{hosts[0].name}:PORT"
+            lines.append(f"# {host.name}: node {number} of {len(hosts)}")
+            if settings.sync == "git":
+                lines.append(f"git archive HEAD .   # to {directory}")
+            elif settings.sync != "none":
+                seen = "" if settings.sync or settings.directory else "   # unless all hosts see the run folder"
+                lines.append(shlex.join(rsync_command(needs, host, directory.removeprefix("~/"))) + seen)
+            home = "~/" if directory.startswith("~/") else ""
+            lines.append(shlex.join([*ssh_words(settings), host.address]))
+            lines += [f"cd {home}{shlex.quote(directory.removeprefix('~/'))}", *settings.setup]
+            words = _node_words(request, place, number, len(hosts), where, shared=shared)
+            lines += [f"{settings.python or sys.executable} -m tutti.cli.main {shlex.join(words)}", ""]
+        return "\n".join(lines)
+
+    def submit(self, request: JobRequest) -> str:
+        settings = read_ssh_settings(request.settings)
+        hosts = _chosen(settings, request.directory, request.nodes)
+        _refuse_busy(request.folder)
+        needs = _needs(request, settings, hosts, _remote_name(request.folder))
+        prepared, shared = prepare_hosts(needs, lambda words: print(words, file=sys.stderr))
+        where = _rendezvous(settings, prepared)
+        if not shared:
+            for error in request.folder.glob("ranks/*/error.json"):  # of an earlier start
+                error.unlink(missing_ok=True)
+        tasks = []
+        for number, place in enumerate(prepared):
+            words = _node_words(request, place, number, len(hosts), where, shared=shared)
+            tasks.append(
+                {
+                    "name": place.host.name,
+                    "command": ssh_command(settings, place.host, bash_script(settings)),
+                    "request": {"arguments": words, **_sent_back(request, settings, prepared, number, shared=shared)},
+                }
+            )
+        job = {
+            "folder": str(request.folder),
+            "grace_s": request.grace_s,
+            "restarts": needs.restarts,
+            "hosts": tasks,
+        }
+        return _start_driver(job)
+
+    def log(self, request: JobRequest, job: str) -> str:
+        return str(request.folder / LOG)
+
+    def status(self, job: str) -> JobStatus:
+        return job_status(job)
+
+    def stop(self, job: str) -> None:
+        _driver(job).terminate()
+
+    def cancel(self, job: str) -> None:
+        process = _driver(job)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(CANCEL)
+            try:
+                process.wait(_CANCEL_S)
+            except psutil.TimeoutExpired:
+                process.kill()  # the hosts end by themselves then
+
+
+def _driver(job: str) -> psutil.Process:
+    """Return the driver of a job.
+
+    Raises:
+        LaunchError: it runs on another machine, or has ended.
+    """
+    state = read_state(job)
+    process = driver_process(state) if state is not None else None
+    if process is None:
+        place = f" here; it was started on {state.machine}" if state is not None else ""
+        raise LaunchError(f"ssh job {job} does not run{place}; `tutti status` shows its state")
+    return process
+
+
+def _refuse_busy(folder: Path) -> None:
+    """Refuse a folder whose job over ssh still runs. Raises LaunchError."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+        if record["scheduler"] == "ssh" and not job_status(record["job"]).ended:
+            raise LaunchError(
+                f"ssh job {record['job']} still writes into {folder}; wait for its end, or `tutti cancel` it"
+            )
+
+
+def _chosen(settings: SshSettings, directory: Path, nnodes: int | None) -> tuple[SshHost, ...]:
+    """Return the first hosts, as many as are asked for. Raises LaunchError if there are fewer."""
+    hosts = read_hosts(settings, directory)
+    if nnodes is not None and nnodes > len(hosts):
+        raise LaunchError(
+            f"--nnodes {nnodes} is more than the {len(hosts)} hosts that are named; name more with --hosts"
+        )
+    return hosts[:nnodes]
+
+
+def _needs(request: JobRequest, settings: SshSettings, hosts: tuple[SshHost, ...], remote_name: str) -> HostNeeds:
+    return HostNeeds(
+        settings=settings,
+        hosts=hosts,
+        here=request.directory,
+        folder=request.folder,
+        script=request.script,
+        files=_files(request),
+        resume=request.resume,
+        remote_name=remote_name,
+        restarts=request.restarts > 0 and len(hosts) > 1,
+        first_ranks=request.nproc[0] if request.nproc else 1,
+    )
+
+
+def _files(request: JobRequest) -> tuple[str, ...]:
+    """Return the files of this directory that the command names besides the script, such as a plan of another run."""
+    found = []
+    for word in request.words:
+        for text in (word, word.partition("=")[2]):
+            path = request.directory / text
+            if text and text != request.script and path.is_file() and path.is_relative_to(request.directory):
+                found.append(str(path.relative_to(request.directory)))
+    return tuple(found)
+
+
+def _remote_name(folder: Path) -> str:
+    """Return the name of the run folder on hosts with disks of their own: the one that it has there, or a new one."""
+    file = folder / PLACE
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(file.read_text(encoding="utf-8"))["name"])
+    name = f"{folder.name}-{secrets.token_hex(3)}"
+    file.write_text(json.dumps({"name": name}) + "\n", encoding="utf-8")
+    return name
+
+
+def _rendezvous(settings: SshSettings, hosts: Sequence[PreparedHost]) -> str:
+    """Return HOST:PORT where the hosts meet: the first one, under the address by which ssh has reached it."""
+    if settings.rendezvous is not None:
+        return settings.rendezvous
+    first, loopback = hosts[0], ("127.", "::1")
+    address = first.address
+    if address.startswith(loopback) and not all(host.address.startswith(loopback) for host in hosts):
+        address = first.outside  # ssh reached this very machine, and the others cannot by that address
+    if not address or not first.port:
+        raise LaunchError(
+            f"{first.host.name} does not tell an address or a free port where the hosts can meet; name them: "
+            "--request rendezvous=HOST:PORT"
+        )
+    return f"[{address}]:{first.port}" if ":" in address else f"{address}:{first.port}"
+
+
+def _node_words(
+    request: JobRequest, place: PreparedHost, number: int, count: int, where: str, *, shared: bool
+) -> list[str]:
+    """Return the arguments of `tutti run` on a host. Paths below this directory mean those of the copy."""
+    found = ["run", "--on", "local", "--folder", place.folder]
+    found += ["--resume", place.resume] if place.resume else []
+    if request.nproc is not None:
+        found += ["--nproc", ",".join(map(str, request.nproc))]
+    if count > 1:
+        found += ["--nnodes", str(count), "--node-rank", str(number), "--rendezvous", where, "--one-screen"]
+    here, there = f"{request.directory}/", f"{place.directory}/"
+    if shared or here == there:
+        return [*found, *request.words]
+    return [*found, *(word.replace(here, there, 1) if _names(word, here) else word for word in request.words)]
+
+
+def _names(word: str, here: str) -> bool:
+    """Return whether a word is a path below a directory, or an option with one."""
+    return word.startswith(here) or word.partition("=")[2].startswith(here)
+
+
+def _sent_back(
+    request: JobRequest, settings: SshSettings, hosts: Sequence[PreparedHost], number: int, *, shared: bool
+) -> dict[str, Any]:
+    """Return what a host is to know besides its command: where it runs, and what it sends back."""
+    place, folder = hosts[number], request.folder
+    counts = request.nproc or ()
+    senders = range(len(hosts)) if number == 0 else [number]
+    own = [each for each in senders if hosts[each].first_of == place.first_of]
+    ranks = [rank for each in own for rank in range(sum(counts[:each]), sum(counts[: each + 1]))] if counts else None
+    fetch = "none" if shared or (number > 0 and place.first_of == 0) else "all" if number == 0 else "ranks"
+    temporary = fetch == "ranks"
+    grown = [path for pattern in ("*.log", "*.jsonl") for path in folder.glob(f"ranks/*/{pattern}")]
+    return {
+        "folder": place.folder,
+        "directory": place.directory,
+        "python_path": place.python_path,
+        "fetch": fetch,
+        "ranks": ranks,
+        "temporary": temporary,
+        "checkpoints": fetch == "all" and settings.fetch == "all",
+        "known": {path.relative_to(folder).as_posix(): path.stat().st_size for path in grown} if temporary else {},
+        "had": sorted(RunFolder(folder).checkpoint_times()),
+    }
+
+
+def _start_driver(job: dict[str, Any]) -> str:
+    """Start the driver in a session of its own, which no terminal ends, and return the job's name.
+
+    Raises:
+        LaunchError: it ended at once.
+    """
+    with (Path(job["folder"]) / LOG).open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tutti.clusters.ssh_driver"],
+            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    name = job_name(process.pid)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+        stream.write(json.dumps(job).encode() + b"\n")
+    deadline = time.monotonic() + _START_S
+    while read_state(name) is None:
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise LaunchError(f"the driver of the run ended at once; {job['folder']}/{LOG} says why")
+        time.sleep(0.05)
+    return name

@@ -1,0 +1,405 @@
+"""The job of a run over ssh: a process of the submitting machine that holds a connection to each host.
+
+It passes stops on, writes what the hosts print and what is new in their run folders, and ends everything when a host is
+lost. When it is killed, its connections close, and the hosts end by themselves. Its state is a file of this user's,
+which outlives it. See `tutti.clusters.ssh_node` for the other side.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import psutil
+
+from tutti.clusters.cluster_job import JobStatus
+from tutti.clusters.ssh_node import BEAT_S, FRAME, LOST_S
+from tutti.config.safe_text import plain_text, shorten
+from tutti.environment import state_folder
+from tutti.errors import RESUMABLE
+
+CANCEL = signal.SIGUSR1
+"""The signal that ends a job at once; SIGTERM lets the ranks write a checkpoint first."""
+
+FAILED_S = 10.0
+"""Seconds that the other hosts have to notice by themselves that one has failed, before they are told to end."""
+
+STOP_S = 60.0
+"""Seconds beyond the grace that hosts have to end after a stop."""
+
+RETRY_S = 5.0
+"""Seconds between attempts to reach a host that was lost, where the run goes on after failures."""
+
+START_S = 90.0
+"""Seconds that a host has to start its part; those of a connection that is being made count."""
+
+_CANCEL_S = 15.0
+
+_NODE = b"from tutti.clusters.ssh_node import main; main()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """The state of a job, as its driver writes it.
+
+    Attributes:
+        machine: where the driver runs.
+        pid, since: its process, and the Unix time at which that was started.
+    """
+
+    machine: str
+    pid: int
+    since: float
+    state: str
+    reason: str
+    nodes: str
+    exit_code: int | None
+
+
+def job_name(pid: int) -> str:
+    """Return the name of the job whose driver is this process: a number that is used again names another."""
+    return f"{pid}-{int(psutil.Process(pid).create_time())}"
+
+
+def state_file(job: str) -> Path:
+    """Return the file of a job's state."""
+    return state_folder() / "ssh" / f"{job}.json"
+
+
+def read_state(job: str) -> JobState | None:
+    """Return the state of a job as its driver wrote it last; None without one."""
+    try:
+        return JobState(**json.loads(state_file(job).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def driver_process(state: JobState) -> psutil.Process | None:
+    """Return a job's driver if it lives on this machine."""
+    try:
+        process = psutil.Process(state.pid)
+        if abs(process.create_time() - state.since) < 1.0 and process.status() != psutil.STATUS_ZOMBIE:
+            return process
+    except psutil.Error:
+        pass
+    return None
+
+
+def job_status(job: str) -> JobStatus:
+    """Return the state of a job; "unknown" if this user has none of that name on this machine."""
+    state = read_state(job)
+    if state is None:
+        return JobStatus(state="unknown")
+    if state.exit_code is None and state.machine == socket.gethostname() and driver_process(state) is None:
+        state = read_state(job) or state  # it may have ended just now
+    if state.exit_code is None and state.machine == socket.gethostname() and driver_process(state) is None:
+        reason = "its driver on this machine was killed, so the hosts have ended the ranks"
+        return JobStatus(state="failed", reason=reason, nodes=state.nodes, exit_code=1)
+    known: Any = state.state
+    return JobStatus(state=known, reason=state.reason, nodes=state.nodes, exit_code=state.exit_code)
+
+
+class HostLink:
+    """The connection to one host.
+
+    Args:
+        task: the ssh command, and what the host is to do.
+        secret: proves ranks to each other; sent over the connection only.
+        results: takes what comes back.
+    """
+
+    def __init__(self, task: dict[str, Any], secret: str, results: "Results") -> None:
+        self.name, self._task, self._secret, self._results = str(task["name"]), task, secret, results
+        self.code: int | None = None
+        self.lost, self.over_at, self.begun = "", 0.0, False
+        self.connect()
+
+    def connect(self) -> None:
+        """Start the host's part."""
+        self.code, self.lost, self._said = None, "", ""
+        self._heard, self.begun = time.monotonic() + START_S - LOST_S, False
+        self._process = subprocess.Popen(
+            self._task["command"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+        )
+        place = self._task["request"]["python_path"]
+        boot = b"sys.path.insert(0, %b); " % repr(place).encode() + _NODE if place else _NODE
+        boot = b"import sys; " + boot
+        task = {**self._task["request"], "secret": self._secret}
+        self._write(b"%d\n%b%b\n" % (len(boot), boot, json.dumps(task).encode()))
+        for read in (self._read, self._read_errors):
+            threading.Thread(target=read, args=(self._process,), name=f"tutti {self.name}", daemon=True).start()
+
+    def command(self, command: str) -> None:
+        """Send a command, or with an empty text a sign of life."""
+        self._write(json.dumps({"command": command}).encode() + b"\n")
+
+    def look(self) -> None:
+        """Notice that the host is lost."""
+        if self.code is None and not self.lost and time.monotonic() - self._heard > LOST_S:
+            words = f"it gave no sign of life for {LOST_S:g} s" if self.begun else "it did not start"
+            self._lose(f"{words}: it is down, or the network to it is cut")
+
+    @property
+    def over(self) -> bool:
+        """Whether the host's part has ended, one way or the other."""
+        return self.code is not None or bool(self.lost)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._process.kill()
+        self._process.wait()
+
+    def _lose(self, reason: str) -> None:
+        self.lost, self.over_at = reason, time.monotonic()
+        self._process.kill()
+
+    def _write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(data)
+
+    def _read(self, process: "subprocess.Popen[bytes]") -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(OSError, ValueError), os.fdopen(os.dup(process.stdout.fileno()), "rb") as stream:
+            while line := stream.readline():
+                self._heard = time.monotonic()
+                if not line.startswith(FRAME):  # what a shell prints when it starts
+                    self._said += line.decode("utf-8", "replace")[:1000]
+                    continue
+                frame = json.loads(line.removeprefix(FRAME))
+                data = b""
+                while len(data) < frame["size"] and (part := stream.read(frame["size"] - len(data))):
+                    data += part
+                    self._heard = time.monotonic()
+                self._take(frame, data)
+        code = process.wait()
+        if self.code is None and not self.lost and process is self._process:
+            time.sleep(0.2)  # what ssh has said comes through another pipe
+            said = " ".join(plain_text(self._said).split())[-300:]
+            self._lose(f"the connection ended ({said or f'ssh exit code {code}'})")
+
+    def _read_errors(self, process: "subprocess.Popen[bytes]") -> None:
+        assert process.stderr is not None
+        with contextlib.suppress(OSError, ValueError):
+            while data := os.read(process.stderr.fileno(), 1 << 16):
+                self._said = (self._said + data.decode("utf-8", "replace"))[-2000:]
+                self._results.say(self.name, data)
+
+    def _take(self, frame: dict[str, Any], data: bytes) -> None:
+        self.begun = True
+        if frame["kind"] == "output":
+            self._results.say(self.name, data)
+        elif frame["kind"] == "file":
+            self._results.put(str(frame["path"]), int(frame["offset"]), data, last=bool(frame["last"]))
+        elif frame["kind"] == "checkpoint":
+            self._results.publish(str(frame["name"]))
+        elif frame["kind"] == "end":
+            self.code, self.over_at = int(frame["code"]), time.monotonic()
+            self.command("bye")
+
+
+class Results:
+    """What comes back from the hosts: the log, and the files of the run folder.
+
+    Args:
+        folder: the run folder on this machine.
+        several: whether there are several hosts, so that each line of the log names its own.
+    """
+
+    def __init__(self, folder: Path, *, several: bool) -> None:
+        self._folder, self._several = folder, several
+        self._lock, self._lines = threading.Lock(), dict[str, bytes]()
+        self._failed = False
+
+    def say(self, name: str, data: bytes) -> None:
+        """Write output of a host into the log, line by line."""
+        with self._lock:
+            *lines, self._lines[name] = (self._lines.get(name, b"") + data).split(b"\n")
+            prefix = f"{name}: ".encode() if self._several else b""
+            self._print(b"".join(prefix + line + b"\n" for line in lines))
+
+    def note(self, words: str) -> None:
+        """Write a sentence of the driver's own into the log."""
+        with self._lock:
+            self._print(f"tutti: {words}\n".encode())
+
+    def _print(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk ends no run
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+
+    def put(self, name: str, offset: int, data: bytes, *, last: bool) -> None:
+        """Write a part of a file; a whole one appears at once."""
+        parts = PurePosixPath(name).parts
+        if not parts or PurePosixPath(name).is_absolute() or ".." in parts or parts[0].startswith("."):
+            return
+        if parts[0] == "checkpoints" and len(parts) > 2:  # it gets its name when it is whole
+            parts = (parts[0], f"{parts[1]}.fetched", *parts[2:])
+        path = self._folder.joinpath(*parts)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if offset == 0 and last:
+                partial = path.with_name(f".{path.name}.partial")
+                partial.write_bytes(data)
+                partial.replace(path)
+                return
+            with path.open("r+b" if path.exists() else "w+b") as file:
+                if offset == 0:
+                    file.truncate()
+                file.seek(offset)
+                file.write(data)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                self.note(
+                    f"{path} cannot be written ({error.strerror}); free space here: what is missing stays on the hosts"
+                )
+
+    def publish(self, name: str) -> None:
+        """Give a checkpoint its name: it is whole."""
+        path = self._folder / "checkpoints" / PurePosixPath(name).name
+        fetched = path.with_name(f"{path.name}.fetched")
+        if fetched.is_dir() and not path.exists() and not self._failed:
+            fetched.rename(path)
+
+
+class Driver:
+    """Holds the connections until all hosts have ended, and writes the state of the job.
+
+    Args:
+        job: what `tutti.clusters.ssh` has prepared.
+    """
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._job, self._name = job, job_name(os.getpid())
+        self._nodes = ",".join(task["name"] for task in job["hosts"])
+        self._results = Results(Path(job["folder"]), several=len(job["hosts"]) > 1)
+        self._stopped = self._cancelled = False
+        self._reason, self._deadline = "", float("inf")
+        self._write("running", None)
+        secret = secrets.token_hex(32)
+        self._links = [HostLink(task, secret, self._results) for task in job["hosts"]]
+
+    def stop(self, *_: object) -> None:
+        """Let the ranks write a checkpoint and end."""
+        self._stopped = True
+
+    def cancel(self, *_: object) -> None:
+        """End the ranks at once."""
+        self._cancelled = True
+
+    def run(self) -> None:
+        """Watch the hosts to their end."""
+        beaten, told = 0.0, ""
+        while not all(link.over or (self._links[0].over and not link.begun) for link in self._links):
+            now = time.monotonic()
+            wanted = "cancel" if self._cancelled else "stop" if self._stopped else ""
+            if wanted != told:
+                told = wanted
+                self._tell(wanted)
+                self._deadline = now + (_CANCEL_S if self._cancelled else self._job["grace_s"] + STOP_S)
+                self._write("running", None, "cancelled" if self._cancelled else "stopping with a checkpoint")
+            if now > beaten + BEAT_S:
+                beaten = now
+                self._tell("")
+            self._look(now)
+            if now > self._deadline:
+                break
+            time.sleep(0.05)
+        self._conclude()
+
+    def _tell(self, command: str) -> None:
+        for link in self._links:
+            if not link.over:
+                link.command(command)
+
+    def _look(self, now: float) -> None:
+        """Notice hosts that are lost or have failed, and see that the others end, too."""
+        for link in self._links:
+            link.look()
+        spares = self._job["restarts"]  # node 0's `tutti run` decides how the run goes on without other hosts
+        retries = spares and not (self._stopped or self._cancelled or self._links[0].over)
+        for number, link in enumerate(self._links):
+            if number and spares:
+                if link.lost and retries and now > link.over_at + RETRY_S:
+                    self._results.note(f"{link.name} was lost ({link.lost}); trying to reach it again")
+                    link.connect()
+            elif link.lost:
+                self._end_others(f"{link.name} is lost: {link.lost}")
+            elif link.code not in (None, 0, RESUMABLE) and now > link.over_at + FAILED_S:
+                self._end_others(f"`tutti run` has failed on {link.name}")
+
+    def _end_others(self, reason: str) -> None:
+        """Let the other hosts end, once."""
+        if self._reason or all(link.over for link in self._links):
+            return
+        self._reason = reason
+        self._results.note(f"{reason}; the other hosts end")
+        self._tell("end")
+        self._deadline = min(self._deadline, time.monotonic() + LOST_S + _CANCEL_S)
+
+    def _conclude(self) -> None:
+        for link in self._links:
+            if not link.over:
+                link.lost = "it did not end in time"
+        deciding = self._links[:1] if self._job["restarts"] else self._links
+        ended = sorted(deciding, key=lambda link: link.over_at)
+        lost = next((f"{link.name} is lost: {link.lost}" for link in ended if link.lost), "")
+        failed = [link.code for link in ended if link.code not in (None, 0, RESUMABLE)]
+        if self._cancelled:
+            state, code, self._reason = "cancelled", 130, ""
+        elif lost or failed:
+            state, code = "failed", 1 if lost else failed[0]
+            self._reason = lost or _first_error(Path(self._job["folder"])) or self._reason
+        else:
+            code = max(link.code or 0 for link in deciding)
+            state, self._reason = ("failed", "stopped with a checkpoint") if code else ("completed", "")
+        self._write(state, code, self._reason)
+        for link in self._links:
+            link.close()
+
+    def _write(self, state: str, code: int | None, reason: str = "") -> None:
+        process = psutil.Process()
+        known = JobState(
+            machine=socket.gethostname(), pid=process.pid, since=process.create_time(), state=state, reason=reason,
+            nodes=self._nodes, exit_code=code,
+        )  # fmt: skip
+        file = state_file(self._name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(known)) + "\n", encoding="utf-8")
+        partial.replace(file)
+
+
+def _first_error(folder: Path) -> str:
+    """Return the first failure of a rank that did not only lose another one, as a clause; "" if none is recorded."""
+    found = []
+    for file in folder.glob("ranks/*/error.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            error = json.loads(file.read_text(encoding="utf-8"))
+            if error["kind"] != "peer":
+                found.append((float(error["time_s"]), f"rank {error['rank']} on {error['host']}: {error['message']}"))
+    return shorten(" ".join(plain_text(min(found)[1]).split()), 300) if found else ""
+
+
+def main() -> None:
+    """Drive the job that comes to the input, as one line of JSON."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    driver = Driver(json.loads(sys.stdin.readline()))
+    signal.signal(signal.SIGTERM, driver.stop)
+    signal.signal(CANCEL, driver.cancel)
+    driver.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""What a run over ssh refuses, in words, with real sshd's; and what is brought to hosts that lack it."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusters.ssh_rig import SshHosts, make_noisy, missing_for_ssh, ssh_hosts
+from launch.launch_rig import TUTTI
+from tutti.clusters.cluster_job import JobRequest
+from tutti.clusters.profile_file import with_requests
+from tutti.clusters.ssh import Ssh
+from tutti.clusters.ssh_driver import Results
+from tutti.clusters.ssh_hosts import SshSettings, read_hosts, read_ssh_settings
+from tutti.errors import LaunchError
+
+needs_sshd = pytest.mark.skipif(missing_for_ssh() is not None, reason=str(missing_for_ssh()))
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[SshHosts]:
+    base = Path(tempfile.mkdtemp(prefix="ssh-hosts-"))
+    try:
+        with ssh_hosts(base, ["alpha", "beta"]) as made:
+            yield made
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def refused(folder: Path, hosts: SshHosts, **settings: Any) -> list[str]:
+    """The lines in which a run is refused."""
+    project, run = folder / "my project", folder / "run"
+    for made in (project, run):
+        made.mkdir(exist_ok=True)
+    (project / "train.py").touch()
+    given: dict[str, Any] = {
+        "hosts": "alpha:1,beta:1",
+        "config": str(hosts.config),
+        "directory": str(hosts.disk / "code"),
+    }
+    script = settings.pop("script", "train.py")
+    request = JobRequest(
+        name="train", folder=run, directory=project, words=(script,), script=script, nodes=2, settings=given | settings
+    )
+    with pytest.raises(LaunchError) as caught:
+        Ssh().submit(request)
+    assert not (run / "ssh.log").exists(), "no driver was started"
+    return str(caught.value).splitlines()
+
+
+def config_of(hosts: SshHosts, folder: Path, host: str, *lines: str) -> str:
+    """A file of ssh settings in which some of one host's are others."""
+    path = folder / "config"
+    own = "".join(f"    {line}\n" for line in lines)
+    path.write_text(f"Host {host}\n{own}\n{hosts.config.read_text()}")
+    return str(path)
+
+
+@needs_sshd
+def test_each_host_that_cannot_be_reached_says_why(tmp_path: Path, hosts: SshHosts) -> None:
+    (tmp_path / "nobody").touch()
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other")], check=True)
+    key = " ".join((tmp_path / "other.pub").read_text().split()[:2])
+    places = hosts.base.joinpath("known_hosts").read_text().splitlines()
+    (tmp_path / "changed").write_text("".join(f"{line.split()[0]} {key}\n" for line in places))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    for lines, said in (
+        ((f"UserKnownHostsFile {tmp_path / 'nobody'}",),
+         ("beta: its host key is not known here; connect once by hand (`ssh -F ", "add it to known_hosts")),
+        ((f"UserKnownHostsFile {tmp_path / 'changed'}",),
+         ("beta: its host key is another than the one known here", "ssh-keygen -R beta")),
+        ((f"IdentityFile {tmp_path / 'other'}", f"IdentityFile {tmp_path / 'other'}", "IdentityAgent none"),
+         ("beta: it does not let you in without a password (", "Permission denied (publickey)", "`ssh-copy-id beta`")),
+        ((f"Port {free}",), ("beta: no sshd listens there (", "Connection refused", "--request port=N")),
+        (("HostName no-such-host.invalid",), ("beta: its name is not known here; correct it in --hosts",)),
+        (("ProxyCommand sleep 60",), ("beta: it cannot be reached (", "check that it is up")),
+    ):  # fmt: skip
+        config = config_of(hosts, tmp_path, "beta", *lines)
+        if "IdentityFile" in lines[0]:  # identities of several matching blocks add up
+            text = hosts.config.read_text().replace(str(hosts.base / "key"), str(tmp_path / "other"))
+            alpha, beta = text.split("\n\n")
+            alpha = alpha.replace(str(tmp_path / "other"), str(hosts.base / "key"))
+            Path(config).write_text(f"{alpha}\n\n{beta}")
+        (line,) = refused(tmp_path, hosts, config=config, options=("-o ConnectTimeout=2",))
+        for part in said:
+            assert part in line
+
+
+@needs_sshd
+def test_all_hosts_say_what_they_lack_at_once(tmp_path: Path, hosts: SshHosts) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    config = config_of(hosts, tmp_path, "beta", f"Port {free}")
+    (tmp_path / "elsewhere.py").touch()
+    lines = refused(
+        tmp_path, hosts, config=config, setup=("PATH=/nowhere",), script=str(hosts.on("alpha") / "x" / "../y.py")
+    )
+    assert lines[0].startswith("alpha: rsync is not installed there; install it, or copy what is committed")
+    assert lines[1].startswith("alpha: there is no ")
+    assert "and only what is below " in lines[1]
+    assert lines[2].startswith("beta: no sshd listens there")
+    assert len(lines) == 3
+
+
+@needs_sshd
+def test_pythons_and_directories_that_will_not_do_are_named(tmp_path: Path, hosts: SshHosts) -> None:
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2\nexit 1\n')
+    old.chmod(0o755)
+    other = tmp_path / "site/torch-1.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    (tmp_path / "file").touch()
+    here = "{}.{}".format(*sys.version_info)
+    for settings, said in (
+        ({"python": "/no/python"}, f"there is no /no/python, and Python {here}, as here is needed"),
+        ({"python": str(old)}, f"{old} is Python 3.9.2 there, and Python {here}, as here is needed; correct"),
+        ({"python": str(bare / "bin/python")}, "lacks torch, numpy, pydantic"),
+        ({"setup": (f"export PYTHONPATH='{other.parent}'",)}, "torch is 1.0 there and 2."),
+        ({"setup": ("true", "module load nothing 2>/dev/null")}, "setup line 2 failed (module load nothing"),
+        ({"directory": str(tmp_path / "file/code")}, "cannot be used there (Not a directory); name another one"),
+        ({"sync": "none", "directory": "/none"}, "the directory /none cannot be used there (missing); name "),
+        ({"options": ("-o Nonsense=1",)}, "ssh does not take its settings ("),
+    ):  # fmt: skip
+        lines = refused(tmp_path, hosts, **settings)
+        assert [line.partition(":")[0] for line in lines] == ["alpha", "beta"]
+        for line in lines:
+            assert said in line, line
+
+
+@needs_sshd
+def test_a_full_disk_is_named_whatever_fills_it(tmp_path: Path, hosts: SshHosts) -> None:
+    project = tmp_path / "my project"
+    project.mkdir()
+    (project / "data").write_bytes(os.urandom(300_000))
+    lines = refused(tmp_path, hosts, directory=str(hosts.small / "code"))
+    assert [line.partition(":")[0] for line in lines] == ["alpha", "beta"]
+    assert f"the code could not be copied to {hosts.small}/code (No space left on device); free space there" in lines[0]
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(project)]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True)
+    shutil.rmtree(tmp_path / "run")
+    lines = refused(tmp_path, hosts, directory=str(hosts.small / "other"), sync="git")
+    assert (
+        f"the code could not be copied to {hosts.small}/other (No space left on device); free space there" in lines[0]
+    )
+
+
+@needs_sshd
+def test_a_shell_that_prints_is_named_where_rsync_fails_on_it(tmp_path: Path, hosts: SshHosts) -> None:
+    noise = make_noisy(hosts, "beta")
+    try:
+        (line,) = refused(tmp_path, hosts)
+    finally:
+        noise.unlink()
+    assert line.startswith("beta: its shell prints something when it starts, which rsync does not bear; ")
+
+
+@needs_sshd
+def test_the_command_refuses_in_one_sentence(tmp_path: Path, hosts: SshHosts) -> None:
+    (tmp_path / "train.py").touch()
+    for words, said in (
+        (("--hosts", "alpha:1", "--request", f"config={hosts.config},sync=git"), "git has no archive of "),
+        (("--hosts", "alpha:1", "--nproc", "2"), "--nproc 2 contradicts the hosts, which have 1 ranks; leave one out"),
+        (("--hosts", "alpha,beta"), "--nnodes 2 needs the ranks per node; add --nproc N"),
+        (("--hosts", "alpha:1", "--nnodes", "2"), "--nnodes 2 is more than the 1 hosts that are named"),
+        (("--on", "local", "--hosts", "alpha:1"), "--hosts is for other hosts, and --on is local"),
+        (("--on", "slurm", "--hosts", "alpha:1"), "--hosts is for --on ssh, and --on is slurm"),
+        (("--on", "ssh"), "no hosts are named; write --hosts node0:8,node1:8"),
+        (("--dry-run",), "--dry-run is for other hosts, and --on is local"),
+    ):
+        done = subprocess.run(
+            [*TUTTI, "run", "--folder", "run", *words, "train.py"], cwd=tmp_path, capture_output=True, text=True,
+            check=False, env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
+        )  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_what_comes_back_stays_in_the_run_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    results = Results(run, several=False)
+    for name in ("../x", "/x", "a/../../x", ".lock", "", "checkpoints/step-1/part"):
+        results.put(name, 0, b"1", last=True)
+    results.publish("../../step-1")
+    results.put("ranks/0/stdout.log", 0, b"ab", last=True)
+    results.put("ranks/0/stdout.log", 2, b"c", last=True)
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert found == ["run/checkpoints/step-1/part", "run/ranks/0/stdout.log"], (
+        "an unpublished checkpoint has another name"
+    )
+    assert (run / "ranks/0/stdout.log").read_bytes() == b"abc"
+
+
+def test_hosts_are_read_from_texts_lists_and_files(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# the rack\nnode0:8\nme@node1   slots=4   # older\n\n[fd00::1]:2\n")
+    expected = [("node0", 8), ("me@node1", 4), ("[fd00::1]", 2)]
+    for stated in ("hosts", "node0:8, me@node1:4,[fd00::1]:2", ("node0:8", "me@node1:4,[fd00::1]:2")):
+        found = read_hosts(SshSettings(hosts=stated), tmp_path)
+        assert [(host.address, host.ranks) for host in found] == expected
+    requested = with_requests({}, ["hosts=a:1,b:2,port=3"])
+    assert requested == {"hosts": "a:1,b:2", "port": "3"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"hosts": "node0:0"}, "'node0:0' is no host; write user@host:RANKS"),
+        ({"hosts": "-oProxyCommand=x"}, "is no host"),
+        ({"hosts": "a:1,b"}, "only some hosts have a number of ranks"),
+        ({"hosts": "a:1,a:2"}, "names a twice; name it once, with the ranks of both"),
+        ({"hosts": "./none"}, "the file of hosts "),
+        ({"hosts": "a", "speed": 1}, "ssh has no setting 'speed'; settings are hosts, port"),
+        ({"hosts": "a", "port": 0}, "ssh setting port: "),
+        ({"hosts": "a", "sync": "cp"}, "ssh setting sync: "),
+    ],
+)
+def test_settings_that_cannot_be_right(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        read_hosts(read_ssh_settings(settings), tmp_path)
+    assert said in str(caught.value)
