@@ -535,3 +535,8 @@ def slurm_restarts(environ: Mapping[str, str] = os.environ) -> int:
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return this user's folder for what tutti remembers from run to run."""
     return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tutti"
+
+
+def completion_index(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of this pod among those of its Indexed Job on Kubernetes."""
+    return _number(environ, "JOB_COMPLETION_INDEX")

@@ -22,7 +22,7 @@ NOT_OF_RANKS = ("launcher", "requests", "hosts", "dry_run")
 
 
 @click.command("submit", context_settings=SCRIPT_CONTEXT)
-@click.option("--on", metavar="NAME", help="What runs it: slurm or ssh; that of tutti.toml if not given.")
+@click.option("--on", metavar="NAME", help="What runs it: slurm, ssh or kubernetes; that of tutti.toml if not given.")
 @click.option("--nnodes", type=click.IntRange(1), help="Number of nodes.")
 @request_option
 @hosts_option

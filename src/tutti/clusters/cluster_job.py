@@ -108,6 +108,17 @@ class Scheduler(Protocol):
         """Return what the scheduler knows of a job; "unknown" if it has forgotten it."""
         ...
 
+    def collect(self, job: str) -> bool:
+        """Bring what the nodes have printed into the log, where the cluster keeps it.
+
+        Returns:
+            Whether the run folder is in the cluster, so that the log is all that this machine sees of the run.
+
+        Raises:
+            LaunchError: the scheduler does not answer.
+        """
+        ...
+
     def stop(self, job: str) -> None:
         """Let the ranks write a checkpoint and end."""
         ...

@@ -11,6 +11,9 @@ setup = ["module load cuda"]
 
 [ssh]
 hosts = "node0:8,node1:8"
+
+[kubernetes]
+image = "registry.example.org/team/train:1"
 """
 
 import tomllib
@@ -47,6 +50,7 @@ class ClusterProfile(BaseModel):
     Attributes:
         slurm: settings of Slurm's jobs; see `tutti.clusters.slurm.SlurmSettings`.
         ssh: settings of runs over ssh; see `tutti.clusters.ssh_hosts.SshSettings`.
+        kubernetes: settings of jobs there; see `tutti.clusters.kubernetes_manifest.KubernetesSettings`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,6 +58,7 @@ class ClusterProfile(BaseModel):
     run: RunDefaults = RunDefaults()
     slurm: dict[str, Any] = {}
     ssh: dict[str, Any] = {}
+    kubernetes: dict[str, Any] = {}
 
 
 def read_profile(directory: Path) -> ClusterProfile:

@@ -18,8 +18,22 @@ def _ssh() -> Scheduler:
     return Ssh()
 
 
-SCHEDULERS: dict[str, Callable[[], Scheduler]] = {"slurm": _slurm, "ssh": _ssh}
+def _kubernetes() -> Scheduler:
+    from tutti.clusters.kubernetes import Kubernetes
+
+    return Kubernetes()
+
+
+SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
+    "slurm": _slurm,
+    "ssh": _ssh,
+    "kubernetes": _kubernetes,
+    "k8s": _kubernetes,
+}
 """The schedulers by name, for `--on NAME`."""
+
+ALIASES = {"k8s": "kubernetes"}
+"""Short names, and those by which tutti.toml and records call the scheduler."""
 
 
 def scheduler_for(name: str) -> Scheduler:

@@ -246,6 +246,9 @@ class Slurm:
         steps = [*read.setup, f"exec {read.container} {python} -m tutti.cli.main {shlex.join(words)}"]
         return ["srun", "--job-name=tutti", *asked, "bash", "-c", "\n".join(steps).replace("  ", " ")]
 
+    def collect(self, job: str) -> bool:
+        return False
+
     def stop(self, job: str) -> None:
         self._cancel("--signal=TERM", job)
 

@@ -104,6 +104,9 @@ class Ssh:
     def status(self, job: str) -> JobStatus:
         return job_status(job)
 
+    def collect(self, job: str) -> bool:
+        return False
+
     def stop(self, job: str) -> None:
         _driver(job).terminate()
 

@@ -21,7 +21,7 @@ from tutti.clusters.cluster_job import (
     write_record,
 )
 from tutti.clusters.profile_file import read_profile, with_requests
-from tutti.clusters.schedulers import scheduler_for
+from tutti.clusters.schedulers import ALIASES, scheduler_for
 from tutti.commands.messages import console, warn
 from tutti.commands.run_conclusion import short
 from tutti.commands.run_options import (
@@ -113,6 +113,7 @@ def submit(
     """
     from tutti.launch.script_path import run_folder
 
+    on = ALIASES.get(on, on)
     scheduler, profile = scheduler_for(on), read_profile(Path.cwd())
     if hosts is not None and on != "ssh":
         raise LaunchError(f"--hosts is for --on ssh, and --on is {on}; leave it out, or add --on ssh")
@@ -124,6 +125,8 @@ def submit(
         folder = (asked or Path("runs") / f"{options.name}-TIME").resolve()
     else:
         resume = options.resume if isinstance(options.resume, Path) else None
+        if asked is None and resume is not None and (resume / RECORD).exists():
+            asked = resume  # also where the run itself lies in the cluster
         folder = run_folder(asked, resume, options.name)
     request = JobRequest(
         name=options.name,
@@ -208,12 +211,14 @@ def follow(folder: Path, screen: Any, ask: Callable[[], Answer]) -> int:
         LaunchError: the folder is of no submitted run, or the scheduler does not answer.
     """
     from tutti.launch.launcher import LaunchSpec
+    from tutti.launch.rank_watch import Silent, Tail
 
     record = read_record(folder)
     scheduler = scheduler_for(record.scheduler)
     spec = LaunchSpec(target=record.name, folder=folder.resolve())
-    status = JobStatus(state="unknown")
-    with screen(spec) as watcher:
+    status, printed = JobStatus(state="unknown"), Tail(Path(record.log))
+    elsewhere = scheduler.collect(record.job)
+    with Silent() if elsewhere else screen(spec) as watcher:
         while True:
             try:
                 watcher.update()
@@ -221,6 +226,9 @@ def follow(folder: Path, screen: Any, ask: Callable[[], Answer]) -> int:
                 if (now.state, now.reason) != (status.state, status.reason):
                     console.print(_says(record, now), style="dim", markup=False, soft_wrap=True)
                 status = now
+                if elsewhere:
+                    scheduler.collect(record.job)
+                    show(printed.read())
                 if status.ended or status.state == "unknown":
                     break
                 time.sleep(POLL_S)
@@ -230,6 +238,7 @@ def follow(folder: Path, screen: Any, ask: Callable[[], Answer]) -> int:
                     console.print(f"the job goes on; `tutti attach {short(folder)}` shows it again", markup=False)
                     return 0
                 end_run(folder, checkpoint=answer == "stop")
+    scheduler.collect(record.job)
     return _concluded(folder, record, status)
 
 
@@ -327,12 +336,15 @@ def output(folder: Path, rank: int | None, *, follow: bool) -> Iterator[str]:
     record = read_record(folder)
     own = RunFolder(folder).rank(rank or 0)
     files = [Path(record.log)] if rank is None else [own / "stdout.log", own / "stderr.log"]
+    scheduler = scheduler_for(record.scheduler)
+    if scheduler.collect(record.job) and rank is not None:
+        raise LaunchError(f"the run folder lies in the cluster, and so does what rank {rank} prints; leave --rank out")
     if rank is not None and not follow and not own.is_dir():
         raise LaunchError(f"{short(folder)} has no rank {rank} yet, or never had one; `tutti status` shows its state")
-    scheduler = scheduler_for(record.scheduler)
     tails = [Tail(file, from_end=False) for file in files]
     while True:
         going_on = follow and not _is_over(scheduler, record)
+        scheduler.collect(record.job)
         yield from filter(None, (tail.read() for tail in tails))
         if not going_on:
             return

@@ -1,0 +1,304 @@
+"""Kubernetes: an Indexed Job that starts `tutti run` once in each of its pods, through the official client.
+
+The Job, a headless Service and a Secret make up a run; the latter two belong to the Job. What pods print is copied into
+the run folder's log whenever somebody looks.
+"""
+
+import contextlib
+import json
+import math
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from tutti.clusters.cluster_job import RECORD, JobRequest, JobStatus, read_record
+from tutti.clusters.kubernetes_api import Cluster, cluster_of, package, pod_index
+from tutti.clusters.kubernetes_manifest import (
+    EXTRA_GRACE_S,
+    MARK,
+    KubernetesSettings,
+    is_mounted,
+    manifests,
+    object_name,
+    owned,
+    read_kubernetes_settings,
+    unique_part,
+    with_secret,
+)
+from tutti.clusters.kubernetes_status import EXIT_CODE, SEEN_S, STOP, container_state, exit_code, status_of
+from tutti.environment import state_folder
+from tutti.errors import RESUMABLE, LaunchError
+
+LOG = "kubernetes.log"
+
+_LOG_SLACK_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesJob:
+    """What this user's machine knows of a job.
+
+    Attributes:
+        inside: the run folder in the cluster; empty if it is the one of this machine.
+        log: the file that takes what pods print.
+        cancelled: whether the user has ended it.
+        copied: for each pod the stamp of the last line in the log, how many lines have it, and when they were read.
+    """
+
+    context: str | None
+    kubeconfig: str | None
+    grace_s: float
+    inside: str
+    log: str
+    cancelled: bool = False
+    copied: Mapping[str, tuple[str, int, float]] = field(default_factory=dict)
+
+
+class Kubernetes:
+    """See `tutti.clusters.cluster_job.Scheduler`."""
+
+    def nodes(self, settings: Mapping[str, Any], nnodes: int | None) -> tuple[int | None, ...]:
+        return ()
+
+    def preview(self, request: JobRequest) -> str:
+        settings = read_kubernetes_settings(request.settings)
+        name = object_name(request.name, request.nodes, "xxxxxx")
+        kind, folder = _place(request, settings, name)
+        job, service, secret = manifests(request, settings, name, folder, kind)
+        yaml = package("yaml")
+        workdir = settings.directory or job["spec"]["template"]["spec"]["containers"][0].get("workingDir")
+        where = workdir or "the image's working directory"
+        text = f"# The image or a volume holds the code: the command runs in {where}.\n"
+        text += f"# The run folder is {folder} in the pods.\n"
+        documents = (job, service, with_secret(secret, "made at submission"))
+        return text + str(yaml.safe_dump_all(documents, sort_keys=False, width=120))
+
+    def submit(self, request: JobRequest) -> str:
+        settings = read_kubernetes_settings(request.settings)
+        name = object_name(request.name, request.nodes, unique_part())
+        kind, folder = _place(request, settings, name)
+        request = replace(request, resume=_resumed(request, folder))
+        cluster = cluster_of(settings.context, settings.kubeconfig)
+        self._refuse_busy(request.folder)
+        space = settings.namespace or cluster.namespace
+        mark = {"folder": folder if kind == "inside" else "", "job": name}
+        (request.folder / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
+        job, service, secret = manifests(request, settings, name, folder, kind)
+        made = cluster.ask(cluster.batch.create_namespaced_job, space, job)["metadata"]
+        try:
+            token = secrets.token_hex(32)
+            cluster.ask(cluster.core.create_namespaced_service, space, owned(service, made))
+            cluster.ask(cluster.core.create_namespaced_secret, space, owned(with_secret(secret, token), made))
+        except BaseException:
+            with contextlib.suppress(LaunchError):
+                cluster.delete(space, name, grace_s=1)
+            raise
+        about = KubernetesJob(
+            context=settings.context or cluster.context,
+            kubeconfig=settings.kubeconfig,
+            grace_s=request.grace_s,
+            inside="" if kind == "seen" else folder,
+            log=self.log(request, name),
+        )
+        _write_state(f"{space}/{name}", about)
+        if kind != "seen":
+            print(
+                f"the run folder lies in the cluster ({folder}), so steps and loss are not shown here; "
+                f"{LOG} has what the pods print",
+                file=sys.stderr,
+            )
+        return f"{space}/{name}"
+
+    def _refuse_busy(self, folder: Path) -> None:
+        """Refuse a folder whose job still runs. Raises LaunchError."""
+        if not (folder / RECORD).exists():
+            return
+        record = read_record(folder)
+        if record.scheduler == "kubernetes" and self.status(record.job).state in ("pending", "running"):
+            raise LaunchError(
+                f"kubernetes job {record.job} still writes into {folder}; wait for its end, or `tutti cancel` it"
+            )
+
+    def log(self, request: JobRequest, job: str) -> str:
+        return str(request.folder / LOG)
+
+    def status(self, job: str) -> JobStatus:
+        state = _read_state(job)
+        if state is not None and state.cancelled:
+            return JobStatus(state="cancelled")
+        cluster, space, name = _of(job, state)
+        found = cluster.ask(cluster.batch.read_namespaced_job, name, space, absent=True)
+        if found is None:
+            return JobStatus(
+                state="unknown", reason="the cluster has no such job; its time to live is over, or it was deleted"
+            )
+        return status_of(cluster, space, found, cluster.pods(space, name))
+
+    def collect(self, job: str) -> bool:
+        state = _read_state(job)
+        if state is None:
+            return False
+        with contextlib.suppress(Timeout), FileLock(f"{_state_file(job)}.lock", timeout=30):
+            state = _read_state(job) or state
+            if not state.cancelled:
+                cluster, space, name = _of(job, state)
+                _write_state(job, _copy_logs(cluster, space, name, state))
+        return bool(state.inside)
+
+    def stop(self, job: str) -> None:
+        state = _read_state(job)
+        cluster, space, name = _of(job, state)
+        # The cluster ends the pods as it does at a deadline: with their grace, and for good. The Job stays.
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        wish = {"metadata": {"annotations": {STOP: now}}, "spec": {"activeDeadlineSeconds": 1}}
+        cluster.ask(cluster.batch.patch_namespaced_job, name, space, wish)
+        grace_s = (state.grace_s if state is not None else 30.0) + EXTRA_GRACE_S + SEEN_S
+        codes = _last_codes(cluster, space, name, grace_s, lambda: self.collect(job))
+        bad = [code for code in codes if code not in (0, RESUMABLE)]
+        if codes:
+            code = bad[0] if bad else max(codes)
+            wish = {"metadata": {"annotations": {EXIT_CODE: str(code)}}}
+            cluster.ask(cluster.batch.patch_namespaced_job, name, space, wish, absent=True)
+
+    def cancel(self, job: str) -> None:
+        state = _read_state(job)
+        self.collect(job)
+        cluster, space, name = _of(job, state)
+        cluster.delete(space, name, grace_s=1)
+        if state is not None:
+            _write_state(job, replace(_read_state(job) or state, cancelled=True))
+
+
+def _place(request: JobRequest, settings: KubernetesSettings, name: str) -> tuple[str, str]:
+    """Return where pods keep the run: its kind, as `manifests` knows it, and the folder.
+
+    Raises:
+        LaunchError: the folder would end with the pods.
+    """
+    if settings.folder is not None:
+        if is_mounted(settings.folder, settings):
+            return "inside", _earlier_folder(request.folder) or f"{settings.folder.rstrip('/')}/{name}"
+        raise LaunchError(
+            f"folder={settings.folder} is on no volume, so it ends with its pod; name one: volumes=CLAIM:PATH"
+        )
+    if is_mounted(str(request.folder), settings):
+        return "seen", str(request.folder)
+    store = _store(request)
+    if store is not None and request.nodes == 1:
+        return store, f"/tmp/tutti/{name}"
+    other = "; a single pod can leave its checkpoints in --checkpoint-store URL" if request.nodes == 1 else ""
+    raise LaunchError(
+        "the run folder would end with the pods; keep it on a volume: --request volumes=CLAIM:/runs "
+        f"--request folder=/runs{other}"
+    )
+
+
+def _store(request: JobRequest) -> str | None:
+    words = request.words
+    for number, word in enumerate(words):
+        if word == "--checkpoint-store" and number + 1 < len(words):
+            return words[number + 1]
+        if word.startswith("--checkpoint-store="):
+            return word.partition("=")[2]
+    return None
+
+
+def _earlier_folder(folder: Path) -> str:
+    """Return the folder in the cluster of an earlier job of this run folder; empty without one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((folder / MARK).read_text(encoding="utf-8"))["folder"])
+    return ""
+
+
+def _resumed(request: JobRequest, folder: str) -> Path | str | None:
+    """Return what pods continue from: in the cluster, where a run folder of this machine is that of an earlier job."""
+    if not isinstance(request.resume, Path):
+        return request.resume
+    earlier = _earlier_folder(request.resume)
+    return None if earlier == folder else earlier or request.resume
+
+
+def _state_file(job: str) -> Path:
+    return state_folder() / "kubernetes" / f"{job.replace('/', '.')}.json"
+
+
+def _read_state(job: str) -> KubernetesJob | None:
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+        return KubernetesJob(**json.loads(_state_file(job).read_text(encoding="utf-8")))
+    return None
+
+
+def _write_state(job: str, state: KubernetesJob) -> None:
+    file = _state_file(job)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def _of(job: str, state: KubernetesJob | None) -> tuple[Cluster, str, str]:
+    """Return the cluster of a job, its namespace and its name."""
+    space, _, name = job.partition("/")
+    if not name:
+        raise LaunchError(f"{job} is no job of Kubernetes (NAMESPACE/NAME); submit the run again")
+    return (cluster_of(None, None) if state is None else cluster_of(state.context, state.kubeconfig)), space, name
+
+
+def _copy_logs(cluster: Cluster, space: str, name: str, state: KubernetesJob) -> KubernetesJob:
+    """Append what is new in the pods' output to the log."""
+    copied, now = dict(state.copied), time.time()
+    pods = [pod for pod in cluster.pods(space, name) if {"running", "terminated"} & set(container_state(pod))]
+    alone = all(pod_index(pod) == 0 for pod in pods)
+    for pod in pods:
+        key = pod["metadata"]["name"]
+        stamp, count, read_at = copied.get(key, ("", 0, 0.0))
+        text = cluster.output(space, key, math.ceil(now - read_at + _LOG_SLACK_S) if read_at else None)
+        head = "" if alone or pod_index(pod) == 0 else f"[pod {pod_index(pod)}] "
+        fresh, same = [], 0
+        for line in text.splitlines():
+            time_text, _, words = line.partition(" ")
+            at = _comparable(time_text)
+            same = same + 1 if at == stamp else 0
+            if at < stamp or (at == stamp and same <= count):
+                continue
+            count = count + 1 if at == stamp else 1
+            stamp, same = at, count
+            fresh.append(f"{head}{words}\n")
+        copied[key] = (stamp, count, now)
+        if fresh:
+            with Path(state.log).open("a", encoding="utf-8") as log:
+                log.writelines(fresh)
+    return replace(state, copied=copied)
+
+
+def _comparable(stamp: str) -> str:
+    """Return a time of a log with nine digits after the point, so that texts compare as times do."""
+    match = re.fullmatch(r"([^.Z+]*)(?:\.(\d+))?(.*)", stamp)
+    return f"{match[1]}.{(match[2] or '').ljust(9, '0')}{match[3]}" if match else stamp
+
+
+def _last_codes(cluster: Cluster, space: str, name: str, seconds: float, look: Callable[[], object]) -> list[int]:
+    """Return the exit codes of the pods that end within a time, calling `look` whenever one changes."""
+    deadline = time.monotonic() + seconds
+    live = {pod["metadata"]["name"] for pod in cluster.pods(space, name) if exit_code(pod) is None}
+    codes: dict[str, int] = {}
+    with contextlib.suppress(LaunchError):
+        while live and time.monotonic() < deadline:
+            for pod in cluster.changes(space, name, deadline - time.monotonic()):
+                code, key = exit_code(pod), pod["metadata"]["name"]
+                look()
+                if code is not None and key in live:
+                    codes[key] = code
+                if code is not None or pod["gone"]:
+                    live.discard(key)
+                if not live:
+                    break
+    return list(codes.values())
