@@ -57,7 +57,8 @@ class Kubelet:
     """The process of one pod."""
 
     def __init__(self, cluster: "Cluster", pod: Thing) -> None:
-        self.cluster, self.pod, self.lines = cluster, pod, list[tuple[float, str]]()
+        self.cluster, self.pod = cluster, pod
+        self.lines: list[tuple[float, str]] = []
         self.process: subprocess.Popen[str] | None = None
         self.kill_at = float("inf")
         self.told = False
@@ -80,9 +81,15 @@ class Kubelet:
         if code is not None and self.pod["status"]["phase"] == "Running":
             self.reader.join(5)
             code = code if code >= 0 else 128 - code
-            ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": now(), "startedAt": now()}
+            ended = {
+                "exitCode": code,
+                "reason": "Error" if code else "Completed",
+                "finishedAt": now(),
+                "startedAt": now(),
+            }
             self.pod["status"]["phase"] = "Failed" if code else "Succeeded"
             self._state({"terminated": ended})
+            return
         if code is not None and "deletionTimestamp" in self.pod["metadata"]:
             self.cluster.remove(self.pod)
 
@@ -95,7 +102,9 @@ class Kubelet:
             message = "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/selector."
             self._unplaced(message)
             return
-        claims = [each["persistentVolumeClaim"]["claimName"] for each in spec["volumes"] if "persistentVolumeClaim" in each]
+        claims = [
+            each["persistentVolumeClaim"]["claimName"] for each in spec["volumes"] if "persistentVolumeClaim" in each
+        ]
         absent = [claim for claim in claims if claim not in self.cluster.claims]
         if absent:
             self._unplaced(f'persistentvolumeclaim "{absent[0]}" not found')
@@ -224,6 +233,13 @@ class Cluster:
         self.kubelets[pod["metadata"]["uid"]].end_within(given)
         self.changed("MODIFIED", pod)
 
+    def evict(self, pod: Thing) -> None:
+        """What happens before a pod of more importance takes its place, and when a node is drained."""
+        with self.lock:
+            condition = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+            pod["status"].setdefault("conditions", []).append(condition)
+            self.delete_pod(pod)
+
     # The controller of Jobs
 
     def work(self) -> None:
@@ -258,10 +274,10 @@ class Cluster:
             if not active:
                 self._end(job, "Failed", *failing)
             return
-        done = {self._index(pod) for pod in pods if pod["status"]["phase"] == "Succeeded"}
+        done = {self.index(pod) for pod in pods if pod["status"]["phase"] == "Succeeded"}
         if len(done) == spec["completions"]:
             self._end(job, "Complete", "CompletionsReached", "")
-        for index in set(range(spec["completions"])) - done - {self._index(pod) for pod in active}:
+        for index in set(range(spec["completions"])) - done - {self.index(pod) for pod in active}:
             self._make_pod(job, index)
 
     def _verdict(self, job: Thing, pods: list[Thing]) -> tuple[str, str] | None:
@@ -326,7 +342,7 @@ class Cluster:
             self.add("events", space, {**event, "type": "Warning", "reason": reason, "message": message})
 
     @staticmethod
-    def _index(pod: Thing) -> int:
+    def index(pod: Thing) -> int:
         return int(pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"])
 
     # What the API does

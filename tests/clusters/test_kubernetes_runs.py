@@ -63,7 +63,7 @@ def started(cwd: Path, cluster: Cluster, *words: str) -> Iterator[subprocess.Pop
         command.communicate()
 
 
-def tutti(cwd: Path, cluster: Cluster, *words: str, timeout_s: float = 90) -> tuple[int, str, str]:
+def tutti(cwd: Path, cluster: Cluster, *words: str, timeout_s: float = 200) -> tuple[int, str, str]:
     with started(cwd, cluster, *words) as command:
         out, err = command.communicate(timeout=timeout_s)
         return command.returncode, out, err
@@ -80,6 +80,7 @@ def log_of(folder: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
+@pytest.mark.timeout(300)
 def test_two_pods_train_and_are_followed_and_found(project: Path, cluster: Cluster) -> None:
     code, out, err = tutti(
         project, cluster, "run", "--no-predict", "--nproc", "1", "--folder", "my run", TRAIN, "2", "0"
@@ -91,7 +92,13 @@ def test_two_pods_train_and_are_followed_and_found(project: Path, cluster: Clust
     assert (found["state"], found["step"], found["nodes"]) == ("completed", 8, "node0,node1")
     code, out, _ = tutti(project, cluster, "logs", "my run")
     assert code == 0
-    assert "epoch 0 of 2 ranks\n" in out
+    lines = [
+        ("" if kubelet.index == 0 else "[pod 1] ") + text
+        for kubelet in cluster.kubelets.values()
+        for _, text in kubelet.lines
+    ]
+    assert sorted(out.splitlines()) == sorted(lines), "each line of each pod, and once"
+    assert "epoch 0 of 2 ranks" in lines
     job, service, secret = cluster.posted
     pod = job["spec"]["template"]["spec"]
     values = [variable.get("value") for variable in pod["containers"][0]["env"]]
@@ -105,3 +112,85 @@ def test_two_pods_train_and_are_followed_and_found(project: Path, cluster: Clust
     code, _, err = tutti(project, cluster, "cancel", "my run")
     assert code == 2
     assert "has ended already (completed)" in err
+
+
+def steps_of(folder: Path) -> list[int]:
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [row["step"] for row in rows if row["kind"] == "step"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_preempted_and_stopped_with_a_checkpoint_where_the_folder_lies_in_the_cluster(
+    project: Path, cluster: Cluster
+) -> None:
+    volume = project.parent
+    profile = (project / "tutti.toml").read_text()
+    (project / "tutti.toml").write_text(f'{profile}folder = "{volume}/runs"\n')
+    words = ("--no-predict", "--nproc", "1", "--folder", "run", TRAIN, "400", "0.2")
+    code, out, err = tutti(project, cluster, "submit", "--json", *words)
+    assert code == 0, err
+    assert err.count("the run folder lies in the cluster") == 1
+    space, _, name = json.loads(out)["job"].partition("/")
+    job = cluster.find("jobs", space, name)
+    assert job is not None
+    inside = volume / "runs" / name
+    assert wait_until(lambda: len(steps_of(inside)) >= 2, 120), log_of(project / "run")
+    # A pod of more importance takes the place of one: all ranks stop with a checkpoint, and new pods go on from it.
+    first = next(pod for pod in cluster.pods(job) if cluster.index(pod) == 1)
+    cluster.evict(first)
+    assert wait_until(lambda: any(inside.glob("checkpoints/step-*/index.json")), 90)
+    stopped_at = max(int(each.parent.name.partition("-")[2]) for each in inside.glob("checkpoints/step-*/index.json"))
+    assert wait_until(lambda: len(steps_of(inside)) > stopped_at + 2, 180), tutti(project, cluster, "logs", "run")
+    rows = [json.loads(line) for line in (inside / "metrics.jsonl").read_text().splitlines()]
+    assert [row["resumed_at_step"] for row in rows if row["kind"] == "start"] == [0, stopped_at]
+    # `tutti cancel --checkpoint` stops it for good.
+    code, _, err = tutti(project, cluster, "cancel", "--checkpoint", "run")
+    assert code == 0, err
+    steps = steps_of(inside)
+    assert steps == list(range(1, len(steps) + 1)), "no step is left out or repeated"
+    assert int(sorted(inside.glob("checkpoints/step-*"))[-1].name.partition("-")[2]) == len(steps)
+    assert cluster.find("jobs", space, name) is job, "the Job stays, as the record"
+    code, _, err = tutti(project, cluster, "attach", "run")
+    assert code == 75, err
+    assert "go on with `tutti submit --resume run`" in err
+    assert state(project, cluster, "run")["reason"] == "stopped by `tutti cancel`"
+    code, _, err = tutti(project, cluster, "logs", "run", "--rank", "0")
+    assert code == 2
+    assert "the run folder lies in the cluster, and so does what rank 0 prints" in err
+    # And goes on in the same folder of the cluster.
+    last = (len(steps) + 7) // 4
+    code, out, err = tutti(project, cluster, "run", "--resume", "run", *words[:3], TRAIN, str(last), "0")
+    assert code == 0, err
+    assert f"epoch {last - 1} of 2 ranks\n" in out
+    assert steps_of(inside) == list(range(1, 4 * last + 1))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_pod_that_fails_and_a_job_that_is_left_and_cancelled(project: Path, cluster: Cluster) -> None:
+    (project / "bad.py").write_text("import tutti\nraise ValueError('boom')\n")
+    code, _, err = tutti(project, cluster, "run", "--nproc", "1", "--folder", "bad", "bad.py")
+    assert code == 1
+    assert "ValueError: boom" in err
+    assert "failed (pod" in err
+    assert "ended with exit code 1" in err
+    with started(
+        project, cluster, "run", "--no-predict", "--nproc", "1", "--folder", "long", TRAIN, "900", "0.2"
+    ) as command:
+        assert wait_until(lambda: (project / "long/run.json").exists(), 120)
+        command.send_signal(signal.SIGINT)
+        _, err = command.communicate(timeout=60)
+    assert command.returncode == 0
+    assert "the job goes on; `tutti attach long`" in err
+    processes = [kubelet.process for kubelet in cluster.kubelets.values()]
+    assert state(project, cluster, "long")["state"] == "running"
+    code, _, err = tutti(project, cluster, "submit", "--resume", "long", "--nproc", "1", TRAIN, "1", "0")
+    assert code == 2
+    assert "still writes into" in err
+    assert tutti(project, cluster, "cancel", "long")[0] == 0
+    assert state(project, cluster, "long")["state"] == "cancelled"
+    assert wait_until(lambda: all(process is None or process.poll() is not None for process in processes), 60)
+    left = {thing["metadata"]["name"] for thing in cluster.things.values() if thing["kind"] != "Event"}
+    assert all(name.startswith("bad-") for name in left), "Job, Service, Secret and pods are gone"

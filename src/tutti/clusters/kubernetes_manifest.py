@@ -70,7 +70,8 @@ class KubernetesSettings(BaseModel):
         user, group: numbers of the user that runs the container and of the group that owns volumes.
         port: where pods meet.
         ttl: seconds after the end of the job at which the cluster removes it.
-        pod: further fields of the pod's specification; mappings are merged, lists are appended.
+        pod, container: further fields of the pod's specification and of its container, such as volumes of other kinds;
+            mappings are merged, lists are appended.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
@@ -104,6 +105,7 @@ class KubernetesSettings(BaseModel):
     port: Annotated[int, Field(ge=1, le=65535)] = 29400
     ttl: Annotated[int, Field(ge=60)] = 7 * 24 * 3600
     pod: dict[str, Any] = {}
+    container: dict[str, Any] = {}
 
 
 def read_kubernetes_settings(given: Mapping[str, Any]) -> KubernetesSettings:
@@ -155,9 +157,10 @@ def mounts(settings: KubernetesSettings) -> dict[str, str]:
 
 def is_mounted(path: str, settings: KubernetesSettings) -> bool:
     """Return whether a path of the pods is on a volume that outlives them."""
-    further = settings.pod.get("volumes")
-    places = [PurePosixPath(place) for place in mounts(settings)]
-    return bool(further) or any(place in (PurePosixPath(path), *PurePosixPath(path).parents) for place in places)
+    further = settings.container.get("volumeMounts") or []
+    paths = [*mounts(settings), *(str(each.get("mountPath", "/")) for each in further if isinstance(each, dict))]
+    places = [PurePosixPath(place) for place in paths]
+    return any(place in (PurePosixPath(path), *PurePosixPath(path).parents) for place in places)
 
 
 def manifests(
@@ -308,7 +311,8 @@ def _container(
     resources = _resources(request, settings)
     if resources:
         container["resources"] = {"requests": resources, "limits": resources}
-    return container
+    merged: dict[str, Any] = _merged(container, settings.container)
+    return merged
 
 
 def _resources(request: JobRequest, settings: KubernetesSettings) -> dict[str, str]:
