@@ -102,10 +102,8 @@ class Kubelet:
             message = "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/selector."
             self._unplaced(message)
             return
-        claims = [
-            each["persistentVolumeClaim"]["claimName"] for each in spec["volumes"] if "persistentVolumeClaim" in each
-        ]
-        absent = [claim for claim in claims if claim not in self.cluster.claims]
+        volumes = [each["persistentVolumeClaim"] for each in spec["volumes"] if "persistentVolumeClaim" in each]
+        absent = [each["claimName"] for each in volumes if each["claimName"] not in self.cluster.claims]
         if absent:
             self._unplaced(f'persistentvolumeclaim "{absent[0]}" not found')
             return
@@ -295,7 +293,7 @@ class Cluster:
             for number, rule in enumerate(spec["podFailurePolicy"]["rules"]):
                 disrupted = any(each["type"] == "DisruptionTarget" for each in pod["status"].get("conditions", []))
                 if ("onExitCodes" in rule and code in rule["onExitCodes"]["values"]) or (
-                    "onPodConditions" in rule and disrupted
+                    rule.get("onPodConditions") and disrupted
                 ):
                     if rule["action"] == "FailJob":
                         name = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
@@ -319,8 +317,9 @@ class Cluster:
         space, name, template = job["metadata"]["namespace"], job["metadata"]["name"], job["spec"]["template"]
         if sum(thing["kind"] == "Pod" for thing in self.things.values()) >= self.pods_quota:
             most = self.pods_quota
-            self._warn(job, "FailedCreate", f'Error creating: pods "{name}-{index}-abcde" is forbidden: exceeded quota: '
-                       f"compute, requested: pods=1, used: pods={most}, limited: pods={most}")  # fmt: skip
+            words = f"requested: pods=1, used: pods={most}, limited: pods={most}"
+            refused = f'pods "{name}-{index}-abcde" is forbidden: exceeded quota: compute, {words}'
+            self._warn(job, "FailedCreate", f"Error creating: {refused}")
             return
         about = {
             "name": f"{name}-{index}-{uuid.uuid4().hex[:5]}",
@@ -357,8 +356,10 @@ class Cluster:
         if plural == "jobs":
             jobs = sum(other["kind"] == "Job" for other in self.things.values())
             if jobs >= self.quota:
-                raise Refusal(403, "Forbidden", f'jobs.batch "{name}" is forbidden: exceeded quota: compute, requested: '
-                              f"count/jobs.batch=1, used: count/jobs.batch={jobs}, limited: count/jobs.batch={self.quota}")  # fmt: skip
+                counted = "count/jobs.batch"
+                count = f"requested: {counted}=1, used: {counted}={jobs}, limited: {counted}={self.quota}"
+                words = f'jobs.batch "{name}" is forbidden: exceeded quota: compute, {count}'
+                raise Refusal(403, "Forbidden", words)
             thing["status"] = {"conditions": []}
         if plural == "secrets":
             plain = thing.pop("stringData", {})

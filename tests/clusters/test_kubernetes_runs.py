@@ -1,4 +1,4 @@
-"""Runs on Kubernetes, through the official client and the real command line, against a stand-in that starts the pods."""
+"""Runs on Kubernetes, by the official client and the real command line, against a stand-in that starts the pods."""
 
 import json
 import os

@@ -86,12 +86,12 @@ class Kubernetes:
         name = object_name(request.name, request.nodes, unique_part())
         kind, folder = _place(request, settings, name)
         request = replace(request, resume=_resumed(request, folder))
+        job, service, secret = manifests(request, settings, name, folder, kind)
         cluster = cluster_of(settings.context, settings.kubeconfig)
         self._refuse_busy(request.folder)
         space = settings.namespace or cluster.namespace
         mark = {"folder": folder if kind == "inside" else "", "job": name}
         (request.folder / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
-        job, service, secret = manifests(request, settings, name, folder, kind)
         made = cluster.ask(cluster.batch.create_namespaced_job, space, job)["metadata"]
         try:
             token = secrets.token_hex(32)

@@ -237,6 +237,7 @@ def _failure_policy() -> dict[str, Any]:
         return {
             "action": action,
             "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": sorted(codes)},
+            "onPodConditions": [],  # the schema of Kubernetes 1.28 asks for it
         }
 
     lost = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
