@@ -387,153 +387,153 @@ def merge(thing: Thing, patch: Thing) -> None:
             thing[key] = value
 
 
-def handler(cluster: Cluster) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class Handler(BaseHTTPRequestHandler):
+    """What the API of a cluster answers."""
 
-        def log_message(self, *words: object) -> None:
-            pass
+    cluster: Cluster
+    protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
-            self._answer(self._get)
+    def log_message(self, *words: object) -> None:
+        pass
 
-        def do_POST(self) -> None:
-            self._answer(self._post)
+    def do_GET(self) -> None:
+        self._answer(self._get)
 
-        def do_PATCH(self) -> None:
-            self._answer(self._patch)
+    def do_POST(self) -> None:
+        self._answer(self._post)
 
-        def do_DELETE(self) -> None:
-            self._answer(self._delete)
+    def do_PATCH(self) -> None:
+        self._answer(self._patch)
 
-        def _answer(self, method: Callable[[], None]) -> None:
-            size = int(self.headers.get("Content-Length") or 0)
-            self.body = json.loads(self.rfile.read(size)) if size else {}
-            parts = urlsplit(self.path)
-            self.query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+    def do_DELETE(self) -> None:
+        self._answer(self._delete)
+
+    def _answer(self, method: Callable[[], None]) -> None:
+        size = int(self.headers.get("Content-Length") or 0)
+        self.body = json.loads(self.rfile.read(size)) if size else {}
+        parts = urlsplit(self.path)
+        self.query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+        try:
+            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                raise Refusal(401, "Unauthorized", "Unauthorized")
+            self.cluster.refuse(self.command, parts.path)
+            match = _PATH.fullmatch(parts.path)
+            if match is None:
+                raise Refusal(404, "NotFound", "the server could not find the requested resource")
+            self.space, self.plural, self.name, self.sub = match.groups()
+            if self.space not in self.cluster.namespaces:
+                raise Refusal(404, "NotFound", f'namespaces "{self.space}" not found')
+            method()
+        except Refusal as error:
+            status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+            about = {"message": error.message, "reason": error.reason, "code": error.code}
+            self._send({**status, **about}, error.code)
+
+    def _send(self, document: object, code: int = 200) -> None:
+        data = document if isinstance(document, bytes) else json.dumps(document).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "text/plain" if isinstance(document, bytes) else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        with suppress(OSError):
+            self.wfile.write(data)
+
+    def _thing(self) -> Thing:
+        found = self.cluster.find(self.plural, self.space, self.name)
+        if found is None:
+            raise Refusal(404, "NotFound", f'{self.plural} "{self.name}" not found')
+        return found
+
+    def _get(self) -> None:
+        if self.sub:
+            self._log()
+        elif self.query.get("watch", "").lower() == "true":
+            self._watch()
+        elif self.name:
+            with self.cluster.lock:
+                self._send(self._thing())
+        else:
+            with self.cluster.lock:
+                found = [thing for thing in self.cluster.things.values() if self._asked(thing)]
+                kind = f"{_KINDS[self.plural]}List"
+                about = {"resourceVersion": str(self.cluster.version)}
+                self._send({"kind": kind, "apiVersion": "v1", "metadata": about, "items": found})
+
+    def _asked(self, thing: Thing) -> bool:
+        about = thing["metadata"]
+        if thing["kind"] != _KINDS[self.plural] or about["namespace"] != self.space:
+            return False
+        labels = dict(part.split("=") for part in self.query.get("labelSelector", "").split(",") if part)
+        fields = dict(part.split("=") for part in self.query.get("fieldSelector", "").split(",") if part)
+        of = {**thing, **{f"involvedObject.{key}": text for key, text in thing.get("involvedObject", {}).items()}}
+        return all(about.get("labels", {}).get(key) == text for key, text in labels.items()) and all(
+            of.get(key) == text for key, text in fields.items()
+        )
+
+    def _watch(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        deadline = time.monotonic() + float(self.query.get("timeoutSeconds", 60))
+        with self.cluster.lock:
+            seen = self.cluster.version
+            told = [("ADDED", copy.deepcopy(thing)) for thing in self.cluster.things.values() if self._asked(thing)]
+        while time.monotonic() < deadline and not self.cluster.over:
             try:
-                if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                    raise Refusal(401, "Unauthorized", "Unauthorized")
-                cluster.refuse(self.command, parts.path)
-                match = _PATH.fullmatch(parts.path)
-                if match is None:
-                    raise Refusal(404, "NotFound", "the server could not find the requested resource")
-                self.space, self.plural, self.name, self.sub = match.groups()
-                if self.space not in cluster.namespaces:
-                    raise Refusal(404, "NotFound", f'namespaces "{self.space}" not found')
-                method()
-            except Refusal as error:
-                status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-                about = {"message": error.message, "reason": error.reason, "code": error.code}
-                self._send({**status, **about}, error.code)
+                for what, thing in told:
+                    self.wfile.write(json.dumps({"type": what, "object": thing}).encode() + b"\n")
+                self.wfile.flush()
+            except OSError:
+                return
+            with self.cluster.lock:
+                self.cluster.lock.wait(0.2)
+                told = [(what, thing) for at, what, thing in self.cluster.history if at > seen and self._asked(thing)]
+                seen = self.cluster.version
 
-        def _send(self, document: object, code: int = 200) -> None:
-            data = document if isinstance(document, bytes) else json.dumps(document).encode()
-            self.send_response(code)
-            self.send_header("Content-Type", "text/plain" if isinstance(document, bytes) else "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            with suppress(OSError):
-                self.wfile.write(data)
+    def _log(self) -> None:
+        with self.cluster.lock:
+            kubelet = self.cluster.kubelets.get(self._thing()["metadata"]["uid"])
+            lines = list(kubelet.lines) if kubelet is not None else []
+            if kubelet is None or kubelet.process is None:
+                raise Refusal(400, "BadRequest", f'container "tutti" in pod "{self.name}" is waiting to start')
+        since = time.time() - float(self.query.get("sinceSeconds", "1e9"))
+        text = ""
+        for at, line in lines:
+            if at >= since:
+                stamp = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "000Z")
+                text += f"{stamp} {line}\n"
+        self._send(text.encode())
 
-        def _thing(self) -> Thing:
-            found = cluster.find(self.plural, self.space, self.name)
-            if found is None:
-                raise Refusal(404, "NotFound", f'{self.plural} "{self.name}" not found')
-            return found
+    def _post(self) -> None:
+        with self.cluster.lock:
+            self._send(self.cluster.create(self.plural, self.space, self.body), 201)
 
-        def _get(self) -> None:
-            if self.sub:
-                self._log()
-            elif self.query.get("watch", "").lower() == "true":
-                self._watch()
-            elif self.name:
-                with cluster.lock:
-                    self._send(self._thing())
-            else:
-                with cluster.lock:
-                    found = [thing for thing in cluster.things.values() if self._asked(thing)]
-                    kind = f"{_KINDS[self.plural]}List"
-                    about = {"resourceVersion": str(cluster.version)}
-                    self._send({"kind": kind, "apiVersion": "v1", "metadata": about, "items": found})
+    def _patch(self) -> None:
+        if self.headers["Content-Type"] not in (
+            "application/merge-patch+json", "application/strategic-merge-patch+json"
+        ):  # fmt: skip
+            raise Refusal(415, "UnsupportedMediaType", f"{self.headers['Content-Type']} is no merge of mappings")
+        with self.cluster.lock:
+            thing = self._thing()
+            merge(thing, self.body)
+            self.cluster.changed("MODIFIED", thing)
+            self._send(thing)
 
-        def _asked(self, thing: Thing) -> bool:
-            about = thing["metadata"]
-            if thing["kind"] != _KINDS[self.plural] or about["namespace"] != self.space:
-                return False
-            labels = dict(part.split("=") for part in self.query.get("labelSelector", "").split(",") if part)
-            fields = dict(part.split("=") for part in self.query.get("fieldSelector", "").split(",") if part)
-            of = {**thing, **{f"involvedObject.{key}": text for key, text in thing.get("involvedObject", {}).items()}}
-            return all(about.get("labels", {}).get(key) == text for key, text in labels.items()) and all(
-                of.get(key) == text for key, text in fields.items()
-            )
-
-        def _watch(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Connection", "close")
-            self.end_headers()
-            self.close_connection = True
-            deadline = time.monotonic() + float(self.query.get("timeoutSeconds", 60))
-            with cluster.lock:
-                seen = cluster.version
-                told = [("ADDED", copy.deepcopy(thing)) for thing in cluster.things.values() if self._asked(thing)]
-            while time.monotonic() < deadline and not cluster.over:
-                try:
-                    for what, thing in told:
-                        self.wfile.write(json.dumps({"type": what, "object": thing}).encode() + b"\n")
-                    self.wfile.flush()
-                except OSError:
-                    return
-                with cluster.lock:
-                    cluster.lock.wait(0.2)
-                    told = [(what, thing) for at, what, thing in cluster.history if at > seen and self._asked(thing)]
-                    seen = cluster.version
-
-        def _log(self) -> None:
-            with cluster.lock:
-                kubelet = cluster.kubelets.get(self._thing()["metadata"]["uid"])
-                lines = list(kubelet.lines) if kubelet is not None else []
-                if kubelet is None or kubelet.process is None:
-                    raise Refusal(400, "BadRequest", f'container "tutti" in pod "{self.name}" is waiting to start')
-            since = time.time() - float(self.query.get("sinceSeconds", "1e9"))
-            text = ""
-            for at, line in lines:
-                if at >= since:
-                    stamp = datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "000Z")
-                    text += f"{stamp} {line}\n"
-            self._send(text.encode())
-
-        def _post(self) -> None:
-            with cluster.lock:
-                self._send(cluster.create(self.plural, self.space, self.body), 201)
-
-        def _patch(self) -> None:
-            if self.headers["Content-Type"] not in (
-                "application/merge-patch+json", "application/strategic-merge-patch+json"
-            ):  # fmt: skip
-                raise Refusal(415, "UnsupportedMediaType", f"{self.headers['Content-Type']} is no merge of mappings")
-            with cluster.lock:
-                thing = self._thing()
-                merge(thing, self.body)
-                cluster.changed("MODIFIED", thing)
-                self._send(thing)
-
-        def _delete(self) -> None:
-            with cluster.lock:
-                thing = self._thing()
-                grace = self.query.get("gracePeriodSeconds") or self.body.get("gracePeriodSeconds")
-                cluster.delete(thing, None if grace is None else float(grace))
-                self._send(thing)
-
-    return Handler
+    def _delete(self) -> None:
+        with self.cluster.lock:
+            thing = self._thing()
+            grace = self.query.get("gracePeriodSeconds") or self.body.get("gracePeriodSeconds")
+            self.cluster.delete(thing, None if grace is None else float(grace))
+            self._send(thing)
 
 
 @contextmanager
 def kubernetes(base: Path) -> Iterator[tuple[Cluster, Path]]:
     """A cluster, and a kubeconfig that leads to it."""
     cluster = Cluster(base)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(cluster))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"cluster": cluster}))
     server.daemon_threads = True
     threads = [threading.Thread(target=target, daemon=True) for target in (server.serve_forever, cluster.work)]
     config = base / "kubeconfig"

@@ -53,11 +53,16 @@ def _duration(context: click.Context, parameter: click.Parameter, text: str | No
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0.1), metavar="SECONDS",
               help="How long ranks wait for each other; if not given 600, less if none does anything.")  # fmt: skip
 @click.option(
-    "--on", "launcher", metavar="NAME", help="What starts the ranks: local, or slurm, ssh or kubernetes (see `tutti submit`)."
+    "--on",
+    "launcher",
+    metavar="NAME",
+    help="What starts the ranks: local, or slurm, ssh or kubernetes (see `tutti submit`).",
 )
 @request_option
 @hosts_option
-@click.option("--dry-run", is_flag=True, help="With --on slurm, ssh or kubernetes: show what would run, and start nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="With --on slurm, ssh or kubernetes: show what would run, and start nothing."
+)
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly this plan.")
 @click.option("--mesh", metavar="AXIS=N,...", help="The ranks as a grid, such as replicate=2,split=2 (or dp=2,tp=2).")
 @compress_option

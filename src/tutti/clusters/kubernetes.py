@@ -158,15 +158,15 @@ class Kubernetes:
         cluster, space, name = _of(job, state)
         # The cluster ends the pods as it does at a deadline: with their grace, and for good. The Job stays.
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        wish = {"metadata": {"annotations": {STOP: now}}, "spec": {"activeDeadlineSeconds": 1}}
-        cluster.ask(cluster.batch.patch_namespaced_job, name, space, wish)
+        change = {"metadata": {"annotations": {STOP: now}}, "spec": {"activeDeadlineSeconds": 1}}
+        cluster.ask(cluster.batch.patch_namespaced_job, name, space, change)
         grace_s = (state.grace_s if state is not None else 30.0) + EXTRA_GRACE_S + SEEN_S
         codes = _last_codes(cluster, space, name, grace_s, lambda: self.collect(job))
         bad = [code for code in codes if code not in (0, RESUMABLE)]
         if codes:
             code = bad[0] if bad else max(codes)
-            wish = {"metadata": {"annotations": {EXIT_CODE: str(code)}}}
-            cluster.ask(cluster.batch.patch_namespaced_job, name, space, wish, absent=True)
+            change = {"metadata": {"annotations": {EXIT_CODE: str(code)}}}
+            cluster.ask(cluster.batch.patch_namespaced_job, name, space, change, absent=True)
 
     def cancel(self, job: str) -> None:
         state = _read_state(job)
@@ -256,12 +256,12 @@ def _copy_logs(cluster: Cluster, space: str, name: str, state: KubernetesJob) ->
     """Append what is new in the pods' output to the log."""
     copied, now = dict(state.copied), time.time()
     pods = [pod for pod in cluster.pods(space, name) if {"running", "terminated"} & set(container_state(pod))]
-    alone = all(pod_index(pod) == 0 for pod in pods)
+    single = all(pod_index(pod) == 0 for pod in pods)
     for pod in pods:
         key = pod["metadata"]["name"]
         stamp, count, read_at = copied.get(key, ("", 0, 0.0))
         text = cluster.output(space, key, math.ceil(now - read_at + _LOG_SLACK_S) if read_at else None)
-        head = "" if alone or pod_index(pod) == 0 else f"[pod {pod_index(pod)}] "
+        head = "" if single or pod_index(pod) == 0 else f"[pod {pod_index(pod)}] "
         fresh, same = [], 0
         for line in text.splitlines():
             time_text, _, words = line.partition(" ")

@@ -44,7 +44,7 @@ def wait_for_names(hosts: Sequence[str], resolve: Callable[[str], object], pause
 
 
 def pod_command(
-    kind: str, folder: Path, resume: str, nodes: int, meeting: str, index: int, words: Sequence[str]
+    kind: str, folder: Path, resume: str, nodes: int, rendezvous: str, index: int, words: Sequence[str]
 ) -> list[str]:
     """Return the arguments of `tutti run` in this pod.
 
@@ -56,7 +56,7 @@ def pod_command(
         folder: the run folder in the pods.
         resume: what the job's first start continues from; empty if it begins.
         nodes: number of pods.
-        meeting: HOST:PORT of a pod, with "{}" for its number.
+        rendezvous: HOST:PORT of a pod, with "{}" for its number.
         index: number of this pod.
         words: the arguments that are the same in all pods.
 
@@ -75,7 +75,7 @@ def pod_command(
         resume = str(folder)
     found += ["--resume", resume] if resume else []
     if nodes > 1:
-        found += ["--nnodes", str(nodes), "--node-rank", str(index), "--rendezvous", meeting.format(0)]
+        found += ["--nnodes", str(nodes), "--node-rank", str(index), "--rendezvous", rendezvous.format(0)]
         found += ["--one-screen"]
     return [*found, *words]
 
@@ -139,16 +139,16 @@ class Child:
 
 def main() -> None:
     """Run this pod's part. The arguments are those of `pod_command`, without the pod's number."""
-    kind, folder, resume, nodes, meeting, *words = sys.argv[1:]
+    kind, folder, resume, nodes, rendezvous, *words = sys.argv[1:]
     child = Child()
     try:
         index = completion_index()
-        arguments = pod_command(kind, Path(folder), resume, int(nodes), meeting, index, words)
+        arguments = pod_command(kind, Path(folder), resume, int(nodes), rendezvous, index, words)
     except LaunchError as error:
         print(f"tutti: {error}", file=sys.stderr)
         sys.exit(2)
     if int(nodes) > 1:
-        hosts = [meeting.format(number).rpartition(":")[0] for number in range(int(nodes))]
+        hosts = [rendezvous.format(number).rpartition(":")[0] for number in range(int(nodes))]
         wait_for_names(hosts, lambda host: socket.getaddrinfo(host, None))
     sys.exit(child.run(arguments))
 
