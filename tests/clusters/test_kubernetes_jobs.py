@@ -16,7 +16,7 @@ import yaml
 
 from clusters.kubernetes_rig import KUBECONFIG, TOKEN, Cluster, Refusal, kubernetes
 from launch.launch_rig import TUTTI, free_port, wait_until
-from tutti.clusters.cluster_job import JobRequest
+from tutti.clusters.cluster_job import JobRecord, JobRequest, write_record
 from tutti.clusters.kubernetes import Kubernetes
 from tutti.clusters.kubernetes_manifest import manifests, object_name, read_kubernetes_settings
 from tutti.clusters.kubernetes_node import pod_command, wait_for_names
@@ -240,6 +240,17 @@ def test_why_pods_wait_and_cancelling_them(
     assert scheduler.status(job).state == "cancelled"
     kinds = {"Job", "Service", "Secret", "Pod"}
     assert wait_until(lambda: not any(thing["kind"] in kinds for thing in list(cluster.things.values())), 10)
+
+
+def test_a_folder_whose_job_has_not_ended_takes_no_other(request_here: JobRequest) -> None:
+    request = with_settings(request_here, image="missing:1")
+    scheduler = Kubernetes()
+    job = scheduler.submit(request)
+    about = JobRecord(scheduler="kubernetes", job=job, name="x", nodes=2, nproc=None, submitted_utc="", log="")
+    write_record(request.folder, about)
+    assert f"kubernetes job {job} still writes into {request.folder}" in refusal(request)
+    scheduler.cancel(job)
+    assert scheduler.submit(request) != job
 
 
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
