@@ -473,9 +473,8 @@ class Handler(BaseHTTPRequestHandler):
     def _watch(self) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Connection", "close")
+        self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        self.close_connection = True
         deadline = time.monotonic() + float(self.query.get("timeoutSeconds", 60))
         with self.cluster.lock:
             seen = self.cluster.version
@@ -483,7 +482,8 @@ class Handler(BaseHTTPRequestHandler):
         while time.monotonic() < deadline and not self.cluster.over:
             try:
                 for what, thing in told:
-                    self.wfile.write(json.dumps({"type": what, "object": thing}).encode() + b"\n")
+                    line = json.dumps({"type": what, "object": thing}).encode() + b"\n"
+                    self.wfile.write(b"%x\r\n%b\r\n" % (len(line), line))
                 self.wfile.flush()
             except OSError:
                 return
@@ -491,6 +491,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.cluster.lock.wait(0.2)
                 told = [(what, thing) for at, what, thing in self.cluster.history if at > seen and self._asked(thing)]
                 seen = self.cluster.version
+        with suppress(OSError):
+            self.wfile.write(b"0\r\n\r\n")
 
     def _log(self) -> None:
         with self.cluster.lock:

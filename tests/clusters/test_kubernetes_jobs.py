@@ -253,6 +253,82 @@ def test_a_folder_whose_job_has_not_ended_takes_no_other(request_here: JobReques
     assert scheduler.submit(request) != job
 
 
+PROGRAM = """\
+#!/bin/sh
+trap 'echo told; exit {told}' TERM
+echo start >> {base}/starts-$JOB_COMPLETION_INDEX
+for burst in 1 2 3 4 5 6; do
+    for line in a b c; do echo "pod $JOB_COMPLETION_INDEX: $burst $line"; done
+    sleep 0.1
+done
+while [ -e {base}/hold ]; do sleep 0.05; done
+[ $(wc -l < {base}/starts-$JOB_COMPLETION_INDEX) -gt {again} ] || exit 75
+exit {code}
+"""
+
+
+def program(request: JobRequest, code: int = 0, *, again: int = 0, told: int = 75) -> JobRequest:
+    """A request whose pods run a small program in the place of Python: it prints lines and ends with an exit code.
+
+    Args:
+        again: how often it ends with exit code 75 first.
+        told: the exit code when it is told to stop.
+    """
+    base = request.folder.parent
+    file = base / "program"
+    file.write_text(PROGRAM.format(base=base, code=code, again=again, told=told))
+    file.chmod(0o755)
+    return with_settings(request, python=str(file))
+
+
+def test_what_pods_print_is_in_the_log_once(request_here: JobRequest, cluster: Cluster) -> None:
+    scheduler = Kubernetes()
+    job = scheduler.submit(program(request_here, again=1))
+    assert wait_until(lambda: not scheduler.collect(job) and scheduler.status(job).ended, 60)
+    scheduler.collect(job)
+    assert scheduler.status(job).state == "completed"
+    log = (request_here.folder / "kubernetes.log").read_text().splitlines()
+    lines = [f"pod 0: {burst} {line}" for burst in range(1, 7) for line in "abc"] * 2
+    assert [line for line in log if not line.startswith("[")] == lines, "of two starts: the first ended with 75"
+    assert [line for line in log if line.startswith("[")] == [f"[pod 1] {line.replace('0:', '1:')}" for line in lines]
+
+
+@pytest.mark.parametrize("code", [1, 2, 137])
+def test_a_failure_ends_the_job(request_here: JobRequest, code: int) -> None:
+    scheduler = Kubernetes()
+    job = scheduler.submit(program(request_here, code))
+    assert wait_until(lambda: scheduler.status(job).ended, 60)
+    status = scheduler.status(job)
+    assert (status.state, status.exit_code) == ("failed", code)
+    assert status.reason.endswith(f"ended with exit code {code}")
+
+
+@pytest.mark.parametrize("told", [75, 1])
+def test_a_stopped_job_has_the_exit_code_of_its_pods(request_here: JobRequest, told: int) -> None:
+    scheduler = Kubernetes()
+    (request_here.folder.parent / "hold").touch()
+    job = scheduler.submit(program(request_here, told=told))
+    log = request_here.folder / "kubernetes.log"
+    assert wait_until(lambda: scheduler.collect(job) or (log.exists() and log.read_text().count(": 6 c") == 2), 60)
+    assert scheduler.status(job).state == "running"
+    scheduler.stop(job)
+    status = scheduler.status(job)
+    assert (status.state, status.exit_code) == ("cancelled", told)
+
+
+def test_logs_that_may_not_be_read_are_refused(request_here: JobRequest, cluster: Cluster) -> None:
+    def refuse(method: str, path: str) -> None:
+        if path.endswith("/log"):
+            raise Refusal(403, "Forbidden", 'pods "x" is forbidden: User "me" cannot get resource "pods/log"')
+
+    cluster.refuse = refuse
+    scheduler = Kubernetes()
+    job = scheduler.submit(program(request_here))
+    assert wait_until(lambda: scheduler.status(job).state in ("running", "completed"), 60)
+    with pytest.raises(LaunchError, match="to read pods and their logs"):
+        scheduler.collect(job)
+
+
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     (tmp_path / "kubernetes.py").write_text("raise ImportError('no')\n")
     code = (
@@ -264,7 +340,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
     )
-    assert done.stdout == "the package kubernetes is not installed; install it: pip install 'tutti[kubernetes]'\n"
+    assert done.stdout == "the package kubernetes is not installed (no); install it: pip install 'tutti[kubernetes]'\n"
 
 
 def test_a_pod_goes_on_with_a_run_that_has_begun(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from tutti.errors import RESUMABLE, LaunchError
 LOG = "kubernetes.log"
 
 _LOG_SLACK_S = 10.0
+_WATCH_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +293,7 @@ def _last_codes(cluster: Cluster, space: str, name: str, seconds: float, look: C
     codes: dict[str, int] = {}
     with contextlib.suppress(LaunchError):
         while live and time.monotonic() < deadline:
-            for pod in cluster.changes(space, name, deadline - time.monotonic()):
+            for pod in cluster.changes(space, name, min(_WATCH_S, deadline - time.monotonic())):
                 code, key = exit_code(pod), pod["metadata"]["name"]
                 look()
                 if code is not None and key in live:
@@ -301,4 +302,5 @@ def _last_codes(cluster: Cluster, space: str, name: str, seconds: float, look: C
                     live.discard(key)
                 if not live:
                     break
+            live &= {pod["metadata"]["name"] for pod in cluster.pods(space, name)}
     return list(codes.values())

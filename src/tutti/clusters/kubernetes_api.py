@@ -112,10 +112,15 @@ class Cluster:
         """Return what a pod has printed, each line with its time; empty before it has started, or after it is gone."""
         wanted: dict[str, Any] = {"container": CONTAINER, "timestamps": True, "_preload_content": False}
         wanted |= {"since_seconds": since_s} if since_s is not None else {}
-        with contextlib.suppress(self._errors.ApiException), self._in_words(absent=True):
-            answer = self.core.read_namespaced_pod_log(pod, space, _request_timeout=_TIMEOUTS_S, **wanted)
-            return bytes(answer.data).decode("utf-8", "replace")
-        return ""
+        with self._in_words():
+            try:
+                answer = self.core.read_namespaced_pod_log(pod, space, _request_timeout=_TIMEOUTS_S, **wanted)
+                code, text = int(answer.status), bytes(answer.data).decode("utf-8", "replace")
+            except self._errors.ApiException as error:
+                code, text = int(error.status or 0), str(error.body or error.reason)
+        if code in (401, 403):
+            raise LaunchError(refused(code, text))
+        return text if code == 200 else ""  # such as while it starts, or from a node that is gone
 
     def changes(self, space: str, name: str, seconds: float) -> Iterator[dict[str, Any]]:
         """Yield the pods of a job whenever they change."""
@@ -147,9 +152,9 @@ def package(name: str) -> Any:
     """Return a module of the official client. Raises LaunchError if it is not installed."""
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except ImportError as error:
         raise LaunchError(
-            "the package kubernetes is not installed; install it: pip install 'tutti[kubernetes]'"
+            f"the package kubernetes is not installed ({error}); install it: pip install 'tutti[kubernetes]'"
         ) from None
 
 
