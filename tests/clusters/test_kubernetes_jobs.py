@@ -293,6 +293,26 @@ def test_what_pods_print_is_in_the_log_once(request_here: JobRequest, cluster: C
     assert [line for line in log if line.startswith("[")] == [f"[pod 1] {line.replace('0:', '1:')}" for line in lines]
 
 
+def test_the_command_line_follows_pods_whose_folder_lies_in_the_cluster(
+    request_here: JobRequest, cluster: Cluster
+) -> None:
+    disk = request_here.folder.parent
+    python = program(request_here).settings["python"]
+    (disk / "train.py").write_text("")
+    settings = f'image = "train:1"\npython = "{python}"\nvolumes = ["runs:{disk}"]\nfolder = "{disk}/inside"\n'
+    (disk / "tutti.toml").write_text(f'[run]\non = "k8s"\nnnodes = 2\n[kubernetes]\n{settings}')
+    done = subprocess.run(
+        [*TUTTI, "run", "--nproc", "1", "--folder", "my run", "train.py"], cwd=disk, capture_output=True, text=True,
+        env={**os.environ, "KUBECONFIG": str(cluster.base / "kubeconfig")}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [f"pod 0: {burst} {line}" for burst in range(1, 7) for line in "abc"]
+    assert [line for line in done.stdout.splitlines() if not line.startswith("[pod 1] ")] == lines
+    assert done.stdout.count("[pod 1] ") == len(lines)
+    assert done.stderr.count("the run folder lies in the cluster") == 1
+    assert "completed on node0,node1" in done.stderr
+
+
 @pytest.mark.parametrize("code", [1, 2, 137])
 def test_a_failure_ends_the_job(request_here: JobRequest, code: int) -> None:
     scheduler = Kubernetes()
@@ -361,8 +381,12 @@ def test_a_pod_with_a_store_goes_on_from_its_own_checkpoints_only(tmp_path: Path
     (tmp_path / "store/step-00000004/index.json").write_text("{}")  # of another job
     start = ["run", "--on", "local", "--folder", "/tmp/tutti/n-1"]
     assert pod_command(store, Path("/tmp/tutti/n-1"), "", 1, "", 0, ["train.py"]) == [*start, "train.py"]
+    assert pod_command(store, Path("/tmp/tutti/n-1"), "", 1, "", 0, ["train.py"]) == [*start, "train.py"]
+    for name in ("step-00000002.0a", "step-00000003.0b"):
+        (tmp_path / "store" / name).mkdir()
+        (tmp_path / "store" / name / "index.json").write_text("{}")
     again = pod_command(store, Path("/tmp/tutti/n-1"), "", 1, "", 0, ["train.py"])
-    assert again == [*start, "--resume", store, "train.py"]
+    assert again == [*start, "--resume", f"{store}/step-00000003.0b", "train.py"]
 
 
 def test_a_pod_waits_for_all_names() -> None:

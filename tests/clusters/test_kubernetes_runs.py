@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,6 +81,7 @@ def log_of(folder: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_two_pods_train_and_are_followed_and_found(project: Path, cluster: Cluster) -> None:
     code, out, err = tutti(
@@ -194,3 +196,34 @@ def test_a_pod_that_fails_and_a_job_that_is_left_and_cancelled(project: Path, cl
     assert wait_until(lambda: all(process is None or process.poll() is not None for process in processes), 60)
     left = {thing["metadata"]["name"] for thing in cluster.things.values() if thing["kind"] != "Event"}
     assert all(name.startswith("bad-") for name in left), "Job, Service, Secret and pods are gone"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_pod_without_a_volume_goes_on_from_its_store(project: Path, cluster: Cluster, tmp_path: Path) -> None:
+    profile = f'[run]\non = "k8s"\n[kubernetes]\nimage = "train:1"\npython = "{sys.executable}"\n'
+    (project / "tutti.toml").write_text(profile)
+    store = tmp_path / "store"
+    words = ("--no-predict", "--nproc", "1", "--folder", "run", "--checkpoint-store", f"file://{store}")
+    code, out, err = tutti(project, cluster, "submit", "--json", *words, TRAIN, "20", "0.2")
+    assert code == 0, err
+    space, _, name = json.loads(out)["job"].partition("/")
+    inside = Path("/tmp/tutti") / name
+    try:
+        assert wait_until(lambda: len(steps_of(inside)) >= 2, 120), log_of(project / "run")
+        job = cluster.find("jobs", space, name)
+        assert job is not None
+        with cluster.lock:
+            (first,) = cluster.pods(job)
+            cluster.evict(first)
+        kubelet = cluster.kubelets[first["metadata"]["uid"]]
+        assert kubelet.process is not None
+        kubelet.process.wait(60)
+        with cluster.lock:
+            shutil.rmtree(inside)  # a pod's disk ends with it
+        (stored,) = store.glob("step-*/index.json")
+        code, _, err = tutti(project, cluster, "attach", "run")
+        assert code == 0, err
+        assert steps_of(inside) == list(range(int(stored.parent.name[5:13]) + 1, 81))
+    finally:
+        shutil.rmtree(inside, ignore_errors=True)

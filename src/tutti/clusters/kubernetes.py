@@ -111,8 +111,9 @@ class Kubernetes:
         )
         _write_state(f"{space}/{name}", about)
         if kind != "seen":
+            where = "in the cluster" if kind == "inside" else "in its pod and ends with it, but for checkpoints"
             print(
-                f"the run folder lies in the cluster ({folder}), so steps and loss are not shown here; "
+                f"the run folder lies {where} ({folder}), so steps and loss are not shown here; "
                 f"{LOG} has what the pods print",
                 file=sys.stderr,
             )
@@ -157,12 +158,13 @@ class Kubernetes:
     def stop(self, job: str) -> None:
         state = _read_state(job)
         cluster, space, name = _of(job, state)
+        live = {pod["metadata"]["name"] for pod in cluster.pods(space, name) if exit_code(pod) is None}
         # The cluster ends the pods as it does at a deadline: with their grace, and for good. The Job stays.
         now = datetime.now(UTC).isoformat(timespec="seconds")
         change = {"metadata": {"annotations": {STOP: now}}, "spec": {"activeDeadlineSeconds": 1}}
         cluster.ask(cluster.batch.patch_namespaced_job, name, space, change)
         grace_s = (state.grace_s if state is not None else 30.0) + EXTRA_GRACE_S + SEEN_S
-        codes = _last_codes(cluster, space, name, grace_s, lambda: self.collect(job))
+        codes = _last_codes(cluster, space, name, live, grace_s, lambda: self.collect(job))
         bad = [code for code in codes if code not in (0, RESUMABLE)]
         if codes:
             code = bad[0] if bad else max(codes)
@@ -286,10 +288,11 @@ def _comparable(stamp: str) -> str:
     return f"{match[1]}.{(match[2] or '').ljust(9, '0')}{match[3]}" if match else stamp
 
 
-def _last_codes(cluster: Cluster, space: str, name: str, seconds: float, look: Callable[[], object]) -> list[int]:
-    """Return the exit codes of the pods that end within a time, calling `look` whenever one changes."""
+def _last_codes(
+    cluster: Cluster, space: str, name: str, live: set[str], seconds: float, look: Callable[[], object]
+) -> list[int]:
+    """Return the exit codes of those of these pods that end within a time, calling `look` whenever one changes."""
     deadline = time.monotonic() + seconds
-    live = {pod["metadata"]["name"] for pod in cluster.pods(space, name) if exit_code(pod) is None}
     codes: dict[str, int] = {}
     with contextlib.suppress(LaunchError):
         while live and time.monotonic() < deadline:

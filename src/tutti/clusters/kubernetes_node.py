@@ -5,6 +5,7 @@ for orphans. So it stays, and passes signals on.
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -70,7 +71,7 @@ def pod_command(
         )
     found = ["run", "--on", "local", "--folder", str(folder)]
     if kind not in ("seen", "inside"):
-        resume = kind if _begun_in_store(kind, folder.name) else resume
+        resume = _newest_in_store(kind, folder.name) or resume
     elif RunFolder(folder).header.exists():
         resume = str(folder)
     found += ["--resume", resume] if resume else []
@@ -80,8 +81,10 @@ def pod_command(
     return [*found, *words]
 
 
-def _begun_in_store(address: str, name: str) -> bool:
-    """Return whether a job has left a checkpoint in its store; on its first start, note there that it has begun.
+def _newest_in_store(address: str, name: str) -> str:
+    """Return the address of the newest checkpoint that a job has left in its store; empty without one.
+
+    On its first start the job notes there which checkpoints others have left.
 
     Raises:
         LaunchError: the store cannot be read or written.
@@ -90,18 +93,21 @@ def _begun_in_store(address: str, name: str) -> bool:
         import fsspec
 
         files, root = fsspec.core.url_to_fs(address, use_listings_cache=False)
-        mark = f"{root.rstrip('/')}/tutti-job-{name}"
-        if files.exists(mark):
-            return bool(files.glob(f"{root.rstrip('/')}/step-*/index.json"))
-        files.makedirs(root, exist_ok=True)
-        files.pipe_file(mark, b"")
+        root = root.rstrip("/")
+        mark = f"{root}/tutti-job-{name}"
+        there = {path.rsplit("/", 2)[1] for path in files.glob(f"{root}/step-*/index.json")}
+        if not files.exists(mark):
+            files.makedirs(root, exist_ok=True)
+            files.pipe_file(mark, json.dumps(sorted(there)).encode())
+            return ""
+        own = there - set(json.loads(files.cat_file(mark)))
     except Exception as error:  # each kind of store raises its own
         words = f"{type(error).__name__}: {error}"
         raise LaunchError(
             f"{address} cannot be used from the pod ({words}); correct --checkpoint-store, its package in the image, "
             "or the credentials in secrets"
         ) from None
-    return False
+    return f"{address.rstrip('/')}/{max(own)}" if own else ""
 
 
 class Child:
