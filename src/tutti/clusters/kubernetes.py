@@ -164,9 +164,10 @@ class Kubernetes:
         change = {"metadata": {"annotations": {STOP: now}}, "spec": {"activeDeadlineSeconds": 1}}
         cluster.ask(cluster.batch.patch_namespaced_job, name, space, change)
         grace_s = (state.grace_s if state is not None else 30.0) + EXTRA_GRACE_S + SEEN_S
+        count = len(live)
         codes = _last_codes(cluster, space, name, live, grace_s, lambda: self.collect(job))
         bad = [code for code in codes if code not in (0, RESUMABLE)]
-        if codes:
+        if bad or (codes and len(codes) == count):
             code = bad[0] if bad else max(codes)
             change = {"metadata": {"annotations": {EXIT_CODE: str(code)}}}
             cluster.ask(cluster.batch.patch_namespaced_job, name, space, change, absent=True)
