@@ -118,6 +118,16 @@ def test_a_change_that_makes_no_step_faster_is_not_made() -> None:
     assert Machine(plan(4, 3), [0.01, 0.1, 0.1, 0.1]).window() == [0, 1, 1, 1]
 
 
+@pytest.mark.parametrize("samples", [0, 1])
+def test_microbatches_with_fewer_samples_than_ranks_change_no_share(samples: int) -> None:
+    """Batches of tokens, and those of a ramp, may be so small: also after shares were lowered."""
+    machine = Machine(plan(2, 16), [0.01, 0.05])
+    assert machine.window() == [13, 3]
+    machine.samples = samples
+    assert machine.rebalancer.parts(samples) == [1.0, 1.0]
+    assert machine.window() == [13, 3]
+
+
 def test_shares_of_the_plan_are_where_they_begin_and_end() -> None:
     machine = Machine(plan(3, 24, shares=(2.0, 1.0, 1.0)), [0.01, 0.02, 0.02])
     assert machine.window() == [12, 6, 6]

@@ -124,12 +124,18 @@ class Rebalancer:
         self.pending: ShareChange | None = None
         self.changed: tuple[int, float] | None = None
 
+    def too_few(self, samples: int) -> bool:
+        """Return whether a microbatch has fewer samples than there are ranks with a share: there is nothing to divide."""
+        return samples < sum(size > 0 for size in self._sizes)
+
     def parts(self, samples: int) -> list[float]:
         """Return which part of its share in the plan each data-parallel rank has, in whole samples; 1 if all of it.
 
         Args:
             samples: of a microbatch of the global batch.
         """
+        if self.too_few(samples):
+            return [1.0] * len(self._ranks)
         ranks = [*zip(self._counts(self._shares, samples), self._sizes, self._ranks, strict=True)]
         whole = [(count, size) for count, size, share in ranks if size and share.weight == 1.0]
         unit = sum(count for count, _ in whole) / sum(size for _, size in whole)
@@ -151,6 +157,8 @@ class Rebalancer:
         Returns:
             The slow ranks whose share would be lowered if a division into whole samples were faster for that.
         """
+        if self.too_few(samples):
+            return []
         slowest = [max((window.relative_time(rank, peers[rank]), rank) for rank in group) for group in self.groups]
         parts, before = self.parts(samples), [share.weight for share in self._ranks]
         wanted = [
