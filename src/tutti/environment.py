@@ -83,6 +83,7 @@ class LaunchOptions:
         lost_generators: the file of the rank whose place this rank takes.
         on_slow_rank: what happens where a rank is slower than the others.
         restarted: the launcher started the ranks again: `resume` is newer than what the script resumes from.
+        shrunk: the launcher started fewer ranks than were asked for.
         observer: "module:factory" of an observer to load.
         steps: number of steps that the observer `stop_after_steps` lets the run make.
         supervised: whether `tutti run` watches the ranks: it keeps their output and reports their failures.
@@ -120,6 +121,7 @@ class LaunchOptions:
     stop_at_s: float | None = None
     stop_signals: bool = True
     restarted: bool = False
+    shrunk: bool = False
     recover: bool = False
     recover_from: tuple[int, int] | None = None
     generators: Path | None = None
@@ -160,6 +162,7 @@ def read_launch_options(environ: Mapping[str, str] = os.environ) -> LaunchOption
         stop_at_s=_seconds(environ, "TUTTI_STOP_AT_S") if environ.get("TUTTI_STOP_AT_S") else None,
         stop_signals=environ.get("TUTTI_STOP_SIGNALS") != "0",
         restarted=environ.get("TUTTI_RESTARTED") == "1",
+        shrunk=environ.get("TUTTI_SHRUNK") == "1",
         recover=environ.get("TUTTI_RECOVER") == "memory",
         recover_from=_holder(environ),
         generators=path("TUTTI_GENERATORS"),

@@ -262,7 +262,10 @@ def test_ranks_that_come_again_are_replicas_of_the_plan_that_was_written(
     found = full_plan(spec)
     assert found is not None
     assert dict(found.mesh) == mesh
-    assert dict(smaller(spec, 3, 1, found).environment) == ({"TUTTI_MESH": "split=2"} if "split" in mesh else {})
+    assert dict(smaller(spec, 3, 1, found).environment) == {
+        "TUTTI_SHRUNK": "1",
+        **({"TUTTI_MESH": "split=2"} if "split" in mesh else {}),
+    }
 
 
 def test_long_texts_of_a_failure_fit_into_a_message() -> None:

@@ -315,6 +315,7 @@ def refused() -> list[str]:
         ({}, Told(data=Stream, prepare={"num_workers": 1})),
         ({"TUTTI_SYNC": "local:4"}, Told()),
         ({"TUTTI_COMPRESS": "top-k,density=0.1"}, Told()),
+        ({}, Told(mesh="split=2")),
     ):
         with pytest.MonkeyPatch.context() as patch:
             for name, value in variables.items():
@@ -322,6 +323,11 @@ def refused() -> list[str]:
             with pytest.raises(PlanError) as raised:
                 prepared(told, "refused")
         said.append(str(raised.value))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUTTI_SHRUNK", "1")
+        job, _, loader = prepared(Told(mesh="split=2"), "shrunk")
+        assert job._run().loop.rebalancer is None
+        job.step(next(iter(loader)))
     try:
         tutti.Job(global_batch_size=4, on_slow_rank="faster")  # type: ignore[arg-type]
     except PlanError as error:
@@ -335,13 +341,14 @@ def refused() -> list[str]:
 
 
 def test_refusals() -> None:
-    for mismatch, stream, local, lossy, job, variable in run_ranks(refused, 2):
+    for mismatch, stream, local, lossy, mesh, job, variable in run_ranks(refused, 2):
         assert mismatch.endswith(
             "ranks divide the batch by different shares: rank 0 by 3:1, rank 1 by 1:3; give all ranks one plan"
         )
         assert "with an IterableDataset and num_workers=1: the worker has already divided" in stream
         assert "replicas that differ depend on their shares of the batch" in local
         assert "what the codec loses depends on the samples of each rank" in lossy
+        assert "with the mesh split=2: its ranks compute the same samples" in mesh, "unless fewer ranks go on"
         assert job == "on_slow_rank = 'faster'; use 'warn' or 'rebalance'"
         assert variable.startswith("TUTTI_ON_SLOW_RANK='faster' is neither warn nor rebalance")
 

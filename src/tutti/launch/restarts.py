@@ -281,6 +281,8 @@ def smaller(spec: LaunchSpec, most: int, least: int, plan: Plan | None = None) -
         )
     environment = dict(spec.environment)
     shrunk = shrink_plan(plan or _plan_of(spec), most, least)
+    if shrunk.world_size < spec.world_size:
+        environment["TUTTI_SHRUNK"] = "1"
     if "shard" not in shrunk.mesh:
         environment.pop("TUTTI_SHARD", None)
     if "TUTTI_PLAN" in environment:

@@ -319,7 +319,14 @@ def _rebalancer(context: JobContext, divided: DividedModel) -> Rebalancer | None
     if context.settings.on_slow_rank == "warn":
         return None
     plan = divided.parallel.plan
-    check_rebalancing(plan, divided.source)
+    try:
+        check_rebalancing(plan, divided.source)
+    except PlanError as error:
+        if not context.launch_options.shrunk:
+            raise
+        why = str(error).partition(";")[0]
+        context.screen.say(f"shares of the batch stay as they are, as fewer ranks go on: {why}")
+        return None
     return Rebalancer(plan) if context.launch_options.recording is None else None
 
 

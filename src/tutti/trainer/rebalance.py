@@ -125,7 +125,7 @@ class Rebalancer:
         self.changed: tuple[int, float] | None = None
 
     def too_few(self, samples: int) -> bool:
-        """Return whether a microbatch has fewer samples than there are ranks with a share: there is nothing to divide."""
+        """Return whether a microbatch has fewer samples than there are ranks with a share."""
         return samples < sum(size > 0 for size in self._sizes)
 
     def parts(self, samples: int) -> list[float]:
