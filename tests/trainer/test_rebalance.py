@@ -1,6 +1,7 @@
 """Shares of the batch that follow the ranks' own times: how much, when, and when not."""
 
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 
@@ -25,10 +26,12 @@ class Machine:
         self.samples = plan.batch.global_batch_size // plan.batch.num_microbatches
         self.counts = self.rebalancer._counts(plan.shares, self.samples)
         self.stuck: list[int] = []
+        self.noise, self.extra = 1.0, dict[int, float]()
 
     def times(self) -> list[float]:
         """Return the own time of each rank in a step."""
-        return [self.a_step + seconds * self.counts[self.index_of[rank]] for rank, seconds in enumerate(self.a_sample)]
+        times = [self.a_step + seconds * self.counts[self.index_of[rank]] for rank, seconds in enumerate(self.a_sample)]
+        return [time * (self.noise if rank else 1.0) + self.extra.get(rank, 0.0) for rank, time in enumerate(times)]
 
     def window(self, kind: str = "compute", steps: int = 100) -> list[int]:
         """Let a window pass, and take the shares that it asks for; return the samples of each rank."""
@@ -42,8 +45,7 @@ class Machine:
             longest_s=max(times),
             load={},
         )
-        parts = self.rebalancer.parts(self.samples)
-        window = window.at_whole_shares([parts[self.index_of[rank]] for rank in ranks], 0)
+        window = self.rebalancer.at_whole_shares(window, [ranks] * len(times), 0, self.samples)
         slow = [rank for rank in ranks if window.excess_s(rank, ranks)]
         self.stuck = self.rebalancer.judge(window, [ranks] * len(times), dict.fromkeys(slow, kind), self.samples)
         change, self.rebalancer.pending = self.rebalancer.pending, None
@@ -95,6 +97,58 @@ def test_a_share_is_given_back_step_by_step_where_a_part_of_the_time_does_not_fo
     assert machine.counts == [16] * 4
 
 
+@pytest.mark.parametrize(
+    ("ranks", "a_sample", "a_step", "noise"),
+    [(2, 0.002, 0.03, 0.0), (2, 0.0003, 0.03, 0.02), (4, 0.0, 0.03, 0.02), (16, 0.0003, 0.03, 0.0)],
+)
+def test_shares_are_given_back_where_most_of_the_time_does_not_follow_them(
+    ranks: int, a_sample: float, a_step: float, noise: float
+) -> None:
+    machine = Machine(plan(ranks, 8 * ranks), [a_sample] * (ranks - 1) + [0.01], a_step)
+    random = Random(0)
+    changes = []
+    for number in range(60):
+        machine.noise = 1 + random.uniform(-noise, noise)
+        machine.a_sample[-1] = 0.01 if number < 30 else a_sample
+        changes.append(machine.counts != [*machine.window(steps=200)])
+        if number == 29:
+            assert machine.counts[-1] <= 3
+    assert machine.counts == [8] * ranks, "no longer slow"
+    assert not any(changes[45:])
+    assert sum(changes) <= 8, "and it does not flap"
+
+
+def test_a_lower_share_that_has_no_effect_is_undone() -> None:
+    """The rank takes longer for each step, whatever its samples."""
+    machine, seen = Machine(plan(2, 16), [0.0003, 0.0003], a_step=0.01), []
+    for _ in range(30):
+        machine.extra = {1: 0.05}
+        before = machine.counts
+        if machine.window() != before:
+            seen.append(machine.counts[1])
+    assert len(seen) == 2
+    assert seen[0] < 8 == seen[1]
+
+
+def test_a_share_is_given_back_on_trial_where_nothing_tells_what_follows_it() -> None:
+    """Batches of tokens have other samples in each window."""
+    machine = Machine(plan(2, 16), [0.0003, 0.02], a_step=0.03)
+    for number in range(200):
+        machine.samples = 16 + number % 2
+        machine.counts = machine.rebalancer._counts(machine.rebalancer._shares, machine.samples)
+        if number == 4:
+            machine.a_sample[1] = 0.0003
+        machine.window()
+    assert machine.rebalancer._shares == ()
+
+
+def test_a_stream_of_which_each_rank_reads_all_lowers_no_share_for_its_data() -> None:
+    machine = Machine(plan(2, 16), [0.01, 0.05])
+    machine.rebalancer = Rebalancer(machine.plan, stream=True)
+    assert machine.window("data") == [8, 8]
+    assert machine.window("compute") == [13, 3]
+
+
 def test_shares_do_not_flap() -> None:
     """The rank is slow in every other window: each time it waits longer until it gets its share again."""
     machine, changes, before = Machine(plan(2, 16), [0.01, 0.05]), 0, [8, 8]
@@ -115,6 +169,9 @@ def test_a_change_that_makes_no_step_faster_is_not_made() -> None:
     two = Machine(plan(2, 2), [0.01, 0.1])
     assert two.window() == [1, 1], "no rank can have less than one sample"
     assert two.stuck == [1], "and that is said"
+    two.noise = 1.01
+    assert two.window() == [1, 1]
+    assert two.stuck == [], "but not again"
     assert Machine(plan(4, 3), [0.01, 0.1, 0.1, 0.1]).window() == [0, 1, 1, 1]
 
 

@@ -75,21 +75,33 @@ class OwnTimesWindow:
         excess = totals[rank] - usual
         return excess if totals[rank] > FACTOR * usual and excess >= LEAST_EXCESS_S else 0.0
 
-    def at_whole_shares(self, parts: Sequence[float], rank: int) -> "OwnTimesWindow":
-        """Return the window as it would be if times followed the ranks' shares of the batch, and these were whole.
+    def times(self) -> list[float]:
+        """Return each rank's own time of a step."""
+        computed = self.computed or self.steps
+        return [data / self.steps + own / computed for data, own in zip(self.data_s, self.own_s, strict=True)]
+
+    def at_whole_shares(
+        self, parts: Sequence[float], rank: int, fixed: Sequence[float] = (), *, stream: bool = False
+    ) -> "OwnTimesWindow":
+        """Return the window as it would be if the ranks' shares of the batch were whole.
 
         Args:
             parts: which part of its share each rank has had.
             rank: this rank, whose own facts the window has.
+            fixed: what part of each rank's own time does not follow its share; empty: none of it.
+            stream: whether waits for data do not follow the share: each rank reads all samples.
         """
         if all(part == 1.0 for part in parts):
             return self
-        load = {name: count if name == "clock_hz" else count / parts[rank] for name, count in self.load.items()}
+        fixed = fixed or [0.0] * len(parts)
+        factors = [same + (1.0 - same) / part for same, part in zip(fixed, parts, strict=True)]
+        load = {name: count if name == "clock_hz" else count * factors[rank] for name, count in self.load.items()}
+        of_data = [1.0] * len(parts) if stream else factors
         return replace(
             self,
-            data_s=[seconds / part for seconds, part in zip(self.data_s, parts, strict=True)],
-            own_s=[seconds / part for seconds, part in zip(self.own_s, parts, strict=True)],
-            longest_s=self.longest_s / parts[rank],
+            data_s=[seconds * factor for seconds, factor in zip(self.data_s, of_data, strict=True)],
+            own_s=[seconds * factor for seconds, factor in zip(self.own_s, factors, strict=True)],
+            longest_s=self.longest_s * factors[rank],
             load=load,
         )
 
@@ -107,8 +119,7 @@ class OwnTimesWindow:
             >>> [window.relative_time(rank, [0, 1, 2]) for rank in range(3)]
             [0.2857142857142857, 2.0, 1.2]
         """
-        computed = self.computed or self.steps
-        times = [data / self.steps + own / computed for data, own in zip(self.data_s, self.own_s, strict=True)]
+        times = self.times()
         others = [times[other] for other in peers if other != rank]
         usual = statistics.median(others) if others else 0.0
         return times[rank] / usual if usual > 0 else 1.0

@@ -327,7 +327,7 @@ def _rebalancer(context: JobContext, divided: DividedModel) -> Rebalancer | None
         why = str(error).partition(";")[0]
         context.screen.say(f"shares of the batch stay as they are, as fewer ranks go on: {why}")
         return None
-    return Rebalancer(plan) if context.launch_options.recording is None else None
+    return Rebalancer(plan, stream=divided.source.is_stream) if context.launch_options.recording is None else None
 
 
 def open_output(context: JobContext, folder: RunFolder, state: TrainingState) -> RunOutput:

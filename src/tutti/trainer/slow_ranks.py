@@ -45,9 +45,7 @@ def note_own_times(run: Run, columns: Sequence[float], step: int) -> None:
     groups = _peers(run)
     if rebalancer is not None:
         _say_effect(run, rebalancer, window)
-        parts = rebalancer.parts(_samples_at_once(run))
-        index_of = {rank: index for index, group in enumerate(rebalancer.groups) for rank in group}
-        window = window.at_whole_shares([parts[index_of[rank]] for rank in range(len(columns))], run.parallel.mesh.rank)
+        window = rebalancer.at_whole_shares(window, groups, run.parallel.mesh.rank, _samples_at_once(run))
     slow = [rank for rank in range(len(columns)) if window.excess_s(rank, groups[rank])]
     for rank in sorted(own_times.slow.keys() - {*slow}):
         run.output.screen.say(f"rank {rank} is no slower than the others since step {window.first}")
@@ -61,7 +59,7 @@ def note_own_times(run: Run, columns: Sequence[float], step: int) -> None:
         samples = _samples_at_once(run)
         for rank in rebalancer.judge(window, groups, kinds, samples):
             other = f"no other division of {samples} samples makes steps a tenth faster"
-            warn(run, f"rank {rank}'s share of the batch stays as it is: {other}")
+            warn(run, f"rank {rank} keeps its present share of the batch: {other}")
 
 
 def _name(
@@ -111,6 +109,7 @@ def change_shares(run: Run) -> None:
             continue
         what = f"{describe_ranks(group)} {'gets' if len(group) == 1 else 'get'} {has} of {size} samples of a batch"
         why = "no longer slow" if change.shares == rebalancer.stated else "less slow than before"
+        why = change.why.get(index, why)
         if slow is not None:
             why = f"rank {slow} takes {change.times[slow]:.2g} times as long as others: {change.kinds[slow]}"
         _say_shares(run, f"{what} instead of {had} from step {step} on; {why}")
