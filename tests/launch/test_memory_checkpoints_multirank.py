@@ -139,6 +139,17 @@ def test_the_folder_goes_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert wait_until(lambda: not folder.exists(), 10)
 
 
+def test_a_relative_folder_is_the_same_for_ranks_that_change_theirs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "memory").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TUTTI_MEMORY_FOLDER", "memory")
+    with memory_folder(True) as variables:
+        assert Path(variables["TUTTI_MEMORY_CHECKPOINTS"]).parent == tmp_path / "memory"
+    assert not [*(tmp_path / "memory").iterdir()]
+
+
 def test_a_folder_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TUTTI_MEMORY_FOLDER", str(tmp_path / "none"))
     with pytest.raises(LaunchError, match=r"needs a folder in memory, and .* cannot be used"), memory_folder(True):

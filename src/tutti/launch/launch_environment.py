@@ -77,8 +77,11 @@ def of_rank(rank: int, local_rank: int) -> dict[str, str]:
 
 
 def memory_root() -> Path:
-    """Return the folder in this host's memory, in which launchers make theirs; the user may name another one."""
-    return Path(os.environ.get("TUTTI_MEMORY_FOLDER") or "/dev/shm")
+    """Return the folder in this host's memory, in which launchers make theirs; the user may name another one.
+
+    It is absolute: ranks may change their folder, and what removes it has another one.
+    """
+    return Path(os.environ.get("TUTTI_MEMORY_FOLDER") or "/dev/shm").resolve()
 
 
 _OF_ONE_RUN = (
