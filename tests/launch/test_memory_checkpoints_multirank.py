@@ -150,6 +150,28 @@ def test_a_relative_folder_is_the_same_for_ranks_that_change_theirs(
     assert not [*(tmp_path / "memory").iterdir()]
 
 
+TWO_JOBS = """
+import torch, tutti
+from torch import nn
+for seed in range(2):
+    job = tutti.Job(global_batch_size=4, seed=seed)
+    model = nn.Linear(2, 1)
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    model, _, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, nn.functional.mse_loss)
+    for _ in job.epochs(1):
+        for batch in loader:
+            job.step(batch)
+"""
+
+
+def test_a_second_job_goes_without_checkpoints_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO_JOBS)
+    options = ("--nproc", "2", "--memory-checkpoint-every", "1", "--max-restarts", "1")
+    done = tutti_run(tmp_path, *options, "two.py", timeout_s=120)
+    assert done.code == 0, done.err
+    assert done.err.count("checkpoints in memory are of the script's first Job alone") == 1, done.err
+
+
 def test_a_folder_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TUTTI_MEMORY_FOLDER", str(tmp_path / "none"))
     with pytest.raises(LaunchError, match=r"needs a folder in memory, and .* cannot be used"), memory_folder(True):

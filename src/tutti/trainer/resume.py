@@ -13,7 +13,7 @@ from tutti.checkpoint.sources import open_checkpoint, shared_source
 from tutti.checkpoint.uploads import store_of
 from tutti.config.run_folder import RunFolder
 from tutti.environment import LaunchOptions
-from tutti.errors import DamagedCheckpointError, ScriptError
+from tutti.errors import DamagedCheckpointError
 from tutti.trainer.job_context import JobContext
 from tutti.trainer.out_of_memory import resume_microbatches
 from tutti.trainer.run_state import Run
@@ -32,23 +32,20 @@ def memory_writer(
 ) -> CheckpointWriter | None:
     """Return what saves checkpoints in the nodes' memory; None where the launcher does not ask for it. Collective.
 
+    They are of the script's first Job: another one would go on from them.
+
     Args:
         state: the state to save.
         folder: the run folder.
         options: the launcher's.
         write_row: is called with the fields of the row about a checkpoint.
         say: is called with sentences for the user.
-
-    Raises:
-        ScriptError: another Job of the script has checkpoints there.
     """
     if options.memory_checkpoints is None or options.recording is not None:
         return None
     if options.memory_checkpoints in _USED:
-        raise ScriptError(
-            "the script makes several Jobs, and checkpoints in memory are of one Job alone, so another one would go on "
-            "from them; leave --memory-checkpoint-every out"
-        )
+        say("checkpoints in memory are of the script's first Job alone; this one has none there")
+        return None
     _USED.add(options.memory_checkpoints)
     return CheckpointWriter(
         state,
