@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -10,15 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from clusters.ssh_rig import SshHosts, make_noisy, missing_for_ssh, ssh_hosts
 from launch.launch_rig import TUTTI
-from tutti.clusters.cluster_job import JobRequest
+from tutti.clusters import ssh
+from tutti.clusters.cluster_job import JobRequest, read_record
 from tutti.clusters.profile_file import with_requests
 from tutti.clusters.ssh import Ssh
 from tutti.clusters.ssh_driver import Results
 from tutti.clusters.ssh_hosts import SshSettings, read_hosts, read_ssh_settings
+from tutti.commands.run_options import RunOptions
+from tutti.commands.submit import states, submit
 from tutti.errors import LaunchError
 
 needs_sshd = pytest.mark.skipif(missing_for_ssh() is not None, reason=str(missing_for_ssh()))
@@ -231,3 +236,46 @@ def test_settings_that_cannot_be_right(tmp_path: Path, settings: dict[str, Any],
     with pytest.raises(LaunchError) as caught:
         read_hosts(read_ssh_settings(settings), tmp_path)
     assert said in str(caught.value)
+
+
+_HOST = """
+while read -r line; do
+    case $line in *'"cancel"'*) echo 'tutti-frame {"kind": "end", "size": 0, "code": 130}';; esac
+done
+"""
+
+
+def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver is a real one; in place of ssh, it starts a shell that only knows how to end."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    read_state, asked = ssh.read_state, []
+
+    def interrupted(name: str) -> Any:
+        if not asked:
+            os.kill(os.getpid(), signal.SIGINT)
+        asked.append(name)
+        return read_state(name)
+
+    def start(self: Ssh, request: JobRequest) -> str:
+        task = {"name": "alpha", "command": ["bash", "-c", _HOST], "script": "", "request": {"python_path": ""}}
+        return ssh._start_driver({"folder": str(request.folder), "grace_s": 1, "restarts": False, "hosts": [task]})
+
+    monkeypatch.setattr(ssh, "read_state", interrupted)
+    monkeypatch.setattr(Ssh, "submit", start)
+    options = RunOptions(target=("train.py",), folder=tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        submit(options, ["train.py"], on="ssh", hosts="alpha:1")
+    (state,) = states([tmp_path / "run"]).runs
+    assert (state.job, state.state) == (read_record(tmp_path / "run").job, "cancelled")
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    asked.clear()
+    monkeypatch.setattr(ssh, "read_state", interrupted)
+    with pytest.raises(KeyboardInterrupt):  # where Ctrl-C is not held back
+        start(Ssh(), JobRequest(name="", folder=tmp_path, directory=tmp_path, words=()))
+    assert asked
+    assert not psutil.pid_exists(int(asked[0].partition("-")[0]))

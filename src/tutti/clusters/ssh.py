@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from tutti.clusters.cluster_job import JobRequest, JobStatus
+from tutti.clusters.cluster_job import JobRequest, JobStatus, interrupts_let_through
 from tutti.clusters.ssh_driver import CANCEL, driver_process, job_name, job_status, read_state
 from tutti.clusters.ssh_hosts import (
     SshHost,
@@ -75,7 +75,8 @@ class Ssh:
         hosts = _chosen(settings, request.directory, request.nodes)
         _refuse_busy(request.folder)
         needs = _needs(request, settings, hosts, _remote_name(request.folder))
-        prepared, shared = prepare_hosts(needs, lambda words: print(words, file=sys.stderr))
+        with interrupts_let_through():
+            prepared, shared = prepare_hosts(needs, lambda words: print(words, file=sys.stderr))
         where = _rendezvous(settings, prepared)
         if not shared:
             for error in request.folder.glob("ranks/*/error.json"):  # of an earlier start
@@ -263,14 +264,18 @@ def _start_driver(job: dict[str, Any]) -> str:
             [sys.executable, "-m", "tutti.clusters.ssh_driver"],
             stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-    name = job_name(process.pid)
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as stream:
-        stream.write(json.dumps(job).encode() + b"\n")
-    deadline = time.monotonic() + _START_S
-    while read_state(name) is None:
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise LaunchError(f"the driver of the run ended at once; {job['folder']}/{LOG} says why")
-        time.sleep(0.05)
+    try:
+        name = job_name(process.pid)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+            stream.write(json.dumps(job).encode() + b"\n")
+        deadline = time.monotonic() + _START_S
+        while read_state(name) is None:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise LaunchError(f"the driver of the run ended at once; {job['folder']}/{LOG} says why")
+            time.sleep(0.05)
+    except BaseException:  # nobody would know its name; the hosts end by themselves
+        process.kill()
+        process.wait()
+        raise
     return name
