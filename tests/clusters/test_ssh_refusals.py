@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tutti.clusters.profile_file import with_requests
 from tutti.clusters.ssh import Ssh
 from tutti.clusters.ssh_driver import Results
 from tutti.clusters.ssh_hosts import SshSettings, read_hosts, read_ssh_settings
+from tutti.clusters.ssh_prepare import prepare_hosts
 from tutti.commands.run_options import RunOptions
 from tutti.commands.submit import states, submit
 from tutti.errors import LaunchError
@@ -255,9 +257,9 @@ def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
     read_state, asked = ssh.read_state, []
 
     def interrupted(name: str) -> Any:
-        if not asked:
-            os.kill(os.getpid(), signal.SIGINT)
         asked.append(name)
+        if len(asked) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
         return read_state(name)
 
     def start(self: Ssh, request: JobRequest) -> str:
@@ -279,3 +281,53 @@ def test_ctrl_c_while_the_driver_starts_leaves_no_job_without_a_record(
         start(Ssh(), JobRequest(name="", folder=tmp_path, directory=tmp_path, words=()))
     assert asked
     assert not psutil.pid_exists(int(asked[0].partition("-")[0]))
+
+
+@needs_sshd
+def test_what_git_ignores_is_not_copied_and_the_copy_is_private(tmp_path: Path, hosts: SshHosts) -> None:
+    repository, run = tmp_path / "repository", tmp_path / "run"
+    project = repository / "my project"
+    for made in (run, project / "data/kept", project / "inner", repository / "cache"):
+        made.mkdir(parents=True)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C"]
+    (repository / ".gitignore").write_text("*.key\n!public.key\nmy project/data/*\n!my project/data/kept\n")
+    (tmp_path / "excludes").write_text(".env\n")
+    (project / "inner/.gitignore").write_text("secret\n")
+    names = (
+        "train.py",
+        "a.key",
+        "public.key",
+        "tracked.key",
+        ".env",
+        "note",
+        "we[ir]*d.key",
+        "data/big",
+        "data/kept/a",
+    )
+    for name in (*names, "inner/secret", "inner/code.py", "new.py"):
+        (project / name).touch()
+    for folder in (repository, project / "inner"):
+        subprocess.run([*git, str(folder), "init", "-q"], check=True)
+    subprocess.run([*git, str(repository), "config", "core.excludesFile", str(tmp_path / "excludes")], check=True)
+    (repository / ".git/info/exclude").write_text("note\n")
+    subprocess.run([*git, str(repository), "add", "-f", "my project/tracked.key", "my project/train.py"], check=True)
+    subprocess.run([*git, str(repository), "commit", "-qm", "all"], check=True)
+    request = JobRequest(
+        name="train", folder=run, directory=project, words=("train.py",), script="train.py",
+        settings={"hosts": "alpha:1", "config": str(hosts.config)},
+    )  # fmt: skip
+    needs = ssh._needs(request, read_ssh_settings(request.settings), read_hosts(SshSettings(hosts="alpha:1"), run), "r")
+    (host,), shared = prepare_hosts(needs, print)
+    if shared:  # as these hosts see this disk
+        needs = replace(needs, settings=needs.settings.model_copy(update={"sync": "rsync"}))
+        (host,), _ = prepare_hosts(needs, print)
+    copy = Path(host.directory)
+    assert copy.stat().st_mode & 0o777 == copy.parent.stat().st_mode & 0o777 == 0o700
+    found = {path.relative_to(copy).as_posix() for path in copy.rglob("[!.]*") if path.is_file()}
+    expected = {"train.py", "public.key", "tracked.key", "data/kept/a", "inner/code.py", "new.py"}
+    assert (copy / "inner/.gitignore").exists()
+    assert not (copy / ".env").exists()
+    assert found == expected
+    (project / "new.py").unlink()
+    prepare_hosts(needs, print)
+    assert not (copy / "new.py").exists(), "what is removed here is removed there"

@@ -24,7 +24,7 @@ from tutti.clusters.ssh_hosts import (
     ssh_command,
     ssh_words,
 )
-from tutti.clusters.ssh_prepare import HostNeeds, PreparedHost, prepare_hosts, rsync_command
+from tutti.clusters.ssh_prepare import HostNeeds, PreparedHost, git_ignored, prepare_hosts, rsync_command
 from tutti.config.run_folder import RunFolder
 from tutti.errors import LaunchError
 
@@ -47,7 +47,7 @@ class Ssh:
         settings = read_ssh_settings(request.settings)
         hosts = _chosen(settings, request.directory, request.nodes)
         needs = _needs(request, settings, hosts, "RUN")
-        lines = []
+        in_git, lines = settings.sync in (None, "rsync") and git_ignored(request.directory) is not None, []
         for number, host in enumerate(hosts):
             shared = settings.sync == "none"
             directory = (settings.directory or str(request.directory)) if shared else needs.directory
@@ -62,7 +62,8 @@ class Ssh:
                 lines.append(f"git archive HEAD .   # to {directory}")
             elif settings.sync != "none":
                 seen = "" if settings.sync or settings.directory else "   # unless all hosts see the run folder"
-                lines.append(shlex.join(rsync_command(needs, host, directory.removeprefix("~/"))) + seen)
+                copy = rsync_command(needs, host, directory.removeprefix("~/"), in_git=in_git)
+                lines.append(shlex.join(copy) + ("   # which reads what git ignores" if in_git else "") + seen)
             home = "~/" if directory.startswith("~/") else ""
             lines.append(shlex.join([*ssh_words(settings), host.address]))
             lines += [f"cd {home}{shlex.quote(directory.removeprefix('~/'))}", *settings.setup]

@@ -77,10 +77,14 @@ def _find_package(name: str, digest: str, places: list[str]) -> tuple[str, str]:
     return "", own
 
 
-def _problem(directory: Path, *, make: bool) -> str:
-    """Say why a directory cannot be used; an empty text if it can."""
+def _problem(directory: Path, *, make: bool, private: bool) -> str:
+    """Say why a directory cannot be used; an empty text if it can. A private one is for this user's eyes only."""
     try:
-        if make:
+        if private:
+            directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            directory.chmod(0o700)  # an older tutti may have made it
+        elif make:
             directory.mkdir(parents=True, exist_ok=True)
         if not directory.is_dir():
             return "missing"
@@ -132,7 +136,7 @@ def _check(request: dict[str, Any]) -> dict[str, Any]:
 def _directory(request: dict[str, Any]) -> dict[str, Any]:
     """Make the directory of the code, or look for it, and tell the checkpoints of the run that is resumed there."""
     directory = Path(request["directory"]).expanduser()
-    problem = _problem(directory, make=request["make"])
+    problem = _problem(directory, make=request["make"], private=request["private"])
     if request["make"] and not problem:
         token = directory / f".tutti-{request['token']}"  # by which other hosts see that they share the directory
         token.touch()
